@@ -1,0 +1,3 @@
+from moe_routing_bench.cli import main
+
+main()

@@ -1,0 +1,156 @@
+"""What counts as correct: one judge for tests and benchmark.
+
+A result may err, against a float64 oracle, at most twice as much as plain torch errs in the same dtype,
+plus one floor. Both the largest error and the root mean square are held to it: the first catches a single
+wrong element, the second a loss of precision spread over all of them. Integers and pure data movement are
+held to equality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FACTOR = 2.0
+# the floor, in units of the dtype's eps times the oracle's size: a correctly rounded result errs up to
+# 0.5 eps per element and at most 0.29 eps in the mean square, even where plain torch happens to be exact
+FLOOR_MAX = 1.0
+FLOOR_RMS = 0.5
+# with 2 elements, 2 % of honest results have a mean square over the bound; with 32, fewer than 1 in 10^9
+RMS_ELEMENTS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """passed, and the numbers behind it. `sentence` says what is wrong in words; empty if nothing is.
+
+    out off by 0.5 in one of four elements, float32, plain torch exact:
+      Verdict(passed=False, max_error=0.5, max_bound=2.4e-07, rms_error=0.25, rms_bound=6e-08, sentence=
+              "largest error 0.5 at [3] (got 2.5, oracle 2), allowed 2.4e-07; wrong in 1 of 4 elements")
+    """
+
+    passed: bool
+    sentence: str = ""
+    max_error: float = 0.0
+    max_bound: float = 0.0
+    rms_error: float = 0.0
+    rms_bound: float = 0.0
+
+
+def judge(
+    out: Tensor, oracle: Tensor, baseline: Tensor, more: Sequence[tuple[Tensor, Tensor]] = ()
+) -> Verdict:
+    """out: what to judge. oracle: the same in float64. baseline: plain torch in the dtype out should have.
+
+    more: (oracle, baseline) of the same computation on other data. A result of few elements needs it: on
+    them plain torch may err little by luck, which says nothing about how much it errs.
+    """
+    if (mismatch := _kind_mismatch(out, baseline)) is not None:
+        return Verdict(passed=False, sentence=mismatch)
+    if out.numel() == 0:
+        return Verdict(passed=True)
+    got, true, plain = (x.detach().to("cpu", torch.float64) for x in (out, oracle, baseline))
+    finite = true.isfinite() & plain.isfinite()
+    broken = finite & ~got.isfinite()
+    if bool(broken.any()):
+        place = _first(broken)
+        return Verdict(
+            passed=False,
+            max_error=float("inf"),
+            sentence=f"{got[tuple(place)].item()} at {place} in {_share(broken)} where the oracle is finite: "
+            "memory that was never written, or padding that should not have been read",
+        )
+    # where the true result overflows the dtype there is nothing to compare; what is not finite must agree
+    if not torch.equal(got[~finite].nan_to_num(0.5), plain[~finite].nan_to_num(0.5)):
+        return Verdict(passed=False, sentence="not the same infinities or NaN as plain torch")
+    got, true, plain = got[finite], true[finite], plain[finite]
+    if got.numel() == 0:
+        return Verdict(passed=True)
+    error, plain_error = (got - true).abs(), (plain - true).abs()
+    for other_true, other_plain in more:
+        other_true, other_plain = (x.detach().to("cpu", torch.float64) for x in (other_true, other_plain))
+        other_error = (other_plain - other_true).abs()
+        # exact zeros are padding, and would water the mean down
+        telling = other_error.isfinite() & ((other_true != 0) | (other_plain != 0))
+        plain_error = torch.cat((plain_error, other_error[telling]))
+    info = torch.finfo(out.dtype)
+    smallest = info.smallest_normal * info.eps
+    max_bound = FACTOR * plain_error.max() + FLOOR_MAX * info.eps * true.abs().max() + smallest
+    rms_bound = FACTOR * _rms(plain_error) + FLOOR_RMS * info.eps * _rms(true) + smallest
+    numbers: dict[str, Any] = {
+        "max_error": error.max().item(),
+        "max_bound": max_bound.item(),
+        "rms_error": _rms(error).item(),
+        "rms_bound": rms_bound.item(),
+    }
+    if numbers["max_error"] > numbers["max_bound"]:
+        full = torch.zeros(finite.shape, dtype=torch.float64)
+        full[finite] = error
+        place = [int(i) for i in torch.unravel_index(full.argmax(), full.shape)]
+        at = error.argmax()
+        sentence = (
+            f"largest error {error[at].item():.3g} at {place} (got {got[at].item():.4g}, oracle "
+            f"{true[at].item():.4g}), allowed {max_bound.item():.3g}; wrong in {_share(error > max_bound)}"
+            f"{_common_ratio(got, true)}"
+        )
+        return Verdict(passed=False, sentence=sentence, **numbers)
+    if numbers["rms_error"] > numbers["rms_bound"] and error.numel() >= RMS_ELEMENTS:
+        sentence = (
+            f"precision is lost everywhere: root mean square error {numbers['rms_error']:.3g}, allowed "
+            f"{numbers['rms_bound']:.3g}; is something accumulated in {out.dtype}?"
+        )
+        return Verdict(passed=False, sentence=sentence, **numbers)
+    return Verdict(passed=True, **numbers)
+
+
+def judge_exact(out: Tensor, expected: Tensor) -> Verdict:
+    """Structure and data movement: equality, and a sentence that shows the first difference."""
+    if (mismatch := _kind_mismatch(out, expected)) is not None:
+        return Verdict(passed=False, sentence=mismatch)
+    same = (out == expected) | ((out != out) & (expected != expected))
+    if bool(same.all()):
+        return Verdict(passed=True)
+    place = _first(~same)
+    got, want = out[tuple(place)].item(), expected[tuple(place)].item()
+    return Verdict(
+        passed=False,
+        max_error=float("inf"),
+        sentence=f"must be exact, but is {got:g} instead of {want:g} at {place}; wrong in {_share(~same)}",
+    )
+
+
+def _kind_mismatch(out: Tensor, expected: Tensor) -> str | None:
+    if not isinstance(out, Tensor):
+        return f"returned {type(out).__name__} instead of a tensor"
+    if out.shape != expected.shape:
+        return f"shape {tuple(out.shape)}, expected {tuple(expected.shape)}"
+    if out.dtype != expected.dtype:
+        return f"dtype {out.dtype}, expected {expected.dtype}"
+    return None
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt()
+
+
+def _first(wrong: Tensor) -> list[int]:
+    return wrong.nonzero()[0].tolist()
+
+
+def _share(wrong: Tensor) -> str:
+    return f"{int(wrong.sum())} of {wrong.numel()} elements"
+
+
+def _common_ratio(got: Tensor, true: Tensor) -> str:
+    """A factor common to most elements is a symptom: 0.5 is one of two pairs missing, 2 one counted twice."""
+    large = true.abs() > 0.1 * true.abs().max()
+    ratio = got[large] / true[large]
+    middle = ratio.median()
+    alike = ((ratio - middle).abs() < 0.02 * middle.abs()).double().mean()
+    if bool(alike > 0.8) and abs(middle.item() - 1) > 0.05 and ratio.numel() > 2:
+        return f"; about {middle.item():.3g} times the oracle in most places"
+    return ""

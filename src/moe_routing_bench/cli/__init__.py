@@ -1,0 +1,57 @@
+"""The command line: `mrb`, `moe-routing-bench` and `python -m moe_routing_bench`. One file a command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from typing import Annotated
+
+import torch
+import typer
+
+from moe_routing_bench.cli.checking import check_command
+from moe_routing_bench.cli.explaining import explain_command
+from moe_routing_bench.cli.listing import list_command
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # frames around help and errors for people, plain text for pipes
+    rich_markup_mode="rich" if sys.stdout.isatty() else None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("list")(list_command)
+app.command("explain")(explain_command)
+app.command("check")(check_command)
+
+
+def _show_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        version = importlib.metadata.version("moe-routing-bench")
+    except importlib.metadata.PackageNotFoundError:
+        version = "(not installed; running from source)"
+    typer.echo(f"moe-routing-bench {version}, torch {torch.__version__}")
+    raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and stop.")
+    ] = False,
+) -> None:
+    """Which Mixture-of-Experts router, layout and kernel is right and fastest for your shapes.
+
+    \b
+    Examples:
+      mrb list                              what there is
+      mrb explain expert_ffn --tokens 16    what would run for these sizes, and why
+      mrb check --op combine                is it right?
+    """
+
+
+def main() -> None:
+    app()

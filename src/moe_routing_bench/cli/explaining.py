@@ -1,0 +1,238 @@
+"""mrb explain: what would run for these sizes and why, and why not the others. Nothing is computed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.text import Text
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moe_routing_bench.cli.finding import IncludePath, include_all, op_named
+from moe_routing_bench.cli.terminal import (
+    Json,
+    fail,
+    heading,
+    pick,
+    show,
+    show_json,
+    two_columns,
+    user_mistakes,
+)
+from moe_routing_bench.experts import ACTIVATIONS, GATED, ExpertWeights
+from moe_routing_bench.ops.auto import resolve
+from moe_routing_bench.ops.catalog import Found, find, find_all
+from moe_routing_bench.ops.registry import Op
+from moe_routing_bench.plan import Layout, RoutingPlan
+from moe_routing_bench.routing import Routing
+from moe_routing_bench.shapes import MoEShape
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+STYLES = {"could run": "green", "no": "yellow", "broken": "red", "cannot tell": "red"}
+
+
+def explain_command(
+    op_name: Annotated[str, typer.Argument(metavar="OP", help="An operation of `mrb list ops`.")],
+    tokens: Annotated[int, typer.Option(help="T, tokens in the batch")] = 128,
+    width: Annotated[int, typer.Option(help="D, the model's width")] = 2048,
+    hidden: Annotated[int, typer.Option(help="F, an expert's hidden width")] = 768,
+    experts: Annotated[int, typer.Option(help="E, experts of the layer")] = 128,
+    choices: Annotated[int, typer.Option(help="K, experts per token")] = 8,
+    layout: Annotated[
+        str, typer.Option(help="compact, padded(capacity_factor=1.25) or block(64)")
+    ] = "compact",
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...; need not exist here")] = "cpu",
+    activation: Annotated[str, typer.Option(help=", ".join(ACTIVATIONS))] = "swiglu",
+    bias: Annotated[bool, typer.Option("--bias/--no-bias", help="Experts with biases.")] = False,
+    train: Annotated[bool, typer.Option("--train/--no-train", help="Inputs that want gradients.")] = False,
+    impl: Annotated[str, typer.Option(help="A name, a name with options, or auto.")] = "auto",
+    as_json: Json = False,
+    include_path: IncludePath = None,
+) -> None:
+    """What would run for these sizes, and why; and why not the others. Needs no memory and no GPU.
+
+    \b
+    Examples:
+      mrb explain expert_ffn --tokens 16
+      mrb explain grouped_gemm --layout "padded(capacity_factor=1.25)" --device cuda --train
+      mrb explain expert_ffn --impl "staged(grouped_gemm=padded_bmm)"
+    """
+    include_all(include_path)
+    op = op_named(op_name)
+    pick("dtype", dtype, DTYPES)
+    pick("activation", activation, ACTIVATIONS)
+    with user_mistakes():
+        shape = MoEShape(T=tokens, D=width, F=hidden, E=experts, K=choices)
+        rule = Layout.parse(layout)
+        chosen = find(op, resolve(op, "auto").label if impl == "auto" else impl)
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        fail(f"cannot read the device {device!r}; write cpu, cuda, cuda:1, xpu, mps, ...")
+    # fake tensors have shape, dtype and device but no memory
+    with FakeTensorMode():
+        try:
+            args = _arguments(op, shape, rule, DTYPES[dtype], place, activation, bias=bias, train=train)
+        except RuntimeError as error:
+            fail(f"cannot describe tensors of these sizes on {device}: {str(error).splitlines()[0]}")
+        document = {
+            "op": op.name,
+            "summary": op.summary.removeprefix(f"{op.name}: "),
+            "arguments": {name: _describe(value) for name, value in args.items()},
+            "device": str(place),
+            "train": train,
+            "asked_for": impl,
+            "chosen": _answer(chosen, args),
+            "why_chosen": f"the default of {op.name}" if impl == "auto" else "asked for by name",
+            "others": [
+                _answer(found, args) for found in find_all(op, configs=True) if not _same(found, chosen)
+            ],
+            "caution": _caution(place),
+        }
+    if as_json:
+        show_json(document)
+    else:
+        _show(document)
+
+
+def _arguments(
+    op: Op,
+    shape: MoEShape,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    activation: str,
+    *,
+    bias: bool,
+    train: bool,
+) -> dict[str, Any]:
+    """The op's arguments by name, as a layer of this shape would pass them."""
+    T, D, F, E, K = shape.T, shape.D, shape.F, shape.E, shape.K
+    G = 2 * F if activation in GATED else F
+    R = layout.num_rows(T, K, E)
+
+    def floats(*size: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(size, dtype=kind, device=device, requires_grad=train)
+
+    def ints(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int64, device=device)
+
+    # routers give float32 gates unless told otherwise
+    gate_TK = floats(T, K, kind=torch.float32)
+    weights = ExpertWeights(
+        w_in_EDG=floats(E, D, G),
+        w_out_EFD=floats(E, F, D),
+        b_in_EG=floats(E, G) if bias else None,
+        b_out_ED=floats(E, D) if bias else None,
+        activation=activation,
+    )
+    plan = RoutingPlan(
+        row_TK=ints(T, K),
+        pair_R=ints(R),
+        offset_E1=ints(E + 1),
+        count_E=ints(E),
+        dropped_E=ints(E),
+        layout=layout,
+        filled=layout.kind == "compact",
+    )
+    known = {
+        "score_TE": floats(T, E),
+        "K": K,
+        "routing": Routing(expert_TK=ints(T, K), gate_TK=gate_TK, num_experts=E, ragged=False),
+        "layout": layout,
+        "x_TD": floats(T, D),
+        "x_RD": floats(R, D),
+        "y_RD": floats(R, D),
+        "gate_TK": gate_TK,
+        "plan": plan,
+        "weights": weights,
+        # of the two projections the first
+        "w_EDF": weights.w_in_EDG,
+        "b_EF": weights.b_in_EG,
+    }
+    return {name: known[name] for name in op.parameters()}
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{' x '.join(map(str, value.shape))} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Routing):
+        sizes = f"{value.num_tokens} tokens, {value.num_choices} choices of {value.num_experts} experts"
+        return f"{sizes}, gates {_describe(value.gate_TK)}"
+    if isinstance(value, RoutingPlan):
+        return f"{value.layout}: {value.num_rows} rows for {value.row_TK.numel()} pairs"
+    if isinstance(value, ExpertWeights):
+        parts = [f"{name} {_describe(tensor)}" for name, tensor in value.tensors().items()]
+        return f"{value.activation}, {', '.join(parts)}"
+    return "none" if value is None else str(value)
+
+
+def _answer(found: Found, args: dict[str, Any]) -> dict[str, Any]:
+    answer, reason = "could run", None
+    if found.implementation is None:
+        answer, reason = ("no" if found.state == "absent" else "broken"), found.reason
+    else:
+        try:
+            reason = found.implementation.why_not(*args.values())
+            answer = "could run" if reason is None else "no"
+        except Exception as error:  # it may ask a device that is not here
+            answer, reason = "cannot tell", f"it raised {type(error).__name__}: {error}"
+    return {
+        "implementation": found.implementation.label if found.implementation else found.spec,
+        "spec": found.spec,
+        "origin": found.origin,
+        "answer": answer,
+        "reason": reason,
+    }
+
+
+def _same(found: Found, chosen: Found) -> bool:
+    if found.implementation is None or chosen.implementation is None:
+        return found.spec == chosen.spec
+    return found.implementation.label == chosen.implementation.label
+
+
+def _caution(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return None
+    module = getattr(torch, device.type, None)
+    if module is not None and hasattr(module, "is_available") and module.is_available():
+        return None
+    return (
+        f"There is no {device.type} device here. The answers follow from sizes, dtypes, layout and the "
+        "libraries of this machine; they cannot know what depends on the device itself."
+    )
+
+
+def _show(document: dict[str, Any]) -> None:
+    given = two_columns()
+    for name, text in document["arguments"].items():
+        given.add_row(f"  {name}", text)
+    given.add_row("  device", f"{document['device']}, {'training' if document['train'] else 'inference'}")
+    show(heading(document["op"], document["summary"]), given, "")
+
+    chosen = document["chosen"]
+    verdict = {
+        "could run": Text("It can run this.", "green"),
+        "no": Text(f"It cannot run this, and nothing falls back: {chosen['reason']}.", "red"),
+        "broken": Text(f"It is broken: {chosen['reason']}", "red"),
+        "cannot tell": Text(f"Whether it can run this is unknown here: {chosen['reason']}", "red"),
+    }[chosen["answer"]]
+    arrow, why = "auto -> " if document["asked_for"] == "auto" else "", document["why_chosen"]
+    show(Text.assemble(arrow, (chosen["implementation"], "bold"), f", {why}. ", verdict), "")
+
+    others = two_columns()
+    for one in document["others"]:
+        text = one["answer"] if one["reason"] is None else f"{one['answer']}: {one['reason']}"
+        others.add_row(f"  {one['spec']}", Text(text, STYLES[one["answer"]]))
+    show("The others", others)
+    if document["caution"]:
+        show("", Text(document["caution"], "yellow"))

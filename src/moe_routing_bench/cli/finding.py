@@ -1,0 +1,29 @@
+"""The ops and folders a command was given, read from the user's words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_routing_bench.cli.terminal import pick, user_mistakes
+from moe_routing_bench.ops.registry import Op, all_ops, include
+
+IncludePath = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="DIR", help="Also use the implementations in DIR/<op>/<name>.py. Repeatable."),
+]
+
+
+def include_all(folders: list[Path] | None) -> None:
+    with user_mistakes():
+        for folder in folders or ():
+            include(folder)
+        for op in all_ops().values():
+            op.names()  # raises if a name exists twice
+
+
+def op_named(name: str) -> Op:
+    ops = all_ops()
+    return ops[pick("op", name, ops)]

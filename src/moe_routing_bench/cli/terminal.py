@@ -1,0 +1,78 @@
+"""What people see: text on a terminal or in a pipe, JSON, and one sentence for each of their mistakes."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of text.")]
+
+
+def pick(kind: str, name: str, choices: Iterable[str]) -> str:
+    """`name` if it is one of the choices, else an error that suggests one."""
+    choices = list(choices)
+    if name not in choices:
+        fail(f"there is no {kind} {name!r}; {did_you_mean(name, choices)}there are {', '.join(choices)}")
+    return name
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, choices, n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
+def fail(sentence: str) -> NoReturn:
+    console(stderr=True).print(Text.assemble(("mrb: ", "bold red"), sentence))
+    raise typer.Exit(2)
+
+
+@contextmanager
+def user_mistakes() -> Iterator[None]:
+    """Around what reads the user's words, and nothing else: a ValueError there is theirs, not ours."""
+    try:
+        yield
+    except ValueError as error:
+        fail(str(error))
+
+
+def console(*, stderr: bool = False) -> Console:
+    # error messages are full of brackets, so nothing is read as markup
+    shown = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    if not shown.is_terminal:
+        shown.width = 1000  # whoever reads a pipe wraps lines themselves
+    return shown
+
+
+def show(*things: RenderableType) -> None:
+    out = console()
+    if out.is_terminal:
+        out.print(*things, sep="\n")
+        return
+    with out.capture() as captured:
+        out.print(*things, sep="\n")
+    # tables fill their last column with spaces
+    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def heading(name: str, summary: str) -> Text:
+    meaning, _, shapes = summary.partition("   ")
+    return Text.assemble((name, "bold cyan"), ": ", meaning, "   ", (shapes, "dim"))
+
+
+def two_columns(first_width: int | None = None) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True, min_width=first_width)
+    table.add_column(overflow="fold")
+    return table
+
+
+def show_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=2, default=str))

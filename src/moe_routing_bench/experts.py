@@ -1,0 +1,156 @@
+"""The weights of E experts in one documented layout, their activations, and converters from Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}
+ACTIVATIONS = (*PLAIN, *GATED)
+
+
+def activate(h_RG: Tensor, activation: str) -> Tensor:
+    """h_RG -> h_RF. Gated: act(first half of the columns) * second half. GELU is the exact (erf) form."""
+    if activation in GATED:
+        gate_RF, up_RF = h_RG.chunk(2, dim=-1)
+        return GATED[activation](gate_RF) * up_RF
+    return PLAIN[activation](h_RG)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWeights:
+    """Expert e computes  activate(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e].
+
+    E=2 experts, D=3, F=4, swiglu, so G=8:
+      w_in_EDG   2 x 3 x 8    columns 0-3 are the gate, columns 4-7 the up projection
+      w_out_EFD  2 x 4 x 3
+    Indices are logical: a transposed view is as good as a contiguous tensor, so the weights of a
+    Transformers model (stored output-first) are used without a copy.
+    """
+
+    w_in_EDG: Tensor
+    w_out_EFD: Tensor
+    b_in_EG: Tensor | None = None
+    b_out_ED: Tensor | None = None
+    activation: str = "swiglu"
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation {self.activation!r} is unknown; there are {', '.join(ACTIVATIONS)}")
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED
+
+    @property
+    def num_experts(self) -> int:
+        return self.w_in_EDG.shape[0]
+
+    @property
+    def D(self) -> int:
+        return self.w_in_EDG.shape[1]
+
+    @property
+    def F(self) -> int:
+        return self.w_out_EFD.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        names = ("w_in_EDG", "w_out_EFD", "b_in_EG", "b_out_ED")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ExpertWeights:
+        moved: dict[str, Any] = {
+            name: tensor.to(device=device, dtype=dtype) for name, tensor in self.tensors().items()
+        }
+        return replace(self, **moved)
+
+    def validate(self) -> ExpertWeights:
+        if self.w_in_EDG.ndim != 3 or self.w_out_EFD.ndim != 3:
+            raise ValueError("w_in_EDG and w_out_EFD have three dimensions: experts, inputs, outputs")
+        E, D, G = self.w_in_EDG.shape
+        F_ = G // 2 if self.gated else G
+        if self.gated and G % 2:
+            raise ValueError(
+                f"{self.activation} is gated, so w_in_EDG needs an even number of columns, not {G}"
+            )
+        expected = {"w_out_EFD": (E, F_, D), "b_in_EG": (E, G), "b_out_ED": (E, D)}
+        for name, tensor in self.tensors().items():
+            if name in expected and tuple(tensor.shape) != expected[name]:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}; w_in_EDG {(E, D, G)} with {self.activation} "
+                    f"needs {expected[name]}"
+                )
+            if tensor.dtype != self.w_in_EDG.dtype or tensor.device != self.w_in_EDG.device:
+                raise ValueError(f"{name} must have the dtype and device of w_in_EDG")
+        return self
+
+
+def from_transformers(
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    *,
+    activation: str,
+    gate_up_proj_bias: Tensor | None = None,
+    down_proj_bias: Tensor | None = None,
+    is_transposed: bool = False,
+    is_concatenated: bool = True,
+) -> ExpertWeights:
+    """Weights as Transformers 5 keeps them in an experts module; the flags are its own names.
+
+    Default        gate_up_proj (E, 2F, D), down_proj (E, D, F)    most models; zero-copy views here
+    is_transposed  gate_up_proj (E, D, 2F), down_proj (E, F, D)    zero-copy
+    not is_concatenated: gate and up columns alternate (gpt-oss); these are copied into halves.
+    For experts without a gate pass `up_proj` as gate_up_proj and a plain activation.
+    """
+    w_in_EDG = gate_up_proj if is_transposed else gate_up_proj.transpose(1, 2)
+    w_out_EFD = down_proj if is_transposed else down_proj.transpose(1, 2)
+    b_in_EG = gate_up_proj_bias
+    if not is_concatenated:
+        w_in_EDG = torch.cat((w_in_EDG[..., 0::2], w_in_EDG[..., 1::2]), dim=-1)
+        if b_in_EG is not None:
+            b_in_EG = torch.cat((b_in_EG[..., 0::2], b_in_EG[..., 1::2]), dim=-1)
+    return ExpertWeights(
+        w_in_EDG=w_in_EDG,
+        w_out_EFD=w_out_EFD,
+        b_in_EG=b_in_EG,
+        b_out_ED=down_proj_bias,
+        activation=activation,
+    ).validate()
+
+
+def to_transformers(
+    weights: ExpertWeights, *, is_transposed: bool = False, is_concatenated: bool = True
+) -> dict[str, Tensor]:
+    """The inverse of from_transformers: its keyword names to tensors, views where nothing is reordered."""
+    w_in_EDG, b_in_EG = weights.w_in_EDG, weights.b_in_EG
+    if not is_concatenated:
+        w_in_EDG = torch.stack(w_in_EDG.chunk(2, dim=-1), dim=-1).flatten(-2)
+        if b_in_EG is not None:
+            b_in_EG = torch.stack(b_in_EG.chunk(2, dim=-1), dim=-1).flatten(-2)
+    found = {
+        "gate_up_proj": w_in_EDG if is_transposed else w_in_EDG.transpose(1, 2),
+        "down_proj": weights.w_out_EFD if is_transposed else weights.w_out_EFD.transpose(1, 2),
+        "gate_up_proj_bias": b_in_EG,
+        "down_proj_bias": weights.b_out_ED,
+    }
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def from_expert_list(
+    gate: Sequence[Tensor] | None, up: Sequence[Tensor], down: Sequence[Tensor], *, activation: str
+) -> ExpertWeights:
+    """Weights of older models, one nn.Linear weight (outputs x inputs) per expert and projection: Mixtral's
+    w1 (gate), w3 (up), w2 (down). gate=None for experts without a gate. Copies."""
+    w_up_EDF = torch.stack([w.transpose(0, 1) for w in up])
+    w_out_EFD = torch.stack([w.transpose(0, 1) for w in down])
+    if gate is None:
+        w_in_EDG = w_up_EDF
+    else:
+        w_in_EDG = torch.cat((torch.stack([w.transpose(0, 1) for w in gate]), w_up_EDF), dim=-1)
+    return ExpertWeights(w_in_EDG=w_in_EDG, w_out_EFD=w_out_EFD, activation=activation).validate()

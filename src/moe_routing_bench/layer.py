@@ -1,0 +1,182 @@
+"""MoE: route, plan, expert_ffn, shared experts. The layer people put into a model."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from moe_routing_bench.experts import GATED, ExpertWeights, activate
+from moe_routing_bench.ops.auto import resolve
+from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
+from moe_routing_bench.ops.make_plan.op import op as make_plan_op
+from moe_routing_bench.plan import Layout
+from moe_routing_bench.routers.router import Router, build
+from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
+
+
+class Experts(nn.Module):
+    """The parameters of E experts; `weights()` is the value the operations take.
+
+    state_dict: w_in_EDG, w_out_EFD, and b_in_EG, b_out_ED with bias=True. See ExpertWeights for the layout.
+    """
+
+    def __init__(
+        self,
+        D: int,
+        F: int,
+        E: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.activation = activation
+        G = 2 * F if activation in GATED else F
+        kind = {"device": device, "dtype": dtype}
+        self.w_in_EDG = nn.Parameter(torch.empty(E, D, G, **kind))  # type: ignore[arg-type]
+        self.w_out_EFD = nn.Parameter(torch.empty(E, F, D, **kind))  # type: ignore[arg-type]
+        self.b_in_EG = nn.Parameter(torch.empty(E, G, **kind)) if bias else None  # type: ignore[arg-type]
+        self.b_out_ED = nn.Parameter(torch.empty(E, D, **kind)) if bias else None  # type: ignore[arg-type]
+        self.weights().validate()
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        # as nn.Linear: uniform within 1 / sqrt(inputs)
+        for weight, bias in ((self.w_in_EDG, self.b_in_EG), (self.w_out_EFD, self.b_out_ED)):
+            bound = 1 / math.sqrt(weight.shape[1])
+            weight.uniform_(-bound, bound)
+            if bias is not None:
+                bias.uniform_(-bound, bound)
+
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(
+            w_in_EDG=self.w_in_EDG,
+            w_out_EFD=self.w_out_EFD,
+            b_in_EG=self.b_in_EG,
+            b_out_ED=self.b_out_ED,
+            activation=self.activation,
+        )
+
+    def on_every_token(self, x_TD: Tensor) -> Tensor:
+        """A single expert as a plain feed-forward network: no routing, no gate."""
+        assert self.w_in_EDG.shape[0] == 1
+        h_TG = x_TD @ self.w_in_EDG[0]
+        h_TF = activate(h_TG if self.b_in_EG is None else h_TG + self.b_in_EG[0], self.activation)
+        y_TD = h_TF @ self.w_out_EFD[0]
+        return y_TD if self.b_out_ED is None else y_TD + self.b_out_ED[0]
+
+    @torch.no_grad()
+    def load_weights(self, weights: ExpertWeights) -> None:
+        """Copy values in, for instance from experts.from_transformers(...)."""
+        mine = self.weights()
+        if weights.activation != mine.activation or weights.tensors().keys() != mine.tensors().keys():
+            raise ValueError(
+                f"these weights are {weights.activation} with {', '.join(weights.tensors())}; the layer is "
+                f"{mine.activation} with {', '.join(mine.tensors())}"
+            )
+        for name, tensor in weights.tensors().items():
+            if tensor.shape != getattr(self, name).shape:
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)}, the layer's {tuple(getattr(self, name).shape)}"
+                )
+            getattr(self, name).copy_(tensor)
+
+
+class MoE(nn.Module):
+    """A Mixture-of-Experts feed-forward layer:  y, routing = MoE(D=64, F=128, E=8, K=2)(x).
+
+    x is (..., D). `routing` is what the router chose, with its auxiliary losses (`routing.aux_loss`).
+
+    router       a name (`mrb list routers`) or a Router; router_options go to the named router
+    layout       compact (default), padded(capacity_factor=1.25), block(64), or a Layout
+    impl         an implementation of expert_ffn (`mrb list ops`): a name, a name with options such as
+                 "staged(grouped_gemm=padded_bmm)", or "auto". Resolved here, once; `implementation`
+                 says what runs.
+    shared_F     hidden width of the experts every token passes through (0: none); n shared experts of
+                 width F are one of width n * F
+    dtype        of the experts; a router keeps its weights and mathematics in float32 (its own dtype option)
+
+    state_dict: router.* (the router's own), experts.* and shared.* (see Experts; shared has E = 1).
+    """
+
+    def __init__(
+        self,
+        D: int,
+        F: int,
+        E: int,
+        K: int,
+        *,
+        router: str | Router = "softmax_topk",
+        router_options: dict | None = None,
+        layout: str | Layout = "compact",
+        activation: str = "swiglu",
+        bias: bool = False,
+        shared_F: int = 0,
+        impl: str = "auto",
+        plan_impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.D = D
+        if isinstance(router, str):
+            router = build(router, D, E, K, **(router_options or {}))
+        elif router_options:
+            raise ValueError("router_options are for a router given by name; set them on the Router itself")
+        if router.E != E or router.D != D:
+            raise ValueError(f"the router is for D={router.D}, E={router.E}; the layer for D={D}, E={E}")
+        self.router = router if device is None else router.to(device)
+        self.layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        self.experts = Experts(D, F, E, activation=activation, bias=bias, device=device, dtype=dtype)
+        self.shared = None
+        if shared_F:
+            self.shared = Experts(
+                D, shared_F, 1, activation=activation, bias=bias, device=device, dtype=dtype
+            )
+        self.make_plan = resolve(make_plan_op, plan_impl)
+        self.expert_ffn = resolve(expert_ffn_op, impl)
+
+    @property
+    def implementation(self) -> str:
+        return f"make_plan.{self.make_plan.label} + expert_ffn.{self.expert_ffn.label}"
+
+    def forward(self, x: Tensor, info: TokenInfo = TokenInfo()) -> tuple[Tensor, Routing | SoftRouting]:  # noqa: B008
+        if x.shape[-1] != self.D:
+            raise ValueError(f"x has width {x.shape[-1]}, the layer {self.D}")
+        x_TD = x.reshape(-1, self.D)
+        routing = self.router(x_TD, info)
+        if isinstance(routing, SoftRouting):
+            y_TD = self._mix_slots(x_TD, routing)
+        else:
+            plan = self.make_plan(routing, self.layout)
+            y_TD = self.expert_ffn(x_TD, routing.gate_TK, plan, self.experts.weights())
+        if self.shared is not None:
+            y_TD = y_TD + self.shared.on_every_token(x_TD)
+        return y_TD.view(x.shape), routing
+
+    def _mix_slots(self, x_TD: Tensor, routing: SoftRouting) -> Tensor:
+        """Slots are tokens with one choice each; over all sequences every expert gets equally many."""
+        B, N, S = routing.dispatch_BNS.shape
+        E, s = routing.num_experts, routing.slots_per_expert
+        slot_BSD = routing.dispatch_BNS.transpose(1, 2).to(x_TD.dtype) @ x_TD.view(B, N, self.D)
+        slot_TD = slot_BSD.view(B, E, s, self.D).transpose(0, 1).reshape(E * B * s, self.D)
+        one_each = Routing(
+            expert_TK=torch.arange(E, device=x_TD.device).repeat_interleave(B * s).unsqueeze(1),
+            gate_TK=routing.combine_BNS.new_ones(E * B * s, 1),
+            num_experts=E,
+            ragged=False,
+        )
+        # a capacity chosen for routed tokens must not drop slots
+        layout = Layout.padded(capacity=B * s) if self.layout.kind == "padded" else self.layout
+        plan = self.make_plan(one_each, layout)
+        y_TD = self.expert_ffn(slot_TD, one_each.gate_TK, plan, self.experts.weights())
+        y_BSD = y_TD.view(E, B, s, self.D).transpose(0, 1).reshape(B, S, self.D)
+        return (routing.combine_BNS.to(x_TD.dtype) @ y_BSD).view(-1, self.D)
+
+    def extra_repr(self) -> str:
+        return f"layout={self.layout}, {self.implementation}"

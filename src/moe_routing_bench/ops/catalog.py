@@ -1,0 +1,54 @@
+"""Everything there is, those that cannot be loaded too: for listings, checks and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from moe_routing_bench.ops.registry import BUILT_IN, Implementation, Op
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One implementation, or one configuration of it, whether or not it can be loaded.
+
+    Found(spec="mine", origin="file combine/mine.py", state="broken", reason="SyntaxError: invalid syntax")
+    """
+
+    spec: str
+    origin: str
+    state: Literal["ready", "absent", "broken"]  # absent: a library it needs is not installed
+    reason: str = ""
+    implementation: Implementation | None = None
+
+
+def find(op: Op, spec: str, config: Mapping[str, Any] | None = None) -> Found:
+    """`spec` with `config` on top. What is wrong with code from outside becomes part of the answer; errors of
+    built-in code are raised, and so is ValueError for a name that does not exist."""
+    try:
+        implementation = op.get(spec)
+        if config:
+            spec = replace(implementation, config=config).label
+            implementation = op.get(spec)
+        return Found(spec=spec, origin=implementation.origin, state="ready", implementation=implementation)
+    except Exception as error:
+        name = spec.partition("(")[0].strip()
+        origin = op.origin(name) if name in op.names() else BUILT_IN
+        if isinstance(error, NotImplementedError):
+            reason = str(error).partition(": ")[2] or str(error)
+            return Found(spec=spec, origin=origin, state="absent", reason=reason)
+        if origin == BUILT_IN:
+            raise
+        return Found(spec=spec, origin=origin, state="broken", reason=f"{type(error).__name__}: {error}")
+
+
+def find_all(op: Op, *, configs: bool) -> Iterator[Found]:
+    """Every implementation of the op; with `configs` also the configurations a tuner may try."""
+    for name in op.names():
+        found = find(op, name)
+        yield found
+        if configs and found.implementation is not None:
+            for config in found.implementation.configs:
+                if config:
+                    yield find(op, name, config)

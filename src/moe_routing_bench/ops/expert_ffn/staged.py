@@ -1,0 +1,79 @@
+"""dispatch, grouped_gemm, activation, grouped_gemm, combine: the other operations in a row."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_routing_bench.experts import ExpertWeights, activate
+from moe_routing_bench.ops.auto import resolve
+from moe_routing_bench.ops.combine.op import op as combine_op
+from moe_routing_bench.ops.dispatch.op import op as dispatch_op
+from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
+from moe_routing_bench.ops.registry import Implementation
+from moe_routing_bench.plan import RoutingPlan
+
+# one operation varied at a time; each name is an implementation of the operation of that name
+CONFIGS: tuple[dict[str, str], ...] = (
+    {},
+    {"dispatch": "one_hot_matmul"},
+    {"grouped_gemm": "torch_grouped_mm"},
+    {"grouped_gemm": "padded_bmm"},
+    {"grouped_gemm": "block_sparse"},
+    {"combine": "index_add"},
+    {"combine": "embedding_bag"},
+    {"combine": "one_hot_matmul"},
+)
+
+
+def parts(
+    *, dispatch: str = "auto", grouped_gemm: str = "auto", combine: str = "auto"
+) -> dict[str, Implementation]:
+    return {
+        "dispatch": resolve(dispatch_op, dispatch),
+        "grouped_gemm": resolve(grouped_gemm_op, grouped_gemm),
+        "combine": resolve(combine_op, combine),
+    }
+
+
+def unsupported(
+    x_TD: Tensor,
+    gate_TK: Tensor,
+    plan: RoutingPlan,
+    weights: ExpertWeights,
+    *,
+    dispatch: str = "auto",
+    grouped_gemm: str = "auto",
+    combine: str = "auto",
+) -> str | None:
+    # stand-ins with the sizes, dtype and device of the tensors between the stages, without their memory
+    def rows(width: int) -> Tensor:
+        return x_TD.new_empty(()).expand(plan.num_rows, width)
+
+    gemm = resolve(grouped_gemm_op, grouped_gemm)
+    for stage, args in (
+        (resolve(dispatch_op, dispatch), (x_TD, plan)),
+        (gemm, (rows(weights.D), weights.w_in_EDG, plan, weights.b_in_EG)),
+        (gemm, (rows(weights.F), weights.w_out_EFD, plan, weights.b_out_ED)),
+        (resolve(combine_op, combine), (rows(weights.D), gate_TK, plan)),
+    ):
+        if (reason := stage.why_not(*args)) is not None:
+            return f"{stage.op}.{stage.label}: {reason}"
+    return None
+
+
+def run(
+    x_TD: Tensor,
+    gate_TK: Tensor,
+    plan: RoutingPlan,
+    weights: ExpertWeights,
+    *,
+    dispatch: str = "auto",
+    grouped_gemm: str = "auto",
+    combine: str = "auto",
+) -> Tensor:
+    gemm = resolve(grouped_gemm_op, grouped_gemm).run
+    x_RD = resolve(dispatch_op, dispatch).run(x_TD, plan)
+    h_RG = gemm(x_RD, weights.w_in_EDG, plan, weights.b_in_EG)
+    h_RF = activate(h_RG, weights.activation)
+    y_RD = gemm(h_RF, weights.w_out_EFD, plan, weights.b_out_ED)
+    return resolve(combine_op, combine).run(y_RD, gate_TK, plan)

@@ -1,0 +1,29 @@
+"""A stable sort of the pairs by expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.ops.make_plan.op import plan_by_slabs
+from moe_routing_bench.plan import Layout, RoutingPlan
+from moe_routing_bench.routing import Routing
+
+
+def unsupported(routing: Routing, layout: Layout) -> str | None:
+    return None
+
+
+def run(routing: Routing, layout: Layout) -> RoutingPlan:
+    return plan_by_slabs(routing, layout, rank_by_sorting)
+
+
+def rank_by_sorting(expert_p: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
+    # narrow keys sort faster: int32 takes 0.6x the time of int64
+    sorted_p, pair_p = expert_p.to(torch.int32).sort(stable=True)
+    ids = torch.arange(num_ids + 1, dtype=torch.int32, device=expert_p.device)
+    boundary = torch.searchsorted(sorted_p, ids)
+    here_p = torch.arange(expert_p.numel(), device=expert_p.device)
+    rank_p = torch.empty_like(expert_p)
+    rank_p[pair_p] = here_p - boundary[sorted_p]
+    return rank_p, boundary.diff()

@@ -1,0 +1,43 @@
+"""Histogram, prefix sum, rank within expert: no sort; the shape of a GPU kernel, one tile a program.
+
+Pairs are cut into tiles of C. A pair's rank is the number of earlier pairs of its expert: those in earlier
+tiles (a histogram per tile, summed along the tiles) and those in its own (a C x C comparison). That is
+O(C + E / C) per pair, so C grows with the square root of E.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_routing_bench.ops.make_plan.op import plan_by_slabs
+from moe_routing_bench.plan import Layout, RoutingPlan
+from moe_routing_bench.routing import Routing
+
+
+def unsupported(routing: Routing, layout: Layout) -> str | None:
+    return None
+
+
+def run(routing: Routing, layout: Layout) -> RoutingPlan:
+    return plan_by_slabs(routing, layout, rank_by_counting)
+
+
+def rank_by_counting(expert_p: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
+    tile = 2 ** max(3, math.ceil(math.log2(math.sqrt(num_ids))))
+    num_tiles = -(-expert_p.numel() // tile)
+    # the last tile is filled up with pairs of no expert, which come after every real one
+    missing = num_tiles * tile - expert_p.numel()
+    expert_tC = F.pad(expert_p, (0, missing), value=num_ids - 1).view(num_tiles, tile)
+    histogram_tE = torch.zeros(num_tiles, num_ids, dtype=torch.int64, device=expert_p.device)
+    histogram_tE.scatter_add_(1, expert_tC, torch.ones_like(expert_tC))
+    earlier_tE = histogram_tE.cumsum(0) - histogram_tE
+    narrow_tC = expert_tC.to(torch.int32)
+    same_tCC = narrow_tC.unsqueeze(2) == narrow_tC.unsqueeze(1)
+    rank_tC = earlier_tE.gather(1, expert_tC) + same_tCC.tril_(-1).sum(2)
+    count = histogram_tE.sum(0)
+    count[-1] -= missing
+    return rank_tC.flatten()[: expert_p.numel()], count

@@ -1,0 +1,23 @@
+"""torch.topk on integer keys that hold score and id together: partial selection with the tie rule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def unsupported(score_TE: Tensor, K: int) -> str | None:
+    if score_TE.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"a {score_TE.dtype} score leaves no room for the expert id in a 64-bit key"
+    return None
+
+
+def run(score_TE: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    # + 0.0 turns -0.0 into 0.0, which compares equal to it; flipping the other bits of negative floats
+    # makes their integers sort as the numbers do
+    bits_TE = (score_TE.detach().float() + 0.0).view(torch.int32)
+    sortable_TE = torch.where(bits_TE < 0, bits_TE ^ 0x7FFFFFFF, bits_TE).to(torch.int64)
+    E = score_TE.shape[-1]
+    lower_first_E = torch.arange(E - 1, -1, -1, device=score_TE.device)
+    expert_TK = (sortable_TE * 2**32 + lower_first_E).topk(K, dim=-1, sorted=True).indices
+    return score_TE.gather(1, expert_TK), expert_TK

@@ -1,0 +1,16 @@
+"""torch.topk: partial selection, ties in no promised order."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+TIES = "any"
+
+
+def unsupported(score_TE: Tensor, K: int) -> str | None:
+    return None
+
+
+def run(score_TE: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    value_TK, expert_TK = score_TE.topk(K, dim=-1, sorted=True)
+    return value_TK, expert_TK

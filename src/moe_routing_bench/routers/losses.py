@@ -1,0 +1,83 @@
+"""Auxiliary losses of routers, named by dialect. Unweighted scalars; a router multiplies by its weights.
+
+    score_TE    what the loss pushes on, rows summing to 1 (for softmax routers p = softmax(z))
+    expert_TK   the experts chosen; ids outside 0 .. E-1 count nowhere
+    mask_T      False: the token does not exist. T below is the number of tokens that do
+Computed in float32 (float64 if given float64). No tokens at all gives 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def switch_loss(
+    score_TE: Tensor, expert_TK: Tensor, num_experts: int, mask_T: Tensor | None = None
+) -> Tensor:
+    """Switch, Megatron: E sum_e f_e P_e, f_e = c_e / (T K), P_e = mean_t score.   1 at balance, at most E.
+
+    c_e, how many tokens chose expert e, has no gradient. Megatron's code is the same number.
+    """
+    return hf_loss(score_TE, expert_TK, num_experts, mask_T) / expert_TK.shape[1]
+
+
+def hf_loss(score_TE: Tensor, expert_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:
+    """Transformers' load_balancing_loss_func of one layer: E sum_e (c_e / T) P_e.   K at balance.
+
+    K times switch_loss. Transformers pools the layers of a model before the product; this does not.
+    """
+    T = _num_tokens(score_TE, mask_T)
+    fraction_E = _count_E(expert_TK, num_experts, mask_T).to(_wide(score_TE)) / T
+    return num_experts * (fraction_E * _sum_E(score_TE, mask_T) / T).sum()
+
+
+def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
+    """ST-MoE: mean_t (log sum_e exp z)^2.   It says nothing of balance: (log E)^2 for z = 0."""
+    square_T1 = torch.logsumexp(logits_TE.to(_wide(logits_TE)), dim=1, keepdim=True).square()
+    return _sum_E(square_T1, mask_T).sum() / _num_tokens(logits_TE, mask_T)
+
+
+def importance_loss(
+    gate_TK: Tensor, expert_TK: Tensor, num_experts: int, mask_T: Tensor | None = None
+) -> Tensor:
+    """Shazeer: CV^2 of sum_t gate over the experts.   0 at balance, E - 1 if one expert has it all."""
+    chosen_TK = (expert_TK >= 0) & (expert_TK < num_experts)
+    gate_TE = gate_TK.new_zeros(gate_TK.shape[0], num_experts).scatter_add(
+        1, torch.where(chosen_TK, expert_TK, 0), torch.where(chosen_TK, gate_TK, 0.0)
+    )
+    return _squared_cv(_sum_E(gate_TE, mask_T))
+
+
+def load_loss(probability_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
+    """Shazeer: CV^2 of sum_t P(token t uses expert e).   0 at balance, E - 1 if one expert has it all."""
+    return _squared_cv(_sum_E(probability_TE, mask_T))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _num_tokens(x_TE: Tensor, mask_T: Tensor | None) -> Tensor | int:
+    """At least 1, so that sums over no tokens divide to 0."""
+    return max(x_TE.shape[0], 1) if mask_T is None else mask_T.bool().sum().clamp_min(1)
+
+
+def _sum_E(x_TE: Tensor, mask_T: Tensor | None) -> Tensor:
+    x_TE = x_TE.to(_wide(x_TE))
+    return (x_TE if mask_T is None else torch.where(mask_T.bool().unsqueeze(1), x_TE, 0.0)).sum(0)
+
+
+def _count_E(expert_TK: Tensor, num_experts: int, mask_T: Tensor | None) -> Tensor:
+    counted_TK = (expert_TK >= 0) & (expert_TK < num_experts)
+    if mask_T is not None:
+        counted_TK = counted_TK & mask_T.bool().unsqueeze(1)
+    target_TK = torch.where(counted_TK, expert_TK, 0)
+    count_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_TK.device)
+    return count_E.scatter_add(0, target_TK.flatten(), counted_TK.flatten().to(torch.int64))
+
+
+def _squared_cv(total_E: Tensor) -> Tensor:
+    """Population variance over squared mean; without a square root, so its gradient at balance is 0."""
+    mean = total_E.mean()
+    return ((total_E - mean) / torch.where(mean > 0, mean, 1.0)).square().mean()

@@ -1,0 +1,145 @@
+"""Router: the one base class of every routing rule, and how the rules are found.
+
+A routing rule is a file `routers/<name>.py` that defines one subclass of Router. The first line of the
+file's docstring is what listings show; the rest gives the formula.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from moe_routing_bench.ops.auto import resolve
+from moe_routing_bench.ops.topk.op import op as topk_op
+from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
+
+GATE_SUMS = {
+    "one": "the gates of a token that goes anywhere sum to 1",
+    "at most one": "the gates of a token sum to 1 or less",
+    "any": "the gates of a token are not negative; their sum means nothing",
+}
+
+
+class Router(nn.Module):
+    """Tokens in, Routing or SoftRouting out. Subclasses fill in the class attributes and forward.
+
+    Logits, scores and gates are computed in `dtype`, whatever the type of x, of the weights or of autocast.
+    `loss_weights={"switch": 0.01, "z": 1e-3}` asks for those losses: their unweighted values go to
+    Routing.losses, their weighted sum to Routing.aux_loss. A weight of 0 measures without training on it.
+    """
+
+    causal: ClassVar[bool]  # False: where a token goes can depend on later tokens
+    batch_dependent: ClassVar[bool]  # True: where a token goes can depend on any other token
+    paper: ClassVar[str]
+    gate_sum: str  # a key of GATE_SUMS; an instance may promise more than its class
+    fixed_K: ClassVar[int | None] = None  # the only K the rule has; None: any from 1 to E
+    loss_names: ClassVar[tuple[str, ...]] = ()  # what loss_weights may ask for
+
+    def __init__(
+        self,
+        D: int,
+        E: int,
+        K: int,
+        *,
+        topk: str = "auto",
+        dtype: torch.dtype = torch.float32,
+        loss_weights: Mapping[str, float] | None = None,
+    ):
+        super().__init__()
+        if D < 1 or E < 1:
+            raise ValueError(f"a router needs D >= 1 and E >= 1, not D={D} and E={E}")
+        if not 1 <= K <= E:
+            raise ValueError(f"K={K} choices per token, but there are E={E} experts")
+        if self.fixed_K not in (None, K):
+            raise ValueError(f"{type(self).__name__} has K={self.fixed_K} only, not K={K}")
+        self.D, self.E, self.K = D, E, K
+        self.dtype = dtype
+        self.topk = resolve(topk_op, topk)
+        self.loss_weights = dict(loss_weights or {})
+        if unknown := sorted(set(self.loss_weights) - set(self.loss_names)):
+            raise ValueError(
+                f"{type(self).__name__} has no loss {', '.join(unknown)}; "
+                f"it offers {', '.join(self.loss_names) or 'none'}"
+            )
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        for parameter in self.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing | SoftRouting:  # noqa: B008
+        raise NotImplementedError
+
+    def check_shapes(self, x_TD: Tensor, info: TokenInfo) -> None:
+        if x_TD.ndim != 2 or x_TD.shape[1] != self.D:
+            raise ValueError(f"x_TD has shape {tuple(x_TD.shape)}, but this router reads T x {self.D}")
+        T = x_TD.shape[0]
+        for name, per_token in (("mask_T", info.mask_T), ("token_id_T", info.token_id_T)):
+            if per_token is not None and per_token.shape != (T,):
+                raise ValueError(f"{name} has shape {tuple(per_token.shape)}, but there are T={T} tokens")
+        if info.num_sequences < 1 or T % info.num_sequences:
+            raise ValueError(f"T={T} tokens are not {info.num_sequences} sequences of equal length")
+
+    def prepare(self, x_TD: Tensor, info: TokenInfo) -> Tensor:
+        """x in the router's dtype, masked tokens as zeros, so that garbage in them stays harmless."""
+        self.check_shapes(x_TD, info)
+        x_TD = x_TD.to(self.dtype)
+        return x_TD if info.mask_T is None else torch.where(info.mask_T.bool().unsqueeze(1), x_TD, 0.0)
+
+    def project(self, x_TD: Tensor, w_DE: Tensor) -> Tensor:
+        # autocast would round the operands of this product to bfloat16
+        with torch.autocast(x_TD.device.type, enabled=False):
+            return x_TD @ w_DE.to(self.dtype)
+
+    def finish(
+        self, routing: Routing, losses: Mapping[str, Callable[[], Tensor]], info: TokenInfo
+    ) -> Routing:
+        """The routing without masked tokens, with the losses that were asked for."""
+        value = {name: losses[name]() for name in self.loss_weights}
+        weighted = [self.loss_weights[name] * value[name] for name in value]
+        aux_loss = torch.stack(weighted).sum() if weighted else None
+        return replace(routing.masked(info.mask_T), losses=value, aux_loss=aux_loss)
+
+
+def all_routers() -> dict[str, type[Router]]:
+    """Every routing rule by name: the files of this folder."""
+    package = importlib.import_module(__name__.rpartition(".")[0])
+    return {
+        module.name: router_in(importlib.import_module(f"{package.__name__}.{module.name}"))
+        for module in pkgutil.iter_modules(package.__path__)
+        if module.name not in ("router", "losses") and not module.name.startswith("_")
+    }
+
+
+def router_in(module: ModuleType) -> type[Router]:
+    """The one Router subclass that a file defines."""
+    found = [
+        thing
+        for thing in vars(module).values()
+        if isinstance(thing, type) and issubclass(thing, Router) and thing.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        names = ", ".join(sorted(cls.__name__ for cls in found)) or "none"
+        raise ValueError(f"{module.__name__} must define exactly one subclass of Router; it has {names}")
+    return found[0]
+
+
+def router_named(name: str) -> type[Router]:
+    routers = all_routers()
+    if name not in routers:
+        close = difflib.get_close_matches(name, routers, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"there is no router {name!r}; {hint}there are {', '.join(sorted(routers))}")
+    return routers[name]
+
+
+def build(name: str, D: int, E: int, K: int, **options: Any) -> Router:
+    """The routing rule called `name`, e.g. build("softmax_topk", 64, 8, 2, loss_weights={"switch": 0.01})."""
+    return router_named(name)(D, E, K, **options)

@@ -1,0 +1,170 @@
+"""The house keeps its own rules: imports run downhill, the library needs torch alone, documents are true."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "moe_routing_bench"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# lowest first; a file imports only from its own floor's files listed before it, or from lower floors
+FLOORS = [
+    ["shapes", "accuracy", "routing"],
+    ["plan", "experts"],
+    ["ops.registry"],
+    ["ops.auto", "ops.catalog"],
+    ["ops.topk", "ops.make_plan", "ops.dispatch", "ops.grouped_gemm", "ops.combine"],
+    ["ops.expert_ffn"],
+    ["routers"],
+    ["layer"],
+    [""],  # the package's public names
+    ["conformance"],
+    ["cli"],
+    ["__main__"],
+]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> list[str]:
+    """Our own modules that a file imports, relative to the package, wherever in the file it does so."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [node.module or ""]
+            if (SOURCE / (node.module or "").replace("moe_routing_bench", ".").replace(".", "/")).is_dir():
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+        ours = [name for name in names if name.partition(".")[0] == "moe_routing_bench"]
+        found += [name.removeprefix("moe_routing_bench").lstrip(".") for name in ours]
+    return found
+
+
+def floor_of(module: str) -> int:
+    for height, rooms in enumerate(FLOORS):
+        if any(module == room or (room and module.startswith(room + ".")) for room in rooms):
+            return height
+    if module in ("ops", "conformance"):
+        return 0  # empty packages
+    if "." not in module:
+        return FLOORS.index([""])  # a public name
+    raise AssertionError(f"{module} has no floor; give it one in FLOORS")
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_run_downhill(path: Path) -> None:
+    here = module_of(path)
+    for there in imports_of(path):
+        assert floor_of(there) <= floor_of(here), f"{here} imports {there}, which stands above it"
+
+
+def test_there_are_no_circles() -> None:
+    modules = {module_of(path): path for path in FILES}
+    needs = {m: {t for t in imports_of(p) if t in modules and t != m} for m, p in modules.items()}
+    needs[""] = set()  # the public names stand on everything
+    done: set[str] = set()
+    while ready := {m for m, n in needs.items() if m not in done and n <= done}:
+        done |= ready
+    assert done == set(needs), f"in a circle: {sorted(set(needs) - done)}"
+
+
+def test_an_implementation_imports_no_sibling() -> None:
+    for path in SOURCE.glob("ops/*/*.py"):
+        if path.stem in ("op", "__init__"):
+            continue
+        folder = f"ops.{path.parent.name}"
+        for there in imports_of(path):
+            assert not there.startswith(folder + ".") or there.startswith(f"{folder}.op"), (
+                f"{module_of(path)} imports {there}: implementations do not know one another"
+            )
+
+
+def test_the_library_part_imports_torch_alone() -> None:
+    highest = FLOORS.index([""])
+    modules = [module_of(path) for path in FILES if floor_of(module_of(path)) < highest]
+    code = (
+        "import torch, sys; before = set(sys.modules)\n"
+        f"for m in {[f'moe_routing_bench.{m}' for m in modules]!r}: __import__(m)\n"
+        "import moe_routing_bench\n"
+        "print(*sorted({m.partition('.')[0] for m in set(sys.modules) - before}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    foreign = set(ran.stdout.split()) - set(sys.stdlib_module_names) - {"moe_routing_bench", "torch"}
+    # what torch itself pulls in when it is first used in a new way
+    assert not foreign, f"importing the library part also imports {foreign}"
+
+
+def test_there_is_no_drawer() -> None:
+    drawers = [p for p in FILES if re.fullmatch(r"(utils?|helpers?|common|misc)", p.stem)]
+    assert not drawers, f"what is in {drawers} has a better home"
+
+
+def test_files_stay_readable() -> None:
+    long = {module_of(p): n for p in FILES if (n := len(p.read_text().splitlines())) > 400}
+    assert not long, f"past 400 lines: {long}"
+
+
+def test_every_letter_is_in_the_legend() -> None:
+    from moe_routing_bench.shapes import LETTERS
+
+    design = (ROOT / "DESIGN.md").read_text()
+    for letter in LETTERS:
+        assert f"`{letter}`" in design, f"DESIGN.md does not explain the letter {letter}"
+
+
+def tree_in_readme() -> set[str]:
+    """The paths in README's tree: a block of indented names, folders ending in a slash."""
+    block = re.search(r"```text\n(src/moe_routing_bench/.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert block, "README.md has no tree"
+    found, stack = set(), []
+    for line in block[1].splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        stack[depth:] = [name.rstrip("/")]
+        if not name.endswith("/"):
+            found.add("/".join(stack))
+    return found
+
+
+def test_the_tree_in_the_readme_equals_the_disk() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "src"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    disk = {line for line in listed.stdout.split() if not line.endswith("__init__.py")}
+    disk = {line for line in disk if (ROOT / line).exists()}
+    assert tree_in_readme() == disk
+
+
+@pytest.mark.parametrize("document", ["README.md", "DESIGN.md", "CONTRIBUTING.md"])
+def test_documents_name_only_files_that_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    folders = r"src|tests|examples|measurements|docs|\.ci|ops|routers|conformance"
+    for path in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
+        homes = (ROOT / path, SOURCE / path)
+        assert any(home.exists() for home in homes), f"{document} names {path}, which does not exist"
+
+
+def test_the_public_names_are_all_there() -> None:
+    import moe_routing_bench as mrb
+
+    assert sorted(mrb.__all__) == list(mrb.__all__) or sorted(mrb.__all__, key=str.lower)
+    assert all(hasattr(mrb, name) for name in mrb.__all__)
+
+
+def test_the_outside_example_is_short() -> None:
+    kernel = ROOT / "examples" / "add_a_kernel" / "add_a_kernel.py"
+    assert len(kernel.read_text().splitlines()) <= 30

@@ -1,0 +1,207 @@
+"""MoE: the layer as a whole, against formulas written out by hand."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe_routing_bench import ExpertWeights, Layout, MoE, Routing, SoftRouting, TokenInfo, all_routers
+from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
+from moe_routing_bench.routers.router import build
+
+D, H, E, K, T = 12, 8, 5, 2, 9
+LAYOUTS = ("compact", "padded(capacity_factor=4)", "block(4)")
+PATHS = [
+    ("compact", "staged"),
+    ("compact", "eager_loop"),
+    ("compact", "dense_all_experts"),
+    ("compact", "staged(dispatch=one_hot_matmul,combine=one_hot_matmul)"),
+    ("compact", "staged(combine=index_add)"),
+    ("compact", "staged(combine=embedding_bag)"),
+    ("padded(capacity_factor=4)", "staged(grouped_gemm=padded_bmm)"),
+    ("block(4)", "staged(grouped_gemm=block_sparse)"),
+]
+DOUBLE = {"dtype": torch.float64, "router_options": {"dtype": torch.float64}}
+
+
+def by_hand(layer: MoE, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+    w = layer.experts.weights()
+    rows = []
+    for t in range(x_TD.shape[0]):
+        y = torch.zeros(D, dtype=x_TD.dtype)
+        for e, g in zip(routing.expert_TK[t].tolist(), routing.gate_TK[t], strict=True):
+            gate, up = (x_TD[t] @ w.w_in_EDG[e]).chunk(2)
+            y = y + g * ((F.silu(gate) * up) @ w.w_out_EFD[e])
+        rows.append(y)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("layout,impl", PATHS)
+def test_the_layer_is_the_formula(layout: str, impl: str) -> None:
+    layer = MoE(D, H, E, K, layout=layout, impl=impl, **DOUBLE)
+    x_TD = torch.randn(T, D, dtype=torch.float64)
+    y_TD, routing = layer(x_TD)
+    assert isinstance(routing, Routing)
+    torch.testing.assert_close(y_TD, by_hand(layer, x_TD, routing))
+
+
+@pytest.mark.parametrize("layout,impl", PATHS)
+def test_gradients_reach_x_gates_and_every_weight(layout: str, impl: str) -> None:
+    layer = MoE(D, H, E, K, layout=layout, impl=impl, bias=True, shared_F=4, **DOUBLE).double()
+    x_TD = torch.randn(4, D, dtype=torch.float64, requires_grad=True)
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def run(x, *parameters):
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))[0]
+
+    # against numerical differentiation; through the gates to router.w_DE too
+    assert torch.autograd.gradcheck(run, (x_TD, *values), fast_mode=True)
+    run(x_TD, *values).square().sum().backward()
+    assert all(float(p.grad.abs().sum()) > 0 for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name,layout", [*product(all_routers(), LAYOUTS)])
+def test_every_router_in_every_layout(name: str, layout: str) -> None:
+    choices = all_routers()[name].fixed_K or K
+    layer = MoE(D, H, E, choices, router=name, layout=layout)
+    x = torch.randn(2, 3, D)
+    y, routing = layer(x, TokenInfo(token_id_T=torch.arange(6), num_sequences=2))
+    assert y.shape == x.shape and bool(y.isfinite().all())
+    routing.validate()
+    y.sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in layer.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "padded(capacity_factor=0.1)"])
+def test_soft_moe_is_the_formula(layout: str) -> None:
+    options = {"dtype": torch.float64, "slots_per_expert": 3}
+    layer = MoE(D, H, E, 1, router="soft_moe", router_options=options, layout=layout, dtype=torch.float64)
+    x = torch.randn(2, 4, D, dtype=torch.float64)
+    y, soft = layer(x, TokenInfo(num_sequences=2))
+    assert isinstance(soft, SoftRouting)
+    w = layer.experts.weights()
+    for b in range(2):
+        slots = soft.dispatch_BNS[b].T @ x[b]
+        outs = []
+        for s in range(E * 3):
+            gate, up = (slots[s] @ w.w_in_EDG[s // 3]).chunk(2)
+            outs.append((F.silu(gate) * up) @ w.w_out_EFD[s // 3])
+        torch.testing.assert_close(y[b], soft.combine_BNS[b] @ torch.stack(outs))
+
+
+def test_shared_experts_see_every_token() -> None:
+    layer = MoE(D, H, E, K, shared_F=6, **DOUBLE)
+    x_TD = torch.randn(T, D, dtype=torch.float64)
+    y_TD, routing = layer(x_TD)
+    gate, up = (x_TD @ layer.shared.w_in_EDG[0]).chunk(2, dim=1)
+    shared_TD = (F.silu(gate) * up) @ layer.shared.w_out_EFD[0]
+    torch.testing.assert_close(y_TD, by_hand(layer, x_TD, routing) + shared_TD)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_and_leading_dimensions(dtype: torch.dtype) -> None:
+    layer = MoE(D, H, E, K, dtype=dtype)
+    for shape in ((D,), (0, D), (3, D), (2, 3, D), (2, 0, 3, D)):
+        y, routing = layer(torch.randn(shape).to(dtype))
+        assert y.shape == shape and y.dtype == dtype
+        assert routing.gate_TK.dtype == torch.float32
+
+
+def test_the_state_dict_is_as_documented() -> None:
+    layer = MoE(D, H, E, K, bias=True, shared_F=4)
+    assert {name: tuple(p.shape) for name, p in layer.state_dict().items()} == {
+        "router.w_DE": (D, E),
+        "experts.w_in_EDG": (E, D, 2 * H),
+        "experts.w_out_EFD": (E, H, D),
+        "experts.b_in_EG": (E, 2 * H),
+        "experts.b_out_ED": (E, D),
+        "shared.w_in_EDG": (1, D, 8),
+        "shared.w_out_EFD": (1, 4, D),
+        "shared.b_in_EG": (1, 8),
+        "shared.b_out_ED": (1, D),
+    }
+    # implementation and layout are not part of it: one checkpoint, any way to compute it
+    other = MoE(
+        D, H, E, K, bias=True, shared_F=4, layout="block(4)", impl="staged(grouped_gemm=block_sparse)"
+    )
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(T, D)
+    torch.testing.assert_close(layer(x)[0], other(x)[0])
+
+
+def test_weights_are_loaded_and_refused() -> None:
+    layer = MoE(D, H, E, K)
+    weights = ExpertWeights(w_in_EDG=torch.randn(E, D, 2 * H), w_out_EFD=torch.randn(E, H, D))
+    layer.experts.load_weights(weights)
+    assert torch.equal(layer.experts.w_in_EDG, weights.w_in_EDG)
+    with pytest.raises(ValueError, match="these weights are relu"):
+        layer.experts.load_weights(
+            ExpertWeights(w_in_EDG=torch.randn(E, D, H), w_out_EFD=torch.randn(E, H, D), activation="relu")
+        )
+    with pytest.raises(ValueError, match=r"w_in_EDG is \(5, 3, 16\)"):
+        layer.experts.load_weights(
+            ExpertWeights(w_in_EDG=torch.randn(E, 3, 2 * H), w_out_EFD=torch.randn(E, H, 3))
+        )
+
+
+def test_the_implementation_is_chosen_once_and_named() -> None:
+    layer = MoE(D, H, E, K)
+    assert layer.implementation == (
+        "make_plan.argsort + "
+        "expert_ffn.staged(combine=gather_sum,dispatch=index_select,grouped_gemm=expert_loop)"
+    )
+    assert expert_ffn_op.get(layer.expert_ffn.label).label == layer.expert_ffn.label
+    assert layer.implementation in repr(layer)
+
+
+def test_the_users_mistakes_are_told() -> None:
+    with pytest.raises(ValueError, match="did you mean 'softmax_topk'"):
+        MoE(D, H, E, K, router="softmax_topK")
+    with pytest.raises(ValueError, match="no implementation 'fastest'"):
+        MoE(D, H, E, K, impl="fastest")
+    with pytest.raises(ValueError, match="the router is for D=3"):
+        MoE(D, H, E, K, router=build("softmax_topk", 3, E, K))
+    with pytest.raises(ValueError, match="router_options are for a router given by name"):
+        MoE(D, H, E, K, router=build("softmax_topk", D, E, K), router_options={"order": "x"})
+    with pytest.raises(ValueError, match="x has width 3, the layer 12"):
+        MoE(D, H, E, K)(torch.randn(2, 3))
+    with pytest.raises(NotImplementedError, match="needs the padded layout"):
+        MoE(D, H, E, K, impl="staged(grouped_gemm=padded_bmm)")(torch.randn(2, D))
+
+
+def test_a_masked_token_gets_nothing_and_changes_nothing() -> None:
+    layer = MoE(D, H, E, K, layout=Layout.padded(capacity_factor=4.0))
+    x_TD = torch.randn(T, D)
+    mask_T = torch.arange(T) != 4
+    y_TD, _ = layer(x_TD, TokenInfo(mask_T=mask_T))
+    assert bool((y_TD[4] == 0).all())
+    torch.testing.assert_close(y_TD[mask_T], layer(x_TD[mask_T])[0])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "layout,impl,dtype",
+    [
+        ("block(4)", "staged(grouped_gemm=block_sparse)", torch.float32),
+        ("padded(capacity_factor=1.25)", "staged(grouped_gemm=padded_bmm)", torch.float32),
+        ("compact", "staged(grouped_gemm=torch_grouped_mm)", torch.bfloat16),
+    ],
+)
+def test_compiles_as_one_graph(layout: str, impl: str, dtype: torch.dtype) -> None:
+    layer = MoE(16, H, E, K, layout=layout, impl=impl, dtype=dtype)
+    compiled = torch.compile(layer, fullgraph=True)
+    x = torch.randn(2, 6, 16).to(dtype)
+    results = []
+    for run in (layer, compiled):
+        layer.zero_grad()
+        y, routing = run(x)
+        y.float().square().sum().backward()
+        results.append((y, routing.gate_TK, *(p.grad.clone() for p in layer.parameters())))
+    close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    for eager, graph in zip(*results, strict=True):
+        torch.testing.assert_close(eager, graph, **close)

@@ -1,0 +1,65 @@
+"""The three layouts give the same layer, and dispatch and combine undo one another."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from moe_routing_bench import Layout, combine, dispatch, expert_ffn, judge, make_plan
+from moe_routing_bench.conformance.cases import CASES, arguments
+from moe_routing_bench.ops.combine.op import op as combine_op
+from moe_routing_bench.ops.dispatch.op import op as dispatch_op
+from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
+
+LAYOUTS = (
+    "compact",
+    "padded(capacity=24)",
+    "block(4)",
+    "padded(capacity=2)",
+    "padded(capacity=2,drop=probs)",
+)
+ROUTED = [case for case in CASES if case.layouts[0] == "compact" and "expert_ffn" in case.ops]
+
+
+@pytest.mark.parametrize("how_out,how_back", [*product(dispatch_op.names(), combine_op.names())])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", ROUTED, ids=str)
+def test_identity_experts_give_the_gate_weighted_sum(case, layout: str, how_out: str, how_back: str) -> None:
+    routing = arguments("make_plan", case, layout, "float32")["routing"]
+    plan = make_plan(routing, Layout.parse(layout))
+    x_TD = arguments("dispatch", case, "compact", "float32")["x_TD"]
+    y_TD = combine(dispatch(x_TD, plan, impl=how_out), routing.gate_TK, plan, impl=how_back)
+
+    kept_TK = plan.row_TK >= 0
+    weight_T1 = torch.where(kept_TK, routing.gate_TK.double(), 0.0).sum(1, keepdim=True)
+    baseline_TD = torch.where(kept_TK, routing.gate_TK, 0.0).sum(1, keepdim=True) * x_TD
+    verdict = judge(y_TD, weight_T1 * x_TD.double(), baseline_TD, more=_more_identity())
+    assert verdict.passed, verdict.sentence
+
+
+def _more_identity() -> list:
+    # what K roundings of products and sums cost, on enough numbers to be no matter of luck
+    gate_TK, x_TD = torch.rand(50, 5) * 1.5 - 0.25, torch.randn(50, 24)
+    oracle_TD = gate_TK.double().sum(1, keepdim=True) * x_TD.double()
+    return [(oracle_TD, (gate_TK.unsqueeze(2) * x_TD.unsqueeze(1)).sum(1))]
+
+
+@pytest.mark.parametrize("impl", expert_ffn_op.names())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", ROUTED, ids=str)
+def test_layouts_agree_in_value(case, dtype: str, impl: str) -> None:
+    if dtype not in case.dtypes:
+        pytest.skip(f"{case} is for {', '.join(case.dtypes)}")
+    args = arguments("expert_ffn", case, "compact", dtype)
+    routing = arguments("make_plan", case, "compact", dtype)["routing"]
+    plans = [make_plan(routing, Layout.parse(layout)) for layout in LAYOUTS[:3]]
+    assert all(int(plan.dropped_E.sum()) == 0 for plan in plans)
+    exact = [args["x_TD"].double(), args["gate_TK"].double()]
+    oracle_TD = expert_ffn_op.reference(*exact, plans[0], args["weights"].to(dtype=torch.float64))
+    baseline_TD = expert_ffn_op.reference(args["x_TD"], args["gate_TK"], plans[0], args["weights"])
+    for plan in plans:
+        y_TD = expert_ffn(args["x_TD"], args["gate_TK"], plan, args["weights"], impl=impl)
+        verdict = judge(y_TD, oracle_TD, baseline_TD)
+        assert verdict.passed, f"{plan.layout}: {verdict.sentence}"
