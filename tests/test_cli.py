@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from moe_routing_bench.cli import app
@@ -342,3 +343,9 @@ def test_runs_as_a_module():
     words = [sys.executable, "-m", "moe_routing_bench", "explain", "topk", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["op"] == "topk"
+
+
+def test_check_refuses_a_device_that_is_not_there():
+    if not torch.cuda.is_available():
+        assert "cannot run on 'cuda'" in mrb("check", "--op", "topk", "--device", "cuda", code=2).stderr
+    assert "cannot run on 'gpu9'" in mrb("check", "--op", "topk", "--device", "gpu9", code=2).stderr

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moe_routing_bench import Layout, combine, dispatch, expert_ffn, judge, make_plan
-from moe_routing_bench.conformance.cases import CASES, arguments
+from moe_routing_bench.conformance.arguments import arguments
+from moe_routing_bench.conformance.cases import CASES
 from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op

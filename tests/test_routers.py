@@ -565,7 +565,7 @@ class Leaning(SoftmaxTopkRouter):
     def lean(self, x_TD: Tensor) -> Tensor:
         return torch.zeros_like(x_TD)
 
-    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:  # noqa: B008
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         x_TD = self.prepare(x_TD, info).to(x_TD.dtype)
         return super().forward(x_TD + self.lean(x_TD), info)
 
@@ -609,7 +609,7 @@ class Altered(SoftmaxTopkRouter):
     def alter(self, routing: Routing, info: TokenInfo) -> Routing:
         return routing
 
-    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:  # noqa: B008
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         return self.alter(super().forward(x_TD, info), info)
 
 
@@ -689,20 +689,20 @@ class SaysFull(Altered):
 
 
 class Overwrites(SoftmaxTopkRouter):
-    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:  # noqa: B008
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         routing = super().forward(x_TD, info)
         x_TD.data.mul_(2)
         return routing
 
 
 class LosesMass(SoftMoERouter):
-    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> SoftRouting:  # noqa: B008
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> SoftRouting:
         routing = super().forward(x_TD, info)
         return replace(routing, dispatch_BNS=0.9 * routing.dispatch_BNS)
 
 
 class SeesMasked(Altered):
-    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:  # noqa: B008
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         shift_D = x_TD.nan_to_num(1.0).sum(0)
         return super().forward(x_TD + shift_D, info)
 

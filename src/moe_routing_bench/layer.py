@@ -145,7 +145,7 @@ class MoE(nn.Module):
     def implementation(self) -> str:
         return f"make_plan.{self.make_plan.label} + expert_ffn.{self.expert_ffn.label}"
 
-    def forward(self, x: Tensor, info: TokenInfo = TokenInfo()) -> tuple[Tensor, Routing | SoftRouting]:  # noqa: B008
+    def forward(self, x: Tensor, info: TokenInfo = TokenInfo()) -> tuple[Tensor, Routing | SoftRouting]:
         if x.shape[-1] != self.D:
             raise ValueError(f"x has width {x.shape[-1]}, the layer {self.D}")
         x_TD = x.reshape(-1, self.D)

@@ -20,8 +20,8 @@ from rich.text import Text
 
 from moe_routing_bench.cli.finding import IncludePath, include_all
 from moe_routing_bench.cli.terminal import Json, console, did_you_mean, fail, pick, show, show_json
-from moe_routing_bench.conformance.cases import DTYPES
-from moe_routing_bench.conformance.check import Cell, Outcome, cells_of, check, matches
+from moe_routing_bench.conformance.cases import DTYPES, Cell
+from moe_routing_bench.conformance.check import Outcome, cells_of, check, matches
 from moe_routing_bench.conformance.router_checks import check_router
 from moe_routing_bench.ops.catalog import Found, find_all
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
@@ -82,6 +82,7 @@ def check_command(
     dtype: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help=f"{', '.join(DTYPES)}. Repeatable. Default: all.")
     ] = None,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1.")] = "cpu",
     as_json: Json = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Every failure, and why something is not supported.")
@@ -104,7 +105,8 @@ def check_command(
     torch.set_num_threads(1)
     dtypes = tuple(dict.fromkeys(pick("dtype", name, DTYPES) for name in dtype or DTYPES))
     include_all(include_path)
-    wanted, rows = _select(op, impl, dtypes)
+    _must_exist(device)
+    wanted, rows = _select(op, impl, dtypes, device)
     total = sum(max(1, len(row.cells)) for row in rows)
     with _progress(total) as (advance, finished):
         for row in rows:
@@ -121,7 +123,16 @@ def check_command(
     raise typer.Exit(0 if healthy else 1)
 
 
-def _select(op_pattern: str, impl_pattern: str, dtypes: tuple[str, ...]) -> tuple[list[str], list[Row]]:
+def _must_exist(device: str) -> None:
+    try:
+        torch.empty(1, device=device).cpu()
+    except Exception as error:
+        fail(f"cannot run on {device!r}: {str(error).partition(chr(10))[0]}")
+
+
+def _select(
+    op_pattern: str, impl_pattern: str, dtypes: tuple[str, ...], device: str
+) -> tuple[list[str], list[Row]]:
     """The ops that must show something, and what to run."""
     ops = [op for op in all_ops().values() if fnmatchcase(op.name, op_pattern)]
     routers = [*all_routers()] if fnmatchcase(ROUTERS, op_pattern) else []
@@ -129,9 +140,8 @@ def _select(op_pattern: str, impl_pattern: str, dtypes: tuple[str, ...]) -> tupl
         pick("op", op_pattern, [*all_ops(), ROUTERS])
     everything = [(op.name, found) for op in ops for found in find_all(op, configs=True)]
     names = [found.spec for _, found in everything] + routers
-    rows = [
-        _row(op_name, found, dtypes) for op_name, found in everything if matches(found.spec, impl_pattern)
-    ]
+    chosen = [(op_name, found) for op_name, found in everything if matches(found.spec, impl_pattern)]
+    rows = [_row(op_name, found, dtypes, device) for op_name, found in chosen]
     rows += [Row(op=ROUTERS, spec=name) for name in routers if fnmatchcase(name, impl_pattern)]
     if not rows:
         where = "" if op_pattern == "*" else f" of {op_pattern}"
@@ -142,12 +152,12 @@ def _select(op_pattern: str, impl_pattern: str, dtypes: tuple[str, ...]) -> tupl
     return list(dict.fromkeys(wanted)), rows
 
 
-def _row(op: str, found: Found, dtypes: tuple[str, ...]) -> Row:
+def _row(op: str, found: Found, dtypes: tuple[str, ...], device: str) -> Row:
     row = Row(op=op, spec=found.spec, origin=found.origin, broken=found.state == "broken")
     if row.broken:
         row.take_sentences([found.reason])
         return row
-    row.cells = cells_of(op, found.spec, dtypes)
+    row.cells = cells_of(op, found.spec, dtypes, device)
     return row
 
 

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from moe_routing_bench.experts import GATED, ExpertWeights
-from moe_routing_bench.ops.make_plan.op import reference as make_plan
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.routing import Routing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EVERY_OP = ("topk", "make_plan", "dispatch", "grouped_gemm", "combine", "expert_ffn")
@@ -50,6 +42,24 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One implementation on one case: what a line of `mrb check` sums up.
+
+    Cell(op="combine", spec="index_add", case=<plain>, layout="block(4)", dtype="bfloat16")
+    """
+
+    op: str
+    spec: str
+    case: Case
+    layout: str
+    dtype: str
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.op}.{self.spec}-{self.case}-{self.layout}-{self.dtype}-{self.device}"
 
 
 def distinct(case: Case, generator: torch.Generator) -> Tensor:
@@ -240,109 +250,3 @@ def cases_for(op: str) -> list[Case]:
 
 def layouts_for(op: str, case: Case) -> tuple[str, ...]:
     return (NO_LAYOUT,) if op == "topk" else case.layouts
-
-
-def arguments(op: str, case: Case, layout: str, dtype: str, seed: int = 0) -> dict[str, Any]:
-    """The op's arguments by name, fresh, drawn from the case's name and the seed."""
-    generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()) + seed)
-    kind = DTYPES[dtype]
-
-    def floats(*shape: int, scale: float = 1.0) -> Tensor:
-        values = torch.randn(shape, generator=generator) * scale
-        return _strided(values.to(kind)) if case.strided else values.to(kind)
-
-    if op == "topk":
-        score_TE = floats(case.T, case.E)
-        return {"score_TE": (score_TE * 2).round() / 2 if case.equal_gates else score_TE, "K": case.K}
-
-    routing = _routing(case, generator, dtype)
-    if op == "make_plan":
-        return {"routing": routing, "layout": Layout.parse(layout)}
-
-    plan = _plan(case, layout, dtype, seed)
-    D, F = case.D, case.F
-    G = 2 * F if case.activation in GATED else F
-    if op == "dispatch":
-        if case.beyond_int32:
-            # row t starts at element t: T * D logical elements in T + D of memory
-            x_TD = floats(case.T + D).as_strided((case.T, D), (1, 1))
-        else:
-            x_TD = floats(case.T, D)
-        return {"x_TD": x_TD, "plan": plan}
-    if op == "grouped_gemm":
-        holds_R1 = (plan.pair_R >= 0).unsqueeze(1)
-        x_RD = floats(plan.num_rows, D)
-        x_RD = x_RD.masked_fill_(~holds_R1, 0.0) if plan.num_rows else x_RD
-        b_EF = floats(case.E, G) if case.bias else None
-        return {"x_RD": x_RD, "w_EDF": _weight(floats, case, D, G), "plan": plan, "b_EF": b_EF}
-    if op == "combine":
-        y_RD = floats(plan.num_rows, D)
-        gate_TK = routing.gate_TK
-        if case.cancelling:
-            # the second row nearly undoes the first: what is left is of the size of one rounding
-            first_T, second_T = plan.row_TK[:, 0], plan.row_TK[:, 1]
-            ratio_T1 = (gate_TK[:, 0].double() / gate_TK[:, 1].double()).unsqueeze(1)
-            y_RD[second_T] = (-y_RD[first_T].double() * ratio_T1).to(kind)
-        # nobody may read these
-        y_RD.masked_fill_((plan.pair_R < 0).unsqueeze(1), float("nan"))
-        return {"y_RD": y_RD, "gate_TK": gate_TK, "plan": plan}
-    if op == "expert_ffn":
-        weights = ExpertWeights(
-            w_in_EDG=_weight(floats, case, D, G),
-            w_out_EFD=_weight(floats, case, F, D),
-            b_in_EG=floats(case.E, G) if case.bias else None,
-            b_out_ED=floats(case.E, D) if case.bias else None,
-            activation=case.activation,
-        )
-        return {"x_TD": floats(case.T, D), "gate_TK": routing.gate_TK, "plan": plan, "weights": weights}
-    raise ValueError(f"the conformance kit has no arguments for the op {op!r}")
-
-
-def upstream(op: str, case: Case, out: Tensor, args: Mapping[str, Any]) -> Tensor:
-    """The gradient that comes back to the result, in float64."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{case.name} backward".encode()))
-    d_out = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    if op == "dispatch":
-        holds_R1 = (args["plan"].pair_R >= 0).unsqueeze(1)
-        d_out = torch.where(holds_R1, d_out, float("nan"))
-    if op == "grouped_gemm":
-        # as combine and the activation send it back: zero for padding, anything where no expert is
-        plan = args["plan"]
-        d_out = torch.where((plan.pair_R >= 0).unsqueeze(1), d_out, 0.0)
-        d_out = torch.where((plan.expert_R() < plan.num_experts).unsqueeze(1), d_out, float("nan"))
-    return d_out
-
-
-def _routing(case: Case, generator: torch.Generator, dtype: str) -> Routing:
-    expert_TK = (case.choose or distinct)(case, generator)
-    gate_TK = torch.rand(case.T, case.K, generator=generator) * 1.5 - 0.25
-    if case.cancelling:
-        gate_TK = gate_TK.abs() + 0.25
-    if case.equal_gates:
-        gate_TK = torch.full_like(gate_TK, 0.5)
-    gate_TK = gate_TK.to(torch.float32 if case.float32_gates else DTYPES[dtype])
-    if case.strided:
-        expert_TK, gate_TK = _strided(expert_TK), _strided(gate_TK)
-    return Routing(expert_TK=expert_TK, gate_TK=gate_TK, num_experts=case.E, ragged=case.ragged)
-
-
-@lru_cache(maxsize=64)
-def _plan(case: Case, layout: str, dtype: str, seed: int) -> RoutingPlan:
-    args = arguments("make_plan", case, layout, dtype, seed)
-    return make_plan(args["routing"], args["layout"])
-
-
-def _weight(floats: Callable[..., Tensor], case: Case, inputs: int, outputs: int) -> Tensor:
-    # a strided weight is the transposed view that Transformers' layout becomes
-    if case.strided:
-        return floats(case.E, outputs, inputs, scale=inputs**-0.5).transpose(1, 2)
-    return floats(case.E, inputs, outputs, scale=inputs**-0.5)
-
-
-def _strided(values: Tensor) -> Tensor:
-    """The same values with gaps in memory along the first and last dimension."""
-    *outer, last = values.shape
-    roomy = torch.full((2 * outer[0], *outer[1:], last + 3) if outer else (last + 3,), 77).to(values.dtype)
-    view = roomy[::2, ..., 1 : last + 1] if outer else roomy[1 : last + 1]
-    view.copy_(values)
-    return view

@@ -1,7 +1,7 @@
 """Every implementation of every operation on every hard case, and every router.
 
 MRB_CHECK=combine.mine,dispatch.* narrows it to some implementations; MRB_INCLUDE_PATH=DIR adds a folder of
-private ones (<op>/<name>.py).
+private ones (<op>/<name>.py); MRB_DEVICE=cuda runs it there, held to the same oracles.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 
 import pytest
 
-from moe_routing_bench.conformance.cases import CASES
-from moe_routing_bench.conformance.check import Cell, cells, check
+from moe_routing_bench.conformance.cases import CASES, Cell
+from moe_routing_bench.conformance.check import cells, check
 from moe_routing_bench.conformance.router_checks import check_router
 from moe_routing_bench.ops.registry import all_ops, include
 from moe_routing_bench.routers.router import all_routers
@@ -27,7 +27,7 @@ def _wanted(cell: Cell) -> bool:
     return not PATTERNS or any(fnmatch.fnmatchcase(f"{cell.op}.{cell.spec}", p) for p in PATTERNS)
 
 
-CELLS = [cell for cell in cells() if _wanted(cell)]
+CELLS = [cell for cell in cells(device=os.environ.get("MRB_DEVICE", "cpu")) if _wanted(cell)]
 
 
 def test_something_is_checked() -> None:

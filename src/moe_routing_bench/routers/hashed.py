@@ -32,7 +32,7 @@ class HashedRouter(Router):
         super().__init__(D, E, K, **options)
         self.seed = seed
 
-    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:  # noqa: B008
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         self.check_shapes(x_TD, info)
         if info.token_id_T is None:
             raise ValueError("hash routing reads vocabulary ids; give TokenInfo(token_id_T=...)")

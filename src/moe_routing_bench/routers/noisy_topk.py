@@ -44,7 +44,7 @@ class NoisyTopkRouter(Router):
         nn.init.normal_(self.w_DE, std=0.02, generator=generator)
         nn.init.zeros_(self.w_noise_DE)
 
-    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:  # noqa: B008
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         x_TD = self.prepare(x_TD, info)
         clean_TE = self.project(x_TD, self.w_DE)
         std_TE = F.softplus(self.project(x_TD, self.w_noise_DE)).clamp_min(SMALLEST_STD)

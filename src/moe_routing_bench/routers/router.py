@@ -74,7 +74,7 @@ class Router(nn.Module):
         for parameter in self.parameters(recurse=False):
             nn.init.normal_(parameter, std=0.02, generator=generator)
 
-    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing | SoftRouting:  # noqa: B008
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing | SoftRouting:
         raise NotImplementedError
 
     def check_shapes(self, x_TD: Tensor, info: TokenInfo) -> None:

@@ -38,7 +38,7 @@ class SoftMoERouter(Router):
         nn.init.normal_(self.phi_DS, std=0.02, generator=generator)
         nn.init.ones_(self.scale)
 
-    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> SoftRouting:  # noqa: B008
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> SoftRouting:
         x_TD = _normalised(self.prepare(x_TD, info), dim=1)
         phi_DS = self.scale.to(self.dtype) * _normalised(self.phi_DS.to(self.dtype), dim=0)
         logits_TS = self.project(x_TD, phi_DS)

@@ -42,7 +42,7 @@ class SoftmaxTopkRouter(Router):
         self.w_DE = nn.Parameter(torch.empty(D, E))
         self.reset_parameters()
 
-    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:  # noqa: B008
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         logits_TE = self.project(self.prepare(x_TD, info), self.w_DE)
         score_TE = logits_TE.softmax(-1)
         # chosen by z for every order: softmax keeps the order, but p ties where it underflows

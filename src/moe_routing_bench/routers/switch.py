@@ -33,7 +33,7 @@ class SwitchRouter(Router):
         self.w_DE = nn.Parameter(torch.empty(D, E))
         self.reset_parameters()
 
-    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:  # noqa: B008
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         x_TD = self.prepare(x_TD, info)
         if self.training and self.jitter > 0:
             x_TD = x_TD * (1 + self.jitter * (2 * torch.rand_like(x_TD) - 1))

@@ -1,0 +1,163 @@
+"""Results and gradients of one operation against its oracle, in words. Everything here is on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.accuracy import Verdict, judge, judge_exact
+from moe_routing_bench.conformance.arguments import fresh_arguments, leaves_of, upstream
+from moe_routing_bench.conformance.cases import Case, Cell
+from moe_routing_bench.ops.registry import Implementation, all_ops
+from moe_routing_bench.plan import RoutingPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What the reference gives for one case: in float64 (oracle), and in the dtype itself (baseline)."""
+
+    oracle: Any
+    baseline: Any
+    oracle_grads: Mapping[str, Tensor]
+    baseline_grads: Mapping[str, Tensor]
+
+
+def differentiable(op: str, case: Case) -> bool:
+    return op != "make_plan" and not case.beyond_int32
+
+
+def expected_of(cell: Cell, seed: int = 0) -> Expected:
+    """The same for every implementation and device, so it is computed once."""
+    return _expected(cell.op, cell.case, cell.layout, cell.dtype, seed)
+
+
+@lru_cache(maxsize=8192)
+def _expected(op: str, case: Case, layout: str, dtype: str, seed: int) -> Expected:
+    with_grad = differentiable(op, case)
+    reference = all_ops()[op].reference
+    with torch.enable_grad():
+        plain = fresh_arguments(op, case, layout, dtype, seed=seed, with_grad=with_grad)
+        baseline = reference(*plain.values())
+        if not with_grad:
+            return Expected(oracle=baseline, baseline=baseline, oracle_grads={}, baseline_grads={})
+        exact = fresh_arguments(op, case, layout, dtype, seed=seed, with_grad=True, double=True)
+        oracle = reference(*exact.values())
+    d_out = upstream(op, case, differentiable_part(oracle).shape, plain)
+    return Expected(
+        oracle=oracle,
+        baseline=baseline,
+        oracle_grads=_reference_grads(oracle, d_out, exact),
+        baseline_grads=_reference_grads(baseline, d_out, plain),
+    )
+
+
+def _reference_grads(result: Any, d_out: Tensor, args: Mapping[str, Any]) -> dict[str, Tensor]:
+    values = differentiable_part(result)
+    if values.requires_grad:
+        values.backward(d_out.to(values.dtype))
+    leaves = leaves_of(args)
+    return {n: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for n, leaf in leaves.items()}
+
+
+def differentiable_part(out: Any) -> Tensor:
+    """topk returns ids beside its values."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+def judge_output(implementation: Implementation, cell: Cell, out: Any, args: Mapping[str, Any]) -> list[str]:
+    expected = expected_of(cell)
+    if cell.op == "make_plan":
+        return _judge_plan(out, expected.oracle)
+    if cell.op == "topk":
+        return _judge_topk(implementation, out, expected.baseline, args)
+    if cell.op == "dispatch":
+        return _named("x_RD", judge_exact(out, expected.baseline))
+    if not isinstance(out, Tensor) or out.shape != expected.baseline.shape:
+        return _named("the result", judge(out, expected.oracle, expected.baseline))
+    more = [(other.oracle, other.baseline) for other in _others(cell, out)]
+    if cell.op == "grouped_gemm":
+        holds_R = args["plan"].pair_R >= 0
+        owned_R = args["plan"].expert_R() < args["plan"].num_experts
+        if not bool(out[owned_R & ~holds_R].isfinite().all()):
+            return ["y_RF: padding rows inside a span are not finite, and would spoil the weights' gradient"]
+        return _named("y_RF", judge(out[holds_R], expected.oracle[holds_R], expected.baseline[holds_R], more))
+    wrong = _named("y_TD", judge(out, expected.oracle, expected.baseline, more))
+    alone_T = (args["plan"].row_TK < 0).all(dim=1)
+    if bool((out[alone_T] != 0).any()):
+        alone = alone_T.nonzero().flatten().tolist()
+        wrong.append(f"y_TD: tokens {alone} have no row but do not get exactly zero")
+    return wrong
+
+
+def judge_gradients(
+    cell: Cell, out: Any, grads: Mapping[str, Tensor | None], args: Mapping[str, Any]
+) -> list[str]:
+    expected = expected_of(cell)
+    wrong = []
+    for name, got in grads.items():
+        oracle, baseline = expected.oracle_grads[name], expected.baseline_grads[name]
+        if got is None:
+            if bool((oracle != 0).any()):
+                wrong.append(f"no gradient reaches {name}")
+            continue
+        if cell.op == "topk":
+            # held to its own ids, which were judged already: of equal scores it may have picked another
+            d_out = upstream(cell.op, cell.case, out[0].shape, args)
+            oracle = torch.zeros_like(oracle).scatter(1, out[1], d_out)
+        if name in ("x_RD", "y_RD"):
+            holds_R = args["plan"].pair_R >= 0
+            if cell.op == "combine" and bool((got[~holds_R] != 0).any()):
+                wrong.append(f"gradient of {name}: rows without a pair do not get exactly zero")
+            got, oracle, baseline = got[holds_R], oracle[holds_R], baseline[holds_R]
+        more = [(other.oracle_grads[name], other.baseline_grads[name]) for other in _others(cell, got)]
+        wrong += _named(f"gradient of {name}", judge(got, oracle, baseline, more))
+    return wrong
+
+
+def _judge_plan(plan: Any, expected: RoutingPlan) -> list[str]:
+    if not isinstance(plan, RoutingPlan):
+        return [f"returned {type(plan).__name__} instead of a RoutingPlan"]
+    wrong = []
+    try:
+        plan.validate()
+    except ValueError as error:
+        wrong.append(f"the plan contradicts itself: {error}")
+    except IndexError as error:
+        wrong.append(f"the plan points outside its tensors: {error}")
+    for field in fields(plan):
+        got, want = getattr(plan, field.name), getattr(expected, field.name)
+        if isinstance(want, Tensor):
+            wrong += _named(field.name, judge_exact(got, want))
+        elif got != want:
+            wrong.append(f"{field.name} is {got} instead of {want}")
+    return wrong
+
+
+def _judge_topk(
+    implementation: Implementation, out: Any, expected: tuple[Tensor, Tensor], args: Mapping[str, Any]
+) -> list[str]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        return ["must return (value_TK, expert_TK)"]
+    value_TK, expert_TK = out
+    wrong = _named("value_TK", judge_exact(value_TK, expected[0]))
+    if implementation.ties == "lower id first" or wrong:
+        return wrong + _named("expert_TK", judge_exact(expert_TK, expected[1]))
+    wrong += _named("score_TE at expert_TK", judge_exact(args["score_TE"].gather(1, expert_TK), expected[0]))
+    if bool((expert_TK.sort(dim=1).values.diff(dim=1) == 0).any()):
+        wrong.append("expert_TK: a token chose the same expert twice")
+    return wrong
+
+
+def _others(cell: Cell, out: Tensor) -> list[Expected]:
+    """The same case on other data, for results so small that the baseline's error is a matter of luck."""
+    enough = min(8, 100 // out.numel()) if out.numel() else 0
+    return [expected_of(cell, seed) for seed in range(1, 1 + enough)]
+
+
+def _named(what: str, verdict: Verdict) -> list[str]:
+    return [] if verdict.passed else [f"{what}: {verdict.sentence}"]
