@@ -37,7 +37,7 @@ FILES = {
     "asks_the_gpu": GOOD + "def unsupported(y_RD, gate_TK, plan):\n    raise RuntimeError('no GPU here')\n",
     "never": GOOD + "def unsupported(y_RD, gate_TK, plan):\n    return 'it is never in the mood'\n",
 }
-COMMANDS = ("list", "explain", "check")
+COMMANDS = ("list", "explain", "check", "doctor")
 
 
 @pytest.fixture(autouse=True)
@@ -349,3 +349,12 @@ def test_check_refuses_a_device_that_is_not_there():
     if not torch.cuda.is_available():
         assert "cannot run on 'cuda'" in mrb("check", "--op", "topk", "--device", "cuda", code=2).stderr
     assert "cannot run on 'gpu9'" in mrb("check", "--op", "topk", "--device", "gpu9", code=2).stderr
+
+
+def test_list_models_and_cases():
+    document = mrb_json("list", "cases")
+    assert len(document["cases"]["seed-pack"]) == 54 and document.keys() == {"cases"}
+    assert document["cases"]["seed-fused"][0]["shape"]["D"] == 7168
+    text = mrb("list", "models").stdout
+    assert "deepseek-v3" in text and "256 experts, 8 per token, shared expert of width 2048" in text
+    assert "54 cases of pack, float16: T 8192-32768" in mrb("list", "cases").stdout

@@ -17,7 +17,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
 FLOORS = [
     ["shapes", "accuracy", "routing"],
-    ["plan", "experts"],
+    ["plan", "experts", "load", "cost"],
     ["ops.registry"],
     ["ops.auto", "ops.catalog"],
     ["ops.topk", "ops.make_plan", "ops.dispatch", "ops.grouped_gemm", "ops.combine"],
@@ -26,6 +26,7 @@ FLOORS = [
     ["layer"],
     [""],  # the package's public names
     ["conformance"],
+    ["bench"],
     ["cli"],
     ["__main__"],
 ]

@@ -168,6 +168,8 @@ def test_the_users_mistakes_are_told() -> None:
         MoE(D, H, E, K, router=build("softmax_topk", D, E, K), router_options={"order": "x"})
     with pytest.raises(ValueError, match="x has width 3, the layer 12"):
         MoE(D, H, E, K)(torch.randn(2, 3))
+    with pytest.raises(ValueError, match=r"x is torch.float64, the experts torch.float32"):
+        MoE(D, H, E, K)(torch.randn(2, D).double())
     with pytest.raises(NotImplementedError, match="needs the padded layout"):
         MoE(D, H, E, K, impl="staged(grouped_gemm=padded_bmm)")(torch.randn(2, D))
 
@@ -205,3 +207,15 @@ def test_compiles_as_one_graph(layout: str, impl: str, dtype: torch.dtype) -> No
     close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
     for eager, graph in zip(*results, strict=True):
         torch.testing.assert_close(eager, graph, **close)
+
+
+def test_autocast_computes_in_bfloat16_and_trains() -> None:
+    layer = MoE(D, H, E, K, shared_F=4)
+    x_TD = torch.randn(T, D)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y_TD, routing = layer(x_TD)
+    # the router is not rounded
+    assert torch.equal(routing.gate_TK, layer(x_TD)[1].gate_TK)
+    torch.testing.assert_close(y_TD.float(), layer(x_TD)[0], rtol=5e-2, atol=5e-2)
+    y_TD.float().square().sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in layer.parameters())

@@ -148,6 +148,9 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, info: TokenInfo = TokenInfo()) -> tuple[Tensor, Routing | SoftRouting]:
         if x.shape[-1] != self.D:
             raise ValueError(f"x has width {x.shape[-1]}, the layer {self.D}")
+        dtype = self.experts.w_in_EDG.dtype
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"x is {x.dtype}, the experts {dtype}; convert one, or use torch.autocast")
         x_TD = x.reshape(-1, self.D)
         routing = self.router(x_TD, info)
         if isinstance(routing, SoftRouting):

@@ -10,6 +10,7 @@ import torch
 import typer
 
 from moe_routing_bench.cli.checking import check_command
+from moe_routing_bench.cli.doctoring import doctor_command
 from moe_routing_bench.cli.explaining import explain_command
 from moe_routing_bench.cli.listing import list_command
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command("list")(list_command)
 app.command("explain")(explain_command)
 app.command("check")(check_command)
+app.command("doctor")(doctor_command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -50,6 +52,7 @@ def _top(
       mrb list                              what there is
       mrb explain expert_ffn --tokens 16    what would run for these sizes, and why
       mrb check --op combine                is it right?
+      mrb doctor                            what this machine is and can do at most
     """
 
 

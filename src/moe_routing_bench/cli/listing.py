@@ -1,35 +1,46 @@
-"""mrb list: the operations with their implementations, and the routers."""
+"""mrb list: operations with their implementations, routers, workloads, models and cases."""
 
 from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from moe_routing_bench.bench.cases import SUITES, BenchCase, cases, scaled
+from moe_routing_bench.bench.families import FAMILIES
+from moe_routing_bench.bench.models import MODELS
+from moe_routing_bench.bench.workloads import ALIASES, EXAMPLES, SUITE_VERSION, make_workload, parameters_of
 from moe_routing_bench.cli.finding import IncludePath, include_all
 from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, two_columns
 from moe_routing_bench.ops.catalog import Found, find_all
 from moe_routing_bench.ops.registry import BUILT_IN, Op, all_ops
 from moe_routing_bench.routers.router import Router, all_routers
 
-KINDS = ("ops", "routers")
+KINDS = ("ops", "routers", "workloads", "models", "cases")
+
+# where workloads are drawn: small enough for one line of 32 blocks, and 32 pairs per expert on average
+REFERENCE = {"T": 512, "E": 32, "K": 2, "W": 8}
+BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def list_command(
-    kind: Annotated[str | None, typer.Argument(metavar="ops|routers", help="Default: both.")] = None,
+    kind: Annotated[str | None, typer.Argument(metavar="|".join(KINDS), help="Default: all.")] = None,
     as_json: Json = False,
     include_path: IncludePath = None,
 ) -> None:
-    """What there is: operations with their implementations, and routers.
+    """What there is: operations with their implementations, routers, workloads, models and cases.
 
     \b
     Examples:
       mrb list
       mrb list ops --include-path my_kernels
+      mrb list workloads
       mrb list --json | jq '.ops.combine.implementations | keys'
     """
     kinds = KINDS if kind is None else (pick("list of", kind, KINDS),)
@@ -39,6 +50,12 @@ def list_command(
         document["ops"] = {op.name: _describe_op(op) for op in all_ops().values()}
     if "routers" in kinds:
         document["routers"] = {name: _describe_router(rule) for name, rule in all_routers().items()}
+    if "workloads" in kinds:
+        document["workloads"] = {name: _describe_workload(name) for name in FAMILIES}
+    if "models" in kinds:
+        document["models"] = {name: asdict(preset) for name, preset in MODELS.items()}
+    if "cases" in kinds:
+        document["cases"] = {name: [_describe_case(case) for case in cases(name)] for name in SUITES}
     if as_json:
         show_json(document)
         return
@@ -48,7 +65,19 @@ def list_command(
         show(
             heading("routers", "which experts each token goes to, and with what weight"),
             _router_table(document["routers"]),
+            "",
         )
+    if "workloads" in document:
+        sizes = ", ".join(f"{letter}={size}" for letter, size in REFERENCE.items())
+        summary = f"Routing Suite v{SUITE_VERSION}, pairs of each expert at {sizes}, seed 0, step 0"
+        show(heading("workloads", summary), _workload_table(document["workloads"]), "")
+    if "models" in document:
+        show(heading("models", "MoE layers of published models"), _model_table(document["models"]), "")
+    if "cases" in document:
+        summary = (
+            "suites of sizes to measure; a case is SUITE/CASE, a model's are MODEL/decode-1 ... prefill-16384"
+        )
+        show(heading("cases", summary), _case_table(document["cases"]))
 
 
 def _describe_op(op: Op) -> dict[str, Any]:
@@ -91,6 +120,38 @@ def _describe_router(rule: type[Router]) -> dict[str, Any]:
         "losses": [*rule.loss_names],
         "paper": rule.paper,
     }
+
+
+def _describe_workload(family: str) -> dict[str, Any]:
+    parameters = {
+        parameter.name: {
+            "type": parameter.annotation.__name__,
+            "default": None if parameter.default is parameter.empty else parameter.default,
+        }
+        for parameter in parameters_of(family)
+    }
+    aliases = [alias for alias, meaning in ALIASES.items() if meaning.partition("(")[0] == family]
+    description: dict[str, Any] = {
+        "summary": (inspect.getdoc(FAMILIES[family]) or "").partition("\n")[0],
+        "parameters": parameters,
+        "aliases": [*aliases, "maxvio(m)"] if family == "lognormal" else aliases,
+        "example": EXAMPLES[family],
+        "reference": None,
+    }
+    if family != "trace":  # it shows what a file holds, and there is none here
+        workload = make_workload(EXAMPLES[family], **REFERENCE)
+        description["reference"] = {
+            **REFERENCE,
+            "name": workload.name,
+            "checksum": workload.checksum,
+            "load": workload.routing.load_E().tolist(),
+            **{name: value for name, value in workload.statistics().to_dict().items() if value is not None},
+        }
+    return description
+
+
+def _describe_case(case: BenchCase) -> dict[str, Any]:
+    return {**asdict(case), "fits_a_laptop": case.fits_a_laptop, "twin": asdict(scaled(case).shape)}
 
 
 def _op_table(op: dict[str, Any]) -> Table:
@@ -150,3 +211,63 @@ def _router_table(routers: dict[str, Any]) -> Table:
         ]
         table.add_row(Text(f"  {name}", "bold"), Text("\n").join(lines))
     return table
+
+
+def _workload_table(workloads: dict[str, Any]) -> Table:
+    table = two_columns(first_width=26)
+    for one in workloads.values():
+        lines = [Text(one["summary"])]
+        if found := one["reference"]:
+            facts = (
+                f"  max/mean {found['max_over_mean']:.2f}, per rank {found['max_violation_rank'] + 1:.2f}; "
+                f"{found['active_experts']} active; Gini {found['gini']:.2f}"
+            )
+            lines.append(Text.assemble((_histogram(found["load"]), "cyan"), facts))
+        said = [
+            f"{name}={value['default']}"
+            for name, value in one["parameters"].items()
+            if value["default"] is not None
+        ]
+        said = [f"defaults: {', '.join(said)}"] if said else []
+        said += [f"also {', '.join(one['aliases'])}"] if one["aliases"] else []
+        if said:
+            lines.append(Text("; ".join(said), "dim"))
+        table.add_row(Text(f"  {one['example']}", "bold"), Text("\n").join(lines))
+    return table
+
+
+def _histogram(load: list[int]) -> str:
+    """A block per expert, by id; a dot for none, so that one pair and no pair look different."""
+    top = max(load)
+    return "".join(BLOCKS[(count * len(BLOCKS) - 1) // top] if count else "·" for count in load)
+
+
+def _model_table(models: dict[str, Any]) -> Table:
+    table = two_columns(first_width=26)
+    for name, one in models.items():
+        sizes = f"D {one['D']}, F {one['F']}, {one['E']} experts, {one['K']} per token"
+        shared = f", shared expert of width {one['shared_F']}" if one["shared_F"] else ""
+        lines = [Text(f"{sizes}{shared}{', biases' if one['bias'] else ''}")]
+        lines += [Text(one["note"], "dim")] if one["note"] else []
+        table.add_row(Text(f"  {name}", "bold"), Text("\n").join(lines))
+    return table
+
+
+def _case_table(suites: dict[str, Any]) -> Table:
+    table = two_columns(first_width=26)
+    for name, found in suites.items():
+        span, dtype = found[0]["span"], found[0]["dtype"]
+        ranges = ", ".join(
+            f"{letter} {_range(case['shape'][letter] for case in found)}" for letter in "TDFEK"
+        )
+        big = sum(not case["fits_a_laptop"] for case in found)
+        twins = f"; {big} of them have a scaled twin (append ~scaled)" if big else ""
+        first = f"{found[0]['name']} ... {found[-1]['name']}" if len(found) > 1 else found[0]["name"]
+        lines = [Text(f"{len(found)} cases of {span}, {dtype}: {ranges}"), Text(f"{first}{twins}", "dim")]
+        table.add_row(Text(f"  {name}", "bold"), Text("\n").join(lines))
+    return table
+
+
+def _range(values: Iterable[int]) -> str:
+    found = sorted(set(values))
+    return str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"

@@ -1,0 +1,232 @@
+"""Named cases to measure: pure data. A suite is a list of cases; a big case has a scaled twin.
+
+A case says what is timed (`span`), at which sizes, dtype and layout. The routing workload is another axis and
+chosen beside it. Where SPEC section 8 leaves a size open, the choice is ours and said so here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+
+from moe_routing_bench.bench.models import DECODE_TOKENS, MODELS, PREFILL_TOKENS
+from moe_routing_bench.experts import GATED
+from moe_routing_bench.shapes import MoEShape
+
+# what 2 cores and 24 GiB do in seconds: about 0.1 TFLOP/s, and room for several copies of the weights
+MOST_WEIGHT_BYTES = 256 * 2**20
+MOST_ACTIVATION_BYTES = 256 * 2**20
+MOST_FLOPS = 2e10
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SPANS = ("expert_ffn", "pack", "routing", "layer", "block")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCase:
+    """One thing to measure.
+
+    BenchCase(name="seed-fused/32x7168", span="expert_ffn", shape=MoEShape(T=32, D=7168, F=256, E=256, K=8),
+              dtype="float32")
+    span: expert_ffn; pack (dispatch and combine); routing (top-k, plan, pack); layer; block (with attention).
+    """
+
+    name: str
+    span: str
+    shape: MoEShape
+    dtype: str = "bfloat16"
+    layout: str = "compact"
+    activation: str = "swiglu"
+    bias: bool = False
+    shared_F: int = 0
+    heads: int = 0  # of the attention in a block
+    sequences: int = 1
+    scaled_from: str = ""  # the name of the case this one stands in for
+
+    def __post_init__(self) -> None:
+        assert self.span in SPANS and self.dtype in BYTES
+
+    @property
+    def weight_bytes(self) -> int:
+        if self.span in ("pack", "routing"):
+            return 0
+        per_unit = 3 if self.activation in GATED else 2
+        units = self.shape.E * self.shape.F + self.shared_F
+        return per_unit * self.shape.D * units * BYTES[self.dtype]
+
+    @property
+    def activation_bytes(self) -> int:
+        """The largest set of rows a plain implementation holds at once."""
+        s = self.shape
+        width = s.D if self.span in ("pack", "routing") else s.D + 2 * s.F
+        return s.num_pairs * width * BYTES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        s = self.shape
+        if self.span in ("pack", "routing"):
+            return 2 * s.num_pairs * s.D
+        per_unit = 3 if self.activation in GATED else 2
+        return 2 * per_unit * s.D * (s.num_pairs * s.F + s.T * self.shared_F)
+
+    @property
+    def fits_a_laptop(self) -> bool:
+        return (
+            self.weight_bytes <= MOST_WEIGHT_BYTES
+            and self.activation_bytes <= MOST_ACTIVATION_BYTES
+            and self.flops <= MOST_FLOPS
+        )
+
+
+def scaled(case: BenchCase) -> BenchCase:
+    """The case itself if it fits, else its twin: tokens, then both widths, then experts halved until it does.
+
+    K stays, and the ratio of D to F down to widths of 128. What is measured on a twin says nothing about the
+    full size, so its name ends in ~scaled and `scaled_from` names the original.
+    """
+    twin = case
+    while not twin.fits_a_laptop:
+        s = twin.shape
+        too_much_work = twin.flops > MOST_FLOPS or twin.activation_bytes > MOST_ACTIVATION_BYTES
+        if too_much_work and s.T > 128:
+            smaller = replace(s, T=s.T // 2)
+        elif min(s.D, s.F) > 128:
+            smaller = replace(s, D=s.D // 2, F=s.F // 2)
+        elif s.E > 2 * s.K:
+            smaller = replace(s, E=s.E // 2)
+        elif s.D > 256:
+            smaller = replace(s, D=s.D // 2)
+        else:
+            smaller = replace(s, T=s.T // 2)
+        twin = replace(twin, shape=smaller, shared_F=twin.shared_F * smaller.F // s.F)
+    return case if twin == case else replace(twin, name=f"{case.name}~scaled", scaled_from=case.name)
+
+
+def seed_fused() -> list[BenchCase]:
+    sizes = [(T, 7168, 256, 256, 8) for T in (1, 2, 4, 8, 16, 32)]
+    sizes += [(T, 8192, F, 8, 2) for F in (6144, 16384) for T in (32, 128)]
+    return [
+        BenchCase(
+            name=f"seed-fused/{T}x{D}x{F}",
+            span="expert_ffn",
+            shape=MoEShape(T=T, D=D, F=F, E=E, K=K),
+            dtype="float32",
+        )
+        for T, D, F, E, K in sizes
+    ]
+
+
+def seed_qwen() -> list[BenchCase]:
+    shapes = {
+        "seed-qwen/e64": (MoEShape(T=128, D=2048, F=768, E=64, K=8), 0),
+        "seed-qwen/qwen3-30b-a3b": (MODELS["qwen3-30b-a3b"].shape(128), 0),
+        "seed-qwen/qwen1.5-moe": (MODELS["qwen1.5-moe-a2.7b"].shape(128), 5632),
+    }
+    return [
+        BenchCase(name=name, span="layer", shape=shape, shared_F=shared_F)
+        for name, (shape, shared_F) in shapes.items()
+    ]
+
+
+def seed_pack() -> list[BenchCase]:
+    # F plays no part in packing
+    return [
+        BenchCase(
+            name=f"seed-pack/{T}x{D}-e{E}-k{K}",
+            span="pack",
+            shape=MoEShape(T=T, D=D, F=1, E=E, K=K),
+            dtype="float16",
+        )
+        for T, D, E, K in product((8192, 16384, 32768), (2048, 4096), (32, 64, 128), (1, 2, 4))
+    ]
+
+
+def seed_grid() -> list[BenchCase]:
+    # K = 2 and F = 4 D are our choice
+    return [
+        BenchCase(
+            name=f"seed-grid/{B}x{N}-e{E}-d{D}-c{factor}",
+            span="layer",
+            shape=MoEShape(T=B * N, D=D, F=4 * D, E=E, K=2),
+            layout=f"padded(capacity_factor={factor})",
+            activation="gelu",
+            sequences=B,
+        )
+        for (B, N), E, D, factor in product(
+            ((32, 128), (64, 256), (128, 512)), (4, 8, 16), (1024, 2048), (1.0, 1.25)
+        )
+    ]
+
+
+def seed_routing() -> list[BenchCase]:
+    return [
+        BenchCase(name=f"seed-routing/{T}-e{E}", span="routing", shape=MoEShape(T=T, D=4096, F=1, E=E, K=2))
+        for T, E in product((8192, 16384, 32768), (64, 128, 256))
+    ]
+
+
+def seed_decoder() -> list[BenchCase]:
+    # E = 8 and K = 2 are our choice
+    return [
+        BenchCase(
+            name=f"seed-decoder/{B}x{N}",
+            span="block",
+            shape=MoEShape(T=B * N, D=2048, F=4096, E=8, K=2),
+            heads=32,
+            sequences=B,
+        )
+        for B, N in product((1, 4, 8), (64, 128))
+    ]
+
+
+def model_cases(name: str) -> list[BenchCase]:
+    preset = MODELS[name]
+    return [
+        BenchCase(
+            name=f"{name}/{'decode' if T in DECODE_TOKENS else 'prefill'}-{T}",
+            span="layer",
+            shape=preset.shape(T),
+            activation=preset.activation,
+            bias=preset.bias,
+            shared_F=preset.shared_F,
+        )
+        for T in (*DECODE_TOKENS, *PREFILL_TOKENS)
+    ]
+
+
+SUITES: dict[str, Callable[[], list[BenchCase]]] = {
+    "seed-fused": seed_fused,
+    "seed-qwen": seed_qwen,
+    "seed-pack": seed_pack,
+    "seed-grid": seed_grid,
+    "seed-routing": seed_routing,
+    "seed-decoder": seed_decoder,
+}
+
+
+def cases(name: str) -> list[BenchCase]:
+    """The cases of a suite or a model, or the one case called `name`; with ~scaled their twins."""
+    wanted, _, twin = name.partition("~")
+    if twin not in ("", "scaled"):
+        raise ValueError(f"cannot read {name!r}; a name may end in ~scaled")
+    group = wanted.partition("/")[0]
+    if group in SUITES:
+        found = SUITES[group]()
+    elif group in MODELS:
+        found = model_cases(group)
+    else:
+        raise ValueError(_no_such(group, [*SUITES, *MODELS]))
+    if wanted != group:
+        names = [case.name for case in found]
+        found = [case for case in found if case.name == wanted]
+        if not found:
+            raise ValueError(_no_such(wanted, names))
+    return [scaled(case) for case in found] if twin else found
+
+
+def _no_such(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    some = ", ".join(known[:16]) + (", ..." if len(known) > 16 else "")
+    return f"there is no case {name!r}; {hint}there are {some}"

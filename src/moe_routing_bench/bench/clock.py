@@ -1,0 +1,159 @@
+"""How long a span of calls takes: one interface, several views of it, and a fake for tests.
+
+A view is part of a result and views are never compared with one another: host wall includes launching, device
+events do not, a graph has no launch gaps. Each call of a span is a closure over its own inputs, from a pool
+made beforehand, so that nothing can be remembered from the call before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+Call = Callable[[], object]
+
+# taken here, once: what a measured implementation does to the time module later changes nothing
+_now_ns = time.perf_counter_ns
+
+LEAST_SAMPLE_SECONDS = 1e-3  # ten thousand times the timer's step of about 100 ns
+MOST_CALLS = 10_000
+
+
+class Clock(Protocol):
+    """view names what the seconds mean; span runs the calls in order and returns their seconds together."""
+
+    view: str
+
+    def span(self, calls: Sequence[Call]) -> float: ...
+
+
+@dataclass(frozen=True)
+class HostClock:
+    """Wall time on the host, from before the first call to after the last has really finished."""
+
+    device: str = "cpu"
+    view: str = "host_wall"
+
+    def span(self, calls: Sequence[Call]) -> float:
+        self._settle()
+        started = _now_ns()
+        for call in calls:
+            call()
+        self._settle()
+        return (_now_ns() - started) * 1e-9
+
+    def _settle(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True)
+class EventClock:
+    """Time between two CUDA events around the calls, on every stream: a side stream cannot hide work."""
+
+    cuda: Any = torch.cuda  # a stand-in with the same names, in tests without a GPU
+    view: str = "cuda_events"
+
+    def span(self, calls: Sequence[Call]) -> float:
+        start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
+        self.cuda.synchronize()
+        start.record()
+        for call in calls:
+            call()
+        # what other streams still do belongs to the span, so all of them are waited for before it ends
+        self.cuda.synchronize()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+
+@dataclass
+class GraphClock:
+    """Time of replaying the calls as one CUDA graph: no launch gaps. The same calls are captured once."""
+
+    cuda: Any = torch.cuda
+    view: str = "cuda_graph"
+    _captured: dict[tuple[int, ...], tuple[Any, Sequence[Call]]] = field(default_factory=dict)
+
+    def span(self, calls: Sequence[Call]) -> float:
+        key = tuple(map(id, calls))
+        if key not in self._captured:
+            side = self.cuda.Stream()
+            side.wait_stream(self.cuda.current_stream())
+            with self.cuda.stream(side):
+                for call in calls:  # lazy initialisation must not be captured
+                    call()
+            self.cuda.current_stream().wait_stream(side)
+            graph = self.cuda.CUDAGraph()
+            with self.cuda.graph(graph):
+                for call in calls:
+                    call()
+            # the calls are kept, or their ids could be given to others
+            self._captured[key] = (graph, list(calls))
+        graph, _ = self._captured[key]
+        return EventClock(cuda=self.cuda).span([graph.replay])
+
+
+@dataclass
+class FakeClock:
+    """Seconds from a script, for tests of everything above the clock; the calls still run."""
+
+    script: Iterator[float]
+    view: str = "fake"
+    spans: list[int] = field(default_factory=list)
+
+    def span(self, calls: Sequence[Call]) -> float:
+        for call in calls:
+            call()
+        self.spans.append(len(calls))
+        return next(self.script)
+
+
+def calls_per_sample(
+    clock: Clock, make_calls: Callable[[int], Sequence[Call]], least_seconds: float = LEAST_SAMPLE_SECONDS
+) -> int:
+    """The fewest calls, doubling from one, whose span lasts least_seconds; at most MOST_CALLS.
+
+    make_calls(n) gives n calls, each on its own inputs. Best of two spans, so that a single interruption does
+    not pass for a slow call.
+    """
+    calls = 1
+    while calls < MOST_CALLS:
+        batch = make_calls(calls)
+        if min(clock.span(batch), clock.span(batch)) >= least_seconds:
+            return calls
+        calls = min(2 * calls, MOST_CALLS)
+    return calls
+
+
+class CacheFlusher:
+    """Evicts what a call left in the caches by walking over twice their size. Runs outside the timed span, so
+    a cold sample is a single call."""
+
+    def __init__(self, num_bytes: int | None = None):
+        size = 2 * last_level_cache_bytes() if num_bytes is None else num_bytes
+        self._memory = torch.zeros(max(1, size // 4))
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.numel() * 4
+
+    def flush(self) -> None:
+        self._memory.add_(1.0)
+
+
+def last_level_cache_bytes() -> int:
+    """The largest cache the system tells of; 64 MiB if it tells of none."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        unit = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:], 1)
+        digits = text.rstrip("KMG")
+        if digits.isdigit():
+            sizes.append(int(digits) * unit)
+    return max(sizes, default=64 * 2**20)

@@ -1,0 +1,137 @@
+"""What this machine can do at most, measured: the roofs that rates are held against.
+
+A roof is the best of several tries, never a datasheet's number. A rate above its roof is not a fast kernel
+but an error in the cost model or the timer, and is reported as one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from moe_routing_bench.cost import Cost
+
+TRIES = 5
+MEMORY_BYTES = 2**28  # per array; several times the caches of a server core
+GEMM_SIZES = (512, 1024, 2048)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# a rate may pass its roof by this much before it is called an error: the roof is itself a measurement
+TOLERANCE = 1.05
+
+
+class Roofs(BaseModel):
+    """Best rates seen on one machine, by thread count: bytes per second and operations per second.
+
+    read_bytes[1] = 1.2e10: 12 GB/s for one thread; gemm_flops["bfloat16"][2] = 1.6e12: 1.6 TFLOP/s for two.
+    The memory roof holds for data that comes from memory: cold, or larger than the caches.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    machine: str
+    read_bytes: dict[int, float] = Field(max_length=64)
+    copy_bytes: dict[int, float] = Field(max_length=64)
+    gemm_flops: dict[str, dict[int, float]] = Field(max_length=16)
+    seconds: float  # what measuring took
+
+    def floor_seconds(self, cost: Cost, dtype: str, threads: int) -> float:
+        """No call can take less: its bytes at the best bandwidth, its useful operations at the best rate."""
+        memory = max(self.read_bytes[threads], self.copy_bytes[threads])
+        return max(cost.bytes / memory, cost.useful_flops / self.gemm_flops[dtype][threads])
+
+    def share(self, cost: Cost, seconds: float, dtype: str, threads: int) -> float:
+        """The floor over the time: 0.8 is four fifths of what the machine can do. Above 1 raises."""
+        share = self.floor_seconds(cost, dtype, threads) / seconds
+        if share > TOLERANCE:
+            raise ValueError(
+                f"{100 * share:.0f} % of a measured roof: the cost model or the timer is wrong, "
+                "or the roofs are; measure them again with `mrb doctor --again`"
+            )
+        return min(share, 1.0)
+
+
+def measure_roofs(
+    machine: str, threads: tuple[int, ...], tell: Callable[[str], None] = lambda what: None
+) -> Roofs:
+    """About ten seconds. `tell` hears what is being measured."""
+    started = time.perf_counter()
+    read: dict[int, float] = {}
+    copy: dict[int, float] = {}
+    gemm: dict[str, dict[int, float]] = {name: {} for name in DTYPES}
+    for n in threads:
+        with _threads(n):
+            tell(f"memory, {n} threads")
+            source, target = torch.ones(2, MEMORY_BYTES // 4)
+            read[n] = MEMORY_BYTES / _best(source.sum)
+            copy[n] = 2 * MEMORY_BYTES / _best(partial(target.copy_, source))
+            for name, dtype in DTYPES.items():
+                tell(f"{name} matmul, {n} threads")
+                gemm[name][n] = max(_gemm_rate(size, dtype) for size in GEMM_SIZES)
+    return Roofs(
+        machine=machine,
+        read_bytes=read,
+        copy_bytes=copy,
+        gemm_flops=gemm,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def stored_roofs(machine: str) -> Roofs | None:
+    """What `mrb doctor` measured here before. A file that is not what it should be is refused in words."""
+    path = roofs_path(machine)
+    if not path.exists():
+        return None
+    if path.stat().st_size > 2**20:
+        raise ValueError(f"{path} is too large to be a file of roofs; delete it")
+    try:
+        return Roofs.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, problem["loc"])) or "the file"
+        raise ValueError(f"{path} is not a file of roofs ({where}: {problem['msg']}); delete it") from None
+
+
+def store_roofs(roofs: Roofs) -> Path:
+    path = roofs_path(roofs.machine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".part")
+    temporary.write_text(roofs.model_dump_json(indent=1) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def roofs_path(machine: str) -> Path:
+    home = os.environ.get("MRB_HOME")
+    base = Path(home) if home else Path.home() / ".cache" / "moe-routing-bench"
+    return base / "roofs" / f"{machine}.json"
+
+
+def _gemm_rate(size: int, dtype: torch.dtype) -> float:
+    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    return 2 * size**3 / _best(partial(torch.mm, a, b))
+
+
+def _best(run: Callable[[], object]) -> float:
+    run()
+    best = float("inf")
+    for _ in range(TRIES):
+        started = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+@contextmanager
+def _threads(n: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

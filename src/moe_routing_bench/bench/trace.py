@@ -1,0 +1,189 @@
+"""Recorded routings in a safetensors file: write_trace, read_trace, and the checksum of expert ids.
+
+expert_TK (int32 or int64) and gate_TK (float32) are required; layer_T, position_T and document_T (int64) say
+where a token came from. The metadata entry `moe_routing_trace` is JSON: version, num_experts, checksum and
+source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_routing_bench.routing import Routing
+
+VERSION = 1
+ENTRY = "moe_routing_trace"
+LABELS = ("layer_T", "position_T", "document_T")
+DTYPES = {"expert_TK": ("I32", "I64"), "gate_TK": ("F32",), **dict.fromkeys(LABELS, ("I64",))}
+MAX_HEADER_BYTES = 1 << 20  # ours has under a kilobyte; safetensors itself would parse 100 MB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What a model's router chose, token by token, and where each token came from.
+
+    Two tokens of document 7 in layer 3 of a model with 8 experts, two chosen per token:
+      routing    = expert_TK [[5, 0], [5, 2]], gate_TK [[.75, .25], [.5, .5]], num_experts 8, ragged False
+      layer_T    = [3, 3]
+      position_T = [0, 1]
+      document_T = [7, 7]
+    """
+
+    routing: Routing
+    source: str  # the model, data and command it was recorded with
+    checksum: str
+    layer_T: Tensor | None = None
+    position_T: Tensor | None = None
+    document_T: Tensor | None = None
+
+
+def ids_checksum(expert_TK: Tensor, num_experts: int) -> str:
+    """sha256 of the sizes and of the ids as little-endian int64: the same for any dtype and platform."""
+    T, K = expert_TK.shape
+    digest = hashlib.sha256(f"T={T} K={K} E={num_experts}\n".encode())
+    digest.update(expert_TK.detach().cpu().contiguous().numpy().astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def write_trace(
+    path: Path | str,
+    *routings: Routing,
+    source: str,
+    layer_T: Tensor | None = None,
+    position_T: Tensor | None = None,
+    document_T: Tensor | None = None,
+) -> None:
+    """Write the routings one after another. A label holds one int64 per token of them all."""
+    if not routings:
+        raise ValueError("a trace needs at least one routing")
+    sizes = {(routing.num_choices, routing.num_experts) for routing in routings}
+    if len(sizes) > 1:
+        raise ValueError(f"the routings differ in (choices, experts): {sorted(sizes)}; write a file for each")
+    num_experts = routings[0].num_experts
+    tensors = {
+        "expert_TK": torch.cat([routing.expert_TK for routing in routings]).cpu().contiguous(),
+        "gate_TK": torch.cat([routing.gate_TK for routing in routings]).detach().float().cpu().contiguous(),
+    }
+    for name, label_T in zip(LABELS, (layer_T, position_T, document_T), strict=True):
+        if label_T is not None:
+            tensors[name] = label_T.to(torch.int64).cpu().contiguous()
+    _check_values(path, tensors, num_experts)
+    about = {
+        "version": VERSION,
+        "num_experts": num_experts,
+        "checksum": ids_checksum(tensors["expert_TK"], num_experts),
+        "source": source,
+    }
+    # written beside and renamed, so that a reader never meets half a file
+    part = Path(f"{path}.part")
+    save_file(tensors, part, metadata={ENTRY: json.dumps(about)})
+    part.replace(path)
+
+
+def read_trace(path: Path | str, *, max_bytes: int = 4 << 30) -> Trace:
+    """Read and check a trace; ValueError with a sentence if anything about it is wrong. The header is judged
+    before any tensor is read, and nothing is unpickled."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"there is no trace file {path}")
+    if (size := path.stat().st_size) > max_bytes:
+        raise ValueError(f"{path} has {size:,} bytes, over the limit of {max_bytes:,}; raise max_bytes")
+    about = _check_header(path, _read_header(path, size))
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys() if name in DTYPES}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+    tensors["expert_TK"] = tensors["expert_TK"].to(torch.int64)
+    routing = _check_values(path, tensors, about["num_experts"])
+    checksum = ids_checksum(routing.expert_TK, routing.num_experts)
+    if checksum != about["checksum"]:
+        raise ValueError(
+            f"the expert ids in {path} have checksum {checksum[:12]}..., but it was written with "
+            f"{str(about['checksum'])[:12]}...: the file was changed or damaged; record it again"
+        )
+    labels = {name: tensors[name] for name in LABELS if name in tensors}
+    return Trace(routing=routing, source=about["source"], checksum=checksum, **labels)
+
+
+def _read_header(path: Path, size: int) -> dict[str, Any]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"{path} is not a safetensors file, or its end is missing")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(
+                f"{path} has a header of {length:,} bytes; a trace has under {MAX_HEADER_BYTES:,}"
+            )
+        try:
+            header = json.loads(file.read(length))
+        except (ValueError, RecursionError):
+            raise ValueError(f"{path} is not a safetensors file: its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is not a safetensors file: its header is not an object")
+    return header
+
+
+def _check_header(path: Path, header: dict[str, Any]) -> dict[str, Any]:
+    """What the metadata says, after versions, types and shapes were found to be those of a trace."""
+    metadata = header.get("__metadata__")
+    text = metadata.get(ENTRY) if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f"{path} has no {ENTRY} entry in its metadata: it is not a routing trace")
+    try:
+        about = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"the {ENTRY} entry of {path} is not JSON") from None
+    if not isinstance(about, dict) or about.get("version") != VERSION:
+        version = about.get("version") if isinstance(about, dict) else None
+        raise ValueError(f"{path} is a trace of version {version!r}; this library reads version {VERSION}")
+    for key, kind in (("num_experts", int), ("checksum", str), ("source", str)):
+        if type(about.get(key)) is not kind:
+            raise ValueError(f"the {ENTRY} entry of {path} must have {key} ({kind.__name__})")
+    shapes = {}
+    for name, dtypes in DTYPES.items():
+        entry = header.get(name)
+        if entry is None and name in LABELS:
+            continue
+        if not isinstance(entry, dict):
+            raise ValueError(f"{path} has no tensor {name}; a trace needs expert_TK and gate_TK")
+        if entry.get("dtype") not in dtypes:
+            raise ValueError(f"{name} in {path} is {entry.get('dtype')}; it must be {' or '.join(dtypes)}")
+        shapes[name] = entry.get("shape")
+    shape = shapes["expert_TK"]
+    if not isinstance(shape, list) or len(shape) != 2 or shape[1] == 0:
+        raise ValueError(f"expert_TK in {path} has shape {shape}; it must be tokens x choices")
+    for name, found in shapes.items():
+        wanted = shape if name.endswith("_TK") else shape[:1]
+        if found != wanted:
+            raise ValueError(f"{name} in {path} has shape {found}; beside {shape} ids it must be {wanted}")
+    return about
+
+
+def _check_values(path: Path | str, tensors: dict[str, Tensor], num_experts: int) -> Routing:
+    """The routing, after its ids and gates were found to be valid."""
+    expert_TK, gate_TK = tensors["expert_TK"], tensors["gate_TK"]
+    for name, tensor in tensors.items():
+        if name in LABELS and tensor.shape != expert_TK.shape[:1]:
+            raise ValueError(f"{name} has shape {list(tensor.shape)} for {expert_TK.shape[0]} tokens")
+    outside_TK = (expert_TK < 0) | (expert_TK >= num_experts)
+    if bool(outside_TK.any()):
+        t, k = outside_TK.nonzero()[0].tolist()
+        raise ValueError(
+            f"token {t} of {path} chose expert {expert_TK[t, k].item()}, outside 0 .. {num_experts - 1}; "
+            "a trace holds K real experts for every token"
+        )
+    routing = Routing(expert_TK=expert_TK, gate_TK=gate_TK, num_experts=num_experts, ragged=False)
+    try:
+        return routing.validate()
+    except ValueError as error:
+        raise ValueError(f"{path} does not hold a routing: {error}") from None

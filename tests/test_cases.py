@@ -1,0 +1,69 @@
+"""Cases and models: what SPEC section 8 lists is there, and twins fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_routing_bench.bench.cases import SUITES, cases, scaled
+from moe_routing_bench.bench.models import MODELS, model
+from moe_routing_bench.plan import Layout
+
+EVERY = [case for name in (*SUITES, *MODELS) for case in cases(name)]
+
+
+def test_the_suites_have_the_sizes_of_the_spec() -> None:
+    counts = {name: len(cases(name)) for name in SUITES}
+    assert counts == {
+        "seed-fused": 10,
+        "seed-qwen": 3,
+        "seed-pack": 54,
+        "seed-grid": 36,
+        "seed-routing": 9,
+        "seed-decoder": 6,
+    }
+    fused = [(c.shape.T, c.shape.D, c.shape.F, c.shape.E, c.shape.K) for c in cases("seed-fused")]
+    assert fused == [
+        *((T, 7168, 256, 256, 8) for T in (1, 2, 4, 8, 16, 32)),
+        (32, 8192, 6144, 8, 2), (128, 8192, 6144, 8, 2), (32, 8192, 16384, 8, 2), (128, 8192, 16384, 8, 2),
+    ]  # fmt: skip
+    assert [c.name for c in cases("seed-pack/16384x4096-e128-k2")] == ["seed-pack/16384x4096-e128-k2"]
+    assert all(len(cases(name)) == 15 for name in MODELS)
+
+
+def test_names_are_unique_and_found_by_themselves() -> None:
+    assert len({case.name for case in EVERY}) == len(EVERY)
+    for case in EVERY:
+        assert cases(case.name) == [case]
+        Layout.parse(case.layout)
+
+
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
+def test_a_twin_fits_and_says_what_it_is(case) -> None:
+    twin = scaled(case)
+    assert twin.fits_a_laptop
+    if case.fits_a_laptop:
+        assert twin is case
+    else:
+        assert twin.name == f"{case.name}~scaled" and twin.scaled_from == case.name
+        assert twin.shape.K == case.shape.K and twin.span == case.span and twin.dtype == case.dtype
+        assert cases(twin.name) == [twin]
+
+
+def test_models_are_guessed() -> None:
+    assert model("mixtral-8x7b").shape(4).F == 14336
+    with pytest.raises(ValueError, match="did you mean 'deepseek-v3'"):
+        model("deepseek-v2")
+    with pytest.raises(ValueError, match="did you mean 'seed-pack'"):
+        cases("seed-pac")
+    with pytest.raises(ValueError, match="there is no case 'seed-fused/7'"):
+        cases("seed-fused/7")
+    with pytest.raises(ValueError, match="may end in ~scaled"):
+        cases("seed-fused~tiny")
+
+
+def test_weights_of_known_models() -> None:
+    # Mixtral 8x7B: 45.1 B of its 46.7 B parameters are experts, in 32 layers
+    weights = cases("mixtral-8x7b/decode-1")[0].weight_bytes / 2
+    assert weights * 32 == pytest.approx(45.1e9, rel=0.01)
+    # DeepSeek-V3: 256 routed and 1 shared expert, 44 M parameters each
+    assert cases("deepseek-v3/decode-1")[0].weight_bytes / 2 == pytest.approx(257 * 44.04e6, rel=0.01)

@@ -1,0 +1,153 @@
+"""Clocks: each view measures what it says, with stand-ins where there is no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from itertools import repeat
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_routing_bench.bench import clock as clock_module
+from moe_routing_bench.bench.clock import (
+    CacheFlusher,
+    EventClock,
+    FakeClock,
+    GraphClock,
+    HostClock,
+    calls_per_sample,
+    last_level_cache_bytes,
+)
+
+
+def wait(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
+def test_host_wall_is_the_time_of_all_calls() -> None:
+    once = min(HostClock().span([lambda: wait(0.002)]) for _ in range(5))
+    thrice = min(HostClock().span([lambda: wait(0.002)] * 3) for _ in range(5))
+    assert 0.002 <= once < 0.0035 and 0.006 <= thrice < 0.009
+
+
+def test_patching_the_time_module_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: 0)
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    assert HostClock().span([lambda: wait(0.002)]) >= 0.002
+
+
+class FakeCuda(SimpleNamespace):
+    """A GPU in which each call takes 5 ms, launched at once and finished at the next synchronize."""
+
+    def __init__(self) -> None:
+        self.now, self.pending, self.log = 0.0, 0.0, []
+        cuda = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = cuda.now
+
+            def synchronize(self) -> None:
+                cuda.log.append("event.synchronize")
+
+            def elapsed_time(self, other: Event) -> float:
+                return (other.at - self.at) * 1e3
+
+        class Stream:
+            def wait_stream(self, other: object) -> None:
+                cuda.log.append("wait_stream")
+
+        class CUDAGraph:
+            def __init__(self) -> None:
+                self.launches = 0.0
+
+            def replay(self) -> None:
+                cuda.pending += self.launches
+
+        super().__init__(Event=Event, Stream=Stream, CUDAGraph=CUDAGraph)
+
+    def launch(self) -> None:
+        self.pending += 0.005
+
+    def synchronize(self) -> None:
+        self.now += self.pending
+        self.pending = 0.0
+
+    def current_stream(self):
+        return self.Stream()
+
+    def stream(self, stream: object):
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def graph(self, graph):
+        before = self.pending
+        yield
+        graph.launches, self.pending = self.pending - before, before
+        self.log.append("captured")
+
+
+def test_events_wait_for_work_that_was_only_launched() -> None:
+    cuda = FakeCuda()
+    assert EventClock(cuda=cuda).span([cuda.launch] * 3) == pytest.approx(0.015)
+
+
+def test_a_graph_is_captured_once_and_replayed() -> None:
+    cuda = FakeCuda()
+    clock, calls = GraphClock(cuda=cuda), [cuda.launch, cuda.launch]
+    assert [clock.span(calls) for _ in range(3)] == pytest.approx([0.010] * 3)
+    assert cuda.log.count("captured") == 1
+    other = [lambda: cuda.launch()]
+    assert clock.span(other) == pytest.approx(0.005)
+    assert cuda.log.count("captured") == 2
+
+
+def test_calibration_doubles_until_a_sample_is_long_enough() -> None:
+    made: list[int] = []
+
+    def make_calls(n: int):
+        made.append(n)
+        return [lambda: None] * n
+
+    clock = FakeClock(iter([1e-4, 1e-4, 2e-4, 9e-3, 4e-3, 2e-3]))
+    assert calls_per_sample(clock, make_calls) == 4
+    assert made == [1, 2, 4]
+    # two calls took 9 ms once: an interruption, and not believed
+    assert clock.spans == [1, 1, 2, 2, 4, 4]
+
+
+def test_calibration_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock_module, "MOST_CALLS", 100)
+    assert calls_per_sample(FakeClock(repeat(0.0)), lambda n: [lambda: None] * n) == 100
+
+
+def test_the_flusher_walks_over_more_than_the_caches() -> None:
+    assert last_level_cache_bytes() >= 2**18
+    flusher = CacheFlusher(2**20)
+    assert flusher.num_bytes == 2**20
+    flusher.flush()
+    assert bool((flusher._memory == 1).all())
+
+
+@pytest.mark.slow
+def test_flushed_data_is_slower_to_read() -> None:
+    torch.set_num_threads(1)
+    data, flusher = torch.zeros(2**17), CacheFlusher()  # 512 KiB: in the second-level cache of most cores
+    clock = HostClock()
+
+    def sample(*, cold: bool) -> float:
+        data.sum()
+        if cold:
+            flusher.flush()
+        return clock.span([data.sum])
+
+    pairs = [(sample(cold=True), sample(cold=False)) for _ in range(15)]
+    ratios = sorted(cold / hot for cold, hot in pairs)
+    assert ratios[len(ratios) // 2] > 1.2
