@@ -219,3 +219,29 @@ def test_autocast_computes_in_bfloat16_and_trains() -> None:
     torch.testing.assert_close(y_TD.float(), layer(x_TD)[0], rtol=5e-2, atol=5e-2)
     y_TD.float().square().sum().backward()
     assert all(bool(p.grad.isfinite().all()) for p in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    "layout,causal,batch_dependent",
+    [
+        ("compact", True, False),
+        ("block(4)", True, False),
+        ("padded(capacity=3)", True, True),
+        ("padded(capacity=3,drop=probs)", False, True),
+    ],
+)
+def test_leaks_between_tokens_are_declared(layout: str, causal: bool, batch_dependent: bool) -> None:
+    layer = MoE(D, H, E, K, layout=layout, **DOUBLE)
+    assert (layer.causal, layer.batch_dependent) == (causal, batch_dependent)
+    changed_by_later = changed_by_earlier = False
+    for seed in range(30):
+        torch.manual_seed(seed)
+        x_TD = 10 * torch.randn(T, D, dtype=torch.float64)
+        later, earlier = x_TD.clone(), x_TD.clone()
+        later[T // 2 :] = 10 * torch.randn(T - T // 2, D)
+        earlier[: T // 2] = 10 * torch.randn(T // 2, D)
+        y_TD = layer(x_TD)[0]
+        changed_by_later |= not torch.allclose(y_TD[: T // 2], layer(later)[0][: T // 2])
+        changed_by_earlier |= not torch.allclose(y_TD[T // 2 :], layer(earlier)[0][T // 2 :])
+    assert changed_by_later == (not causal)
+    assert changed_by_earlier == batch_dependent

@@ -119,6 +119,10 @@ def test_names_are_guessed() -> None:
         combine_op.get("gathersum")
     with pytest.raises(ValueError, match="has no option speed; it has none"):
         combine_op.get("gather_sum(speed=9)")
+    with pytest.raises(
+        ValueError, match="staged has no option speed; it has combine, dispatch, grouped_gemm"
+    ):
+        all_ops()["expert_ffn"].get("staged(speed=9)")
     for unreadable in ("gather_sum(", "a b", "gather_sum(speed)"):
         with pytest.raises(ValueError, match="cannot read"):
             combine_op.get(unreadable)

@@ -8,6 +8,7 @@ from moe_routing_bench.experts import (
     to_transformers,
 )
 from moe_routing_bench.layer import Experts, MoE
+from moe_routing_bench.load import LoadStatistics
 from moe_routing_bench.ops.combine.op import combine
 from moe_routing_bench.ops.dispatch.op import dispatch
 from moe_routing_bench.ops.expert_ffn.op import expert_ffn
@@ -25,6 +26,7 @@ __all__ = [
     "ExpertWeights",
     "Experts",
     "Layout",
+    "LoadStatistics",
     "MoE",
     "MoEShape",
     "Router",

@@ -145,6 +145,16 @@ class MoE(nn.Module):
     def implementation(self) -> str:
         return f"make_plan.{self.make_plan.label} + expert_ffn.{self.expert_ffn.label}"
 
+    @property
+    def causal(self) -> bool:
+        """False if a token's result can depend on later tokens: by the router, or by who is dropped."""
+        return self.router.causal and self.layout.causal
+
+    @property
+    def batch_dependent(self) -> bool:
+        """True if a token's result can depend on any other token."""
+        return self.router.batch_dependent or self.layout.batch_dependent
+
     def forward(self, x: Tensor, info: TokenInfo = TokenInfo()) -> tuple[Tensor, Routing | SoftRouting]:
         if x.shape[-1] != self.D:
             raise ValueError(f"x has width {x.shape[-1]}, the layer {self.D}")

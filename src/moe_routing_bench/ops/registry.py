@@ -163,9 +163,10 @@ class Op:
                 raise  # a bug in that code, not an absent library
             raise NotImplementedError(f"{self.name}.{name}: needs {absent}, which is not installed") from None
         found = self._implementation(name, sources[name].origin, module)
-        if parts := getattr(module, "parts", None):
-            found, config = found.composed_of(parts(**config), config)
         ready = found.configured(config, self.parameters())
+        if parts := getattr(module, "parts", None):
+            composed, config = found.composed_of(parts(**config), config)
+            ready = composed.configured(config, self.parameters())
         self._ready[spec] = ready
         return ready
 
