@@ -17,8 +17,9 @@ from torch import Tensor
 
 FACTOR = 2.0
 # the floor, in units of the dtype's eps times the oracle's size: a correctly rounded result errs up to
-# 0.5 eps per element and at most 0.29 eps in the mean square, even where plain torch happens to be exact
-FLOOR_MAX = 1.0
+# 0.5 eps per element and at most 0.29 eps in the mean square, even where plain torch happens to be exact;
+# sums in another order err a little more, and at 1.0 a matmul in place of a sum was rejected now and then
+FLOOR_MAX = 2.0
 FLOOR_RMS = 0.5
 # with 2 elements, 2 % of honest results have a mean square over the bound; with 32, fewer than 1 in 10^9
 RMS_ELEMENTS = 32
@@ -29,8 +30,8 @@ class Verdict:
     """passed, and the numbers behind it. `sentence` says what is wrong in words; empty if nothing is.
 
     out off by 0.5 in one of four elements, float32, plain torch exact:
-      Verdict(passed=False, max_error=0.5, max_bound=2.4e-07, rms_error=0.25, rms_bound=6e-08, sentence=
-              "largest error 0.5 at [3] (got 2.5, oracle 2), allowed 2.4e-07; wrong in 1 of 4 elements")
+      Verdict(passed=False, max_error=0.5, max_bound=4.8e-07, rms_error=0.25, rms_bound=6e-08, sentence=
+              "largest error 0.5 at [3] (got 2.5, oracle 2), allowed 4.8e-07; wrong in 1 of 4 elements")
     """
 
     passed: bool

@@ -155,7 +155,9 @@ def _judge_topk(
 
 def _others(cell: Cell, out: Tensor) -> list[Expected]:
     """The same case on other data, for results so small that the baseline's error is a matter of luck."""
-    enough = min(8, 100 // out.numel()) if out.numel() else 0
+    # the largest of 128 errors is about 2.7 standard deviations, and luck passes twice that 1 time in 10^7;
+    # with 18 numbers honest implementations were rejected in 14 of 31,057 cells
+    enough = min(63, 128 // out.numel()) if out.numel() else 0
     return [expected_of(cell, seed) for seed in range(1, 1 + enough)]
 
 
