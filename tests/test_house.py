@@ -16,7 +16,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
 FLOORS = [
-    ["shapes", "accuracy", "routing"],
+    ["shapes", "names", "accuracy", "routing"],
     ["plan", "experts", "load", "cost"],
     ["ops.registry"],
     ["ops.auto", "ops.catalog"],

@@ -6,13 +6,13 @@ chosen beside it. Where SPEC section 8 leaves a size open, the choice is ours an
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 
 from moe_routing_bench.bench.models import DECODE_TOKENS, MODELS, PREFILL_TOKENS
 from moe_routing_bench.experts import GATED
+from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.shapes import MoEShape
 
 # what 2 cores and 24 GiB do in seconds: about 0.1 TFLOP/s, and room for several copies of the weights
@@ -226,7 +226,5 @@ def cases(name: str) -> list[BenchCase]:
 
 
 def _no_such(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
     some = ", ".join(known[:16]) + (", ..." if len(known) > 16 else "")
-    return f"there is no case {name!r}; {hint}there are {some}"
+    return f"there is no case {name!r}; {did_you_mean(name, known)}there are {some}"

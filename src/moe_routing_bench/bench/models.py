@@ -6,9 +6,9 @@ shared expert width).
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
+from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.shapes import MoEShape
 
 
@@ -76,7 +76,6 @@ PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 def model(name: str) -> ModelPreset:
     if name not in MODELS:
-        close = difflib.get_close_matches(name, MODELS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = did_you_mean(name, MODELS)
         raise ValueError(f"there is no model {name!r}; {hint}there are {', '.join(MODELS)}")
     return MODELS[name]

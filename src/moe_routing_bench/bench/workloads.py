@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import re
@@ -17,6 +16,7 @@ from moe_routing_bench.bench.assignment import Draws, spread_evenly
 from moe_routing_bench.bench.families import FAMILIES, Batch, Choices
 from moe_routing_bench.bench.trace import ids_checksum
 from moe_routing_bench.load import LoadStatistics
+from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.routing import Routing
 
@@ -135,8 +135,7 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
     family, inside = match.groups()
     if family not in FAMILIES:
         known = [*FAMILIES, *ALIASES, "maxvio"]
-        close = difflib.get_close_matches(family, known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = did_you_mean(family, known)
         raise ValueError(f"there is no workload {family!r}; {hint}there are {', '.join(known)}")
     allowed = {parameter.name: parameter for parameter in parameters_of(family)}
     # a path may hold commas, so a family with a file has no other parameter

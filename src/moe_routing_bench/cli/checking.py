@@ -19,10 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_routing_bench.cli.finding import IncludePath, include_all
-from moe_routing_bench.cli.terminal import Json, console, did_you_mean, fail, pick, show, show_json
+from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json
 from moe_routing_bench.conformance.cases import DTYPES, Cell
 from moe_routing_bench.conformance.check import Outcome, cells_of, check, matches
 from moe_routing_bench.conformance.router_checks import check_router
+from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.ops.catalog import Found, find_all
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.routers.router import all_routers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from moe_routing_bench.names import did_you_mean
+
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of text.")]
 
 
@@ -22,11 +23,6 @@ def pick(kind: str, name: str, choices: Iterable[str]) -> str:
     if name not in choices:
         fail(f"there is no {kind} {name!r}; {did_you_mean(name, choices)}there are {', '.join(choices)}")
     return name
-
-
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, choices, n=1)
-    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def fail(sentence: str) -> NoReturn:

@@ -17,7 +17,6 @@ NotImplementedError with the reason.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -34,6 +33,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from moe_routing_bench.names import did_you_mean
 
 OURS = __name__.partition(".")[0]
 GROUP = f"{OURS}.implementations"
@@ -150,8 +151,7 @@ class Op:
         name, config = _parse(spec)
         sources = self._sources()
         if name not in sources:
-            close = difflib.get_close_matches(name, sources, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
+            hint = did_you_mean(name, sources)
             raise ValueError(
                 f"{self.name} has no implementation {name!r}; {hint}there are {', '.join(sorted(sources))}"
             )

@@ -6,7 +6,6 @@ file's docstring is what listings show; the rest gives the formula.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.topk.op import op as topk_op
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
@@ -134,8 +134,7 @@ def router_in(module: ModuleType) -> type[Router]:
 def router_named(name: str) -> type[Router]:
     routers = all_routers()
     if name not in routers:
-        close = difflib.get_close_matches(name, routers, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = did_you_mean(name, routers)
         raise ValueError(f"there is no router {name!r}; {hint}there are {', '.join(sorted(routers))}")
     return routers[name]
 
