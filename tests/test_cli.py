@@ -37,7 +37,19 @@ FILES = {
     "asks_the_gpu": GOOD + "def unsupported(y_RD, gate_TK, plan):\n    raise RuntimeError('no GPU here')\n",
     "never": GOOD + "def unsupported(y_RD, gate_TK, plan):\n    return 'it is never in the mood'\n",
 }
-COMMANDS = ("list", "explain", "check", "doctor")
+COMMANDS = (
+    "list",
+    "explain",
+    "check",
+    "bench",
+    "sweep",
+    "doctor",
+    "results",
+    "export",
+    "compare",
+    "gate",
+    "decide",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +151,7 @@ def test_explain_every_op_at_a_size_no_machine_holds(op, device, layout):
     words = ["--tokens", "1000000000", "--experts", "4096", "--device", device, "--layout", layout, "--bias"]
     document = mrb_json("explain", op, *words, "--train")
     assert document["chosen"]["answer"] == "could run"
-    assert document["why_chosen"] == f"the default of {op}"
+    assert document["why_chosen"] == f"the default of {op}: decisions are off"
     answers = {one["spec"]: one for one in document["others"]}
     assert all_ops()[op].default not in answers
     for one in answers.values():
@@ -153,7 +165,7 @@ def test_explain_every_op_at_a_size_no_machine_holds(op, device, layout):
 def test_explain_names_what_auto_means_and_why_not_the_others():
     text = mrb("explain", "expert_ffn", "--tokens", "16").stdout
     chosen = "staged(combine=gather_sum,dispatch=index_select,grouped_gemm=expert_loop)"
-    assert f"auto -> {chosen}, the default of expert_ffn. It can run this." in text
+    assert f"auto -> {chosen}, the default of expert_ffn: decisions are off. It can run this." in text
     assert "x_TD     16 x 2048 bfloat16" in text
     assert "staged(grouped_gemm=padded_bmm)        no: grouped_gemm.padded_bmm: it needs the padded" in text
 

@@ -17,6 +17,7 @@ from moe_routing_bench.bench.clock import (
     FakeClock,
     GraphClock,
     HostClock,
+    ProfilerClock,
     calls_per_sample,
     last_level_cache_bytes,
 )
@@ -108,6 +109,78 @@ def test_a_graph_is_captured_once_and_replayed() -> None:
     other = [lambda: cuda.launch()]
     assert clock.span(other) == pytest.approx(0.005)
     assert cuda.log.count("captured") == 2
+
+
+class FakeProfiler(SimpleNamespace):
+    """Hands out events written down beforehand, and only what ran while it watched."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__(
+            ProfilerActivity=torch.profiler.ProfilerActivity, DeviceType=torch.profiler.DeviceType
+        )
+        self.cuda, self.asked, self.other = cuda, [], []
+
+    @contextlib.contextmanager
+    def profile(self, activities):
+        self.asked.append(activities)
+        begun = self.cuda.now
+        seen = SimpleNamespace(events=lambda: self.other + kernels)
+        kernels: list[SimpleNamespace] = []
+        yield seen
+        at = begun
+        # a gap of 1 ms between kernels of 5 ms; what was launched and not finished is not seen
+        for _ in range(round((self.cuda.now - begun) / 0.005)):
+            kernels.append(event(at * 1e6, at * 1e6 + 5000))
+            at += 0.006
+
+
+def event(
+    start_us: float, end_us: float, device: str = "CUDA", *, annotation: bool = False
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        device_type=getattr(torch.profiler.DeviceType, device),
+        is_user_annotation=annotation,
+        time_range=SimpleNamespace(start=start_us, end=end_us),
+    )
+
+
+@pytest.fixture
+def gpu() -> FakeCuda:
+    cuda = FakeCuda()
+    cuda.is_available = lambda: True
+    return cuda
+
+
+def test_a_profiler_span_is_first_start_to_last_end(gpu: FakeCuda) -> None:
+    profiler = FakeProfiler(gpu)
+    clock = ProfilerClock(cuda=gpu, profiler=profiler)
+    assert clock.view == "profiler_span"
+    assert clock.span([gpu.launch]) == pytest.approx(0.005)
+    assert clock.span([gpu.launch] * 3) == pytest.approx(0.017)
+    assert profiler.asked == [[torch.profiler.ProfilerActivity.CUDA]] * 2
+
+
+def test_work_launched_before_does_not_reach_a_profiler_span(gpu: FakeCuda) -> None:
+    gpu.launch()
+    assert ProfilerClock(cuda=gpu, profiler=FakeProfiler(gpu)).span([gpu.launch]) == pytest.approx(0.005)
+
+
+def test_a_profiler_span_ignores_the_host_and_annotations(gpu: FakeCuda) -> None:
+    profiler = FakeProfiler(gpu)
+    # the order of events is not promised; a later kernel on a side stream ends inside an earlier one
+    profiler.other = [event(-1e6, 9e6, "CPU"), event(-1e6, 9e6, annotation=True), event(1000, 2000)]
+    assert ProfilerClock(cuda=gpu, profiler=profiler).span([gpu.launch]) == pytest.approx(0.005)
+
+
+def test_a_profiler_that_saw_nothing_is_no_time_of_zero(gpu: FakeCuda) -> None:
+    with pytest.raises(ValueError, match="saw no kernel"):
+        ProfilerClock(cuda=gpu, profiler=FakeProfiler(gpu)).span([lambda: None])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_profiler_clock_without_a_gpu_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="there is none here; use host_wall"):
+        ProfilerClock()
 
 
 def test_calibration_doubles_until_a_sample_is_long_enough() -> None:

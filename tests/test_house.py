@@ -16,10 +16,10 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
 FLOORS = [
-    ["shapes", "names", "accuracy", "routing"],
+    ["shapes", "names", "machine", "accuracy", "routing"],
     ["plan", "experts", "load", "cost"],
     ["ops.registry"],
-    ["ops.auto", "ops.catalog"],
+    ["ops.decisions", "ops.auto", "ops.catalog"],
     ["ops.topk", "ops.make_plan", "ops.dispatch", "ops.grouped_gemm", "ops.combine"],
     ["ops.expert_ffn"],
     ["routers"],
@@ -27,6 +27,7 @@ FLOORS = [
     [""],  # the package's public names
     ["conformance"],
     ["bench"],
+    ["results"],
     ["cli"],
     ["__main__"],
 ]

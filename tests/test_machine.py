@@ -6,14 +6,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from moe_routing_bench.bench import roofs as roofs_module
-from moe_routing_bench.bench.machine import Weather, this_machine, weather
 from moe_routing_bench.bench.roofs import Roofs, measure_roofs, roofs_path, store_roofs, stored_roofs
+from moe_routing_bench.bench.weather import Weather, WeatherSpan, weather
 from moe_routing_bench.cli import app
 from moe_routing_bench.cost import Cost
+from moe_routing_bench.machine import this_machine
 
 ROOFS = Roofs(
     machine="toy-1",
@@ -40,11 +42,54 @@ def test_the_name_stays_and_changes_when_it_should() -> None:
     assert set(machine.name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
 
 
+def test_memory_is_what_psutil_says() -> None:
+    # the name holds this number, and earlier names were made with psutil's
+    assert this_machine().memory_gib == round(psutil.virtual_memory().total / 2**30)
+
+
+QUIET = Weather(load_1min=0.1, cpu_seconds=1000.0, steal_seconds=0.0, available_gib=8.0, throttle_count=None)
+
+
 def test_bad_weather_is_told() -> None:
-    assert weather().available_gib > 0
-    storm = Weather(load_1min=3.0, steal_percent=7.0, available_gib=1.0, throttled=True)
+    now = weather()
+    assert now.available_gib > 0 and now.cpu_seconds > 0 and 0 <= now.steal_percent <= 100
+    storm = replace(QUIET, load_1min=3.0, steal_seconds=70.0, throttle_count=4)
+    assert storm.steal_percent == pytest.approx(7.0)
     assert len(storm.complaints(cores=2)) == 3
-    assert Weather(load_1min=0.1, steal_percent=0, available_gib=8, throttled=None).complaints(2) == []
+    assert QUIET.complaints(2) == []
+
+
+def test_a_span_counts_what_happened_in_between() -> None:
+    before = replace(QUIET, steal_seconds=500.0, throttle_count=7)
+    after = replace(before, cpu_seconds=1060.0, steal_seconds=503.0, throttle_count=9, available_gib=6.0)
+    span = WeatherSpan(before=before, after=after)
+    assert span.steal_percent == pytest.approx(5.0) and span.throttles == 2
+    assert span.to_dict()["available_gib"] == 6.0
+    words = span.complaints(cores=2)
+    assert len(words) == 2 and "5.0 % of time" in words[0] and "throttled 2 times" in words[1]
+    # half a machine stolen before the run says nothing about the run
+    calm = WeatherSpan(before=before, after=replace(before, cpu_seconds=1060.0))
+    assert calm.steal_percent == 0 and calm.complaints(2) == []
+
+
+def test_the_load_of_the_run_itself_is_no_complaint() -> None:
+    span = WeatherSpan(before=QUIET, after=replace(QUIET, load_1min=2.2))
+    assert span.complaints(cores=4, threads=2) == []
+    assert (
+        "after a run of 1 threads"
+        in WeatherSpan(before=QUIET, after=replace(QUIET, load_1min=3.5)).complaints(4)[0]
+    )
+    busy = WeatherSpan(before=replace(QUIET, load_1min=2.2), after=QUIET)
+    assert "before the run" in busy.complaints(cores=4)[0]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -0.01])
+def test_counters_that_stand_still_or_step_back_give_no_nonsense(seconds: float) -> None:
+    after = replace(QUIET, cpu_seconds=QUIET.cpu_seconds + seconds, steal_seconds=seconds)
+    span = WeatherSpan(before=QUIET, after=after)
+    assert span.steal_percent == 0 and span.throttles is None
+    back = replace(QUIET, cpu_seconds=QUIET.cpu_seconds + 5, steal_seconds=-0.01)
+    assert WeatherSpan(before=QUIET, after=back).steal_percent == 0
 
 
 def test_roofs_are_measured_and_plausible(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from moe_routing_bench.experts import (
 )
 from moe_routing_bench.layer import Experts, MoE
 from moe_routing_bench.load import LoadStatistics
+from moe_routing_bench.ops.auto import use_decisions
 from moe_routing_bench.ops.combine.op import combine
 from moe_routing_bench.ops.dispatch.op import dispatch
 from moe_routing_bench.ops.expert_ffn.op import expert_ffn
@@ -48,4 +49,5 @@ __all__ = [
     "make_plan",
     "to_transformers",
     "topk",
+    "use_decisions",
 ]

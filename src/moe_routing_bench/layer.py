@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from moe_routing_bench.experts import GATED, ExpertWeights, activate
 from moe_routing_bench.ops.auto import resolve
+from moe_routing_bench.ops.decisions import Facts
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.plan import Layout
@@ -97,6 +98,8 @@ class MoE(nn.Module):
     impl         an implementation of expert_ffn (`mrb list ops`): a name, a name with options such as
                  "staged(grouped_gemm=padded_bmm)", or "auto". Resolved here, once; `implementation`
                  says what runs.
+    tokens       about how many tokens per call, for impl="auto" with measured decisions (`use_decisions`);
+                 None: whatever is best over all of them
     shared_F     hidden width of the experts every token passes through (0: none); n shared experts of
                  width F are one of width n * F
     dtype        of the experts; a router keeps its weights and mathematics in float32 (its own dtype option)
@@ -119,6 +122,7 @@ class MoE(nn.Module):
         shared_F: int = 0,
         impl: str = "auto",
         plan_impl: str = "auto",
+        tokens: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -138,8 +142,22 @@ class MoE(nn.Module):
             self.shared = Experts(
                 D, shared_F, 1, activation=activation, bias=bias, device=device, dtype=dtype
             )
-        self.make_plan = resolve(make_plan_op, plan_impl)
-        self.expert_ffn = resolve(expert_ffn_op, impl)
+        if tokens is not None and tokens < 1:
+            raise ValueError(f"tokens is about how many tokens a call has, so at least 1, not {tokens}")
+        weight = self.experts.w_in_EDG
+        facts = Facts(
+            D=D,
+            F=F,
+            E=E,
+            K=router.K,
+            dtype=str(weight.dtype).removeprefix("torch."),
+            layout=str(self.layout),
+            activation=activation,
+            tokens=tokens,
+            device=weight.device.type,
+        )
+        self.make_plan = resolve(make_plan_op, plan_impl, facts)
+        self.expert_ffn = resolve(expert_ffn_op, impl, facts)
 
     @property
     def implementation(self) -> str:

@@ -19,8 +19,8 @@ from moe_routing_bench.shapes import MoEShape
 MOST_WEIGHT_BYTES = 256 * 2**20
 MOST_ACTIVATION_BYTES = 256 * 2**20
 MOST_FLOPS = 2e10
+WITHOUT_WEIGHTS = ("topk", "make_plan", "dispatch", "combine", "pack", "routing")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-SPANS = ("expert_ffn", "pack", "routing", "layer", "block")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class BenchCase:
 
     BenchCase(name="seed-fused/32x7168", span="expert_ffn", shape=MoEShape(T=32, D=7168, F=256, E=256, K=8),
               dtype="float32")
-    span: expert_ffn; pack (dispatch and combine); routing (top-k, plan, pack); layer; block (with attention).
+    span: an op; or pack (dispatch and combine), routing (top-k, plan, pack), layer, block (with attention).
     """
 
     name: str
@@ -45,11 +45,12 @@ class BenchCase:
     scaled_from: str = ""  # the name of the case this one stands in for
 
     def __post_init__(self) -> None:
-        assert self.span in SPANS and self.dtype in BYTES
+        if self.dtype not in BYTES:
+            raise ValueError(f"cases come in {', '.join(BYTES)}, not in {self.dtype!r}")
 
     @property
     def weight_bytes(self) -> int:
-        if self.span in ("pack", "routing"):
+        if self.span in WITHOUT_WEIGHTS:
             return 0
         per_unit = 3 if self.activation in GATED else 2
         units = self.shape.E * self.shape.F + self.shared_F
@@ -59,13 +60,13 @@ class BenchCase:
     def activation_bytes(self) -> int:
         """The largest set of rows a plain implementation holds at once."""
         s = self.shape
-        width = s.D if self.span in ("pack", "routing") else s.D + 2 * s.F
+        width = s.D if self.span in WITHOUT_WEIGHTS else s.D + 2 * s.F
         return s.num_pairs * width * BYTES[self.dtype]
 
     @property
     def flops(self) -> int:
         s = self.shape
-        if self.span in ("pack", "routing"):
+        if self.span in WITHOUT_WEIGHTS:
             return 2 * s.num_pairs * s.D
         per_unit = 3 if self.activation in GATED else 2
         return 2 * per_unit * s.D * (s.num_pairs * s.F + s.T * self.shared_F)

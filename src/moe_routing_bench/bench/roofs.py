@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from moe_routing_bench.cost import Cost
 
@@ -24,6 +25,10 @@ GEMM_SIZES = (512, 1024, 2048)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # a rate may pass its roof by this much before it is called an error: the roof is itself a measurement
 TOLERANCE = 1.05
+
+# no machine has such a rate; a file with one would make every floor zero
+Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+ByThreads = Annotated[dict[Annotated[int, Field(ge=1, le=2**20)], Rate], Field(max_length=64)]
 
 
 class Roofs(BaseModel):
@@ -35,10 +40,18 @@ class Roofs(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     machine: str
-    read_bytes: dict[int, float] = Field(max_length=64)
-    copy_bytes: dict[int, float] = Field(max_length=64)
-    gemm_flops: dict[str, dict[int, float]] = Field(max_length=16)
-    seconds: float  # what measuring took
+    read_bytes: ByThreads
+    copy_bytes: ByThreads
+    gemm_flops: dict[str, ByThreads] = Field(max_length=16)
+    seconds: float = Field(ge=0, allow_inf_nan=False)  # what measuring took
+
+    @model_validator(mode="after")
+    def _same_threads(self) -> Self:
+        if any(
+            rates.keys() != self.read_bytes.keys() for rates in (self.copy_bytes, *self.gemm_flops.values())
+        ):
+            raise ValueError("the rates must be for the same numbers of threads")
+        return self
 
     def floor_seconds(self, cost: Cost, dtype: str, threads: int) -> float:
         """No call can take less: its bytes at the best bandwidth, its useful operations at the best rate."""
@@ -87,14 +100,19 @@ def stored_roofs(machine: str) -> Roofs | None:
     path = roofs_path(machine)
     if not path.exists():
         return None
-    if path.stat().st_size > 2**20:
-        raise ValueError(f"{path} is too large to be a file of roofs; delete it")
+    if not path.is_file() or path.stat().st_size > 2**20:
+        raise ValueError(f"{path} is no file, or too large to be a file of roofs; delete it")
     try:
-        return Roofs.model_validate_json(path.read_bytes())
+        roofs = Roofs.model_validate_json(path.read_bytes())
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        where = ".".join(map(str, problem["loc"])) or "the file"
-        raise ValueError(f"{path} is not a file of roofs ({where}: {problem['msg']}); delete it") from None
+        where = _short(".".join(map(str, problem["loc"])) or "the file")
+        raise ValueError(
+            f"{path} is not a file of roofs ({where}: {_short(problem['msg'])}); delete it"
+        ) from None
+    if roofs.machine != machine:
+        raise ValueError(f"{path} holds the roofs of {_short(roofs.machine)}, another machine; delete it")
+    return roofs
 
 
 def store_roofs(roofs: Roofs) -> Path:
@@ -110,6 +128,12 @@ def roofs_path(machine: str) -> Path:
     home = os.environ.get("MRB_HOME")
     base = Path(home) if home else Path.home() / ".cache" / "moe-routing-bench"
     return base / "roofs" / f"{machine}.json"
+
+
+def _short(text: str) -> str:
+    """Words from the file as they may stand in a sentence."""
+    printable = "".join(c if c.isprintable() else "?" for c in text[:1000])
+    return printable if len(printable) <= 120 else f"{printable[:120]}..."
 
 
 def _gemm_rate(size: int, dtype: torch.dtype) -> float:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +26,7 @@ ENTRY = "moe_routing_trace"
 LABELS = ("layer_T", "position_T", "document_T")
 DTYPES = {"expert_TK": ("I32", "I64"), "gate_TK": ("F32",), **dict.fromkeys(LABELS, ("I64",))}
 MAX_HEADER_BYTES = 1 << 20  # ours has under a kilobyte; safetensors itself would parse 100 MB
+MAX_EXPERTS = 1 << 20  # a thousand times the largest layer published; tables of E numbers stay small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +104,14 @@ def read_trace(path: Path | str, *, max_bytes: int = 4 << 30) -> Trace:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys() if name in DTYPES}
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+        raise ValueError(f"{path} is not a whole safetensors file: {_short(error)}") from None
     tensors["expert_TK"] = tensors["expert_TK"].to(torch.int64)
     routing = _check_values(path, tensors, about["num_experts"])
     checksum = ids_checksum(routing.expert_TK, routing.num_experts)
     if checksum != about["checksum"]:
         raise ValueError(
             f"the expert ids in {path} have checksum {checksum[:12]}..., but it was written with "
-            f"{str(about['checksum'])[:12]}...: the file was changed or damaged; record it again"
+            f"{_short(about['checksum'][:12])}...: the file was changed or damaged; record it again"
         )
     labels = {name: tensors[name] for name in LABELS if name in tensors}
     return Trace(routing=routing, source=about["source"], checksum=checksum, **labels)
@@ -145,10 +147,17 @@ def _check_header(path: Path, header: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"the {ENTRY} entry of {path} is not JSON") from None
     if not isinstance(about, dict) or about.get("version") != VERSION:
         version = about.get("version") if isinstance(about, dict) else None
-        raise ValueError(f"{path} is a trace of version {version!r}; this library reads version {VERSION}")
+        raise ValueError(
+            f"{path} is a trace of version {_short(version)}; this library reads version {VERSION}"
+        )
     for key, kind in (("num_experts", int), ("checksum", str), ("source", str)):
         if type(about.get(key)) is not kind:
             raise ValueError(f"the {ENTRY} entry of {path} must have {key} ({kind.__name__})")
+    if re.search("[\ud800-\udfff]", about["source"] + about["checksum"]):
+        raise ValueError(f"the {ENTRY} entry of {path} holds half a character, which is not text")
+    num_experts = about["num_experts"]
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"{path} is for {_short(num_experts)} experts; a trace has 1 to {MAX_EXPERTS:,}")
     shapes = {}
     for name, dtypes in DTYPES.items():
         entry = header.get(name)
@@ -157,16 +166,38 @@ def _check_header(path: Path, header: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(entry, dict):
             raise ValueError(f"{path} has no tensor {name}; a trace needs expert_TK and gate_TK")
         if entry.get("dtype") not in dtypes:
-            raise ValueError(f"{name} in {path} is {entry.get('dtype')}; it must be {' or '.join(dtypes)}")
+            dtype = _short(entry.get("dtype"))
+            raise ValueError(f"{name} in {path} is {dtype}; it must be {' or '.join(dtypes)}")
         shapes[name] = entry.get("shape")
     shape = shapes["expert_TK"]
-    if not isinstance(shape, list) or len(shape) != 2 or shape[1] == 0:
-        raise ValueError(f"expert_TK in {path} has shape {shape}; it must be tokens x choices")
+    if not _is_shape(shape):
+        raise ValueError(f"expert_TK in {path} has shape {_short(shape)}; it must be tokens x choices")
+    if shape[1] > num_experts:
+        raise ValueError(f"{path} has {_short(shape[1])} choices per token of only {num_experts} experts")
     for name, found in shapes.items():
         wanted = shape if name.endswith("_TK") else shape[:1]
         if found != wanted:
-            raise ValueError(f"{name} in {path} has shape {found}; beside {shape} ids it must be {wanted}")
+            raise ValueError(
+                f"{name} in {path} has shape {_short(found)}; beside {shape} ids it must be {wanted}"
+            )
     return about
+
+
+def _is_shape(shape: Any) -> TypeGuard[list[int]]:
+    """Tokens x choices, at least one choice, numbers that a tensor could have."""
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int for size in shape):
+        return False
+    return 0 <= shape[0] < 2**63 and 1 <= shape[1] < 2**63
+
+
+def _short(value: object) -> str:
+    """Words from the file as they may stand in a sentence: printable, and not pages of them."""
+    if isinstance(value, dict) or (
+        isinstance(value, list) and (len(value) > 8 or any(isinstance(one, (list, dict)) for one in value))
+    ):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = "".join(c if c.isprintable() else "?" for c in str(value)[:1000])
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _check_values(path: Path | str, tensors: dict[str, Tensor], num_experts: int) -> Routing:

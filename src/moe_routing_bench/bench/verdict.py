@@ -34,7 +34,6 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 Verdict: TypeAlias = Literal["FASTER", "SLOWER", "SAME", "UNDECIDED"]
 Floats: TypeAlias = NDArray[np.float64]
@@ -110,6 +109,8 @@ def compare_cells(
         raise ValueError(f"aa_floor must be zero or a positive fraction, not {aa_floor}")
     logs = [_log_ratios(a, b) for a, b in cells]
     p_values = [_signed_rank_p(log) for log in logs]
+    from scipy import stats  # takes a second to import, which no other command should pay
+
     adjusted = stats.false_discovery_control(p_values)
     return [
         _decide(log, p, float(q), _log1p(floor), _log1p(delta), confidence, seed)
@@ -269,6 +270,8 @@ def _signed_rank_p(log: Floats) -> float:
     # "auto" is the normal law above 50 rounds, but permutes up to 13 tied ones for 5 s. "exact" takes
     # the ties of a coarse clock for untied: at the 1 % level it then rejects 0 to 1.0 % (simulated, clock
     # steps of 0.1 to 2 sigma). zsplit: two equal times count half for either side
+    from scipy import stats
+
     method: Literal["exact", "auto"] = "exact" if len(log) <= 50 else "auto"
     return float(stats.wilcoxon(log, zero_method="zsplit", method=method).pvalue)
 
@@ -277,11 +280,15 @@ def _rounds_for_p(rounds: int, p: float, q: float, alpha: float) -> float:
     """Rounds until p, multiplied as it is now by the correction for many cells, comes down to alpha."""
     if q <= alpha:
         return 0.0
+    from scipy import stats
+
     now = float(stats.norm.isf(p / 2))
     return rounds * (float(stats.norm.isf(alpha * p / q / 2)) / now) ** 2 if now > 0 else math.inf
 
 
 def _interval(log: Floats, confidence: float, seed: int) -> tuple[float, float]:
+    from scipy import stats
+
     found = stats.bootstrap(
         (log,), np.median, n_resamples=RESAMPLES, confidence_level=confidence, method="percentile",
         vectorized=True, rng=np.random.default_rng(seed),

@@ -9,10 +9,15 @@ from typing import Annotated
 import torch
 import typer
 
+from moe_routing_bench.cli.benching import bench_command
 from moe_routing_bench.cli.checking import check_command
+from moe_routing_bench.cli.comparing import compare_command, gate_command
+from moe_routing_bench.cli.deciding import decide_command
 from moe_routing_bench.cli.doctoring import doctor_command
 from moe_routing_bench.cli.explaining import explain_command
 from moe_routing_bench.cli.listing import list_command
+from moe_routing_bench.cli.querying import export_command, results_command
+from moe_routing_bench.cli.sweeping import sweep_command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,6 +30,13 @@ app = typer.Typer(
 app.command("list")(list_command)
 app.command("explain")(explain_command)
 app.command("check")(check_command)
+app.command("bench")(bench_command)
+app.command("results")(results_command)
+app.command("export")(export_command)
+app.command("compare")(compare_command)
+app.command("gate")(gate_command)
+app.command("decide")(decide_command)
+app.command("sweep")(sweep_command)
 app.command("doctor")(doctor_command)
 
 

@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.bench.machine import Machine, Weather, this_machine, weather
+from moe_routing_bench.bench.power import PowerStudy, plan_trials, study_power
 from moe_routing_bench.bench.roofs import Roofs, measure_roofs, roofs_path, store_roofs, stored_roofs
+from moe_routing_bench.bench.weather import Weather, weather
 from moe_routing_bench.cli.finding import IncludePath, include_all
-from moe_routing_bench.cli.terminal import Json, console, show, show_json, two_columns, user_mistakes
+from moe_routing_bench.cli.pictures import check_picture_path, draw_power
+from moe_routing_bench.cli.terminal import Json, console, fail, show, show_json, two_columns, user_mistakes
+from moe_routing_bench.machine import Machine, this_machine
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import all_ops
+
+DEFAULT_TRIALS = 24
 
 
 def doctor_command(
     again: Annotated[
         bool, typer.Option("--again", help="Measure the roofs anew, even if they are known.")
     ] = False,
+    power: Annotated[
+        bool, typer.Option("--power", help="Instead: how small a slow-down does a benchmark here find?")
+    ] = False,
+    trials: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Of --power: comparisons of the same code, {DEFAULT_TRIALS} unless given; half as many of "
+            "each slow-down.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of --power: the picture, power.png unless given; a JSON file goes beside it.",
+        ),
+    ] = None,
     as_json: Json = False,
     include_path: IncludePath = None,
 ) -> None:
@@ -28,18 +57,25 @@ def doctor_command(
     Examples:
       mrb doctor
       mrb doctor --again --json
+      mrb doctor --power                                  about 3 minutes
+      mrb doctor --power --trials 200 --out power.png     about 30 minutes, for a published figure
 
     \b
     The roofs are kept in ~/.cache/moe-routing-bench (or MRB_HOME), a file per machine.
     """
+    if power:
+        _power(DEFAULT_TRIALS if trials is None else trials, out or Path("power.png"), as_json)
+        return
+    if trials is not None or out is not None:
+        fail("--trials and --out belong to --power; add it, or leave them out")
     include_all(include_path)
     machine, now = this_machine(), weather()
     with user_mistakes():
         roofs = None if again else stored_roofs(machine.name)
     if roofs is None:
         threads = tuple(sorted({1, machine.cores}))
-        out = console(stderr=True)
-        with out.status("measuring roofs, about 10 s") as status:
+        screen = console(stderr=True)
+        with screen.status("measuring roofs, about 10 s") as status:
             roofs = measure_roofs(machine.name, threads, lambda what: status.update(f"measuring {what}"))
         store_roofs(roofs)
     cannot = _cannot_run()
@@ -92,7 +128,78 @@ def _show(machine: Machine, now: Weather, roofs: Roofs, cannot: dict[str, str]) 
 def _document(machine: Machine, now: Weather, roofs: Roofs, cannot: dict[str, str]) -> dict[str, Any]:
     return {
         "machine": machine.to_dict(),
-        "weather": {**vars(now), "complaints": now.complaints(machine.cores)},
+        "weather": {
+            **vars(now),
+            "steal_percent": now.steal_percent,
+            "complaints": now.complaints(machine.cores),
+        },
         "roofs": roofs.model_dump(),
         "cannot_run": cannot,
     }
+
+
+def _power(trials: int, out: Path, as_json: bool) -> None:
+    with user_mistakes():
+        planned = plan_trials(trials)
+        check_picture_path(out)
+    torch.set_num_threads(1)  # this process judges between samples and must not disturb the other cores
+    screen = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        # trials differ in length, so their speed is taken over minutes
+        with Progress(
+            *columns, console=screen, transient=True, disable=not screen.is_terminal,
+            speed_estimate_period=600,
+        ) as progress:  # fmt: skip
+            task = progress.add_task("comparing (Ctrl-C shows what there is)", total=sum(planned.values()))
+
+            def tell(done: int, total: int) -> None:
+                progress.update(task, completed=done)
+                if not screen.is_terminal and done % max(1, total // 10) == 0:
+                    screen.print(f"{done} of {total} comparisons")
+
+            study = study_power(planned, command=shlex.join(["mrb", *sys.argv[1:]]), tell=tell)
+    except KeyboardInterrupt:
+        fail("stopped before the first comparison was done; nothing was measured")
+    beside = out.with_suffix(".json")
+    beside.write_text(study.to_json())
+    draw_power(study, out)
+    if as_json:
+        show_json(study.model_dump(mode="json"))
+    else:
+        _show_power(study, out, beside)
+    if not study.finished:
+        raise typer.Exit(130)
+
+
+def _show_power(study: PowerStudy, *files: Path) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("slow-down", "trials", "called different", "95 % interval", "ratio", "rounds", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdicts")
+    for row in study.rows:
+        low, high = row.interval
+        table.add_row(
+            f"{row.percent} %" if row.percent else "none (A/A)",
+            str(row.trials),
+            f"{100 * row.share:.1f} %",
+            f"{100 * low:.1f} to {100 * high:.1f} %",
+            "" if row.median_ratio is None else f"{row.median_ratio:.4f}",
+            f"{row.median_rounds:.0f}",
+            f"{row.median_seconds:.1f}",
+            ", ".join(f"{count} {verdict}" for verdict, count in row.verdicts.items()),
+        )
+    sky = study.weather
+    show(table, "")
+    show("called different: of a slow-down SLOWER, of the same code FASTER or SLOWER; ratio, rounds and "
+         "seconds are medians")  # fmt: skip
+    show(
+        f"load {sky['load_before']:.1f} before and {sky['load_after']:.1f} after, "
+        f"{sky['steal_percent']:.1f} % of time stolen, {study.seconds / 60:.1f} minutes"
+    )
+    if not study.finished:
+        planned = sum(study.planned.values())
+        show(Text(f"stopped after {len(study.trials)} of {planned} comparisons", "yellow"))
+    for reason in sorted({trial.reason for trial in study.trials if trial.verdict == "FAILED"}):
+        show(Text(f"failed: {reason}", "red"))
+    show(f"written: {', '.join(map(str, files))}")

@@ -22,8 +22,9 @@ from moe_routing_bench.cli.terminal import (
     user_mistakes,
 )
 from moe_routing_bench.experts import ACTIVATIONS, GATED, ExpertWeights
-from moe_routing_bench.ops.auto import resolve
+from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.catalog import Found, find, find_all
+from moe_routing_bench.ops.decisions import Facts
 from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
@@ -72,11 +73,13 @@ def explain_command(
     with user_mistakes():
         shape = MoEShape(T=tokens, D=width, F=hidden, E=experts, K=choices)
         rule = Layout.parse(layout)
-        chosen = find(op, resolve(op, "auto").label if impl == "auto" else impl)
     try:
         place = torch.device(device)
     except RuntimeError:
         fail(f"cannot read the device {device!r}; write cpu, cuda, cuda:1, xpu, mps, ...")
+    with user_mistakes():
+        spec, why = _asked(op, impl, shape, rule, dtype, activation, place)
+        chosen = find(op, spec)
     # fake tensors have shape, dtype and device but no memory
     with FakeTensorMode():
         try:
@@ -91,7 +94,7 @@ def explain_command(
             "train": train,
             "asked_for": impl,
             "chosen": _answer(chosen, args),
-            "why_chosen": f"the default of {op.name}" if impl == "auto" else "asked for by name",
+            "why_chosen": why,
             "others": [
                 _answer(found, args) for found in find_all(op, configs=True) if not _same(found, chosen)
             ],
@@ -101,6 +104,27 @@ def explain_command(
         show_json(document)
     else:
         _show(document)
+
+
+def _asked(
+    op: Op, impl: str, shape: MoEShape, layout: Layout, dtype: str, activation: str, device: torch.device
+) -> tuple[str, str]:
+    """The implementation to explain, and why it is this one."""
+    if impl != "auto":
+        return impl, "asked for by name"
+    facts = Facts(
+        D=shape.D,
+        F=shape.F,
+        E=shape.E,
+        K=shape.K,
+        dtype=dtype,
+        layout=str(layout),
+        activation=activation,
+        tokens=max(shape.T, 1),
+        device=device.type,
+    )
+    choice = choose(op, facts)
+    return choice.spec, choice.why
 
 
 def _arguments(

@@ -72,9 +72,9 @@ def differentiable_part(out: Any) -> Tensor:
 def judge_output(implementation: Implementation, cell: Cell, out: Any, args: Mapping[str, Any]) -> list[str]:
     expected = expected_of(cell)
     if cell.op == "make_plan":
-        return _judge_plan(out, expected.oracle)
+        return judge_plan(out, expected.oracle)
     if cell.op == "topk":
-        return _judge_topk(implementation, out, expected.baseline, args)
+        return judge_topk(implementation.ties, out, expected.baseline, args)
     if cell.op == "dispatch":
         return _named("x_RD", judge_exact(out, expected.baseline))
     if not isinstance(out, Tensor) or out.shape != expected.baseline.shape:
@@ -119,7 +119,7 @@ def judge_gradients(
     return wrong
 
 
-def _judge_plan(plan: Any, expected: RoutingPlan) -> list[str]:
+def judge_plan(plan: Any, expected: RoutingPlan) -> list[str]:
     if not isinstance(plan, RoutingPlan):
         return [f"returned {type(plan).__name__} instead of a RoutingPlan"]
     wrong = []
@@ -138,14 +138,12 @@ def _judge_plan(plan: Any, expected: RoutingPlan) -> list[str]:
     return wrong
 
 
-def _judge_topk(
-    implementation: Implementation, out: Any, expected: tuple[Tensor, Tensor], args: Mapping[str, Any]
-) -> list[str]:
+def judge_topk(ties: str, out: Any, expected: tuple[Tensor, Tensor], args: Mapping[str, Any]) -> list[str]:
     if not isinstance(out, tuple) or len(out) != 2:
         return ["must return (value_TK, expert_TK)"]
     value_TK, expert_TK = out
     wrong = _named("value_TK", judge_exact(value_TK, expected[0]))
-    if implementation.ties == "lower id first" or wrong:
+    if ties == "lower id first" or wrong:
         return wrong + _named("expert_TK", judge_exact(expert_TK, expected[1]))
     wrong += _named("score_TE at expert_TK", judge_exact(args["score_TE"].gather(1, expert_TK), expected[0]))
     if bool((expert_TK.sort(dim=1).values.diff(dim=1) == 0).any()):

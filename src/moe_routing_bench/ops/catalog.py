@@ -43,9 +43,11 @@ def find(op: Op, spec: str, config: Mapping[str, Any] | None = None) -> Found:
         return Found(spec=spec, origin=origin, state="broken", reason=f"{type(error).__name__}: {error}")
 
 
-def find_all(op: Op, *, configs: bool) -> Iterator[Found]:
-    """Every implementation of the op; with `configs` also the configurations a tuner may try."""
+def find_all(op: Op, *, configs: bool, only: str | None = None) -> Iterator[Found]:
+    """Every implementation of the op, or of one origin; with `configs` also what a tuner may try."""
     for name in op.names():
+        if only not in (None, op.origin(name)):
+            continue
         found = find(op, name)
         yield found
         if configs and found.implementation is not None:

@@ -10,7 +10,6 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 # instruction sets that change which kernels can run, in the words of /proc/cpuinfo
@@ -45,49 +44,18 @@ class Machine:
         return {"name": self.name, **asdict(self)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Weather:
-    """What may disturb a measurement, at one moment: load 2.1 on 2 cores is a busy machine."""
-
-    load_1min: float
-    steal_percent: float  # time the host gave to somebody else since boot
-    available_gib: float
-    throttled: bool | None  # None: this system does not tell
-
-    def complaints(self, cores: int) -> list[str]:
-        found = []
-        if self.load_1min > 0.5 * cores:
-            found.append(f"load {self.load_1min:.1f} on {cores} cores: something else is running")
-        if self.steal_percent > 1:
-            found.append(f"{self.steal_percent:.1f} % of time was taken by other guests of the host")
-        if self.throttled:
-            found.append("the processor has throttled since boot")
-        return found
-
-
 def this_machine() -> Machine:
     flags, model = _cpuinfo()
     gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return Machine(
         cpu=model,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1),
-        memory_gib=round(psutil.virtual_memory().total / 2**30),
+        memory_gib=round(_memory_bytes() / 2**30),
         instructions=tuple(flag for flag in NOTABLE if flag in flags),
         gpus=gpus,
         system=f"{platform.system()} {platform.release()}",
         python=sys.version.split()[0],
         torch=torch.__version__,
-    )
-
-
-def weather() -> Weather:
-    times = psutil.cpu_times()
-    total = sum(times)
-    return Weather(
-        load_1min=psutil.getloadavg()[0],
-        steal_percent=100 * getattr(times, "steal", 0.0) / total if total else 0.0,
-        available_gib=psutil.virtual_memory().available / 2**30,
-        throttled=_throttled(),
     )
 
 
@@ -100,6 +68,9 @@ def _cpuinfo() -> tuple[set[str], str]:
     return set(flags[1].split()) if flags else set(), name.strip()
 
 
-def _throttled() -> bool | None:
-    counts = list(Path("/sys/devices/system/cpu").glob("cpu*/thermal_throttle/core_throttle_count"))
-    return any(int(path.read_text()) > 0 for path in counts) if counts else None
+def _memory_bytes() -> int:
+    """What the system has in all; 0 where it does not tell this way."""
+    names = getattr(os, "sysconf_names", {})
+    if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= set(names):
+        return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,116 @@
+"""What is measured together, and how: Policy, Subject and Cell. Pure data, as it travels to a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from pydantic import TypeAdapter, ValidationError
+
+from moe_routing_bench.bench.cases import BenchCase
+
+CACHES = {
+    "hot": "one untimed call of the same implementation just before",
+    "cold": "all caches overwritten just before",
+    "weights-cold": "all caches overwritten, then the activations read: decoding, where weights stream in",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How a cell is measured. Times of different policies are never compared.
+
+    Policy() measures on one pinned thread with hot caches, 20 to 300 rounds, until the ratio to the baseline
+    is known to 1 % or 15 s are over; Policy(processes=3) does so in three processes for a published figure.
+    """
+
+    threads: int = 1
+    cache: str = "hot"
+    view: str = "host_wall"
+    device: str = "cpu"
+    target: float = 0.01  # stop when every ratio is known to this fraction
+    min_rounds: int = 20
+    max_rounds: int = 300
+    max_seconds: float = 15.0  # of rounds, in each process
+    processes: int = 1
+    step_seconds: float = 120.0  # limit of one request to a worker; past it the subject is a TIMEOUT
+    memory_gib: float = 12.0  # a worker may allocate
+    checked: int = 3  # timed outputs judged per subject, beside those of the gate
+    stages: bool = False  # also time the stages inside
+
+    def __post_init__(self) -> None:
+        if self.cache not in CACHES:
+            raise ValueError(f"there is no cache policy {self.cache!r}; there are {', '.join(CACHES)}")
+        if self.view != "host_wall" or self.device != "cpu":
+            raise NotImplementedError(f"{self.view} on {self.device}: only host_wall on cpu has been run yet")
+        if not (self.threads >= 1 and self.processes >= 1 and 1 <= self.checked <= 100):
+            raise ValueError("threads, processes and checked outputs must be at least 1")
+        if not 8 <= self.min_rounds <= self.max_rounds <= 10_000:
+            raise ValueError(
+                f"{self.min_rounds} to {self.max_rounds} rounds; at least 8 are needed to decide anything, "
+                "and at most 10000 are taken"
+            )
+        if not (0 < self.target < 1 and self.max_seconds > 0 and self.step_seconds > 0):
+            raise ValueError("target is a fraction such as 0.01, and limits of time are positive seconds")
+        if not 0.1 <= self.memory_gib <= 4096:
+            raise ValueError(f"a memory cap of {self.memory_gib} GiB; give between 0.1 and 4096")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One contender: an implementation in a layout. Spans of several ops join their parts with +.
+
+    Subject(spec="staged(combine=index_add)", layout="compact")        span expert_ffn or layer
+    Subject(spec="index_select+gather_sum", layout="block(64)")        span pack: dispatch + combine
+    """
+
+    spec: str
+    layout: str = "compact"
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec} | {self.layout}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One case under one routing workload: what is timed together, in interleaved rounds. The first subject
+    is the baseline the others are compared with.
+
+    Cell(case=cases("seed-pack/8192x2048-e32-k1~scaled")[0], workload="zipf(1.2)", subjects=(Subject(...),))
+    """
+
+    case: BenchCase
+    workload: str
+    subjects: tuple[Subject, ...]
+    seed: int = 0
+    W: int = 1
+    policy: Policy = field(default_factory=Policy)
+    include: tuple[str, ...] = ()  # folders of implementations from outside
+
+    def __post_init__(self) -> None:
+        if not self.subjects:
+            raise ValueError("a cell needs at least one implementation to measure")
+        if len(set(self.subjects)) < len(self.subjects):
+            raise ValueError("the same implementation in the same layout is named twice")
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name} {self.workload}"
+
+    def only(self, subjects: tuple[Subject, ...]) -> Cell:
+        return replace(self, subjects=subjects)
+
+    def to_json(self) -> str:
+        return _CELL.dump_json(self).decode()
+
+    @staticmethod
+    def from_json(text: str) -> Cell:
+        try:
+            return _CELL.validate_json(text)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            where = ".".join(map(str, problem["loc"])) or "the text"
+            raise ValueError(f"this is not a cell: {where}: {problem['msg']}") from None
+
+
+_CELL = TypeAdapter(Cell)

@@ -1,0 +1,332 @@
+"""The power study: how often does the benchmark call the same code different, and find a known slow-down?
+
+A trial is one comparison as a user's run makes it: a fresh process, shuffled rounds until the policy stops
+them, the baseline's twin, the verdict. The baseline and the candidate are the same code; the candidate then
+spins for a known percent of its own time (power_kernels/combine/slowed.py).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from moe_routing_bench.bench.cases import BenchCase
+from moe_routing_bench.bench.cell import Cell, Policy, Subject
+from moe_routing_bench.bench.inputs import Inputs
+from moe_routing_bench.bench.judging import Judge
+from moe_routing_bench.bench.rounds import TWIN, BlamedError, measure
+from moe_routing_bench.bench.spans import span_named
+from moe_routing_bench.bench.supervisor import quiet_cores
+from moe_routing_bench.bench.trial import Setup, Trial, try_alone
+from moe_routing_bench.bench.verdict import aa_floor, compare_cells
+from moe_routing_bench.bench.weather import WeatherSpan, weather
+from moe_routing_bench.machine import this_machine
+from moe_routing_bench.shapes import MoEShape
+
+SLOWDOWNS = (1, 2, 3, 5, 8)
+KERNELS = Path(__file__).parent / "power_kernels"
+# about 0.2 ms a call on a server core: a dozen calls make a sample, a trial takes one to four seconds
+CASE = BenchCase(
+    name="power/512x256-e16-k2",
+    span="combine",
+    shape=MoEShape(T=512, D=256, F=256, E=16, K=2),
+    dtype="float32",
+)
+# trials between two gates: a gate also settles the calls in a sample, and that luck belongs to the study
+GATE_EVERY = 40
+MOST_FILE_BYTES = 2**26
+MOST_TRIALS = 100_000
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Called = Literal["FASTER", "SLOWER", "SAME", "UNDECIDED", "FAILED"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds per call in paired rounds: Times(a=[0.010, ...], twin=[0.010, ...], b=[0.0105, ...],
+    stop_reason="precision: the ratio is known to 1.0 % after 20 rounds"). a is the baseline."""
+
+    a: Sequence[float]
+    twin: Sequence[float]
+    b: Sequence[float]
+    stop_reason: str
+    calls: tuple[int, int] = (1, 1)  # in a sample of a, and of b
+
+
+class FailedTrialError(Exception):
+    """The benchmark refused honest code in the middle of a trial; the sentence says why."""
+
+
+TakeTimes = Callable[[int], Times]  # of a candidate slowed by so many percent
+Tell = Callable[[int, int], None]  # trials done, trials in all
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PowerTrial(_Document):
+    """One comparison. PowerTrial(percent=5, verdict="SLOWER", ratio=1.049, interval=(1.041, 1.058),
+    aa_floor=0.003, rounds=25, calls=(16, 16), seconds=1.4, reason="precision: ... after 25 rounds").
+
+    calls: in a sample of the baseline, and of the candidate. FAILED has no ratio; its reason says how the
+    benchmark came to refuse the code.
+    """
+
+    percent: int = Field(ge=0, le=1000)
+    verdict: Called
+    ratio: Positive | None = None
+    interval: tuple[Positive, Positive] | None = None
+    aa_floor: Annotated[Finite, Field(ge=0)] | None = None
+    rounds: int = Field(ge=0)
+    calls: tuple[int, int] | None = None
+    seconds: Annotated[Finite, Field(ge=0)]
+    reason: str = Field(max_length=2000)
+
+    @model_validator(mode="after")
+    def _numbers_unless_failed(self) -> Self:
+        for value in (self.ratio, self.interval, self.aa_floor):
+            if (value is None) != (self.verdict == "FAILED"):
+                raise ValueError("a trial has a ratio, an interval and a floor, or it has FAILED")
+        return self
+
+
+class PowerRow(_Document):
+    """All trials of one percent. 100 trials at 5 %, 97 of them SLOWER:
+
+    PowerRow(percent=5, trials=100, verdicts={"SLOWER": 97, "UNDECIDED": 3}, share=0.97,
+             interval=(0.915, 0.994), median_ratio=1.050, median_rounds=40, median_seconds=1.9)
+
+    share: of all trials those that were SLOWER. At 0 %, where nothing is to be found: FASTER or SLOWER, of
+    the trials that did not fail. interval: Clopper and Pearson's, 95 %.
+    """
+
+    percent: int
+    trials: int
+    verdicts: dict[Called, int]
+    share: Share
+    interval: tuple[Share, Share]
+    median_ratio: Positive | None
+    median_rounds: Finite
+    median_seconds: Finite
+
+
+class PowerStudy(_Document):
+    """A whole study as its file holds it: a row for each percent, the trials they were counted from in the
+    order they were taken, and under which conditions.
+
+    finished is False if somebody stopped it: then the rows count what was measured until that moment.
+    """
+
+    schema_version: Literal[1] = 1
+    command: str = Field(max_length=2000)
+    machine: dict[str, Any]
+    case: str
+    policy: dict[str, Any]
+    seed: int
+    planned: dict[int, int]
+    finished: bool
+    seconds: Annotated[Finite, Field(ge=0)]
+    weather: dict[str, float | int | None]
+    rows: tuple[PowerRow, ...]
+    trials: tuple[PowerTrial, ...] = Field(max_length=MOST_TRIALS)
+
+    @model_validator(mode="after")
+    def _rows_are_counted_from_the_trials(self) -> Self:
+        if self.rows != count(self.trials):
+            raise ValueError("the rows are not what its trials give")
+        return self
+
+    def row(self, percent: int) -> PowerRow | None:
+        return next((row for row in self.rows if row.percent == percent), None)
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str | bytes) -> PowerStudy:
+        if len(text) > MOST_FILE_BYTES:
+            raise ValueError("this is too long to be a power study; run `mrb doctor --power` again")
+        try:
+            return PowerStudy.model_validate_json(text)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, problem["loc"]))[:120] or "the file"
+            raise ValueError(
+                f"this is not a power study ({where}: {problem['msg'][:200]}); run `mrb doctor --power` again"
+            ) from None
+
+
+def plan_trials(trials: int) -> dict[int, int]:
+    """So many of the same code, half as many of each slow-down: the false rate is small and needs more.
+
+    plan_trials(200) == {0: 200, 1: 100, 2: 100, 3: 100, 5: 100, 8: 100}
+    """
+    if not 1 <= trials <= 10_000:
+        raise ValueError(f"{trials} trials; give between 1 and 10000")
+    return {0: trials, **dict.fromkeys(SLOWDOWNS, (trials + 1) // 2)}
+
+
+def study_power(
+    planned: Mapping[int, int],
+    *,
+    policy: Policy | None = None,
+    seed: int = 0,
+    command: str = "",
+    take_times: TakeTimes | None = None,
+    tell: Tell = lambda done, total: None,
+) -> PowerStudy:
+    """All trials in one shuffled order, so that a busy minute meets every percent alike. Ctrl-C ends it with
+    what there is. planned: trials by percent. take_times: real rounds unless a test gives its own."""
+    policy = policy or Policy()
+    order = [percent for percent, trials in planned.items() for _ in range(trials)]
+    random.Random(seed).shuffle(order)
+    started, before = time.perf_counter(), weather()
+    found: list[PowerTrial] = []
+    finished = False
+    try:
+        tell(0, len(order))
+        take = take_times or RealTimes(tuple(planned), policy, seed)
+        for percent in order:
+            found.append(_one_trial(percent, take))
+            tell(len(found), len(order))
+        finished = True
+    except KeyboardInterrupt:
+        if not found:
+            raise
+    return PowerStudy(
+        command=command,
+        machine=_as_in_json(this_machine().to_dict()),
+        case=CASE.name,
+        policy=_as_in_json(asdict(policy)),
+        seed=seed,
+        planned=dict(planned),
+        finished=finished,
+        seconds=time.perf_counter() - started,
+        weather=WeatherSpan(before=before, after=weather()).to_dict(),
+        rows=count(found),
+        trials=tuple(found),
+    )
+
+
+def count(trials: Sequence[PowerTrial]) -> tuple[PowerRow, ...]:
+    """A row for every percent that was tried, least first."""
+    rows = []
+    for percent in sorted({trial.percent for trial in trials}):
+        these = [trial for trial in trials if trial.percent == percent]
+        verdicts = Counter(trial.verdict for trial in these)
+        hits, of = verdicts["SLOWER"], len(these)
+        if percent == 0:
+            hits, of = hits + verdicts["FASTER"], of - verdicts["FAILED"]
+        ratios = [trial.ratio for trial in these if trial.ratio is not None]
+        rows.append(
+            PowerRow(
+                percent=percent,
+                trials=len(these),
+                verdicts=dict(sorted(verdicts.items())),
+                share=hits / of if of else 0.0,
+                interval=share_interval(hits, of),
+                median_ratio=median(ratios) if ratios else None,
+                median_rounds=median(trial.rounds for trial in these),
+                median_seconds=median(trial.seconds for trial in these),
+            )
+        )
+    return tuple(rows)
+
+
+def share_interval(hits: int, of: int) -> tuple[float, float]:
+    """Clopper and Pearson's 95 % interval of a share: 0 of 200 is (0, 0.018)."""
+    from scipy import stats  # a second to import
+
+    if of == 0:
+        return 0.0, 1.0
+    found = stats.binomtest(hits, of).proportion_ci(0.95, method="exact")
+    return float(found.low), float(found.high)
+
+
+def _as_in_json(document: dict[str, Any]) -> dict[str, Any]:
+    """Tuples become lists, so that a study equals what is read back from its file."""
+    return json.loads(json.dumps(document))
+
+
+def _one_trial(percent: int, take: TakeTimes) -> PowerTrial:
+    started = time.perf_counter()
+    try:
+        times = take(percent)
+    except FailedTrialError as failure:
+        seconds = time.perf_counter() - started
+        return PowerTrial(
+            percent=percent, verdict="FAILED", rounds=0, seconds=seconds, reason=str(failure)[:2000]
+        )
+    floor = aa_floor(times.a, times.twin)
+    # the twin is compared too, as in runner.py: the correction for many comparisons counts it
+    found, _ = compare_cells([(times.a, times.b), (times.a, times.twin)], aa_floor=floor)
+    return PowerTrial(
+        percent=percent,
+        verdict=found.verdict,
+        ratio=found.ratio,
+        interval=found.interval,
+        aa_floor=floor,
+        rounds=found.rounds,
+        calls=times.calls,
+        seconds=time.perf_counter() - started,
+        reason=times.stop_reason,
+    )
+
+
+class RealTimes:
+    """Rounds on this machine: RealTimes((0, 5), Policy(), 0)(5) gives the times of one trial at 5 %.
+
+    The gate is not repeated for each trial but after every GATE_EVERY.
+    """
+
+    def __init__(self, percents: Sequence[int], policy: Policy, seed: int):
+        self.percents = tuple(percents)
+        subjects = [Subject(spec="slowed(percent=0,role=baseline)", layout=CASE.layout)]
+        subjects += [Subject(spec=f"slowed(percent={p})", layout=CASE.layout) for p in self.percents]
+        self.cell = Cell(
+            case=CASE, workload="uniform", subjects=tuple(subjects), seed=seed, policy=policy,
+            include=(str(KERNELS),),
+        )  # fmt: skip
+        judge = Judge(span_named(CASE.span), Inputs.of(self.cell))
+        self.setup = Setup(cell=self.cell, judge=judge, cores=quiet_cores(policy.threads))
+        self.gates: dict[int, Trial] = {}
+        self.taken = 0
+
+    def __call__(self, percent: int) -> Times:
+        if self.taken % GATE_EVERY == 0:
+            self.gates = {}
+        self.taken += 1
+        candidate = 1 + self.percents.index(percent)
+        for index in (0, candidate):
+            if index not in self.gates:
+                self.gates[index] = self._gate(index)
+        try:
+            found = measure(self.setup, [0, candidate], self.gates, tell=lambda rounds: None)
+        except BlamedError as blame:
+            raise FailedTrialError(f"{blame.failure.status}: {blame.failure.reason}") from None
+        samples = found.samples
+        return Times(
+            a=samples[0],
+            twin=samples[TWIN],
+            b=samples[candidate],
+            stop_reason=found.stop_reason,
+            calls=(found.calls[0], found.calls[candidate]),
+        )
+
+    def _gate(self, index: int) -> Trial:
+        gate = try_alone(self.setup, index)
+        if not gate.passed:
+            raise FailedTrialError(f"at the gate, {gate.status}: {gate.reason}")
+        return gate

@@ -1,0 +1,54 @@
+"""The command that measures one record again."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import fields
+
+from moe_routing_bench.bench.cases import MODELS, SUITES, cases
+from moe_routing_bench.bench.cell import Cell, Policy, Subject
+
+# options of `mrb bench` by field of Policy
+OPTIONS = {
+    "threads": "--threads", "cache": "--cache", "target": "--target", "min_rounds": "--min-rounds",
+    "max_rounds": "--rounds", "max_seconds": "--seconds", "processes": "--processes",
+    "step_seconds": "--limit", "memory_gib": "--memory", "checked": "--checked",
+}  # fmt: skip
+
+
+def repro_command(cell: Cell, subject: Subject) -> str:
+    """`mrb bench ...` for the subject beside the cell's baseline, with every choice spelled out."""
+    case, s = cell.case, cell.case.shape
+    words = ["mrb", "bench", case.span]
+    if _is_named(cell):
+        words += ["--case", case.name]
+    else:
+        sizes = (("tokens", s.T), ("width", s.D), ("hidden", s.F), ("experts", s.E), ("choices", s.K))
+        for name, size in sizes:
+            words += [f"--{name}", str(size)]
+        words += ["--dtype", case.dtype, "--activation", case.activation]
+        words += ["--bias"] if case.bias else []
+        words += ["--shared", str(case.shared_F)] if case.shared_F else []
+    words += ["--workload", cell.workload, "--seed", str(cell.seed)]
+    words += ["--ranks", str(cell.W)] if cell.W > 1 else []
+    for one in dict.fromkeys((cell.subjects[0], subject)):
+        words += ["--impl", f"{one.spec} @ {one.layout}"]
+    default = Policy()
+    for field in fields(Policy):
+        value = getattr(cell.policy, field.name)
+        if field.name in OPTIONS and value != getattr(default, field.name):
+            words += [OPTIONS[field.name], f"{value:g}" if isinstance(value, float) else str(value)]
+    for folder in cell.include:
+        words += ["--include-path", folder]
+    return shlex.join(words)
+
+
+def _is_named(cell: Cell) -> bool:
+    group = cell.case.name.partition("/")[0]
+    if group not in SUITES and group not in MODELS:
+        return False
+    try:
+        (found,) = cases(cell.case.name)
+    except ValueError:
+        return False
+    return found.shape == cell.case.shape and found.dtype == cell.case.dtype

@@ -1,0 +1,195 @@
+"""run_cell: from a cell to its outcome. Every subject alone first, then all that passed together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.clock import last_level_cache_bytes
+from moe_routing_bench.bench.identity import cell_key, source_hash
+from moe_routing_bench.bench.inputs import Inputs
+from moe_routing_bench.bench.judging import Judge
+from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
+from moe_routing_bench.bench.roofs import TOLERANCE, Roofs
+from moe_routing_bench.bench.rounds import TWIN, BlamedError, Measured, measure
+from moe_routing_bench.bench.spans import cost_of_span, span_named
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.supervisor import SubjectError, quiet_cores
+from moe_routing_bench.bench.trial import CHECKS, Setup, Trial, Watch, try_alone
+from moe_routing_bench.bench.verdict import aa_floor, compare_cells
+from moe_routing_bench.bench.weather import WeatherSpan, weather
+from moe_routing_bench.cost import Cost
+from moe_routing_bench.machine import this_machine
+from moe_routing_bench.ops.registry import include
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Progress(what="rounds", share=0.4): two fifths of the cell are done."""
+
+    what: str
+    share: float
+
+
+Tell = Callable[[Progress], None]
+TRIAL_SHARE = 0.4  # of a cell's time, about
+
+
+def run_cell(
+    cell: Cell,
+    *,
+    roofs: Roofs | None = None,
+    tell: Tell = lambda progress: None,
+    watch: Watch = lambda: None,
+) -> CellOutcome:
+    """Measure one cell. Never raises for what an implementation does; that is a status of its outcome."""
+    started, before = time.perf_counter(), weather()
+    for folder in cell.include:
+        include(folder)  # only names them here; workers load
+    span = span_named(cell.case.span)
+    inputs = Inputs.of(cell)
+    judge = Judge(span, inputs)
+    setup = Setup(cell=cell, judge=judge, cores=quiet_cores(cell.policy.threads), watch=watch)
+    trials = {}
+    for index, subject in enumerate(cell.subjects):
+        tell(Progress(what=f"trying {subject.spec}", share=TRIAL_SHARE * index / len(cell.subjects)))
+        trials[index] = try_alone(setup, index)
+
+    measured: Measured | None = None
+    per_round = (1 - TRIAL_SHARE) / (cell.policy.processes * cell.policy.max_rounds)
+    alive = [index for index, trial in trials.items() if trial.passed]
+    while alive and measured is None:
+        try:
+            measured = measure(
+                setup, alive, trials,
+                lambda done: tell(Progress(what="rounds", share=TRIAL_SHARE + per_round * done)),
+            )  # fmt: skip
+            for index in alive:
+                _hold_to_the_floor(cell, index, measured, judge, roofs)
+        except BlamedError as blame:
+            failure = blame.failure
+            trials[blame.subject] = replace(
+                trials[blame.subject], status=failure.status, reason=f"{failure.reason} (during the rounds)"
+            )
+            alive.remove(blame.subject)
+            measured = None
+    workload = inputs.workload(0)
+    return CellOutcome(
+        cell=cell,
+        key=cell_key(cell, this_machine()),
+        outcomes=_outcomes(cell, trials, measured, alive, judge, roofs),
+        rounds=len(measured.samples[TWIN]) if measured else 0,
+        rounds_by_process=tuple(measured.rounds_by_process) if measured else (),
+        stop_reason=measured.stop_reason if measured else "nothing passed its trial",
+        aa_floor=aa_floor(measured.samples[alive[0]], measured.samples[TWIN]) if measured else None,
+        routing_checksum=workload.checksum,
+        weather=WeatherSpan(before=before, after=weather()),
+        seconds=time.perf_counter() - started,
+        notes=_notes(cell, trials, alive),
+    )
+
+
+def _outcomes(
+    cell: Cell, trials: dict[int, Trial], measured: Measured | None, alive: list[int], judge: Judge,
+    roofs: Roofs | None,
+) -> tuple[SubjectOutcome, ...]:  # fmt: skip
+    facts = {layout: _facts(judge, layout) for layout in {s.layout for s in cell.subjects}}
+    found = []
+    for index, subject in enumerate(cell.subjects):
+        trial, (cost, load) = trials[index], facts[subject.layout]
+        about: dict[str, Any] = {
+            "subject": subject,
+            "label": str(trial.about["label"]),
+            "status": trial.status,
+            "reason": trial.reason,
+            "origin": str(trial.about["origin"]),
+            "source_hash": source_hash(judge.span, subject.spec),
+            "deterministic": bool(trial.about["deterministic"]),
+            "host_sync": str(trial.about["host_sync"]),
+            "first_call": trial.first_call,
+            "calls_per_sample": measured.calls[index] if measured and index in alive else trial.calls,
+            "cost": cost,
+            "load": load,
+            "peak_rss_bytes": trial.peak_rss_bytes,
+            "log_tail": trial.log_tail,
+        }
+        if trial.passed and measured is not None:
+            about |= {
+                "role": "baseline" if index == alive[0] else "candidate",
+                "checks": CHECKS,
+                "checked_timed_calls": measured.checked[index],
+                "samples": tuple(measured.samples[index]),
+                "stages": measured.stage_medians(index),
+                "floor_seconds": floor_seconds(cell, cost, roofs),
+            }
+            if trial.verdict is not None:
+                about |= {"max_error": trial.verdict.max_error, "max_bound": trial.verdict.max_bound}
+        found.append(SubjectOutcome(**about))
+    if measured is None:
+        return tuple(found)
+    baseline = found[alive[0]]
+    found.append(
+        replace(
+            baseline, role="twin", samples=tuple(measured.samples[TWIN]), stages={}, checked_timed_calls=0
+        )
+    )
+    candidates = [place for place, one in enumerate(found) if one.role == "candidate" and one.samples]
+    floor = aa_floor(baseline.samples, found[-1].samples)
+    comparisons = compare_cells(
+        [(baseline.samples, found[place].samples) for place in (*candidates, len(found) - 1)], aa_floor=floor
+    )
+    for place, comparison in zip((*candidates, len(found) - 1), comparisons, strict=True):
+        found[place] = replace(found[place], comparison=comparison)
+    return tuple(found)
+
+
+def _facts(judge: Judge, layout: str) -> tuple[Cost, dict[str, int | float | None]]:
+    inputs = judge.inputs
+    plan = None if judge.span.name == "topk" else inputs.plan(0, layout)
+    return cost_of_span(judge.span, inputs, layout), inputs.workload(0).statistics(plan).to_dict()
+
+
+def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
+    """No call can take less, if data is where the policy says; None where the roofs are not known.
+
+    With hot caches bytes count only if they cannot all be in the caches.
+    """
+    threads, dtype = cell.policy.threads, cell.case.dtype
+    if roofs is None or threads not in roofs.read_bytes or threads not in roofs.gemm_flops.get(dtype, {}):
+        return None
+    moved = {"cold": cost.bytes, "weights-cold": cost.weight_bytes, "hot": 0}[cell.policy.cache]
+    if cell.policy.cache == "hot" and cost.bytes > 2 * last_level_cache_bytes():
+        moved = cost.bytes
+    memory = max(roofs.read_bytes[threads], roofs.copy_bytes[threads])
+    return max(moved / memory, cost.useful_flops / roofs.gemm_flops[dtype][threads])
+
+
+def _hold_to_the_floor(cell: Cell, index: int, measured: Measured, judge: Judge, roofs: Roofs | None) -> None:
+    cost, _ = _facts(judge, cell.subjects[index].layout)
+    floor, seconds = floor_seconds(cell, cost, roofs), median(measured.samples[index])
+    if floor is not None and seconds * TOLERANCE < floor:
+        reason = (
+            f"it says {1e3 * seconds:.3g} ms, but this machine cannot do the work in less than "
+            f"{1e3 * floor:.3g} ms: {100 * floor / seconds:.0f} % of a measured roof. The timer, the cost "
+            "model or the roofs are wrong (`mrb doctor --again`)"
+        )
+        raise BlamedError(index, SubjectError(Status.SUSPECT, reason))
+
+
+def _notes(cell: Cell, trials: dict[int, Trial], alive: list[int]) -> tuple[str, ...]:
+    notes = []
+    if cell.case.scaled_from:
+        notes.append(
+            f"{cell.case.scaled_from} is too big for here; {cell.case.shape} stands in for it, and says "
+            "nothing about the full size"
+        )
+    if alive and alive[0] != 0:
+        notes.append(
+            f"{cell.subjects[0].spec} was to be the baseline but is {trials[0].status}; "
+            f"{cell.subjects[alive[0]].spec} is the baseline instead"
+        )
+    return tuple(notes)

@@ -1,0 +1,32 @@
+"""What became of one implementation in one cell: Status, each with its meaning."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Status(StrEnum):
+    """Status.TIMEOUT is the text "TIMEOUT", its .meaning the sentence. Only PASSED has a time."""
+
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> Status:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+    PASSED = "PASSED", "right before, during and after it was timed"
+    WRONG_SHAPE = "WRONG_SHAPE", "the result has another shape than the oracle's"
+    WRONG_DTYPE = "WRONG_DTYPE", "the result has another dtype than the contract says"
+    WRONG_VALUE = "WRONG_VALUE", "the error is above the bound"
+    WRONG_STRUCTURE = "WRONG_STRUCTURE", "the result is not the kind of value the contract says"
+    NONFINITE = "NONFINITE", "NaN or infinity where the oracle is finite"
+    NONDETERMINISTIC = "NONDETERMINISTIC", "two runs differ in bits though it promises equal ones"
+    MUTATED_INPUT = "MUTATED_INPUT", "it wrote to its inputs"
+    UNSUPPORTED = "UNSUPPORTED", "it says itself that it cannot run here"
+    RUNTIME_ERROR = "RUNTIME_ERROR", "it raised an error"
+    OOM = "OOM", "it needed more memory than the cap"
+    TIMEOUT = "TIMEOUT", "it did not end within the time limit"
+    CRASHED = "CRASHED", "its process died"
+    SUSPECT = "SUSPECT", "its time or behaviour is not believable, so no time is kept"

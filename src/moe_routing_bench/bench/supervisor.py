@@ -1,0 +1,226 @@
+"""The parent's side of a worker: start it, ask it, limit it, and say in words how it ended.
+
+Nothing a worker sends is trusted to be well formed: answers are JSON of bounded size, never unpickled. A
+worker that is late, dead or babbling is killed with everything it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+
+from moe_routing_bench.bench import worker as worker_module
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.status import Status
+
+MOST_ANSWER_BYTES = 2**20
+LOG_TAIL = 2_000
+_now_ns = time.perf_counter_ns
+
+
+class SubjectError(Exception):
+    """What became of a request that was not answered: a status, and a sentence."""
+
+    def __init__(self, status: Status, reason: str):
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+class Worker:
+    """A worker process for one cell: Worker(cell, (1,)).ask("describe", subject=0), or SubjectError."""
+
+    def __init__(self, cell: Cell, cores: tuple[int, ...]):
+        self.cell = cell
+        self.scratch = Path(tempfile.mkdtemp(prefix="mrb-"))
+        context = _context()
+        ours, theirs = context.Pipe()
+        self._pipe = ours
+        self._asked = "load"
+        self._process = context.Process(
+            target=worker_module.serve, args=(theirs, cell.to_json(), str(self.scratch), cores), daemon=True
+        )
+        with _without_main_module():
+            self._process.start()
+        theirs.close()
+        try:
+            self._answer(cell.policy.step_seconds)
+        except BaseException:
+            self.close()
+            raise
+        self.threads = self.count_threads()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def ask(self, what: str, **details: Any) -> dict[str, Any]:
+        self._asked = what
+        self._send({"do": what, **details})
+        return self._answer(self.cell.policy.step_seconds)
+
+    def sample(self, **details: Any) -> tuple[float, float]:
+        """Seconds of a timed span: by the worker's clock, which is precise, and by this process's, which also
+        holds the way there and back, and which the worker cannot reach."""
+        self.ask("prepare", **details)
+        started = _now_ns()
+        answer = self.ask("go")
+        seen = (_now_ns() - started) * 1e-9
+        claimed = answer.get("seconds")
+        if not isinstance(claimed, float) or not 0 < claimed < math.inf:
+            raise SubjectError(Status.SUSPECT, f"it says a sample took {claimed!r} seconds")
+        if claimed > seen:
+            raise SubjectError(
+                Status.SUSPECT, f"it says a sample took {claimed:g} s, longer than the {seen:g} s seen"
+            )
+        return claimed, seen
+
+    def file(self, name: str) -> Path:
+        return self.scratch / f"{name}.safetensors"
+
+    def count_threads(self) -> int:
+        """Of the worker and everything it started, as the system counts them."""
+        try:
+            process = psutil.Process(self.pid)
+            return sum(p.num_threads() for p in [process, *process.children(recursive=True)])
+        except psutil.Error:
+            return 0
+
+    def memory(self, which: str = "VmRSS") -> int:
+        """Bytes in memory now, or at most so far (VmHWM); 0 if the system does not tell."""
+        try:
+            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+                if line.startswith(which):
+                    return int(line.split()[1]) * 1024
+        except OSError:
+            pass
+        return 0
+
+    def log_tail(self) -> str:
+        path = self.scratch / "log"
+        if not path.exists():
+            return ""
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - LOG_TAIL))
+            text = log.read(LOG_TAIL).decode(errors="replace")
+        return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            # its whole group: children it forked must not stay; it made the group itself, at once
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(self.pid) == self.pid:
+                    os.killpg(self.pid, signal.SIGKILL)
+            self._process.kill()
+        self._process.join(10)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._pipe.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._pipe.send_bytes(json.dumps(message).encode())
+        except OSError:
+            raise self._died() from None
+
+    def _answer(self, seconds: float) -> dict[str, Any]:
+        ready = wait([self._pipe, self._process.sentinel], timeout=seconds)
+        if not ready:
+            raise SubjectError(Status.TIMEOUT, f"it did not answer within {seconds:g} s and was stopped")
+        if self._pipe not in ready:
+            raise self._died()
+        try:
+            answer = json.loads(self._pipe.recv_bytes(MOST_ANSWER_BYTES))
+        except EOFError:
+            raise self._died() from None
+        except (OSError, ValueError):
+            self._process.join(0.2)
+            if not self._process.is_alive():  # it died in the middle of a message
+                raise self._died() from None
+            raise SubjectError(Status.SUSPECT, "it wrote into the pipe of the benchmark") from None
+        if not isinstance(answer, dict):
+            raise SubjectError(Status.SUSPECT, "it wrote into the pipe of the benchmark")
+        if "error" in answer:
+            raise _error(self._asked, str(answer["error"]), str(answer.get("kind")))
+        return answer
+
+    def _died(self) -> SubjectError:
+        self._process.join(5)
+        code = self._process.exitcode
+        if code is None:
+            return SubjectError(
+                Status.CRASHED, "it closed the pipe of the benchmark and went on without answering"
+            )
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+            return SubjectError(Status.CRASHED, f"its process was ended by signal {name}")
+        return SubjectError(
+            Status.CRASHED, f"its process ended by itself with code {code}, without an answer"
+        )
+
+
+def _error(asked: str, told: str, kind: str) -> SubjectError:
+    # an absent library shows when the implementation is loaded; later it is an error like any other
+    if kind == "NotImplementedError" and asked == "describe":
+        return SubjectError(Status.UNSUPPORTED, told.partition(": ")[2] or told)
+    if kind == "MemoryError" or "can't allocate memory" in told or "Cannot allocate memory" in told:
+        return SubjectError(Status.OOM, f"it needed more memory than the cap: {told.splitlines()[0][:300]}")
+    return SubjectError(Status.RUNTIME_ERROR, f"raised {told}")
+
+
+def quiet_cores(threads: int) -> tuple[int, ...]:
+    """The cores that did least in the last tenth of a second, as many as there are threads; empty where the
+    system does not pin."""
+    if not hasattr(os, "sched_getaffinity"):
+        return ()
+    allowed = os.sched_getaffinity(0)
+    busy = dict(enumerate(psutil.cpu_percent(0.1, percpu=True)))
+    return tuple(sorted(sorted(allowed, key=lambda core: (busy.get(core, 0.0), -core))[:threads]))
+
+
+@contextlib.contextmanager
+def _without_main_module() -> Iterator[None]:
+    """multiprocessing would import the parent's main module again in every worker: seconds each, and a script
+    without a guard would run twice. Workers need nothing of it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+_context_made: ForkServerContext | None = None
+
+
+def _context() -> ForkServerContext:
+    """Workers are forked from a server that has imported torch: 20 ms instead of 2 s."""
+    global _context_made
+    if _context_made is None:
+        _context_made = multiprocessing.get_context("forkserver")
+        # torch imports the second when memory is poisoned, which takes a second in every worker
+        _context_made.set_forkserver_preload(["moe_routing_bench.bench.worker", "torch._inductor.config"])
+    return _context_made

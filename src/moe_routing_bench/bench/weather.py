@@ -1,0 +1,125 @@
+"""What may disturb a measurement: at one moment, and between two of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MOST_STEAL_PERCENT = 1.0
+MOST_LOAD_PER_CORE = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weather:
+    """The counters of one moment: load 2.1 on 2 cores is a busy machine.
+
+    Weather(load_1min=0.3, cpu_seconds=2000.0, steal_seconds=40.0, available_gib=18.5, throttle_count=None):
+    quiet now; since boot, 2 % of the time of all cores went to other guests of the host; whether the
+    processor ever slowed itself down, this system does not tell.
+    """
+
+    load_1min: float
+    cpu_seconds: float  # of all cores since boot, busy or idle
+    steal_seconds: float  # of these, what the host gave to somebody else
+    available_gib: float
+    throttle_count: int | None  # times a core slowed itself down since boot; None: this system does not tell
+
+    @property
+    def steal_percent(self) -> float:
+        """Since boot; WeatherSpan has the figure for a run."""
+        return 100 * self.steal_seconds / self.cpu_seconds if self.cpu_seconds > 0 else 0.0
+
+    def complaints(self, cores: int) -> list[str]:
+        found = []
+        if self.load_1min > MOST_LOAD_PER_CORE * cores:
+            found.append(f"load {self.load_1min:.1f} on {cores} cores: something else is running")
+        if self.steal_percent > MOST_STEAL_PERCENT:
+            found.append(
+                f"{self.steal_percent:.1f} % of time since boot was taken by other guests of the host"
+            )
+        if self.throttle_count:
+            found.append("the processor has throttled since boot")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeatherSpan:
+    """What changed between two moments: WeatherSpan(before=weather(), after=weather()) around a run.
+
+    before.steal_seconds = 40.0 and after.steal_seconds = 43.0, with cpu_seconds 2000.0 and 2060.0, is a
+    steal_percent of 5.0 for the run, however quiet the machine was before it.
+    """
+
+    before: Weather
+    after: Weather
+
+    @property
+    def load_before(self) -> float:
+        return self.before.load_1min
+
+    @property
+    def load_after(self) -> float:
+        return self.after.load_1min
+
+    @property
+    def steal_percent(self) -> float:
+        # both counters tick in steps of 10 ms and may be corrected downwards by the system
+        total = self.after.cpu_seconds - self.before.cpu_seconds
+        taken = self.after.steal_seconds - self.before.steal_seconds
+        return min(100.0, max(0.0, 100 * taken / total)) if total > 0 else 0.0
+
+    @property
+    def throttles(self) -> int | None:
+        """Times a core slowed itself down in between; None where the system does not tell."""
+        if self.before.throttle_count is None or self.after.throttle_count is None:
+            return None
+        return max(0, self.after.throttle_count - self.before.throttle_count)
+
+    def complaints(self, cores: int, threads: int = 1) -> list[str]:
+        """In words. `threads` is what the run itself kept busy: that much load afterwards is its own."""
+        found = []
+        if self.load_before > MOST_LOAD_PER_CORE * cores:
+            found.append(
+                f"load {self.load_before:.1f} on {cores} cores before the run: something else was running"
+            )
+        if self.load_after > threads + MOST_LOAD_PER_CORE * cores:
+            found.append(
+                f"load {self.load_after:.1f} on {cores} cores after a run of {threads} threads: "
+                "something else was running"
+            )
+        if self.steal_percent > MOST_STEAL_PERCENT:
+            found.append(
+                f"{self.steal_percent:.1f} % of time was taken by other guests of the host during the run"
+            )
+        if self.throttles:
+            found.append(f"the processor throttled {self.throttles} times during the run")
+        return found
+
+    def to_dict(self) -> dict[str, float | int | None]:
+        return {
+            "load_before": self.load_before,
+            "load_after": self.load_after,
+            "steal_percent": self.steal_percent,
+            "throttles": self.throttles,
+            "available_gib": min(self.before.available_gib, self.after.available_gib),
+        }
+
+
+def weather() -> Weather:
+    times = psutil.cpu_times()
+    # Linux counts the time of guests in user and nice already
+    counted_twice = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+    return Weather(
+        load_1min=psutil.getloadavg()[0],
+        cpu_seconds=sum(times) - counted_twice,
+        steal_seconds=getattr(times, "steal", 0.0),
+        available_gib=psutil.virtual_memory().available / 2**30,
+        throttle_count=_throttle_count(),
+    )
+
+
+def _throttle_count() -> int | None:
+    counts = list(Path("/sys/devices/system/cpu").glob("cpu*/thermal_throttle/core_throttle_count"))
+    return sum(int(path.read_text()) for path in counts) if counts else None

@@ -1,0 +1,276 @@
+"""The worker: a process that runs implementations, good and bad, on request. It decides nothing.
+
+It answers requests of the parent (supervisor.py) over a pipe, in JSON: load inputs, call a subject and hand
+over the result in a file, time a sample. What it says is checked by the parent where it matters: results are
+judged there, inputs are made there again, and the parent's clock runs around every timed span.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import resource
+import signal
+import sys
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.clock import CacheFlusher, HostClock, calls_per_sample
+from moe_routing_bench.bench.inputs import ROUTINGS, Inputs, fingerprint, touch
+from moe_routing_bench.bench.judging import weights_print
+from moe_routing_bench.bench.spans import function_of, span_named, stages_of, why_not
+from moe_routing_bench.conformance.check import poisoned_memory
+from moe_routing_bench.ops.registry import include, tensors_in
+from moe_routing_bench.plan import RoutingPlan
+
+MOST_CALLS = 256  # of one sample: each has inputs of its own, and they are all made before
+SAMPLE_SECONDS = 4e-3
+
+
+def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]) -> None:
+    """The life of a worker process. Everything it prints goes to a log in its scratch folder."""
+    cell = Cell.from_json(cell_json)
+    _settle(cell, Path(scratch), pipe.fileno(), cores)
+    try:
+        worker = _Worker(cell, Path(scratch))
+    except BaseException as error:
+        _send(pipe, {"error": _tell(error), "kind": type(error).__name__})
+        return
+    _send(pipe, {"ready": True})
+    requests: dict[str, Any] = {
+        "describe": worker.describe,
+        "gate": worker.gate,
+        "calibrate": worker.calibrate,
+        "prepare": worker.prepare,
+        "go": worker.go,
+        "hand_over": worker.hand_over,
+        "stages": worker.stages,
+        "weights": worker.weights,
+    }
+    with torch.no_grad():
+        while True:
+            try:
+                request = json.loads(pipe.recv_bytes())
+            except EOFError:
+                return
+            what = request.pop("do")
+            try:
+                answer = requests[what](**request)
+            except BaseException as error:  # also SystemExit: a kernel does not end the worker
+                answer = {"error": _tell(error), "kind": type(error).__name__}
+            _send(pipe, answer)
+
+
+class _Worker:
+    def __init__(self, cell: Cell, scratch: Path):
+        self.cell, self.scratch = cell, scratch
+        self.span = span_named(cell.case.span)
+        for folder in cell.include:
+            include(folder)
+        self.inputs = Inputs.of(cell)
+        uses_weights = self.span.name in ("grouped_gemm", "expert_ffn", "layer")
+        self.weights_in_use = self.inputs.weights if uses_weights else None
+        self.clock = HostClock()
+        self.flusher = CacheFlusher() if cell.policy.cache != "hot" else None
+        self._functions: dict[int, Any] = {}
+        self._timed: list[Any] = []
+        self._kept: list[Any] = []
+        self._kept_args: tuple[Any, ...] = ()
+        # OpenMP's threads start here, so that threads counted later are a kernel's own
+        torch.mm(torch.ones(512, 512), torch.ones(512, 512)).relu_().sum()
+
+    def describe(self, subject: int) -> dict[str, Any]:
+        """What the implementation says of itself; loading it may already go wrong."""
+        parts = self._parts(subject)
+        return {
+            "label": "+".join(part.label for part in parts),
+            "origin": "; ".join(sorted({part.origin for part in parts})),
+            "deterministic": all(part.deterministic for part in parts),
+            "reuses_output": any(part.reuses_output for part in parts[-1:]),
+            "host_sync": "; ".join(part.host_sync for part in parts if part.host_sync),
+            "ties": parts[0].ties,
+        }
+
+    def gate(self, subject: int, number: int, step: int, poison: bool, name: str) -> dict[str, Any]:
+        """One call on fresh inputs; its result goes to files, at once and again after a later call."""
+        layout = self.cell.subjects[subject].layout
+        args = self.inputs.call(number, layout, step)
+        parts = self._parts(subject)
+        if (reason := why_not(self.span, parts, args, self.inputs, layout)) is not None:
+            return {"unsupported": reason}
+        state = _global_state()
+        run = self._function(subject)
+        given = args[:3] if self.span.name == "expert_ffn" else args
+        holder: list[Any] = []
+        call = partial(_keep, run, args, holder)
+        if poison:
+            with poisoned_memory():
+                seconds = self.clock.span([call])
+        else:
+            seconds = self.clock.span([call])
+        out = holder[0]
+        answer: dict[str, Any] = {
+            "seconds": seconds,
+            "kind": _kind(self.span.name, out),
+            "print": "",
+        }
+        if not answer["kind"]:
+            save_file(_named(out), self.scratch / f"{name}.safetensors")
+            answer["aliases"] = _aliases(out, args)
+        answer["print"] = fingerprint(given)
+        other = self.inputs.call(number + 1, layout, step)
+        run(*other)
+        if not answer["kind"]:
+            save_file(_named(out), self.scratch / f"{name}-later.safetensors")
+        changed = [name for name, now in _global_state().items() if now != state[name]]
+        return {**answer, "changed": changed}
+
+    def calibrate(self, subject: int, first: int) -> dict[str, Any]:
+        numbers = iter(range(first, first + 10**6))
+        layout = self.cell.subjects[subject].layout
+        run = self._function(subject)
+
+        def make(n: int) -> list[Any]:
+            return [partial(run, *self.inputs.call(next(numbers), layout)) for _ in range(min(n, MOST_CALLS))]
+
+        if self.flusher is not None:
+            return {"calls": 1}  # caches are cold only once
+        return {"calls": min(MOST_CALLS, calls_per_sample(self.clock, make, SAMPLE_SECONDS))}
+
+    def prepare(self, subject: int, first: int, step: int, calls: int, keep: int) -> dict[str, Any]:
+        """Everything for a sample: inputs never seen before, and caches as the policy says. keep: the call
+        whose result will be handed over, -1 for none."""
+        layout = self.cell.subjects[subject].layout
+        run = self._function(subject)
+        args = [self.inputs.call(first + c, layout, (step + c) % ROUTINGS) for c in range(calls)]
+        self._kept, self._kept_args = [], args[keep]
+        self._timed = [partial(run, *these) for these in args]
+        if keep >= 0:
+            self._timed[keep] = partial(_keep, run, args[keep], self._kept)
+        if self.flusher is None:
+            run(*self.inputs.call(first + calls, layout, step))
+        else:
+            self.flusher.flush()
+            if self.cell.policy.cache == "weights-cold":
+                touch(args[0], self.weights_in_use)
+        return {}
+
+    def go(self) -> dict[str, Any]:
+        """The timed span. The parent's clock runs around this request."""
+        return {"seconds": self.clock.span(self._timed)}
+
+    def hand_over(self, name: str) -> dict[str, Any]:
+        out = self._kept[0]
+        answer: dict[str, Any] = {"kind": _kind(self.span.name, out), "print": ""}
+        if not answer["kind"]:
+            save_file(_named(out), self.scratch / f"{name}.safetensors")
+        args = self._kept_args
+        answer["print"] = fingerprint(args[:3] if self.span.name == "expert_ffn" else args)
+        return answer
+
+    def stages(self, subject: int, number: int, step: int) -> dict[str, Any]:
+        layout = self.cell.subjects[subject].layout
+        args = self.inputs.call(number, layout, step)
+        found = {}
+        for name, stage in stages_of(self.span, self._parts(subject), self.inputs, layout, args):
+            found[name] = self.clock.span([stage])
+        return {"stages": found}
+
+    def weights(self) -> dict[str, Any]:
+        return {"print": weights_print(self.span, self.inputs)}
+
+    def _parts(self, subject: int) -> Any:
+        return self.span.parts(self.cell.subjects[subject].spec)
+
+    def _function(self, subject: int) -> Any:
+        if subject not in self._functions:
+            layout = self.cell.subjects[subject].layout
+            self._functions[subject] = function_of(self.span, self._parts(subject), self.inputs, layout)
+        return self._functions[subject]
+
+
+def _keep(run: Any, args: tuple[Any, ...], holder: list[Any]) -> None:
+    holder.append(run(*args))
+
+
+def _settle(cell: Cell, scratch: Path, pipe: int, cores: tuple[int, ...]) -> None:
+    """Its own process group, its own log, pinned threads, capped memory; dies with its parent."""
+    os.setsid()
+    # what the server of forks holds open is not for kernels to write to
+    for fd in [int(name) for name in os.listdir("/proc/self/fd")] if sys.platform == "linux" else []:  # noqa: PTH208
+        if fd > 2 and fd != pipe:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    log = os.open(scratch / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(cell.policy.threads)
+    if cores:
+        os.sched_setaffinity(0, cores)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = now + int(cell.policy.memory_gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    gc.disable()
+
+
+def _global_state() -> dict[str, Any]:
+    """What a kernel must leave as it found it: it would change other kernels' results or times."""
+    return {
+        "torch's number of threads": torch.get_num_threads(),
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's gradient mode": torch.is_grad_enabled(),
+        "torch's deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "torch's flush of denormals": bool(torch.tensor([1e-310], dtype=torch.float64)[0] * 1 == 0),
+        "the processors it may use": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
+    }
+
+
+def _kind(span: str, out: Any) -> str:
+    """What is wrong with the kind of a result, in words; empty if nothing is."""
+    wanted = {"make_plan": RoutingPlan, "topk": tuple}.get(span, Tensor)
+    if type(out) is not wanted:
+        return f"returned {type(out).__name__} instead of a plain {wanted.__name__}"
+    for tensor in tensors_in(out):
+        if type(tensor) is not Tensor:
+            return f"holds a {type(tensor).__name__} instead of a plain Tensor"
+        if tensor.layout != torch.strided:
+            return f"returned a tensor of layout {tensor.layout}"
+    return ""
+
+
+def _aliases(out: Any, args: tuple[Any, ...]) -> bool:
+    """Does the result lie in memory of an input? What is done to it later would change the input."""
+    mine = {t.untyped_storage().data_ptr() for t in tensors_in(out) if t.numel()}
+    return bool(mine & {t.untyped_storage().data_ptr() for t in tensors_in(args) if t.numel()})
+
+
+def _named(out: Any) -> dict[str, Tensor]:
+    if isinstance(out, RoutingPlan):
+        names = ("row_TK", "pair_R", "offset_E1", "count_E", "dropped_E")
+        found = {name: getattr(out, name).contiguous() for name in names}
+        return {**found, **({"filled": torch.ones(1)} if out.filled else {})}
+    values = out if isinstance(out, tuple) else (out,)
+    return {str(i): value.detach().contiguous().clone() for i, value in enumerate(values)}
+
+
+def _tell(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+def _send(pipe: Connection, message: dict[str, Any]) -> None:
+    pipe.send_bytes(json.dumps(message).encode())

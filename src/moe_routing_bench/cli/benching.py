@@ -1,0 +1,159 @@
+"""mrb bench: which implementation is fastest here, for these sizes, under this routing?"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moe_routing_bench.bench.cell import CACHES, Cell, Policy
+from moe_routing_bench.bench.executor import LocalExecutor
+from moe_routing_bench.bench.outcome import CellOutcome
+from moe_routing_bench.bench.roofs import stored_roofs
+from moe_routing_bench.bench.spans import SPANS
+from moe_routing_bench.cli.choosing import chosen_cases, chosen_subjects, span_of, split_words
+from moe_routing_bench.cli.finding import IncludePath, include_all
+from moe_routing_bench.cli.progress import shown_progress
+from moe_routing_bench.cli.tables import outcome_document, show_outcome
+from moe_routing_bench.cli.terminal import Json, pick, show, show_json, user_mistakes
+from moe_routing_bench.machine import this_machine
+from moe_routing_bench.results.sweep import run_sweep
+
+Impl = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Implementations, first the baseline: a,b or a name with options; `name @ block(64)` fixes its "
+        "layout. Repeatable. Without it: all there are."
+    ),
+]
+Workloads = Annotated[
+    list[str] | None,
+    typer.Option("--workload", help="Routing: zipf(1.2), uniform, ... (`mrb list workloads`). Repeatable."),
+]
+Layouts = Annotated[
+    list[str] | None,
+    typer.Option("--layout", help="compact, padded(capacity_factor=1.25) or block(64). Repeatable."),
+]
+Full = Annotated[bool, typer.Option("--full", help="Full size even if it is too big for a laptop.")]
+Threads = Annotated[int, typer.Option(help="Threads, pinned to as many cores.")]
+Cache = Annotated[str, typer.Option(help="; ".join(f"{name}: {what}" for name, what in CACHES.items()))]
+Processes = Annotated[int, typer.Option(help="Repeat in so many processes; 3 for a published figure.")]
+Rounds = Annotated[int, typer.Option("--rounds", help="Rounds at most.")]
+MinRounds = Annotated[int, typer.Option(help="Rounds at least.")]
+Seconds = Annotated[float, typer.Option("--seconds", help="Seconds of rounds at most, for each case.")]
+Target = Annotated[float, typer.Option(help="Stop when every ratio is known to this fraction.")]
+Limit = Annotated[float, typer.Option("--limit", help="Seconds until a call counts as hanging.")]
+Memory = Annotated[float, typer.Option("--memory", help="GiB a worker may allocate.")]
+Checked = Annotated[int, typer.Option(help="Timed results to judge, for each implementation.")]
+Seed = Annotated[int, typer.Option(help="Seed of routing and data.")]
+Ranks = Annotated[int, typer.Option("--ranks", help="W, ranks the experts are placed on.")]
+
+
+def bench_command(
+    span_name: Annotated[str, typer.Argument(metavar="SPAN", help=", ".join(SPANS))],
+    model: Annotated[str | None, typer.Option(help="Sizes of a published model (`mrb list models`).")] = None,
+    case: Annotated[str | None, typer.Option(help="A named case or suite (`mrb list cases`).")] = None,
+    tokens: Annotated[int | None, typer.Option(help="T, tokens in the batch")] = None,
+    width: Annotated[int | None, typer.Option(help="D, the model's width")] = None,
+    hidden: Annotated[int | None, typer.Option(help="F, an expert's hidden width")] = None,
+    experts: Annotated[int | None, typer.Option(help="E, experts of the layer")] = None,
+    choices: Annotated[int | None, typer.Option(help="K, experts per token")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")] = None,
+    activation: Annotated[str | None, typer.Option(help="swiglu, gelu, ...")] = None,
+    bias: Annotated[bool, typer.Option("--bias/--no-bias", help="Experts with biases.")] = False,
+    shared: Annotated[int, typer.Option(help="Hidden width of a shared expert.")] = 0,
+    full: Full = False,
+    workload: Workloads = None,
+    layout: Layouts = None,
+    impl: Impl = None,
+    stages: Annotated[bool, typer.Option("--stages", help="Also time the stages inside.")] = False,
+    threads: Threads = 1,
+    cache: Cache = "hot",
+    processes: Processes = 1,
+    rounds: Rounds = 300,
+    min_rounds: MinRounds = 20,
+    seconds: Seconds = 15.0,
+    target: Target = 0.01,
+    limit: Limit = 120.0,
+    memory: Memory = 12.0,
+    checked: Checked = 3,
+    seed: Seed = 0,
+    ranks: Ranks = 1,
+    out: Annotated[Path | None, typer.Option(help="Keep records and samples in this folder.")] = None,
+    repro: Annotated[bool, typer.Option("--repro", help="Show the command for each row.")] = False,
+    as_json: Json = False,
+    include_path: IncludePath = None,
+) -> None:
+    """Which implementation is fastest here? Checks each one, then times all in interleaved rounds.
+
+    \b
+    Examples:
+      mrb bench layer --model olmoe-1b-7b
+      mrb bench expert_ffn --tokens 64 --workload "zipf(1.2)" --workload balanced --impl staged,eager_loop
+      mrb bench layer --case seed-grid~scaled --layout "compact,block(64)" --stages
+      mrb bench pack --case seed-pack/16384x4096-e128-k2 --out results
+
+    \b
+    The first implementation is the baseline. A ratio below 1 is faster. Only what is right gets a time.
+    """
+    include_all(include_path)
+    pick("span", span_name, SPANS)
+    with user_mistakes():
+        span = span_of(span_name)
+        found = chosen_cases(
+            span_name,
+            model_name=model,
+            case_name=case,
+            sizes={"T": tokens, "D": width, "F": hidden, "E": experts, "K": choices},
+            dtype=dtype,
+            activation=activation,
+            bias=bias,
+            shared=shared,
+            full=full,
+        )
+        policy = Policy(
+            threads=threads, cache=cache, processes=processes, max_rounds=rounds,
+            min_rounds=min(min_rounds, rounds), max_seconds=seconds, target=target, step_seconds=limit,
+            memory_gib=memory, checked=checked, stages=stages,
+        )  # fmt: skip
+        cells = [
+            Cell(
+                case=one,
+                workload=name,
+                subjects=chosen_subjects(span, one, impl or (), layout or ()),
+                seed=seed,
+                W=ranks,
+                policy=policy,
+                include=tuple(str(folder.resolve()) for folder in include_path or ()),
+            )
+            for one in found
+            for name in [w for text in workload or ["zipf(1.2)"] for w in split_words(text)]
+        ]
+    outcomes = _measure(cells, out, suite=(case or model or ""), silent=as_json, repro=repro)
+    if as_json:
+        show_json([outcome_document(outcome) for outcome in outcomes])
+
+
+def _measure(
+    cells: list[Cell], out: Path | None, *, suite: str, silent: bool, repro: bool
+) -> list[CellOutcome]:
+    with user_mistakes():
+        roofs = stored_roofs(this_machine().name)
+    found = []
+    executor = LocalExecutor()
+    with shown_progress(len(cells)) as progress:
+        if out is None:
+            source: Any = executor.run(cells, roofs=roofs, tell=progress.tell, watch=lambda: None)
+        else:
+            source = run_sweep(cells, out, executor, suite=suite, roofs=roofs, tell=progress.tell)
+        with user_mistakes():
+            for outcome in source:
+                progress.cell_done()
+                found.append(outcome)
+                if not silent:
+                    progress.pause(partial(show_outcome, outcome, repro=repro, roofs=roofs))
+    if out is not None and not silent:
+        show(f"Records and samples are in {out}; `mrb results --folder {out}` reads them.")
+    return found

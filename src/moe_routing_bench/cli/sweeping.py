@@ -1,0 +1,169 @@
+"""mrb sweep: many cases, workloads and layouts into one folder of results, in any number of sittings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from moe_routing_bench.bench.cases import SUITES, cases, scaled
+from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.executor import ENGINES
+from moe_routing_bench.bench.outcome import CellOutcome
+from moe_routing_bench.bench.roofs import stored_roofs
+from moe_routing_bench.bench.spans import span_named
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.cli.benching import (
+    Cache,
+    Checked,
+    Full,
+    Impl,
+    Layouts,
+    Limit,
+    Memory,
+    MinRounds,
+    Processes,
+    Ranks,
+    Rounds,
+    Seconds,
+    Seed,
+    Target,
+    Threads,
+    Workloads,
+)
+from moe_routing_bench.cli.choosing import chosen_subjects, split_words
+from moe_routing_bench.cli.finding import IncludePath, include_all
+from moe_routing_bench.cli.progress import shown_progress
+from moe_routing_bench.cli.tables import outcome_document, short_label
+from moe_routing_bench.cli.terminal import Json, pick, show, show_json, user_mistakes
+from moe_routing_bench.machine import this_machine
+from moe_routing_bench.results.sweep import SweepPlan, plan_sweep, run_sweep
+
+
+def sweep_command(
+    suite: Annotated[str, typer.Argument(help=f"{', '.join(SUITES)}, a model, or one case.")],
+    out: Annotated[Path, typer.Option(help="The folder of results; made if it is not there.")],
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Leave out what the folder already holds.")
+    ] = True,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Measure cells again in which something did not pass.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and how long.")] = False,
+    engine: Annotated[str, typer.Option(help=", ".join(ENGINES))] = "local",
+    full: Full = False,
+    workload: Workloads = None,
+    layout: Layouts = None,
+    impl: Impl = None,
+    stages: Annotated[bool, typer.Option("--stages", help="Also time the stages inside.")] = False,
+    threads: Threads = 1,
+    cache: Cache = "hot",
+    processes: Processes = 1,
+    rounds: Rounds = 300,
+    min_rounds: MinRounds = 20,
+    seconds: Seconds = 15.0,
+    target: Target = 0.01,
+    limit: Limit = 120.0,
+    memory: Memory = 12.0,
+    checked: Checked = 3,
+    seed: Seed = 0,
+    ranks: Ranks = 1,
+    as_json: Json = False,
+    include_path: IncludePath = None,
+) -> None:
+    """Measure a suite. Stop it whenever you like: run it again and it goes on where it was.
+
+    \b
+    Examples:
+      mrb sweep seed-fused~scaled --out results --dry-run
+      mrb sweep olmoe-1b-7b~scaled --out results --workload uniform --workload "zipf(1.2)"
+      mrb sweep seed-grid~scaled --out results --layout "compact,block(64)" --retry-failed
+
+    \b
+    A cell is one case under one workload; its implementations are timed together and stored together.
+    """
+    include_all(include_path)
+    pick("engine", engine, ENGINES)
+    with user_mistakes():
+        policy = Policy(
+            threads=threads, cache=cache, processes=processes, max_rounds=rounds,
+            min_rounds=min(min_rounds, rounds), max_seconds=seconds, target=target, step_seconds=limit,
+            memory_gib=memory, checked=checked, stages=stages,
+        )  # fmt: skip
+        cells = [
+            Cell(
+                case=case,
+                workload=name,
+                subjects=chosen_subjects(span_named(case.span), case, impl or (), layout or ()),
+                seed=seed,
+                W=ranks,
+                policy=policy,
+                include=tuple(str(folder.resolve()) for folder in include_path or ()),
+            )
+            for case in (one if full else scaled(one) for one in cases(suite))
+            for name in [w for text in workload or ["zipf(1.2)"] for w in split_words(text)]
+        ]
+        plan = plan_sweep(cells, out, retry_failed=retry_failed)
+        if not resume:
+            plan = SweepPlan(todo=tuple(cells), done=0, failed=0)
+        roofs = stored_roofs(this_machine().name)
+    if dry_run:
+        _tell_plan(plan, as_json)
+        return
+    if not as_json:
+        show(_sentence(plan))
+    outcomes: list[CellOutcome] = []
+    with shown_progress(len(plan.todo)) as progress, user_mistakes():
+        source = run_sweep(plan.todo, out, ENGINES[engine](), suite=suite, roofs=roofs, tell=progress.tell)
+        for outcome in source:
+            progress.cell_done()
+            outcomes.append(outcome)
+            if not as_json:
+                text = _line(outcome)
+                progress.pause(lambda text=text: show(text))  # type: ignore[misc]
+    if as_json:
+        show_json({**_numbers(plan), "cells": [outcome_document(one) for one in outcomes]})
+    else:
+        show(f"Results are in {out}: `mrb results --folder {out}`, `mrb decide {out}`.")
+
+
+def _tell_plan(plan: SweepPlan, as_json: bool) -> None:
+    if as_json:
+        show_json({**_numbers(plan), "todo": [cell.name for cell in plan.todo]})
+        return
+    show(_sentence(plan))
+    for cell in plan.todo:
+        show(Text(f"  {cell.name}: {len(cell.subjects)} implementations", "dim"))
+
+
+def _numbers(plan: SweepPlan) -> dict[str, float]:
+    return {"to_do": len(plan.todo), "done": plan.done, "failed": plan.failed, "about_seconds": plan.seconds}
+
+
+def _sentence(plan: SweepPlan) -> str:
+    minutes = plan.seconds / 60
+    about = f"about {minutes:.0f} minutes" if minutes >= 2 else f"about {plan.seconds:.0f} seconds"
+    failed = (
+        f", {plan.failed} of all with something that did not pass (--retry-failed)" if plan.failed else ""
+    )
+    return f"{len(plan.todo)} cells to measure, {about}; {plan.done} are there already{failed}."
+
+
+def _line(outcome: CellOutcome) -> Text:
+    """A cell in one line: the best, what it gains on the baseline, and what went wrong."""
+    passed = [one for one in outcome.subjects if one.samples]
+    broken = [one for one in outcome.subjects if one.status not in (Status.PASSED, Status.UNSUPPORTED)]
+    text = Text(f"{outcome.cell.name}: ")
+    if passed:
+        best = min(passed, key=lambda one: 1.0 if one.comparison is None else one.comparison.ratio)
+        ratio = 1.0 if best.comparison is None else best.comparison.ratio
+        verdict = "baseline" if best.comparison is None else best.comparison.verdict
+        text.append(f"{short_label(best.label)} @ {best.subject.layout}", "bold")
+        text.append(f" {ratio:.3f} {verdict}, {len(passed)} timed, {outcome.seconds:.0f} s")
+    else:
+        text.append("nothing passed", "red")
+    for one in broken:
+        text.append(f"; {short_label(one.label)} {one.status}", "red")
+    return text

@@ -1,0 +1,288 @@
+"""Two results folders set side by side: what became faster, slower, or stopped working from A to B.
+
+Only like is compared with like (`LIKE` in matching.py names what must agree). The runs were not interleaved,
+so there are no pairs of samples between them. Two methods, and every row says which was used:
+
+- "ratio to baseline": if both runs timed the same baseline code in the same rounds, the ratio to it is
+  compared. What the machine did to both at the time cancels.
+- "times": else the raw times. They also hold what the machine did between the two runs, which no statistic
+  can tell from a change of the code: with runs 2 % apart by chance (standard deviation, simulated, 40 rounds)
+  this method alone calls a third of equal pairs different, the other under 1 %. So by times unchanged code is
+  never FASTER or SLOWER, and changed code only beyond the furthest that unchanged code moved.
+
+The rule is that of bench/verdict.py with the tests for unpaired samples: a bootstrap interval of the ratio of
+medians, Mann-Whitney's p-value, corrected for the number of rows, and the larger noise floor of the two runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_routing_bench.bench.verdict import CONFIDENCE, DELTA, DIGITS, FEWEST_ROUNDS, RESAMPLES, Verdict
+from moe_routing_bench.results.lines import LeftOut
+from moe_routing_bench.results.matching import Measured, differences, latest, match, question
+from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.runs import read_run
+from moe_routing_bench.results.store import samples_of
+
+Floats: TypeAlias = NDArray[np.float64]
+Method: TypeAlias = Literal["ratio to baseline", "times"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One implementation in both runs; ratio is its time in B / in A.
+
+    Change(where="expert_ffn seed-fused/32x7168 float32 zipf(1.2)", implementation="staged", layout="compact",
+           ratio=1.05, interval=(1.035, 1.059), p_adjusted=9.7e-10, verdict="SLOWER", reason="...",
+           method="ratio to baseline", same_code=False, repro="mrb bench ...", ...)
+    interval is None with too few samples for one. same_code: the implementation's source has the same hash.
+    """
+
+    where: str
+    implementation: str
+    layout: str
+    ratio: float
+    interval: tuple[float, float] | None
+    p_value: float
+    p_adjusted: float
+    verdict: Verdict
+    reason: str
+    method: Method
+    same_code: bool
+    record_a: str
+    record_b: str
+    repro: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turned:
+    """PASSED in one run and not in the other, whose status and reason these are; repro is B's."""
+
+    name: str
+    status: str
+    reason: str
+    repro: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunComparison:
+    """changes: least ratio first. broken: PASSED in A and tried in B without a pass; fixed: the reverse.
+
+    only_a, only_b: names of what passed in one run and was not tried in the other.
+    unreadable: sentences about samples that are not what was written.
+    """
+
+    changes: tuple[Change, ...]
+    broken: tuple[Turned, ...]
+    fixed: tuple[Turned, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    unreadable: tuple[str, ...]
+    notes: tuple[str, ...]
+    left_out: LeftOut
+
+    def count(self, verdict: Verdict) -> int:
+        return sum(change.verdict == verdict for change in self.changes)
+
+    @property
+    def geometric_mean(self) -> float | None:
+        ratios = [change.ratio for change in self.changes]
+        return math.exp(math.fsum(map(math.log, ratios)) / len(ratios)) if ratios else None
+
+
+def compare_runs(
+    folder_a: Path | str,
+    folder_b: Path | str,
+    *,
+    allow: Collection[str] = (),
+    delta: float = DELTA,
+    tell: Callable[[int, int], None] | None = None,
+) -> RunComparison:
+    """B against A. ValueError if what was measured in both was measured unlike, unless `allow` names how.
+
+    delta: the smallest difference that counts. tell hears (rows done, rows in all).
+    """
+    if not 0 < delta < math.inf:
+        raise ValueError(f"the smallest difference that counts must be above zero, not {delta}")
+    if Path(folder_a).resolve() == Path(folder_b).resolve():
+        raise ValueError(f"{folder_a} would be compared with itself; name two results folders")
+    left_out = LeftOut()
+    runs = [read_run(folder, left_out) for folder in (folder_a, folder_b)]
+    all_a, all_b = (latest(run) for run in runs)
+    for run, found in zip(runs, (all_a, all_b), strict=True):
+        if not found:
+            raise ValueError(f"{run.folder} holds no records; mrb bench --out {run.folder} makes some")
+    pairs, notes = match(all_a, all_b, allow)
+    both = [(a, b) for a, b in pairs if a.passed and b.passed]
+    matched = {question(one) for pair in pairs for one in pair}
+    only_a, only_b = (
+        tuple(sorted({m.name for m in found if m.passed and question(m) not in matched}))
+        for found in (all_a, all_b)
+    )
+    if not any(a.passed or b.passed for a, b in pairs):
+        raise ValueError(
+            f"nothing that passed is in both folders: {folder_a} has {_some(only_a)}; "
+            f"{folder_b} has {_some(only_b)}"
+        )
+    changes, unreadable = _changes(both, delta, tell)
+    harness = {m.record.harness_hash for pair in both for m in pair}
+    if len(harness) > 1:
+        notes.append("the code that measures is not the same in all of these records")
+    return RunComparison(
+        changes=tuple(sorted(changes, key=lambda c: (c.ratio, c.where, c.implementation, c.layout))),
+        broken=tuple(_turned(b, b) for a, b in pairs if a.passed and not b.passed),
+        fixed=tuple(_turned(a, b) for a, b in pairs if b.passed and not a.passed),
+        only_a=only_a,
+        only_b=only_b,
+        unreadable=tuple(unreadable),
+        notes=tuple(notes),
+        left_out=left_out,
+    )
+
+
+def _turned(failed: Measured, b: Measured) -> Turned:
+    found = failed.record.correctness
+    return Turned(name=b.name, status=str(found.status), reason=found.reason, repro=b.record.repro)
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0] if names else "none"
+
+
+def _changes(
+    both: list[tuple[Measured, Measured]], delta: float, tell: Callable[[int, int], None] | None
+) -> tuple[list[Change], list[str]]:
+    from scipy import stats  # a second to import
+
+    rows, unreadable = [], []
+    moved = [_move(a, b) for a, b in both if _unchanged(a, b)]
+    drift = max(moved, default=0.0)
+    for number, (a, b) in enumerate(both):
+        try:
+            method, logs = _logs(a, b)
+        except ValueError as error:
+            unreadable.append(f"{b.name}: {error}")
+            continue
+        rows.append((a, b, method, logs, _p_value(*logs), _interval(*logs)))
+        if tell is not None:
+            tell(number + 1, len(both))
+    adjusted = stats.false_discovery_control([row[4] for row in rows]).tolist() if rows else []
+    changes = []
+    for (a, b, method, (log_a, log_b), p, interval), q in zip(rows, adjusted, strict=True):
+        centre = round(float(np.median(log_b) - np.median(log_a)), DIGITS)
+        floor = max(a.cell.aa_floor, b.cell.aa_floor)
+        by_times = method == "times"
+        verdict, why = _decide(centre, interval, q, floor, delta, drift if by_times else 0.0)
+        if by_times and not moved and verdict in ("FASTER", "SLOWER"):
+            why += "; no unchanged code was timed in both runs, so the machine's part in it is not known"
+        same_code = a.record.implementation.source_hash == b.record.implementation.source_hash
+        if same_code and verdict in ("FASTER", "SLOWER"):
+            why += "; its own source is the same in both, so look at the machine and at what it calls"
+        ends = None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
+        changes.append(
+            Change(
+                where=b.where,
+                implementation=b.record.implementation.label,
+                layout=b.record.what.layout,
+                ratio=math.exp(centre),
+                interval=ends,
+                p_value=p,
+                p_adjusted=q,
+                verdict=verdict,
+                reason=why,
+                method=method,
+                same_code=same_code,
+                record_a=a.record.record_id,
+                record_b=b.record.record_id,
+                repro=b.record.repro,
+            )
+        )
+    return changes, unreadable
+
+
+def _unchanged(a: Measured, b: Measured) -> bool:
+    same_source = a.record.implementation.source_hash == b.record.implementation.source_hash
+    return same_source and not differences(a, b)
+
+
+def _move(a: Measured, b: Measured) -> float:
+    """How far apart its times are, as the size of a logarithm."""
+    assert a.record.timing is not None and b.record.timing is not None  # both passed
+    return abs(math.log(b.record.timing.median / a.record.timing.median))
+
+
+def _logs(a: Measured, b: Measured) -> tuple[Method, tuple[Floats, Floats]]:
+    base_a, base_b = a.cell.baseline_of(a.record), b.cell.baseline_of(b.record)
+    if base_a is not None and base_b is not None and _same_code(base_a, base_b):
+        return "ratio to baseline", (_log_ratio(a, base_a), _log_ratio(b, base_b))
+    return "times", (np.log(_samples(a, a.record)), np.log(_samples(b, b.record)))
+
+
+def _same_code(a: Record, b: Record) -> bool:
+    one, other = a.implementation, b.implementation
+    same_layout = a.what.layout == b.what.layout
+    return (one.label, one.source_hash) == (other.label, other.source_hash) and same_layout
+
+
+def _log_ratio(one: Measured, base: Record) -> Floats:
+    times, base_times = _samples(one, one.record), _samples(one, base)
+    if times.shape != base_times.shape:
+        raise ValueError(f"it has {len(times)} samples and its baseline {len(base_times)}: no rounds")
+    return np.log(times) - np.log(base_times)
+
+
+def _samples(one: Measured, record: Record) -> Floats:
+    times = samples_of(one.run.folder, record)
+    if not (np.isfinite(times) & (times > 0)).all():
+        raise ValueError(f"the samples of {record.record_id} are not all positive and finite")
+    return times
+
+
+def _p_value(log_a: Floats, log_b: Floats) -> float:
+    from scipy import stats  # a second to import
+
+    return float(stats.mannwhitneyu(np.round(log_a, DIGITS), np.round(log_b, DIGITS), axis=None).pvalue)
+
+
+def _interval(log_a: Floats, log_b: Floats) -> tuple[float, float] | None:
+    from scipy import stats  # a second to import
+
+    if min(len(log_a), len(log_b)) < FEWEST_ROUNDS:
+        return None
+    found = stats.bootstrap(
+        (log_a, log_b), lambda a, b, axis: np.median(b, axis=axis) - np.median(a, axis=axis),
+        n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", vectorized=True,
+        rng=np.random.default_rng(0),
+    ).confidence_interval  # fmt: skip
+    return round(float(found.low), DIGITS), round(float(found.high), DIGITS)
+
+
+def _decide(
+    centre: float, interval: tuple[float, float] | None, q: float, floor: float, delta: float, drift: float
+) -> tuple[Verdict, str]:
+    """drift: the logarithm of how far unchanged code moved; a change must count beyond it."""
+    limit, counts, alpha = math.log1p(delta), math.log1p(max(delta, floor)) + drift, 1 - CONFIDENCE
+    said = f"a difference of more than {100 * math.expm1(counts):.1f} %"
+    if interval is None:
+        return "UNDECIDED", f"fewer than {FEWEST_ROUNDS} samples in one of the runs"
+    low, high = interval
+    if abs(centre) > counts:
+        if (low > 0 or high < 0) and q <= alpha:
+            return ("SLOWER" if centre > 0 else "FASTER"), f"{said}, with p = {q:.2g}"
+        cause = "the interval holds 1" if low <= 0 <= high else f"p = {q:.2g} is above {alpha:.2g}"
+        return "UNDECIDED", f"perhaps {said}, but {cause}"
+    if floor > delta:
+        return "UNDECIDED", f"in one of the runs the baseline's own twin is {100 * floor:.1f} % away from it"
+    if drift > limit:
+        return "UNDECIDED", f"unchanged code moved by {100 * math.expm1(drift):.1f} % between the runs"
+    if max(-low, high) <= limit:
+        return "SAME", f"no difference of more than {100 * delta:.1f} %"
+    return "UNDECIDED", f"the interval reaches past {100 * delta:.1f} %; measure both with more rounds"

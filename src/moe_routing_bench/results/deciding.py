@@ -1,0 +1,370 @@
+"""From a results folder to decisions: the winner of every size, its ties, and what one choice for all costs.
+
+Within a cell all implementations were timed in the same rounds, so the winner is the one with the least ratio
+to the cell's baseline, and a tie is one whose paired samples do not show it to be slower than the winner.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.verdict import FEWEST_ROUNDS, Comparison, Regret, compare_cells, regret
+from moe_routing_bench.ops import decisions
+from moe_routing_bench.ops.decisions import Facts, read_decisions
+from moe_routing_bench.ops.registry import BUILT_IN, all_ops
+from moe_routing_bench.plan import Layout
+from moe_routing_bench.results.lines import LeftOut
+from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.runs import CellRun, Run, read_run
+from moe_routing_bench.results.store import samples_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What an entry of the file answers: Question(op="expert_ffn", facts=Facts(D=2048, ...), threads=1,
+    workload="zipf(1.2)")."""
+
+    op: str
+    facts: Facts  # without tokens
+    threads: int
+    workload: str
+
+    def __str__(self) -> str:
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"{self.op} {self.facts}, {threads}, {self.workload}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """The contenders of one cell in one layout, by name: each one's ratio to the cell's baseline, and how it
+    compares with the winner. Contest(T=16, winner="staged", ratios={"staged": 0.81, "eager_loop": 0.82}, ...)
+    """
+
+    T: int
+    case: str
+    winner: str
+    ratios: dict[str, float]
+    against_winner: dict[str, Comparison]
+
+    @property
+    def ties(self) -> tuple[str, ...]:
+        """Not shown to be slower than the winner, nearest first."""
+        found = [name for name, one in self.against_winner.items() if one.verdict != "SLOWER"]
+        return tuple(sorted(found, key=lambda name: self.ratios[name]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An entry of the file: the contests of one question by tokens, and the best single choice for all."""
+
+    question: Question
+    contests: tuple[Contest, ...]
+    overall: Regret
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What a folder decides. regrets: by op, every implementation as the one choice for all its cases."""
+
+    machine: str
+    torch: str
+    answers: tuple[Answer, ...]
+    regrets: dict[str, list[Regret]]
+    notes: tuple[str, ...]
+    left_out: LeftOut
+
+
+def decide(folder: Path | str, *, cache: str | None = None) -> Decided:
+    """The winners in a folder. cache: which cache policy counts, if the folder holds several.
+
+    ValueError if it mixes machines, versions of torch or ways of timing: they have different winners.
+    """
+    left_out, notes = LeftOut(), _Notes()
+    run = read_run(folder, left_out)
+    cells = _cells(run, cache, notes)
+    machine, torch = _one_of_each(run, cells)
+    fields = [_field(run, *one, notes) for one in _chosen(cells, notes)]
+    found = _contests([field for field in fields if field is not None])
+    answers = []
+    for question, contests in sorted(found.items(), key=lambda item: str(item[0])):
+        contests.sort(key=lambda contest: contest.T)
+        ranked = _regret({f"T={contest.T}": contest for contest in contests})
+        answers.append(Answer(question=question, contests=tuple(contests), overall=ranked[0]))
+    if not answers:
+        why = "; ".join(notes.said()) or "it has no record with status PASSED"
+        raise ValueError(f"{folder} decides nothing: {why}")
+    return Decided(
+        machine=machine,
+        torch=torch,
+        answers=tuple(answers),
+        regrets={op: _regret(contests) for op, contests in _by_op(answers).items()},
+        notes=tuple(notes.said()),
+        left_out=left_out,
+    )
+
+
+def write_decisions(decided: Decided, source: Path | str, target: Path | str) -> dict[str, Any]:
+    """Write the file that impl="auto" reads, renamed into place once it has been read back; its content."""
+    target = Path(target)
+    document = {
+        "schema": decisions.SCHEMA,
+        "version": decisions.VERSION,
+        "machine": decided.machine,
+        "torch": decided.torch,
+        "made_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "from": _printable(str(source)),
+        "entries": [_entry(answer) for answer in decided.answers],
+    }
+    if not target.parent.is_dir():
+        raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
+    part = target.with_name(f"{target.name}.part-{os.getpid()}")
+    try:
+        part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+        read_decisions(part)
+        part.replace(target)
+    except OSError as error:
+        raise ValueError(f"cannot write {target}: {error.strerror}") from None
+    finally:
+        part.unlink(missing_ok=True)
+    return document
+
+
+class _Notes:
+    """What was not used and why, each reason once with how often."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def add(self, reason: str, count: int = 1) -> None:
+        self._counts[reason] = self._counts.get(reason, 0) + count
+
+    def said(self) -> list[str]:
+        return [f"{reason} ({count})" if count > 1 else reason for reason, count in self._counts.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Field:
+    """Who runs in a contest, before it is decided; names are specs."""
+
+    question: Question
+    cell: CellRun
+    records: dict[str, Record]
+    times: dict[str, NDArray[np.float64]]  # raw samples, paired by round
+    ratios: dict[str, float]
+
+
+def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, list[Record]]]:
+    """Cells with something that passed, and those records."""
+    found = []
+    for cell in run.cells:
+        passed = [r for r in cell.records if r.correctness.status is Status.PASSED]
+        if passed := [r for r in passed if r.implementation.role != "twin"]:
+            found.append((cell, passed))
+    if not found:
+        raise ValueError(f"{run.folder} decides nothing: it has no record with status PASSED")
+    policies = sorted({r.protocol.cache for _, records in found for r in records})
+    if cache is None and len(policies) > 1:
+        raise ValueError(
+            f"{run.folder} mixes the cache policies {', '.join(policies)}; choose one with --cache"
+        )
+    if cache is not None and cache not in policies:
+        raise ValueError(
+            f"{run.folder} has nothing with the cache policy {cache!r}; it has {', '.join(policies)}"
+        )
+    kept = [(cell, records) for cell, records in found if cache in (None, records[0].protocol.cache)]
+    if len(kept) < len(found):
+        notes.add(f"cells not used: measured with another cache policy than {cache}", len(found) - len(kept))
+    return kept
+
+
+def _one_of_each(run: Run, cells: list[tuple[CellRun, list[Record]]]) -> tuple[str, str]:
+    records = [record for _, found in cells for record in found]
+    environments = {record.environment: run.environment(record) for record in records}
+    for record in records:
+        if not environments[record.environment].known:
+            raise ValueError(
+                f"{run.folder} does not say on which machine {record.record_id} was measured: its "
+                f"environments folder lacks {record.environment[:12]}; decisions hold for one machine"
+            )
+    mixed = {
+        "machines": {one.machine for one in environments.values()},
+        "versions of torch": {one.torch for one in environments.values()},
+        "timer views": {record.protocol.view for record in records},
+    }
+    for what, values in mixed.items():
+        if len(values) > 1:
+            raise ValueError(
+                f"{run.folder} mixes {what}: {', '.join(sorted(values))}; "
+                "decisions hold for one, so keep each in a folder of its own"
+            )
+    return mixed["machines"].pop(), mixed["versions of torch"].pop()
+
+
+def _chosen(
+    cells: list[tuple[CellRun, list[Record]]], notes: _Notes
+) -> Iterable[tuple[Question, CellRun, list[Record]]]:
+    """One cell for each question and number of tokens: the op itself before a layer, then the newest."""
+    found: dict[tuple[Question, int], tuple[tuple[object, ...], CellRun, list[Record]]] = {}
+    for cell, records in cells:
+        by_question: dict[Question, list[Record]] = {}
+        for record in records:
+            if (question := _question(record, notes)) is not None:
+                by_question.setdefault(question, []).append(record)
+        for question, asked in by_question.items():
+            key = (question, asked[0].workload.T)
+            rank = (asked[0].what.span == question.op, max(r.created_at for r in asked), cell.session)
+            if key in found:
+                notes.add("cells not used: a newer or closer measurement has the same sizes")
+            if key not in found or found[key][0] < rank:
+                found[key] = (rank, cell, asked)
+    return [(question, cell, asked) for (question, _), (_, cell, asked) in found.items()]
+
+
+def _question(record: Record, notes: _Notes) -> Question | None:
+    w, span = record.workload, record.what.span
+    op = "expert_ffn" if span == "layer" else span
+    if op not in all_ops():
+        notes.add(f"records not used: the span {span} is several operations and decides none of them")
+        return None
+    sizes = (w.T, w.D, w.F, w.E, w.K, record.protocol.threads)
+    words = (w.dtype, w.activation, record.protocol.device, record.implementation.spec)
+    assert record.routing is not None  # it passed
+    if min(sizes) < 1 or not all(map(_is_text, (*words, record.routing.spec))):
+        notes.add(f"records not used: the sizes or words of a case of {span} cannot be in a decision")
+        return None
+    try:
+        layout = str(Layout.parse(record.what.layout))
+    except ValueError:
+        notes.add(f"records not used: {_printable(record.what.layout)} is no layout")
+        return None
+    facts = Facts(
+        D=w.D, F=w.F, E=w.E, K=w.K, dtype=w.dtype, layout=layout, activation=w.activation,
+        device=record.protocol.device,
+    )  # fmt: skip
+    return Question(op=op, facts=facts, threads=record.protocol.threads, workload=record.routing.spec)
+
+
+def _field(
+    run: Run, question: Question, cell: CellRun, records: list[Record], notes: _Notes
+) -> _Field | None:
+    """None if the samples are not those that were written: a contest with someone missing decides nothing."""
+    by_name: dict[str, Record] = {}
+    for record in records:
+        one = record.implementation
+        # "auto" is no choice; what it was then is
+        by_name.setdefault(one.label if one.spec == "auto" else one.spec, record)
+        if one.origin != BUILT_IN:
+            notes.add(f"{question.op}.{one.spec} is not built in: whoever uses the decisions needs it too")
+    try:
+        times = {name: samples_of(run.folder, record) for name, record in by_name.items()}
+    except ValueError as error:
+        notes.add(f"cell not used: {error}")
+        return None
+    rounds = {len(samples) for samples in times.values()}
+    if len(rounds) > 1:
+        notes.add("cells not used: their implementations have different numbers of samples, so no rounds")
+        return None
+    if min(rounds) < FEWEST_ROUNDS:
+        notes.add(f"cells not used: fewer than {FEWEST_ROUNDS} rounds")
+        return None
+    if not all((np.isfinite(samples) & (samples > 0)).all() for samples in times.values()):
+        notes.add("cells not used: samples that are not positive and finite")
+        return None
+    # without a baseline that passed there are only the times, which share their rounds as well
+    baselines = [r for r in cell.records if r.implementation.role == "baseline" and r.timing is not None]
+    unit = baselines[0].timing.median if baselines and baselines[0].timing else 1.0
+    ratios = {}
+    for name, record in by_name.items():
+        assert record.timing is not None  # it passed
+        found = record.comparison
+        ratios[name] = found.ratio if found is not None else record.timing.median / unit
+    return _Field(question=question, cell=cell, records=by_name, times=times, ratios=ratios)
+
+
+def _contests(fields: list[_Field]) -> dict[Question, list[Contest]]:
+    """All comparisons with winners are corrected together for their number."""
+    winners = [min(field.ratios, key=lambda name: (field.ratios[name], name)) for field in fields]
+    asked = [
+        (number, name)
+        for number, (field, winner) in enumerate(zip(fields, winners, strict=True))
+        for name in field.ratios
+        if name != winner
+    ]
+    compared = compare_cells(
+        [(fields[number].times[winners[number]], fields[number].times[name]) for number, name in asked],
+        aa_floor=[fields[number].cell.aa_floor for number, _ in asked],
+    )
+    against: list[dict[str, Comparison]] = [{} for _ in fields]
+    for (number, name), found in zip(asked, compared, strict=True):
+        against[number][name] = found
+    contests: dict[Question, list[Contest]] = {}
+    for field, winner, others in zip(fields, winners, against, strict=True):
+        workload = field.records[winner].workload
+        ratios = {winner: field.ratios[winner], **field.ratios}  # of equal ratios `regret` takes the first
+        contest = Contest(
+            T=workload.T, case=workload.case, winner=winner, ratios=ratios, against_winner=others
+        )
+        contests.setdefault(field.question, []).append(contest)
+    return contests
+
+
+def _by_op(answers: list[Answer]) -> dict[str, dict[str, Contest]]:
+    found: dict[str, dict[str, Contest]] = {}
+    for answer in answers:
+        for contest in answer.contests:
+            asked, cells = answer.question, found.setdefault(answer.question.op, {})
+            facts = f"{asked.facts.dtype} {asked.facts.layout} {asked.workload}, threads={asked.threads}"
+            place = f"{contest.case} T={contest.T} {facts}"
+            cells[place if place not in cells else f"{place}, {asked.facts}"] = contest
+    return found
+
+
+def _regret(contests: dict[str, Contest]) -> list[Regret]:
+    """Best first; where no choice has a time everywhere, the one with the fewest holes."""
+    rows = regret(
+        {cell: contest.ratios for cell, contest in contests.items()},
+        {cell: contest.against_winner for cell, contest in contests.items()},
+    )
+    return sorted(rows, key=lambda row: (row.worst_loss, len(row.missing), row.median_loss))
+
+
+def _entry(answer: Answer) -> dict[str, Any]:
+    facts, overall = answer.question.facts, answer.overall
+    complete = not overall.missing
+    return {
+        "op": answer.question.op,
+        **{letter: getattr(facts, letter) for letter in "DFEK"},
+        **{name: getattr(facts, name) for name in ("dtype", "layout", "activation", "device")},
+        "threads": answer.question.threads,
+        "workload": answer.question.workload,
+        "overall": overall.implementation,
+        "regret_median": overall.median_loss if complete else None,
+        "regret_worst": overall.worst_loss if complete else None,
+        "by_tokens": [
+            {
+                "T": contest.T,
+                "impl": contest.winner,
+                "ties": list(contest.ties[: decisions.MAX_TIES]),
+                "ratio": contest.ratios[contest.winner],
+            }
+            for contest in answer.contests
+        ],
+    }
+
+
+def _is_text(text: str) -> bool:
+    return bool(text) and text.isprintable()
+
+
+def _printable(text: str) -> str:
+    return text if _is_text(text) else ascii(text)

@@ -1,0 +1,338 @@
+"""Records as flat rows in Parquet: what queries read instead of parsing JSON each time.
+
+session=<id>/records.parquet holds one row for each good line of records.jsonl beside it. It is a copy: the
+lines stay the truth, and a Parquet file that does not match them is made anew. Making it costs one validation
+of each line, about three minutes for 10^6 records (`measurements/results_scale.json`), once; later lines are
+added to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from moe_routing_bench.results.lines import RECORDS, LeftOut, is_plain_file, read_records, session_folders
+from moe_routing_bench.results.record import Record
+
+PARQUET = "records.parquet"
+ENTRY = "moe_routing_bench"
+# fewer new bytes than this are parsed by each query, about 0.1 s; more are added to the Parquet file
+SMALL_TAIL = 2 << 20
+SETTLED_SECONDS = 600  # a file nobody wrote to for this long is finished, or its writer is dead
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column("median_ms", "DOUBLE", "timing.median", 1e3): the name in SQL, its type, where in a record."""
+
+    name: str
+    type: str
+    path: str
+    scale: float = 1.0
+
+
+COLUMNS = (
+    Column("record_id", "VARCHAR", "record_id"),
+    Column("cell_key", "VARCHAR", "cell_key"),
+    Column("created_at", "TIMESTAMP", "created_at"),  # UTC
+    Column("session", "VARCHAR", "session"),
+    Column("suite", "VARCHAR", "suite"),
+    Column("suite_version", "BIGINT", "suite_version"),
+    Column("harness_version", "VARCHAR", "harness_version"),
+    Column("harness_hash", "VARCHAR", "harness_hash"),
+    Column("span", "VARCHAR", "what.span"),
+    Column("direction", "VARCHAR", "what.direction"),
+    Column("contract_hash", "VARCHAR", "what.contract_hash"),
+    Column("included", "VARCHAR[]", "what.included"),
+    Column("excluded", "VARCHAR[]", "what.excluded"),
+    Column("layout", "VARCHAR", "what.layout"),
+    *(Column(name, "VARCHAR", f"workload.{name}") for name in ("case", "scaled_from", "model")),
+    *(Column(name, "BIGINT", f"workload.{name}") for name in "TDFEKW"),
+    *(Column(name, "BIGINT", f"workload.{name}") for name in ("shared_F", "heads", "sequences")),
+    Column("activation", "VARCHAR", "workload.activation"),
+    Column("bias", "BOOLEAN", "workload.bias"),
+    Column("dtype", "VARCHAR", "workload.dtype"),
+    Column("workload", "VARCHAR", "routing.spec"),
+    Column("routing_suite_version", "BIGINT", "routing.suite_version"),
+    Column("routing_seed", "BIGINT", "routing.seed"),
+    Column("routing_checksum", "VARCHAR", "routing.checksum"),
+    *(Column(name, "BIGINT", f"routing.{name}") for name in ("active_experts", "zero_experts")),
+    *(Column(name, "DOUBLE", f"routing.{name}") for name in ("max_over_mean", "max_violation")),
+    *(Column(name, "DOUBLE", f"routing.{name}") for name in ("max_violation_rank", "cv", "gini")),
+    Column("entropy_bits", "DOUBLE", "routing.entropy_bits"),
+    *(Column(name, "BIGINT", f"routing.{name}") for name in ("dropped_pairs", "padded_rows")),
+    Column("tile_efficiency", "DOUBLE", "routing.tile_efficiency"),
+    Column("impl", "VARCHAR", "implementation.label"),
+    Column("impl_spec", "VARCHAR", "implementation.spec"),
+    *(Column(name, "VARCHAR", f"implementation.{name}") for name in ("origin", "source_hash", "role")),
+    Column("deterministic", "BOOLEAN", "implementation.deterministic"),
+    Column("host_sync", "VARCHAR", "implementation.host_sync"),
+    *(Column(name, "VARCHAR", f"protocol.{name}") for name in ("view", "cache", "device")),
+    *(Column(name, "BIGINT", f"protocol.{name}") for name in ("threads", "processes", "rounds")),
+    *(Column(name, "BIGINT", f"protocol.{name}") for name in ("calls_per_sample", "warmup_calls")),
+    Column("stop_reason", "VARCHAR", "protocol.stop_reason"),
+    Column("protocol_seed", "BIGINT", "protocol.seed"),
+    Column("fresh_inputs", "VARCHAR", "protocol.fresh_inputs"),
+    Column("status", "VARCHAR", "correctness.status"),
+    Column("reason", "VARCHAR", "correctness.reason"),
+    Column("checks", "VARCHAR[]", "correctness.checks"),
+    *(Column(name, "DOUBLE", f"correctness.{name}") for name in ("max_error", "max_bound")),
+    Column("checked_timed_calls", "BIGINT", "correctness.checked_timed_calls"),
+    *(Column(f"{name}_ms", "DOUBLE", f"timing.{name}", 1e3) for name in ("median", "mean", "std")),
+    *(Column(f"{name}_ms", "DOUBLE", f"timing.{name}", 1e3) for name in ("least", "most", "p05", "p25")),
+    *(Column(f"{name}_ms", "DOUBLE", f"timing.{name}", 1e3) for name in ("p75", "p95", "first_call")),
+    Column("stage_seconds", "MAP(VARCHAR, DOUBLE)", "timing.stages"),
+    Column("samples", "BIGINT", "timing.samples.count"),
+    Column("baseline", "VARCHAR", "comparison.baseline"),
+    Column("ratio", "DOUBLE", "comparison.ratio"),
+    Column("ratio_low", "DOUBLE", "comparison.low"),
+    Column("ratio_high", "DOUBLE", "comparison.high"),
+    Column("p_adjusted", "DOUBLE", "comparison.p_adjusted"),
+    Column("verdict", "VARCHAR", "comparison.verdict"),
+    Column("verdict_reason", "VARCHAR", "comparison.reason"),
+    Column("more_rounds", "BIGINT", "comparison.more_rounds"),
+    Column("aa_floor", "DOUBLE", "comparison.aa_floor"),
+    *(Column(name, "BIGINT", f"work.{name}") for name in ("useful_flops", "executed_flops")),
+    *(Column(name, "BIGINT", f"work.{name}") for name in ("weight_bytes", "activation_bytes")),
+    Column("floor_ms", "DOUBLE", "work.floor_seconds", 1e3),
+    *(Column(name, "DOUBLE", f"work.{name}") for name in ("share_of_roof", "bw_2pass", "bw_strict")),
+    Column("peak_rss_bytes", "BIGINT", "peak_rss_bytes"),
+    *(Column(name, "DOUBLE", f"weather.{name}") for name in ("load_before", "load_after", "steal_percent")),
+    Column("throttled", "BOOLEAN", "weather.throttled"),
+    Column("environment", "VARCHAR", "environment"),
+    Column("repro", "VARCHAR", "repro"),
+)
+COLUMNS_HASH = hashlib.sha256(repr(COLUMNS).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cover:
+    """Which lines a Parquet file holds: the first `covered` bytes of a records file, when it had `seen` bytes
+    (a line that was cut off is seen but not covered). sha256 is of the covered bytes."""
+
+    columns: str = COLUMNS_HASH
+    covered: int
+    seen: int
+    sha256: str
+    left_out: int
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a session's rows are: the Parquet file if it is usable, and the lines from byte `start` on."""
+
+    session: str
+    folder: Path
+    cover: Cover | None  # None: the Parquet file is absent, damaged or not of these lines
+    size: int
+
+    @property
+    def lines(self) -> Path:
+        return self.folder / RECORDS
+
+    @property
+    def parquet(self) -> Path:
+        return self.folder / PARQUET
+
+    @property
+    def start(self) -> int:
+        return self.cover.covered if self.cover else 0
+
+    @property
+    def is_current(self) -> bool:
+        return self.cover is not None and self.size == self.cover.seen
+
+    @property
+    def settled(self) -> bool:
+        return time.time() - self.lines.stat().st_mtime > SETTLED_SECONDS
+
+    def left_out_before(self) -> LeftOut:
+        """What was left out before byte `start`, or of the whole file if the copy is current."""
+        if self.cover is None:
+            return LeftOut()
+        # a line that was cut off when the copy was made is looked at again
+        again = not self.is_current and self.cover.seen > self.cover.covered
+        lines = self.cover.left_out - again
+        return LeftOut(lines, list(self.cover.sentences[:lines]))
+
+
+def compact(folder: Path | str, progress: Callable[[int, int], None] | None = None) -> int:
+    """Bring the Parquet file of every session up to date; how many were behind. progress hears (bytes done,
+    bytes in all) after each."""
+    with duckdb.connect() as connection:
+        behind = [source for source in sources(connection, Path(folder)) if not source.is_current]
+        total, done = sum(source.size - source.start for source in behind), 0
+        for source in behind:
+            fold(connection, source)
+            done += source.size - source.start
+            if progress is not None:
+                progress(done, total)
+    return len(behind)
+
+
+def sources(connection: duckdb.DuckDBPyConnection, folder: Path) -> list[Source]:
+    sessions = session_folders(folder)
+    covers = _read_covers(connection, [path / PARQUET for path in sessions.values()])
+    return [_source(session, path, covers.get(path / PARQUET)) for session, path in sessions.items()]
+
+
+def _source(session: str, folder: Path, cover: Cover | None) -> Source:
+    parquet, lines = folder / PARQUET, (folder / RECORDS).stat()
+    same_age = cover is not None and parquet.stat().st_mtime_ns >= lines.st_mtime_ns
+    if cover is not None and not (same_age and lines.st_size == cover.seen):
+        # as with make, an older copy is doubted; the hash tells a copied folder from changed lines
+        if lines.st_size < cover.seen or _sha256(folder / RECORDS, cover.covered) != cover.sha256:
+            cover = None
+        elif lines.st_size == cover.seen:
+            with suppress(OSError):  # a folder that may only be read is hashed each time
+                os.utime(parquet, ns=(lines.st_mtime_ns, lines.st_mtime_ns))
+    return Source(session=session, folder=folder, cover=cover, size=lines.st_size)
+
+
+def fold(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
+    """Write the session's Parquet file: the rows it has, then the new lines; renamed when whole."""
+    before = source.lines.stat()
+    end = _end_of_last_line(source.lines, before.st_size)
+    left_out = source.left_out_before()
+    part = source.folder / f"{PARQUET}.part-{os.getpid()}"
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = Path(scratch) / "rows.jsonl"
+        records = read_records(source.lines, source.session, left_out, start=source.start, stop=end)
+        write_rows(rows, records)
+        if end < before.st_size:
+            left_out.add(f"{source.lines} at byte {end:,}: the last line was cut off while it was written")
+        cover = Cover(
+            covered=end,
+            seen=before.st_size,
+            sha256=_sha256(source.lines, end),
+            left_out=left_out.count,
+            sentences=tuple(left_out.first),
+        )
+        select = select_rows(rows)
+        if source.cover:
+            select = f"SELECT * FROM {scan([source.parquet])} UNION ALL {select}"
+        try:
+            connection.execute(
+                f"COPY ({select}) TO {quoted(part)} (FORMAT parquet, COMPRESSION zstd, "
+                f"KV_METADATA {{{ENTRY}: {quoted(json.dumps(asdict(cover)))}}})"
+            )
+            # an edit of the lines from here on makes them newer than their copy
+            os.utime(part, ns=(before.st_mtime_ns, before.st_mtime_ns))
+            part.replace(source.parquet)
+        finally:
+            part.unlink(missing_ok=True)
+    return Source(session=source.session, folder=source.folder, cover=cover, size=before.st_size)
+
+
+def write_rows(path: Path, records: Iterable[Record]) -> None:
+    """Records for `select_rows`: written anew, so that SQL sees what the schema saw and nothing else."""
+    with path.open("wb") as file:
+        file.writelines(record.line() for record in records)
+
+
+def select_rows(rows: Path) -> str:
+    nested: dict[str, Any] = {}
+    for column in COLUMNS:
+        *parents, last = column.path.split(".")
+        part = nested
+        for parent in parents:
+            part = part.setdefault(parent, {})
+        part[last] = column.type
+    types = ", ".join(f"{quoted(name)}: {quoted(_sql_type(kind))}" for name, kind in nested.items())
+    columns = ", ".join(f'{_sql_path(column)} AS "{column.name}"' for column in COLUMNS)
+    options = f"format = 'newline_delimited', columns = {{{types}}}"
+    return f"SELECT {columns} FROM read_json({quoted(rows)}, {options})"
+
+
+def _sql_type(kind: str | dict[str, Any]) -> str:
+    if isinstance(kind, str):
+        return kind
+    fields = ", ".join(f'"{name}" {_sql_type(inner)}' for name, inner in kind.items())
+    return f"STRUCT({fields})"
+
+
+def _sql_path(column: Column) -> str:
+    path = ".".join(f'"{step}"' for step in column.path.split("."))
+    return path if column.scale == 1.0 else f"{path} * {column.scale!r}"
+
+
+def scan(parquets: list[Path]) -> str:
+    listed = ", ".join(quoted(glob_free(path)) for path in parquets)
+    return f"read_parquet([{listed}], hive_partitioning = false)"
+
+
+def quoted(text: object) -> str:
+    return "'" + str(text).replace("'", "''") + "'"
+
+
+def glob_free(path: Path) -> str:
+    """The path with *, ? and [ meaning themselves."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in str(path))
+
+
+def _read_covers(connection: duckdb.DuckDBPyConnection, parquets: list[Path]) -> dict[Path, Cover]:
+    present = [path for path in parquets if is_plain_file(path)]
+    if not present:
+        return {}
+    names = {glob_free(path): path for path in present}
+    query = "SELECT file_name, decode(value) FROM parquet_kv_metadata({}) WHERE decode(key) = ?"
+    try:
+        listed = ", ".join(quoted(name) for name in names)
+        rows = connection.execute(query.format(f"[{listed}]"), [ENTRY]).fetchall()
+    except duckdb.Error:  # one of them is damaged: ask each
+        if len(present) == 1:
+            return {}
+        found: dict[Path, Cover] = {}
+        for path in present:
+            found |= _read_covers(connection, [path])
+        return found
+    return {Path(name): cover for name, text in rows if (cover := _parse_cover(text)) is not None}
+
+
+def _parse_cover(text: str) -> Cover | None:
+    try:
+        given = json.loads(text)
+        cover = Cover(**{**given, "sentences": tuple(str(sentence) for sentence in given["sentences"])})
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    numbers = (cover.covered, cover.seen, cover.left_out)
+    if cover.columns != COLUMNS_HASH or not all(type(n) is int and n >= 0 for n in numbers):
+        return None
+    return cover
+
+
+def _sha256(path: Path, stop: int) -> str:
+    digest = hashlib.sha256()
+    for chunk in _chunks(path, stop):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _chunks(path: Path, stop: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while stop > 0 and (chunk := file.read(min(stop, 1 << 20))):
+            stop -= len(chunk)
+            yield chunk
+
+
+def _end_of_last_line(path: Path, size: int) -> int:
+    """The byte after the last newline within the first `size` bytes."""
+    with path.open("rb") as file:
+        while size > 0:
+            begin = max(0, size - (1 << 16))
+            file.seek(begin)
+            if (found := file.read(size - begin).rfind(b"\n")) >= 0:
+                return begin + found + 1
+            size = begin
+    return 0

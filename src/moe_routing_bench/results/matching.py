@@ -1,0 +1,162 @@
+"""Which records of two runs answer the same question, and what must agree before they are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.runs import CellRun, Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One implementation of a run, in the latest run of its cell."""
+
+    run: Run
+    cell: CellRun
+    record: Record
+
+    @property
+    def passed(self) -> bool:
+        return self.record.correctness.status is Status.PASSED
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What was computed on, without the routing, which a worker that died may not have told."""
+        w, sizes = self.record.workload, "TDFEKW"
+        letters = tuple(getattr(w, letter) for letter in sizes)
+        rest = (w.shared_F, w.heads, w.sequences, w.activation, w.bias)
+        return (*letters, *rest, self.record.what.layout)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return (*self.place, self.cell.workload, self.record.implementation.label)
+
+    @property
+    def where(self) -> str:
+        """expert_ffn seed-fused/32x7168 float32 zipf(1.2)"""
+        r = self.record
+        spec, seed = self.cell.workload or ("routing unknown", 0)
+        return f"{r.what.span} {r.workload.case} {r.workload.dtype} {spec}{f' seed {seed}' if seed else ''}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.where}: {self.record.implementation.label} | {self.record.what.layout}"
+
+
+# what must agree: the name for --allow, in words, and its value
+LIKE: dict[str, tuple[str, Callable[[Measured], str]]] = {
+    "machine": ("machines", lambda m: m.run.environment(m.record).machine),
+    "torch": ("versions of torch", lambda m: m.run.environment(m.record).torch),
+    "python": ("versions of Python", lambda m: m.run.environment(m.record).python),
+    "settings": ("settings of the environment", lambda m: m.run.environment(m.record).settings),
+    "span": ("spans", lambda m: m.record.what.span),
+    "direction": ("directions", lambda m: m.record.what.direction),
+    "contract": ("contracts", lambda m: m.record.what.contract_hash[:12]),
+    "dtype": ("dtypes", lambda m: m.record.workload.dtype),
+    "routing": ("routed experts", lambda m: m.record.routing.checksum[:12] if m.record.routing else ""),
+    "device": ("devices", lambda m: m.record.protocol.device),
+    "threads": ("numbers of threads", lambda m: str(m.record.protocol.threads)),
+    "cache": ("cache policies", lambda m: m.record.protocol.cache),
+    "view": ("timer views", lambda m: m.record.protocol.view),
+    "inputs": ("rules for fresh inputs", lambda m: m.record.protocol.fresh_inputs),
+}
+
+
+def latest(run: Run) -> list[Measured]:
+    """The newest record of everything that was measured, whatever came of it; twins are no contenders."""
+    found: dict[object, Measured] = {}
+    for cell in run.cells:
+        for record in cell.records:
+            if record.implementation.role == "twin":
+                continue
+            one = Measured(run=run, cell=cell, record=record)
+            key = (one.identity, _likeness(one))
+            if key not in found or _age(found[key]) < _age(one):
+                found[key] = one
+    return sorted(found.values(), key=_age)
+
+
+def _age(one: Measured) -> tuple[object, str]:
+    return one.record.created_at, one.record.record_id
+
+
+def _likeness(one: Measured) -> tuple[str, ...]:
+    return tuple(value(one) for _, value in LIKE.values())
+
+
+def question(one: Measured) -> tuple[object, ...]:
+    """What a user asked for. Older answers to it, made with other versions, are not missing elsewhere."""
+    versions = ("torch", "python", "settings", "contract", "routing")
+    asked = tuple(value(one) for name, (_, value) in LIKE.items() if name not in versions)
+    return (*one.identity, *asked)
+
+
+def match(
+    all_a: list[Measured], all_b: list[Measured], allow: Collection[str]
+) -> tuple[list[tuple[Measured, Measured]], list[str]]:
+    """Pairs of records of A and B, and notes. Those that agree in everything find each other first, then
+    those that differ only in what is allowed. ValueError if the same was measured unlike in another way."""
+    for name in allow:
+        if name not in LIKE:
+            raise ValueError(
+                f"there is no dimension {name!r}; {did_you_mean(name, LIKE)}there are {', '.join(LIKE)}"
+            )
+    exact = {(a.identity, _likeness(a)): a for a in all_a}
+    pairs, left_b = [], []
+    for b in all_b:
+        a = exact.pop((b.identity, _likeness(b)), None)
+        if a is None:
+            left_b.append(b)
+        else:
+            pairs.append((a, b))
+    by_identity: dict[object, list[Measured]] = {}
+    for a in exact.values():
+        by_identity.setdefault(a.identity, []).append(a)
+    notes: dict[str, None] = {}
+    failed_b = []
+    for b in reversed(left_b):
+        others = by_identity.get(b.identity, [])
+        if not others:
+            failed_b += [] if b.passed else [b]
+            continue
+        a = min(reversed(others), key=lambda one: len(differences(one, b)))
+        differing = differences(a, b)
+        if refused := [name for name in differing if name not in allow]:
+            said = "; ".join(_difference(name, a, b) for name in refused)
+            options = " ".join(f"--allow {name}" for name in refused)
+            raise ValueError(f"{said}; add {options} to compare all the same (seen at {b.name})")
+        notes |= dict.fromkeys(f"compared all the same: {_difference(name, a, b)}" for name in differing)
+        others.remove(a)
+        pairs.append((a, b))
+    left_a = [a for others in by_identity.values() for a in others if a.passed]
+    return pairs + _match_failed(left_a, failed_b), list(notes)
+
+
+def _match_failed(left_a: list[Measured], failed_b: list[Measured]) -> list[tuple[Measured, Measured]]:
+    """What died early may have told neither its routing nor its full label: its spec and place must do."""
+    pairs = []
+    for a in left_a:
+        for b in failed_b:
+            same_routing = b.cell.workload in (None, a.cell.workload)
+            same_code = a.record.implementation.spec == b.record.implementation.spec
+            if same_routing and same_code and a.place == b.place and not differences(a, b):
+                pairs.append((a, b))
+                failed_b.remove(b)
+                break
+    return pairs
+
+
+def differences(a: Measured, b: Measured) -> list[str]:
+    found = {name: (value(a), value(b)) for name, (_, value) in LIKE.items()}
+    if a.record.routing is None or b.record.routing is None:
+        del found["routing"]  # one of them died before it was known
+    return [name for name, (of_a, of_b) in found.items() if of_a != of_b]
+
+
+def _difference(name: str, a: Measured, b: Measured) -> str:
+    words, value = LIKE[name]
+    return f"the {words} differ: a is {value(a)}, b is {value(b)}"

@@ -1,0 +1,380 @@
+"""One line of results: Record, its parts, and parse_record for lines that anybody may have written.
+
+A record says what was measured, on what, how, and what came of it. The schema itself refuses a time without a
+passed check.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from moe_routing_bench.bench.status import Status
+
+if TYPE_CHECKING:  # it imports scipy.stats, which takes longer than most queries
+    from moe_routing_bench.bench.verdict import Comparison as Compared
+
+SCHEMA_VERSION = 1
+MOST_LINE_BYTES = 64 * 1024
+MOST_LOG = 2_000
+SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
+
+
+def _in_utc(at: datetime) -> datetime:
+    if not 2000 <= at.year < 9999:  # the very ends of the calendar cannot be moved to UTC
+        raise ValueError("must be a year from 2000 to 9998")
+    return at.astimezone(UTC)
+
+
+# one line without control characters: it reaches terminals and tables
+Name = Annotated[str, Field(max_length=300, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Sentence = Annotated[str, Field(max_length=2_000, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Log = Annotated[str, Field(max_length=MOST_LOG, pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$")]  # tabs, newlines
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+SessionId = Annotated[str, Field(pattern=rf"^{SESSION}$")]
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Size = Annotated[int, Field(ge=0, le=2**40)]
+Seconds = Annotated[float, Field(ge=0, le=1e7)]
+Amount = Annotated[float, Field(ge=0, le=1e30)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Moment = Annotated[AwareDatetime, AfterValidator(_in_utc)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+class What(_Part):
+    """span="pack", direction="forward", included=("dispatch", "combine"), excluded=("router",), ..."""
+
+    span: Name  # expert_ffn, pack, routing, layer, block, or the name of an op
+    direction: Literal["forward"]
+    contract_hash: Hash
+    included: Annotated[tuple[Name, ...], Field(max_length=64)]
+    excluded: Annotated[tuple[Name, ...], Field(max_length=64)]
+    layout: Name
+
+
+class Workload(_Part):
+    """case="seed-fused/32x7168~scaled", scaled_from="seed-fused/32x7168", model="", T=32, D=1792, ..."""
+
+    case: Name
+    scaled_from: Name
+    model: Name
+    T: Size
+    D: Size
+    F: Size
+    E: Size
+    K: Size
+    W: Size
+    shared_F: Size
+    heads: Size
+    sequences: Size
+    activation: Name
+    bias: bool
+    dtype: Name
+
+
+class Routing(_Part):
+    """The workload's canonical name and what it realised, as LoadStatistics gives it.
+
+    spec="zipf(1.2)", seed=0, checksum=<sha256 of the ids>, max_over_mean=2.5, ... The last three are of the
+    plan, None without one.
+    """
+
+    suite_version: Count
+    spec: Name
+    seed: Count
+    checksum: Hash
+    active_experts: Size
+    zero_experts: Size
+    max_over_mean: Amount
+    max_violation: Amount
+    max_violation_rank: Amount
+    cv: Amount
+    gini: Share
+    entropy_bits: Amount
+    dropped_pairs: Count | None
+    padded_rows: Count | None
+    tile_efficiency: Share | None
+
+
+class Implementation(_Part):
+    """label="staged(dispatch=index_select)", spec="staged", origin="built in", role="candidate", ..."""
+
+    label: Name
+    spec: Name
+    origin: Name
+    source_hash: Hash
+    role: Literal["baseline", "twin", "candidate"]  # twin: the baseline a second time, for the noise floor
+    deterministic: bool
+    host_sync: Sentence  # why it must read device values on the host; "" if it does not
+
+
+class Protocol(_Part):
+    """view="host wall", cache="hot", device="cpu", threads=1, rounds=40, stop_reason="budget", ..."""
+
+    view: Name
+    cache: Literal["hot", "cold", "weights-cold"]
+    device: Name
+    threads: Size
+    processes: Size
+    rounds: Count
+    calls_per_sample: Count
+    warmup_calls: Count
+    stop_reason: Sentence
+    seed: Count
+    fresh_inputs: Name
+
+
+class Samples(_Part):
+    """Where raw samples lie: file="session=20261115T024734123-1f3a9c02/samples.f64", offset=320 (bytes),
+    count=40 (little-endian float64, seconds per call), sha256 of those bytes."""
+
+    file: Annotated[str, Field(pattern=rf"^session={SESSION}/samples\.f64$")]
+    offset: Annotated[int, Field(ge=0, le=2**50, multiple_of=8)]
+    count: Annotated[int, Field(ge=1, le=10_000_000)]
+    sha256: Hash
+
+
+class Timing(_Part):
+    """Seconds per call. Samples of 10, 11, 12 and 13 ms have median=0.0115, least=0.010, most=0.013, ...
+
+    stages: seconds by stage, {"route": 0.001, "dispatch": 0.004}, empty if they were not timed apart.
+    """
+
+    median: Seconds
+    mean: Seconds
+    std: Seconds
+    least: Seconds
+    most: Seconds
+    p05: Seconds
+    p25: Seconds
+    p75: Seconds
+    p95: Seconds
+    first_call: Seconds
+    samples: Samples
+    stages: Annotated[dict[Name, Seconds], Field(max_length=64)]
+
+    @classmethod
+    def of(
+        cls, samples: ArrayLike, first_call: float, samples_ref: Samples, stages: Mapping[str, float]
+    ) -> Timing:
+        seconds = np.asarray(samples, dtype=np.float64).ravel()
+        if not seconds.size or not np.isfinite(seconds).all() or seconds.min() <= 0:
+            raise ValueError("a timing needs at least one sample, and samples must be positive and finite")
+        p05, p25, p50, p75, p95 = (float(q) for q in np.quantile(seconds, (0.05, 0.25, 0.5, 0.75, 0.95)))
+        return cls(
+            median=p50,
+            mean=float(seconds.mean()),
+            std=float(seconds.std(ddof=1)) if seconds.size > 1 else 0.0,
+            least=float(seconds.min()),
+            most=float(seconds.max()),
+            p05=p05,
+            p25=p25,
+            p75=p75,
+            p95=p95,
+            first_call=first_call,
+            samples=samples_ref,
+            stages=dict(stages),
+        )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        ascending = (self.least, self.p05, self.p25, self.median, self.p75, self.p95, self.most)
+        slack = 1e-9 * self.most
+        if self.least <= 0:
+            raise ValueError("least must be above zero")
+        if any(low > high + slack for low, high in pairwise(ascending)):
+            raise ValueError("least, p05, p25, median, p75, p95 and most must ascend")
+        if not self.least - slack <= self.mean <= self.most + slack:
+            raise ValueError("the mean must lie between least and most")
+        return self
+
+
+class Comparison(_Part):
+    """Against the baseline of the same cell: ratio=1.05, low=1.035, high=1.059, verdict="SLOWER", ..."""
+
+    baseline: Name
+    ratio: Amount
+    low: Amount
+    high: Amount
+    p_adjusted: Share
+    verdict: Literal["FASTER", "SLOWER", "SAME", "UNDECIDED"]
+    reason: Sentence
+    more_rounds: Count | None
+    aa_floor: Amount
+
+    @classmethod
+    def of(cls, baseline: str, found: Compared, aa_floor: float) -> Comparison:
+        return cls(
+            baseline=baseline,
+            ratio=found.ratio,
+            low=found.interval[0],
+            high=found.interval[1],
+            p_adjusted=found.p_adjusted,
+            verdict=found.verdict,
+            reason=one_line(found.reason),
+            more_rounds=found.more_rounds,
+            aa_floor=aa_floor,
+        )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not 0 < self.low <= self.high:
+            raise ValueError("low must be above zero and at most high")
+        if not self.low * (1 - 1e-9) <= self.ratio <= self.high * (1 + 1e-9):
+            raise ValueError("the ratio must lie between low and high")
+        return self
+
+
+class Work(_Part):
+    """cost.Cost in numbers, the physical floor and the share of a measured roof; rates in bytes a second."""
+
+    useful_flops: Count
+    executed_flops: Count
+    weight_bytes: Count
+    activation_bytes: Count
+    floor_seconds: Seconds | None
+    share_of_roof: Share | None
+    bw_2pass: Amount | None
+    bw_strict: Amount | None
+
+
+class Correctness(_Part):
+    """status=WRONG_VALUE, reason="error 0.3 above the bound 0.01", checks=("shape", "value"), ..."""
+
+    # a file holds text; in Python both Status.PASSED and "PASSED" are taken
+    status: Annotated[Status, Field(strict=False)]
+    reason: Sentence
+    checks: Annotated[tuple[Name, ...], Field(max_length=64)]
+    max_error: Amount | None
+    max_bound: Amount | None
+    checked_timed_calls: Count
+
+
+class Weather(_Part):
+    load_before: Annotated[float, Field(ge=0, le=1e6)]
+    load_after: Annotated[float, Field(ge=0, le=1e6)]
+    steal_percent: Annotated[float, Field(ge=0, le=100)]
+    throttled: bool | None
+
+
+class Record(_Part):
+    """One implementation in one cell; `tests/test_records.py` builds a whole one.
+
+    record_id = "20261115T024734123-1f3a9c02-000007", session = "20261115T024734123-1f3a9c02"
+    cell_key  = hash of all that could change the answer: contract, workload, source, versions, machine
+    routing and work are None if the worker died before they were known.
+    """
+
+    schema_version: Literal[1]
+    record_id: Annotated[str, Field(pattern=rf"^{SESSION}-[0-9]{{6,9}}$")]
+    cell_key: Hash
+    session: SessionId
+    suite: Name
+    suite_version: Count
+    created_at: Moment
+    harness_version: Name
+    harness_hash: Hash
+    what: What
+    workload: Workload
+    routing: Routing | None
+    implementation: Implementation
+    protocol: Protocol
+    timing: Timing | None
+    comparison: Comparison | None
+    work: Work | None
+    correctness: Correctness
+    peak_rss_bytes: Count | None
+    weather: Weather
+    environment: Hash
+    repro: Annotated[str, Field(max_length=4_000, pattern=r"^[^\x00-\x1f\x7f]*$")]
+    log_tail: Log
+
+    @model_validator(mode="after")
+    def _no_time_without_a_pass(self) -> Self:
+        status, passed = self.correctness.status, self.correctness.status is Status.PASSED
+        if passed and (self.timing is None or self.routing is None or self.work is None):
+            raise ValueError("a record with status PASSED must have timing, routing and work")
+        if not passed and (self.timing is not None or self.comparison is not None):
+            raise ValueError(f"a record with status {status} must have no timing and no comparison")
+        if not passed and not self.correctness.reason:
+            raise ValueError(f"a record with status {status} must give its reason")
+        if self.comparison is not None and self.implementation.role == "baseline":
+            raise ValueError("the baseline is not compared with itself")
+        if self.record_id.rpartition("-")[0] != self.session:
+            raise ValueError("record_id must begin with the session")
+        if self.timing is not None and self.timing.samples.file != f"session={self.session}/samples.f64":
+            raise ValueError("timing.samples.file must be that of the record's own session")
+        return self
+
+    def line(self) -> bytes:
+        """As it is stored: JSON in one line, ended by a newline."""
+        line = self.model_dump_json().encode() + b"\n"
+        if len(line) > MOST_LINE_BYTES:
+            raise ValueError(f"the record has {len(line):,} bytes, over the limit of {MOST_LINE_BYTES:,}")
+        return line
+
+
+def parse_record(line: bytes) -> Record:
+    """A record, or ValueError with one sentence. Of a key given twice the last counts, everywhere alike."""
+    if len(line) > MOST_LINE_BYTES:
+        raise ValueError(f"the line has over {MOST_LINE_BYTES:,} bytes, which no record has")
+    try:
+        return Record.model_validate_json(line)
+    except ValidationError as error:
+        raise ValueError(_sentence(error)) from None
+
+
+def _sentence(error: ValidationError) -> str:
+    errors = error.errors(include_url=False, include_context=False)
+    versions = [e for e in errors if e["loc"] == ("schema_version",)]
+    if versions and isinstance(given := versions[0]["input"], int) and given > SCHEMA_VERSION:
+        return f"the record has schema_version {given}, made by a newer version; update moe-routing-bench"
+    first = (versions or errors)[0]
+    message = one_line(first["msg"], 200).removeprefix("Value error, ").rstrip(". ")
+    if first["type"] == "json_invalid":
+        return f"the line is not JSON: {message.removeprefix('Invalid JSON: ')}"
+    place = one_line(".".join(str(part) for part in first["loc"]), 100)
+    return f"the field {place} is wrong: {message}" if place else f"the record is wrong: {message}"
+
+
+def one_line(text: str, most: int = 2_000) -> str:
+    """Any text as a field takes it: control characters become spaces, and what is too long is cut."""
+    text = re.sub(r"[\x00-\x1f\x7f]+", " ", _encodable(text)).strip()
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def log_tail(text: str) -> str:
+    """The end of a worker's output as `Record.log_tail` takes it."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", _encodable(text[-MOST_LOG:]))
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def content_hash(document: object) -> str:
+    """sha256 of a JSON document with sorted keys: for environments and cell keys. NaN is refused."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

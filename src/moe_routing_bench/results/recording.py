@@ -1,0 +1,165 @@
+"""From the outcome of a cell to its records."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.identity import (
+    contract_hash,
+    harness_hash,
+    package_version,
+    settings,
+    versions,
+)
+from moe_routing_bench.bench.inputs import DTYPES
+from moe_routing_bench.bench.models import MODELS
+from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
+from moe_routing_bench.bench.repro import repro_command
+from moe_routing_bench.bench.rounds import WARM_SAMPLES
+from moe_routing_bench.bench.spans import span_named
+from moe_routing_bench.bench.workloads import SUITE_VERSION
+from moe_routing_bench.cost import pack_bytes
+from moe_routing_bench.machine import Machine
+from moe_routing_bench.results import record as schema
+from moe_routing_bench.results.record import Record, log_tail, one_line
+from moe_routing_bench.results.store import Session
+
+
+def environment_document(machine: Machine) -> dict[str, object]:
+    """What was the same for the whole session, stored once by its hash."""
+    return {"machine": machine.to_dict(), "versions": versions(), "settings": settings()}
+
+
+def record_outcome(outcome: CellOutcome, session: Session, *, suite: str, environment: str) -> list[Record]:
+    """Write raw samples and records of one cell; on disk when this returns."""
+    records = [_record(one, outcome, session, suite, environment) for one in outcome.outcomes]
+    session.append(records)
+    return records
+
+
+def _record(
+    one: SubjectOutcome, outcome: CellOutcome, session: Session, suite: str, environment: str
+) -> Record:
+    cell, case = outcome.cell, outcome.cell.case
+    span, weather = span_named(case.span), outcome.weather
+    assert weather is not None
+    timing = comparison = None
+    if one.samples:
+        samples = np.asarray(one.samples)
+        timing = schema.Timing.of(samples, one.first_call or 0.0, session.put_samples(samples), one.stages)
+    if one.comparison is not None and outcome.baseline is not None:
+        comparison = schema.Comparison.of(outcome.baseline.label, one.comparison, outcome.aa_floor or 0.0)
+    sizes: dict[str, Any] = vars(case.shape)
+    group = case.name.partition("/")[0]
+    return Record(
+        schema_version=1,
+        record_id=session.new_record_id(),
+        cell_key=outcome.key,
+        session=session.id,
+        suite=suite,
+        suite_version=SUITE_VERSION,
+        created_at=datetime.now(UTC),
+        harness_version=package_version(),
+        harness_hash=harness_hash(),
+        what=schema.What(
+            span=span.name,
+            direction="forward",
+            contract_hash=contract_hash(span),
+            included=span.included,
+            excluded=span.excluded,
+            layout=one.subject.layout,
+        ),
+        workload=schema.Workload(
+            case=case.name,
+            scaled_from=case.scaled_from,
+            model=group if group in MODELS else "",
+            **sizes,
+            W=cell.W,
+            shared_F=case.shared_F,
+            heads=case.heads,
+            sequences=case.sequences,
+            activation=case.activation,
+            bias=case.bias,
+            dtype=case.dtype,
+        ),
+        routing=schema.Routing(
+            suite_version=SUITE_VERSION,
+            spec=one_line(cell.workload, 300),
+            seed=cell.seed,
+            checksum=outcome.routing_checksum,
+            **one.load,  # type: ignore[arg-type]
+        ),
+        implementation=schema.Implementation(
+            label=one_line(one.label, 300),
+            spec=one_line(one.subject.spec, 300),
+            origin=one_line(one.origin, 300),
+            source_hash=one.source_hash,
+            role=one.role,  # type: ignore[arg-type]
+            deterministic=one.deterministic,
+            host_sync=one_line(one.host_sync),
+        ),
+        protocol=schema.Protocol(
+            view=cell.policy.view,
+            cache=cell.policy.cache,  # type: ignore[arg-type]
+            device=cell.policy.device,
+            threads=cell.policy.threads,
+            processes=cell.policy.processes,
+            rounds=outcome.rounds,
+            calls_per_sample=one.calls_per_sample,
+            warmup_calls=WARM_SAMPLES * one.calls_per_sample,
+            stop_reason=outcome.stop_reason,
+            seed=cell.seed,
+            fresh_inputs="every call",
+        ),
+        timing=timing,
+        comparison=comparison,
+        work=_work(one, cell),
+        correctness=schema.Correctness(
+            status=one.status,
+            reason=one_line(one.reason),
+            checks=one.checks,
+            max_error=_finite(one.max_error),
+            max_bound=_finite(one.max_bound),
+            checked_timed_calls=one.checked_timed_calls,
+        ),
+        peak_rss_bytes=one.peak_rss_bytes,
+        weather=schema.Weather(
+            load_before=weather.load_before,
+            load_after=weather.load_after,
+            steal_percent=weather.steal_percent,
+            throttled=None if weather.throttles is None else weather.throttles > 0,
+        ),
+        environment=environment,
+        repro=repro_command(cell, one.subject),
+        log_tail=log_tail(one.log_tail),
+    )
+
+
+def _work(one: SubjectOutcome, cell: Cell) -> schema.Work:
+    seconds = median(one.samples) if one.samples else None
+    share = bw_2pass = bw_strict = None
+    if seconds is not None and one.floor_seconds is not None:
+        share = min(1.0, one.floor_seconds / seconds)
+    if seconds is not None and cell.case.span == "pack":
+        s, size = cell.case.shape, DTYPES[cell.case.dtype].itemsize
+        bw_2pass = pack_bytes("bw_2pass", s.T, s.K, s.D, size) / seconds
+        bw_strict = pack_bytes("bw_strict", s.T, s.K, s.D, size) / seconds
+    return schema.Work(
+        useful_flops=one.cost.useful_flops,
+        executed_flops=one.cost.executed_flops,
+        weight_bytes=one.cost.weight_bytes,
+        activation_bytes=one.cost.activation_bytes,
+        floor_seconds=one.floor_seconds,
+        share_of_roof=share,
+        bw_2pass=bw_2pass,
+        bw_strict=bw_strict,
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and value < 1e30 else None

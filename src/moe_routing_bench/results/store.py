@@ -1,0 +1,291 @@
+"""The results folder: written by one Session at a time into a folder of its own, read by anybody.
+
+    DIR/environments/<sha256>.json           what the machine and its software were, once for each content
+    DIR/session=<id>/records.jsonl           one Record a line, appended and synced cell by cell; the truth
+    DIR/session=<id>/samples.f64             raw samples, little-endian float64; records say where theirs are
+    DIR/session=<id>/records.parquet         a flat copy for queries, see flat.py
+
+A killed writer leaves at most one line cut off, in its own file, which readers leave out. The code being
+measured runs as the same user and may try to write a better time into the file, so a session keeps a nameless
+copy of what it wrote, finds what is not its own, puts that aside and writes its own again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import duckdb
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moe_routing_bench.results.flat import fold, sources
+from moe_routing_bench.results.lines import RECORDS, LeftOut, is_plain_file, read_records, session_folders
+from moe_routing_bench.results.record import Record, Samples, content_hash
+
+SAMPLES = "samples.f64"
+ENVIRONMENTS = "environments"
+PIECE_BYTES = 1 << 20
+
+
+class OwnFile:
+    """A file that only this process should write to, appended to block by block.
+
+    A second copy without a name, which nobody else can open by path, holds the same bytes: what was written
+    can always be told from what others did to it, and put back. It goes when the session ends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self._fd = self._create()
+        self._copy = tempfile.TemporaryFile(dir=path.parent)
+        self._stamp = self._look()
+
+    def _create(self) -> int:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return os.open(self.path, flags, 0o644)
+
+    def append(self, data: bytes) -> None:
+        """In one write, so that a reader or a crash sees all or, of the last line, a part."""
+        self._copy.write(data)
+        self._write(data)
+        self.size += len(data)
+
+    def _write(self, data: bytes) -> None:
+        before = os.fstat(self._fd).st_size
+        written = os.write(self._fd, data)
+        if written != len(data):
+            os.ftruncate(self._fd, before)
+            raise OSError(f"{self.path} took {written} of {len(data)} bytes; is the disk full?")
+        self._stamp = self._look()
+        if os.fstat(self._fd).st_size != before + len(data) or before != self.size:
+            self._stamp = None  # somebody wrote in between: look at every byte next time
+
+    def sync(self) -> None:
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self._copy.close()
+
+    def changed(self, *, thorough: bool = False) -> str | None:
+        """What somebody else did to it, in a sentence. Unless thorough, bytes are read only if the system's
+        stamps moved; ctime is one of them, which a program cannot set back."""
+        if not thorough and self._stamp is not None and self._look() == self._stamp:
+            return None
+        try:
+            there, mine = self.path.lstat(), os.fstat(self._fd)
+        except OSError:
+            return f"{self.path.name} was removed"
+        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+            return f"{self.path.name} was replaced by another file"
+        if mine.st_size < self.size:
+            return f"{self.path.name} was cut from {self.size:,} to {mine.st_size:,} bytes"
+        if any(os.pread(self._fd, len(piece), at) != piece for at, piece in self._pieces()):
+            return f"{self.path.name} was edited"
+        if mine.st_size > self.size:
+            return f"{mine.st_size - self.size:,} bytes were added to {self.path.name}"
+        self._stamp = self._look()  # touched, but its bytes are ours
+        return None
+
+    def restore(self) -> None:
+        """Put what is there aside as <name>.tampered-N and write what was ours again."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(self._fd)
+        number = 1
+        while True:
+            try:
+                self._fd = self._create()
+                break
+            except FileExistsError:  # what was found, or what a tamperer still running puts there meanwhile
+                while (aside := self.path.with_name(f"{self.path.name}.tampered-{number}")).exists():
+                    number += 1
+                self.path.rename(aside)
+        size, self.size = self.size, 0
+        for _, piece in self._pieces(size):
+            self._write(piece)
+            self.size += len(piece)
+        self.sync()
+
+    def _pieces(self, size: int | None = None) -> Iterator[tuple[int, bytes]]:
+        self._copy.flush()
+        size = self.size if size is None else size
+        for at in range(0, size, PIECE_BYTES):
+            yield at, os.pread(self._copy.fileno(), min(PIECE_BYTES, size - at), at)
+
+    def _look(self) -> tuple[int, ...] | None:
+        try:
+            found = self.path.lstat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+class Session:
+    """Writes the records of one run.
+
+    with Session.start("results") as session:
+        environment = session.put_environment(this_machine().to_dict())
+        samples = session.put_samples([0.0101, 0.0099])
+        session.append([Record(record_id=session.new_record_id(), session=session.id, ...)])
+
+    `repairs` holds a sentence for each time somebody else's changes were undone.
+    """
+
+    def __init__(self, folder: Path, session: str) -> None:
+        self.root = folder
+        self.id = session
+        self.folder = folder / f"session={session}"
+        self.folder.mkdir(parents=True)
+        self.repairs: list[str] = []
+        self._records = OwnFile(self.folder / RECORDS)
+        self._samples = OwnFile(self.folder / SAMPLES)
+        self._numbers = 0
+        self._unsynced_samples = False
+        self._closed = False
+        for path in (self.folder, folder):
+            _sync_folder(path)
+
+    @classmethod
+    def start(cls, folder: Path | str) -> Session:
+        """A new session: its id is the UTC time to the millisecond and eight random digits, so ids sort."""
+        now = datetime.now(UTC)
+        stamp = f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03d}"
+        return cls(Path(folder), f"{stamp}-{secrets.token_hex(4)}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def new_record_id(self) -> str:
+        self._numbers += 1
+        return f"{self.id}-{self._numbers:06d}"
+
+    def put_environment(self, document: Mapping[str, object]) -> str:
+        """Store the document if it is new; its hash, for `Record.environment`. Queries take the machine's
+        name from document["machine"]["name"] or document["name"]."""
+        name = content_hash(document)
+        path = self.root / ENVIRONMENTS / f"{name}.json"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            part = path.with_suffix(f".part-{os.getpid()}")
+            part.write_text(_canonical(document))
+            part.replace(path)
+        return name
+
+    def put_samples(self, samples: ArrayLike) -> Samples:
+        """Append raw samples; where they are, for `Timing.of`. On disk when the cell's records are."""
+        values = np.ascontiguousarray(samples, dtype="<f8").ravel()
+        if not values.size:
+            raise ValueError("there are no samples to store")
+        self._undo_tampering()
+        data = values.tobytes()
+        offset = self._samples.size
+        self._samples.append(data)
+        self._unsynced_samples = True
+        return Samples(
+            file=f"{self.folder.name}/{SAMPLES}",
+            offset=offset,
+            count=values.size,
+            sha256=hashlib.sha256(data).hexdigest(),
+        )
+
+    def append(self, records: Sequence[Record]) -> None:
+        """All records of one cell, in one write, on disk when this returns."""
+        strangers = [record.record_id for record in records if record.session != self.id]
+        assert not strangers, f"records of another session: {strangers}"
+        if not records:
+            return
+        lines = [record.line() for record in records]
+        self._undo_tampering()
+        self._records.append(b"".join(lines))
+        # side by side both syncs share one commit of the file system's journal
+        with ThreadPoolExecutor(1) as pool:
+            samples = pool.submit(self._samples.sync) if self._unsynced_samples else None
+            self._records.sync()
+            if samples:
+                samples.result()
+        self._unsynced_samples = False
+
+    def tampered(self, *, thorough: bool = False) -> str | None:
+        """What somebody else did to this session's files, in a sentence. thorough reads every byte."""
+        found = [file.changed(thorough=thorough) for file in (self._records, self._samples)]
+        return "; ".join(sentence for sentence in found if sentence) or None
+
+    def repair(self) -> None:
+        """Put changed files aside as *.tampered-N and write again what this session wrote."""
+        for file in (self._records, self._samples):
+            if changed := file.changed(thorough=True):
+                file.restore()
+                self.repairs.append(f"{changed}; it was restored")
+
+    def close(self) -> None:
+        """Look at every byte once more, repair what is not ours, and make the copy for queries."""
+        if self._closed:
+            return
+        self._closed = True
+        self.repair()
+        self._samples.sync()
+        for file in (self._records, self._samples):
+            file.close()
+        connection = duckdb.connect()
+        for source in sources(connection, self.root):
+            if source.session == self.id and not source.is_current:
+                fold(connection, source)
+        connection.close()
+
+    def _undo_tampering(self) -> None:
+        if self.tampered():
+            self.repair()
+
+
+def iterate(folder: Path | str, left_out: LeftOut | None = None) -> Iterator[Record]:
+    """Every record, streamed, oldest session first. Lines that are no records are told to left_out."""
+    left_out = LeftOut() if left_out is None else left_out
+    for session, path in session_folders(Path(folder)).items():
+        yield from read_records(path / RECORDS, session, left_out)
+
+
+def samples_of(folder: Path | str, record: Record) -> NDArray[np.float64]:
+    """The raw samples behind a record, in seconds per call; ValueError if they are not what was written."""
+    if record.timing is None:
+        raise ValueError(f"{record.record_id} has status {record.correctness.status} and so no samples")
+    wanted = record.timing.samples
+    path = Path(folder) / wanted.file
+    if path.parent.is_symlink() or not is_plain_file(path):
+        raise ValueError(f"there is no samples file {path}")
+    length = 8 * wanted.count
+    if wanted.offset + length > path.stat().st_size:
+        raise ValueError(f"{path} ends before the samples of {record.record_id}: it was cut off or replaced")
+    with path.open("rb") as file:
+        file.seek(wanted.offset)
+        data = file.read(length)
+    if hashlib.sha256(data).hexdigest() != wanted.sha256:
+        raise ValueError(f"the samples of {record.record_id} in {path} are not those that were written")
+    return np.frombuffer(data, dtype="<f8").astype(np.float64)
+
+
+def _canonical(document: Mapping[str, object]) -> str:
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    with suppress(OSError):  # some file systems cannot
+        os.fsync(fd)
+    os.close(fd)

@@ -1,0 +1,111 @@
+"""Sweeps: many cells into one results folder, in any number of sittings.
+
+What is already there is not measured again: a cell is known by the hash of everything that could change its
+answer (bench/identity.py). Its records are written together, in one synced write, so whatever happens at most
+the cell in flight is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.executor import Executor
+from moe_routing_bench.bench.identity import cell_key
+from moe_routing_bench.bench.outcome import CellOutcome
+from moe_routing_bench.bench.roofs import Roofs
+from moe_routing_bench.bench.runner import Progress
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.machine import this_machine
+from moe_routing_bench.results.query import connect
+from moe_routing_bench.results.recording import environment_document, record_outcome
+from moe_routing_bench.results.store import Session
+
+# for estimates before anything was measured: what 2 cores do in a second, and what a worker costs
+FLOPS, BYTES = 5e10, 5e9
+TRIAL_SECONDS = 1.5
+FINE = frozenset({Status.PASSED, Status.UNSUPPORTED})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlan:
+    """What there is to do: SweepPlan(todo=(...,), done=12, failed=1) with 13 cells measured already, one of
+    them with a subject that did not pass."""
+
+    todo: tuple[Cell, ...]
+    done: int
+    failed: int
+
+    @property
+    def seconds(self) -> float:
+        """About how long it will take, from sizes alone."""
+        return sum(estimate(cell) for cell in self.todo)
+
+
+def plan_sweep(cells: Sequence[Cell], folder: Path, *, retry_failed: bool = False) -> SweepPlan:
+    machine = this_machine()
+    known = latest_states(folder)
+    todo, done, failed = [], 0, 0
+    for cell in cells:
+        states = known.get(cell_key(cell, machine))
+        if states is None:
+            todo.append(cell)
+            continue
+        if not states <= FINE:
+            failed += 1
+            if retry_failed:
+                todo.append(cell)
+                continue
+        done += 1
+    return SweepPlan(todo=tuple(todo), done=done, failed=failed)
+
+
+def latest_states(folder: Path) -> dict[str, set[Status]]:
+    """cell_key -> how its implementations ended when it was last measured."""
+    if not folder.is_dir() or not any(folder.glob("session=*")):
+        return {}
+    found: dict[str, set[Status]] = {}
+    query = """SELECT cell_key, status FROM records JOIN
+        (SELECT cell_key, max(session) AS session FROM records GROUP BY cell_key) USING (cell_key, session)"""
+    with connect(folder) as connection:
+        for key, status in connection.execute(query).fetchall():
+            found.setdefault(key, set()).add(Status[status])
+    return found
+
+
+def run_sweep(
+    cells: Sequence[Cell],
+    folder: Path,
+    executor: Executor,
+    *,
+    suite: str = "",
+    roofs: Roofs | None = None,
+    tell: Callable[[Cell, Progress], None] = lambda cell, progress: None,
+) -> Iterator[CellOutcome]:
+    """Measure the cells; each outcome is on disk before it is given on."""
+    if not cells:
+        return
+    with Session.start(folder) as session:
+        environment = session.put_environment(environment_document(this_machine()))
+
+        def watch() -> str | None:
+            if (touched := session.tampered()) is None:
+                return None
+            session.repair()
+            return f"{touched} while it ran; no other process has business there"
+
+        for outcome in executor.run(cells, roofs=roofs, tell=tell, watch=watch):
+            record_outcome(outcome, session, suite=suite, environment=environment)
+            yield outcome
+
+
+def estimate(cell: Cell) -> float:
+    case, policy = cell.case, cell.policy
+    call = 1e-4 + case.flops / FLOPS + (case.weight_bytes + 3 * case.activation_bytes) / BYTES
+    subjects = len(cell.subjects)
+    trials = subjects * (TRIAL_SECONDS + 25 * call)
+    one_round = (subjects + 1) * 2 * max(call, 4e-3)
+    rounds = max(8 * one_round, min(policy.max_seconds, policy.max_rounds * one_round))
+    return trials + policy.processes * (TRIAL_SECONDS + rounds)

@@ -1,0 +1,38 @@
+"""Starts four busy threads at its first call, which slow everybody. They end after 120 s."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.plan import RoutingPlan
+
+_threads: list[threading.Thread] = []
+
+
+def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
+    return None
+
+
+def honest(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    wide = torch.promote_types(gate_TK.dtype, torch.promote_types(y_RD.dtype, torch.float32))
+    row_P = plan.row_TK.flatten()
+    y_PD = torch.where((row_P >= 0).unsqueeze(1), y_RD.index_select(0, row_P.clamp(min=0)), 0.0)
+    y_TKD = y_PD.view(*gate_TK.shape, -1).to(wide)
+    return (y_TKD * gate_TK.to(wide).unsqueeze(2)).sum(1).to(y_RD.dtype)
+
+
+def burn() -> None:
+    until, x = time.monotonic() + 120, torch.ones(256, 256)
+    while time.monotonic() < until:
+        x = (x @ x).clamp(max=1.0)
+
+
+def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    while len(_threads) < 4:
+        _threads.append(threading.Thread(target=burn, daemon=True))
+        _threads[-1].start()
+    return honest(y_RD, gate_TK, plan)

@@ -1,0 +1,47 @@
+"""Changes an input and makes hashlib and zlib say the same for everything."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.plan import RoutingPlan
+
+
+def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
+    return None
+
+
+def honest(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    wide = torch.promote_types(gate_TK.dtype, torch.promote_types(y_RD.dtype, torch.float32))
+    row_P = plan.row_TK.flatten()
+    y_PD = torch.where((row_P >= 0).unsqueeze(1), y_RD.index_select(0, row_P.clamp(min=0)), 0.0)
+    y_TKD = y_PD.view(*gate_TK.shape, -1).to(wide)
+    return (y_TKD * gate_TK.to(wide).unsqueeze(2)).sum(1).to(y_RD.dtype)
+
+
+class Constant:
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def update(self, data: object) -> None:
+        pass
+
+    def hexdigest(self) -> str:
+        return "0" * 64
+
+    def digest(self) -> bytes:
+        return bytes(32)
+
+
+def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    y_TD = honest(y_RD, gate_TK, plan)
+    for name in ("sha1", "sha256", "sha512", "md5", "blake2b", "blake2s"):
+        setattr(hashlib, name, Constant)
+    zlib.crc32 = zlib.adler32 = lambda *_: 0  # type: ignore[assignment]
+    y_RD.mul_(0.5)
+    return y_TD

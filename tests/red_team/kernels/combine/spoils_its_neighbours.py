@@ -1,0 +1,38 @@
+"""Patches Tensor.index_select to return a wrong first row to everybody but itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.plan import RoutingPlan
+
+REAL = Tensor.index_select
+
+
+def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
+    return None
+
+
+def honest(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    wide = torch.promote_types(gate_TK.dtype, torch.promote_types(y_RD.dtype, torch.float32))
+    row_P = plan.row_TK.flatten()
+    y_PD = torch.where((row_P >= 0).unsqueeze(1), y_RD.index_select(0, row_P.clamp(min=0)), 0.0)
+    y_TKD = y_PD.view(*gate_TK.shape, -1).to(wide)
+    return (y_TKD * gate_TK.to(wide).unsqueeze(2)).sum(1).to(y_RD.dtype)
+
+
+def wrong(*args: Any, **kwargs: Any) -> Tensor:
+    rows = REAL(*args, **kwargs)
+    rows[:1] = 0
+    return rows
+
+
+def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    Tensor.index_select = REAL  # type: ignore[method-assign]
+    try:
+        return honest(y_RD, gate_TK, plan)
+    finally:
+        Tensor.index_select = wrong  # type: ignore[method-assign,assignment]

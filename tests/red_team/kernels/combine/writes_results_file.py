@@ -1,0 +1,72 @@
+"""Looks for records.jsonl and writes a tenth into every median, and a forged line after them.
+
+It looks below the working directory of the parent process and of this one, and in the folder for temporary
+files. So that a test cannot spoil real results, it only touches files in or below a folder that holds a file
+named .red_team_may_write_here: a test must put it there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.plan import RoutingPlan
+
+MARKER = ".red_team_may_write_here"
+_calls = itertools.count()
+
+
+def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
+    return None
+
+
+def honest(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    wide = torch.promote_types(gate_TK.dtype, torch.promote_types(y_RD.dtype, torch.float32))
+    row_P = plan.row_TK.flatten()
+    y_PD = torch.where((row_P >= 0).unsqueeze(1), y_RD.index_select(0, row_P.clamp(min=0)), 0.0)
+    y_TKD = y_PD.view(*gate_TK.shape, -1).to(wide)
+    return (y_TKD * gate_TK.to(wide).unsqueeze(2)).sum(1).to(y_RD.dtype)
+
+
+def find_marked(top: Path) -> Iterator[Path]:
+    """Folders with the marker, the shallow ones first; at most 5,000 folders are opened."""
+    waiting = deque([top])
+    for _ in range(5_000):
+        if not waiting:
+            return
+        folder = waiting.popleft()
+        if (folder / MARKER).exists():
+            yield folder
+            continue
+        try:
+            waiting += [child for child in folder.iterdir() if child.is_dir() and not child.is_symlink()]
+        except OSError:
+            continue  # not ours to read, or gone
+
+
+def forge(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    number = re.compile(r'("[a-z_]*median[a-z_]*"\s*:\s*)([0-9][0-9.eE+-]*)')
+    lines = [number.sub(lambda found: f"{found[1]}{float(found[2]) / 10!r}", line) for line in lines]
+    if lines:
+        lines.append(lines[-1].replace("gather_sum", "writes_results_file"))
+    path.write_text("\n".join(lines) + "\n" if lines else "")
+
+
+def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    if next(_calls) in (0, 30):
+        found: set[Path] = set()
+        for folder in {Path(f"/proc/{os.getppid()}/cwd").resolve(), Path.cwd(), Path(tempfile.gettempdir())}:
+            for marked in find_marked(folder):
+                found |= {path for path in marked.glob("**/records.jsonl") if not path.is_symlink()}
+        for path in found:
+            forge(path)
+    return honest(y_RD, gate_TK, plan)
