@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,11 @@ from moe_routing_bench.ops import registry
 from moe_routing_bench.ops.combine.op import op as combine
 
 
-def made_up(percent: int, noise: float = 0.002, seed: int | None = None) -> Times:
-    draw = random.Random(seed if seed is not None else percent)
-    a, twin, b = ([draw.gauss(1.0, noise) for _ in range(30)] for _ in range(3))
-    return Times(a=a, twin=twin, b=[x * (1 + percent / 100) for x in b], stop_reason="made up")
+def made_up(percents: Sequence[int], noise: float = 0.002, seed: int | None = None) -> Times:
+    draw = random.Random(seed if seed is not None else percents[0])
+    a, twin, *b = ([draw.gauss(1.0, noise) for _ in range(30)] for _ in range(2 + len(percents)))
+    slowed = [[x * (1 + p / 100) for x in times] for p, times in zip(percents, b, strict=True)]
+    return Times(a=a, twin=twin, b=slowed, stop_reason="made up")
 
 
 def trial(percent: int, verdict: str, ratio: float = 1.0) -> PowerTrial:
@@ -87,8 +89,8 @@ def test_a_study_finds_what_is_there_and_nothing_else() -> None:
 
 
 def test_the_twin_counts() -> None:
-    def far_twin(percent: int) -> Times:
-        times = made_up(percent)
+    def far_twin(percents: Sequence[int]) -> Times:
+        times = made_up(percents)
         return Times(a=times.a, twin=[1.1 * x for x in times.a], b=times.b, stop_reason="")
 
     (row,) = study_power({5: 3}, take_times=far_twin).rows
@@ -138,7 +140,7 @@ def test_a_trial_has_all_its_numbers_or_failed() -> None:
 
 
 def test_a_failure_is_a_trial_with_its_reason() -> None:
-    def refused(percent: int) -> Times:
+    def refused(percents: Sequence[int]) -> Times:
         raise FailedTrialError("SUSPECT: it keeps memory")
 
     study = study_power({0: 2}, take_times=refused)
@@ -149,10 +151,10 @@ def test_a_failure_is_a_trial_with_its_reason() -> None:
 def interrupted(after: int):
     left = iter(range(after))
 
-    def take(percent: int) -> Times:
+    def take(percents: Sequence[int]) -> Times:
         if next(left, None) is None:
             raise KeyboardInterrupt
-        return made_up(percent)
+        return made_up(percents)
 
     return take
 
@@ -160,10 +162,10 @@ def interrupted(after: int):
 def test_ctrl_c_keeps_what_was_measured() -> None:
     told: list[tuple[int, int]] = []
     study = study_power(
-        {5: 10}, take_times=interrupted(4), tell=lambda done, total: told.append((done, total))
+        {5: 30}, take_times=interrupted(4), tell=lambda done, total: told.append((done, total))
     )
-    assert not study.finished and study.rows[0].trials == 4 and study.planned == {5: 10}
-    assert told == [(n, 10) for n in range(5)]
+    assert not study.finished and study.rows[0].trials == 28 and study.planned == {5: 30}
+    assert told == [(7 * n, 30) for n in range(5)]
     with pytest.raises(KeyboardInterrupt):
         study_power({5: 10}, take_times=interrupted(0))
 
@@ -213,7 +215,7 @@ def test_a_picture_that_cannot_be_written_is_told_before_measuring(tmp_path: Pat
 
 @pytest.fixture
 def fake_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(power, "RealTimes", lambda percents, policy, seed: made_up)
+    monkeypatch.setattr(power, "RealTimes", lambda policy, seed: made_up)
 
 
 @pytest.mark.usefixtures("fake_rounds")
@@ -245,11 +247,11 @@ def test_mistakes_get_a_sentence(words: list[str], sentence: str) -> None:
 
 def test_ctrl_c_shows_and_writes_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "power.png"
-    monkeypatch.setattr(power, "RealTimes", lambda percents, policy, seed: interrupted(3))
+    monkeypatch.setattr(power, "RealTimes", lambda policy, seed: interrupted(1))
     ran = CliRunner().invoke(app, ["doctor", "--power", "--trials", "4", "--out", str(out)])
-    assert ran.exit_code == 130 and "stopped after 3 of 14 comparisons" in ran.stdout
+    assert ran.exit_code == 130 and "stopped after 7 of 14 comparisons" in ran.stdout
     assert not PowerStudy.from_json(out.with_suffix(".json").read_bytes()).finished
-    monkeypatch.setattr(power, "RealTimes", lambda percents, policy, seed: interrupted(0))
+    monkeypatch.setattr(power, "RealTimes", lambda policy, seed: interrupted(0))
     ran = CliRunner().invoke(app, ["doctor", "--power", "--trials", "4", "--out", str(out)])
     assert ran.exit_code == 2 and "nothing was measured" in ran.stderr
 

@@ -236,6 +236,13 @@ EXPECTED: dict[tuple[str, str], Expectation] = {
     ("combine", "patches_serialiser"): _row(
         "SUSPECT CRASHED", "a tenth of every float that leaves the worker", 9, must_hold=_HONEST_TIME
     ),
+    ("combine", "answers_nonsense"): _row(
+        "SUSPECT",
+        "answers the parent itself, with nonsense",
+        9,
+        needs="10 calls or more",
+        first_call="dangerous",
+    ),
     ("combine", "patches_the_judge"): _row("WRONG_VALUE", "every check says yes", 9, first_call="wrong"),
     ("combine", "sleeps_in_warm_up"): _row(
         "SUSPECT", "sleeps in its first eight calls", 19, must_hold=f"{_HONEST_TIME}, nor more than twice it"

@@ -90,7 +90,7 @@ def test_forged_results_are_undone_and_the_forger_is_named(tmp_path: Path) -> No
     assert forger.status is Status.SUSPECT, forger.reason
     assert "changed" in forger.reason or "records" in forger.reason
     records = list(iterate(tmp_path))
-    assert len(records) == 5  # two of the first cell (with the twin), three of the second
+    assert len(records) == 5  # two of the first cell (with the twin), three of the second: the forger failed
     first = next(r for r in records if r.implementation.role == "baseline")
     assert first.timing is not None
     assert first.timing.median == pytest.approx(before[first.implementation.label])

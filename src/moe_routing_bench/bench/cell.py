@@ -19,7 +19,7 @@ CACHES = {
 class Policy:
     """How a cell is measured. Times of different policies are never compared.
 
-    Policy() measures on one pinned thread with hot caches, 20 to 300 rounds, until the ratio to the baseline
+    Policy() measures on one pinned thread with hot caches, 20 to 1000 rounds, until the ratio to the baseline
     is known to 1 % or 15 s are over; Policy(processes=3) does so in three processes for a published figure.
     """
 
@@ -29,7 +29,7 @@ class Policy:
     device: str = "cpu"
     target: float = 0.01  # stop when every ratio is known to this fraction
     min_rounds: int = 20
-    max_rounds: int = 300
+    max_rounds: int = 1000
     max_seconds: float = 15.0  # of rounds, in each process
     processes: int = 1
     step_seconds: float = 120.0  # limit of one request to a worker; past it the subject is a TIMEOUT

@@ -107,12 +107,15 @@ class Inputs:
             return self._x(number), gate_TK, plan
         if span == "expert_ffn":
             return self._x(number), gate_TK, plan, self.weights
-        empty_R1 = (plan.pair_R < 0).unsqueeze(1)
         rows_RD = self._normal(plan.num_rows, s.D, place=number * STRIDE)
+        if not plan.filled:
+            # nobody may read what combine gets in rows without a pair; dispatch writes zeros there
+            nothing = float("nan") if span == "combine" else 0.0
+            rows_RD.masked_fill_((plan.pair_R < 0).unsqueeze(1), nothing)
         if span == "combine":
-            return rows_RD.masked_fill_(empty_R1, float("nan")), gate_TK, plan  # nobody may read these
+            return rows_RD, gate_TK, plan
         assert span == "grouped_gemm", span
-        return rows_RD.masked_fill_(empty_R1, 0.0), self.weights.w_in_EDG, plan, self.weights.b_in_EG
+        return rows_RD, self.weights.w_in_EDG, plan, self.weights.b_in_EG
 
     def _x(self, number: int) -> Tensor:
         return self._normal(self.case.shape.T, self.case.shape.D, place=number * STRIDE)

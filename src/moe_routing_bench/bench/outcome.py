@@ -25,7 +25,7 @@ class SubjectOutcome:
     status: Status
     reason: str = ""
     origin: str = ""
-    role: str = "candidate"  # baseline, candidate or twin
+    role: str = "candidate"  # baseline, candidate, twin or beside (see rounds.py)
     source_hash: str = ""
     deterministic: bool = True
     host_sync: str = ""
@@ -50,7 +50,7 @@ class SubjectOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class CellOutcome:
-    """One cell, measured: its subjects in the order asked for, then the baseline's twin if there is one.
+    """One cell, measured: its subjects in the order asked for, then the further copies of the baseline.
 
     notes: what a reader must know, in sentences: a baseline that was replaced, a busy machine.
     """
@@ -69,8 +69,8 @@ class CellOutcome:
 
     @property
     def subjects(self) -> tuple[SubjectOutcome, ...]:
-        """Without the twin."""
-        return tuple(o for o in self.outcomes if o.role != "twin")
+        """Without the further copies of the baseline."""
+        return tuple(o for o in self.outcomes if o.role in ("baseline", "candidate"))
 
     @property
     def baseline(self) -> SubjectOutcome | None:

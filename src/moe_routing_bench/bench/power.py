@@ -1,8 +1,9 @@
 """The power study: how often does the benchmark call the same code different, and find a known slow-down?
 
-A trial is one comparison as a user's run makes it: a fresh process, shuffled rounds until the policy stops
-them, the baseline's twin, the verdict. The baseline and the candidate are the same code; the candidate then
-spins for a known percent of its own time (power_kernels/combine/slowed.py).
+A trial is one comparison as a user's run makes it, and a sitting is such a run: fresh processes, a baseline,
+its twin and several candidates in shuffled rounds until the policy stops them, the verdicts. Baseline and
+candidates are the same code; a candidate then spins for a known percent of its own time
+(power_kernels/combine/slowed.py).
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ from moe_routing_bench.shapes import MoEShape
 
 SLOWDOWNS = (1, 2, 3, 5, 8)
 KERNELS = Path(__file__).parent / "power_kernels"
-# about 0.2 ms a call on a server core: a dozen calls make a sample, a trial takes one to four seconds
+# about 0.3 ms a call on a server core: a dozen calls make a sample
 CASE = BenchCase(
     name="power/512x256-e16-k2",
     span="combine",
     shape=MoEShape(T=512, D=256, F=256, E=16, K=2),
     dtype="float32",
 )
-# trials between two gates: a gate also settles the calls in a sample, and that luck belongs to the study
-GATE_EVERY = 40
+PER_SITTING = 7
+# sittings between two gates: a gate also settles the calls in a sample, and that luck belongs to the study
+GATE_EVERY = 10
 MOST_FILE_BYTES = 2**26
 MOST_TRIALS = 100_000
 
@@ -54,21 +56,22 @@ Called = Literal["FASTER", "SLOWER", "SAME", "UNDECIDED", "FAILED"]
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds per call in paired rounds: Times(a=[0.010, ...], twin=[0.010, ...], b=[0.0105, ...],
-    stop_reason="precision: the ratio is known to 1.0 % after 20 rounds"). a is the baseline."""
+    """Seconds per call in paired rounds: Times(a=[0.010, ...], twin=[0.010, ...], b=([0.0105, ...], ...),
+    stop_reason="precision: the ratio is known to 1.0 % after 20 rounds"). a is the baseline, b the candidates
+    in the order asked for."""
 
     a: Sequence[float]
     twin: Sequence[float]
-    b: Sequence[float]
+    b: Sequence[Sequence[float]]
     stop_reason: str
-    calls: tuple[int, int] = (1, 1)  # in a sample of a, and of b
+    calls: int = 1  # in a sample
 
 
 class FailedTrialError(Exception):
     """The benchmark refused honest code in the middle of a trial; the sentence says why."""
 
 
-TakeTimes = Callable[[int], Times]  # of a candidate slowed by so many percent
+TakeTimes = Callable[[Sequence[int]], Times]  # of candidates slowed by so many percent
 Tell = Callable[[int, int], None]  # trials done, trials in all
 
 
@@ -78,9 +81,9 @@ class _Document(BaseModel):
 
 class PowerTrial(_Document):
     """One comparison. PowerTrial(percent=5, verdict="SLOWER", ratio=1.049, interval=(1.041, 1.058),
-    aa_floor=0.003, rounds=25, calls=(16, 16), seconds=1.4, reason="precision: ... after 25 rounds").
+    aa_floor=0.003, rounds=25, calls=16, seconds=1.4, reason="precision: ... after 25 rounds").
 
-    calls: in a sample of the baseline, and of the candidate. FAILED has no ratio; its reason says how the
+    calls: in a sample. seconds: its share of the sitting. FAILED has no ratio; its reason says how the
     benchmark came to refuse the code.
     """
 
@@ -90,7 +93,7 @@ class PowerTrial(_Document):
     interval: tuple[Positive, Positive] | None = None
     aa_floor: Annotated[Finite, Field(ge=0)] | None = None
     rounds: int = Field(ge=0)
-    calls: tuple[int, int] | None = None
+    calls: int | None = None
     seconds: Annotated[Finite, Field(ge=0)]
     reason: str = Field(max_length=2000)
 
@@ -197,9 +200,9 @@ def study_power(
     finished = False
     try:
         tell(0, len(order))
-        take = take_times or RealTimes(tuple(planned), policy, seed)
-        for percent in order:
-            found.append(_one_trial(percent, take))
+        take = take_times or RealTimes(policy, seed)
+        for begin in range(0, len(order), PER_SITTING):
+            found += _one_sitting(order[begin : begin + PER_SITTING], take)
             tell(len(found), len(order))
         finished = True
     except KeyboardInterrupt:
@@ -260,73 +263,84 @@ def _as_in_json(document: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(document))
 
 
-def _one_trial(percent: int, take: TakeTimes) -> PowerTrial:
+def _one_sitting(percents: Sequence[int], take: TakeTimes) -> list[PowerTrial]:
     started = time.perf_counter()
     try:
-        times = take(percent)
+        times = take(percents)
     except FailedTrialError as failure:
-        seconds = time.perf_counter() - started
-        return PowerTrial(
-            percent=percent, verdict="FAILED", rounds=0, seconds=seconds, reason=str(failure)[:2000]
-        )
+        seconds = (time.perf_counter() - started) / len(percents)
+        told = str(failure)[:2000]
+        return [
+            PowerTrial(percent=percent, verdict="FAILED", rounds=0, seconds=seconds, reason=told)
+            for percent in percents
+        ]
     floor = aa_floor(times.a, times.twin)
     # the twin is compared too, as in runner.py: the correction for many comparisons counts it
-    found, _ = compare_cells([(times.a, times.b), (times.a, times.twin)], aa_floor=floor)
-    return PowerTrial(
-        percent=percent,
-        verdict=found.verdict,
-        ratio=found.ratio,
-        interval=found.interval,
-        aa_floor=floor,
-        rounds=found.rounds,
-        calls=times.calls,
-        seconds=time.perf_counter() - started,
-        reason=times.stop_reason,
-    )
+    found = compare_cells([(times.a, b) for b in (*times.b, times.twin)], aa_floor=floor)
+    return [
+        PowerTrial(
+            percent=percent,
+            verdict=one.verdict,
+            ratio=one.ratio,
+            interval=one.interval,
+            aa_floor=floor,
+            rounds=one.rounds,
+            calls=times.calls,
+            seconds=(time.perf_counter() - started) / len(percents),
+            reason=times.stop_reason,
+        )
+        for percent, one in zip(percents, found[:-1], strict=True)
+    ]
 
 
 class RealTimes:
-    """Rounds on this machine: RealTimes((0, 5), Policy(), 0)(5) gives the times of one trial at 5 %.
+    """Rounds on this machine: RealTimes(Policy(), 0)((0, 5)) gives the times of two candidates.
 
-    The gate is not repeated for each trial but after every GATE_EVERY.
+    The gate is not repeated for each sitting but after every GATE_EVERY.
     """
 
-    def __init__(self, percents: Sequence[int], policy: Policy, seed: int):
-        self.percents = tuple(percents)
-        subjects = [Subject(spec="slowed(percent=0,role=baseline)", layout=CASE.layout)]
-        subjects += [Subject(spec=f"slowed(percent={p})", layout=CASE.layout) for p in self.percents]
-        self.cell = Cell(
-            case=CASE, workload="uniform", subjects=tuple(subjects), seed=seed, policy=policy,
-            include=(str(KERNELS),),
-        )  # fmt: skip
-        judge = Judge(span_named(CASE.span), Inputs.of(self.cell))
-        self.setup = Setup(cell=self.cell, judge=judge, cores=quiet_cores(policy.threads))
+    def __init__(self, policy: Policy, seed: int):
+        self.policy, self.seed = policy, seed
         self.gates: dict[int, Trial] = {}
         self.taken = 0
+        self.judge: Judge | None = None
 
-    def __call__(self, percent: int) -> Times:
+    def __call__(self, percents: Sequence[int]) -> Times:
+        specs = [
+            f"slowed(percent={percent},role=number_{place})" for place, percent in enumerate((0, *percents))
+        ]
+        cell = Cell(
+            case=CASE,
+            workload="uniform",
+            subjects=tuple(Subject(spec=spec, layout=CASE.layout) for spec in specs),
+            seed=self.seed,
+            policy=self.policy,
+            include=(str(KERNELS),),
+        )
+        self.judge = self.judge or Judge(span_named(CASE.span), Inputs.of(cell))
+        setup = Setup(cell=cell, judge=self.judge, cores=quiet_cores(self.policy.threads))
         if self.taken % GATE_EVERY == 0:
             self.gates = {}
         self.taken += 1
-        candidate = 1 + self.percents.index(percent)
-        for index in (0, candidate):
-            if index not in self.gates:
-                self.gates[index] = self._gate(index)
+        for place, percent in enumerate((0, *percents)):
+            if percent not in self.gates:
+                self.gates[percent] = _gate(setup, place)
+        trials = {place: self.gates[percent] for place, percent in enumerate((0, *percents))}
         try:
-            found = measure(self.setup, [0, candidate], self.gates, tell=lambda rounds: None)
+            found = measure(setup, list(trials), trials, tell=lambda rounds: None)
         except BlamedError as blame:
             raise FailedTrialError(f"{blame.failure.status}: {blame.failure.reason}") from None
-        samples = found.samples
         return Times(
-            a=samples[0],
-            twin=samples[TWIN],
-            b=samples[candidate],
+            a=found.samples[0],
+            twin=found.samples[TWIN],
+            b=[found.samples[place] for place in trials if place],
             stop_reason=found.stop_reason,
-            calls=(found.calls[0], found.calls[candidate]),
+            calls=found.calls[0],
         )
 
-    def _gate(self, index: int) -> Trial:
-        gate = try_alone(self.setup, index)
-        if not gate.passed:
-            raise FailedTrialError(f"at the gate, {gate.status}: {gate.reason}")
-        return gate
+
+def _gate(setup: Setup, place: int) -> Trial:
+    gate = try_alone(setup, place)
+    if not gate.passed:
+        raise FailedTrialError(f"at the gate, {gate.status}: {gate.reason}")
+    return gate

@@ -15,8 +15,8 @@ from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.roofs import TOLERANCE, Roofs
-from moe_routing_bench.bench.rounds import TWIN, BlamedError, Measured, measure
-from moe_routing_bench.bench.spans import cost_of_span, span_named
+from moe_routing_bench.bench.rounds import TWIN, BlamedError, Measured, beside, measure
+from moe_routing_bench.bench.spans import cost_of_span, is_ours, span_named
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.supervisor import SubjectError, quiet_cores
 from moe_routing_bench.bench.trial import CHECKS, Setup, Trial, Watch, try_alone
@@ -51,9 +51,20 @@ def run_cell(
     for folder in cell.include:
         include(folder)  # only names them here; workers load
     span = span_named(cell.case.span)
-    inputs = Inputs.of(cell)
+    try:
+        inputs = Inputs.of(cell)
+        workload = inputs.workload(0)
+    except (ValueError, NotImplementedError) as reason:
+        return _cannot(cell, str(reason), WeatherSpan(before=before, after=weather()))
     judge = Judge(span, inputs)
-    setup = Setup(cell=cell, judge=judge, cores=quiet_cores(cell.policy.threads), watch=watch)
+    ours = [all(map(is_ours, span.origins(subject.spec))) for subject in cell.subjects]
+    setup = Setup(
+        cell=cell,
+        judge=judge,
+        cores=quiet_cores(cell.policy.threads),
+        watch=watch,
+        outside=frozenset(i for i, mine in enumerate(ours) if not mine),
+    )
     trials = {}
     for index, subject in enumerate(cell.subjects):
         tell(Progress(what=f"trying {subject.spec}", share=TRIAL_SHARE * index / len(cell.subjects)))
@@ -77,7 +88,6 @@ def run_cell(
             )
             alive.remove(blame.subject)
             measured = None
-    workload = inputs.workload(0)
     return CellOutcome(
         cell=cell,
         key=cell_key(cell, this_machine()),
@@ -93,6 +103,27 @@ def run_cell(
     )
 
 
+def _cannot(cell: Cell, reason: str, sky: WeatherSpan) -> CellOutcome:
+    """A workload these sizes cannot have is a state of the cell, not the end of a sweep."""
+    span = span_named(cell.case.span)
+    return CellOutcome(
+        cell=cell,
+        key=cell_key(cell, this_machine()),
+        outcomes=tuple(
+            SubjectOutcome(
+                subject=subject,
+                label=subject.spec,
+                status=Status.UNSUPPORTED,
+                reason=reason,
+                source_hash=source_hash(span, subject.spec),
+            )
+            for subject in cell.subjects
+        ),
+        stop_reason="there is no such workload for these sizes",
+        weather=sky,
+    )
+
+
 def _outcomes(
     cell: Cell, trials: dict[int, Trial], measured: Measured | None, alive: list[int], judge: Judge,
     roofs: Roofs | None,
@@ -103,13 +134,13 @@ def _outcomes(
         trial, (cost, load) = trials[index], facts[subject.layout]
         about: dict[str, Any] = {
             "subject": subject,
-            "label": str(trial.about["label"]),
+            "label": trial.about.label,
             "status": trial.status,
             "reason": trial.reason,
-            "origin": str(trial.about["origin"]),
+            "origin": trial.about.origin,
             "source_hash": source_hash(judge.span, subject.spec),
-            "deterministic": bool(trial.about["deterministic"]),
-            "host_sync": str(trial.about["host_sync"]),
+            "deterministic": trial.about.deterministic,
+            "host_sync": trial.about.host_sync,
             "first_call": trial.first_call,
             "calls_per_sample": measured.calls[index] if measured and index in alive else trial.calls,
             "cost": cost,
@@ -137,13 +168,23 @@ def _outcomes(
             baseline, role="twin", samples=tuple(measured.samples[TWIN]), stages={}, checked_timed_calls=0
         )
     )
-    candidates = [place for place, one in enumerate(found) if one.role == "candidate" and one.samples]
     floor = aa_floor(baseline.samples, found[-1].samples)
+    pairs = {place: measured.samples[measured.against(place)] for place in alive[1:]}
+    pairs[len(found) - 1] = measured.samples[alive[0]]
     comparisons = compare_cells(
-        [(baseline.samples, found[place].samples) for place in (*candidates, len(found) - 1)], aa_floor=floor
+        [(against, found[place].samples) for place, against in pairs.items()], aa_floor=floor
     )
-    for place, comparison in zip((*candidates, len(found) - 1), comparisons, strict=True):
+    for place, comparison in zip(pairs, comparisons, strict=True):
         found[place] = replace(found[place], comparison=comparison)
+    for s in alive[1:]:
+        if beside(s) in measured.samples:
+            told = f"the baseline beside {found[s].subject.spec}, in its process"
+            samples = tuple(measured.samples[beside(s)])
+            found.append(
+                replace(
+                    baseline, role="beside", reason=told, samples=samples, stages={}, checked_timed_calls=0
+                )
+            )
     return tuple(found)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from moe_routing_bench.ops.registry import BUILT_IN, Implementation, all_ops
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 
+PACKAGE = Path(__file__).parent.parent
 Stage = tuple[str, Callable[[], Any]]
 
 
@@ -48,6 +50,12 @@ class Span:
         """The implementations a subject names, loaded."""
         ops = all_ops()
         return tuple(ops[name].get(one) for name, one in zip(self.ops, self.split(spec), strict=True))
+
+    def origins(self, spec: str) -> list[str]:
+        """Where each implementation comes from; nothing is loaded."""
+        ops = all_ops()
+        names = [one.partition("(")[0].strip() for one in self.split(spec)]
+        return [ops[op].origin(name) for op, name in zip(self.ops, names, strict=True)]
 
     def specs(self) -> list[str]:
         """Everything worth trying: the defaults first, then one part varied at a time. Code from outside is
@@ -80,6 +88,12 @@ SPANS = {
         included=("router projection", "topk", "make_plan", "expert_ffn", "shared expert"),
     ),
 }
+
+
+def is_ours(origin: str) -> bool:
+    """Built in, or a file of this package."""
+    kind, _, where = origin.partition(" ")
+    return origin == BUILT_IN or (kind == "file" and Path(where).is_relative_to(PACKAGE))
 
 
 def span_named(name: str) -> Span:

@@ -8,30 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
+from pydantic import ValidationError
 
 from moe_routing_bench.bench import worker as worker_module
 from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.messages import Answer, Ready, Timed
 from moe_routing_bench.bench.status import Status
 
 MOST_ANSWER_BYTES = 2**20
 LOG_TAIL = 2_000
 _now_ns = time.perf_counter_ns
+A = TypeVar("A", bound=Answer)
 
 
 class SubjectError(Exception):
@@ -42,8 +46,17 @@ class SubjectError(Exception):
         self.status, self.reason = status, reason
 
 
+@dataclass(frozen=True, kw_only=True)
+class Vitals:
+    """Vitals(rss_bytes=300_000_000, peak_bytes=512_000_000, threads=1): in memory now, at most so far."""
+
+    rss_bytes: int
+    peak_bytes: int
+    threads: int
+
+
 class Worker:
-    """A worker process for one cell: Worker(cell, (1,)).ask("describe", subject=0), or SubjectError."""
+    """A worker process for one cell: Worker(cell, (1,)).ask("describe", Described, subject=0)."""
 
     def __init__(self, cell: Cell, cores: tuple[int, ...]):
         self.cell = cell
@@ -59,7 +72,7 @@ class Worker:
             self._process.start()
         theirs.close()
         try:
-            self._answer(cell.policy.step_seconds)
+            self._answer(Ready)
         except BaseException:
             self.close()
             raise
@@ -76,21 +89,19 @@ class Worker:
         assert self._process.pid is not None
         return self._process.pid
 
-    def ask(self, what: str, **details: Any) -> dict[str, Any]:
+    def ask(self, what: str, kind: type[A], **details: Any) -> A:
+        """The answer to a request, of the kind that belongs to it; SubjectError if there is none."""
         self._asked = what
         self._send({"do": what, **details})
-        return self._answer(self.cell.policy.step_seconds)
+        return self._answer(kind)
 
     def sample(self, **details: Any) -> tuple[float, float]:
         """Seconds of a timed span: by the worker's clock, which is precise, and by this process's, which also
         holds the way there and back, and which the worker cannot reach."""
-        self.ask("prepare", **details)
+        self.ask("prepare", Answer, **details)
         started = _now_ns()
-        answer = self.ask("go")
+        claimed = self.ask("go", Timed).seconds
         seen = (_now_ns() - started) * 1e-9
-        claimed = answer.get("seconds")
-        if not isinstance(claimed, float) or not 0 < claimed < math.inf:
-            raise SubjectError(Status.SUSPECT, f"it says a sample took {claimed!r} seconds")
         if claimed > seen:
             raise SubjectError(
                 Status.SUSPECT, f"it says a sample took {claimed:g} s, longer than the {seen:g} s seen"
@@ -108,15 +119,18 @@ class Worker:
         except psutil.Error:
             return 0
 
-    def memory(self, which: str = "VmRSS") -> int:
-        """Bytes in memory now, or at most so far (VmHWM); 0 if the system does not tell."""
+    def vitals(self) -> Vitals:
+        """Of the worker itself, in one cheap look; zeros if the system does not tell."""
         try:
-            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-                if line.startswith(which):
-                    return int(line.split()[1]) * 1024
+            text = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
-            pass
-        return 0
+            return Vitals(rss_bytes=0, peak_bytes=0, threads=0)
+        found = dict(re.findall(r"^(VmRSS|VmHWM|Threads):\s+(\d+)", text, re.M))
+        return Vitals(
+            rss_bytes=1024 * int(found.get("VmRSS", 0)),
+            peak_bytes=1024 * int(found.get("VmHWM", 0)),
+            threads=int(found.get("Threads", 0)),
+        )
 
     def log_tail(self) -> str:
         path = self.scratch / "log"
@@ -146,7 +160,8 @@ class Worker:
         except OSError:
             raise self._died() from None
 
-    def _answer(self, seconds: float) -> dict[str, Any]:
+    def _answer(self, kind: type[A]) -> A:
+        seconds = self.cell.policy.step_seconds
         ready = wait([self._pipe, self._process.sentinel], timeout=seconds)
         if not ready:
             raise SubjectError(Status.TIMEOUT, f"it did not answer within {seconds:g} s and was stopped")
@@ -161,11 +176,12 @@ class Worker:
             if not self._process.is_alive():  # it died in the middle of a message
                 raise self._died() from None
             raise SubjectError(Status.SUSPECT, "it wrote into the pipe of the benchmark") from None
-        if not isinstance(answer, dict):
-            raise SubjectError(Status.SUSPECT, "it wrote into the pipe of the benchmark")
-        if "error" in answer:
-            raise _error(self._asked, str(answer["error"]), str(answer.get("kind")))
-        return answer
+        if isinstance(answer, dict) and "error" in answer:
+            raise _error(self._asked, str(answer["error"])[:4000], str(answer.get("kind")))
+        try:
+            return kind.model_validate(answer)
+        except ValidationError:
+            raise SubjectError(Status.SUSPECT, f"its answer to {self._asked} is not one") from None
 
     def _died(self) -> SubjectError:
         self._process.join(5)

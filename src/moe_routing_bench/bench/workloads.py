@@ -111,6 +111,12 @@ def make_workload(name: str, *, T: int, E: int, K: int, W: int = 1, seed: int = 
     )  # fmt: skip
 
 
+def check_name(name: str) -> None:
+    """ValueError if no sizes at all could have a workload of this name."""
+    if name.strip() not in ALIASES:
+        _parse(_plain_name(name, E=1, K=1, W=1))
+
+
 def parameters_of(family: str) -> list[inspect.Parameter]:
     """What may stand in the brackets behind a family's name."""
     return [*inspect.signature(FAMILIES[family], eval_str=True).parameters.values()][1:]

@@ -12,12 +12,12 @@ from moe_routing_bench.bench.cell import CACHES, Cell, Policy
 from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
-from moe_routing_bench.bench.spans import SPANS
-from moe_routing_bench.cli.choosing import chosen_cases, chosen_subjects, span_of, split_words
+from moe_routing_bench.bench.spans import SPANS, span_named
+from moe_routing_bench.cli.choosing import chosen_cases, made_cells
 from moe_routing_bench.cli.finding import IncludePath, include_all
 from moe_routing_bench.cli.progress import shown_progress
 from moe_routing_bench.cli.tables import outcome_document, show_outcome
-from moe_routing_bench.cli.terminal import Json, pick, show, show_json, user_mistakes
+from moe_routing_bench.cli.terminal import Json, fail, show, show_json, user_mistakes
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.results.sweep import run_sweep
 
@@ -34,7 +34,9 @@ Workloads = Annotated[
 ]
 Layouts = Annotated[
     list[str] | None,
-    typer.Option("--layout", help="compact, padded(capacity_factor=1.25) or block(64). Repeatable."),
+    typer.Option(
+        "--layout", help="compact, padded(capacity_factor=1.25), block(64), or case: its own. Repeatable."
+    ),
 ]
 Full = Annotated[bool, typer.Option("--full", help="Full size even if it is too big for a laptop.")]
 Threads = Annotated[int, typer.Option(help="Threads, pinned to as many cores.")]
@@ -72,7 +74,7 @@ def bench_command(
     threads: Threads = 1,
     cache: Cache = "hot",
     processes: Processes = 1,
-    rounds: Rounds = 300,
+    rounds: Rounds = 1000,
     min_rounds: MinRounds = 20,
     seconds: Seconds = 15.0,
     target: Target = 0.01,
@@ -99,9 +101,11 @@ def bench_command(
     The first implementation is the baseline. A ratio below 1 is faster. Only what is right gets a time.
     """
     include_all(include_path)
-    pick("span", span_name, SPANS)
     with user_mistakes():
-        span = span_of(span_name)
+        try:
+            span_named(span_name)
+        except NotImplementedError as reason:
+            fail(str(reason))
         found = chosen_cases(
             span_name,
             model_name=model,
@@ -118,19 +122,10 @@ def bench_command(
             min_rounds=min(min_rounds, rounds), max_seconds=seconds, target=target, step_seconds=limit,
             memory_gib=memory, checked=checked, stages=stages,
         )  # fmt: skip
-        cells = [
-            Cell(
-                case=one,
-                workload=name,
-                subjects=chosen_subjects(span, one, impl or (), layout or ()),
-                seed=seed,
-                W=ranks,
-                policy=policy,
-                include=tuple(str(folder.resolve()) for folder in include_path or ()),
-            )
-            for one in found
-            for name in [w for text in workload or ["zipf(1.2)"] for w in split_words(text)]
-        ]
+        cells = made_cells(
+            found, workloads=workload, impls=impl, layouts=layout, seed=seed, ranks=ranks, policy=policy,
+            include=include_path,
+        )  # fmt: skip
     outcomes = _measure(cells, out, suite=(case or model or ""), silent=as_json, repro=repro)
     if as_json:
         show_json([outcome_document(outcome) for outcome in outcomes])

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from moe_routing_bench.bench.cases import BenchCase, cases, scaled
-from moe_routing_bench.bench.cell import Subject
+from moe_routing_bench.bench.cell import Cell, Policy, Subject
 from moe_routing_bench.bench.models import DECODE_TOKENS, model
 from moe_routing_bench.bench.spans import Span, span_named
+from moe_routing_bench.bench.workloads import check_name
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.shapes import MoEShape
 
 MODEL_TOKENS = 128
+WORKLOAD = "zipf(1.2)"  # uniform routing flatters every kernel
 
 
 def chosen_cases(
@@ -56,22 +59,64 @@ def chosen_cases(
         found = [replace(case, dtype=dtype) for case in found]
     if activation:
         found = [replace(case, activation=activation) for case in found]
-    return found if full else [scaled(case) for case in found]
+    return found if full else scaled_once(found)
+
+
+def scaled_once(found: Sequence[BenchCase]) -> list[BenchCase]:
+    """The cases, or their twins where they are too big; of twins that differ only by name, the first."""
+    kept: dict[BenchCase, BenchCase] = {}
+    for twin in map(scaled, found):
+        nameless = replace(twin, name="", scaled_from="", sequences=1)
+        kept.setdefault(nameless if twin.scaled_from else twin, twin)
+    return list(kept.values())
 
 
 def chosen_subjects(
     span: Span, case: BenchCase, impls: Sequence[str], layouts: Sequence[str]
 ) -> tuple[Subject, ...]:
-    """Implementations as asked for, `name` or `name @ layout`, in every layout; all there are without any."""
+    """Implementations as asked for, `name` or `name @ layout`, in every layout; all there are without any.
+    The layout `case` is the case's own."""
     named = [one for text in impls for one in split_words(text)]
-    rules = [str(Layout.parse(one)) for text in layouts for one in split_words(text)] or [case.layout]
+    words = [one for text in layouts for one in split_words(text)] or ["case"]
+    rules = [str(Layout.parse(case.layout if word == "case" else word)) for word in words]
     found: list[Subject] = []
     for text in named or span.specs():
         spec, at, layout = (part.strip() for part in text.partition("@"))
-        span.split(spec)
-        for rule in [str(Layout.parse(layout))] if at else rules:
+        span.origins(spec)  # raises if there is no such implementation
+        own = [str(Layout.parse(case.layout if layout == "case" else layout))] if at else rules
+        for rule in own:
             found.append(Subject(spec=spec, layout=rule))
     return tuple(dict.fromkeys(found))
+
+
+def made_cells(
+    found: Sequence[BenchCase],
+    *,
+    workloads: Sequence[str] | None,
+    impls: Sequence[str] | None,
+    layouts: Sequence[str] | None,
+    seed: int,
+    ranks: int,
+    policy: Policy,
+    include: Sequence[Path] | None,
+) -> list[Cell]:
+    """Every case under every workload."""
+    names = [word for text in workloads or [WORKLOAD] for word in split_words(text)]
+    for name in names:
+        check_name(name)
+    return [
+        Cell(
+            case=case,
+            workload=name,
+            subjects=chosen_subjects(span_named(case.span), case, impls or (), layouts or ()),
+            seed=seed,
+            W=ranks,
+            policy=policy,
+            include=tuple(str(folder.resolve()) for folder in include or ()),
+        )
+        for case in found
+        for name in names
+    ]
 
 
 def split_words(text: str) -> list[str]:
@@ -84,7 +129,3 @@ def split_words(text: str) -> list[str]:
             start = place + 1
     words.append(text[start:])
     return [word.strip() for word in words if re.search(r"\S", word)]
-
-
-def span_of(name: str) -> Span:
-    return span_named(name)

@@ -57,7 +57,7 @@ def doctor_command(
     Examples:
       mrb doctor
       mrb doctor --again --json
-      mrb doctor --power                                  about 3 minutes
+      mrb doctor --power                                  about 4 minutes
       mrb doctor --power --trials 200 --out power.png     about 30 minutes, for a published figure
 
     \b

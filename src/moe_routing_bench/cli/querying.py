@@ -25,13 +25,13 @@ MOST_CASES = 40
 SAME = (
     'span, "case", T, D, F, E, K, W, dtype, activation, workload, routing_seed, threads, cache, view, machine'
 )
-COUNTS = (
-    "SELECT span, status, count(*) AS records FROM records WHERE role <> 'twin' GROUP BY ALL ORDER BY ALL"
-)
+COUNTS = """
+SELECT span, status, count(*) AS records FROM records WHERE role IN ('baseline', 'candidate')
+GROUP BY ALL ORDER BY ALL"""
 BEST = f"""
 WITH passed AS (
   SELECT *, max(created_at) OVER (PARTITION BY {SAME}, session, cell_key) AS run_at
-  FROM records WHERE status = 'PASSED' AND role <> 'twin'
+  FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate')
 ), newest AS (
   SELECT * FROM passed
   QUALIFY dense_rank() OVER (PARTITION BY {SAME} ORDER BY run_at DESC, session DESC, cell_key) = 1

@@ -8,12 +8,11 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from moe_routing_bench.bench.cases import SUITES, cases, scaled
-from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.cases import SUITES, cases
+from moe_routing_bench.bench.cell import Policy
 from moe_routing_bench.bench.executor import ENGINES
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
-from moe_routing_bench.bench.spans import span_named
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.cli.benching import (
     Cache,
@@ -33,7 +32,7 @@ from moe_routing_bench.cli.benching import (
     Threads,
     Workloads,
 )
-from moe_routing_bench.cli.choosing import chosen_subjects, split_words
+from moe_routing_bench.cli.choosing import made_cells, scaled_once
 from moe_routing_bench.cli.finding import IncludePath, include_all
 from moe_routing_bench.cli.progress import shown_progress
 from moe_routing_bench.cli.tables import outcome_document, short_label
@@ -61,7 +60,7 @@ def sweep_command(
     threads: Threads = 1,
     cache: Cache = "hot",
     processes: Processes = 1,
-    rounds: Rounds = 300,
+    rounds: Rounds = 1000,
     min_rounds: MinRounds = 20,
     seconds: Seconds = 15.0,
     target: Target = 0.01,
@@ -92,19 +91,11 @@ def sweep_command(
             min_rounds=min(min_rounds, rounds), max_seconds=seconds, target=target, step_seconds=limit,
             memory_gib=memory, checked=checked, stages=stages,
         )  # fmt: skip
-        cells = [
-            Cell(
-                case=case,
-                workload=name,
-                subjects=chosen_subjects(span_named(case.span), case, impl or (), layout or ()),
-                seed=seed,
-                W=ranks,
-                policy=policy,
-                include=tuple(str(folder.resolve()) for folder in include_path or ()),
-            )
-            for case in (one if full else scaled(one) for one in cases(suite))
-            for name in [w for text in workload or ["zipf(1.2)"] for w in split_words(text)]
-        ]
+        cells = made_cells(
+            cases(suite) if full else scaled_once(cases(suite)),
+            workloads=workload, impls=impl, layouts=layout, seed=seed, ranks=ranks, policy=policy,
+            include=include_path,
+        )  # fmt: skip
         plan = plan_sweep(cells, out, retry_failed=retry_failed)
         if not resume:
             plan = SweepPlan(todo=tuple(cells), done=0, failed=0)

@@ -149,20 +149,15 @@ class Op:
         if (ready := self._ready.get(spec)) is not None:
             return ready
         name, config = _parse(spec)
-        sources = self._sources()
-        if name not in sources:
-            hint = did_you_mean(name, sources)
-            raise ValueError(
-                f"{self.name} has no implementation {name!r}; {hint}there are {', '.join(sorted(sources))}"
-            )
+        source = self._source(name)
         try:
-            module = sources[name].load()
+            module = source.load()
         except ModuleNotFoundError as missing:
             absent = missing.name or "?"
-            if absent.partition(".")[0] in (OURS, sources[name].owner):
+            if absent.partition(".")[0] in (OURS, source.owner):
                 raise  # a bug in that code, not an absent library
             raise NotImplementedError(f"{self.name}.{name}: needs {absent}, which is not installed") from None
-        found = self._implementation(name, sources[name].origin, module)
+        found = self._implementation(name, source.origin, module)
         ready = found.configured(config, self.parameters())
         if parts := getattr(module, "parts", None):
             composed, config = found.composed_of(parts(**config), config)
@@ -179,11 +174,20 @@ class Op:
         return implementation.why_not(*args)
 
     def origin(self, name: str) -> str:
-        """Where an implementation comes from, whether or not it can be loaded."""
-        return self._sources()[name].origin
+        """Where an implementation comes from, whether or not it can be loaded; nothing is."""
+        return self._source(name).origin
 
     def parameters(self) -> list[str]:
         return list(inspect.signature(self.reference).parameters)
+
+    def _source(self, name: str) -> _Source:
+        sources = self._sources()
+        if name not in sources:
+            hint = did_you_mean(name, sources)
+            raise ValueError(
+                f"{self.name} has no implementation {name!r}; {hint}there are {', '.join(sorted(sources))}"
+            )
+        return sources[name]
 
     def _sources(self) -> dict[str, _Source]:
         found: dict[str, _Source] = {}

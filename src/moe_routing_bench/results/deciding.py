@@ -168,7 +168,7 @@ def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, li
     found = []
     for cell in run.cells:
         passed = [r for r in cell.records if r.correctness.status is Status.PASSED]
-        if passed := [r for r in passed if r.implementation.role != "twin"]:
+        if passed := [r for r in passed if r.implementation.role not in ("twin", "beside")]:
             found.append((cell, passed))
     if not found:
         raise ValueError(f"{run.folder} decides nothing: it has no record with status PASSED")

@@ -71,7 +71,7 @@ def latest(run: Run) -> list[Measured]:
     found: dict[object, Measured] = {}
     for cell in run.cells:
         for record in cell.records:
-            if record.implementation.role == "twin":
+            if record.implementation.role in ("twin", "beside"):
                 continue
             one = Measured(run=run, cell=cell, record=record)
             key = (one.identity, _likeness(one))

@@ -125,7 +125,8 @@ class Implementation(_Part):
     spec: Name
     origin: Name
     source_hash: Hash
-    role: Literal["baseline", "twin", "candidate"]  # twin: the baseline a second time, for the noise floor
+    # twin: the baseline a second time, for the noise floor; beside: in the process of code from outside
+    role: Literal["baseline", "twin", "beside", "candidate"]
     deterministic: bool
     host_sync: Sentence  # why it must read device values on the host; "" if it does not
 

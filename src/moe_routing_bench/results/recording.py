@@ -87,13 +87,7 @@ def _record(
             bias=case.bias,
             dtype=case.dtype,
         ),
-        routing=schema.Routing(
-            suite_version=SUITE_VERSION,
-            spec=one_line(cell.workload, 300),
-            seed=cell.seed,
-            checksum=outcome.routing_checksum,
-            **one.load,  # type: ignore[arg-type]
-        ),
+        routing=_routing(one, outcome),
         implementation=schema.Implementation(
             label=one_line(one.label, 300),
             spec=one_line(one.subject.spec, 300),
@@ -118,7 +112,7 @@ def _record(
         ),
         timing=timing,
         comparison=comparison,
-        work=_work(one, cell),
+        work=_work(one, cell) if one.load else None,
         correctness=schema.Correctness(
             status=one.status,
             reason=one_line(one.reason),
@@ -137,6 +131,18 @@ def _record(
         environment=environment,
         repro=repro_command(cell, one.subject),
         log_tail=log_tail(one.log_tail),
+    )
+
+
+def _routing(one: SubjectOutcome, outcome: CellOutcome) -> schema.Routing | None:
+    if not one.load:
+        return None
+    return schema.Routing(
+        suite_version=SUITE_VERSION,
+        spec=one_line(outcome.cell.workload, 300),
+        seed=outcome.cell.seed,
+        checksum=outcome.routing_checksum,
+        **one.load,  # type: ignore[arg-type]
     )
 
 

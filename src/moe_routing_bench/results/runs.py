@@ -75,7 +75,8 @@ def read_run(folder: Path | str, left_out: LeftOut) -> Run:
         one, key = record.implementation, record.cell_key
         if newest.get(key) != record.session:
             newest[key], found[key] = record.session, {}
-        found[key][one.label, one.spec, one.role, record.what.layout] = record
+        if one.role != "beside":
+            found[key][one.label, one.spec, one.role, record.what.layout] = record
     cells = [
         CellRun(key=key, session=newest[key], records=tuple(records.values()))
         for key, records in found.items()

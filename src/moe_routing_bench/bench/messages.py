@@ -1,0 +1,64 @@
+"""What a worker may answer, kind by kind. Whoever answers anything else is not believed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Text = Annotated[str, Field(max_length=4_000)]
+Seconds = Annotated[float, Field(gt=0, lt=1e7, allow_inf_nan=False)]
+
+
+class Answer(BaseModel):
+    """Nothing to tell but that it is done."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Ready(Answer):
+    ready: bool
+
+
+class Described(Answer):
+    """What an implementation says of itself: Described(label="index_add", origin="built in", ...)."""
+
+    label: Text
+    origin: Text = ""
+    deterministic: bool = True
+    reuses_output: bool = False
+    host_sync: Text = ""
+    ties: Text = ""
+
+
+class Called(Answer):
+    """One call whose result is in files. kind: what is wrong with its type, in words; print: of its inputs
+    afterwards; changed: settings of torch that are not what they were."""
+
+    unsupported: Text | None = None
+    seconds: Seconds = 1.0
+    kind: Text = ""
+    print: Text = ""
+    aliases: bool = False
+    changed: Annotated[tuple[Text, ...], Field(max_length=20, strict=False)] = ()
+
+
+class HandedOver(Answer):
+    kind: Text
+    print: Text
+
+
+class Calibrated(Answer):
+    calls: Annotated[int, Field(ge=1, le=256)]
+
+
+class Timed(Answer):
+    seconds: Seconds
+
+
+class StagesTimed(Answer):
+    stages: Annotated[dict[Annotated[str, Field(max_length=200)], Seconds], Field(max_length=64)]
+
+
+class Weights(Answer):
+    print: Text

@@ -1,0 +1,157 @@
+"""mrb bench and mrb sweep as people use them; test_runner.py and test_sweep.py test what they measure."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moe_routing_bench.bench.cases import cases
+from moe_routing_bench.bench.spans import SPANS
+from moe_routing_bench.cli import app
+from moe_routing_bench.cli.choosing import chosen_subjects, scaled_once, split_words
+from moe_routing_bench.results.query import run_query
+from moe_routing_bench.results.store import iterate
+
+QUICK = ["--rounds", "8", "--seconds", "2", "--checked", "1"]
+SMALL = [
+    "--tokens",
+    "16",
+    "--width",
+    "32",
+    "--hidden",
+    "16",
+    "--experts",
+    "4",
+    "--choices",
+    "2",
+    "--dtype",
+    "float32",
+]
+pytestmark = pytest.mark.timeout(200)
+
+
+def mrb(*words: str, code: int = 0):
+    ran = CliRunner().invoke(app, list(words))
+    assert ran.exit_code == code, ran.output + ran.stderr
+    return ran
+
+
+def test_bench_shows_a_ranked_table():
+    text = mrb("bench", "combine", *SMALL, *QUICK, "--repro").stdout
+    lines = text.splitlines()
+    assert "own/16x32x16-e4-k2: combine, T=16 D=32 F=16 E=4 K=2, float32, zipf(1.2)" in text
+    assert any(line.startswith("gather_sum") and "baseline" in line for line in lines)
+    ratios = [line.split()[2] for line in lines if line.split()[:1] in (["gather_sum"], ["index_add"])]
+    assert ratios == sorted(ratios, key=float)
+    assert "8 interleaved rounds on 1 thread, hot caches" in text and "twin is" in text
+    repro = next(line for line in lines if line.startswith("index_add: mrb bench"))
+    words = shlex.split(repro.partition(": ")[2])
+    assert words[:3] == ["mrb", "bench", "combine"] and "index_add @ compact" in words
+
+
+def test_a_repro_command_measures_the_same_cell_again():
+    first = json.loads(
+        mrb("bench", "pack", *SMALL, *QUICK, "--impl", "index_select+index_add", "--json").stdout
+    )
+    (again,) = json.loads(mrb(*shlex.split(first[0]["implementations"][0]["repro"])[1:], "--json").stdout)
+    assert again["cell_key"] == first[0]["cell_key"]
+
+
+def test_bench_json_holds_samples_stages_and_status():
+    words = [
+        "bench",
+        "layer",
+        *SMALL,
+        *QUICK,
+        "--impl",
+        "staged,staged(grouped_gemm=padded_bmm)",
+        "--stages",
+        "--json",
+    ]
+    (cell,) = json.loads(mrb(*words).stdout)
+    staged, padded, twin = cell["implementations"]
+    assert len(staged["samples"]) == cell["rounds"] == 8 and twin["role"] == "twin"
+    assert set(staged["stages"]) == {"route", "plan", "dispatch", "gemm", "combine"}
+    assert padded["status"] == "UNSUPPORTED" and padded["median_seconds"] is None
+
+
+def test_bench_says_that_a_twin_stands_in_for_a_case_too_big():
+    text = mrb("bench", "topk", "--case", "seed-routing/32768-e256~scaled", *QUICK, "--impl", "sort").stdout
+    assert "seed-routing/32768-e256" in text
+    text = mrb(
+        "bench", "layer", "--model", "qwen3-30b-a3b", "--tokens", "1", "--impl", "staged", *QUICK
+    ).stdout
+    assert "qwen3-30b-a3b/decode-1~scaled" in text and "stands in for it" in text
+
+
+def test_a_workload_these_sizes_cannot_have_is_a_state():
+    text = mrb(
+        "bench", "combine", *SMALL, *QUICK, "--workload", "lognormal(maxvio=8)", "--impl", "gather_sum"
+    ).stdout
+    assert "UNSUPPORTED" in text and "Not timed" in text
+
+
+def test_sweep_writes_and_goes_on_where_it_was(tmp_path: Path):
+    words = [
+        "sweep",
+        "granite-3-moe/decode-1",
+        "--out",
+        str(tmp_path),
+        "--impl",
+        "staged",
+    ]
+    words += ["--workload", "uniform,zipf(1.2)", *QUICK]
+    plan = json.loads(mrb(*words, "--dry-run", "--json").stdout)
+    assert plan["to_do"] == 2 and plan["about_seconds"] > 0 and not list(tmp_path.iterdir())
+    text = mrb(*words).stdout
+    assert "2 cells to measure" in text and text.count("1 timed") == 2
+    assert "0 cells to measure" in mrb(*words).stdout
+    assert "1 cells to measure" in mrb(*words, "--workload", "balanced").stdout
+    assert len(list(iterate(tmp_path))) == 6
+    _, rows = run_query(tmp_path, "SELECT count(*) FROM records WHERE role = 'baseline'")
+    assert rows == [(3,)]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["bench", "combin"], "there is no span 'combin'"),
+        (["bench", "block"], "decoder blocks come with the models"),
+        (["bench", "layer", "--model", "olmo"], "there is no model 'olmo'"),
+        (["bench", "layer", "--model", "olmoe-1b-7b", "--width", "3"], "fixes all sizes but --tokens"),
+        (["bench", "layer", "--case", "seed-grid", "--model", "olmoe-1b-7b"], "either --model or --case"),
+        (["bench", "combine", "--impl", "gather"], "has no implementation 'gather'"),
+        (["bench", "combine", "--workload", "zipff(1.2)"], "there is no workload 'zipff'"),
+        (["bench", "combine", "--layout", "dense"], "dense"),
+        (["bench", "combine", "--rounds", "2"], "at least 8"),
+        (["bench", "combine", "--cache", "warm"], "no cache policy"),
+        (["bench", "combine", "--dtype", "float8"], "float8"),
+        (["bench", "pack", "--impl", "index_select"], "pack is dispatch + combine"),
+        (["sweep", "seed-nothing", "--out", "x"], "there is no case 'seed-nothing'"),
+        (["sweep", "seed-pack", "--out", "x", "--engine", "ray"], "there is no engine 'ray'"),
+    ],
+)
+def test_mistakes_get_one_sentence(words, sentence):
+    told = mrb(*words, code=2).stderr.strip()
+    assert sentence in told and len(told.splitlines()) == 1 and "Traceback" not in told
+
+
+def test_words_and_subjects():
+    assert split_words("a,b(x=1,y=2), c") == ["a", "b(x=1,y=2)", "c"]
+    (case,) = cases("seed-grid/32x128-e4-d1024-c1.25")
+    found = chosen_subjects(SPANS["layer"], case, ["staged", "eager_loop @ block(64)"], ["compact,case"])
+    assert [one.name for one in found] == [
+        "staged | compact",
+        "staged | padded(capacity_factor=1.25,drop=position)",
+        "eager_loop | block(64)",
+    ]
+
+
+def test_twins_that_are_the_same_are_measured_once():
+    found = scaled_once(cases("seed-grid"))
+    assert len(found) == 12 and all(case.scaled_from for case in found)
+    assert len({(case.shape, case.layout) for case in found}) == 12
