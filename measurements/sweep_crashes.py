@@ -50,6 +50,15 @@ def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
     return found
 
 
+def some_worker(process: subprocess.Popen) -> list[psutil.Process]:
+    """Between two cells there is none for a moment."""
+    for _ in range(200):
+        if alive := workers_of(process):
+            return alive
+        time.sleep(0.01)
+    return []
+
+
 def main() -> None:
     rng, started = random.Random(0), time.time()
     folder = Path(tempfile.mkdtemp(prefix="sweep-crashes-"))
@@ -65,7 +74,7 @@ def main() -> None:
             if not line.startswith("done"):
                 continue
             told += 1
-            if worker_kills < KILLS and told % 4 == 2 and (alive := workers_of(process)):
+            if worker_kills < KILLS and told % 4 == 2 and (alive := some_worker(process)):
                 rng.choice(alive).kill()
                 worker_kills += 1
             if len(parent_kills) < KILLS and told == stop_after:

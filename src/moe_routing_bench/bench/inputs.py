@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_routing_bench.bench.cases import BenchCase
 from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.bench.workloads import Workload, make_workload
 from moe_routing_bench.experts import GATED, ExpertWeights
 from moe_routing_bench.ops.make_plan.op import make_plan
@@ -25,7 +26,6 @@ from moe_routing_bench.ops.registry import tensors_in
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # values are drawn once and read from a different place for every call; a prime, so that no two rows are alike
 PERIOD = 1_048_573
 STRIDE = 611_953  # from one call to the next; prime too, so places repeat after PERIOD calls

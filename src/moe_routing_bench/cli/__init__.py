@@ -30,14 +30,14 @@ app = typer.Typer(
 app.command("list")(list_command)
 app.command("explain")(explain_command)
 app.command("check")(check_command)
+app.command("doctor")(doctor_command)
 app.command("bench")(bench_command)
+app.command("sweep")(sweep_command)
 app.command("results")(results_command)
 app.command("export")(export_command)
 app.command("compare")(compare_command)
 app.command("gate")(gate_command)
 app.command("decide")(decide_command)
-app.command("sweep")(sweep_command)
-app.command("doctor")(doctor_command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -65,6 +65,7 @@ def _top(
       mrb explain expert_ffn --tokens 16    what would run for these sizes, and why
       mrb check --op combine                is it right?
       mrb doctor                            what this machine is and can do at most
+      mrb bench layer --model olmoe-1b-7b   which is fastest?
     """
 
 

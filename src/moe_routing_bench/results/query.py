@@ -9,8 +9,6 @@ hundred times what `measurements/results_scale.json` shows for 10^6; a median ho
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import tempfile
@@ -32,12 +30,11 @@ from moe_routing_bench.results.flat import (
     sources,
     write_rows,
 )
-from moe_routing_bench.results.lines import LeftOut, is_plain_file, read_records
+from moe_routing_bench.results.lines import LeftOut, read_records
 from moe_routing_bench.results.record import one_line
-from moe_routing_bench.results.store import ENVIRONMENTS
+from moe_routing_bench.results.store import environments
 
 MEMORY_LIMIT = "2GB"
-MOST_ENVIRONMENT_BYTES = 1 << 20
 MOST_QUERY_LETTERS = 20_000
 MOST_ROWS = 1_000_000
 
@@ -134,7 +131,7 @@ def _open(folder: Path) -> tuple[duckdb.DuckDBPyConnection, list[Path]]:
         source.parquet for given in sources(connection, folder) if (source := _load(connection, given)).cover
     ]
     connection.execute("CREATE TABLE environments (environment VARCHAR, machine VARCHAR)")
-    if machines := _machines(folder):
+    if machines := [(key, one_line(machine["name"], 300)) for key, _, machine in environments(folder)]:
         connection.executemany("INSERT INTO environments VALUES (?, ?)", machines)
     names = ", ".join(f'"{column.name}"' for column in COLUMNS)
     rows = f"SELECT {names} FROM fresh"
@@ -180,27 +177,6 @@ def _tell(connection: duckdb.DuckDBPyConnection, left_out: LeftOut) -> None:
         left_out.add(sentences[0], lines)
         for sentence in sentences[1:]:
             left_out.add(sentence, 0)
-
-
-def _machines(folder: Path) -> list[tuple[str, str]]:
-    """Environment hash -> the machine's name, of the documents whose content has the hash in their name."""
-    found = []
-    paths = sorted((folder / ENVIRONMENTS).glob("*.json")) if (folder / ENVIRONMENTS).is_dir() else []
-    for path in paths:
-        if not is_plain_file(path) or path.stat().st_size > MOST_ENVIRONMENT_BYTES:
-            continue
-        data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() != path.stem:
-            continue
-        try:
-            document = json.loads(data)
-        except (ValueError, RecursionError):
-            continue
-        machine = document.get("machine", document) if isinstance(document, dict) else None
-        name = machine.get("name") if isinstance(machine, dict) else None
-        if isinstance(name, str):
-            found.append((path.stem, one_line(name, 300)))
-    return found
 
 
 def _sentence(error: duckdb.Error) -> str:

@@ -16,10 +16,10 @@ from moe_routing_bench.bench.identity import (
     settings,
     versions,
 )
-from moe_routing_bench.bench.inputs import DTYPES
 from moe_routing_bench.bench.models import MODELS
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.repro import repro_command
+from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.bench.rounds import WARM_SAMPLES
 from moe_routing_bench.bench.spans import span_named
 from moe_routing_bench.bench.workloads import SUITE_VERSION

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from moe_routing_bench.results.lines import LeftOut, is_plain_file
-from moe_routing_bench.results.query import MOST_ENVIRONMENT_BYTES
+from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.record import Record, one_line
-from moe_routing_bench.results.store import ENVIRONMENTS, iterate
+from moe_routing_bench.results.store import environments, iterate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,33 +82,18 @@ def read_run(folder: Path | str, left_out: LeftOut) -> Run:
 
 
 def _environments(folder: Path) -> dict[str, Environment]:
-    """Of the documents whose content has the hash in their name."""
     found = {}
-    for path in sorted((folder / ENVIRONMENTS).glob("*.json")) if (folder / ENVIRONMENTS).is_dir() else []:
-        if not is_plain_file(path) or path.stat().st_size > MOST_ENVIRONMENT_BYTES:
-            continue
-        data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() != path.stem:
-            continue
-        try:
-            document = json.loads(data)
-        except (ValueError, RecursionError):
-            continue
-        machine = document.get("machine", document) if isinstance(document, dict) else None
-        if isinstance(machine, dict) and isinstance(machine.get("name"), str):
-            settings = document.get("settings")
-            said = {k: v for k, v in settings.items() if isinstance(v, str)} if _is_dict(settings) else {}
-            found[path.stem] = Environment(
-                machine=_text(machine, "name"),
-                torch=_text(machine, "torch"),
-                python=_text(machine, "python"),
-                settings=one_line(" ".join(f"{k}={v}" for k, v in sorted(said.items()))) or "none",
-            )
+    for key, document, machine in environments(folder):
+        settings = document.get("settings")
+        given = settings if isinstance(settings, dict) else {}
+        said = {k: v for k, v in given.items() if isinstance(v, str)}
+        found[key] = Environment(
+            machine=_text(machine, "name"),
+            torch=_text(machine, "torch"),
+            python=_text(machine, "python"),
+            settings=one_line(" ".join(f"{k}={v}" for k, v in sorted(said.items()))) or "none",
+        )
     return found
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _text(document: dict[str, Any], name: str) -> str:

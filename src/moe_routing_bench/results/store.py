@@ -23,7 +23,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import duckdb
 import numpy as np
@@ -35,6 +35,7 @@ from moe_routing_bench.results.record import Record, Samples, content_hash
 
 SAMPLES = "samples.f64"
 ENVIRONMENTS = "environments"
+MOST_ENVIRONMENT_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
 
 
@@ -278,6 +279,25 @@ def samples_of(folder: Path | str, record: Record) -> NDArray[np.float64]:
     if hashlib.sha256(data).hexdigest() != wanted.sha256:
         raise ValueError(f"the samples of {record.record_id} in {path} are not those that were written")
     return np.frombuffer(data, dtype="<f8").astype(np.float64)
+
+
+def environments(folder: Path | str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """(hash, document, its part about the machine) of every document that names a machine and whose content
+    has the hash in its name."""
+    home = Path(folder) / ENVIRONMENTS
+    for path in sorted(home.glob("*.json")) if home.is_dir() else ():
+        if not is_plain_file(path) or path.stat().st_size > MOST_ENVIRONMENT_BYTES:
+            continue
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != path.stem:
+            continue
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError):
+            continue
+        machine = document.get("machine", document) if isinstance(document, dict) else None
+        if isinstance(machine, dict) and isinstance(machine.get("name"), str):
+            yield path.stem, document, machine
 
 
 def _canonical(document: Mapping[str, object]) -> str:
