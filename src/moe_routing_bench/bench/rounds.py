@@ -38,7 +38,6 @@ from moe_routing_bench.bench.verdict import stop_reason
 TWIN = -1
 WARM_SAMPLES = 2
 LOOK_EVERY = 1.2  # looks at the precision, each after so many times the rounds of the last: they take time
-FEWEST_ROUNDS = 8  # fewer decide nothing, whatever the budget
 LEAK_BYTES = 2**29
 NEAR = 4.0
 MOST_APART = 1.25  # the same code in two processes; a tenth is luck
@@ -233,7 +232,9 @@ class _Repeat:
     def _why_stop(self, seconds: float) -> str | None:
         policy = self.cell.policy
         rounds, late = len(self.here[TWIN]), seconds >= policy.max_seconds
-        if rounds < (FEWEST_ROUNDS if late else policy.min_rounds):
+        # n rounds all on one side have the p-value 2 / 2^n; corrected for all comparisons it must reach 1 %
+        fewest = math.ceil(math.log2(200 * len(self.alive)))
+        if rounds < (min(fewest, policy.max_rounds) if late else policy.min_rounds):
             return None
         if rounds < self.next_look and not late and rounds < policy.max_rounds:
             return None
