@@ -259,7 +259,7 @@ def test_ctrl_c_shows_and_writes_what_there_is(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.slow
 def test_a_real_study_of_two_trials() -> None:
     policy = Policy(min_rounds=8, max_rounds=8)
-    study = study_power({0: 1, 50: 1}, policy=policy)
+    study = study_power({0: 1, 300: 1}, policy=policy)
     same, slowed = study.rows
     assert same.median_rounds == slowed.median_rounds == 8, study.trials
     assert slowed.median_ratio is not None and slowed.median_ratio > 1.2

@@ -8,12 +8,14 @@ import pytest
 
 from moe_routing_bench.bench.cases import BenchCase
 from moe_routing_bench.bench.cell import Cell, Policy, Subject
+from moe_routing_bench.bench.outcome import SubjectOutcome
 from moe_routing_bench.bench.roofs import Roofs
-from moe_routing_bench.bench.runner import Progress, floor_seconds, run_cell
+from moe_routing_bench.bench.runner import Progress, _held_to_both, floor_seconds, run_cell
 from moe_routing_bench.bench.spans import SPANS
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.bench.trial import check_clocks
+from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.shapes import MoEShape
 
@@ -68,6 +70,22 @@ def test_nothing_that_runs_is_an_outcome_too():
     outcome = run_cell(cell_of("grouped_gemm", "padded_bmm"))
     assert (
         outcome.baseline is None and outcome.rounds == 0 and outcome.stop_reason == "nothing passed its trial"
+    )
+
+
+def test_faster_must_hold_against_both_copies_of_the_baseline():
+    fast = compare([1.0, 1.1, 1.05, 1.02] * 8, [0.5, 0.55, 0.52, 0.51] * 8)
+    assert fast.verdict == "FASTER"
+    one = SubjectOutcome(
+        subject=Subject(spec="mine"), label="mine", status=Status.PASSED, samples=(0.5, 0.55, 0.52, 0.51) * 8,
+        comparison=fast,
+    )  # fmt: skip
+    slow = replace(one, label="base", samples=(1.0, 1.1, 1.05, 1.02) * 8, comparison=None)
+    assert _held_to_both(one, slow, 0.0) is one
+    quick = replace(slow, samples=(0.4, 0.44, 0.42, 0.41) * 8)
+    found = _held_to_both(one, quick, 0.0).comparison
+    assert (
+        found is not None and found.verdict == "UNDECIDED" and "not faster than the baseline" in found.reason
     )
 
 

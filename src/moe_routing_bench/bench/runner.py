@@ -20,7 +20,7 @@ from moe_routing_bench.bench.spans import cost_of_span, is_ours, span_named
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.supervisor import SubjectError, quiet_cores
 from moe_routing_bench.bench.trial import CHECKS, Setup, Trial, Watch, try_alone
-from moe_routing_bench.bench.verdict import aa_floor, compare_cells
+from moe_routing_bench.bench.verdict import aa_floor, compare, compare_cells
 from moe_routing_bench.bench.weather import WeatherSpan, weather
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.machine import this_machine
@@ -178,6 +178,7 @@ def _outcomes(
         found[place] = replace(found[place], comparison=comparison)
     for s in alive[1:]:
         if beside(s) in measured.samples:
+            found[s] = _held_to_both(found[s], baseline, floor)
             told = f"the baseline beside {found[s].subject.spec}, in its process"
             samples = tuple(measured.samples[beside(s)])
             found.append(
@@ -186,6 +187,17 @@ def _outcomes(
                 )
             )
     return tuple(found)
+
+
+def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -> SubjectOutcome:
+    """Code from outside may have slowed the baseline beside it: FASTER must also hold elsewhere."""
+    said = one.comparison
+    if said is None or said.verdict != "FASTER":
+        return one
+    if compare(baseline.samples, one.samples, aa_floor=floor).verdict == "FASTER":
+        return one
+    reason = f"{said.reason}; but it is not faster than the baseline in a process of its own"
+    return replace(one, comparison=replace(said, verdict="UNDECIDED", more_rounds=None, reason=reason))
 
 
 def _facts(judge: Judge, layout: str) -> tuple[Cost, dict[str, int | float | None]]:
