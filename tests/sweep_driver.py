@@ -5,6 +5,7 @@ Prints a line for each cell that is on disk. Bad kernels stand in cells of their
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -53,4 +54,6 @@ def main(folder: Path, count: int, bad: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    # a job started in the background by a shell inherits "ignore Ctrl-C"
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

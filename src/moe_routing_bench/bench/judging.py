@@ -24,7 +24,7 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.conformance.judging import judge_plan, judge_topk
 from moe_routing_bench.experts import ExpertWeights, activate
 from moe_routing_bench.ops.make_plan.op import make_plan
-from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.ops.registry import all_ops, tensors_in
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 
@@ -69,8 +69,7 @@ class Judge:
 
     def activations(self, number: int, step: int, layout: str) -> tuple[Any, ...]:
         """The arguments without weights, which are the same for every call and have a print of their own."""
-        args = self.inputs.call(number, layout, step)
-        return args[:3] if self.span.name == "expert_ffn" else args
+        return activations_of(self.span, self.inputs.call(number, layout, step))
 
     @cached_property
     def weights_print(self) -> str:
@@ -188,6 +187,11 @@ class Judge:
         return self.inputs.weights.to(dtype=torch.float64)
 
 
+def activations_of(span: Span, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a call without the experts' weights, which are large and the same for every call."""
+    return args[:3] if span.name == "expert_ffn" else args
+
+
 def weights_print(span: Span, inputs: Inputs) -> str:
     if span.name in ("expert_ffn", "layer"):
         shared = () if inputs.shared is None else inputs.shared
@@ -198,7 +202,7 @@ def weights_print(span: Span, inputs: Inputs) -> str:
 
 def read_output(path: Path, expected: Any, layout: Layout) -> Any:
     """Tensors a worker wrote, put together as the span's result; ValueError if that is not what they are."""
-    room = sum(t.numel() * 8 for t in _tensors(expected)) + 2**20
+    room = sum(t.numel() * 8 for t in tensors_in(expected)) + 2**20
     if not path.exists():
         raise ValueError("no result was handed over")
     if path.stat().st_size > room:
@@ -220,12 +224,6 @@ def read_output(path: Path, expected: Any, layout: Layout) -> Any:
     if set(tensors) != {"0"}:
         raise ValueError("the result is not one tensor")
     return tensors["0"]
-
-
-def _tensors(expected: Any) -> list[Tensor]:
-    if isinstance(expected, RoutingPlan):
-        return [expected.row_TK, expected.pair_R, expected.offset_E1, expected.count_E, expected.dropped_E]
-    return list(expected) if isinstance(expected, tuple) else [expected]
 
 
 def _structure(sentences: list[str]) -> Finding:

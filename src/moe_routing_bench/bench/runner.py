@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -36,6 +36,7 @@ class Progress:
 
 
 Tell = Callable[[Progress], None]
+Facts = tuple[Cost, dict[str, int | float | None]]  # of a layout: the least work, and how it is loaded
 TRIAL_SHARE = 0.4  # of a cell's time, about
 
 
@@ -65,6 +66,7 @@ def run_cell(
         watch=watch,
         outside=frozenset(i for i, mine in enumerate(ours) if not mine),
     )
+    facts = {layout: _facts(judge, layout) for layout in {s.layout for s in cell.subjects}}
     trials = {}
     for index, subject in enumerate(cell.subjects):
         tell(Progress(what=f"trying {subject.spec}", share=TRIAL_SHARE * index / len(cell.subjects)))
@@ -80,7 +82,8 @@ def run_cell(
                 lambda done: tell(Progress(what="rounds", share=TRIAL_SHARE + per_round * done)),
             )  # fmt: skip
             for index in alive:
-                _hold_to_the_floor(cell, index, measured, judge, roofs)
+                cost, _ = facts[cell.subjects[index].layout]
+                _hold_to_the_floor(index, median(measured.samples[index]), floor_seconds(cell, cost, roofs))
         except BlamedError as blame:
             failure = blame.failure
             trials[blame.subject] = replace(
@@ -91,7 +94,7 @@ def run_cell(
     return CellOutcome(
         cell=cell,
         key=cell_key(cell, this_machine()),
-        outcomes=_outcomes(cell, trials, measured, alive, judge, roofs),
+        outcomes=_outcomes(cell, trials, measured, alive, facts, roofs),
         rounds=len(measured.samples[TWIN]) if measured else 0,
         rounds_by_process=tuple(measured.rounds_by_process) if measured else (),
         stop_reason=measured.stop_reason if measured else "nothing passed its trial",
@@ -125,10 +128,10 @@ def _cannot(cell: Cell, reason: str, sky: WeatherSpan) -> CellOutcome:
 
 
 def _outcomes(
-    cell: Cell, trials: dict[int, Trial], measured: Measured | None, alive: list[int], judge: Judge,
-    roofs: Roofs | None,
+    cell: Cell, trials: dict[int, Trial], measured: Measured | None, alive: list[int],
+    facts: Mapping[str, Facts], roofs: Roofs | None,
 ) -> tuple[SubjectOutcome, ...]:  # fmt: skip
-    facts = {layout: _facts(judge, layout) for layout in {s.layout for s in cell.subjects}}
+    span = span_named(cell.case.span)
     found = []
     for index, subject in enumerate(cell.subjects):
         trial, (cost, load) = trials[index], facts[subject.layout]
@@ -138,7 +141,7 @@ def _outcomes(
             "status": trial.status,
             "reason": trial.reason,
             "origin": trial.about.origin,
-            "source_hash": source_hash(judge.span, subject.spec),
+            "source_hash": source_hash(span, subject.spec),
             "deterministic": trial.about.deterministic,
             "host_sync": trial.about.host_sync,
             "first_call": trial.first_call,
@@ -200,7 +203,7 @@ def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -
     return replace(one, comparison=replace(said, verdict="UNDECIDED", more_rounds=None, reason=reason))
 
 
-def _facts(judge: Judge, layout: str) -> tuple[Cost, dict[str, int | float | None]]:
+def _facts(judge: Judge, layout: str) -> Facts:
     inputs = judge.inputs
     plan = None if judge.span.name == "topk" else inputs.plan(0, layout)
     return cost_of_span(judge.span, inputs, layout), inputs.workload(0).statistics(plan).to_dict()
@@ -221,9 +224,7 @@ def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
     return max(moved / memory, cost.useful_flops / roofs.gemm_flops[dtype][threads])
 
 
-def _hold_to_the_floor(cell: Cell, index: int, measured: Measured, judge: Judge, roofs: Roofs | None) -> None:
-    cost, _ = _facts(judge, cell.subjects[index].layout)
-    floor, seconds = floor_seconds(cell, cost, roofs), median(measured.samples[index])
+def _hold_to_the_floor(index: int, seconds: float, floor: float | None) -> None:
     if floor is not None and seconds * TOLERANCE < floor:
         reason = (
             f"it says {1e3 * seconds:.3g} ms, but this machine cannot do the work in less than "

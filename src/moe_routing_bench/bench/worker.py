@@ -27,7 +27,7 @@ from torch import Tensor
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.clock import CacheFlusher, HostClock, calls_per_sample
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs, fingerprint, touch
-from moe_routing_bench.bench.judging import weights_print
+from moe_routing_bench.bench.judging import activations_of, weights_print
 from moe_routing_bench.bench.spans import function_of, span_named, stages_of, why_not
 from moe_routing_bench.conformance.check import poisoned_memory
 from moe_routing_bench.ops.registry import include, tensors_in
@@ -112,7 +112,6 @@ class _Worker:
             return {"unsupported": reason}
         state = _global_state()
         run = self._function(subject)
-        given = args[:3] if self.span.name == "expert_ffn" else args
         holder: list[Any] = []
         call = partial(_keep, run, args, holder)
         if poison:
@@ -129,7 +128,7 @@ class _Worker:
         if not answer["kind"]:
             save_file(_named(out), self.scratch / f"{name}.safetensors")
             answer["aliases"] = _aliases(out, args)
-        answer["print"] = fingerprint(given)
+        answer["print"] = fingerprint(activations_of(self.span, args))
         other = self.inputs.call(number + 1, layout, step)
         run(*other)
         if not answer["kind"]:
@@ -176,8 +175,7 @@ class _Worker:
         answer: dict[str, Any] = {"kind": _kind(self.span.name, out), "print": ""}
         if not answer["kind"]:
             save_file(_named(out), self.scratch / f"{name}.safetensors")
-        args = self._kept_args
-        answer["print"] = fingerprint(args[:3] if self.span.name == "expert_ffn" else args)
+        answer["print"] = fingerprint(activations_of(self.span, self._kept_args))
         return answer
 
     def stages(self, subject: int, number: int, step: int) -> dict[str, Any]:
