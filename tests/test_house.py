@@ -16,10 +16,10 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
 FLOORS = [
-    ["shapes", "names", "machine", "accuracy", "routing"],
-    ["plan", "experts", "load", "cost"],
+    ["shapes", "names", "machine", "native", "accuracy", "routing"],
+    ["plan", "experts", "prepared", "load", "cost"],
     ["ops.registry"],
-    ["ops.decisions", "ops.auto", "ops.catalog"],
+    ["ops.decisions", "ops.auto", "ops.catalog", "ops.hf"],
     ["ops.topk", "ops.make_plan", "ops.dispatch", "ops.grouped_gemm", "ops.combine"],
     ["ops.expert_ffn"],
     ["routers"],

@@ -53,6 +53,8 @@ layouts = st.one_of(
 @given(routing=routings(), layout=layouts, name=st.sampled_from(IMPLEMENTATIONS))
 @settings(max_examples=1200, deadline=None)
 def test_a_plan_keeps_its_invariants(routing: Routing, layout: Layout, name: str) -> None:
+    if op.why_not(name, routing, layout) is not None:
+        return
     plan = make_plan(routing.validate(), layout, impl=name).validate()
     T, K, E = routing.num_tokens, routing.num_choices, routing.num_experts
 
@@ -116,7 +118,8 @@ def rank_within_expert(plan) -> Tensor:
 @given(routing=routings(), layout=layouts)
 @settings(max_examples=300, deadline=None)
 def test_implementations_give_the_same_numbers(routing: Routing, layout: Layout) -> None:
-    plans = [op.reference(routing, layout), *(make_plan(routing, layout, impl=n) for n in IMPLEMENTATIONS)]
+    able = [name for name in IMPLEMENTATIONS if op.why_not(name, routing, layout) is None]
+    plans = [op.reference(routing, layout), *(make_plan(routing, layout, impl=name) for name in able)]
     for plan in plans[1:]:
         for field in fields(plan):
             one, other = getattr(plans[0], field.name), getattr(plan, field.name)
@@ -130,6 +133,8 @@ def test_slabs_change_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
     expert_TK[::7, 1] = -1
     routing = Routing(expert_TK=expert_TK, gate_TK=torch.rand(500, 3), num_experts=20)
     for layout in (Layout.compact(), Layout.block(8), Layout.padded(capacity=60, drop="probs")):
+        if op.why_not(name, routing, layout) is not None:
+            continue
         got, want = make_plan(routing, layout, impl=name), op.reference(routing, layout)
         assert torch.equal(got.row_TK, want.row_TK) and torch.equal(got.pair_R, want.pair_R)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -117,15 +117,23 @@ def _whats_wrong(implementation: Implementation, cell: Cell, args: Mapping[str, 
     if wrong:
         return wrong
 
-    with poisoned_memory(), torch.no_grad():
-        if implementation.deterministic:
-            again = implementation.run(*_fresh(cell).values())
-            if not _all_same_bits(kept, _on_host(again)):
-                wrong.append("a second run on the same input gave other bits; say DETERMINISTIC = False?")
-        if not implementation.reuses_output and cell.case.name == "plain":
-            implementation.run(*_fresh(cell, seed=1).values())
-            if not _all_same_bits(kept, _on_host(out)):
-                wrong.append("the next call overwrote an earlier result; say REUSES_OUTPUT = True?")
+    def run_again(*, with_grad: bool, seed: int = 0) -> Any:
+        with poisoned_memory(), nullcontext() if with_grad else torch.no_grad():
+            return _on_host(implementation.run(*_fresh(cell, with_grad=with_grad, seed=seed).values()))
+
+    other_bits = "a second run on the same input gave other bits; say DETERMINISTIC = False?"
+    if implementation.deterministic and not _all_same_bits(kept, run_again(with_grad=wants_grad)):
+        wrong.append(other_bits)
+    # without gradients an implementation may go another way: that one is judged too
+    plain = run_again(with_grad=False) if wants_grad else kept
+    if wants_grad and not _all_same_bits(kept, plain):
+        wrong += judge_output(implementation, cell, plain, host_args)
+        if implementation.deterministic and not _all_same_bits(plain, run_again(with_grad=False)):
+            wrong.append(other_bits)
+    if not implementation.reuses_output and cell.case.name == "plain":
+        run_again(with_grad=False, seed=1)
+        if not _all_same_bits(kept, _on_host(out)):
+            wrong.append("the next call overwrote an earlier result; say REUSES_OUTPUT = True?")
     return wrong
 
 

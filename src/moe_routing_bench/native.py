@@ -1,0 +1,112 @@
+"""C++ files beside their launchers: compiled on first use for this processor, kept, loaded.
+
+Built with torch's extension loader in a folder of its own and moved into place when whole, so a process that
+is killed while it builds leaves nothing that another would wait for. No compiler is a reason, not an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from moe_routing_bench.machine import this_machine
+
+# best first: what the processor must have (words of /proc/cpuinfo), what the compiler is told
+LEVELS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "amx": (
+        frozenset({"amx_bf16", "avx512f", "avx512_bf16"}),
+        ("-march=sapphirerapids",),
+    ),
+    "avx512": (frozenset({"avx512f"}), ("-march=skylake-avx512", "-mprefer-vector-width=512")),
+    "avx2": (frozenset({"avx2"}), ("-march=haswell",)),
+}
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
+
+
+def best_level() -> str | None:
+    """The best level this processor has; None: none of them (not x86, or older than AVX2)."""
+    has = set(this_machine().instructions)
+    return next((name for name, (needs, _) in LEVELS.items() if needs <= has), None)
+
+
+@cache
+def why_not() -> str | None:
+    """Why nothing can be compiled and run here, in words; None if it can."""
+    if sys.platform != "linux" or best_level() is None:
+        return "it is written for x86 processors with AVX2 or better, on Linux"
+    if compiler() is None:
+        return "it is compiled on first use and no C++ compiler was found; install g++, or name one in CXX"
+    if shutil.which("ninja") is None:
+        return "it is compiled on first use and ninja was not found; pip install ninja"
+    return None
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def load(source: Path, level: str) -> ctypes.CDLL:
+    """The file, compiled for `level`. Raises NotImplementedError with the reason if that cannot be."""
+    if level not in LEVELS:
+        raise ValueError(f"there is no level {level!r}; there are {', '.join(LEVELS)}")
+    if (reason := why_not()) is not None:
+        raise NotImplementedError(reason)
+    missing = LEVELS[level][0] - set(this_machine().instructions)
+    if missing:
+        raise NotImplementedError(
+            f"level {level} needs {', '.join(sorted(missing))}, which this processor lacks"
+        )
+    return _load(source, level)
+
+
+@cache
+def _load(source: Path, level: str) -> ctypes.CDLL:
+    flags = [*FLAGS, *LEVELS[level][1]]
+    headers = [header.read_text() for header in sorted(source.parent.parent.glob("*.h"))]
+    built_from = (source.read_text(), headers, flags, torch.__version__, compiler())
+    digits = hashlib.sha256(repr(built_from).encode()).hexdigest()[:16]
+    name = f"mrb_{source.parent.name}_{source.stem}_{level}_{digits}"
+    folder = _folder()
+    library = folder / f"{name}.so"
+    if not library.exists():
+        _build(name, source, flags, library)
+    return ctypes.CDLL(str(library))
+
+
+def _folder() -> Path:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    folder = Path(root) / "moe_routing_bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _build(name: str, source: Path, flags: list[str], library: Path) -> None:
+    from torch.utils import cpp_extension
+
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="building-") as scratch:
+        try:
+            cpp_extension.load(
+                name=name,
+                sources=[str(source)],
+                extra_cflags=flags,
+                extra_ldflags=["-fopenmp"],  # torch has loaded its libgomp already: one pool of threads
+                build_directory=scratch,
+                is_python_module=False,
+            )
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            last = str(error).strip().splitlines()[-1:]
+            raise NotImplementedError(f"it did not compile here: {' '.join(last)}") from error
+        # torch names the second build of one name in one process name_v1
+        (built,) = Path(scratch).glob("*.so")
+        built.replace(library)

@@ -1,0 +1,22 @@
+"""Transformers' "batched_mm" experts: a copy of an expert's weights for every pair, then bmm."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.ops import hf
+from moe_routing_bench.plan import RoutingPlan
+
+# (x_TD, expert_TK, gate_TK, weights), as a model calls it, for those who have no plan
+experts = partial(hf.experts, "batched_mm")
+
+
+def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> str | None:
+    return hf.why_not(weights)
+
+
+def run(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
+    return hf.run("batched_mm", x_TD, gate_TK, plan, weights)

@@ -1,0 +1,24 @@
+"""Transformers' "eager" experts: a loop over the experts that were hit, sums in the model's dtype."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.ops import hf
+from moe_routing_bench.plan import RoutingPlan
+
+HOST_SYNC = "the loop over the experts that were hit finds them with nonzero()"
+
+# (x_TD, expert_TK, gate_TK, weights), as a model calls it, for those who have no plan
+experts = partial(hf.experts, "eager")
+
+
+def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> str | None:
+    return hf.why_not(weights)
+
+
+def run(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
+    return hf.run("eager", x_TD, gate_TK, plan, weights)

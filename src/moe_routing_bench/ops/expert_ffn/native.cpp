@@ -1,0 +1,370 @@
+// The whole expert layer on a CPU: gather, first GEMM, activation, second GEMM, gate, sum. Plain C on raw pointers.
+//
+// Rows go through in groups that fit a workspace of fixed size:
+//
+//   gather    x rows of the group              -> a  (rows x D)
+//   first     tasks (expert, columns of F)     -> h  (rows x F), largest expert first
+//   second    tasks (columns of D)             -> y, each over all experts of the group in order
+//
+// A task owns its columns whoever runs it, so the sums are taken in one order: same input, same bits, for any number
+// of threads, and one hot expert keeps every thread busy.
+#include "../tiles.h"
+
+enum Activation { GELU, RELU, SILU, GEGLU, SWIGLU };
+enum { WIDEST = 8 };  // panels of one task
+static const int64_t GROUP_BYTES = 16 << 20;  // a and h of one group
+
+static constexpr bool is_gated(int activation) { return activation >= GEGLU; }
+
+// ---- activations
+
+// e^x within 2 ulp: x = n ln 2 + r, a polynomial for e^r
+static inline f32x16 exp(f32x16 x) {
+  x = x > 88.f ? all(88.f) : x;
+  x = x < -87.f ? all(-87.f) : x;
+  const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+  f32x16 n = (x * 1.44269504f + magic) - magic;
+  f32x16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  f32x16 p = all(1.f / 720);
+  p = p * r + 1.f / 120;
+  p = p * r + 1.f / 24;
+  p = p * r + 1.f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.f;
+  p = p * r + 1.f;
+  i32x16 power = (__builtin_convertvector(n, i32x16) + 127) << 23;
+  return p * (f32x16)power;
+}
+
+// erf(x) = x P((x^2 - 8) / 8) for |x| <= 4, fitted at Chebyshev points, within 2e-7; +-1 beyond
+static inline f32x16 erf(f32x16 x) {
+  static const float P[] = {
+      0.353531003f,  -0.176576167f, 0.131675005f,  -0.107713364f, 0.0902120396f,   -0.0746875331f,
+      0.0598559938f, -0.0460143201f, 0.0332170017f, -0.0216625314f, 0.0139081459f, -0.0100859068f,
+      0.00557736354f, -0.00107694208f, 0.000616610749f, -0.00137281511f, 0.000596425089f};
+  f32x16 c = x > 4.f ? all(4.f) : x;
+  c = c < -4.f ? all(-4.f) : c;
+  f32x16 u = (c * c - 8.f) * 0.125f, p = all(P[16]);
+  for (int i = 15; i >= 0; i--) p = p * u + P[i];
+  return p * c;
+}
+
+template <int ACTIVATION> static inline f32x16 activate(f32x16 v) {
+  if (ACTIVATION == RELU) return v < 0.f ? all(0.f) : v;
+  if (ACTIVATION == SILU || ACTIVATION == SWIGLU) return v / (exp(-v) + 1.f);
+  return v * 0.5f * (erf(v * 0.70710678f) + 1.f);
+}
+
+// ---- the layer
+
+struct Problem {  // mirrored in native.py
+  const void *x, *w_in, *w_out;
+  const float *b_in, *b_out, *gate;  // biases may be null
+  const int64_t *pair_R, *offset_E1, *count_E;
+  void* y;
+  // a few weights where they were packed from, as byte offsets, and what they were then
+  const char *unpacked_in, *unpacked_out;
+  const int64_t* sampled_at;  // of the first matrix, then as many of the second
+  const char* sampled;
+  int64_t ldx, T, K, D, F, E, in_stride, out_stride;  // strides of experts, in elements
+  int64_t activation, threads, samples, R;
+};
+
+struct Segment {  // rows of one expert in one group
+  int64_t expert, first, rows, at;  // first: index into pair_R; at: row of the workspace
+};
+
+static thread_local Workspace workspace;
+
+template <class Engine, class X, int ACTIVATION> struct Layer {
+  typedef typename Engine::A A;
+  typedef typename Engine::B B;
+  const Problem& p;
+  static constexpr bool gated = is_gated(ACTIVATION);
+  const int64_t lda = row_stride(p.D, sizeof(A)), ldh = row_stride(p.F, sizeof(A)), ldl = row_stride(p.D, 2);
+  const int64_t G = gated ? 2 * p.F : p.F, Dp = packed_depth(p.D), Fp = packed_depth(p.F);
+  A *a = nullptr, *h = nullptr;
+  uint16_t* low = nullptr;  // bfloat16 y: the lower halves of float32 sums, whose upper halves stand in y itself
+
+  int64_t rows_of_a_group() const { return std::max<int64_t>(64, GROUP_BYTES / ((lda + ldh) * (int64_t)sizeof(A))); }
+
+  std::vector<std::vector<Segment>> groups() const {
+    std::vector<std::vector<Segment>> found;
+    int64_t most = rows_of_a_group(), left = 0;
+    for (int64_t e = 0; e < p.E; e++)
+      for (int64_t done = 0; done < p.count_E[e];) {
+        int64_t rows = p.count_E[e] - done;
+        if (left == 0 || (rows > left && rows <= most)) found.emplace_back(), left = most;
+        rows = std::min(rows, left);
+        found.back().push_back({e, p.offset_E1[e] + done, rows, most - left});
+        done += rows, left -= rows;
+      }
+    return found;
+  }
+
+  void gather(int64_t first, int64_t row) {
+    const X* from = (const X*)p.x + p.pair_R[first] / p.K * p.ldx;
+    A* to = a + row * lda;
+    if (sizeof(X) == sizeof(A)) {
+      memcpy(to, from, p.D * sizeof(X));
+    } else {
+      int64_t d = 0;
+      for (; d + 16 <= p.D; d += 16) store((float*)to + d, load(from + d));
+      for (; d < p.D; d++) ((float*)to)[d] = one(from + d);
+    }
+    memset(to + p.D, 0, (Dp - p.D) * sizeof(A));
+  }
+
+  void first(const Segment& s, int64_t begin, int64_t end) {
+    const int64_t most = std::max<int64_t>(Engine::STEP, CACHE_BYTES / (lda * sizeof(A)));
+    const int64_t tiles = (s.rows + most - 1) / most, tile = up_to((s.rows + tiles - 1) / tiles, Engine::STEP);
+    float c[2][Engine::STEP * PANEL] __attribute__((aligned(64)));
+    struct {  // the block before, whose activation is still to be done
+      const float* c;
+      A* to;
+      f32x16 bias[2];
+      int rows, done;
+    } last = {};
+    auto one_row = [&] {
+      if (last.done == last.rows) return;
+      const float* from = last.c + last.done * PANEL;
+      A* to = last.to + last.done++ * ldh;
+      f32x16 v0 = load(from) + last.bias[0], v1 = load(from + HALF) + last.bias[1];
+      if (gated) {
+        store(to, activate<ACTIVATION>(v0) * v1);
+      } else {
+        store(to, activate<ACTIVATION>(v0));
+        store(to + HALF, activate<ACTIVATION>(v1));
+      }
+    };
+    const B* w = (const B*)p.w_in + s.expert * p.in_stride;
+    int turn = 0;
+    for (int64_t r0 = 0; r0 < s.rows; r0 += tile) {
+      const int64_t m = std::min(tile, s.rows - r0), step = block_rows<Engine>(m), blocks = (m + step - 1) / step;
+      Ahead stream = Ahead::in(w + begin * Dp * PANEL);
+      for (int64_t panel = begin; panel < end; panel++) {
+        f32x16 bias[2] = {};
+        if (p.b_in)
+          for (int i = 0; i < PANEL; i++) {
+            const int64_t n = gated ? panel * HALF + i % HALF : panel * PANEL + i;
+            if (n < p.F) bias[i / HALF][i % HALF] = p.b_in[s.expert * G + n + (gated && i >= HALF ? p.F : 0)];
+          }
+        const B* b = w + panel * Dp * PANEL;
+        Ahead share = Ahead::share(panel + 1 < end ? b + Dp * PANEL : nullptr, blocks);
+        for (int64_t r = 0; r < m; r += step, turn ^= 1) {
+          const int rows = (int)std::min(step, m - r);
+          const int64_t row = s.at + r0 + r;
+          Engine::times(a + row * lda, lda, rows, b, Dp, c[turn], blocks == 1 || (panel == begin && r == 0) ? stream : share, one_row);
+          while (last.done < last.rows) one_row();
+          last = {c[turn], h + row * ldh + panel * (gated ? HALF : PANEL), {bias[0], bias[1]}, rows, 0};
+        }
+      }
+    }
+    while (last.done < last.rows) one_row();
+  }
+
+  static void add(float* y, uint16_t*, f32x16 v) { store(y, load(y) + v); }
+  static void add(uint16_t* y, uint16_t* low, f32x16 v) {
+    u32x16 sum = (wide(*(u16x16*)y) << 16) | wide(*(u16x16*)low);
+    sum = (u32x16)((f32x16)sum + v);
+    *(u16x16*)y = narrow(sum >> 16);
+    *(u16x16*)low = narrow(sum);
+  }
+
+  struct Block {  // rows of one expert times a strip of panels, to be weighed and added to y
+    const float* c;
+    const int64_t* pair;
+    const float* bias;  // may be null
+    int rows;
+    int64_t columns, d0, done;  // done: of rows x panels
+  };
+
+  void add_one(Block& k) {  // one row, 32 columns
+    const int64_t wide = (k.columns + PANEL - 1) / PANEL;
+    if (k.done == k.rows * wide) return;
+    const int64_t i = k.done / wide, panel = k.done % wide, pair = k.pair[i], t = pair / p.K, d = panel * PANEL;
+    k.done++;
+    const f32x16 gate = all(p.gate[pair]);
+    const float* c = k.c + (panel * Engine::STEP + i) * PANEL;
+    X* y = (X*)p.y + t * p.D + k.d0 + d;
+    uint16_t* l = low + t * ldl + k.d0 + d;
+    for (int64_t j = 0; j < PANEL && d + j < k.columns; j += HALF) {
+      const int64_t left = k.columns - d - j;
+      const float* bias = k.bias ? k.bias + d + j : nullptr;
+      f32x16 v = load(c + j);
+      if (left >= HALF) {
+        if (bias) v += load(bias);
+        add(y + j, l + j, gate * v);
+      } else {
+        float some[HALF] = {};
+        X tail[HALF] = {};
+        if (bias) memcpy(some, bias, left * 4);
+        memcpy(tail, y + j, left * sizeof(X));
+        add(tail, l + j, gate * (v + load(some)));
+        memcpy(y + j, tail, left * sizeof(X));
+      }
+    }
+  }
+
+  void second(const std::vector<Segment>& group, int64_t begin, int64_t end) {
+    float c[2][WIDEST * Engine::STEP * PANEL] __attribute__((aligned(64)));
+    const int64_t d0 = begin * PANEL, columns = std::min(p.D, end * PANEL) - d0, wide = end - begin;
+    Block last = {};
+    auto one_part = [&] { add_one(last); };
+    int turn = 0;
+    for (size_t i = 0; i < group.size(); i++) {
+      const Segment& s = group[i];
+      auto strip = [&](const Segment& s) { return (const B*)p.w_out + s.expert * p.out_stride + begin * Fp * PANEL; };
+      const B* b = strip(s);
+      const int64_t step = block_rows<Engine>(s.rows), blocks = (s.rows + step - 1) / step;
+      Ahead stream = Ahead::in(b);  // the first block meets weights from memory, others bring those of the next expert
+      Ahead share = Ahead::share(i + 1 < group.size() ? strip(group[i + 1]) : nullptr, blocks - 1);
+      for (int64_t r = 0; r < s.rows; r += step, turn ^= 1) {
+        const int rows = (int)std::min(step, s.rows - r);
+        for (int64_t n = 0; n < wide; n++) {
+          for (int64_t q = rows * n / wide; q < rows * (n + 1) / wide; q++) {
+            const int64_t t = p.pair_R[s.first + r + q] / p.K;  // rows of y are anywhere: call them in time
+            for (int64_t d = 0; d < columns; d += 64 / sizeof(X)) {
+              __builtin_prefetch((X*)p.y + t * p.D + d0 + d, 1, 2);
+              if (low) __builtin_prefetch(low + t * ldl + d0 + d, 1, 2);
+            }
+          }
+          Engine::times(h + (s.at + r) * ldh, ldh, rows, b + n * Fp * PANEL, Fp, c[turn] + n * Engine::STEP * PANEL,
+                        r ? share : stream, one_part);
+        }
+        while (last.done < last.rows * wide) one_part();
+        last = {c[turn], p.pair_R + s.first + r, p.b_out ? p.b_out + s.expert * p.D + d0 : nullptr, rows, columns, d0, 0};
+      }
+    }
+    while (last.done < last.rows * wide) one_part();
+  }
+
+  void round_off(int64_t t) {  // bfloat16 only: both halves to one number
+    X* y = (X*)p.y + t * p.D;
+    for (int64_t d = 0; d < p.D; d += HALF) {
+      uint16_t high[HALF] = {};
+      const int64_t n = std::min<int64_t>(HALF, p.D - d);
+      memcpy(high, y + d, n * 2);
+      u32x16 sum = (wide(*(u16x16*)high) << 16) | wide(*(u16x16*)(low + t * ldl + d));
+      store(high, (f32x16)sum);
+      memcpy(y + d, high, n * 2);
+    }
+  }
+
+  int run() {
+    const bool split = sizeof(X) == 2;
+    const auto all_groups = groups();
+    int64_t most = 0;
+    for (const auto& group : all_groups) most = std::max(most, group.back().at + group.back().rows);
+    const int64_t a_bytes = up_to(most * lda * sizeof(A), 4096), h_bytes = up_to(most * ldh * sizeof(A), 4096);
+    char* memory = workspace.get(a_bytes + h_bytes + 4096 + (split ? p.T * ldl * 2 : 0));
+    if (!memory) return 1;
+    a = (A*)memory, h = (A*)(memory + a_bytes), low = split ? (uint16_t*)(memory + a_bytes + h_bytes) : nullptr;
+
+    const int64_t first_panels = panels(G, gated), second_panels = panels(p.D, false);
+    const int64_t enough = 4 * p.threads;  // tasks, so that none is left alone at the end for long
+    const int64_t in_cache = CACHE_BYTES / (Fp * PANEL * (int64_t)sizeof(B));
+    const int64_t broad = std::clamp<int64_t>(std::min(second_panels / enough, in_cache), 1, WIDEST);
+#pragma omp parallel num_threads(p.threads)
+    {
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < p.T; t++) {
+        memset((X*)p.y + t * p.D, 0, p.D * sizeof(X));
+        if (split) memset(low + t * ldl, 0, ldl * 2);
+      }
+      Engine::begin();
+      for (const auto& group : all_groups) {
+        std::vector<Segment> order(group);  // every thread makes the same list
+        std::stable_sort(order.begin(), order.end(), [](auto& l, auto& r) { return l.rows > r.rows; });
+        const int64_t rows = group.back().at + group.back().rows;
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) {
+          const auto s = std::upper_bound(group.begin(), group.end(), row, [](int64_t r, auto& s) { return r < s.at; }) - 1;
+          gather(s->first + row - s->at, row);
+        }
+        const int64_t wide = std::clamp<int64_t>((int64_t)group.size() * first_panels / enough / 2, 1, WIDEST / 2);
+        const int64_t each = (first_panels + wide - 1) / wide;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < (int64_t)group.size() * each; task++) {
+          const int64_t begin = task % each * wide;
+          first(order[task / each], begin, std::min(begin + wide, first_panels));
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t begin = 0; begin < second_panels; begin += broad)
+          second(group, begin, std::min(begin + broad, second_panels));
+      }
+      Engine::end();
+      if (split) {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < p.T; t++) round_off(t);
+      }
+    }
+    if (workspace.size > (size_t)GROUP_BYTES * 4) workspace.release();
+    return 0;
+  }
+};
+
+template <class Engine, class X> static int forward(const Problem& p) {
+  switch (p.activation) {
+    case GELU: return Layer<Engine, X, GELU>{p}.run();
+    case RELU: return Layer<Engine, X, RELU>{p}.run();
+    case SILU: return Layer<Engine, X, SILU>{p}.run();
+    case GEGLU: return Layer<Engine, X, GEGLU>{p}.run();
+    default: return Layer<Engine, X, SWIGLU>{p}.run();
+  }
+}
+
+template <class B>
+static void pack(B* dst, const B* src, int64_t se, int64_t sk, int64_t sn, int64_t E, int64_t depth, int64_t columns,
+                 bool gated, int threads) {
+  const int64_t each = panels(columns, gated), size = packed_depth(depth) * PANEL;
+  madvise((void*)up_to((int64_t)dst, 4096), E * each * size * sizeof(B) / 4096 * 4096, MADV_HUGEPAGE);
+  const int64_t wide = 8, strips = (each + wide - 1) / wide;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < E * strips; i++) {
+    const int64_t e = i / strips, begin = i % strips * wide, end = std::min(begin + wide, each);
+    pack_strip(dst + (e * each + begin) * size, src + e * se, sk, sn, depth, columns, begin, end, gated);
+  }
+}
+
+extern "C" {
+
+int mrb_ready() { return tiles_granted(); }
+
+int64_t mrb_packed_elements(int64_t depth, int64_t columns, int gated) {  // of one expert
+  return panels(columns, gated) * packed_depth(depth) * PANEL;
+}
+
+void mrb_pack(void* dst, const void* src, int64_t se, int64_t sk, int64_t sn, int64_t E, int64_t depth, int64_t columns,
+              int gated, int size, int threads) {
+  if (size == 4) pack((float*)dst, (const float*)src, se, sk, sn, E, depth, columns, gated, threads);
+  else pack((uint16_t*)dst, (const uint16_t*)src, se, sk, sn, E, depth, columns, gated, threads);
+}
+
+static bool plan_fits(const Problem& p) {
+  for (int64_t e = 0; e < p.E; e++) {
+    const int64_t begin = p.offset_E1[e], n = p.count_E[e];
+    if (n < 0 || begin < 0 || n > p.R || begin > p.R - n) return false;
+    for (int64_t r = begin; r < begin + n; r++)
+      if (p.pair_R[r] < 0 || p.pair_R[r] >= p.T * p.K) return false;
+  }
+  return true;
+}
+
+// 0; 1: there was no memory; 2: the weights are not those that were packed; 3: the plan points outside
+int mrb_forward(const Problem* p, int size) {
+  if (!plan_fits(*p)) return 3;
+  for (int64_t i = 0; i < 2 * p->samples; i++) {
+    const char* now = (i < p->samples ? p->unpacked_in : p->unpacked_out) + p->sampled_at[i];
+    if (memcmp(now, p->sampled + i * size, size)) return 2;
+  }
+  if (size == 4) return forward<Vector<float>, float>(*p);
+#ifdef __AMX_BF16__
+  return forward<Amx, uint16_t>(*p);
+#else
+  return forward<Vector<uint16_t>, uint16_t>(*p);
+#endif
+}
+
+void mrb_release() { workspace.release(); }
+}

@@ -1,0 +1,182 @@
+"""One C++ kernel from gather to weighted sum, AMX or AVX on packed weights, compiled on first use; CPU.
+
+With gradients wanted it is the native dispatch, grouped_gemm and combine in a row: weights that change at
+every step are packed a strip at a time as they are used, and what backward needs is kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench import native
+from moe_routing_bench.experts import ExpertWeights, activate
+from moe_routing_bench.ops.combine.op import op as combine_op
+from moe_routing_bench.ops.dispatch.op import op as dispatch_op
+from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
+from moe_routing_bench.ops.registry import tensors_in
+from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.prepared import Prepared
+
+CONFIGS: tuple[dict[str, str], ...] = ({}, {"level": "avx512"}, {"level": "avx2"})
+SOURCE = Path(__file__).with_suffix(".cpp")
+ACTIVATIONS = {"gelu": 0, "relu": 1, "silu": 2, "geglu": 3, "swiglu": 4}
+# what mrb_forward answers: the weights are not those that were packed; the plan points outside
+STALE, WRONG_PLAN = 2, 3
+# weights of each matrix, at least, that are looked at on every call: shows writes that torch does not count
+SAMPLES = 64
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "w_in", "w_out", "b_in", "b_out", "gate")),
+        *((name, ctypes.c_void_p) for name in ("pair_R", "offset_E1", "count_E", "y")),
+        *((name, ctypes.c_void_p) for name in ("unpacked_in", "unpacked_out", "sampled_at", "sampled")),
+        *((name, ctypes.c_int64) for name in ("ldx", "T", "K", "D", "F", "E")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("in_stride", "out_stride", "activation", "threads", "samples", "R")
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The two matrices in panels of 32 columns, biases in float32. A stride of 0: experts share memory."""
+
+    w_in: Tensor
+    w_out: Tensor
+    in_stride: int
+    out_stride: int
+    sampled_at: Tensor  # byte offsets of some unpacked weights: of w_in, then of w_out
+    sampled: Tensor  # and what they were
+
+    @property
+    def nbytes(self) -> int:
+        return self.w_in.nbytes + self.w_out.nbytes
+
+
+@cache
+def _library(level: str | None) -> ctypes.CDLL:
+    library = native.load(SOURCE, level or native.best_level() or "avx2")
+    library.mrb_packed_elements.restype = ctypes.c_int64
+    library.mrb_packed_elements.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+    library.mrb_pack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 6 + [ctypes.c_int] * 3
+    library.mrb_pack.restype = None
+    library.mrb_forward.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int]
+    if not library.mrb_ready():
+        raise NotImplementedError("the system does not grant AMX to this process; use native(level=avx512)")
+    return library
+
+
+def pack(weights: ExpertWeights) -> Packed:
+    library = _library(None)  # the panels are the same at every level
+    gated = int(weights.validate().gated)
+
+    def panels(w_EKN: Tensor, gated: int) -> tuple[Tensor, int]:
+        E, depth, columns = w_EKN.shape
+        E = 1 if w_EKN.stride(0) == 0 else E
+        each = library.mrb_packed_elements(depth, columns, gated)
+        packed = torch.empty(E * each, dtype=w_EKN.dtype)
+        library.mrb_pack(
+            packed.data_ptr(), w_EKN.data_ptr(), *w_EKN.stride(), E, depth, columns, gated,
+            w_EKN.element_size(), torch.get_num_threads(),
+        )  # fmt: skip
+        return packed, 0 if E == 1 else each
+
+    w_in, in_stride = panels(weights.w_in_EDG.detach(), gated)
+    w_out, out_stride = panels(weights.w_out_EFD.detach(), 0)
+    samples = [_sample(w.detach()) for w in (weights.w_in_EDG, weights.w_out_EFD)]
+    sampled_at, sampled = (torch.cat(parts) for parts in zip(*samples, strict=True))
+    return Packed(w_in, w_out, in_stride, out_stride, sampled_at, sampled)
+
+
+def _sample(w_EKN: Tensor) -> tuple[Tensor, Tensor]:
+    """Byte offsets and values of some elements, every expert's among them."""
+    E = w_EKN.shape[0]
+    generator = torch.Generator().manual_seed(E)
+    place = [torch.randint(n, (max(SAMPLES, E),), generator=generator) for n in w_EKN.shape]
+    place[0][:E] = torch.arange(E)
+    strides = zip(place, w_EKN.stride(), strict=True)
+    return sum((i * stride for i, stride in strides), start=torch.tensor(0)) * w_EKN.element_size(), w_EKN[
+        tuple(place)
+    ]
+
+
+packed = Prepared(pack, nbytes=lambda p: p.nbytes)
+
+
+def unsupported(
+    x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, level: str | None = None
+) -> str | None:
+    if x_TD.device.type != "cpu":
+        return f"it runs on the CPU, the tensors are on {x_TD.device.type}"
+    if x_TD.dtype not in (torch.bfloat16, torch.float32) or weights.w_in_EDG.dtype != x_TD.dtype:
+        return f"it computes bfloat16 or float32 throughout, not {x_TD.dtype} with {weights.w_in_EDG.dtype}"
+    if torch.compiler.is_compiling() or type(x_TD) not in (Tensor, torch.nn.Parameter):
+        return "it works on the memory of plain tensors, which torch.compile and fake tensors do not show"
+    if (reason := native.why_not()) is not None:
+        return reason
+    try:
+        _library(level)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+def run(
+    x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, level: str | None = None
+) -> Tensor:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((x_TD, gate_TK, weights))):
+        return _with_gradients(x_TD, gate_TK, plan, weights, f"native(level={level})" if level else "native")
+    T, D = x_TD.shape
+    if tuple(gate_TK.shape) != (plan.num_tokens, plan.num_choices):
+        wanted = f"{plan.num_tokens} x {plan.num_choices}"
+        raise ValueError(f"gate_TK has shape {tuple(gate_TK.shape)}, the plan was made for {wanted}")
+    if T != plan.num_tokens or D != weights.D or plan.num_experts != weights.num_experts:
+        raise ValueError(
+            f"x is {T} x {D}, the plan for {plan.num_tokens} tokens and {plan.num_experts} experts, "
+            f"the weights for width {weights.D} and {weights.num_experts} experts"
+        )
+    library, p = _library(level), packed(weights)
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    y_TD = torch.empty(T, D, dtype=x_TD.dtype)
+    gate_TK = gate_TK.float().contiguous()
+    b_in_EG, b_out_ED = (
+        None if b is None else b.detach().float().contiguous() for b in (weights.b_in_EG, weights.b_out_ED)
+    )
+    problem = _Problem(
+        x_TD.data_ptr(), p.w_in.data_ptr(), p.w_out.data_ptr(), _pointer(b_in_EG), _pointer(b_out_ED),
+        gate_TK.data_ptr(), plan.pair_R.data_ptr(), plan.offset_E1.data_ptr(), plan.count_E.data_ptr(),
+        y_TD.data_ptr(), weights.w_in_EDG.data_ptr(), weights.w_out_EFD.data_ptr(), p.sampled_at.data_ptr(),
+        p.sampled.data_ptr(), x_TD.stride(0), T, max(plan.num_choices, 1), D, weights.F, weights.num_experts,
+        p.in_stride, p.out_stride, ACTIVATIONS[weights.activation], torch.get_num_threads(),
+        p.sampled.shape[0] // 2, plan.pair_R.shape[0],
+    )  # fmt: skip
+    failed = library.mrb_forward(problem, x_TD.element_size())
+    if failed == STALE:
+        packed.forget(weights)
+        return run(x_TD, gate_TK, plan, weights, level=level)
+    if failed == WRONG_PLAN:
+        raise ValueError("the plan points past its rows or tokens; validate() says where")
+    if failed:
+        raise MemoryError("no memory for the workspace of expert_ffn.native")
+    return y_TD
+
+
+def _with_gradients(
+    x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, spec: str
+) -> Tensor:
+    dispatch, gemm, combine = (op.get(spec).run for op in (dispatch_op, grouped_gemm_op, combine_op))
+    h_RG = gemm(dispatch(x_TD, plan), weights.w_in_EDG, plan, weights.b_in_EG)
+    y_RD = gemm(activate(h_RG, weights.activation), weights.w_out_EFD, plan, weights.b_out_ED)
+    return combine(y_RD, gate_TK, plan)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,155 @@
+"""C++ tiles (AMX or AVX) over (expert, columns); weights packed in the caches as they come; CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_routing_bench import native
+from moe_routing_bench.plan import RoutingPlan
+
+WRONG_PLAN = 3  # what mrb_multiply answers
+CONFIGS: tuple[dict[str, str], ...] = ({}, {"level": "avx2"})
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "offset_E1", "count_E", "y")),
+        *((name, ctypes.c_int64) for name in ("ldx", "rows", "E", "depth", "columns", "se", "sk", "sn")),
+        ("threads", ctypes.c_int64),
+    )
+
+
+class _Gradient(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("upper", "lower", "offset_E1", "count_E", "out")),
+        *((name, ctypes.c_int64) for name in ("ld_upper", "ld_lower", "E", "above", "below", "threads")),
+    )
+
+
+@cache
+def _library(level: str) -> ctypes.CDLL:
+    library = native.load(Path(__file__).with_suffix(".cpp"), level or native.best_level() or "")
+    library.mrb_multiply.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int]
+    library.mrb_gradient.argtypes = [ctypes.POINTER(_Gradient), ctypes.c_int]
+    if not library.mrb_ready():
+        raise NotImplementedError("the system does not grant AMX to this process; use native(level=avx512)")
+    return library
+
+
+def unsupported(
+    x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None, level: str = ""
+) -> str | None:
+    if torch.compiler.is_compiling():
+        return "it calls C++ by address, which torch.compile cannot trace"
+    for tensor in (x_RD, w_EDF, plan.offset_E1):
+        if tensor.device.type != "cpu":
+            return f"it runs on the CPU, the tensors are on {tensor.device.type}"
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return f"it reads plain tensors with memory of their own, not {type(tensor).__name__}"
+    if x_RD.dtype not in (torch.bfloat16, torch.float32) or w_EDF.dtype != x_RD.dtype:
+        return f"it computes bfloat16 or float32 throughout, not {x_RD.dtype} with {w_EDF.dtype}"
+    if (reason := native.why_not()) is not None:
+        return reason
+    try:
+        _library(level)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+def run(
+    x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None, level: str = ""
+) -> Tensor:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_RD, w_EDF, b_EF)):
+        return _GroupedGemm.apply(x_RD, w_EDF, b_EF, plan.offset_E1, plan.count_E, level)
+    return _multiply(x_RD, w_EDF, b_EF, plan.offset_E1, plan.count_E, level)
+
+
+class _GroupedGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_RD: Tensor,
+        w_EDF: Tensor,
+        b_EF: Tensor | None,
+        offset_E1: Tensor,
+        count_E: Tensor,
+        level: str,
+    ) -> Tensor:
+        ctx.save_for_backward(x_RD, w_EDF, offset_E1, count_E)
+        ctx.level = level
+        return _multiply(x_RD, w_EDF, b_EF, offset_E1, count_E, level)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, ...]:
+        x_RD, w_EDF, offset_E1, count_E = ctx.saved_tensors
+        dx_RD = dw_EDF = db_EF = None
+        if ctx.needs_input_grad[0]:
+            dx_RD = _multiply(dy_RF, w_EDF.transpose(1, 2), None, offset_E1, count_E, ctx.level)
+        if ctx.needs_input_grad[1]:
+            dw_EDF = _weight_gradient(x_RD, dy_RF, w_EDF, offset_E1, count_E, ctx.level)
+        if ctx.needs_input_grad[2]:
+            db_EF = _span_sums(dy_RF, offset_E1)
+        return dx_RD, dw_EDF, db_EF, None, None, None
+
+
+def _multiply(
+    x_RD: Tensor, w_EDF: Tensor, b_EF: Tensor | None, offset_E1: Tensor, count_E: Tensor, level: str
+) -> Tensor:
+    x_RD = _rows(x_RD)
+    E, D, columns = w_EDF.shape
+    if x_RD.shape[1] != D or count_E.shape[0] != E or (b_EF is not None and b_EF.shape != (E, columns)):
+        raise ValueError(
+            f"x has width {x_RD.shape[1]} and the plan {count_E.shape[0]} experts; the weights are "
+            f"{tuple(w_EDF.shape)}, the biases {None if b_EF is None else tuple(b_EF.shape)}"
+        )
+    y_RF = torch.empty(x_RD.shape[0], columns, dtype=x_RD.dtype)
+    bias_EF = None if b_EF is None else b_EF.detach().float().contiguous()
+    problem = _Problem(
+        x_RD.data_ptr(), w_EDF.data_ptr(), None if bias_EF is None else bias_EF.data_ptr(),
+        offset_E1.data_ptr(), count_E.data_ptr(), y_RF.data_ptr(), x_RD.stride(0), x_RD.shape[0], E, D,
+        columns, *w_EDF.stride(), torch.get_num_threads(),
+    )  # fmt: skip
+    failed = _library(level).mrb_multiply(problem, x_RD.element_size())
+    if failed == WRONG_PLAN:
+        raise ValueError(
+            f"the plan's spans do not fit {x_RD.shape[0]} rows; RoutingPlan.validate() says more"
+        )
+    if failed:
+        raise MemoryError("no memory for the workspace of grouped_gemm.native")
+    return y_RF
+
+
+def _weight_gradient(
+    x_RD: Tensor, dy_RF: Tensor, w_EDF: Tensor, offset_E1: Tensor, count_E: Tensor, level: str
+) -> Tensor:
+    """In the order of memory that the weights have: what is stored output-first gets such a gradient."""
+    output_first = w_EDF.stride(1) == 1
+    upper, lower = (_rows(dy_RF), _rows(x_RD)) if output_first else (_rows(x_RD), _rows(dy_RF))
+    E, above, below = w_EDF.shape[0], upper.shape[1], lower.shape[1]
+    out = torch.empty(E, above, below, dtype=x_RD.dtype)
+    gradient = _Gradient(
+        upper.data_ptr(), lower.data_ptr(), offset_E1.data_ptr(), count_E.data_ptr(), out.data_ptr(),
+        upper.stride(0), lower.stride(0), E, above, below, torch.get_num_threads(),
+    )  # fmt: skip
+    if _library(level).mrb_gradient(gradient, x_RD.element_size()):
+        raise MemoryError("no memory for the workspace of grouped_gemm.native")
+    return out.transpose(1, 2) if output_first else out
+
+
+def _span_sums(dy_RF: Tensor, offset_E1: Tensor) -> Tensor:
+    spans = pairwise(offset_E1.tolist())
+    return torch.stack([dy_RF[begin:end].float().sum(0) for begin, end in spans]).to(dy_RF.dtype)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(1) == 1 and tensor.stride(0) > 0 else tensor.contiguous()

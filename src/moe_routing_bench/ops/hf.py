@@ -1,0 +1,114 @@
+"""Transformers' own experts modules, called as a model calls them: what the hf_* implementations share."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.prepared import Prepared
+
+# our names to those of a model's config; both gelus are the exact (erf) form
+ACTIVATION = {"swiglu": "silu", "geglu": "gelu"}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The weights as a loaded model has them, gate_up_proj (E, 2F, D) and down_proj (E, D, F), and modules
+    around them by the name of their function: {"grouped_mm": Qwen3MoeExperts, ...}."""
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    modules: dict[str, Any] = field(default_factory=dict)
+
+
+def _convert(weights: ExpertWeights) -> Converted:
+    return Converted(
+        gate_up_proj=weights.w_in_EDG.detach().transpose(1, 2).contiguous(),
+        down_proj=weights.w_out_EFD.detach().transpose(1, 2).contiguous(),
+    )
+
+
+converted = Prepared(_convert, nbytes=lambda c: c.gate_up_proj.nbytes + c.down_proj.nbytes)
+
+
+def why_not(weights: ExpertWeights) -> str | None:
+    """Why Transformers cannot compute these experts, in words; None if it can."""
+    if importlib.util.find_spec("transformers") is None:
+        return "needs transformers; pip install 'moe-routing-bench[hf]'"
+    if weights.activation not in ACTIVATION:
+        return f"Transformers' Qwen3 experts are gated: swiglu or geglu, not {weights.activation}"
+    if weights.b_in_EG is not None or weights.b_out_ED is not None:
+        return "Transformers' Qwen3 experts have no biases"
+    return None
+
+
+def run(name: str, x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
+    """The experts function `name`, on choices read back from a plan."""
+    expert_TK = plan.expert_TK()
+    if not plan.filled:
+        expert_TK = torch.where(expert_TK >= 0, expert_TK, weights.num_experts)
+    return experts(name, x_TD, expert_TK, gate_TK, weights, absent=not plan.filled)
+
+
+def experts(
+    name: str,
+    x_TD: Tensor,
+    expert_TK: Tensor,
+    gate_TK: Tensor,
+    weights: ExpertWeights,
+    *,
+    absent: bool = False,
+) -> Tensor:
+    """As a model calls its experts module: ids and gates straight from the router, no plan.
+
+    absent=True: an id of num_experts means no expert, Transformers' own sign under expert parallelism. It
+    costs passes over the rows, so a model on one machine runs without. With gradients wanted the module works
+    on views of our weights, so that they receive them; else on a copy in Transformers' layout, made once.
+    """
+    if torch.is_grad_enabled() and any(w.requires_grad for w in weights.tensors().values()):
+        module = _module(name, weights)
+        module.gate_up_proj = weights.w_in_EDG.transpose(1, 2)
+        module.down_proj = weights.w_out_EFD.transpose(1, 2)
+    else:
+        kept = converted(weights)
+        if name not in kept.modules:
+            module = _module(name, weights)
+            module.gate_up_proj, module.down_proj = kept.gate_up_proj, kept.down_proj
+            kept.modules[name] = module
+        module = kept.modules[name]
+    # one flag of a small object, not of the weights: a thread that wants the other has its own copy
+    if module._is_expert_parallel != absent:
+        module = copy.copy(module)
+        module._is_expert_parallel = absent
+    # Transformers' router rounds the gates to the model's dtype before the experts see them
+    return module(x_TD, expert_TK, gate_TK.to(x_TD.dtype))
+
+
+def _module(name: str, weights: ExpertWeights) -> Any:
+    sizes = weights.num_experts, weights.D, weights.F
+    return copy.copy(_without_weights(name, *sizes, ACTIVATION[weights.activation]))
+
+
+@cache
+def _without_weights(name: str, E: int, D: int, F: int, hidden_act: str) -> Any:
+    """Transformers' own experts module of Qwen3-MoE. Its class reads config._experts_implementation on
+    every call and so comes to the function of that name."""
+    modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    config = modeling.Qwen3MoeConfig(
+        num_experts=E, hidden_size=D, moe_intermediate_size=F, hidden_act=hidden_act
+    )
+    config._experts_implementation = name
+    with torch.device("meta"):
+        module = modeling.Qwen3MoeExperts(config)
+    # plain attributes take their place: a view of weights that are trained elsewhere is no parameter
+    del module.gate_up_proj, module.down_proj
+    return module

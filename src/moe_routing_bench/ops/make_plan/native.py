@@ -1,0 +1,79 @@
+"""Histogram, prefix sum and rank in one C++ pass each, compiled on first use; CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench import native
+from moe_routing_bench.plan import Layout, RoutingPlan
+from moe_routing_bench.routing import Routing
+
+# about a millisecond of counting: below it, waiting for a second thread can cost more than it saves
+PAIRS_FOR_THREADS = 2**18
+
+
+def unsupported(routing: Routing, layout: Layout, level: str = "") -> str | None:
+    expert_TK = routing.expert_TK
+    if torch.compiler.is_compiling():
+        return "it calls C++ by address, which torch.compile cannot trace"
+    if expert_TK.device.type != "cpu":
+        return f"it runs on the CPU, and the ids are on {expert_TK.device}"
+    if type(expert_TK) is not Tensor or expert_TK.layout is not torch.strided:
+        return f"it reads plain tensors with memory of their own, not {type(expert_TK).__name__}"
+    if expert_TK.dtype != torch.int64:
+        return f"it reads int64 ids, not {expert_TK.dtype}"
+    if layout.kind == "padded" and layout.drop == "probs":
+        return "it drops by position only; drop=probs needs a sort by gate"
+    return native.why_not()
+
+
+def run(routing: Routing, layout: Layout, level: str = "") -> RoutingPlan:
+    expert_TK = routing.expert_TK.contiguous()
+    (T, K), E = expert_TK.shape, routing.num_experts
+    P, R = T * K, layout.num_rows(T, K, E)
+    row_TK, pair_R = torch.empty(T, K, dtype=torch.int64), torch.empty(R, dtype=torch.int64)
+    offset_E1, count_E, dropped_E = (torch.empty(n, dtype=torch.int64) for n in (E + 1, E, E))
+    # each thread keeps E counters
+    threads = torch.get_num_threads() if P >= max(PAIRS_FOR_THREADS, 8 * E) else 1
+    failed = _make_plan(level)(
+        expert_TK.data_ptr(),
+        P,
+        E,
+        layout.capacity_for(T, K, E) if layout.kind == "padded" else -1,
+        layout.block_rows or 1,
+        R,
+        threads,
+        row_TK.data_ptr(),
+        pair_R.data_ptr(),
+        offset_E1.data_ptr(),
+        count_E.data_ptr(),
+        dropped_E.data_ptr(),
+    )
+    if failed == 1:
+        raise MemoryError(f"no memory for {threads} x {E} counters")
+    assert not failed, f"the spans of {layout} do not fit {R} rows"
+    return RoutingPlan(
+        row_TK=row_TK,
+        pair_R=pair_R,
+        offset_E1=offset_E1,
+        count_E=count_E,
+        dropped_E=dropped_E,
+        layout=layout,
+        filled=layout.kind == "compact" and not routing.ragged,
+    )
+
+
+@cache
+def _make_plan(level: str) -> Callable[..., int]:
+    library = native.load(Path(__file__).with_suffix(".cpp"), level or native.best_level() or "")
+    function = library.mrb_make_plan
+    number, memory = ctypes.c_int64, ctypes.c_void_p
+    function.argtypes = [memory, *[number] * 6, *[memory] * 5]
+    function.restype = ctypes.c_int
+    return function

@@ -1,0 +1,321 @@
+// What the C++ kernels of several operations share: vectors, packed weights, engines that multiply rows by a panel.
+//
+// Weights are packed into panels of 32 columns that are read front to back. A panel of a gated first matrix holds 16
+// gate columns and the 16 up columns that belong to them, so the activation meets both halves at once.
+#pragma once
+#include <immintrin.h>
+#include <omp.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+typedef float f32x16 __attribute__((vector_size(64), aligned(4)));
+typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
+
+enum { PANEL = 32, HALF = 16 };  // columns
+static const int64_t CACHE_BYTES = 5 << 18;  // of L2 for rows or weights that are met again soon
+
+static inline int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+// a row of a workspace: whole tiles, and one line more, so that rows do not all fall into one set of the cache
+static inline int64_t row_stride(int64_t n, int64_t size) { return up_to(n, PANEL) + 64 / size; }
+
+// ---- numbers
+
+static inline f32x16 all(float v) { return v - f32x16{}; }
+#ifdef __AVX512F__  // one instruction each; gcc 12 makes five of __builtin_convertvector
+static inline u32x16 wide(u16x16 v) { return (u32x16)_mm512_cvtepu16_epi32((__m256i)v); }
+static inline u16x16 narrow(u32x16 v) { return (u16x16)_mm512_cvtepi32_epi16((__m512i)v); }
+#else
+static inline u32x16 wide(u16x16 v) { return __builtin_convertvector(v, u32x16); }
+static inline u16x16 narrow(u32x16 v) { return __builtin_convertvector(v, u16x16); }
+#endif
+static inline f32x16 load(const float* p) { return *(const f32x16*)p; }
+static inline f32x16 load(const uint16_t* p) { return (f32x16)(wide(*(const u16x16*)p) << 16); }
+static inline void store(float* p, f32x16 v) { *(f32x16*)p = v; }
+static inline void store(uint16_t* p, f32x16 v) {  // to nearest, ties to even; NaN stays NaN
+  u32x16 bits = (u32x16)v;
+  u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  u32x16 quiet = (bits >> 16) | 0x40;
+  *(u16x16*)p = narrow(v == v ? rounded : quiet);
+}
+static inline float one(const float* p) { return *p; }
+static inline float one(const uint16_t* p) {
+  uint32_t bits = (uint32_t)*p << 16;
+  float v;
+  memcpy(&v, &bits, 4);
+  return v;
+}
+
+// ---- packed weights: expert, panel, then depth
+// float32: [depth][32 columns]. bfloat16: [depth / 32][2 halves][16 pairs of depth][16 columns][2], AMX's tiles.
+
+static inline int64_t packed_depth(int64_t depth) { return up_to(depth, PANEL); }
+static inline int64_t panels(int64_t columns, bool gated) {
+  return gated ? up_to(columns / 2, PANEL) / HALF : up_to(columns, PANEL) / PANEL;
+}
+template <class B> static inline int64_t place(int64_t k, int64_t half) {
+  return sizeof(B) == 4 ? k * PANEL + half * HALF : k / 32 * 1024 + half * 512 + k % 32 / 2 * 32 + k % 2;
+}
+
+// 16 vectors: rows to columns, by exchanging halves, quarters, eighths, sixteenths
+static inline void transpose(u32x16 (&v)[16]) {
+  for (int s = 1; s < 16; s *= 2) {
+    u32x16 low, high;  // of two vectors laid end to end
+    for (int j = 0; j < 16; j++) low[j] = j & s ? 16 + j - s : j, high[j] = j & s ? 16 + j : j + s;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+      if (!(i & s)) {
+        const u32x16 a = v[i], b = v[i | s];
+        v[i] = __builtin_shuffle(a, b, low);
+        v[i | s] = __builtin_shuffle(a, b, high);
+      }
+  }
+}
+
+// 16 columns, 32 of depth from k0 on; source element (k, n) is at from[k * sk + n * sn]
+template <class B>
+static void pack_block(B* dst, const B* from, int64_t sk, int64_t sn, int64_t depth, int64_t columns, int64_t half,
+                       int64_t k0) {
+  const int64_t step = sizeof(B) == 4 ? 1 : 2;
+  const bool whole = columns == HALF && k0 + 32 <= depth;
+  if (whole && sn == 1) {
+    for (int64_t k = k0; k < k0 + 32; k += step) {
+      u32x16* to = (u32x16*)(dst + place<B>(k, half));
+      const B* at = from + k * sk;
+      if (sizeof(B) == 4) *to = *(const u32x16*)at;
+      else *to = wide(*(const u16x16*)at) | (wide(*(const u16x16*)(at + sk)) << 16);
+    }
+  } else if (whole && sk == 1) {
+    for (int64_t k = k0; k < k0 + 32; k += 16 * step) {  // in words of 32 bits, a pair of bfloat16 is one
+      u32x16 v[16];
+      for (int j = 0; j < 16; j++) v[j] = *(const u32x16*)(from + k + j * sn);
+      transpose(v);
+      for (int i = 0; i < 16; i++) *(u32x16*)(dst + place<B>(k + i * step, half)) = v[i];
+    }
+  } else {
+    for (int64_t k = k0; k < k0 + 32; k++)
+      for (int64_t j = 0; j < HALF; j++)
+        dst[place<B>(k, half) + j * step] = k < depth && j < columns ? from[k * sk + j * sn] : B(0);
+  }
+}
+
+// panels begin..end of one expert, in the order in which the source lies in memory
+template <class B>
+static void pack_strip(B* dst, const B* src, int64_t sk, int64_t sn, int64_t depth, int64_t columns, int64_t begin,
+                       int64_t end, bool gated) {
+  const int64_t F = gated ? columns / 2 : columns, wide = end - begin, blocks = packed_depth(depth) / 32;
+  auto column = [&](int64_t panel, int64_t half) { return gated ? panel * HALF : panel * PANEL + half * HALF; };
+  auto source = [&](int64_t panel, int64_t half) { return src + (column(panel, half) + (gated && half ? F : 0)) * sn; };
+  for (int64_t i = 0; i < wide * blocks; i++) {
+    const int64_t panel = begin + (sn == 1 ? i % wide : i / blocks), k0 = (sn == 1 ? i / wide : i % blocks) * 32;
+    for (int64_t half = 0; half < 2; half++) {
+      const B* from = source(panel, half);
+      if (sn == 1)  // rows far apart: call those of the next block
+        for (int64_t k = k0 + 32; k < std::min(k0 + 64, depth); k++) __builtin_prefetch(from + k * sk, 0, 3);
+      const int64_t here = std::clamp<int64_t>(F - column(panel, half), 0, HALF);
+      pack_block(dst + (panel - begin) * blocks * 32 * PANEL, from, sk, sn, depth, here, half, k0);
+    }
+  }
+}
+
+// ---- engines: c = a (rows x depth) times one panel
+
+// Weights to bring into L2 meanwhile. Those that pass by one block of rows only: what is ahead in the stream.
+// Those that meet several blocks: a share of what is needed next.
+struct Ahead {
+  const char* at;
+  int64_t each;  // bytes, for every 1024 weights used
+  template <class B> static Ahead in(const B* b) { return {(const char*)b + 8192, 1024 * sizeof(B)}; }
+  template <class B> static Ahead share(const B* next, int64_t blocks) {
+    return {(const char*)next, next && blocks ? up_to(1024 * sizeof(B) / blocks, 64) : 0};
+  }
+  inline void fetch() {
+    for (int64_t i = 0; i < each; i += 64) __builtin_prefetch(at + i, 0, 2);
+    at += each;
+  }
+};
+
+#ifdef __AVX512F__
+typedef f32x16 Lanes;
+typedef u32x16 Words;
+#else
+typedef float Lanes __attribute__((vector_size(32), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(32), aligned(4)));
+#endif
+
+template <class B_> struct Vector {  // any float weights, float32 rows
+  typedef float A;
+  typedef B_ B;
+  enum { WIDE = sizeof(Lanes) / 4, N = PANEL / WIDE, STEP = WIDE == 16 ? 11 : 4 };  // rows at once, by trial
+
+  enum { CHAIN = 256 };  // terms of one running sum: a sum of such sums loses less than one long sum
+
+  template <int M> static void keep(const Lanes (&s)[M][N], float* c, bool first) {
+    for (int r = 0; r < M; r++)
+      for (int n = 0; n < N; n++) {
+        Lanes* to = (Lanes*)(c + r * PANEL + n * WIDE);
+        *to = first ? s[r][n] : *to + s[r][n];
+      }
+  }
+  template <int M>
+  static void block(const float* a, int64_t lda, const float* b, int64_t depth, float* c, Ahead& ahead) {
+    for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
+      Lanes s[M][N] = {};
+      for (int64_t k = k0; k < std::min(k0 + CHAIN, depth); k++, b += PANEL) {
+        if (k % 32 == 0) ahead.fetch();
+        Lanes v[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) v[n] = *(const Lanes*)(b + n * WIDE);
+#pragma GCC unroll 16
+        for (int r = 0; r < M; r++) {
+          const Lanes x = a[r * lda + k] - Lanes{};
+#pragma GCC unroll 4
+          for (int n = 0; n < N; n++) s[r][n] += x * v[n];
+        }
+      }
+      keep<M>(s, c, k0 == 0);
+    }
+  }
+  template <int M>
+  static void block(const float* a, int64_t lda, const uint16_t* b, int64_t depth, float* c, Ahead& ahead) {
+    for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
+      Lanes s[M][N] = {};
+      for (int64_t k = k0; k < std::min(k0 + CHAIN, depth); k += 2) {
+        const uint16_t* at = b + place<uint16_t>(k, 0);
+        if (k % 32 == 0) ahead.fetch();
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) {
+          const Words v = *(const Words*)(at + n / (N / 2) * 512 + n % (N / 2) * WIDE * 2);
+          const Lanes even = (Lanes)(v << 16), odd = (Lanes)(v & 0xffff0000u);
+#pragma GCC unroll 16
+          for (int r = 0; r < M; r++) {
+            s[r][n] += a[r * lda + k] * even;
+            s[r][n] += a[r * lda + k + 1] * odd;
+          }
+        }
+      }
+      keep<M>(s, c, k0 == 0);
+    }
+  }
+  template <int M>
+  static void choose(int rows, const float* a, int64_t lda, const B* b, int64_t depth, float* c, Ahead& ahead) {
+    if (rows == M) return block<M>(a, lda, b, depth, c, ahead);
+    if constexpr (M > 1) choose<M - 1>(rows, a, lda, b, depth, c, ahead);
+  }
+  template <class Other>
+  static void times(const float* a, int64_t lda, int rows, const B* b, int64_t depth, float* c, Ahead& ahead, Other&) {
+    choose<STEP>(rows, a, lda, b, depth, c, ahead);
+  }
+  static void begin() {}
+  static void end() {}
+};
+
+#ifdef __AMX_BF16__
+struct Amx {  // bfloat16 weights and rows, 16 x 16 tiles with float32 sums
+  typedef uint16_t A;
+  typedef uint16_t B;
+  enum { STEP = 32 };
+  static int& configured() {  // what the tiles of this thread are set to; 0: nothing
+    static thread_local int now;
+    return now;
+  }
+  static void configure(int rows0, int rows1) {
+    if (configured() == rows0 * 32 + rows1) return;
+    struct { uint8_t palette, start, zero[14]; uint16_t bytes[16]; uint8_t rows[16]; } t = {};
+    t.palette = 1;
+    for (int i = 0; i < 8; i++) t.bytes[i] = 64, t.rows[i] = 16;  // 6, 7: weights
+    t.rows[0] = t.rows[1] = t.rows[4] = rows0;                    // 0, 1: sums of the upper rows; 4: the rows
+    t.rows[2] = t.rows[3] = t.rows[5] = rows1 ? rows1 : 16;       // 2, 3: of the lower; 5
+    asm volatile("" : : "r"(&t) : "memory");  // gcc 12 thinks that only the first 8 bytes are read
+    _tile_loadconfig(&t);
+    configured() = rows0 * 32 + rows1;
+  }
+  static void begin() { configure(16, 16); }
+  static void end() {
+    _tile_release();
+    configured() = 0;
+  }
+  // `other` is work for the vector units, which idle beside the tiles: called once for every 32 of depth
+  template <class Other>
+  static void times(const uint16_t* a, int64_t lda, int rows, const uint16_t* b, int64_t depth, float* c, Ahead& ahead,
+                    Other& other) {
+    const uint16_t* lower = a + 16 * lda;
+    configure(std::min(rows, 16), std::max(rows - 16, 0));
+    _tile_zero(0);
+    _tile_zero(1);
+    if (rows > 16) {
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t k = 0; k < depth; k += 32, b += 1024) {
+        ahead.fetch();
+        _tile_loadd(4, a + k, lda * 2);
+        _tile_loadd(6, b, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b + 512, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, lower + k, lda * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        other();
+      }
+      _tile_stored(2, c + 16 * PANEL, PANEL * 4);
+      _tile_stored(3, c + 16 * PANEL + HALF, PANEL * 4);
+    } else {
+      for (int64_t k = 0; k < depth; k += 32, b += 1024) {
+        ahead.fetch();
+        _tile_loadd(4, a + k, lda * 2);
+        _tile_loadd(6, b, 64);
+        _tile_loadd(7, b + 512, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        other();
+      }
+    }
+    _tile_stored(0, c, PANEL * 4);
+    _tile_stored(1, c + HALF, PANEL * 4);
+  }
+};
+#endif
+
+// ---- memory kept between calls, one for each calling thread: nobody else writes to it
+
+struct Workspace {
+  char* memory = nullptr;
+  size_t size = 0;
+  char* get(size_t wanted) {
+    if (wanted > size) {
+      release();
+      size = up_to(wanted, 2 << 20);
+      memory = (char*)aligned_alloc(2 << 20, size);
+      if (memory) madvise(memory, size, MADV_HUGEPAGE);
+      else size = 0;
+    }
+    return memory;
+  }
+  void release() { free(memory), memory = nullptr, size = 0; }
+  ~Workspace() { release(); }
+};
+
+static inline bool tiles_granted() {  // Linux gives AMX's registers to those who ask
+#ifdef __AMX_BF16__
+  return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+  return true;
+#endif
+}
+
+// rows in blocks of nearly equal size: 12 rows are 6 + 6, not 11 + 1; AMX wants whole tiles instead
+template <class Engine> static inline int64_t block_rows(int64_t m) {
+  const int64_t blocks = (m + Engine::STEP - 1) / Engine::STEP;
+  return sizeof(typename Engine::A) == 2 ? (int64_t)Engine::STEP : (m + blocks - 1) / blocks;
+}

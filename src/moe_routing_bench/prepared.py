@@ -1,0 +1,99 @@
+"""Prepared: what an implementation makes of weights once (packed, converted), kept as long as they live."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from moe_routing_bench.experts import ExpertWeights
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation(Generic[Made]):
+    """Preparation(value=..., seconds=0.41, nbytes=1207959552): what was made, and its cost, paid once."""
+
+    value: Made
+    seconds: float
+    nbytes: int
+    state: tuple[tuple[int, int], ...]  # of each tensor: where its memory is, and torch's count of writes
+
+
+class Prepared(Generic[Made]):
+    """A function of weights that remembers its result.
+
+    packed = Prepared(pack, nbytes=lambda p: p.nbytes)
+    packed(weights)          makes it
+    packed(weights)          gives the same again, at the price of a dictionary look-up
+    weights.w_in_EDG.add_(1)
+    packed(weights)          makes it anew: torch counts the writes to a tensor (its `_version`)
+
+    What is kept dies with the tensors it was made from. torch does not count writes through `.data` or numpy;
+    who writes so calls forget(weights), and an implementation may look at values itself. Views made anew for
+    every call are recognised by the tensor they look at.
+    """
+
+    def __init__(self, make: Callable[[ExpertWeights], Made], *, nbytes: Callable[[Made], int]):
+        self._make, self._nbytes = make, nbytes
+        self._kept: dict[tuple, Preparation[Made]] = {}
+        self._lock = threading.RLock()
+
+    def __call__(self, weights: ExpertWeights) -> Made:
+        return self.preparation(weights).value
+
+    def preparation(self, weights: ExpertWeights) -> Preparation[Made]:
+        tensors = tuple(weights.tensors().values())
+        if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
+            return self._prepare(weights, ())  # a fake tensor has no memory to be recognised by
+        key = _key(weights, tensors)
+        state = tuple((tensor.data_ptr(), _version(tensor)) for tensor in tensors)
+        kept = self._kept.get(key)
+        if kept is not None and kept.state == state:
+            return kept
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None and kept.state == state:
+                return kept  # another thread made it meanwhile
+            if kept is None:
+                for tensor in tensors:
+                    weakref.finalize(_owner(tensor), self._kept.pop, key, None)
+            self._kept[key] = made = self._prepare(weights, state)
+            return made
+
+    def _prepare(self, weights: ExpertWeights, state: tuple[tuple[int, int], ...]) -> Preparation[Made]:
+        started = time.perf_counter()
+        value = self._make(weights)
+        seconds = time.perf_counter() - started
+        return Preparation(value=value, seconds=seconds, nbytes=self._nbytes(value), state=state)
+
+    def forget(self, weights: ExpertWeights) -> None:
+        """Make it anew at the next call, whatever torch's counters say."""
+        with self._lock:
+            self._kept.pop(_key(weights, tuple(weights.tensors().values())), None)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def _owner(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version  # inference tensors have no counter
+
+
+def _key(weights: ExpertWeights, tensors: tuple[Tensor, ...]) -> tuple:
+    # a dead owner takes its entry along, so an id is never that of another tensor
+    return (
+        weights.activation,
+        *((id(_owner(t)), t.storage_offset(), t.dtype, t.shape, t.stride()) for t in tensors),
+    )
