@@ -139,9 +139,9 @@ struct Ahead {
   template <class B> static Ahead share(const B* next, int64_t blocks) {
     return {(const char*)next, next && blocks ? up_to(1024 * sizeof(B) / blocks, 64) : 0};
   }
-  inline void fetch() {
-    for (int64_t i = 0; i < each; i += 64) __builtin_prefetch(at + i, 0, 2);
-    at += each;
+  inline void fetch(int64_t parts = 1) {  // one of so many parts: a burst of prefetches would stall the loads behind it
+    for (int64_t i = 0; i < each / parts; i += 64) __builtin_prefetch(at + i, 0, 2);
+    at += each / parts;
   }
 };
 
@@ -172,7 +172,7 @@ template <class B_> struct Vector {  // any float weights, float32 rows
     for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
       Lanes s[M][N] = {};
       for (int64_t k = k0; k < std::min(k0 + CHAIN, depth); k++, b += PANEL) {
-        if (k % 32 == 0) ahead.fetch();
+        if (k % 2 == 0) ahead.fetch(16);
         Lanes v[N];
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) v[n] = *(const Lanes*)(b + n * WIDE);
@@ -192,7 +192,7 @@ template <class B_> struct Vector {  // any float weights, float32 rows
       Lanes s[M][N] = {};
       for (int64_t k = k0; k < std::min(k0 + CHAIN, depth); k += 2) {
         const uint16_t* at = b + place<uint16_t>(k, 0);
-        if (k % 32 == 0) ahead.fetch();
+        if (k % 4 == 0) ahead.fetch(8);
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) {
           const Words v = *(const Words*)(at + n / (N / 2) * 512 + n % (N / 2) * WIDE * 2);

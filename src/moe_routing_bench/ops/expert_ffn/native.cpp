@@ -264,7 +264,8 @@ template <class Engine, class X, int ACTIVATION> struct Layer {
     const int64_t first_panels = panels(G, gated), second_panels = panels(p.D, false);
     const int64_t enough = 4 * p.threads;  // tasks, so that none is left alone at the end for long
     const int64_t in_cache = CACHE_BYTES / (Fp * PANEL * (int64_t)sizeof(B));
-    const int64_t broad = std::clamp<int64_t>(std::min(second_panels / enough, in_cache), 1, WIDEST);
+    const int64_t widest = sizeof(B) == 4 ? WIDEST / 2 : WIDEST;
+    const int64_t broad = std::clamp<int64_t>(std::min(second_panels / enough, in_cache), 1, widest);
 #pragma omp parallel num_threads(p.threads)
     {
 #pragma omp for schedule(static)
