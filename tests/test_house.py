@@ -19,7 +19,7 @@ FLOORS = [
     ["shapes", "names", "machine", "native", "accuracy", "routing"],
     ["plan", "experts", "prepared", "load", "cost"],
     ["ops.registry"],
-    ["ops.decisions", "ops.auto", "ops.catalog", "ops.hf"],
+    ["ops.decisions", "ops.auto", "ops.catalog", "ops.hf", "ops.rows"],
     ["ops.topk", "ops.make_plan", "ops.dispatch", "ops.grouped_gemm", "ops.combine"],
     ["ops.expert_ffn"],
     ["routers"],

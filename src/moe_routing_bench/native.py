@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from moe_routing_bench.machine import this_machine
 
@@ -54,18 +56,45 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
-def load(source: Path, level: str) -> ctypes.CDLL:
-    """The file, compiled for `level`. Raises NotImplementedError with the reason if that cannot be."""
-    if level not in LEVELS:
-        raise ValueError(f"there is no level {level!r}; there are {', '.join(LEVELS)}")
+def unsupported(source: Path, level: str | None, *tensors: Tensor) -> str | None:
+    """Why the file cannot work on these tensors here, in words; None if it can, and then it is loaded."""
+    if torch.compiler.is_compiling():
+        return "it calls C++ by address, which torch.compile cannot trace"
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            return f"it runs on the CPU, and a tensor is on {tensor.device}"
+        # tensors made to be traced have no memory
+        if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
+            return f"it reads plain tensors with memory of their own, not {type(tensor).__name__}"
+    try:
+        load(source, level)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+def load(source: Path, level: str | None = None) -> ctypes.CDLL:
+    """The file, compiled for `level`, or for the best this processor has. Raises NotImplementedError with the
+    reason if that cannot be."""
     if (reason := why_not()) is not None:
         raise NotImplementedError(reason)
+    level = level or best_level() or ""
+    if level not in LEVELS:
+        raise ValueError(f"there is no level {level!r}; there are {', '.join(LEVELS)}")
     missing = LEVELS[level][0] - set(this_machine().instructions)
     if missing:
         raise NotImplementedError(
             f"level {level} needs {', '.join(sorted(missing))}, which this processor lacks"
         )
+    if level == "amx" and not _tiles_granted():
+        raise NotImplementedError("the system does not grant AMX to this process; use level=avx512")
     return _load(source, level)
+
+
+@cache
+def _tiles_granted() -> bool:
+    """Linux gives AMX's registers to a process that asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)."""
+    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
 @cache

@@ -12,10 +12,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <vector>
-#ifdef __AMX_BF16__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 typedef float f32x16 __attribute__((vector_size(64), aligned(4)));
 typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4)));
@@ -287,6 +283,13 @@ struct Amx {  // bfloat16 weights and rows, 16 x 16 tiles with float32 sums
 };
 #endif
 
+#ifdef __AMX_BF16__
+typedef Amx Bfloat16;
+#else
+typedef Vector<uint16_t> Bfloat16;
+#endif
+typedef Vector<float> Float32;
+
 // ---- memory kept between calls, one for each calling thread: nobody else writes to it
 
 struct Workspace {
@@ -305,14 +308,6 @@ struct Workspace {
   void release() { free(memory), memory = nullptr, size = 0; }
   ~Workspace() { release(); }
 };
-
-static inline bool tiles_granted() {  // Linux gives AMX's registers to those who ask
-#ifdef __AMX_BF16__
-  return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-#else
-  return true;
-#endif
-}
 
 // rows in blocks of nearly equal size: 12 rows are 6 + 6, not 11 + 1; AMX wants whole tiles instead
 template <class Engine> static inline int64_t block_rows(int64_t m) {

@@ -1,105 +1,11 @@
 // combine: y_t = sum over k of gate_tk * row(t, k), in float32, in the order of the choices, rounded once.
 // Rows are found through row_TK alone, so a row without a pair is never read.
 
-#include <immintrin.h>
-#include <sys/mman.h>
+#include "../numbers.h"
 
-#include <cstdint>
-#include <cstring>
 #include <vector>
 
 namespace {
-
-enum Kind { FLOAT32, BFLOAT16, FLOAT16 };
-
-#ifdef __AVX512F__
-constexpr int64_t W = 16;
-using Vec = __m512;
-Vec zero() { return _mm512_setzero_ps(); }
-Vec same(float a) { return _mm512_set1_ps(a); }
-Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-Vec load(const float* p) { return _mm512_loadu_ps(p); }
-Vec load(const uint16_t* p, Kind kind) {
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    if (kind == FLOAT16) return _mm512_cvtph_ps(bits);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
-__m256i narrow(Vec v, Kind kind) {
-    if (kind == FLOAT16) return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    // to the nearest, of two equally near the even one; what is not a number stays so
-    const __m512i bits = _mm512_castps_si512(v);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    up = _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
-}
-void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
-void store(uint16_t* p, Vec v, Kind kind) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v, kind));
-}
-#else
-constexpr int64_t W = 8;
-using Vec = __m256;
-Vec zero() { return _mm256_setzero_ps(); }
-Vec same(float a) { return _mm256_set1_ps(a); }
-Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-Vec load(const float* p) { return _mm256_loadu_ps(p); }
-Vec load(const uint16_t* p, Kind kind) {
-    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    if (kind == FLOAT16) return _mm256_cvtph_ps(bits);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-}
-__m128i narrow(Vec v, Kind kind) {
-    if (kind == FLOAT16) return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    // to the nearest, of two equally near the even one; what is not a number stays so
-    const __m256i bits = _mm256_castps_si256(v);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    const __m256i wrong = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-    up = _mm256_srli_epi32(_mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), wrong), 16);
-    return _mm_packus_epi32(_mm256_castsi256_si128(up), _mm256_extracti128_si256(up, 1));
-}
-void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
-void store(uint16_t* p, Vec v, Kind kind) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(v, kind));
-}
-#endif
-
-// one type of number in memory; W of them are read and written at any address
-template <Kind kind>
-struct Numbers {
-    using In = uint16_t;
-    static Vec get(const In* p) { return load(p, kind); }
-    static void put(In* p, Vec v) { store(p, v, kind); }
-};
-template <>
-struct Numbers<FLOAT32> {
-    using In = float;
-    static Vec get(const In* p) { return load(p); }
-    static void put(In* p, Vec v) { store(p, v); }
-};
-
-// the last n < W numbers of a row, filled up with zeros; memory past the row is not touched
-template <Kind kind>
-Vec get_some(const typename Numbers<kind>::In* p, int64_t n) {
-    typename Numbers<kind>::In whole[W] = {};
-    std::memcpy(whole, p, n * sizeof(*p));
-    return Numbers<kind>::get(whole);
-}
-template <Kind kind>
-void put_some(typename Numbers<kind>::In* p, Vec v, int64_t n) {
-    typename Numbers<kind>::In whole[W];
-    Numbers<kind>::put(whole, v);
-    std::memcpy(p, whole, n * sizeof(*p));
-}
-
-// Fresh memory costs a fault a page: with pages of 2 MiB a 512th of them. Advice only, so failure is no error.
-void ask_for_huge_pages(void* start, int64_t bytes) {
-    if (bytes < (int64_t(4) << 20)) return;
-    const uintptr_t page = 4096, first = (uintptr_t(start) + page - 1) / page * page;
-    const uintptr_t past = (uintptr_t(start) + bytes) / page * page;
-    madvise(reinterpret_cast<void*>(first), past - first, MADV_HUGEPAGE);
-}
 
 float total(Vec v) {
     float lane[W];

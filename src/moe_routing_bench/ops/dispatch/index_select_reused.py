@@ -6,23 +6,17 @@ calling thread's. The result is valid until the next call on the same thread.
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import Tensor
 
+from moe_routing_bench.ops.rows import KeptBuffers
 from moe_routing_bench.plan import RoutingPlan
 
 FORWARD_ONLY = True
 REUSES_OUTPUT = True
 
 
-class _Buffers(threading.local):
-    def __init__(self) -> None:
-        self.by_kind: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-
-
-_buffers = _Buffers()
+_buffers = KeptBuffers()
 
 
 def release() -> None:
@@ -37,13 +31,7 @@ def unsupported(x_TD: Tensor, plan: RoutingPlan) -> str | None:
 
 def run(x_TD: Tensor, plan: RoutingPlan) -> Tensor:
     R, D = plan.num_rows, x_TD.shape[1]
-    kind = (x_TD.device, x_TD.dtype)
-    # a fake tensor's buffer must not be kept: the next real call would find it
-    kept = _buffers.by_kind if type(x_TD) in (Tensor, torch.nn.Parameter) else {}
-    buffer = kept.get(kind)
-    if buffer is None or buffer.numel() < R * D:
-        buffer = kept[kind] = torch.empty(R * D, dtype=x_TD.dtype, device=x_TD.device)
-    x_RD = buffer[: R * D].view(R, D)
+    x_RD = _buffers.get(R, D, x_TD)
     if x_TD.shape[0] == 0:
         return x_RD.zero_()
     token_R = plan.token_R()

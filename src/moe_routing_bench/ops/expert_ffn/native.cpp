@@ -330,8 +330,6 @@ static void pack(B* dst, const B* src, int64_t se, int64_t sk, int64_t sn, int64
 
 extern "C" {
 
-int mrb_ready() { return tiles_granted(); }
-
 int64_t mrb_packed_elements(int64_t depth, int64_t columns, int gated) {  // of one expert
   return panels(columns, gated) * packed_depth(depth) * PANEL;
 }
@@ -359,13 +357,6 @@ int mrb_forward(const Problem* p, int size) {
     const char* now = (i < p->samples ? p->unpacked_in : p->unpacked_out) + p->sampled_at[i];
     if (memcmp(now, p->sampled + i * size, size)) return 2;
   }
-  if (size == 4) return forward<Vector<float>, float>(*p);
-#ifdef __AMX_BF16__
-  return forward<Amx, uint16_t>(*p);
-#else
-  return forward<Vector<uint16_t>, uint16_t>(*p);
-#endif
+  return size == 4 ? forward<Float32, float>(*p) : forward<Bfloat16, uint16_t>(*p);
 }
-
-void mrb_release() { workspace.release(); }
 }

@@ -1,7 +1,7 @@
 """One C++ kernel from gather to weighted sum, AMX or AVX on packed weights, compiled on first use; CPU.
 
-With gradients wanted it is the native dispatch, grouped_gemm and combine in a row: weights that change at
-every step are packed a strip at a time as they are used, and what backward needs is kept.
+With gradients wanted it is `staged` with the native dispatch, grouped_gemm and combine: weights that change
+at every step are packed a strip at a time as they are used, and what backward needs is kept.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench import native
-from moe_routing_bench.experts import ExpertWeights, activate
-from moe_routing_bench.ops.combine.op import op as combine_op
-from moe_routing_bench.ops.dispatch.op import op as dispatch_op
-from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
+from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.ops.expert_ffn.op import op
 from moe_routing_bench.ops.registry import tensors_in
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.prepared import Prepared
@@ -47,7 +45,7 @@ class _Problem(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Packed:
-    """The two matrices in panels of 32 columns, biases in float32. A stride of 0: experts share memory."""
+    """The two matrices in panels of 32 columns. A stride of 0: experts share memory."""
 
     w_in: Tensor
     w_out: Tensor
@@ -63,14 +61,12 @@ class Packed:
 
 @cache
 def _library(level: str | None) -> ctypes.CDLL:
-    library = native.load(SOURCE, level or native.best_level() or "avx2")
+    library = native.load(SOURCE, level)
     library.mrb_packed_elements.restype = ctypes.c_int64
     library.mrb_packed_elements.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     library.mrb_pack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 6 + [ctypes.c_int] * 3
     library.mrb_pack.restype = None
     library.mrb_forward.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int]
-    if not library.mrb_ready():
-        raise NotImplementedError("the system does not grant AMX to this process; use native(level=avx512)")
     return library
 
 
@@ -102,10 +98,8 @@ def _sample(w_EKN: Tensor) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(E)
     place = [torch.randint(n, (max(SAMPLES, E),), generator=generator) for n in w_EKN.shape]
     place[0][:E] = torch.arange(E)
-    strides = zip(place, w_EKN.stride(), strict=True)
-    return sum((i * stride for i, stride in strides), start=torch.tensor(0)) * w_EKN.element_size(), w_EKN[
-        tuple(place)
-    ]
+    offset = torch.stack(place, dim=1) @ torch.tensor(w_EKN.stride())
+    return offset * w_EKN.element_size(), w_EKN[tuple(place)]
 
 
 packed = Prepared(pack, nbytes=lambda p: p.nbytes)
@@ -114,26 +108,18 @@ packed = Prepared(pack, nbytes=lambda p: p.nbytes)
 def unsupported(
     x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, level: str | None = None
 ) -> str | None:
-    if x_TD.device.type != "cpu":
-        return f"it runs on the CPU, the tensors are on {x_TD.device.type}"
     if x_TD.dtype not in (torch.bfloat16, torch.float32) or weights.w_in_EDG.dtype != x_TD.dtype:
         return f"it computes bfloat16 or float32 throughout, not {x_TD.dtype} with {weights.w_in_EDG.dtype}"
-    if torch.compiler.is_compiling() or type(x_TD) not in (Tensor, torch.nn.Parameter):
-        return "it works on the memory of plain tensors, which torch.compile and fake tensors do not show"
-    if (reason := native.why_not()) is not None:
-        return reason
-    try:
-        _library(level)
-    except NotImplementedError as reason:
-        return str(reason)
-    return None
+    return native.unsupported(SOURCE, level, x_TD, plan.pair_R, weights.w_in_EDG)
 
 
 def run(
     x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, level: str | None = None
 ) -> Tensor:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((x_TD, gate_TK, weights))):
-        return _with_gradients(x_TD, gate_TK, plan, weights, f"native(level={level})" if level else "native")
+        part = f"native(level={level})" if level else "native"
+        staged = op.get(f"staged(dispatch={part},grouped_gemm={part},combine={part})")
+        return staged.run(x_TD, gate_TK, plan, weights)
     T, D = x_TD.shape
     if tuple(gate_TK.shape) != (plan.num_tokens, plan.num_choices):
         wanted = f"{plan.num_tokens} x {plan.num_choices}"
@@ -167,15 +153,6 @@ def run(
     if failed:
         raise MemoryError("no memory for the workspace of expert_ffn.native")
     return y_TD
-
-
-def _with_gradients(
-    x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, spec: str
-) -> Tensor:
-    dispatch, gemm, combine = (op.get(spec).run for op in (dispatch_op, grouped_gemm_op, combine_op))
-    h_RG = gemm(dispatch(x_TD, plan), weights.w_in_EDG, plan, weights.b_in_EG)
-    y_RD = gemm(activate(h_RG, weights.activation), weights.w_out_EFD, plan, weights.b_out_ED)
-    return combine(y_RD, gate_TK, plan)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

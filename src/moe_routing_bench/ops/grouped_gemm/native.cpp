@@ -209,24 +209,12 @@ template <class Engine, class X> static int gradient(const Gradient& g) {
 
 extern "C" {
 
-int mrb_ready() { return tiles_granted(); }
-
 int mrb_multiply(const Problem* p, int size) {  // 0; 1: there was no memory; 3: the plan points outside
   if (!spans_fit(p->offset_E1, p->count_E, p->E, p->rows)) return 3;
-  if (size == 4) return multiply<Vector<float>, float>(*p);
-#ifdef __AMX_BF16__
-  return multiply<Amx, uint16_t>(*p);
-#else
-  return multiply<Vector<uint16_t>, uint16_t>(*p);
-#endif
+  return size == 4 ? multiply<Float32, float>(*p) : multiply<Bfloat16, uint16_t>(*p);
 }
 
 int mrb_gradient(const Gradient* g, int size) {
-  if (size == 4) return gradient<Vector<float>, float>(*g);
-#ifdef __AMX_BF16__
-  return gradient<Amx, uint16_t>(*g);
-#else
-  return gradient<Vector<uint16_t>, uint16_t>(*g);
-#endif
+  return size == 4 ? gradient<Float32, float>(*g) : gradient<Bfloat16, uint16_t>(*g);
 }
 }

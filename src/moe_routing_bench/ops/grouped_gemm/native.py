@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from moe_routing_bench import native
 from moe_routing_bench.plan import RoutingPlan
 
+SOURCE = Path(__file__).with_suffix(".cpp")
 WRONG_PLAN = 3  # what mrb_multiply answers
 CONFIGS: tuple[dict[str, str], ...] = ({}, {"level": "avx2"})
 
@@ -36,33 +37,18 @@ class _Gradient(ctypes.Structure):
 
 @cache
 def _library(level: str) -> ctypes.CDLL:
-    library = native.load(Path(__file__).with_suffix(".cpp"), level or native.best_level() or "")
+    library = native.load(SOURCE, level)
     library.mrb_multiply.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int]
     library.mrb_gradient.argtypes = [ctypes.POINTER(_Gradient), ctypes.c_int]
-    if not library.mrb_ready():
-        raise NotImplementedError("the system does not grant AMX to this process; use native(level=avx512)")
     return library
 
 
 def unsupported(
     x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None, level: str = ""
 ) -> str | None:
-    if torch.compiler.is_compiling():
-        return "it calls C++ by address, which torch.compile cannot trace"
-    for tensor in (x_RD, w_EDF, plan.offset_E1):
-        if tensor.device.type != "cpu":
-            return f"it runs on the CPU, the tensors are on {tensor.device.type}"
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            return f"it reads plain tensors with memory of their own, not {type(tensor).__name__}"
     if x_RD.dtype not in (torch.bfloat16, torch.float32) or w_EDF.dtype != x_RD.dtype:
         return f"it computes bfloat16 or float32 throughout, not {x_RD.dtype} with {w_EDF.dtype}"
-    if (reason := native.why_not()) is not None:
-        return reason
-    try:
-        _library(level)
-    except NotImplementedError as reason:
-        return str(reason)
-    return None
+    return native.unsupported(SOURCE, level, x_RD, w_EDF, plan.offset_E1)
 
 
 def run(

@@ -8,29 +8,23 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from moe_routing_bench import native
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 
+SOURCE = Path(__file__).with_suffix(".cpp")
 # about a millisecond of counting: below it, waiting for a second thread can cost more than it saves
 PAIRS_FOR_THREADS = 2**18
 
 
 def unsupported(routing: Routing, layout: Layout, level: str = "") -> str | None:
     expert_TK = routing.expert_TK
-    if torch.compiler.is_compiling():
-        return "it calls C++ by address, which torch.compile cannot trace"
-    if expert_TK.device.type != "cpu":
-        return f"it runs on the CPU, and the ids are on {expert_TK.device}"
-    if type(expert_TK) is not Tensor or expert_TK.layout is not torch.strided:
-        return f"it reads plain tensors with memory of their own, not {type(expert_TK).__name__}"
     if expert_TK.dtype != torch.int64:
         return f"it reads int64 ids, not {expert_TK.dtype}"
     if layout.kind == "padded" and layout.drop == "probs":
         return "it drops by position only; drop=probs needs a sort by gate"
-    return native.why_not()
+    return native.unsupported(SOURCE, level, expert_TK)
 
 
 def run(routing: Routing, layout: Layout, level: str = "") -> RoutingPlan:
@@ -71,8 +65,7 @@ def run(routing: Routing, layout: Layout, level: str = "") -> RoutingPlan:
 
 @cache
 def _make_plan(level: str) -> Callable[..., int]:
-    library = native.load(Path(__file__).with_suffix(".cpp"), level or native.best_level() or "")
-    function = library.mrb_make_plan
+    function = native.load(SOURCE, level).mrb_make_plan
     number, memory = ctypes.c_int64, ctypes.c_void_p
     function.argtypes = [memory, *[number] * 6, *[memory] * 5]
     function.restype = ctypes.c_int

@@ -1,0 +1,141 @@
+"""The C++ dispatch and combine, called into memory that is given: what native and native_reused share."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench import native
+from moe_routing_bench.plan import RoutingPlan
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# below this many bytes waking a second thread takes longer than moving them
+BYTES_FOR_THREADS = 2**17
+# results this large leave the caches anyway: written past them, a line is not read first
+BYTES_TO_STREAM = 2**23
+DISPATCH, COMBINE = (Path(__file__).parent / op / "native.cpp" for op in ("dispatch", "combine"))
+NUMBER, MEMORY = ctypes.c_int64, ctypes.c_void_p
+
+
+class KeptBuffers(threading.local):
+    """Each thread keeps one buffer per device and dtype, as large as the largest call so far.
+
+    KeptBuffers().get(3, 4, x_TD) is a 3 x 4 view of it, valid until the next get() on the same thread.
+    """
+
+    def __init__(self) -> None:
+        self.by_kind: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def get(self, rows: int, width: int, like: Tensor) -> Tensor:
+        # a fake tensor's buffer must not be kept: the next real call would find it
+        kept = self.by_kind if type(like) in (Tensor, torch.nn.Parameter) else {}
+        kind = (like.device, like.dtype)
+        buffer = kept.get(kind)
+        if buffer is None or buffer.numel() < rows * width:
+            buffer = kept[kind] = torch.empty(rows * width, dtype=like.dtype, device=like.device)
+        return buffer[: rows * width].view(rows, width)
+
+
+def dispatch_unsupported(x_TD: Tensor, plan: RoutingPlan, level: str) -> str | None:
+    if (reason := native.unsupported(DISPATCH, level, x_TD, plan.row_TK, plan.pair_R)) is not None:
+        return reason
+    if x_TD.dtype not in KINDS:
+        return f"it computes in bfloat16, float16 and float32, not {x_TD.dtype}"
+    if x_TD.shape[1] > 1 and x_TD.stride(1) != 1:
+        return "it needs each token's numbers side by side in memory; call contiguous() first"
+    return None
+
+
+def dispatch_into(x_RD: Tensor, x_TD: Tensor, row_TK: Tensor, pair_R: Tensor, level: str) -> Tensor:
+    (T, K), R, D = row_TK.shape, pair_R.shape[0], x_TD.shape[1]
+    size = x_TD.element_size()
+    wrong = _dispatch(level)(
+        x_TD.data_ptr(),
+        x_TD.stride(0) * size,
+        D * size,
+        row_TK.data_ptr(),
+        T,
+        K,
+        pair_R.data_ptr(),
+        R,
+        threads_for(R * D * size),
+        R * D * size >= BYTES_TO_STREAM,
+        x_RD.data_ptr(),
+    )
+    if wrong:
+        raise ValueError(f"the plan's row_TK points past its {R} rows; RoutingPlan.validate() says more")
+    return x_RD
+
+
+def check_tokens(x_TD: Tensor, plan: RoutingPlan) -> None:
+    if x_TD.shape[0] != plan.num_tokens:
+        raise ValueError(f"x_TD has {x_TD.shape[0]} tokens, but the plan was made for {plan.num_tokens}")
+
+
+def combine_unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str) -> str | None:
+    if (reason := native.unsupported(COMBINE, level, y_RD, gate_TK, plan.row_TK, plan.pair_R)) is not None:
+        return reason
+    if y_RD.dtype not in KINDS:
+        return f"it computes in bfloat16, float16 and float32, not {y_RD.dtype}"
+    if gate_TK.dtype not in (y_RD.dtype, torch.float32):
+        return f"gates are float32 or of the rows' dtype {y_RD.dtype}, not {gate_TK.dtype}"
+    if y_RD.shape[1] > 1 and y_RD.stride(1) != 1:
+        return "it needs each row's numbers side by side in memory; call contiguous() first"
+    return None
+
+
+def combine_into(y_TD: Tensor, y_RD: Tensor, gate_TK: Tensor, row_TK: Tensor, level: str) -> Tensor:
+    (T, K), (R, D) = row_TK.shape, y_RD.shape
+    gate_TK = gate_TK.detach().to(torch.float32).contiguous()
+    wrong = _combine(level)(
+        y_RD.data_ptr(),
+        y_RD.stride(0),
+        KINDS[y_RD.dtype],
+        gate_TK.data_ptr(),
+        row_TK.data_ptr(),
+        T,
+        K,
+        R,
+        D,
+        threads_for(T * K * D * y_RD.element_size()),
+        y_TD.data_ptr(),
+    )
+    if wrong:
+        raise ValueError(f"the plan's row_TK points past its {R} rows; RoutingPlan.validate() says more")
+    return y_TD
+
+
+def check_rows(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> None:
+    if y_RD.shape[0] != plan.num_rows or gate_TK.shape != plan.row_TK.shape:
+        raise ValueError(
+            f"y_RD has {y_RD.shape[0]} rows and gate_TK the shape {tuple(gate_TK.shape)}, but the plan "
+            f"was made for {plan.num_rows} rows and {tuple(plan.row_TK.shape)}"
+        )
+
+
+def threads_for(size: int) -> int:
+    return torch.get_num_threads() if size >= BYTES_FOR_THREADS else 1
+
+
+@cache
+def _dispatch(level: str) -> Callable[..., int]:
+    function = native.load(DISPATCH, level).mrb_dispatch
+    function.argtypes = [
+        MEMORY, NUMBER, NUMBER, MEMORY, NUMBER, NUMBER, MEMORY, NUMBER, NUMBER, NUMBER, MEMORY,
+    ]  # fmt: skip
+    function.restype = ctypes.c_int
+    return function
+
+
+@cache
+def _combine(level: str) -> Callable[..., int]:
+    function = native.load(COMBINE, level).mrb_combine
+    function.argtypes = [MEMORY, NUMBER, NUMBER, MEMORY, MEMORY, *[NUMBER] * 5, MEMORY]
+    function.restype = ctypes.c_int
+    return function
