@@ -5,6 +5,8 @@
     python measurements/cpu_more.py imbalance    skewed loads against a balanced one
     python measurements/cpu_more.py threads      1 thread against 2
     python measurements/cpu_more.py memory       peak memory over the weights
+    python measurements/cpu_more.py prepack      what packing the weights costs, once
+    python measurements/cpu_more.py stored       float32 activations on weights kept as bfloat16 or int8
     python measurements/cpu_more.py training     forward + backward against Transformers
 
 --quick runs each on tiny sizes and writes to /tmp. Samples are interleaved and paired as in cpu_grid.py: a
@@ -391,6 +393,35 @@ def _status_kb(field: str) -> float:
     """In units of 1000 bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1.024
+
+
+@app.command()
+def stored(quick: Quick = False, threads: Threads = 2) -> None:
+    """Weights kept as bfloat16 or int8 under float32 activations, and what that costs in accuracy.
+
+    The error is its root mean square over that of the result, against float64 with the weights as given."""
+    _begin(quick, threads)
+    model = cpu.TINY["tiny"] if quick else cpu.MODELS["seed-qwen"]
+    weights = cpu.make_weights(model, torch.float32)
+    rows = []
+    for T in (1, 16) if quick else (1, 16, 64, 256, 1024):
+        inputs = cpu.make_inputs(model, torch.float32, T, "uniform")
+        plan_spec = cpu.auto_specs(*inputs[0], weights)[0]
+        specs = ("native", "native(store=bfloat16)", "native(store=int8)")
+        subjects = [cpu.layer_subject(spec, spec, plan_spec, *inputs[0], weights) for spec in specs]
+        x_TD, routing = inputs[0]
+        token_t = torch.arange(0, T, max(1, T // 16))
+        with torch.no_grad():
+            true_tD, _ = cpu.oracle_and_plain(x_TD, routing, weights, token_t)
+            errors = {}
+            for one in subjects:
+                error_tD = one.call(x_TD, routing)[token_t].double() - true_tD
+                errors[one.name] = float(error_tD.square().mean().sqrt() / true_tD.square().mean().sqrt())
+            statuses = {name: f"relative error {error:.1e}" for name, error in errors.items()}
+            found = timed_cell(subjects, inputs, statuses, base="native", budget=1 if quick else 5)
+        show(f"{model.name} float32 T={T}", found, "native")
+        rows.append({"T": T, "relative_error": errors, "subjects": dumped(found)})
+    finish("stored", quick, rows, definition=(stored.__doc__ or "").strip())
 
 
 @app.command()

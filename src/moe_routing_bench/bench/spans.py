@@ -121,6 +121,8 @@ def function_of(span: Span, parts: Sequence[Implementation], inputs: Inputs, lay
 
 def why_not(span: Span, parts: Sequence[Implementation], args: Sequence[Any], inputs: Inputs, layout: str):
     """A sentence why the parts cannot compute these arguments; None if they can."""
+    if any(part.stored is not None for part in parts):
+        return "it computes with weights stored in another type, and is not timed beside those that do not"
     if span.name in ("pack", "routing"):
         x_TD, plan, gate_TK = _pack_facts(span, args, inputs, layout)
         rows_RD = x_TD.new_empty(()).expand(plan.num_rows, x_TD.shape[1])

@@ -10,6 +10,7 @@ It defines
 
 with its own options, if any, as keywords after the op's arguments (`unsupported` takes those it needs),
 if it is composed of other implementations `parts(**options) -> {option: Implementation}`,
+if it has an option `store`, a type to keep weights in, `stored(weights, *, store)`: what it computes with,
 and, if it needs to, FORWARD_ONLY, CONFIGS, HOST_SYNC, DETERMINISTIC, REUSES_OUTPUT or TIES (DESIGN.md).
 The first line of its docstring is what `mrb list` shows. Nothing here falls back: what cannot run raises
 NotImplementedError with the reason.
@@ -62,6 +63,8 @@ class Implementation:
     host_sync: str = ""  # why it must read device values on the host
     deterministic: bool = True  # same input, same bits
     reuses_output: bool = False  # the result is overwritten by the next call on the same thread
+    # computes with other weights than it is given (option store=): these; results are judged against them
+    stored: Callable[..., Any] | None = None
     ties: str = "lower id first"  # topk only: "any" if equal scores may be picked in any order
 
     @property
@@ -108,11 +111,14 @@ class Implementation:
                 f"it has {', '.join(sorted(takes_run)) or 'none'}"
             )
         seen = {name: value for name, value in config.items() if name in takes_unsupported}
+        stored = self.stored if self.stored is None else partial(self.stored, store=config.get("store"))
         return replace(
             self,
             config=config,
             run=partial(self.run, **config) if config else self.run,
             unsupported=partial(self.unsupported, **seen) if seen else self.unsupported,
+            stored=stored if config.get("store") else None,
+            forward_only=self.forward_only or bool(config.get("store")),
         )
 
 
@@ -244,6 +250,7 @@ class Op:
             host_sync=getattr(module, "HOST_SYNC", ""),
             deterministic=getattr(module, "DETERMINISTIC", True),
             reuses_output=getattr(module, "REUSES_OUTPUT", False),
+            stored=getattr(module, "stored", None),
             ties=getattr(module, "TIES", "lower id first"),
         )
 

@@ -53,14 +53,14 @@ static inline float one(const uint16_t* p) {
 }
 
 // ---- packed weights: expert, panel, then depth
-// float32: [depth][32 columns]. bfloat16: [depth / 32][2 halves][16 pairs of depth][16 columns][2], AMX's tiles.
+// float32 and int8: [depth][32 columns]. bfloat16: [depth / 32][2 halves][16 pairs of depth][16 columns][2], AMX's tiles.
 
 static inline int64_t packed_depth(int64_t depth) { return up_to(depth, PANEL); }
 static inline int64_t panels(int64_t columns, bool gated) {
   return gated ? up_to(columns / 2, PANEL) / HALF : up_to(columns, PANEL) / PANEL;
 }
 template <class B> static inline int64_t place(int64_t k, int64_t half) {
-  return sizeof(B) == 4 ? k * PANEL + half * HALF : k / 32 * 1024 + half * 512 + k % 32 / 2 * 32 + k % 2;
+  return sizeof(B) != 2 ? k * PANEL + half * HALF : k / 32 * 1024 + half * 512 + k % 32 / 2 * 32 + k % 2;
 }
 
 // 16 vectors: rows to columns, by exchanging halves, quarters, eighths, sixteenths
@@ -82,8 +82,8 @@ static inline void transpose(u32x16 (&v)[16]) {
 template <class B>
 static void pack_block(B* dst, const B* from, int64_t sk, int64_t sn, int64_t depth, int64_t columns, int64_t half,
                        int64_t k0) {
-  const int64_t step = sizeof(B) == 4 ? 1 : 2;
-  const bool whole = columns == HALF && k0 + 32 <= depth;
+  const int64_t step = sizeof(B) == 2 ? 2 : 1;
+  const bool whole = columns == HALF && k0 + 32 <= depth && sizeof(B) > 1;
   if (whole && sn == 1) {
     for (int64_t k = k0; k < k0 + 32; k += step) {
       u32x16* to = (u32x16*)(dst + place<B>(k, half));
@@ -163,15 +163,21 @@ template <class B_> struct Vector {  // any float weights, float32 rows
         *to = first ? s[r][n] : *to + s[r][n];
       }
   }
-  template <int M>
-  static void block(const float* a, int64_t lda, const float* b, int64_t depth, float* c, Ahead& ahead) {
+  static Lanes lanes(const float* b) { return *(const Lanes*)b; }
+#ifdef __AVX512F__
+  static Lanes lanes(const int8_t* b) { return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)b))); }
+#else
+  static Lanes lanes(const int8_t* b) { return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)b))); }
+#endif
+  template <int M, class Plain>  // float or int8_t
+  static void block(const float* a, int64_t lda, const Plain* b, int64_t depth, float* c, Ahead& ahead) {
     for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
       Lanes s[M][N] = {};
       for (int64_t k = k0; k < std::min(k0 + CHAIN, depth); k++, b += PANEL) {
         if (k % 2 == 0) ahead.fetch(16);
         Lanes v[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++) v[n] = *(const Lanes*)(b + n * WIDE);
+        for (int n = 0; n < N; n++) v[n] = lanes(b + n * WIDE);
 #pragma GCC unroll 16
         for (int r = 0; r < M; r++) {
           const Lanes x = a[r * lda + k] - Lanes{};

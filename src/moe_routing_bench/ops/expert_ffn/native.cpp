@@ -60,6 +60,7 @@ template <int ACTIVATION> static inline f32x16 activate(f32x16 v) {
 struct Problem {  // mirrored in native.py
   const void *x, *w_in, *w_out;
   const float *b_in, *b_out, *gate;  // biases may be null
+  const float *s_in, *s_out;  // what int8 weights are to be multiplied by, a number for each column; else null
   const int64_t *pair_R, *offset_E1, *count_E;
   void* y;
   // a few weights where they were packed from, as byte offsets, and what they were then
@@ -122,14 +123,14 @@ template <class Engine, class X, int ACTIVATION> struct Layer {
     struct {  // the block before, whose activation is still to be done
       const float* c;
       A* to;
-      f32x16 bias[2];
+      f32x16 bias[2], scale[2];
       int rows, done;
     } last = {};
     auto one_row = [&] {
       if (last.done == last.rows) return;
       const float* from = last.c + last.done * PANEL;
       A* to = last.to + last.done++ * ldh;
-      f32x16 v0 = load(from) + last.bias[0], v1 = load(from + HALF) + last.bias[1];
+      f32x16 v0 = load(from) * last.scale[0] + last.bias[0], v1 = load(from + HALF) * last.scale[1] + last.bias[1];
       if (gated) {
         store(to, activate<ACTIVATION>(v0) * v1);
       } else {
@@ -143,11 +144,14 @@ template <class Engine, class X, int ACTIVATION> struct Layer {
       const int64_t m = std::min(tile, s.rows - r0), step = block_rows<Engine>(m), blocks = (m + step - 1) / step;
       Ahead stream = Ahead::in(w + begin * Dp * PANEL);
       for (int64_t panel = begin; panel < end; panel++) {
-        f32x16 bias[2] = {};
-        if (p.b_in)
+        f32x16 bias[2] = {}, scale[2] = {all(1.f), all(1.f)};
+        if (p.b_in || p.s_in)
           for (int i = 0; i < PANEL; i++) {
             const int64_t n = gated ? panel * HALF + i % HALF : panel * PANEL + i;
-            if (n < p.F) bias[i / HALF][i % HALF] = p.b_in[s.expert * G + n + (gated && i >= HALF ? p.F : 0)];
+            if (n >= p.F) continue;
+            const int64_t at = s.expert * G + n + (gated && i >= HALF ? p.F : 0);
+            if (p.b_in) bias[i / HALF][i % HALF] = p.b_in[at];
+            if (p.s_in) scale[i / HALF][i % HALF] = p.s_in[at];
           }
         const B* b = w + panel * Dp * PANEL;
         Ahead share = Ahead::share(panel + 1 < end ? b + Dp * PANEL : nullptr, blocks);
@@ -156,7 +160,7 @@ template <class Engine, class X, int ACTIVATION> struct Layer {
           const int64_t row = s.at + r0 + r;
           Engine::times(a + row * lda, lda, rows, b, Dp, c[turn], blocks == 1 || (panel == begin && r == 0) ? stream : share, one_row);
           while (last.done < last.rows) one_row();
-          last = {c[turn], h + row * ldh + panel * (gated ? HALF : PANEL), {bias[0], bias[1]}, rows, 0};
+          last = {c[turn], h + row * ldh + panel * (gated ? HALF : PANEL), {bias[0], bias[1]}, {scale[0], scale[1]}, rows, 0};
         }
       }
     }
@@ -174,7 +178,7 @@ template <class Engine, class X, int ACTIVATION> struct Layer {
   struct Block {  // rows of one expert times a strip of panels, to be weighed and added to y
     const float* c;
     const int64_t* pair;
-    const float* bias;  // may be null
+    const float *bias, *scale;  // may be null
     int rows;
     int64_t columns, d0, done;  // done: of rows x panels
   };
@@ -190,17 +194,18 @@ template <class Engine, class X, int ACTIVATION> struct Layer {
     uint16_t* l = low + t * ldl + k.d0 + d;
     for (int64_t j = 0; j < PANEL && d + j < k.columns; j += HALF) {
       const int64_t left = k.columns - d - j;
-      const float* bias = k.bias ? k.bias + d + j : nullptr;
       f32x16 v = load(c + j);
       if (left >= HALF) {
-        if (bias) v += load(bias);
+        if (k.scale) v *= load(k.scale + d + j);
+        if (k.bias) v += load(k.bias + d + j);
         add(y + j, l + j, gate * v);
       } else {
-        float some[HALF] = {};
+        float bias[HALF] = {}, scale[HALF] = {};
         X tail[HALF] = {};
-        if (bias) memcpy(some, bias, left * 4);
+        if (k.bias) memcpy(bias, k.bias + d + j, left * 4);
+        if (k.scale) memcpy(scale, k.scale + d + j, left * 4), v *= load(scale);
         memcpy(tail, y + j, left * sizeof(X));
-        add(tail, l + j, gate * (v + load(some)));
+        add(tail, l + j, gate * (v + load(bias)));
         memcpy(y + j, tail, left * sizeof(X));
       }
     }
@@ -233,7 +238,8 @@ template <class Engine, class X, int ACTIVATION> struct Layer {
                         r ? share : stream, one_part);
         }
         while (last.done < last.rows * wide) one_part();
-        last = {c[turn], p.pair_R + s.first + r, p.b_out ? p.b_out + s.expert * p.D + d0 : nullptr, rows, columns, d0, 0};
+        auto of_columns = [&](const float* v) { return v ? v + s.expert * p.D + d0 : nullptr; };
+        last = {c[turn], p.pair_R + s.first + r, of_columns(p.b_out), of_columns(p.s_out), rows, columns, d0, 0};
       }
     }
     while (last.done < last.rows * wide) one_part();
@@ -337,6 +343,7 @@ int64_t mrb_packed_elements(int64_t depth, int64_t columns, int gated) {  // of 
 void mrb_pack(void* dst, const void* src, int64_t se, int64_t sk, int64_t sn, int64_t E, int64_t depth, int64_t columns,
               int gated, int size, int threads) {
   if (size == 4) pack((float*)dst, (const float*)src, se, sk, sn, E, depth, columns, gated, threads);
+  else if (size == 1) pack((int8_t*)dst, (const int8_t*)src, se, sk, sn, E, depth, columns, gated, threads);
   else pack((uint16_t*)dst, (const uint16_t*)src, se, sk, sn, E, depth, columns, gated, threads);
 }
 
@@ -351,12 +358,14 @@ static bool plan_fits(const Problem& p) {
 }
 
 // 0; 1: there was no memory; 2: the weights are not those that were packed; 3: the plan points outside
-int mrb_forward(const Problem* p, int size) {
+int mrb_forward(const Problem* p, int size, int packed_size) {  // bytes of an activation, and of a packed weight
   if (!plan_fits(*p)) return 3;
   for (int64_t i = 0; i < 2 * p->samples; i++) {
     const char* now = (i < p->samples ? p->unpacked_in : p->unpacked_out) + p->sampled_at[i];
     if (memcmp(now, p->sampled + i * size, size)) return 2;
   }
+  if (packed_size == 1) return size == 4 ? forward<Vector<int8_t>, float>(*p) : forward<Vector<int8_t>, uint16_t>(*p);
+  if (packed_size < size) return forward<Vector<uint16_t>, float>(*p);
   return size == 4 ? forward<Float32, float>(*p) : forward<Bfloat16, uint16_t>(*p);
 }
 }

@@ -1,5 +1,8 @@
 """One C++ kernel from gather to weighted sum, AMX or AVX on packed weights, compiled on first use; CPU.
 
+store=bfloat16 and store=int8 keep the weights in that type and compute with what is left of them: another
+numerical class, judged against `stored(weights)`. int8 is symmetric, a factor for each expert and column.
+
 With gradients wanted it is `staged` with the native dispatch, grouped_gemm and combine: weights that change
 at every step are packed a strip at a time as they are used, and what backward needs is kept.
 """
@@ -7,9 +10,10 @@ at every step are packed a strip at a time as they are used, and what backward n
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +25,15 @@ from moe_routing_bench.ops.registry import tensors_in
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.prepared import Prepared
 
-CONFIGS: tuple[dict[str, str], ...] = ({}, {"level": "avx512"}, {"level": "avx2"})
+CONFIGS: tuple[dict[str, str], ...] = (
+    {},
+    {"level": "avx512"},
+    {"level": "avx2"},
+    {"store": "bfloat16"},
+    {"store": "int8"},
+    {"level": "avx2", "store": "int8"},
+)
+STORES = ("bfloat16", "int8")
 SOURCE = Path(__file__).with_suffix(".cpp")
 ACTIVATIONS = {"gelu": 0, "relu": 1, "silu": 2, "geglu": 3, "swiglu": 4}
 # what mrb_forward answers: the weights are not those that were packed; the plan points outside
@@ -33,6 +45,7 @@ SAMPLES = 64
 class _Problem(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "w_in", "w_out", "b_in", "b_out", "gate")),
+        *((name, ctypes.c_void_p) for name in ("s_in", "s_out")),
         *((name, ctypes.c_void_p) for name in ("pair_R", "offset_E1", "count_E", "y")),
         *((name, ctypes.c_void_p) for name in ("unpacked_in", "unpacked_out", "sampled_at", "sampled")),
         *((name, ctypes.c_int64) for name in ("ldx", "T", "K", "D", "F", "E")),
@@ -51,6 +64,8 @@ class Packed:
     w_out: Tensor
     in_stride: int
     out_stride: int
+    scale_in: Tensor | None  # int8: a factor for each expert and column
+    scale_out: Tensor | None
     sampled_at: Tensor  # byte offsets of some unpacked weights: of w_in, then of w_out
     sampled: Tensor  # and what they were
 
@@ -66,15 +81,35 @@ def _library(level: str | None) -> ctypes.CDLL:
     library.mrb_packed_elements.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     library.mrb_pack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 6 + [ctypes.c_int] * 3
     library.mrb_pack.restype = None
-    library.mrb_forward.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int]
+    library.mrb_forward.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int, ctypes.c_int]
     return library
 
 
-def pack(weights: ExpertWeights) -> Packed:
+def stored(weights: ExpertWeights, *, store: str) -> ExpertWeights:
+    """The weights it computes with, in float32."""
+    matrices: dict[str, Any] = {}
+    for name in ("w_in_EDG", "w_out_EFD"):
+        w_EKN, scale_EN = _narrow(getattr(weights, name).detach(), store)
+        matrices[name] = w_EKN.float() if scale_EN is None else w_EKN.float() * scale_EN.unsqueeze(1)
+    return replace(weights.to(dtype=torch.float32), **matrices)
+
+
+def _narrow(w_EKN: Tensor, store: str | None) -> tuple[Tensor, Tensor | None]:
+    if store != "int8":
+        return (w_EKN if store is None else w_EKN.to(torch.bfloat16)), None
+    scale_EN = w_EKN.abs().amax(dim=1).float() / 127
+    scale_EN = torch.where(scale_EN > 0, scale_EN, 1.0)
+    # expert by expert: all of them in float32 at once may not fit
+    each = zip(w_EKN, scale_EN, strict=True)
+    return torch.stack([w_KN.float().div(s_N).round_().to(torch.int8) for w_KN, s_N in each]), scale_EN
+
+
+def pack(weights: ExpertWeights, store: str | None = None) -> Packed:
     library = _library(None)  # the panels are the same at every level
     gated = int(weights.validate().gated)
 
-    def panels(w_EKN: Tensor, gated: int) -> tuple[Tensor, int]:
+    def panels(w_EKN: Tensor, gated: int) -> tuple[Tensor, int, Tensor | None]:
+        w_EKN, scale_EN = _narrow(w_EKN, store)
         E, depth, columns = w_EKN.shape
         E = 1 if w_EKN.stride(0) == 0 else E
         each = library.mrb_packed_elements(depth, columns, gated)
@@ -83,13 +118,13 @@ def pack(weights: ExpertWeights) -> Packed:
             packed.data_ptr(), w_EKN.data_ptr(), *w_EKN.stride(), E, depth, columns, gated,
             w_EKN.element_size(), torch.get_num_threads(),
         )  # fmt: skip
-        return packed, 0 if E == 1 else each
+        return packed, 0 if E == 1 else each, scale_EN
 
-    w_in, in_stride = panels(weights.w_in_EDG.detach(), gated)
-    w_out, out_stride = panels(weights.w_out_EFD.detach(), 0)
+    w_in, in_stride, scale_in = panels(weights.w_in_EDG.detach(), gated)
+    w_out, out_stride, scale_out = panels(weights.w_out_EFD.detach(), 0)
     samples = [_sample(w.detach()) for w in (weights.w_in_EDG, weights.w_out_EFD)]
     sampled_at, sampled = (torch.cat(parts) for parts in zip(*samples, strict=True))
-    return Packed(w_in, w_out, in_stride, out_stride, sampled_at, sampled)
+    return Packed(w_in, w_out, in_stride, out_stride, scale_in, scale_out, sampled_at, sampled)
 
 
 def _sample(w_EKN: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,18 +138,37 @@ def _sample(w_EKN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 packed = Prepared(pack, nbytes=lambda p: p.nbytes)
+_packed_as = {None: packed} | {
+    store: Prepared(partial(pack, store=store), nbytes=lambda p: p.nbytes) for store in STORES
+}
 
 
 def unsupported(
-    x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, level: str | None = None
+    x_TD: Tensor,
+    gate_TK: Tensor,
+    plan: RoutingPlan,
+    weights: ExpertWeights,
+    *,
+    level: str | None = None,
+    store: str | None = None,
 ) -> str | None:
+    if store is not None and store not in STORES:
+        return f"it stores weights as {' or '.join(STORES)}, not as {store}"
+    if store == str(x_TD.dtype).removeprefix("torch."):
+        return f"these weights are {store} anyway; leave store out"
     if x_TD.dtype not in (torch.bfloat16, torch.float32) or weights.w_in_EDG.dtype != x_TD.dtype:
         return f"it computes bfloat16 or float32 throughout, not {x_TD.dtype} with {weights.w_in_EDG.dtype}"
     return native.unsupported(SOURCE, level, x_TD, plan.pair_R, weights.w_in_EDG)
 
 
 def run(
-    x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, level: str | None = None
+    x_TD: Tensor,
+    gate_TK: Tensor,
+    plan: RoutingPlan,
+    weights: ExpertWeights,
+    *,
+    level: str | None = None,
+    store: str | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((x_TD, gate_TK, weights))):
         part = f"native(level={level})" if level else "native"
@@ -129,7 +183,7 @@ def run(
             f"x is {T} x {D}, the plan for {plan.num_tokens} tokens and {plan.num_experts} experts, "
             f"the weights for width {weights.D} and {weights.num_experts} experts"
         )
-    library, p = _library(level), packed(weights)
+    library, p = _library(level), _packed_as[store](weights)
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     y_TD = torch.empty(T, D, dtype=x_TD.dtype)
     gate_TK = gate_TK.float().contiguous()
@@ -138,16 +192,17 @@ def run(
     )
     problem = _Problem(
         x_TD.data_ptr(), p.w_in.data_ptr(), p.w_out.data_ptr(), _pointer(b_in_EG), _pointer(b_out_ED),
-        gate_TK.data_ptr(), plan.pair_R.data_ptr(), plan.offset_E1.data_ptr(), plan.count_E.data_ptr(),
+        gate_TK.data_ptr(), _pointer(p.scale_in), _pointer(p.scale_out),
+        plan.pair_R.data_ptr(), plan.offset_E1.data_ptr(), plan.count_E.data_ptr(),
         y_TD.data_ptr(), weights.w_in_EDG.data_ptr(), weights.w_out_EFD.data_ptr(), p.sampled_at.data_ptr(),
         p.sampled.data_ptr(), x_TD.stride(0), T, max(plan.num_choices, 1), D, weights.F, weights.num_experts,
         p.in_stride, p.out_stride, ACTIVATIONS[weights.activation], torch.get_num_threads(),
         p.sampled.shape[0] // 2, plan.pair_R.shape[0],
     )  # fmt: skip
-    failed = library.mrb_forward(problem, x_TD.element_size())
+    failed = library.mrb_forward(problem, x_TD.element_size(), p.w_in.element_size())
     if failed == STALE:
-        packed.forget(weights)
-        return run(x_TD, gate_TK, plan, weights, level=level)
+        _packed_as[store].forget(weights)
+        return run(x_TD, gate_TK, plan, weights, level=level, store=store)
     if failed == WRONG_PLAN:
         raise ValueError("the plan points past its rows or tokens; validate() says where")
     if failed:
