@@ -120,7 +120,7 @@ def test_sweep_writes_and_goes_on_where_it_was(tmp_path: Path):
     ("words", "sentence"),
     [
         (["bench", "combin"], "there is no span 'combin'"),
-        (["bench", "block"], "decoder blocks come with the models"),
+        (["bench", "block", "--model", "deepseek-v3"], "latent attention"),
         (["bench", "layer", "--model", "olmo"], "there is no model 'olmo'"),
         (["bench", "layer", "--model", "olmoe-1b-7b", "--width", "3"], "fixes all sizes but --tokens"),
         (["bench", "layer", "--case", "seed-grid", "--model", "olmoe-1b-7b"], "either --model or --case"),

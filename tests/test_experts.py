@@ -119,7 +119,17 @@ def test_a_wrong_layout_is_refused(parts) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str) -> None:
-    h = torch.randn(4, 10)
-    plain = {"swiglu": F.silu, "silu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "relu": F.relu}[activation]
-    expected = plain(h[:, :5]) * h[:, 5:] if activation in GATED else plain(h)
+    h = torch.randn(4, 10) * 10  # beyond every clamp
+    gate, up = h[:, :5], h[:, 5:]
+    clamped = gate.clamp(max=7)
+    expected = {
+        "gelu": F.gelu(h),
+        "relu": F.relu(h),
+        "relu2": h.clamp(min=0) ** 2,
+        "silu": F.silu(h),
+        "swiglu": F.silu(gate) * up,
+        "geglu": F.gelu(gate) * up,
+        "swiglu_oai": clamped * torch.sigmoid(1.702 * clamped) * (up.clamp(-7, 7) + 1),
+    }[activation]
+    assert expected.shape[1] == (5 if activation in GATED else 10)
     assert torch.equal(activate(h, activation), expected)

@@ -10,16 +10,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
-GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}
+# gpt-oss: both numbers are its config's swiglu_alpha and swiglu_limit, and constants in OpenAI's own code
+OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
+
+
+def _relu2(h_RF: Tensor) -> Tensor:
+    return F.relu(h_RF).square()
+
+
+def _swiglu(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
+    return F.silu(gate_RF) * up_RF
+
+
+def _geglu(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
+    return F.gelu(gate_RF) * up_RF
+
+
+def _swiglu_oai(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
+    """g sigmoid(1.702 g) (u + 1), with g at most 7 and u within -7 .. 7."""
+    gate_RF, up_RF = gate_RF.clamp(max=OAI_LIMIT), up_RF.clamp(-OAI_LIMIT, OAI_LIMIT)
+    return gate_RF * torch.sigmoid(OAI_ALPHA * gate_RF) * (up_RF + 1)
+
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "relu2": _relu2,
+    "silu": F.silu,
+}
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": _swiglu,
+    "geglu": _geglu,
+    "swiglu_oai": _swiglu_oai,
+}
 ACTIVATIONS = (*PLAIN, *GATED)
 
 
 def activate(h_RG: Tensor, activation: str) -> Tensor:
-    """h_RG -> h_RF. Gated: act(first half of the columns) * second half. GELU is the exact (erf) form."""
+    """h_RG -> h_RF. Gated: the first half of the columns is the gate, the second what it weighs. GELU is the
+    exact (erf) form."""
     if activation in GATED:
-        gate_RF, up_RF = h_RG.chunk(2, dim=-1)
-        return GATED[activation](gate_RF) * up_RF
+        return GATED[activation](*h_RG.chunk(2, dim=-1))
     return PLAIN[activation](h_RG)
 
 

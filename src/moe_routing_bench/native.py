@@ -78,6 +78,11 @@ def load(source: Path, level: str | None = None) -> ctypes.CDLL:
     reason if that cannot be."""
     if (reason := why_not()) is not None:
         raise NotImplementedError(reason)
+    return _load(source, _granted(level))
+
+
+@cache  # every call of a kernel asks, and the processor's answer is read from /proc, which takes 0.2 ms
+def _granted(level: str | None) -> str:
     level = level or best_level() or ""
     if level not in LEVELS:
         raise ValueError(f"there is no level {level!r}; there are {', '.join(LEVELS)}")
@@ -88,7 +93,7 @@ def load(source: Path, level: str | None = None) -> ctypes.CDLL:
         )
     if level == "amx" and not _tiles_granted():
         raise NotImplementedError("the system does not grant AMX to this process; use level=avx512")
-    return _load(source, level)
+    return level
 
 
 @cache

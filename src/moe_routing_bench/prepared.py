@@ -45,6 +45,7 @@ class Prepared(Generic[Made]):
         self._make, self._nbytes = make, nbytes
         self._kept: dict[tuple, Preparation[Made]] = {}
         self._lock = threading.RLock()
+        _everyone.add(self)
 
     def __call__(self, weights: ExpertWeights) -> Made:
         return self.preparation(weights).value
@@ -74,13 +75,28 @@ class Prepared(Generic[Made]):
         seconds = time.perf_counter() - started
         return Preparation(value=value, seconds=seconds, nbytes=self._nbytes(value), state=state)
 
-    def forget(self, weights: ExpertWeights) -> None:
-        """Make it anew at the next call, whatever torch's counters say."""
+    def peek(self, weights: ExpertWeights) -> Made | None:
+        """What is kept of these weights, or None: nothing is made."""
+        kept = self._kept.get(_key(weights, tuple(weights.tensors().values())))
+        return None if kept is None else kept.value
+
+    def forget(self, weights: ExpertWeights) -> int:
+        """Make it anew at the next call, whatever torch's counters say. Answers how many bytes that frees."""
         with self._lock:
-            self._kept.pop(_key(weights, tuple(weights.tensors().values())), None)
+            kept = self._kept.pop(_key(weights, tuple(weights.tensors().values())), None)
+        return 0 if kept is None else kept.nbytes
 
     def __len__(self) -> int:
         return len(self._kept)
+
+
+_everyone: weakref.WeakSet[Prepared] = weakref.WeakSet()
+
+
+def release(weights: ExpertWeights) -> int:
+    """Free what anybody made of these weights; a later call makes it anew. Answers how many bytes that
+    frees."""
+    return sum(prepared.forget(weights) for prepared in _everyone)
 
 
 def _owner(tensor: Tensor) -> Tensor:

@@ -19,10 +19,13 @@ LETTERS = {
     "P": "pairs of token and choice: T * K",
     "R": "rows given to experts (padding in, dropped out)",
     "C": "rows of one expert (capacity) or of one tile",
-    "B": "sequences that Soft-MoE mixes separately",
+    "B": "sequences: what Soft-MoE mixes separately, what a token attends to",
     "N": "tokens of one sequence",
     "S": "soft slots of one sequence",
     "W": "ranks",
+    "H": "heads of an attention",
+    "J": "heads of its keys and values",
+    "A": "width of one head",
 }
 
 

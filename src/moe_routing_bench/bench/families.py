@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
@@ -22,7 +24,7 @@ from moe_routing_bench.bench.assignment import (
     distinct_uniform,
     spread_evenly,
 )
-from moe_routing_bench.bench.trace import read_trace
+from moe_routing_bench.bench.trace import Trace, read_trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,12 +217,14 @@ def correlated(batch: Batch, p: float) -> Choices:
     return Choices(expert_TK=fresh_TK[np.maximum.accumulate(origin_T)])
 
 
-def trace(batch: Batch, file: str) -> Choices:
+def trace(batch: Batch, file: str, *, layer: int | None = None, document: int | None = None) -> Choices:
     """A recorded routing replayed: T tokens from a place drawn from the seed, each step where the last ended.
 
-    Target: the file's own ids and gates, from its beginning again after its end. E and K must be the file's.
+    Target: the file's own ids and gates, of one layer or document if it is named, from the beginning again
+    after the end. E and K must be the file's.
     """
-    recorded = read_trace(file)
+    status = Path(file).stat() if Path(file).is_file() else None
+    recorded = _recorded(file, layer, document, status and (status.st_mtime_ns, status.st_size))
     routing = recorded.routing
     N = routing.num_tokens
     if (routing.num_experts, routing.num_choices) != (batch.E, batch.K):
@@ -234,6 +238,12 @@ def trace(batch: Batch, file: str) -> Choices:
     start = int(Draws("trace", recorded.checksum, batch.seed).below(N, 1)[0]) + batch.step * batch.T
     token_T = (start + np.arange(batch.T)) % N
     return Choices(expert_TK=routing.expert_TK[token_T], gate_TK=routing.gate_TK[token_T])
+
+
+# every step of a cell asks for the file again, which is read and checked as a whole
+@lru_cache(maxsize=1)
+def _recorded(file: str, layer: int | None, document: int | None, stamp: object) -> Trace:
+    return read_trace(file).part(layer=layer, document=document)
 
 
 FAMILIES: dict[str, Callable[..., Choices]] = {

@@ -98,7 +98,9 @@ def is_ours(origin: str) -> bool:
 
 def span_named(name: str) -> Span:
     if name == "block":
-        raise NotImplementedError("block: decoder blocks come with the models; measure layer instead")
+        raise NotImplementedError(
+            "block: decoder blocks are measured by `mrb bench block`; measure layer instead"
+        )
     if name not in SPANS:
         raise ValueError(
             f"there is no span {name!r}; {did_you_mean(name, SPANS)}there are {', '.join(SPANS)}"
@@ -114,7 +116,7 @@ def function_of(span: Span, parts: Sequence[Implementation], inputs: Inputs, lay
     if span.name == "routing":
         return _routing_function(*(part.run for part in parts))
     if span.name == "layer":
-        layer = _layer(parts[0], inputs, layout)
+        layer = layer_of(parts[0], inputs, layout)
         return lambda x_TD: layer(x_TD)[0]
     return parts[0].run
 
@@ -125,7 +127,7 @@ def why_not(span: Span, parts: Sequence[Implementation], args: Sequence[Any], in
         return "it computes with weights stored in another type, and is not timed beside those that do not"
     if span.name in ("pack", "routing"):
         x_TD, plan, gate_TK = _pack_facts(span, args, inputs, layout)
-        rows_RD = x_TD.new_empty(()).expand(plan.num_rows, x_TD.shape[1])
+        rows_RD = x_TD.new_empty(1, x_TD.shape[1]).expand(plan.num_rows, -1)
         asked: dict[str, tuple[Any, ...]] = {"dispatch": (x_TD, plan), "combine": (rows_RD, gate_TK, plan)}
         if span.name == "routing":
             asked["topk"] = (args[0], inputs.case.shape.K)
@@ -148,7 +150,7 @@ def stages_of(
     ffn = parts[0]
     if span.name == "layer":
         (x_TD,) = args
-        layer = _layer(ffn, inputs, layout)
+        layer = layer_of(ffn, inputs, layout)
         held: dict[str, Any] = {}
         yield "route", lambda: held.update(routing=layer.router(x_TD))
         yield "plan", lambda: held.update(plan=layer.make_plan(held["routing"], layer.layout))
@@ -180,7 +182,7 @@ def cost_of_span(span: Span, inputs: Inputs, layout: str) -> Cost:
     args = inputs.call(0, layout)
     if span.name in ("pack", "routing"):
         x_TD, plan, gate_TK = _pack_facts(span, args, inputs, layout)
-        rows_RD = x_TD.new_empty(()).expand(plan.num_rows, s.D)
+        rows_RD = x_TD.new_empty(1, s.D).expand(plan.num_rows, s.D)
         found = cost_of("dispatch", x_TD, plan) + cost_of("combine", rows_RD, gate_TK, plan)
         if span.name == "routing":
             found += cost_of("topk", args[0], s.K)
@@ -227,8 +229,8 @@ def _routing_function(topk: Callable, make_plan: Callable, dispatch: Callable, c
     return run
 
 
-def _layer(ffn: Implementation, inputs: Inputs, layout: str) -> MoE:
-    """A layer around weights that are already in memory: all subjects share them."""
+def layer_of(ffn: Implementation, inputs: Inputs, layout: str) -> MoE:
+    """A layer around the inputs' weights, which all subjects share."""
     s, case = inputs.case.shape, inputs.case
     layer = MoE(
         s.D, s.F, s.E, s.K, layout=layout, activation=case.activation, bias=case.bias,

@@ -1,8 +1,9 @@
 """Recorded routings in a safetensors file: write_trace, read_trace, and the checksum of expert ids.
 
 expert_TK (int32 or int64) and gate_TK (float32) are required; layer_T, position_T and document_T (int64) say
-where a token came from. The metadata entry `moe_routing_trace` is JSON: version, num_experts, checksum and
-source.
+where a token came from. The metadata entry `moe_routing_trace` is JSON: version, num_experts, checksum (of
+the ids) and source; optional are documents (their names, by the number in document_T) and content, a checksum
+of everything else, which write_trace always adds.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -38,14 +40,50 @@ class Trace:
       layer_T    = [3, 3]
       position_T = [0, 1]
       document_T = [7, 7]
+      documents  = ()               or the names of the documents 0, 1, ...
     """
 
     routing: Routing
     source: str  # the model, data and command it was recorded with
-    checksum: str
+    checksum: str  # of all ids in the file
     layer_T: Tensor | None = None
     position_T: Tensor | None = None
     document_T: Tensor | None = None
+    documents: tuple[str, ...] = ()
+
+    def part(self, *, layer: int | None = None, document: int | None = None) -> Trace:
+        """Only the tokens with these labels, in the same order; None: whatever the label."""
+        keep_T = torch.ones(self.routing.num_tokens, dtype=torch.bool)
+        for what, wanted, label_T in (
+            ("layer", layer, self.layer_T),
+            ("document", document, self.document_T),
+        ):
+            if wanted is None:
+                continue
+            if label_T is None:
+                raise ValueError(f"the trace does not say which {what} a token is of; leave {what} out")
+            # beyond 64 bits no label can be equal, and torch would refuse the number
+            same_T = label_T == wanted if -(2**63) <= wanted < 2**63 else torch.zeros_like(keep_T)
+            if not bool(same_T.any()):
+                there = label_T.unique().tolist()
+                shown = f"there are {_numbers(there)}" if there else "it holds no tokens"
+                raise ValueError(f"the trace has no {what} {_short(wanted)}; {shown}")
+            keep_T &= same_T
+        if layer is None and document is None:
+            return self
+        row = keep_T.nonzero().squeeze(1)
+        routing = replace(
+            self.routing, expert_TK=self.routing.expert_TK[row], gate_TK=self.routing.gate_TK[row]
+        )
+        labels: dict[str, Any] = {
+            name: None if (label := getattr(self, name)) is None else label[row] for name in LABELS
+        }
+        return replace(self, routing=routing, **labels)
+
+
+def _numbers(there: list[int]) -> str:
+    shown = [str(number) for number in there[:8]]
+    return ", ".join([*shown, f"... {there[-1]}"] if len(there) > 8 else shown)
 
 
 def ids_checksum(expert_TK: Tensor, num_experts: int) -> str:
@@ -63,6 +101,7 @@ def write_trace(
     layer_T: Tensor | None = None,
     position_T: Tensor | None = None,
     document_T: Tensor | None = None,
+    documents: Sequence[str] = (),
 ) -> None:
     """Write the routings one after another. A label holds one int64 per token of them all."""
     if not routings:
@@ -79,15 +118,23 @@ def write_trace(
         if label_T is not None:
             tensors[name] = label_T.to(torch.int64).cpu().contiguous()
     _check_values(path, tensors, num_experts)
-    about = {
+    tensors["expert_TK"] = tensors["expert_TK"].to(torch.int32)
+    about: dict[str, Any] = {
         "version": VERSION,
         "num_experts": num_experts,
         "checksum": ids_checksum(tensors["expert_TK"], num_experts),
         "source": source,
     }
+    if documents:
+        about["documents"] = list(documents)
+    about["content"] = _content_checksum(tensors, about)
+    _check_words(path, about)
+    # twice in JSON, and room for the tensors' own entries
+    if len(words := json.dumps(about)) > MAX_HEADER_BYTES // 4:
+        raise ValueError(f"source and documents have {len(words):,} letters, more than a reader takes")
     # written beside and renamed, so that a reader never meets half a file
     part = Path(f"{path}.part")
-    save_file(tensors, part, metadata={ENTRY: json.dumps(about)})
+    save_file(tensors, part, metadata={ENTRY: words})
     part.replace(path)
 
 
@@ -113,8 +160,31 @@ def read_trace(path: Path | str, *, max_bytes: int = 4 << 30) -> Trace:
             f"the expert ids in {path} have checksum {checksum[:12]}..., but it was written with "
             f"{_short(about['checksum'][:12])}...: the file was changed or damaged; record it again"
         )
-    labels = {name: tensors[name] for name in LABELS if name in tensors}
-    return Trace(routing=routing, source=about["source"], checksum=checksum, **labels)
+    if "content" in about and _content_checksum(tensors, about) != about["content"]:
+        raise ValueError(
+            f"the gates, labels or words in {path} are not those it was written with: the file was changed "
+            "or damaged; record it again"
+        )
+    return Trace(
+        routing=routing,
+        source=about["source"],
+        checksum=checksum,
+        documents=tuple(about.get("documents", ())),
+        **{name: tensors[name] for name in LABELS if name in tensors},
+    )
+
+
+def _content_checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
+    """sha256 of the words and of every tensor but the ids, whose own checksum is one of the words."""
+    known = ("version", "num_experts", "checksum", "source", "documents")
+    words = {key: about[key] for key in known if key in about}
+    digest = hashlib.sha256(json.dumps(words, sort_keys=True).encode())
+    for name in ("gate_TK", *LABELS):
+        if name in tensors:
+            array = tensors[name].numpy()
+            digest.update(f"\n{name}\n".encode())
+            digest.update(array.astype(array.dtype.newbyteorder("<")).tobytes())
+    return digest.hexdigest()
 
 
 def _read_header(path: Path, size: int) -> dict[str, Any]:
@@ -150,11 +220,7 @@ def _check_header(path: Path, header: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"{path} is a trace of version {_short(version)}; this library reads version {VERSION}"
         )
-    for key, kind in (("num_experts", int), ("checksum", str), ("source", str)):
-        if type(about.get(key)) is not kind:
-            raise ValueError(f"the {ENTRY} entry of {path} must have {key} ({kind.__name__})")
-    if re.search("[\ud800-\udfff]", about["source"] + about["checksum"]):
-        raise ValueError(f"the {ENTRY} entry of {path} holds half a character, which is not text")
+    _check_words(path, about)
     num_experts = about["num_experts"]
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"{path} is for {_short(num_experts)} experts; a trace has 1 to {MAX_EXPERTS:,}")
@@ -181,6 +247,20 @@ def _check_header(path: Path, header: dict[str, Any]) -> dict[str, Any]:
                 f"{name} in {path} has shape {_short(found)}; beside {shape} ids it must be {wanted}"
             )
     return about
+
+
+def _check_words(path: Path | str, about: dict[str, Any]) -> None:
+    for key, kind in (("num_experts", int), ("checksum", str), ("source", str)):
+        if type(about.get(key)) is not kind:
+            raise ValueError(f"the {ENTRY} entry of {path} must have {key} ({kind.__name__})")
+    documents = about.get("documents", [])
+    if not isinstance(documents, list) or not all(isinstance(name, str) for name in documents):
+        raise ValueError(f"documents in the {ENTRY} entry of {path} must be a list of names")
+    content = about.get("content", "")
+    if not isinstance(content, str):
+        raise ValueError(f"content in the {ENTRY} entry of {path} must be a checksum (str)")
+    if re.search("[\ud800-\udfff]", "".join([about["source"], about["checksum"], content, *documents])):
+        raise ValueError(f"the {ENTRY} entry of {path} holds half a character, which is not text")
 
 
 def _is_shape(shape: Any) -> TypeGuard[list[int]]:

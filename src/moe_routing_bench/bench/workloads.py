@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -122,6 +122,12 @@ def parameters_of(family: str) -> list[inspect.Parameter]:
     return [*inspect.signature(FAMILIES[family], eval_str=True).parameters.values()][1:]
 
 
+def kind_of(parameter: inspect.Parameter) -> type:
+    """int of `int | None`: what is written in the brackets, if anything is."""
+    kinds = [kind for kind in get_args(parameter.annotation) if kind is not type(None)]
+    return kinds[0] if kinds else parameter.annotation
+
+
 def _plain_name(name: str, *, E: int, K: int, W: int) -> str:
     """The name without an alias; those with a share spell it out for these sizes."""
     text = ALIASES.get(name.strip(), name)
@@ -144,13 +150,12 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
         hint = did_you_mean(family, known)
         raise ValueError(f"there is no workload {family!r}; {hint}there are {', '.join(known)}")
     allowed = {parameter.name: parameter for parameter in parameters_of(family)}
-    # a path may hold commas, so a family with a file has no other parameter
-    one_text = [parameter.annotation for parameter in allowed.values()] == [str]
-    words = [inside] if inside and one_text else (inside or "").split(",")
+    one_text = bool(allowed) and kind_of(next(iter(allowed.values()))) is str
+    words = _file_and_rest(inside or "", [*allowed][1:]) if one_text else (inside or "").split(",")
     given: dict[str, Any] = {}
     for place, word in enumerate(words if inside and inside.strip() else []):
         key, equals, value = word.partition("=")
-        if not equals or (one_text and key.strip() not in allowed):
+        if not equals or (one_text and place == 0 and key.strip() != next(iter(allowed))):
             key, value = (*allowed, "")[min(place, len(allowed))], word
         key, value = key.strip(), value.strip()
         if key not in allowed or key in given:
@@ -160,32 +165,42 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
     for key, parameter in allowed.items():
         if key not in given and parameter.default is parameter.empty:
             raise ValueError(
-                f"the workload {family} needs {key} ({_KINDS[parameter.annotation]}): {_example(family)}"
+                f"the workload {family} needs {key} ({_KINDS[kind_of(parameter)]}): {_example(family)}"
             )
         given.setdefault(key, parameter.default)
     return family, given
 
 
+def _file_and_rest(inside: str, keys: list[str]) -> list[str]:
+    """A path may hold commas and equals signs, so only `,key=...` at the very end is not part of it."""
+    words: list[str] = []
+    while match := re.fullmatch(rf"(.*),\s*((?:{'|'.join(keys)})\s*=[^,=]*)", inside, re.DOTALL):
+        inside, last = match.groups()
+        words.insert(0, last)
+    return [inside, *words]
+
+
 def _read(family: str, parameter: inspect.Parameter, value: str) -> Any:
     try:
-        read = parameter.annotation(value)
+        read = kind_of(parameter)(value)
     except ValueError:
         read = None
     if read is None or read == "" or (isinstance(read, float) and not math.isfinite(read)):
         raise ValueError(
-            f"{family}'s {parameter.name} is {value!r}; it must be {_KINDS[parameter.annotation]}: "
+            f"{family}'s {parameter.name} is {value!r}; it must be {_KINDS[kind_of(parameter)]}: "
             f"{_example(family)}"
         )
     return read
 
 
 def _canonical(family: str, given: dict[str, Any]) -> str:
-    """Every parameter in the family's order; keywords with their names."""
+    """Every parameter in the family's order, keywords with their names; without those that are None."""
     words = [
         f"{parameter.name}={_spell(given[parameter.name])}"
         if parameter.kind is parameter.KEYWORD_ONLY
         else _spell(given[parameter.name])
         for parameter in parameters_of(family)
+        if given[parameter.name] is not None
     ]
     return f"{family}({','.join(words)})" if words else family
 

@@ -16,8 +16,10 @@ from moe_routing_bench.cli.deciding import decide_command
 from moe_routing_bench.cli.doctoring import doctor_command
 from moe_routing_bench.cli.explaining import explain_command
 from moe_routing_bench.cli.listing import list_command
+from moe_routing_bench.cli.profiling import profile_app
 from moe_routing_bench.cli.querying import export_command, results_command
 from moe_routing_bench.cli.sweeping import sweep_command
+from moe_routing_bench.cli.tracing import trace_app
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,6 +40,8 @@ app.command("export")(export_command)
 app.command("compare")(compare_command)
 app.command("gate")(gate_command)
 app.command("decide")(decide_command)
+app.add_typer(profile_app, name="profile")
+app.add_typer(trace_app, name="trace")
 
 
 def _show_version(wanted: bool) -> None:

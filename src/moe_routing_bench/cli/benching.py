@@ -13,7 +13,8 @@ from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
 from moe_routing_bench.bench.spans import SPANS, span_named
-from moe_routing_bench.cli.choosing import chosen_cases, made_cells
+from moe_routing_bench.cli.blocks import NOT_HERE, bench_blocks, bench_checkpoint
+from moe_routing_bench.cli.choosing import MODEL_TOKENS, chosen_cases, made_cells
 from moe_routing_bench.cli.finding import IncludePath, include_all
 from moe_routing_bench.cli.progress import shown_progress
 from moe_routing_bench.cli.tables import outcome_document, show_outcome
@@ -54,7 +55,7 @@ Ranks = Annotated[int, typer.Option("--ranks", help="W, ranks the experts are pl
 
 
 def bench_command(
-    span_name: Annotated[str, typer.Argument(metavar="SPAN", help=", ".join(SPANS))],
+    span_name: Annotated[str, typer.Argument(metavar="SPAN", help=", ".join((*SPANS, "block")))],
     model: Annotated[str | None, typer.Option(help="Sizes of a published model (`mrb list models`).")] = None,
     case: Annotated[str | None, typer.Option(help="A named case or suite (`mrb list cases`).")] = None,
     tokens: Annotated[int | None, typer.Option(help="T, tokens in the batch")] = None,
@@ -85,6 +86,10 @@ def bench_command(
     ranks: Ranks = 1,
     out: Annotated[Path | None, typer.Option(help="Keep records and samples in this folder.")] = None,
     repro: Annotated[bool, typer.Option("--repro", help="Show the command for each row.")] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="layer: weights and router of a saved model.")
+    ] = None,
+    layer: Annotated[int, typer.Option(help="With --checkpoint: which layer, from 0.")] = 0,
     as_json: Json = False,
     include_path: IncludePath = None,
 ) -> None:
@@ -96,14 +101,38 @@ def bench_command(
       mrb bench expert_ffn --tokens 64 --workload "zipf(1.2)" --workload balanced --impl staged,eager_loop
       mrb bench layer --case seed-grid~scaled --layout "compact,block(64)" --stages
       mrb bench pack --case seed-pack/16384x4096-e128-k2 --out results
+      mrb bench block --model qwen3-30b-a3b             a whole decoder block, beside Transformers'
+      mrb bench layer --checkpoint ./Qwen3-30B-A3B --layer 12
 
     \b
     The first implementation is the baseline. A ratio below 1 is faster. Only what is right gets a time.
     """
     include_all(include_path)
+    if checkpoint is not None or span_name == "block":
+        if out is not None or cache != "hot" or processes != 1 or stages or include_path:
+            fail(NOT_HERE)
     with user_mistakes():
+        policy = Policy(
+            threads=threads, cache=cache, processes=processes, max_rounds=rounds,
+            min_rounds=min(min_rounds, rounds), max_seconds=seconds, target=target, step_seconds=limit,
+            memory_gib=memory, checked=checked, stages=stages,
+        )  # fmt: skip
+    if checkpoint is not None:
+        if span_name not in ("layer", "expert_ffn"):
+            fail(f"--checkpoint is for layer: `mrb bench layer --checkpoint {checkpoint}`")
+        if model or case or width or hidden or experts or choices or dtype or activation:
+            fail("--checkpoint fixes all sizes but --tokens")
+        bench_checkpoint(
+            checkpoint, layer, tokens=tokens or MODEL_TOKENS, workloads=workload, impls=impl,
+            layout=(layout or ["compact"])[0], seed=seed, policy=policy, as_json=as_json,
+        )  # fmt: skip
+        return
+    with user_mistakes():
+        if span_name == "block" and not (model or case or tokens or width or hidden or experts or choices):
+            case = "seed-decoder"
         try:
-            span_named(span_name)
+            if span_name != "block":
+                span_named(span_name)
         except NotImplementedError as reason:
             fail(str(reason))
         found = chosen_cases(
@@ -117,11 +146,10 @@ def bench_command(
             shared=shared,
             full=full,
         )
-        policy = Policy(
-            threads=threads, cache=cache, processes=processes, max_rounds=rounds,
-            min_rounds=min(min_rounds, rounds), max_seconds=seconds, target=target, step_seconds=limit,
-            memory_gib=memory, checked=checked, stages=stages,
-        )  # fmt: skip
+    if span_name == "block":
+        bench_blocks(found, workloads=workload, impls=impl, seed=seed, policy=policy, as_json=as_json)
+        return
+    with user_mistakes():
         cells = made_cells(
             found, workloads=workload, impls=impl, layouts=layout, seed=seed, ranks=ranks, policy=policy,
             include=include_path,

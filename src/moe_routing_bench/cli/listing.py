@@ -15,7 +15,14 @@ from rich.text import Text
 from moe_routing_bench.bench.cases import SUITES, BenchCase, cases, scaled
 from moe_routing_bench.bench.families import FAMILIES
 from moe_routing_bench.bench.models import MODELS
-from moe_routing_bench.bench.workloads import ALIASES, EXAMPLES, SUITE_VERSION, make_workload, parameters_of
+from moe_routing_bench.bench.workloads import (
+    ALIASES,
+    EXAMPLES,
+    SUITE_VERSION,
+    kind_of,
+    make_workload,
+    parameters_of,
+)
 from moe_routing_bench.cli.finding import IncludePath, include_all
 from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, two_columns
 from moe_routing_bench.ops.catalog import Found, find_all
@@ -125,7 +132,7 @@ def _describe_router(rule: type[Router]) -> dict[str, Any]:
 def _describe_workload(family: str) -> dict[str, Any]:
     parameters = {
         parameter.name: {
-            "type": parameter.annotation.__name__,
+            "type": kind_of(parameter).__name__,
             "default": None if parameter.default is parameter.empty else parameter.default,
         }
         for parameter in parameters_of(family)

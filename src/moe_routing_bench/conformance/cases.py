@@ -147,13 +147,19 @@ CASES = (
         ops=("make_plan", "expert_ffn"),
     ),
     Case(name="odd_widths", guards="widths need not be multiples of anything", D=7, F=5, K=3),
-    Case(name="strided", guards="inputs need not be contiguous", strided=True, bias=True),
+    Case(
+        name="strided",
+        guards="inputs need not be contiguous",
+        strided=True,
+        bias=True,
+        activation="swiglu_oai",
+    ),
     Case(
         name="square",
         guards="a square weight is not transposed",
         D=16,
         F=16,
-        activation="relu",
+        activation="relu2",
         ops=("grouped_gemm", "expert_ffn"),
     ),
     Case(

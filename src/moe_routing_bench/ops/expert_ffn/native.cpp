@@ -10,7 +10,7 @@
 // of threads, and one hot expert keeps every thread busy.
 #include "../tiles.h"
 
-enum Activation { GELU, RELU, SILU, GEGLU, SWIGLU };
+enum Activation { GELU, RELU, SILU, RELU2, GEGLU, SWIGLU, SWIGLU_OAI };  // mirrored in native.py; the gated last
 enum { WIDEST = 8 };  // panels of one task
 static const int64_t GROUP_BYTES = 16 << 20;  // a and h of one group
 
@@ -50,9 +50,20 @@ static inline f32x16 erf(f32x16 x) {
 }
 
 template <int ACTIVATION> static inline f32x16 activate(f32x16 v) {
-  if (ACTIVATION == RELU) return v < 0.f ? all(0.f) : v;
+  if (ACTIVATION == RELU || ACTIVATION == RELU2) {
+    v = v < 0.f ? all(0.f) : v;
+    return ACTIVATION == RELU ? v : v * v;
+  }
   if (ACTIVATION == SILU || ACTIVATION == SWIGLU) return v / (exp(-v) + 1.f);
   return v * 0.5f * (erf(v * 0.70710678f) + 1.f);
+}
+
+template <int ACTIVATION> static inline f32x16 activate(f32x16 gate, f32x16 up) {
+  if (ACTIVATION != SWIGLU_OAI) return activate<ACTIVATION>(gate) * up;
+  gate = gate > 7.f ? all(7.f) : gate;  // the numbers are experts.OAI_LIMIT and OAI_ALPHA
+  up = up > 7.f ? all(7.f) : up;
+  up = up < -7.f ? all(-7.f) : up;
+  return gate / (exp(gate * -1.702f) + 1.f) * (up + 1.f);
 }
 
 // ---- the layer
@@ -132,7 +143,7 @@ template <class Engine, class X, int ACTIVATION> struct Layer {
       A* to = last.to + last.done++ * ldh;
       f32x16 v0 = load(from) * last.scale[0] + last.bias[0], v1 = load(from + HALF) * last.scale[1] + last.bias[1];
       if (gated) {
-        store(to, activate<ACTIVATION>(v0) * v1);
+        store(to, activate<ACTIVATION>(v0, v1));
       } else {
         store(to, activate<ACTIVATION>(v0));
         store(to + HALF, activate<ACTIVATION>(v1));
@@ -316,7 +327,9 @@ template <class Engine, class X> static int forward(const Problem& p) {
     case GELU: return Layer<Engine, X, GELU>{p}.run();
     case RELU: return Layer<Engine, X, RELU>{p}.run();
     case SILU: return Layer<Engine, X, SILU>{p}.run();
+    case RELU2: return Layer<Engine, X, RELU2>{p}.run();
     case GEGLU: return Layer<Engine, X, GEGLU>{p}.run();
+    case SWIGLU_OAI: return Layer<Engine, X, SWIGLU_OAI>{p}.run();
     default: return Layer<Engine, X, SWIGLU>{p}.run();
   }
 }

@@ -35,7 +35,10 @@ CONFIGS: tuple[dict[str, str], ...] = (
 )
 STORES = ("bfloat16", "int8")
 SOURCE = Path(__file__).with_suffix(".cpp")
-ACTIVATIONS = {"gelu": 0, "relu": 1, "silu": 2, "geglu": 3, "swiglu": 4}
+# the enum of native.cpp
+ACTIVATIONS = {
+    name: i for i, name in enumerate(("gelu", "relu", "silu", "relu2", "geglu", "swiglu", "swiglu_oai"))
+}
 # what mrb_forward answers: the weights are not those that were packed; the plan points outside
 STALE, WRONG_PLAN = 2, 3
 # weights of each matrix, at least, that are looked at on every call: shows writes that torch does not count

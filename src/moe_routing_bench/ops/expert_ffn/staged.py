@@ -47,7 +47,7 @@ def unsupported(
 ) -> str | None:
     # stand-ins with the sizes, dtype and device of the tensors between the stages, without their memory
     def rows(width: int) -> Tensor:
-        return x_TD.new_empty(()).expand(plan.num_rows, width)
+        return x_TD.new_empty(1, width).expand(plan.num_rows, width)
 
     gemm = resolve(grouped_gemm_op, grouped_gemm)
     for stage, args in (

@@ -1,0 +1,364 @@
+"""mrb trace record, mrb trace show: the routing of a real model, kept in a file and looked at."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from moe_routing_bench.bench.trace import Trace, read_trace, write_trace
+from moe_routing_bench.bench.trace_summary import LayerSummary, summarise
+from moe_routing_bench.cli.pictures import check_picture_path
+from moe_routing_bench.cli.terminal import (
+    Json,
+    console,
+    fail,
+    heading,
+    show,
+    show_json,
+    two_columns,
+    user_mistakes,
+)
+from moe_routing_bench.cli.trace_pictures import draw_trace
+from moe_routing_bench.models.recording import Recording, pieces, record
+
+BYTES = "bytes"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+# of text, for each token wanted: no tokenizer in use has longer ones on average
+BYTES_PER_TOKEN = 64
+MAX_TOKENS = 1 << 24
+SHOWN_DOCUMENTS = 12
+
+trace_app = typer.Typer(
+    no_args_is_help=True,
+    help="Record what a model's MoE layers choose, and look at it.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@trace_app.command("record")
+def record_command(
+    model: Annotated[
+        str, typer.Option(help="A folder with a Transformers checkpoint, or a name on the Hub.")
+    ],
+    text: Annotated[list[Path], typer.Option(help="A text to read, UTF-8. Repeatable: each is a document.")],
+    out: Annotated[Path, typer.Option(help="The file to write; it should end in .safetensors.")],
+    tokens: Annotated[int, typer.Option(help="So many in all, shared evenly by the texts.")] = 8192,
+    batch: Annotated[int, typer.Option(help="Pieces that the model reads together.")] = 4,
+    sequence: Annotated[int, typer.Option(help="Tokens of a piece: what the model sees at once.")] = 512,
+    layers: Annotated[str | None, typer.Option(help="Only these: 0,4,8-11. Default: all MoE layers.")] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="A folder or name; `bytes`: a token for each byte. Default: the model's."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")] = "auto",
+) -> None:
+    """Run a model over texts and keep what every MoE layer chose, with gates, positions and documents.
+
+    \b
+    Examples:
+      mrb trace record --model ./Qwen3-30B-A3B --text novel.txt --out routing.safetensors
+      mrb trace record --model ./OLMoE-1B-7B --text law.txt --text code.txt --tokens 65536 --layers 0,7,15 \\
+          --out olmoe.safetensors
+
+    \b
+    Replay it in any benchmark as the workload "trace(routing.safetensors,layer=3)".
+    """
+    with _mistakes():
+        _check_record(text, out, tokens, batch, sequence, dtype)
+        wanted = None if layers is None else read_layers(layers)
+        loaded = _load_model(model, dtype)
+        share = math.ceil(tokens / len(text))
+        documents = [_tokens_of(path, share, tokenizer or model, loaded) for path in text]
+        total = min(tokens, sum(document.numel() for document in documents))
+        with _bar(total, f"reading {len(text)} text{'s' if len(text) > 1 else ''}") as tell:
+            found = record(
+                loaded,
+                pieces(documents, batch=batch, sequence=sequence),
+                layers=wanted,
+                max_tokens=total,
+                tell=tell,
+            )
+        names = [path.name for path in text]
+        words = _source(model, tokenizer, dtype, names, batch, sequence)
+        write_trace(out, *found.routings(), source=words, documents=names, **found.labels())
+    show(_told(found, out))
+
+
+@trace_app.command("show")
+def show_command(
+    file: Annotated[Path, typer.Argument(help="What `mrb trace record` wrote.")],
+    picture: Annotated[Path | None, typer.Option(help="Also draw it: PNG, SVG or PDF.")] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="Whose pairs of experts are drawn. Default: the middle one.")
+    ] = None,
+    document: Annotated[int | None, typer.Option(help="Only the tokens of this document.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What a recorded routing looks like: load, entropy, dead experts, gates, experts kept between tokens.
+
+    \b
+    Examples:
+      mrb trace show routing.safetensors
+      mrb trace show routing.safetensors --document 1 --picture routing.png --layer 3
+    """
+    with _mistakes():
+        if picture is not None:
+            check_picture_path(picture)
+        trace = read_trace(file).part(document=document)
+        summaries = summarise(trace)
+        if picture is not None:
+            draw_trace(
+                trace, summaries, picture, title=f"{printable(file.name)}: {_sizes(trace)}", layer=layer
+            )
+    if as_json:
+        show_json(_document(trace, summaries))
+        return
+    show(
+        heading(printable(file.name), _sizes(trace)),
+        _facts(trace),
+        "",
+        _table(trace, summaries),
+    )
+    show("", *(Text(line, "dim") for line in _notes(trace, summaries)))
+    if picture is not None:
+        show(f"The picture is in {picture}.")
+
+
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    with user_mistakes():
+        try:
+            yield
+        except (NotImplementedError, OSError) as reason:
+            fail(_first_line(reason))
+
+
+def _first_line(error: Exception) -> str:
+    """Libraries explain themselves on many lines, the first of which says what happened."""
+    return printable(str(error).strip().partition("\n")[0]) or type(error).__name__
+
+
+def read_layers(text: str) -> list[int]:
+    """The text 0,4,8-11 as [0, 4, 8, 9, 10, 11]."""
+    found: list[int] = []
+    for word in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", word)
+        if match is None:
+            raise ValueError(f"cannot read {word.strip()!r} in --layers {text!r}; write numbers: 0,4,8-11")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"--layers goes from {first} down to {last}; write {last}-{first}")
+        found += range(first, last + 1)
+    return found
+
+
+def printable(text: str) -> str:
+    """Words from a file as a terminal may show them."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:500])
+
+
+def _check_record(text: list[Path], out: Path, tokens: int, batch: int, sequence: int, dtype: str) -> None:
+    """Before a model is loaded, which may take minutes."""
+    for name, value, most in (
+        ("tokens", tokens, MAX_TOKENS),
+        ("batch", batch, 4096),
+        ("sequence", sequence, 2**20),
+    ):
+        if not 1 <= value <= most:
+            raise ValueError(f"--{name} is {value}; it must be between 1 and {most:,}")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    for path in text:
+        if not path.is_file():
+            raise ValueError(f"there is no text file {path}")
+    if tokens < len(text):
+        raise ValueError(f"{tokens} tokens cannot be shared by {len(text)} texts; ask for more")
+    if not out.parent.is_dir():
+        raise ValueError(f"{out.parent} is not a folder; make it first")
+    if out.is_dir():
+        raise ValueError(f"{out} is a folder; name a file in it")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("recording a model needs transformers; pip install 'moe-routing-bench[hf]'")
+
+
+def _load_model(name: str, dtype: str) -> Any:
+    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    folder = Path(name).expanduser()
+    if looks_local and not (folder / "config.json").is_file():
+        raise ValueError(f"{name} holds no checkpoint: there is no config.json in it")
+    from transformers import AutoModelForCausalLM
+
+    if not sys.stderr.isatty():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+    where = str(folder) if folder.is_dir() else name
+    try:
+        # a pickle may run anything, and so may code that comes with a model
+        return AutoModelForCausalLM.from_pretrained(
+            where, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
+    except Exception as error:  # what a checkpoint can do wrong has no common class
+        raise ValueError(f"cannot load the model {name}: {_first_line(error)}") from error
+
+
+def _tokens_of(path: Path, count: int, tokenizer: str, model: Any) -> Tensor:
+    with path.open("rb") as file:
+        content = file.read(count * BYTES_PER_TOKEN if tokenizer != BYTES else count)
+    if tokenizer == BYTES:
+        ids = list(content)
+    else:
+        from transformers import AutoTokenizer
+
+        try:
+            reader = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+        except Exception as error:  # as for the model
+            raise ValueError(
+                f"cannot load the tokenizer {tokenizer}: {_first_line(error)}; name another in --tokenizer"
+            ) from error
+        ids = reader(content.decode("utf-8", errors="replace"), verbose=False)["input_ids"][:count]
+    if not content:
+        raise ValueError(f"{path} holds no text")
+    if not ids:
+        # Transformers makes an empty tokenizer for a folder that has none
+        raise ValueError(f"the tokenizer {tokenizer} makes no token of {path}; name another in --tokenizer")
+    known = model.get_input_embeddings().num_embeddings
+    if max(ids) >= known:
+        raise ValueError(
+            f"the tokenizer {tokenizer} gives token {max(ids)}, but the model knows 0 to {known - 1}; name "
+            "the one it was trained with in --tokenizer"
+        )
+    return torch.tensor(ids)
+
+
+@contextmanager
+def _bar(total: int, what: str) -> Iterator[Any]:
+    out = console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed:,} tokens"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        console=out, transient=True, disable=not out.is_terminal,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task(what, total=total)
+        yield lambda tokens: bar.update(task, completed=tokens)
+
+
+def _source(
+    model: str, tokenizer: str | None, dtype: str, names: list[str], batch: int, sequence: int
+) -> str:
+    import transformers
+
+    words = (
+        f"mrb trace record --model {model} --tokenizer {tokenizer or model} --dtype {dtype} --batch {batch} "
+        f"--sequence {sequence}; texts {', '.join(names)}; transformers {transformers.__version__}, "
+        f"torch {torch.__version__}"
+    )
+    return printable(words)
+
+
+def _told(found: Recording, out: Path) -> str:
+    K = next(iter(found.expert_TK.values())).shape[1]
+    return (
+        f"{found.num_tokens:,} tokens in {len(found.names)} layers, {found.num_experts} experts, {K} per "
+        f"token: {out.stat().st_size:,} bytes in {out}. `mrb trace show {out}` shows them."
+    )
+
+
+def _sizes(trace: Trace) -> str:
+    routing = trace.routing
+    layers = 1 if trace.layer_T is None else trace.layer_T.unique().numel()
+    return (
+        f"{routing.num_tokens // layers:,} tokens in {layers} layer{'s' if layers > 1 else ''}, "
+        f"{routing.num_experts} experts, {routing.num_choices} per token"
+    )
+
+
+def _facts(trace: Trace) -> Table:
+    table = two_columns(10)
+    table.add_row(Text("  source", "dim"), printable(trace.source))
+    if trace.document_T is not None:
+        numbers, counts = trace.document_T.unique(return_counts=True)
+        layers = 1 if trace.layer_T is None else trace.layer_T.unique().numel()
+        shown = [
+            f"{number} {_named(trace, number)}({count // layers:,} tokens)"
+            for number, count in zip(
+                numbers[:SHOWN_DOCUMENTS].tolist(), counts[:SHOWN_DOCUMENTS].tolist(), strict=True
+            )
+        ]
+        more = [f"... {numbers.numel():,} in all"] if numbers.numel() > SHOWN_DOCUMENTS else []
+        table.add_row(Text("  documents", "dim"), ", ".join(shown + more))
+    table.add_row(Text("  checksum", "dim"), trace.checksum[:12])
+    return table
+
+
+def _named(trace: Trace, number: int) -> str:
+    return f"{printable(trace.documents[number])} " if 0 <= number < len(trace.documents) else ""
+
+
+def _table(trace: Trace, summaries: list[LayerSummary]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    names = ["layer", "max/mean", "entropy", "dead", "Gini", "top gate"]
+    names += ["kept", "by document", "by chance"] if summaries[0].overlap else []
+    names += ["document bits"] if summaries[0].document_bits is not None else []
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    most = math.log2(trace.routing.num_experts) or 1.0
+    for one in summaries:
+        cells = [
+            "all" if one.layer is None else str(one.layer), f"{one.max_over_mean:.2f}",
+            f"{100 * one.entropy_bits / most:.1f} %", str(one.dead_experts), f"{one.gini:.2f}",
+            f"{one.top_gate:.2f}",
+        ]  # fmt: skip
+        if "kept" in names:
+            shares = (
+                (one.overlap.kept, one.overlap.by_document, one.overlap.by_chance)
+                if one.overlap
+                else (None,) * 3
+            )
+            cells += ["" if share is None else f"{100 * share:.1f} %" for share in shares]
+        if "document bits" in names:
+            cells.append("" if one.document_bits is None else f"{one.document_bits:.3f}")
+        table.add_row(*cells)
+    return table
+
+
+def _notes(trace: Trace, summaries: list[LayerSummary]) -> list[str]:
+    E, K = trace.routing.num_experts, trace.routing.num_choices
+    notes = [
+        f"max/mean: pairs of the busiest expert over the mean. entropy: of log2({E}) bits. top gate: the "
+        f"largest gate over the sum of a token's {K}."
+    ]
+    if summaries[0].overlap:
+        notes.append(
+            "kept: experts shared with the token before. by document, by chance: shared by any two tokens of "
+            f"the document, of the layer; {100 * K / E:.1f} % if all experts were used alike."
+        )
+    if summaries[0].document_bits is not None:
+        notes.append("document bits: what an expert tells about the document, mutual information.")
+    return notes
+
+
+def _document(trace: Trace, summaries: list[LayerSummary]) -> dict[str, Any]:
+    return {
+        "source": trace.source,
+        "checksum": trace.checksum,
+        "experts": trace.routing.num_experts,
+        "choices": trace.routing.num_choices,
+        "documents": list(trace.documents),
+        "layers": [asdict(one) for one in summaries],
+    }

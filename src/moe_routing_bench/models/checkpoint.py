@@ -1,0 +1,383 @@
+"""One MoE layer out of a checkpoint in safetensors shards: the weights of its experts, and how it routes.
+
+    layer = read_layer("Qwen3-30B-A3B", 12);  layer.weights -> ExpertWeights;  layer.route(x_TD) -> Routing
+
+A folder holds config.json and model.safetensors, or model.safetensors.index.json and shards. Files are mapped
+into memory and only the layer's tensors are read. Names in use, below model.layers.{i}.:
+
+    qwen3_moe, olmoe, deepseek_v3   mlp.experts.{e}.gate_proj|up_proj|down_proj.weight, mlp.gate.weight
+    mixtral                         block_sparse_moe.experts.{e}.w1|w3|w2.weight, block_sparse_moe.gate.weight
+    gpt_oss                         mlp.experts.gate_up_proj (E, D, 2F; gate and up alternate), down_proj
+                                    (E, F, D), both with biases, mlp.router.weight and bias
+    any, as Transformers 5 holds    mlp.experts.gate_up_proj (E, 2F, D), down_proj (E, D, F)
+
+A checkpoint is untrusted: nothing in it is executed or unpickled, names of files may not leave the folder,
+and every shape and type is compared with config.json before memory is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_routing_bench.experts import OAI_LIMIT, ExpertWeights, from_transformers
+from moe_routing_bench.ops.topk.op import topk
+from moe_routing_bench.routing import Routing
+
+MAX_CONFIG_BYTES = 4 * 2**20
+MAX_INDEX_BYTES = 256 * 2**20  # deepseek-v3's has 9 MB
+MOST = 2**24  # of any size in a config: a matrix of it and 1 fits 64 MB
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+GATED_AS = {"silu": "swiglu", "gelu": "geglu"}
+# model_type: names of E in config.json, the first that is there counts; of F; the block; its router
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"E": ("num_experts", "num_local_experts"), "F": "moe_intermediate_size"},
+    "olmoe": {"E": ("num_experts", "num_local_experts"), "F": "intermediate_size"},
+    "mixtral": {
+        "E": ("num_local_experts",),
+        "F": "intermediate_size",
+        "block": "block_sparse_moe",
+        "parts": ("w1", "w3", "w2"),
+    },
+    "deepseek_v3": {"E": ("n_routed_experts", "num_local_experts"), "F": "moe_intermediate_size"},
+    "gpt_oss": {"E": ("num_local_experts", "num_experts"), "F": "intermediate_size", "router": "router"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingRule:
+    """How a model chooses: RoutingRule(K=8, score="softmax", renormalise=True) is Qwen3's.
+
+    score   softmax; topk_softmax: softmax over the chosen alone (gpt-oss); sigmoid: chosen by score + bias
+            among the experts of the keep_groups best of groups, weighed by scale * score (DeepSeek-V3)
+    """
+
+    K: int
+    score: str = "softmax"
+    renormalise: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    keep_groups: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointLayer:
+    """Layer 12 of a Qwen3-30B-A3B: weights of 128 experts, router_ED 128 x 2048, rule with K=8.
+
+    bias_E: added to the logits (gpt-oss), or to the scores that choose (DeepSeek-V3).
+    shared: DeepSeek-V3's shared experts as one.
+    """
+
+    source: str
+    model_type: str
+    layer: int
+    weights: ExpertWeights
+    router_ED: Tensor
+    rule: RoutingRule
+    bias_E: Tensor | None = None
+    shared: ExpertWeights | None = None
+
+    def route(self, x_TD: Tensor) -> Routing:
+        """What the model's router chooses for these tokens, in float32; ties as our topk has them."""
+        rule, E = self.rule, self.router_ED.shape[0]
+        logits_TE = F.linear(x_TD.float(), self.router_ED.float())
+        bias_E = None if self.bias_E is None else self.bias_E.float()
+        if rule.score == "sigmoid":
+            score_TE = logits_TE.sigmoid()
+            choice_TE = _best_groups(score_TE if bias_E is None else score_TE + bias_E, rule)
+            _, expert_TK = topk(choice_TE, rule.K)
+            gate_TK = score_TE.gather(1, expert_TK)
+        else:
+            logits_TE = logits_TE if bias_E is None else logits_TE + bias_E
+            value_TK, expert_TK = topk(logits_TE, rule.K)
+            chosen_alone = rule.score == "topk_softmax"
+            gate_TK = value_TK.softmax(-1) if chosen_alone else logits_TE.softmax(-1).gather(1, expert_TK)
+        if rule.renormalise:
+            gate_TK = gate_TK / gate_TK.sum(-1, keepdim=True).clamp_min(1e-20)
+        gate_TK = gate_TK * rule.scale
+        return Routing(expert_TK=expert_TK, gate_TK=gate_TK, num_experts=E, ragged=False, logits_TE=logits_TE)
+
+
+def _best_groups(choice_TE: Tensor, rule: RoutingRule) -> Tensor:
+    """Scores with -inf outside the keep_groups groups whose two best experts have the largest sum."""
+    if rule.keep_groups == rule.groups:
+        return choice_TE
+    by_group = choice_TE.unflatten(1, (rule.groups, -1))
+    _, kept = topk(by_group.topk(2, dim=2).values.sum(2), rule.keep_groups)
+    stays = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=choice_TE.device).scatter(1, kept, True)
+    return torch.where(stays.unsqueeze(2), by_group, float("-inf")).flatten(1)
+
+
+def read_layer(folder: Path | str, layer: int) -> CheckpointLayer:
+    """Raises ValueError in one sentence for a folder that is damaged, hostile or no checkpoint, and
+    NotImplementedError with the reason for one that is stored in a way not read here."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give the folder that holds the checkpoint's config.json")
+    config = _json(folder / "config.json", MAX_CONFIG_BYTES)
+    about = _About(folder, config, layer)
+    with _opened(folder) as tensors:
+        return _Reader(about, tensors).read()
+
+
+class _About:
+    """What config.json says of the layer, each number within bounds."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], layer: int):
+        self.path, self.config, self.layer = folder / "config.json", config, layer
+        kind = config.get("model_type")
+        if not isinstance(kind, str) or kind not in FAMILIES:
+            raise NotImplementedError(
+                f"{self.path} is for model_type {_short(kind)}; read here are {', '.join(FAMILIES)}"
+            )
+        self.kind, family = kind, FAMILIES[kind]
+        method = config.get("quantization_config")
+        if isinstance(method, dict) and method.get("quant_method") is not None:
+            raise NotImplementedError(
+                f"{folder} is quantised ({_short(method['quant_method'])}), and only float32, bfloat16 and "
+                "float16 weights are read here; save a copy with Transformers' dequantize"
+            )
+        layers = self.number("num_hidden_layers")
+        if not 0 <= layer < layers:
+            raise ValueError(f"{folder} has layers 0 to {layers - 1}, not {layer}")
+        if kind == "deepseek_v3" and layer < (dense := self.number("first_k_dense_replace", 0, least=0)):
+            raise ValueError(f"layer {layer} of {folder} has no experts; the first that has is {dense}")
+        names = family["E"]
+        self.E = self.number(next((name for name in names if name in config), names[0]))
+        self.D, self.F = self.number("hidden_size"), self.number(family["F"])
+        self.home, self.block_name = f"model.layers.{layer}", family.get("block", "mlp")
+        self.parts = family.get("parts", ("gate_proj", "up_proj", "down_proj"))
+        self.router_name = family.get("router", "gate")
+        self.rule = self._rule()
+        act = config.get("hidden_act")
+        if not isinstance(act, str) or act not in GATED_AS:
+            known = ", ".join(GATED_AS)
+            raise NotImplementedError(f"{self.path} has hidden_act {_short(act)}; read here are {known}")
+        self.activation = GATED_AS[act]
+        if kind == "gpt_oss":
+            self.activation = "swiglu_oai"
+            if (limit := config.get("swiglu_limit", OAI_LIMIT)) != OAI_LIMIT:
+                raise NotImplementedError(
+                    f"{self.path} has swiglu_limit {_short(limit)}; the activation here has {OAI_LIMIT}"
+                )
+
+    def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        value = self.config.get(name, default)
+        if type(value) is not int or not least <= value <= MOST:
+            raise ValueError(f"{name} in {self.path} is {_short(value)}; it must be from {least} to {MOST:,}")
+        return value
+
+    def _rule(self) -> RoutingRule:
+        K, renormalise = self.number("num_experts_per_tok"), self.config.get("norm_topk_prob", False)
+        if K > self.E:
+            raise ValueError(f"{self.path} has {K} choices per token of only {self.E} experts")
+        if type(renormalise) is not bool:
+            told = _short(renormalise)
+            raise ValueError(f"norm_topk_prob in {self.path} is {told}; it must be true or false")
+        if self.kind == "mixtral":
+            return RoutingRule(K=K, renormalise=True)
+        if self.kind == "gpt_oss":
+            return RoutingRule(K=K, score="topk_softmax")
+        if self.kind != "deepseek_v3":
+            return RoutingRule(K=K, renormalise=renormalise)
+        groups, keep = self.number("n_group", 1), self.number("topk_group", 1)
+        if self.E % groups or not keep <= groups or self.E // groups * keep < K or self.E < 2 * groups:
+            raise ValueError(
+                f"{self.path} cannot choose {K} experts of {keep} of {groups} groups of {self.E} experts"
+            )
+        scale = self.config.get("routed_scaling_factor", 1.0)
+        if type(scale) not in (int, float) or not math.isfinite(scale) or scale <= 0:
+            raise ValueError(f"routed_scaling_factor in {self.path} is {_short(scale)}; it must be positive")
+        return RoutingRule(
+            K=K, score="sigmoid", renormalise=renormalise, scale=float(scale), groups=groups, keep_groups=keep
+        )
+
+
+class _Tensors:
+    """The tensors of all shards by name: shapes and types first, numbers when asked for."""
+
+    def __init__(self, folder: Path, shard_of: Mapping[str, str] | None, stack: ExitStack):
+        self.folder, self._shard_of, self._stack = folder, shard_of, stack
+        self._open: dict[str, Any] = {}
+
+    def __contains__(self, name: str) -> bool:
+        if self._shard_of is not None:
+            return name in self._shard_of
+        return name in self._keys("model.safetensors")
+
+    def slice(self, name: str, shape: tuple[int, ...]) -> Any:
+        """The tensor's place in its file, after its shape and type were found to be as expected."""
+        shard = "model.safetensors" if self._shard_of is None else self._shard_of.get(name)
+        if shard is None:
+            raise ValueError(f"the index of {self.folder} has no tensor {name}, which config.json calls for")
+        if name not in self._keys(shard):
+            raise ValueError(f"{self.folder / shard} has no tensor {name}")
+        found = self._open[shard].get_slice(name)
+        if tuple(found.get_shape()) != shape:
+            raise ValueError(
+                f"{name} in {self.folder / shard} has shape {found.get_shape()}; config.json calls for "
+                f"{list(shape)}"
+            )
+        if (kind := found.get_dtype()) not in DTYPES:
+            raise NotImplementedError(
+                f"{name} in {self.folder / shard} is stored as {kind}; read here are {', '.join(DTYPES)}"
+            )
+        return found
+
+    def _keys(self, shard: str) -> Any:
+        if shard not in self._open:
+            from safetensors import SafetensorError, safe_open
+
+            path = self.folder / shard
+            if not path.is_file():
+                raise ValueError(f"{path} is missing; download the checkpoint again")
+            try:
+                self._open[shard] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise ValueError(f"{path} is not a whole safetensors file: {_short(error)}") from None
+        return self._open[shard].keys()
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[_Tensors]:
+    index = folder / "model.safetensors.index.json"
+    shard_of: dict[str, str] | None = None
+    if index.is_file():
+        found = _json(index, MAX_INDEX_BYTES).get("weight_map")
+        if not isinstance(found, dict):
+            raise ValueError(f"{index} has no weight_map from tensors to files")
+        for name, shard in found.items():
+            # a plain name in this folder; the file itself may be a link, as in Hugging Face's cache
+            if not isinstance(shard, str) or not _is_file_name(shard):
+                raise ValueError(
+                    f"{index} puts {_short(name)} into {_short(shard)}, which is not a .safetensors file of "
+                    "this folder"
+                )
+        shard_of = found
+    elif not (folder / "model.safetensors").is_file():
+        raise ValueError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json; files that would have "
+            "to be unpickled are not read"
+        )
+    with ExitStack() as stack:
+        yield _Tensors(folder, shard_of, stack)
+
+
+def _is_file_name(shard: str) -> bool:
+    plain = Path(shard).name == shard and shard.isprintable() and len(shard) < 256
+    return plain and shard.endswith(".safetensors")
+
+
+class _Reader:
+    def __init__(self, about: _About, tensors: _Tensors):
+        self.about, self.tensors = about, tensors
+        block = f"{about.home}.{about.block_name}"
+        # Transformers 5 calls it mlp everywhere when it is told not to save in the original format
+        self.block = block if f"{block}.{about.router_name}.weight" in tensors else f"{about.home}.mlp"
+
+    def read(self) -> CheckpointLayer:
+        about, tensors = self.about, self.tensors
+        router_name = f"{self.block}.{about.router_name}"
+        if f"{self.block}.experts.gate_up_proj_blocks" in tensors:
+            raise NotImplementedError(
+                f"{tensors.folder} holds MXFP4 blocks, which are not read here; save a copy with "
+                "Transformers' Mxfp4Config(dequantize=True)"
+            )
+        router = tensors.slice(f"{router_name}.weight", (about.E, about.D))
+        bias = {"gpt_oss": "bias", "deepseek_v3": "e_score_correction_bias"}.get(about.kind)
+        bias_slice = tensors.slice(f"{router_name}.{bias}", (about.E,)) if bias else None
+        fused = f"{self.block}.experts.gate_up_proj"
+        weights = self._fused(fused) if fused in tensors else self._separate()
+        return CheckpointLayer(
+            source=str(tensors.folder),
+            model_type=about.kind,
+            layer=about.layer,
+            weights=weights,
+            router_ED=router[:].clone(),
+            rule=about.rule,
+            bias_E=None if bias_slice is None else bias_slice[:].clone(),
+            shared=self._shared(),
+        )
+
+    def _separate(self) -> ExpertWeights:
+        """Three matrices for each expert, copied into two for all."""
+        about = self.about
+        names = [f"{self.block}.experts.{e}" for e in range(about.E)]
+        return self._stacked(names, about.F)
+
+    def _shared(self) -> ExpertWeights | None:
+        if self.about.kind != "deepseek_v3" or not (n := self.about.number("n_shared_experts", 0, least=0)):
+            return None
+        return self._stacked([f"{self.block}.shared_experts"], n * self.about.F)
+
+    def _stacked(self, experts: list[str], F: int) -> ExpertWeights:
+        E, D = len(experts), self.about.D
+        gate, up, down = self.about.parts
+        shapes = {gate: (F, D), up: (F, D), down: (D, F)}
+        # all of them are looked at before memory is asked for
+        slices = [
+            {part: self.tensors.slice(f"{name}.{part}.weight", shape) for part, shape in shapes.items()}
+            for name in experts
+        ]
+        dtype = self._one_dtype([one for parts in slices for one in parts.values()])
+        gate_up_EGD, down_EDF = torch.empty(E, 2 * F, D, dtype=dtype), torch.empty(E, D, F, dtype=dtype)
+        for e, parts in enumerate(slices):
+            gate_up_EGD[e, :F] = parts[gate][:]
+            gate_up_EGD[e, F:] = parts[up][:]
+            down_EDF[e] = parts[down][:]
+        return from_transformers(gate_up_EGD, down_EDF, activation=self.about.activation)
+
+    def _fused(self, name: str) -> ExpertWeights:
+        """All experts in one tensor: gpt-oss's own layout, or that of Transformers 5."""
+        about, home = self.about, name.rpartition(".")[0]
+        E, D, F = about.E, about.D, about.F
+        oss = about.kind == "gpt_oss"
+        shapes: dict[str, tuple[int, ...]] = {
+            "gate_up_proj": (E, D, 2 * F) if oss else (E, 2 * F, D),
+            "down_proj": (E, F, D) if oss else (E, D, F),
+        }
+        if oss:
+            shapes |= {"gate_up_proj_bias": (E, 2 * F), "down_proj_bias": (E, D)}
+        slices = {part: self.tensors.slice(f"{home}.{part}", shape) for part, shape in shapes.items()}
+        self._one_dtype(list(slices.values()))
+        # the file is mapped: a copy, so that the weights outlive it and start at an aligned address
+        found = {part: one[:].clone() for part, one in slices.items()}
+        return from_transformers(
+            **found, activation=about.activation, is_transposed=oss, is_concatenated=not oss
+        )
+
+    def _one_dtype(self, slices: list[Any]) -> torch.dtype:
+        kinds = {one.get_dtype() for one in slices}
+        if len(kinds) > 1:
+            told = ", ".join(sorted(kinds))
+            raise ValueError(f"the experts in {self.tensors.folder} have mixed types: {told}")
+        return DTYPES[kinds.pop()]
+
+
+def _json(path: Path, most: int) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"there is no {path}; give the folder that a model was saved to")
+    if (size := path.stat().st_size) > most:
+        raise ValueError(f"{path} has {size:,} bytes; one that is read has under {most:,}")
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is not JSON") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return found
+
+
+def _short(value: object) -> str:
+    """Words from a file as they may stand in a sentence: printable, and not pages of them."""
+    text = "".join(c if c.isprintable() else "?" for c in str(value)[:1000])
+    return text if len(text) <= 80 else f"{text[:80]}..."

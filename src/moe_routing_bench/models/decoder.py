@@ -1,0 +1,251 @@
+"""A decoder block: RMSNorm, grouped-query attention with rotary positions, RMSNorm, MoE, two residuals.
+
+    h = x + attention(norm(x)),   y = h + moe(norm(h))
+
+attention  q, k, v = x Wq, x Wk, x Wv in heads of width A: H of q, J of k and v, each for H / J heads of q
+           qk_norm: q and k are normed over A (Qwen3)
+           rotary: the pair (j, j + A/2) of a head at position n is turned by the angle n * theta^(-2j/A)
+           softmax(q k^T / sqrt(A)) over the tokens up to n, times v, times Wo
+"sdpa" is torch's scaled_dot_product_attention, "naive" repeats k and v for every head of q and writes the
+N x N matrix: what the first is measured against.
+
+Rotary pairs here are halves of a head, as in Llama, Qwen and Transformers; the paper and GPT-J pair
+neighbours, the same up to the order of columns in Wq and Wk.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_routing_bench.experts import to_transformers
+from moe_routing_bench.layer import MoE
+from moe_routing_bench.ops.hf import ACTIVATION, converted, why_not
+from moe_routing_bench.routers.softmax_topk import SoftmaxTopkRouter
+from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
+
+KINDS = ("sdpa", "naive")
+Rotary = tuple[Tensor, Tensor]
+
+
+def rotary(N: int, A: int, theta: float, like: Tensor) -> Rotary:
+    """cos_NA and sin_NA of all angles, in the dtype and on the device of `like`. Angles are taken in float32
+    at least: in bfloat16 position 257 would be position 256."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    pair = torch.arange(0, A, 2, device=like.device, dtype=wide)
+    turn = torch.outer(torch.arange(N, device=like.device, dtype=wide), theta ** (-pair / A))
+    angle_NA = torch.cat((turn, turn), dim=-1)
+    return angle_NA.cos().to(like.dtype), angle_NA.sin().to(like.dtype)
+
+
+def turned(x_BHNA: Tensor, by: Rotary) -> Tensor:
+    cos_NA, sin_NA = by
+    first, second = x_BHNA.chunk(2, dim=-1)
+    return x_BHNA * cos_NA + torch.cat((-second, first), dim=-1) * sin_NA
+
+
+def naive_attention(q_BHNA: Tensor, k_BJNA: Tensor, v_BJNA: Tensor) -> Tensor:
+    """Causal attention with everything written out; the softmax in float32 at least."""
+    repeats, N = q_BHNA.shape[1] // k_BJNA.shape[1], q_BHNA.shape[2]
+    k_BHNA, v_BHNA = (t.repeat_interleave(repeats, dim=1) for t in (k_BJNA, v_BJNA))
+    score_BHNN = q_BHNA @ k_BHNA.transpose(2, 3) * q_BHNA.shape[-1] ** -0.5
+    later_NN = torch.ones(N, N, dtype=torch.bool, device=q_BHNA.device).triu(1)
+    wide = torch.promote_types(q_BHNA.dtype, torch.float32)
+    share_BHNN = score_BHNN.masked_fill(later_NN, float("-inf")).softmax(-1, dtype=wide)
+    return share_BHNN.to(q_BHNA.dtype) @ v_BHNA
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention on whole sequences: no cache, no padding mask.
+
+    state_dict: q_proj, k_proj, v_proj, o_proj, and q_norm, k_norm with qk_norm: the names of Transformers.
+    """
+
+    def __init__(
+        self, D: int, heads: int, kv_heads: int, head_dim: int, *, kind: str = "sdpa", qk_norm: bool = False,
+        bias: bool = False, theta: float = 10_000.0, eps: float = 1e-6,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        if kind not in KINDS:
+            raise ValueError(f"there is no attention {kind!r}; there are {', '.join(KINDS)}")
+        if min(D, heads, kv_heads, head_dim) < 1 or heads % kv_heads:
+            raise ValueError(f"{heads} heads cannot share {kv_heads} heads of keys and values in equal parts")
+        if head_dim % 2:
+            raise ValueError(f"rotary positions turn pairs, so heads have an even width, not {head_dim}")
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.kind, self.theta = kind, theta
+        on: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(D, heads * head_dim, bias=bias, **on)
+        self.k_proj = nn.Linear(D, kv_heads * head_dim, bias=bias, **on)
+        self.v_proj = nn.Linear(D, kv_heads * head_dim, bias=bias, **on)
+        self.o_proj = nn.Linear(heads * head_dim, D, bias=bias, **on)
+        self.q_norm = nn.RMSNorm(head_dim, eps=eps, **on) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=eps, **on) if qk_norm else None
+
+    def forward(self, x_BND: Tensor, by: Rotary | None = None) -> Tensor:
+        B, N, _ = x_BND.shape
+        by = rotary(N, self.head_dim, self.theta, x_BND) if by is None else by
+        q_BNHA, k_BNJA, v_BNJA = (
+            project(x_BND).view(B, N, -1, self.head_dim)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BNHA, k_BNJA = self.q_norm(q_BNHA), self.k_norm(k_BNJA)
+        q_BHNA, k_BJNA = (turned(t.transpose(1, 2), by) for t in (q_BNHA, k_BNJA))
+        v_BJNA = v_BNJA.transpose(1, 2)
+        if self.kind == "naive":
+            y_BHNA = naive_attention(q_BHNA, k_BJNA, v_BJNA)
+        else:
+            y_BHNA = F.scaled_dot_product_attention(
+                q_BHNA, k_BJNA, v_BJNA, is_causal=True, enable_gqa=self.heads != self.kv_heads
+            )
+        return self.o_proj(y_BHNA.transpose(1, 2).reshape(B, N, -1))
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
+
+
+class DecoderBlock(nn.Module):
+    """One layer of a decoder:  y, routing = DecoderBlock(64, 4, 2, 16, moe=MoE(D=64, F=128, E=8, K=2))(x).
+
+    x is (B, N, D): sequences, tokens, width. A MoE that is not causal is refused: a token would see later
+    ones. Other options are Attention's.
+
+    state_dict: input_norm, attention.*, post_norm, moe.*
+    """
+
+    def __init__(
+        self, D: int, heads: int, kv_heads: int, head_dim: int, *, moe: MoE, eps: float = 1e-6, **options: Any
+    ):
+        super().__init__()
+        if moe.D != D:
+            raise ValueError(f"the MoE layer has width {moe.D}, the block {D}")
+        if not moe.causal:
+            raise ValueError("this MoE layer is not causal: in a decoder a token would see later ones")
+        weight = moe.experts.w_in_EDG
+        on: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        self.input_norm = nn.RMSNorm(D, eps=eps, **on)
+        self.attention = Attention(D, heads, kv_heads, head_dim, eps=eps, **options, **on)
+        self.post_norm = nn.RMSNorm(D, eps=eps, **on)
+        self.moe = moe
+
+    def forward(self, x_BND: Tensor, by: Rotary | None = None) -> tuple[Tensor, Routing | SoftRouting]:
+        h_BND = x_BND + self.attention(self.input_norm(x_BND), by)
+        y_BND, routing = self.moe(self.post_norm(h_BND), TokenInfo(num_sequences=x_BND.shape[0]))
+        return h_BND + y_BND, routing
+
+
+def why_not_transformers(moe: MoE) -> str | None:
+    """Why Transformers' Qwen3-MoE block cannot be this layer, in words; None if it can."""
+    if (reason := why_not(moe.experts.weights())) is not None:
+        return reason
+    if moe.shared is not None:
+        return "Transformers' Qwen3-MoE block has no shared expert"
+    if type(moe.router) is not SoftmaxTopkRouter or getattr(moe.router, "b_E", None) is not None:
+        return "Transformers' Qwen3-MoE block routes by softmax top-k without a bias"
+    if moe.layout.kind == "padded":
+        return f"Transformers' Qwen3-MoE block drops nothing, {moe.layout} may"
+    return None
+
+
+def transformers_moe(moe: MoE, *, experts: str = "grouped_mm") -> Any:
+    """Transformers' own Qwen3MoeSparseMoeBlock with the numbers of `moe`, its experts function by name.
+    (B, N, D) -> (B, N, D). Weights are in its layout, as a loaded model has them: a copy, if ours are not."""
+    if (reason := why_not_transformers(moe)) is not None:
+        raise NotImplementedError(reason)
+    modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    with torch.device("meta"):
+        block = modeling.Qwen3MoeSparseMoeBlock(_config(modeling, moe, experts))
+    weights, router = moe.experts.weights(), moe.router
+    assert isinstance(router, SoftmaxTopkRouter)
+    trained = any(tensor.requires_grad for tensor in weights.tensors().values())
+    theirs = to_transformers(weights) if trained else vars(converted(weights))
+    for name in ("gate_up_proj", "down_proj"):
+        _put(block.experts, name, theirs[name])
+    # the router of a loaded model has the model's dtype; ours is float32
+    _put(block.gate, "weight", router.w_DE.t().to(weights.w_in_EDG.dtype))
+    return block.train(moe.training)
+
+
+@dataclass(frozen=True)
+class TransformersBlock:
+    """Transformers' own Qwen3MoeDecoderLayer with the numbers of a DecoderBlock; called as that is.
+
+    TransformersBlock.of(block, attention="sdpa", experts="grouped_mm")(x_BND, by) -> y_BND
+    """
+
+    layer: Any  # a Qwen3MoeDecoderLayer
+    head_dim: int
+    theta: float
+    masked: bool  # eager attention is only causal if it is given a mask
+
+    @staticmethod
+    def of(block: DecoderBlock, *, attention: str = "sdpa", experts: str = "grouped_mm") -> TransformersBlock:
+        if attention not in ("sdpa", "eager"):
+            raise ValueError(f"Transformers' attention here is sdpa or eager, not {attention!r}")
+        mlp = transformers_moe(block.moe, experts=experts)
+        ours = block.attention
+        modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+        config = _config(
+            modeling, block.moe, experts,
+            num_attention_heads=ours.heads,
+            num_key_value_heads=ours.kv_heads,
+            head_dim=ours.head_dim,
+            attention_bias=ours.q_proj.bias is not None,
+            rms_norm_eps=block.input_norm.eps,
+        )  # fmt: skip
+        config._attn_implementation = attention
+        with torch.device("meta"):
+            layer = modeling.Qwen3MoeDecoderLayer(config, 0)
+        layer.mlp = mlp
+        if ours.q_norm is None:
+            layer.self_attn.q_norm = layer.self_attn.k_norm = nn.Identity()
+        for name, value in ours.named_parameters():
+            part, _, kind = name.partition(".")
+            _put(getattr(layer.self_attn, part), kind, value)
+        _put(layer.input_layernorm, "weight", block.input_norm.weight)
+        _put(layer.post_attention_layernorm, "weight", block.post_norm.weight)
+        return TransformersBlock(
+            layer=layer.train(block.training),
+            head_dim=ours.head_dim,
+            theta=ours.theta,
+            masked=attention == "eager",
+        )
+
+    def __call__(self, x_BND: Tensor, by: Rotary | None = None) -> Tensor:
+        N = x_BND.shape[1]
+        cos_NA, sin_NA = rotary(N, self.head_dim, self.theta, x_BND) if by is None else by
+        mask_11NN = None
+        if self.masked:
+            least = torch.finfo(x_BND.dtype).min
+            mask_11NN = torch.full((1, 1, N, N), least, dtype=x_BND.dtype, device=x_BND.device).triu(1)
+        return self.layer(x_BND, attention_mask=mask_11NN, position_embeddings=(cos_NA[None], sin_NA[None]))
+
+
+def _config(modeling: Any, moe: MoE, experts: str, **sizes: Any) -> Any:
+    weights, router = moe.experts.weights(), moe.router
+    assert isinstance(router, SoftmaxTopkRouter)
+    config = modeling.Qwen3MoeConfig(
+        num_experts=weights.num_experts,
+        num_experts_per_tok=router.K,
+        hidden_size=weights.D,
+        moe_intermediate_size=weights.F,
+        hidden_act=ACTIVATION[weights.activation],
+        norm_topk_prob=router.order != "softmax_then_topk",
+        **sizes,
+    )
+    config._experts_implementation = experts
+    return config
+
+
+def _put(module: nn.Module, name: str, value: Tensor) -> None:
+    """A parameter as it is, so that both blocks train the same one; else a copy in Transformers' layout."""
+    if not isinstance(value, nn.Parameter):
+        value = nn.Parameter(value.detach().contiguous(), requires_grad=value.requires_grad)
+    setattr(module, name, value)

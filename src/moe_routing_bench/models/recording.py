@@ -1,0 +1,325 @@
+"""What every MoE layer of a model chooses while it reads text: record, listening, moe_layers, pieces.
+
+Two kinds of modules tell it. Transformers' experts modules are called with (hidden_states, top_k_index,
+top_k_weights), whatever the router before them is and whichever function computes them; our routers return a
+Routing. Hooks read these and change nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_routing_bench.routers.router import Router
+from moe_routing_bench.routing import Routing
+
+# ids as int32, gates as float32, three labels as int64: what a pair and a token take in a trace file
+PAIR_BYTES, TOKEN_BYTES = 8, 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """B pieces of text of N tokens each, and where they stand in their documents.
+
+    "Hi! Ho!" as bytes, document 0 in pieces of three:
+      token_BN   = [[72, 105, 33], [32, 72, 111]]
+      document_B = [0, 0]
+      start_B    = [0, 3]                            where in the document a piece begins
+    The last byte follows as Pieces of its own: token_BN [[33]], start_B [6].
+    """
+
+    token_BN: Tensor
+    document_B: Tensor
+    start_B: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """The choices of L layers for the same T tokens, kept small on the CPU.
+
+    Three tokens of document 0 in the layers 1 and 2 of a model, E=4 and K=2:
+      names       = {1: "model.layers.1.mlp.experts", 2: "model.layers.2.mlp.experts"}
+      expert_TK   = {1: [[3, 0], [3, 1], [2, 0]], 2: [[1, 0], [1, 2], [1, 0]]}   int16, or int32 past 32,767
+      gate_TK     = {1: [[.7, .3], ...], 2: ...}                                 float32
+      position_T  = [0, 1, 2]
+      document_T  = [0, 0, 0]
+      num_experts = 4
+    """
+
+    names: Mapping[int, str]
+    expert_TK: Mapping[int, Tensor]
+    gate_TK: Mapping[int, Tensor]
+    position_T: Tensor
+    document_T: Tensor
+    num_experts: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.position_T.shape[0]
+
+    def routing(self, layer: int) -> Routing:
+        return Routing(
+            expert_TK=self.expert_TK[layer].to(torch.int64),
+            gate_TK=self.gate_TK[layer],
+            num_experts=self.num_experts,
+            ragged=False,
+        )
+
+    def routings(self) -> list[Routing]:
+        """Of all layers, in the order of `labels`."""
+        return [self.routing(layer) for layer in self.names]
+
+    def labels(self) -> dict[str, Tensor]:
+        """layer_T, position_T and document_T of the routings one after another, as write_trace takes them."""
+        T, L = self.num_tokens, len(self.names)
+        return {
+            "layer_T": torch.tensor([*self.names]).repeat_interleave(T),
+            "position_T": self.position_T.repeat(L),
+            "document_T": self.document_T.repeat(L),
+        }
+
+
+def pieces(documents: Sequence[Tensor], *, batch: int, sequence: int) -> Iterator[Pieces]:
+    """Documents (1-dimensional token ids) cut into pieces of `sequence` tokens, `batch` of them together.
+
+    What is left at the end of a document is a shorter piece alone, so nothing is padded and nothing lost.
+    """
+    if batch < 1 or sequence < 1:
+        raise ValueError(f"batch={batch} and sequence={sequence}; both must be at least 1")
+    for number, token_T in enumerate(documents):
+        whole = token_T.shape[0] // sequence
+        for first in range(0, whole, batch):
+            last = min(first + batch, whole)
+            yield Pieces(
+                token_BN=token_T[first * sequence : last * sequence].view(last - first, sequence),
+                document_B=torch.full((last - first,), number),
+                start_B=sequence * torch.arange(first, last),
+            )
+        if whole * sequence < token_T.shape[0]:
+            yield Pieces(
+                token_BN=token_T[whole * sequence :].unsqueeze(0),
+                document_B=torch.tensor([number]),
+                start_B=torch.tensor([whole * sequence]),
+            )
+
+
+def moe_layers(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
+    """{3: ("model.layers.3.mlp.experts", module), ...}: what can be listened to, by layer.
+
+    The number is the one in the module's name where that tells all of them apart, else 0, 1, 2, ...
+    """
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, Router) or _is_experts(module)
+    ]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no MoE layer that can be recorded: neither an experts module of "
+            "Transformers 5 nor a router of this library; convert blocks that hold a list of experts first"
+        )
+    digits = [re.search(r"\d+", name) for name, _ in found]
+    numbers = [int(digit[0]) for digit in digits if digit is not None]
+    if len(set(numbers)) < len(found):
+        numbers = [*range(len(found))]
+    return dict(zip(numbers, found, strict=True))
+
+
+def _is_experts(module: nn.Module) -> bool:
+    if not isinstance(getattr(module, "num_experts", None), int):
+        return False
+    # some, such as DBRX, keep the weights in a module of their own inside
+    weights = [getattr(module, name, None) for name in ("gate_up_proj", "up_proj")]
+    return type(module).__name__.endswith("Experts") or any(
+        isinstance(weight, nn.Parameter) and weight.ndim == 3 for weight in weights
+    )
+
+
+@contextmanager
+def listening(
+    model: nn.Module, take: Callable[[int, Routing], None], *, layers: Iterable[int] | None = None
+) -> Iterator[dict[int, str]]:
+    """Inside the block take(layer, routing) is called whenever one of these layers (None: all) has routed.
+
+    The block gets the layers' names. The hooks are removed at its end, after an error too.
+    """
+    found = moe_layers(model)
+    wanted = [*found] if layers is None else sorted(set(layers))
+    if missing := [layer for layer in wanted if layer not in found]:
+        raise ValueError(
+            f"the model has no MoE layer {', '.join(map(str, missing))}; it has {', '.join(map(str, found))}"
+        )
+    if not wanted:
+        raise ValueError("name at least one layer, or leave layers out to record all")
+    handles = []
+    try:
+        for layer in wanted:
+            name, module = found[layer]
+            handles.append(_hook(layer, name, module, take))
+        yield {layer: found[layer][0] for layer in wanted}
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(layer: int, name: str, module: nn.Module, take: Callable[[int, Routing], None]) -> Any:
+    def after_router(router: nn.Module, arguments: Any, routing: Any) -> None:
+        if not isinstance(routing, Routing):
+            raise NotImplementedError(f"{name} mixes all tokens in every slot: there are no ids to record")
+        take(layer, routing)
+
+    def before_experts(experts: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        given = [*arguments, *keywords.values()]
+        ids = [one for one in given[1:] if isinstance(one, Tensor) and not one.is_floating_point()]
+        gates = [one for one in given[1:] if isinstance(one, Tensor) and one.is_floating_point()]
+        if len(ids) != 1 or len(gates) != 1 or ids[0].ndim != 2 or ids[0].shape != gates[0].shape:
+            raise NotImplementedError(
+                f"{name} ({type(experts).__name__}) is not called with (hidden_states, top_k_index, "
+                "top_k_weights), so its choices cannot be seen"
+            )
+        count = int(experts.num_experts)  # type: ignore[arg-type]
+        take(layer, Routing(expert_TK=ids[0], gate_TK=gates[0], num_experts=count))
+
+    if isinstance(module, Router):
+        return module.register_forward_hook(after_router)
+    return module.register_forward_pre_hook(before_experts, with_kwargs=True)
+
+
+def record(
+    model: nn.Module,
+    batches: Iterable[Pieces],
+    *,
+    layers: Iterable[int] | None = None,
+    max_tokens: int = 1 << 16,
+    max_bytes: int = 4 << 30,
+    call: Callable[[nn.Module, Tensor], Any] | None = None,
+    tell: Callable[[int], None] = lambda tokens: None,
+) -> Recording:
+    """Run the model over the pieces and keep what its MoE layers chose, of the first max_tokens tokens.
+
+    layers     by number as in moe_layers; None: all
+    max_bytes  of the trace file this would become, checked when the first sizes are known
+    call       how the model is given token_BN; None: model(token_BN), for Transformers without cache
+    tell       is called with the number of tokens kept so far
+
+    The model runs in evaluation mode, without gradients, and is left as it was. All layers must have the same
+    number of experts and of choices: record those of one size at a time.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}; there must be at least one")
+    call = call or _call
+    modes = [(module, module.training) for module in model.modules()]
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    heard: dict[int, list[Routing]] = {}
+    kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    where: list[tuple[Tensor, Tensor]] = []
+    tokens, num_experts = 0, 0
+
+    def hear(layer: int, routing: Routing) -> None:
+        heard.setdefault(layer, []).append(routing)
+
+    try:
+        model.eval()
+        with torch.no_grad(), listening(model, hear, layers=layers) as names:
+            for batch in batches:
+                heard.clear()
+                call(model, batch.token_BN.to(device))
+                B, N = batch.token_BN.shape
+                routings = {layer: _only(heard.get(layer, []), name, B * N) for layer, name in names.items()}
+                if not tokens:
+                    num_experts = _check_sizes(routings, max_tokens, max_bytes)
+                take = min(B * N, max_tokens - tokens)
+                for layer, routing in routings.items():
+                    kept.setdefault(layer, []).append(_compact(routing, names[layer], take))
+                where.append(_where(batch, take))
+                tokens += take
+                tell(tokens)
+                if tokens == max_tokens:
+                    break
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    if not tokens:
+        raise ValueError("there was no text to record; give at least one token")
+    return Recording(
+        names=names,
+        expert_TK={layer: torch.cat([ids for ids, _ in parts]) for layer, parts in kept.items()},
+        gate_TK={layer: torch.cat([gates for _, gates in parts]) for layer, parts in kept.items()},
+        position_T=torch.cat([position_T for position_T, _ in where]),
+        document_T=torch.cat([document_T for _, document_T in where]),
+        num_experts=num_experts,
+    )
+
+
+def _call(model: nn.Module, token_BN: Tensor) -> Any:
+    known = inspect.signature(model.forward).parameters
+    if "input_ids" not in known:
+        return model(token_BN)
+    # the logits of a whole vocabulary for every token would outweigh everything else
+    saving = {"use_cache": False, "logits_to_keep": 1}
+    return model(input_ids=token_BN, **{name: value for name, value in saving.items() if name in known})
+
+
+def _only(calls: list[Routing], name: str, tokens: int) -> Routing:
+    if not calls:
+        raise NotImplementedError(
+            f"{name} was not called, or its hooks were not; record a model before it is compiled"
+        )
+    if len(calls) > 1 or calls[0].num_tokens != tokens:
+        rows = ", ".join(str(routing.num_tokens) for routing in calls)
+        raise NotImplementedError(
+            f"{name} was called with {rows} rows for {tokens} tokens, so rows cannot be matched with tokens"
+        )
+    return calls[0]
+
+
+def _check_sizes(routings: Mapping[int, Routing], max_tokens: int, max_bytes: int) -> int:
+    """The number of experts, after all layers were found to have the same, and a file of them all to fit."""
+    layers: dict[tuple[int, int], list[int]] = {}
+    for layer, routing in routings.items():
+        layers.setdefault((routing.num_experts, routing.num_choices), []).append(layer)
+    if len(layers) > 1:
+        sizes = "; ".join(
+            f"E={E} and K={K} in layers {','.join(map(str, these))}" for (E, K), these in layers.items()
+        )
+        raise ValueError(
+            f"the layers differ in size ({sizes}): record each size by itself, naming its layers"
+        )
+    (E, K), these = next(iter(layers.items()))
+    needed = max_tokens * len(these) * (K * PAIR_BYTES + TOKEN_BYTES)
+    if needed > max_bytes:
+        fit = max_bytes * max_tokens // needed
+        raise ValueError(
+            f"{max_tokens:,} tokens in {len(these)} layers make {needed:,} bytes, over the limit of "
+            f"{max_bytes:,}; record at most {fit:,} tokens or fewer layers"
+        )
+    return E
+
+
+def _compact(routing: Routing, name: str, take: int) -> tuple[Tensor, Tensor]:
+    expert_TK = routing.expert_TK[:take].cpu()
+    outside_TK = (expert_TK < 0) | (expert_TK >= routing.num_experts)
+    if bool(outside_TK.any()):
+        raise NotImplementedError(
+            f"{name} sent some tokens to fewer than {routing.num_choices} experts with weights; a "
+            "trace holds K real experts for every token"
+        )
+    small = torch.int16 if routing.num_experts < 2**15 else torch.int32
+    # a copy each: a view would keep the whole batch, and the model may write to its own tensors again
+    return (
+        expert_TK.to(small),
+        routing.gate_TK[:take].detach().to("cpu", torch.float32, copy=True),
+    )
+
+
+def _where(batch: Pieces, take: int) -> tuple[Tensor, Tensor]:
+    N = batch.token_BN.shape[1]
+    position_T = (batch.start_B.unsqueeze(1) + torch.arange(N)).flatten()[:take]
+    return position_T.clone(), batch.document_B.repeat_interleave(N)[:take].clone()

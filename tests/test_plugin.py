@@ -1,0 +1,442 @@
+"""The plug-in for Transformers gives what the models' own experts give, notices changed weights, says what
+runs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import use_experts_implementation
+
+import moe_routing_bench.models.transformers as plugin
+from moe_routing_bench import native, use_decisions
+from moe_routing_bench.accuracy import judge
+from moe_routing_bench.machine import this_machine
+from moe_routing_bench.models.reading import experts_modules, read
+from moe_routing_bench.ops.decisions import SCHEMA, VERSION
+from moe_routing_bench.ops.expert_ffn.native import packed
+from tiny_models import MODELS, gradients, make, tokens
+
+OURS = "moe_routing_bench"
+needs_compiler = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("impl", [OURS, f"{OURS}:staged"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_all_gradients_are_those_of_eager(name: str, impl: str) -> None:
+    model, ids = make(name), tokens()
+    logits, gradient = gradients(model, ids)
+    model.set_experts_implementation(impl)
+    ours, our_gradient = gradients(model, ids)
+    close(ours, logits)
+    assert our_gradient.keys() == gradient.keys()
+    for path in gradient:
+        close(our_gradient[path], gradient[path])
+    with torch.no_grad():
+        close(model(ids).logits, logits)  # without gradients other kernels run
+    # the experts matter: without them the logits are others
+    for _, module in experts_modules(model):
+        module.down_proj.data.zero_()
+    with torch.no_grad():
+        assert (model(ids).logits - logits).abs().max() > 0.01 * logits.abs().max()
+
+
+def choices(model: Any, ids: Tensor) -> list[Tensor]:
+    found: list[Tensor] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args: found.append(args[1].sort(-1).values))
+        for _, module in experts_modules(model)
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_is_as_precise_as_eager(name: str) -> None:
+    """Judged on texts for which float64 and bfloat16 choose the same experts: rounding may choose others."""
+    exact, model = make(name).bfloat16().double(), make(name).bfloat16()
+    found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    texts = 0
+    for seed in range(60):
+        ids = tokens(1, 4, seed)
+        model.set_experts_implementation("eager")
+        true_choices, plain_choices = choices(exact, ids), choices(model, ids)
+        model.set_experts_implementation(OURS)
+        if not all(map(same, true_choices, plain_choices, choices(model, ids))):
+            continue
+        (ours, our_gradient), (oracle, true_gradient) = gradients(model, ids), gradients(exact, ids)
+        with torch.no_grad():
+            without = model(ids).logits
+        model.set_experts_implementation("eager")
+        plain, plain_gradient = gradients(model, ids)
+        found.setdefault("logits", []).append((ours, oracle, plain))
+        found.setdefault("logits without gradients", []).append((without, oracle, plain))
+        for path in true_gradient:
+            numbers = our_gradient[path], true_gradient[path], plain_gradient[path]
+            found.setdefault(path, []).append(numbers)
+        texts += 1
+        if texts == 6:
+            break
+    assert texts == 6
+    for what, numbers in found.items():
+        verdict = judge(*(torch.stack(each) for each in zip(*numbers, strict=True)))
+        assert verdict.passed, f"{what}: {verdict.sentence}"
+
+
+def same(*tensors: Tensor) -> bool:
+    return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
+    model, ids = make(name), tokens(1, 5)
+    given = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, **given)
+    model.set_experts_implementation(OURS)
+    assert torch.equal(model.generate(ids, **given), expected)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=f"{OURS}:staged")
+    assert again.config._experts_implementation == f"{OURS}:staged"
+    assert torch.equal(again.generate(ids, **given), expected)
+
+
+def test_names() -> None:
+    model = make("qwen3_moe")
+    model.set_experts_implementation(f"{OURS}:native(store=int8)")
+    with pytest.raises(ValueError, match="not supported"):
+        model.set_experts_implementation(f"{OURS}:staged(combine=index_add,dispatch=one_hot_matmul)")
+    name = plugin.register("staged(combine=index_add,dispatch=one_hot_matmul)")
+    model.set_experts_implementation(name)
+    model(tokens())
+    with pytest.raises(ValueError, match="no implementation 'natvie'; did you mean 'native'"):
+        plugin.register("natvie")
+
+
+@needs_compiler
+def test_what_runs_is_said() -> None:
+    model = make("gpt_oss")
+    model.set_experts_implementation(OURS)
+    told = plugin.implementations(model)
+    assert [one.module for one in told] == [path for path, _ in experts_modules(model)] and len(told) == 2
+    assert told[0].implementation == "native"
+    assert "swiglu_oai" in str(told) and "decisions are off" in str(told)
+    model.double()
+    assert plugin.implementations(model)[0].implementation.startswith("staged(")
+    assert "native cannot run: it computes bfloat16 or float32" in str(plugin.implementations(model))
+    model.set_experts_implementation("eager")
+    assert plugin.implementations(model)[0].implementation == "eager"
+    own = make("gelu_tanh")
+    own.set_experts_implementation(OURS)
+    assert "the model's own function" in str(plugin.implementations(own))
+    assert "GELUTanh" in str(plugin.implementations(own))
+
+
+@needs_compiler
+def test_a_named_implementation_that_cannot_run_says_why() -> None:
+    model = make("qwen3_moe").double()
+    model.set_experts_implementation(f"{OURS}:native")
+    with pytest.raises(NotImplementedError, match="float64"), torch.no_grad():
+        model(tokens())
+    assert plugin.implementations(model)[0].implementation == "none"
+    own = make("gelu_tanh")
+    own.set_experts_implementation(f"{OURS}:eager_loop")
+    with pytest.raises(NotImplementedError, match="does not know that of this model"), torch.no_grad():
+        own(tokens())
+
+
+def test_measured_decisions_are_followed(decided: Callable[..., Path]) -> None:
+    model = make("qwen3_moe")
+    model.set_experts_implementation(OURS)
+    use_decisions(decided("eager_loop"))
+    try:
+        assert plugin.implementations(model, tokens=14)[0].implementation == "eager_loop"
+        assert "measured winner" in str(plugin.implementations(model, tokens=14))
+        want = gradients(make("qwen3_moe"), tokens())[0]
+        with torch.no_grad():
+            close(model(tokens()).logits, want)
+    finally:
+        use_decisions(None)
+
+
+@pytest.fixture
+def decided(tmp_path: Path) -> Callable[..., Path]:
+    def write(impl: str) -> Path:
+        entry = {
+            "op": "expert_ffn", "D": 32, "F": 24, "E": 8, "K": 2, "dtype": "float32", "layout": "compact",
+            "activation": "swiglu", "workload": "uniform", "overall": impl, "threads": 1,
+            "regret_median": 0.0, "regret_worst": 0.0, "by_tokens": [],
+        }  # fmt: skip
+        here = this_machine()
+        document = {
+            "schema": SCHEMA, "version": VERSION, "machine": here.name, "torch": here.torch,
+            "made_at": "2026-11-14T10:00:00Z", "from": "results/test", "entries": [entry],
+        }  # fmt: skip
+        path = tmp_path / "decisions.json"
+        path.write_text(json.dumps(document))
+        return path
+
+    return write
+
+
+def experts_of(name: str) -> Any:
+    return next(module for _, module in experts_modules(make(name)))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "nemotron_h", "gelu_tanh"])
+def test_ids_past_the_experts_add_exactly_nothing(name: str, grad: bool) -> None:
+    module = experts_of(name)
+    x = torch.randn(5, 32, requires_grad=grad)
+    ids = torch.tensor([[0, 8], [8, 3], [8, 8], [2, 11], [5, 1]])
+    there = ids < 8
+    gates = torch.where(there, torch.rand(5, 2), torch.nan).requires_grad_(grad)
+    d_y = torch.randn(5, 32)
+
+    def run(ids: Tensor, gates: Tensor, impl: str) -> tuple[Tensor, ...]:
+        with torch.set_grad_enabled(grad):
+            y = plugin.experts_forward(module, x, ids, gates, impl=impl)
+            wanted = [x, gates, *module.parameters()]
+            return (y, *(torch.autograd.grad(y, wanted, d_y) if grad else ()))
+
+    for impl in ("native", "staged"):
+        if impl == "native" and native.why_not():
+            continue
+        y, *found = run(ids, gates, impl)
+        assert torch.equal(y[2], torch.zeros(32))
+        assert all(one.isfinite().all() for one in (y, *found))
+        # the same with the absent pairs given to an expert at gate 0
+        zero = torch.where(there, gates, 0.0).detach().requires_grad_(grad)
+        want, *expected = run(torch.where(there, ids, (ids[:, :1] + 4) % 8), zero, impl)
+        close(y, want)
+        for i, (got, true) in enumerate(zip(found, expected, strict=True)):
+            close(got, torch.where(there, true, 0.0) if i == 1 else true)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_changed_weights_are_noticed(name: str) -> None:
+    module, other = experts_of(name), make(name, seed=1)
+    x, ids, gates = torch.randn(4, 32), torch.randint(8, (4, 1)), torch.ones(4, 1)
+
+    def check(what: str) -> None:
+        with torch.no_grad():
+            got = plugin.experts_forward(module, x.to(module.down_proj.dtype), ids, gates, impl="native")
+            module.config._experts_implementation = "eager"
+            want = module(x.to(module.down_proj.dtype), ids, gates.to(module.down_proj.dtype))
+            wide = got.dtype == torch.bfloat16
+            torch.testing.assert_close(
+                got, want, rtol=3e-2 if wide else 1e-4, atol=3e-2 if wide else 1e-4, msg=what
+            )
+
+    check("at first")
+    module.load_state_dict(next(m for _, m in experts_modules(other)).state_dict())
+    check("load_state_dict")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    plugin.experts_forward(module, x, ids, gates).square().mean().backward()
+    optimizer.step()
+    check("optimizer step")
+    for parameter in module.parameters():
+        parameter.data.mul_(-1.5)
+    check("a write through .data")
+    for parameter in module.parameters():
+        parameter.data = torch.randn_like(parameter) / 6
+    check("other memory")
+    module.bfloat16()
+    check("another dtype")
+    module.float()
+    check("and back")
+    with torch.inference_mode():
+        got = plugin.experts_forward(module, x, ids, gates, impl="native")
+    close(got, plugin.experts_forward(module, x, ids, gates, impl="staged").detach())
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_weights_are_packed_once_and_released(name: str) -> None:
+    gc.collect()
+    model, before = make(name), len(packed)
+    model.set_experts_implementation(OURS)
+    with torch.no_grad():
+        model(tokens())
+        preparations = list(packed._kept.values())
+        model(tokens())
+    assert len(packed) - before == 2
+    assert list(packed._kept.values()) == preparations  # none was made anew
+    assert plugin.release(model) >= 2 * 8 * 3 * 32 * 24 * 4
+    assert len(packed) == before
+    assert plugin.release(model) == 0
+    with torch.no_grad():
+        model(tokens())
+    assert len(packed) - before == 2
+    del model, preparations
+    gc.collect()
+    assert len(packed) == before
+
+
+@pytest.mark.parametrize("impl", ["auto", "staged"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_computes_in_the_dtype_of_the_weights(dtype: torch.dtype, impl: str) -> None:
+    module = experts_of("qwen3_moe").to(dtype)
+    x, ids, gates = torch.randn(4, 32), torch.randint(8, (4, 2)), torch.rand(4, 2)
+    want = plugin.experts_forward(module, x.to(dtype), ids, gates, impl=impl)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = plugin.experts_forward(module, x, ids, gates, impl=impl)
+        rounded = plugin.experts_forward(module, x, ids, gates.bfloat16(), impl=impl)
+    assert got.dtype == rounded.dtype == torch.float32
+    assert torch.equal(got, want.float())
+    torch.testing.assert_close(rounded, got, rtol=2e-2, atol=2e-2)
+
+
+@use_experts_implementation(has_post_expert_norm=True)
+class NormedExperts(nn.Module):
+    """As muse_spark's: what an expert gives is normalised before the gates."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.num_experts = 4
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 12, 8))
+        self.down_proj = nn.Parameter(torch.randn(4, 8, 6))
+        self.act_fn = nn.SiLU()
+        self.post_expert_norm = nn.LayerNorm(8)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        y = torch.zeros_like(hidden_states)
+        for t, k in torch.cartesian_prod(torch.arange(len(y)), torch.arange(top_k_index.shape[1])).tolist():
+            if (e := int(top_k_index[t, k])) < 4:
+                gate, up = (self.gate_up_proj[e] @ hidden_states[t]).chunk(2)
+                found = self.post_expert_norm(self.down_proj[e] @ (self.act_fn(gate) * up))
+                y[t] = y[t] + top_k_weights[t, k] * found
+        return y
+
+
+@pytest.mark.parametrize("impl", ["auto", "staged"])
+def test_a_norm_after_the_experts(impl: str) -> None:
+    class Config:
+        _experts_implementation = "eager"
+
+    module = NormedExperts(Config())
+    x, ids = torch.randn(5, 8), torch.tensor([[0, 1], [3, 4], [2, 0], [4, 4], [1, 3]])
+    gates = torch.rand(5, 2)
+    want = module(x, ids, gates)
+    got = plugin.experts_forward(module, x, ids, gates, impl=impl)
+    close(got, want)
+    for ours, true in zip(
+        torch.autograd.grad(got.square().sum(), list(module.parameters())),
+        torch.autograd.grad(want.square().sum(), list(module.parameters())),
+        strict=True,
+    ):
+        close(ours, true)
+    assert "normalises" in read(module).why
+
+
+def test_gates_of_other_strength_are_not_mistaken_for_gpt_oss() -> None:
+    module = experts_of("gpt_oss")
+    assert read(module).activation == "swiglu_oai" and read(module).interleaved
+    module.limit = 2.0
+    assert read(module).activation is None and "2.0" in read(module).why
+    x, ids, gates = torch.randn(4, 32) * 9, torch.randint(8, (4, 2)), torch.rand(4, 2)
+    module.config._experts_implementation = "eager"
+    close(plugin.experts_forward(module, x, ids, gates).detach(), module(x, ids, gates).detach())
+    changed = experts_of("qwen3_moe")
+    changed._apply_gate = lambda h: h[..., :24]
+    assert read(changed).activation is None
+
+
+@needs_compiler
+def test_gpt_oss_is_clamped_alike() -> None:
+    module = experts_of("gpt_oss")
+    x, ids, gates = torch.randn(6, 32) * 20, torch.randint(8, (6, 2)), torch.rand(6, 2)
+    module.config._experts_implementation = "eager"
+    with torch.no_grad():
+        want = module(x, ids, gates)
+        for impl in ("native", "native(level=avx2)", "staged"):
+            close(plugin.experts_forward(module, x, ids, gates, impl=impl), want)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch's own, in dynamo
+def test_compiled(name: str) -> None:
+    module = experts_of(name)
+    x, gates = torch.randn(4, 32, requires_grad=True), torch.rand(4, 2, requires_grad=True)
+    chosen = torch.rand(4, 8).argsort(-1)[:, :2]
+    module.config._experts_implementation = OURS
+    leaves = [x, gates, *module.parameters()]
+    want = module(x, chosen, gates)
+    true = torch.autograd.grad(want.square().sum(), leaves)
+    whole = torch.compile(copy.copy(module), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        close(whole(x, chosen, gates), want)
+        whole(x, chosen, gates)
+        made = list(packed._kept.values())
+        assert made or native.why_not()
+        close(whole(x, chosen, gates), want)
+        assert list(packed._kept.values()) == made  # a compiled model packs once too
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="with gradients wanted the experts run kernels"):
+        whole(x, chosen, gates)
+    torch._dynamo.reset()
+    broken = torch.compile(copy.copy(module), backend="aot_eager")
+    for got, expected in zip(
+        torch.autograd.grad(broken(x, chosen, gates).square().sum(), leaves), true, strict=True
+    ):
+        close(got, expected)
+    torch._dynamo.reset()
+
+
+def test_one_graph_serves_no_layer_of_another_kind() -> None:
+    """torch.compile shares graphs between modules of a class; what was read must be guarded."""
+    x, gates = torch.randn(4, 32), torch.rand(4, 2)
+    chosen = torch.rand(4, 8).argsort(-1)[:, :2]
+    changes = {
+        "qwen3_moe": [
+            {},
+            {"act_fn": nn.GELU()},
+            {"act_fn": nn.ReLU()},
+            {"_apply_gate": lambda h: h[..., :24]},
+        ],
+        "gpt_oss": [{}, {"limit": 0.5}],
+    }
+    for name, kinds in changes.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda module, *args: module(*args), backend="aot_eager")
+        for kind in kinds:
+            module = experts_of(name)
+            for attribute, value in kind.items():
+                setattr(module, attribute, value)
+            with torch.no_grad():
+                module.config._experts_implementation = "grouped_mm"
+                want = module(x, chosen, gates)
+                module.config._experts_implementation = OURS
+                close(compiled(module, x, chosen, gates), want)
+    torch._dynamo.reset()
+
+
+def test_a_function_of_the_models_own_breaks_the_graph_and_says_so() -> None:
+    module = experts_of("gelu_tanh")
+    module.config._experts_implementation = OURS
+    args = (torch.randn(4, 32), torch.rand(4, 8).argsort(-1)[:, :2], torch.rand(4, 2))
+    with torch.no_grad():
+        close(torch.compile(module, backend="aot_eager")(*args), module(*args))
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="own activation is called between kernels"):
+            torch.compile(module, fullgraph=True, backend="aot_eager")(*args)
+    torch._dynamo.reset()

@@ -1,0 +1,531 @@
+"""Recording a model's routing: the model is left alone, the file holds what was chosen, replay too."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_routing_bench.bench.trace import ENTRY, Trace, read_trace, write_trace
+from moe_routing_bench.bench.trace_summary import Overlap, lift_EE, summarise
+from moe_routing_bench.bench.workloads import make_workload
+from moe_routing_bench.layer import MoE
+from moe_routing_bench.load import LoadStatistics
+from moe_routing_bench.models.recording import listening, moe_layers, pieces, record
+from moe_routing_bench.routing import Routing
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 16, "moe_intermediate_size": 8,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+    "qwen3": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 3}, [0, 1, 2]),
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3}, [0, 1, 2]),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}, [0, 1, 2]),
+    "gpt_oss": ("GptOss", {"num_local_experts": 8, "num_experts_per_tok": 3}, [0, 1, 2]),
+    # its first layer is dense, so the numbers begin at 1
+    "deepseek": (
+        "DeepseekV3",
+        {
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2,
+            "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "head_dim": 4,
+        },
+        [1, 2],
+    ),
+}  # fmt: skip
+
+
+def made(name: str, **change: Any) -> Any:
+    family, options, _ = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **options, **change})
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def texts(*lengths: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    return [torch.randint(256, (length,), generator=draw) for length in lengths]
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+class Own(nn.Module):
+    """Two of our layers behind an embedding."""
+
+    def __init__(self, *layers: MoE):
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.blocks = nn.ModuleList(layers or (MoE(D=16, F=8, E=8, K=3), MoE(D=16, F=8, E=8, K=3)))
+
+    def forward(self, token_BN: Tensor) -> Tensor:
+        x = self.embed(token_BN)
+        for block in self.blocks:
+            x = x + block(x)[0]
+        return x
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_results_stay_the_same_and_choices_are_the_routers_own(name: str) -> None:
+    model, numbers = made(name), MODELS[name][2]
+    token_BN = texts(24)[0].view(2, 12)
+    # what the model's routers return, seen in another way than the recorder's
+    said: list[tuple[Tensor, ...]] = []
+    experts = [module for _, module in moe_layers(model).values()]
+    blocks = [block for block in model.modules() if any(child in experts for child in block.children())]
+    assert len(blocks) == len(experts) == len(numbers)
+    handles = [
+        module.register_forward_hook(lambda module, given, result: said.append((given[0], *result)))
+        for block in blocks
+        for child, module in block.named_children()
+        if child in ("gate", "router") and name != "deepseek"
+    ]
+    with torch.no_grad():
+        before = model(token_BN).logits
+        heard: list[tuple[int, Routing]] = []
+        said.clear()
+        with listening(model, lambda layer, routing: heard.append((layer, routing))):
+            during = model(token_BN).logits
+        for handle in handles:
+            handle.remove()
+        after = model(token_BN).logits
+    assert torch.equal(before, during) and torch.equal(before, after)
+    assert [layer for layer, _ in heard] == numbers and hooks_of(model) == 0
+    for place, (_, routing) in enumerate(heard):
+        assert routing.expert_TK.shape == (24, 3) and routing.num_experts == 8
+        if name != "deepseek":
+            _, _, gate_TK, expert_TK = said[place]
+            assert torch.equal(routing.expert_TK, expert_TK) and torch.equal(routing.gate_TK, gate_TK)
+        replace(routing, ragged=False).validate()
+
+
+def test_every_function_of_transformers_is_heard() -> None:
+    model, token_BN = made("qwen3"), texts(24)[0].view(2, 12)
+    found = {}
+    for name in ("eager", "grouped_mm", "batched_mm"):
+        model.set_experts_implementation(name)
+        one = record(model, pieces([token_BN.flatten()], batch=2, sequence=12))
+        found[name] = torch.cat([*one.expert_TK.values()])
+    assert torch.equal(found["eager"], found["grouped_mm"])
+    assert torch.equal(found["eager"], found["batched_mm"])
+
+
+def test_labels_and_order() -> None:
+    model = made("deepseek")
+    documents = texts(11, 7)
+    found = record(model, pieces(documents, batch=2, sequence=4))
+    assert found.position_T.tolist() == [*range(11), *range(7)]
+    assert found.document_T.tolist() == [0] * 11 + [1] * 7
+    assert found.names == {n: f"model.layers.{n}.mlp.experts" for n in (1, 2)}
+    labels = found.labels()
+    assert labels["layer_T"].tolist() == [1] * 18 + [2] * 18
+    assert labels["position_T"].tolist() == found.position_T.tolist() * 2
+    assert found.expert_TK[1].dtype == torch.int16 and found.gate_TK[1].dtype == torch.float32
+    # each token alone: piece by piece the rows are those of one call with the same context
+    heard: list[Routing] = []
+    with torch.no_grad(), listening(model, lambda layer, routing: heard.append(routing), layers=[2]):
+        model(documents[1][4:].unsqueeze(0))
+    assert torch.equal(found.routing(2).expert_TK[15:], heard[0].expert_TK)
+
+
+def test_our_own_layers_are_heard_and_left_as_they_were() -> None:
+    model = Own()
+    model.blocks[1].eval()
+    model.blocks[0].train()
+    modes = [module.training for module in model.modules()]
+    token_BN = texts(12)[0].view(1, 12)
+    before = model(token_BN)
+    found = record(model, pieces([token_BN[0]], batch=1, sequence=12), layers=[1])
+    assert [module.training for module in model.modules()] == modes and hooks_of(model) == 0
+    assert found.names == {1: "blocks.1.router"}
+    assert torch.equal(model(token_BN), before)
+    x = model.embed(token_BN)
+    routing = model.blocks[1].router((x + model.blocks[0](x)[0]).view(12, 16))
+    assert torch.equal(found.routing(1).expert_TK, routing.expert_TK)
+    assert torch.equal(found.gate_TK[1], routing.gate_TK)
+
+
+def test_hooks_go_after_an_error() -> None:
+    model = made("qwen3").train()
+
+    def call(model: nn.Module, token_BN: Tensor) -> None:
+        model(token_BN)
+        raise KeyError("in the middle")
+
+    with pytest.raises(KeyError, match="in the middle"):
+        record(model, pieces(texts(8), batch=1, sequence=4), call=call)
+    assert hooks_of(model) == 0 and all(module.training for module in model.modules())
+
+    def take(layer: int, routing: Routing) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), listening(model, take):
+        model(texts(4)[0].unsqueeze(0))
+    assert hooks_of(model) == 0
+
+
+def test_memory_is_bounded() -> None:
+    model, told, seen = made("qwen3"), [], 0
+
+    def counted() -> Any:
+        nonlocal seen
+        for one in pieces(texts(1000), batch=2, sequence=5):
+            seen += 1
+            yield one
+
+    found = record(model, counted(), max_tokens=23, tell=told.append)
+    assert found.num_tokens == 23 and told == [10, 20, 23] and seen == 3
+    assert found.expert_TK[0].shape == (23, 3)
+    # no view that would keep a whole batch
+    assert found.gate_TK[0].untyped_storage().nbytes() == 23 * 3 * 4
+    with pytest.raises(ValueError, match=r"1,000 tokens in 3 layers make 144,000 bytes.*at most 694 tokens"):
+        record(model, pieces(texts(9), batch=1, sequence=9), max_tokens=1000, max_bytes=100_000)
+
+
+class Chatty(Own):
+    def forward(self, token_BN: Tensor) -> Tensor:
+        super().forward(token_BN)
+        return super().forward(token_BN)
+
+
+class Silent(Own):
+    def forward(self, token_BN: Tensor) -> Tensor:
+        return self.embed(token_BN)
+
+
+REFUSED = {
+    "no MoE layer": (lambda: nn.Linear(2, 2), {}, ValueError, "no MoE layer that can be recorded"),
+    "other layer": (Own, {"layers": [5]}, ValueError, "no MoE layer 5; it has 0, 1"),
+    "no layers": (Own, {"layers": []}, ValueError, "at least one layer"),
+    "called twice": (Chatty, {}, NotImplementedError, "with 8, 8 rows for 8 tokens"),
+    "never called": (Silent, {}, NotImplementedError, "blocks.0.router was not called"),
+    "no tokens wanted": (Own, {"max_tokens": 0}, ValueError, "at least one"),
+    "two sizes": (
+        lambda: Own(MoE(D=16, F=8, E=8, K=2), MoE(D=16, F=8, E=4, K=2), MoE(D=16, F=8, E=8, K=2)),
+        {},
+        ValueError,
+        "E=8 and K=2 in layers 0,2; E=4 and K=2 in layers 1",
+    ),
+    "soft": (
+        lambda: Own(MoE(D=16, F=8, E=4, K=1, router="soft_moe")),
+        {},
+        NotImplementedError,
+        "mixes all tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "options", "kind", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_recorded_says_why(make, options, kind, said) -> None:
+    model = make()
+    with pytest.raises(kind, match=said) as caught:
+        record(model, pieces(texts(8), batch=1, sequence=8), **options)
+    assert "\n" not in str(caught.value) and hooks_of(model) == 0
+
+
+def test_absent_experts_and_unknown_calls_are_refused() -> None:
+    class OddExperts(nn.Module):
+        num_experts = 4
+
+        def forward(self, *given: Tensor) -> Tensor:
+            return given[0]
+
+    class Odd(nn.Module):
+        def __init__(self, *given: Tensor):
+            super().__init__()
+            self.experts, self.given = OddExperts(), given
+
+        def forward(self, token_BN: Tensor) -> Tensor:
+            return self.experts(torch.zeros(2, 3), *self.given)
+
+    ids, gates = torch.tensor([[0, 4], [1, 2]]), torch.ones(2, 2)
+    for given, said in (
+        ((ids, gates), "fewer than 2 experts with weights"),
+        ((ids - 1, gates), "fewer than 2"),
+        ((), "its choices cannot be seen"),
+        ((ids, gates[:1]), "its choices cannot be seen"),
+    ):
+        with pytest.raises(NotImplementedError, match=said):
+            record(Odd(*given), pieces(texts(2), batch=1, sequence=2))
+    assert record(Odd(gates, ids.clamp(max=3)), pieces(texts(2), batch=1, sequence=2)).num_tokens == 2
+
+
+def test_a_router_in_training_is_recorded_as_in_use() -> None:
+    model = Own(MoE(D=16, F=8, E=8, K=3, router="noisy_topk")).train()
+    found = record(model, pieces(texts(64), batch=1, sequence=64))
+    with torch.no_grad():
+        quiet = model.eval().blocks[0].router(model.embed(texts(64)[0]))
+    assert torch.equal(found.routing(0).expert_TK, quiet.expert_TK)
+
+
+def test_what_was_heard_does_not_change_later() -> None:
+    class ReusedExperts(nn.Module):
+        num_experts = 4
+
+        def forward(self, x_TD: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+            return x_TD
+
+    class Reused(nn.Module):
+        """One buffer for the gates of all calls."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts, self.gates = ReusedExperts(), torch.zeros(2, 2)
+
+        def forward(self, token_BN: Tensor) -> Tensor:
+            self.gates += 1
+            return self.experts(torch.zeros(2, 3), torch.tensor([[0, 1], [2, 3]]), self.gates)
+
+    found = record(Reused(), pieces(texts(6), batch=1, sequence=2))
+    assert found.gate_TK[0][:, 0].tolist() == [1, 1, 2, 2, 3, 3]
+
+
+def test_pieces_lose_and_repeat_nothing() -> None:
+    documents = texts(0, 1, 8, 13)
+    for batch, sequence in ((1, 1), (3, 4), (2, 5), (9, 50)):
+        back: list[list[int]] = [[] for _ in documents]
+        for one in pieces(documents, batch=batch, sequence=sequence):
+            B, N = one.token_BN.shape
+            assert 1 <= B <= batch and 1 <= N <= sequence
+            for tokens, number, start in zip(one.token_BN, one.document_B, one.start_B, strict=True):
+                assert start == len(back[number])
+                back[number] += tokens.tolist()
+        assert back == [document.tolist() for document in documents]
+    with pytest.raises(ValueError, match="at least 1"):
+        next(pieces(documents, batch=0, sequence=1))
+    with pytest.raises(ValueError, match="no text to record"):
+        record(Own(), pieces(texts(0), batch=1, sequence=1))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    found = record(made("qwen3"), pieces(texts(40, 25), batch=2, sequence=16))
+    path = tmp_path / "a, b=(1).safetensors"
+    write_trace(path, *found.routings(), source="a test", documents=["one", "two"], **found.labels())
+    return path
+
+
+def test_replay_has_exactly_the_recorded_statistics(recorded: Path) -> None:
+    trace = read_trace(recorded)
+    assert trace.documents == ("one", "two")
+    for layer in (0, 1, 2):
+        for document, tokens in ((None, 65), (0, 40), (1, 25)):
+            part = trace.part(layer=layer, document=document)
+            assert part.routing.num_tokens == tokens and part.layer_T.unique().tolist() == [layer]
+            more = "" if document is None else f",document={document}"
+            name = f"trace({recorded},layer={layer}{more})"
+            for seed in (0, 1):
+                replayed = make_workload(name, T=tokens, E=8, K=3, seed=seed)
+                assert replayed.name == name == make_workload(replayed.name, T=1, E=8, K=3).name
+                assert replayed.statistics().to_dict() == LoadStatistics.of(part.routing).to_dict()
+                assert torch.equal(replayed.routing.load_E(), part.routing.load_E())
+                # from another token on, ids and gates of one token still together
+                shifts = [
+                    shift
+                    for shift in range(tokens)
+                    if torch.equal(replayed.routing.expert_TK, part.routing.expert_TK.roll(-shift, 0))
+                    and torch.equal(replayed.routing.gate_TK, part.routing.gate_TK.roll(-shift, 0))
+                ]
+                assert len(shifts) == 1
+    everything = make_workload(f"trace({recorded})", T=195, E=8, K=3)
+    assert everything.statistics().to_dict() == LoadStatistics.of(trace.routing).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("layer=7", "no layer 7; there are 0, 1, 2"),
+        ("document=2", "no document 2; there are 0, 1"),
+        (f"layer={10**30}", "no layer 1000000"),
+        ("layer=two", "must be a whole number"),
+        ("layer=1,layer=2", "each once"),
+    ],
+)
+def test_parts_that_are_not_there_are_refused(recorded: Path, words: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        make_workload(f"trace({recorded},{words})", T=4, E=8, K=3)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_trace_without_labels_has_no_parts(tmp_path: Path) -> None:
+    write_trace(tmp_path / "t", make_workload("zipf(1)", T=20, E=8, K=2).routing, source="test")
+    with pytest.raises(ValueError, match="does not say which layer"):
+        make_workload(f"trace({tmp_path / 't'},layer=0)", T=4, E=8, K=2)
+    one = summarise(read_trace(tmp_path / "t"))
+    assert len(one) == 1 and one[0].layer is None and one[0].overlap is None
+
+
+def test_a_file_written_anew_is_read_anew(recorded: Path) -> None:
+    name = f"trace({recorded},layer=0)"
+    before = make_workload(name, T=65, E=8, K=3)
+    write_trace(
+        recorded, make_workload("one_expert", T=7, E=8, K=3).routing, source="x", layer_T=torch.zeros(7)
+    )
+    assert make_workload(name, T=65, E=8, K=3).checksum != before.checksum
+
+
+def parts_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    content = path.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def write_parts(path: Path, header: Any, data: bytes) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+@pytest.mark.parametrize("name", ["expert_TK", "gate_TK", "layer_T", "position_T", "document_T"])
+def test_one_changed_bit_anywhere_is_noticed(recorded: Path, name: str) -> None:
+    header, data = parts_of(recorded)
+    begin, end = header[name]["data_offsets"]
+    for place in (begin, (begin + end) // 8 * 4, end - 4):
+        changed = bytearray(data)
+        changed[place] ^= 1
+        write_parts(recorded, header, bytes(changed))
+        for use in (read_trace, lambda path: make_workload(f"trace({path})", T=4, E=8, K=3)):
+            with pytest.raises(ValueError, match=r"changed or damaged|outside|twice") as caught:
+                use(recorded)
+            assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("source", "another", "not those it was written with"),
+        ("documents", ["one", "three"], "not those it was written with"),
+        ("documents", None, "must be a list of names"),
+        ("documents", [1], "must be a list of names"),
+        ("documents", ["\ud800"], "half a character"),
+        ("content", 5, "must be a checksum"),
+        ("content", "", "not those it was written with"),
+        ("num_experts", 9, "changed or damaged"),
+    ],
+)
+def test_changed_words_are_noticed(recorded: Path, key: str, value: Any, said: str) -> None:
+    header, data = parts_of(recorded)
+    words = json.loads(header["__metadata__"][ENTRY])
+    header["__metadata__"][ENTRY] = json.dumps({**words, key: value})
+    write_parts(recorded, header, data)
+    with pytest.raises(ValueError, match=said):
+        read_trace(recorded)
+
+
+def test_words_too_long_to_be_read_are_not_written(tmp_path: Path) -> None:
+    routing = make_workload("zipf(1)", T=2, E=8, K=2).routing
+    with pytest.raises(ValueError, match="more than a reader takes"):
+        write_trace(tmp_path / "t", routing, source="x", documents=["y" * 300_000])
+    with pytest.raises(ValueError, match="half a character"):
+        write_trace(tmp_path / "t", routing, source="\ud800")
+    assert not [*tmp_path.iterdir()]
+
+
+def hostile(draw: random.Random) -> dict[str, Any]:
+    """Labels nobody would record: the same file, other numbers."""
+    T, E = 12, draw.choice([4, 4097, 1 << 20])
+    K = draw.choice([2, 3]) if E == 4 else draw.choice([2, 65])
+    odd = [0, -1, 2**63 - 1, -(2**63), 2**40, 7]
+    ids = torch.stack([(draw.randrange(E) + torch.arange(K)) % E for _ in range(T)])
+    labels = {
+        name: torch.tensor([draw.choice(odd) for _ in range(T)])
+        for name in ("layer_T", "position_T", "document_T")
+        if draw.random() < 0.9
+    }
+    gates = torch.rand(T, K) * draw.choice([0.0, 1.0, -1.0, 1e30])
+    routing = Routing(expert_TK=ids, gate_TK=gates, num_experts=E, ragged=False)
+    documents = draw.choice([[], ["\x1b[2J"], ["a"] * 50])
+    return {"routing": routing, "documents": documents, **labels}
+
+
+def test_odd_labels_give_a_summary_or_a_sentence(tmp_path: Path) -> None:
+    draw, refused = random.Random(5), 0
+    for _ in range(60):
+        given = hostile(draw)
+        write_trace(tmp_path / "t", given.pop("routing"), source="x", **given)
+        trace = read_trace(tmp_path / "t")
+        try:
+            for one in summarise(trace):
+                assert 0 <= one.top_gate <= 1 and sum(one.load_E) == one.tokens * trace.routing.num_choices
+                assert one.overlap is None or 0 <= one.overlap.kept <= 1
+        except ValueError as error:
+            assert "a summary is made of at most" in str(error)
+            refused += 1
+    assert 20 < refused < 55
+
+
+def test_too_many_layers_are_not_summarised(tmp_path: Path) -> None:
+    routing = make_workload("uniform", T=1100, E=4, K=1).routing
+    write_trace(tmp_path / "t", routing, source="x", layer_T=torch.arange(1100))
+    with pytest.raises(ValueError, match="1,100 layers"):
+        summarise(read_trace(tmp_path / "t"))
+
+
+IDS = torch.tensor([[0, 1], [0, 2], [0, 2], [3, 1]])
+
+
+def small_trace(**labels: Tensor) -> Trace:
+    gate_TK = torch.tensor([[0.75, 0.25]]).repeat(4, 1)
+    routing = Routing(expert_TK=IDS, gate_TK=gate_TK, num_experts=4, ragged=False)
+    return Trace(routing=routing, source="", checksum="", **labels)
+
+
+def test_the_worked_examples() -> None:
+    labels = {
+        "layer_T": torch.full((4,), 5),
+        "position_T": torch.arange(4),
+        "document_T": torch.zeros(4).long(),
+    }
+    (one,) = summarise(small_trace(**labels))
+    assert (one.layer, one.tokens, one.load_E, one.dead_experts) == (5, 4, (3, 2, 2, 1), 0)
+    assert one.max_over_mean == 1.5 and one.gini == 0.1875 and one.top_gate == 0.75
+    assert one.entropy_bits == pytest.approx(1.9056, abs=1e-4) and one.document_bits is None
+    assert one.overlap is not None and one.overlap.neighbours == 3 and one.overlap.kept == 0.5
+    assert one.overlap.by_chance == one.overlap.by_document == pytest.approx(10 / 24)
+
+
+def test_overlap_against_a_loop_over_pairs() -> None:
+    draw = torch.Generator().manual_seed(1)
+    T, E, K = 60, 7, 3
+    ids = torch.stack([torch.randperm(E, generator=draw)[:K] for _ in range(T)])
+    document_T = torch.arange(T) % 3 * 10
+    position_T = torch.cat([torch.randperm(20, generator=draw) * (2 if d == 1 else 1) for d in range(3)])
+    position_T = position_T.view(3, 20).T.flatten()
+    routing = Routing(expert_TK=ids, gate_TK=torch.ones(T, K), num_experts=E, ragged=False)
+    found = Overlap.of(routing, position_T, document_T)
+    sets = [set(row) for row in ids.tolist()]
+    where = [*zip(document_T.tolist(), position_T.tolist(), strict=True)]
+    both = [(a, b) for a in range(T) for b in range(T) if a != b]
+    share = {(a, b): len(sets[a] & sets[b]) / K for a, b in both}
+    beside = [(a, b) for a, b in both if where[a][0] == where[b][0] and where[b][1] == where[a][1] + 1]
+    assert found is not None and found.neighbours == len(beside) == 38  # document 1 has gaps everywhere
+    assert found.kept == pytest.approx(sum(share[pair] for pair in beside) / len(beside))
+    assert found.by_chance == pytest.approx(sum(share.values()) / len(both))
+    within = {
+        d: [share[a, b] for a, b in both if where[a][0] == where[b][0] == d] for d in {d for d, _ in where}
+    }
+    wanted = sum(sum(within[where[a][0]]) / len(within[where[a][0]]) for a, _ in beside) / len(beside)
+    assert found.by_document == pytest.approx(wanted)
+    assert Overlap.of(routing, position_T * 5, document_T) is None
+
+
+def test_lift_is_one_for_independent_pairs_and_counts_the_rest() -> None:
+    even = make_workload("uniform", T=20_000, E=6, K=2).routing
+    lift = lift_EE(even)
+    assert lift.diagonal().isnan().all()
+    assert (lift[~torch.eye(6, dtype=torch.bool)] - 1).abs().max() < 0.1
+    # pairs 0-1 and 2-3 only: of the 12 ordered pairs 4 are counted, each 3 times as often as by popularity
+    twins = replace(even, expert_TK=torch.tensor([[0, 1], [2, 3]]).repeat(10, 1), gate_TK=torch.ones(20, 2))
+    lift = lift_EE(replace(twins, num_experts=5))
+    assert lift[0, 1] == lift[3, 2] == 3 and lift[0, 2] == 0 and lift[4].isnan().all()
