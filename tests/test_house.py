@@ -16,7 +16,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
 FLOORS = [
-    ["shapes", "names", "machine", "native", "accuracy", "routing"],
+    ["shapes", "names", "machine", "native", "recycled", "accuracy", "routing"],
     ["plan", "experts", "prepared", "load", "cost"],
     ["ops.registry"],
     ["ops.decisions", "ops.auto", "ops.catalog", "ops.hf", "ops.rows"],
