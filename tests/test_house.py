@@ -23,7 +23,9 @@ FLOORS = [
     ["ops.topk", "ops.make_plan", "ops.dispatch", "ops.grouped_gemm", "ops.combine"],
     ["ops.expert_ffn"],
     ["routers"],
+    ["controllers", "free_experts", "statistics"],
     ["layer"],
+    ["chain", "perft", "presets"],
     [""],  # the package's public names
     ["conformance"],
     ["bench"],

@@ -22,6 +22,7 @@ LETTERS = {
     "B": "sequences that Soft-MoE mixes separately",
     "N": "tokens of one sequence",
     "S": "soft slots of one sequence",
+    "L": "values of a token's label (its domain, its position)",
     "W": "ranks",
 }
 
