@@ -16,15 +16,18 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
 FLOORS = [
-    ["shapes", "names", "machine", "native", "accuracy", "routing"],
+    ["shapes", "names", "machine", "native", "recycled", "accuracy", "routing"],
     ["plan", "experts", "prepared", "load", "cost"],
     ["ops.registry"],
     ["ops.decisions", "ops.auto", "ops.catalog", "ops.hf", "ops.rows"],
     ["ops.topk", "ops.make_plan", "ops.dispatch", "ops.grouped_gemm", "ops.combine"],
     ["ops.expert_ffn"],
     ["routers"],
+    ["controllers", "free_experts", "statistics"],
     ["layer"],
+    ["chain", "perft", "presets"],
     [""],  # the package's public names
+    ["models"],
     ["conformance"],
     ["bench"],
     ["results"],

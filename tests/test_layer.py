@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_routing_bench import ExpertWeights, Layout, MoE, Routing, SoftRouting, TokenInfo, all_routers
+from moe_routing_bench import (
+    ExpertWeights,
+    Layout,
+    MoE,
+    Routing,
+    SoftRouting,
+    TokenInfo,
+    all_routers,
+    from_expert_list,
+    from_transformers,
+    native,
+)
+from moe_routing_bench.free_experts import FreeExperts
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.routers.router import build
+from moe_routing_bench.routers.softmax_topk import ORDERS
 
 D, H, E, K, T = 12, 8, 5, 2, 9
 LAYOUTS = ("compact", "padded(capacity_factor=4)", "block(4)")
@@ -245,3 +259,87 @@ def test_leaks_between_tokens_are_declared(layout: str, causal: bool, batch_depe
         changed_by_earlier |= not torch.allclose(y_TD[T // 2 :], layer(earlier)[0][T // 2 :])
     assert changed_by_later == (not causal)
     assert changed_by_earlier == batch_dependent
+
+
+ONE_EXPERT = [
+    *(("softmax_topk", {"order": order}) for order in ORDERS),
+    ("switch", {}),
+    ("noisy_topk", {}),
+    ("hashed", {}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("impl", ["staged", "eager_loop", "dense_all_experts"])
+@pytest.mark.parametrize("router,options", ONE_EXPERT, ids=str)
+def test_one_expert_is_a_dense_network(router: str, options: dict, impl: str, dtype: torch.dtype) -> None:
+    layer = MoE(D, H, 1, 1, router=router, router_options=options, impl=impl, dtype=dtype)
+    x_TD = torch.randn(T, D).to(dtype)
+    y_TD, routing = layer(x_TD, TokenInfo(token_id_T=torch.arange(T)))
+    assert bool((routing.gate_TK == 1).all())
+    gate_TF, up_TF = (x_TD @ layer.experts.w_in_EDG[0]).chunk(2, dim=1)
+    assert torch.equal(y_TD, (F.silu(gate_TF) * up_TF) @ layer.experts.w_out_EFD[0])
+
+
+def test_shared_experts_with_a_gate_are_those_of_transformers() -> None:
+    modeling = pytest.importorskip("transformers.models.qwen2_moe.modeling_qwen2_moe")
+    config = modeling.Qwen2MoeConfig(
+        hidden_size=D, moe_intermediate_size=H, shared_expert_intermediate_size=6, num_experts=E,
+        num_experts_per_tok=K, norm_topk_prob=False,
+    )  # fmt: skip
+    theirs = modeling.Qwen2MoeSparseMoeBlock(config).double()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    order = {"dtype": torch.float64, "order": "softmax_then_topk"}
+    layer = MoE(
+        D, H, E, K, shared_F=6, shared_gate=True, dtype=torch.float64, router_options=order
+    ).double()  # fmt: skip
+    shared = theirs.shared_expert
+    layer.experts.load_weights(
+        from_transformers(theirs.experts.gate_up_proj, theirs.experts.down_proj, activation="swiglu")
+    )
+    layer.shared.load_weights(
+        from_expert_list(
+            [shared.gate_proj.weight], [shared.up_proj.weight], [shared.down_proj.weight], activation="swiglu"
+        )
+    )
+    with torch.no_grad():
+        layer.router.w_DE.copy_(theirs.gate.weight.T)
+        layer.shared_gate_D1.copy_(theirs.shared_expert_gate.weight.T)
+    x = torch.randn(2, 6, D, dtype=torch.float64)
+    y, _ = layer(x)
+    # their router rounds probabilities to float32
+    torch.testing.assert_close(y, theirs(x), rtol=1e-5, atol=1e-5)
+    y.square().sum().backward()
+    assert float(layer.shared_gate_D1.grad.abs().sum()) > 0
+    with pytest.raises(ValueError, match="give their width with shared_F"):
+        MoE(D, H, E, K, shared_gate=True)
+
+
+@pytest.mark.parametrize("impl", ["staged", "native"])
+@pytest.mark.parametrize("part", ["router", "experts", "all"])
+def test_what_is_frozen_has_no_gradient(monkeypatch, part: str, impl: str) -> None:
+    native_gemm = import_module("moe_routing_bench.ops.grouped_gemm.native")
+    if impl == "native" and (reason := native.why_not()) is not None:
+        pytest.skip(reason)
+    of_weights = []
+    gradient = native_gemm._weight_gradient
+    monkeypatch.setattr(
+        native_gemm, "_weight_gradient", lambda *args: of_weights.append(1) or gradient(*args)
+    )
+    free = FreeExperts(zero=1, copy=1, constant=1)
+    layer = MoE(D, H, E, K, shared_F=4, shared_gate=True, free_experts=free, impl=impl)
+    assert layer.train_only("router").train_only(part) is layer
+    x_TD = torch.randn(T, D, requires_grad=True)
+    y_TD, _ = layer(x_TD)
+    y_TD.square().sum().backward()
+    trained = {name for name, p in layer.named_parameters() if p.grad is not None}
+    routers = {name for name, _ in layer.named_parameters() if name.startswith("router.")}
+    everything = {name for name, _ in layer.named_parameters()}
+    assert trained == {"router": routers, "experts": everything - routers, "all": everything}[part]
+    assert all(float(p.grad.abs().sum()) > 0 for n, p in layer.named_parameters() if n in trained)
+    assert x_TD.grad is not None
+    if impl == "native":
+        assert bool(of_weights) == (part != "router"), "gradients of frozen weights cost nothing"
+    with pytest.raises(ValueError, match="train_only takes router, experts, all, not 'gate'"):
+        layer.train_only("gate")

@@ -566,7 +566,7 @@ class Leaning(SoftmaxTopkRouter):
         return torch.zeros_like(x_TD)
 
     def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
-        x_TD = self.prepare(x_TD, info).to(x_TD.dtype)
+        x_TD = self.prepare(x_TD, info)
         return super().forward(x_TD + self.lean(x_TD), info)
 
 

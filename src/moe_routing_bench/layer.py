@@ -3,18 +3,49 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from moe_routing_bench.experts import GATED, ExpertWeights, activate
+from moe_routing_bench.free_experts import FreeExpertPart, FreeExperts
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.decisions import Facts
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
-from moe_routing_bench.plan import Layout
+from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routers.router import Router, build
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
+
+TRAINABLE = ("router", "experts", "all")
+
+
+@dataclass(frozen=True)
+class Routings:
+    """What several routers of one layer chose, in the order they were asked.
+
+    Two routers, the first with aux_loss 0.01, the second with 0.02:
+      len(routings) = 2,  routings[1].expert_TK is the second's choice,  routings.aux_loss = 0.03
+    """
+
+    each: tuple[Routing | SoftRouting, ...]
+
+    @property
+    def aux_loss(self) -> Tensor | None:
+        """The sum over the routers that have one."""
+        found = [routing.aux_loss for routing in self.each if routing.aux_loss is not None]
+        return torch.stack(found).sum() if found else None
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    def __getitem__(self, index: int) -> Routing | SoftRouting:
+        return self.each[index]
+
+    def __iter__(self) -> Iterator[Routing | SoftRouting]:
+        return iter(self.each)
 
 
 class Experts(nn.Module):
@@ -102,9 +133,12 @@ class MoE(nn.Module):
                  None: whatever is best over all of them
     shared_F     hidden width of the experts every token passes through (0: none); n shared experts of
                  width F are one of width n * F
+    shared_gate  weigh the shared experts by sigmoid(x w), as Qwen2-MoE and Qwen3-Next do
+    free_experts zero, copy and constant experts (see FreeExperts); the router chooses among E and these
     dtype        of the experts; a router keeps its weights and mathematics in float32 (its own dtype option)
 
-    state_dict: router.* (the router's own), experts.* and shared.* (see Experts; shared has E = 1).
+    state_dict: router.* (the router's own), experts.* and shared.* (see Experts; shared has E = 1),
+    shared_gate_D1, free.* (see FreeExpertPart).
     """
 
     def __init__(
@@ -120,6 +154,8 @@ class MoE(nn.Module):
         activation: str = "swiglu",
         bias: bool = False,
         shared_F: int = 0,
+        shared_gate: bool = False,
+        free_experts: FreeExperts | None = None,
         impl: str = "auto",
         plan_impl: str = "auto",
         tokens: int | None = None,
@@ -128,12 +164,15 @@ class MoE(nn.Module):
     ):
         super().__init__()
         self.D = D
+        routed_E = E + (free_experts.total if free_experts else 0)
         if isinstance(router, str):
-            router = build(router, D, E, K, **(router_options or {}))
+            router = build(router, D, routed_E, K, **(router_options or {}))
         elif router_options:
             raise ValueError("router_options are for a router given by name; set them on the Router itself")
-        if router.E != E or router.D != D:
-            raise ValueError(f"the router is for D={router.D}, E={router.E}; the layer for D={D}, E={E}")
+        if router.E != routed_E or router.D != D:
+            raise ValueError(
+                f"the router is for D={router.D}, E={router.E}; the layer for D={D}, E={routed_E}"
+            )
         self.router = router if device is None else router.to(device)
         self.layout = Layout.parse(layout) if isinstance(layout, str) else layout
         self.experts = Experts(D, F, E, activation=activation, bias=bias, device=device, dtype=dtype)
@@ -142,6 +181,15 @@ class MoE(nn.Module):
             self.shared = Experts(
                 D, shared_F, 1, activation=activation, bias=bias, device=device, dtype=dtype
             )
+        elif shared_gate:
+            raise ValueError("shared_gate weighs the shared experts; give their width with shared_F")
+        self.shared_gate_D1 = None
+        if shared_gate:
+            self.shared_gate_D1 = nn.Parameter(torch.empty(D, 1, device=device, dtype=dtype))
+            nn.init.uniform_(self.shared_gate_D1, -(D**-0.5), D**-0.5)  # as nn.Linear
+        self.free = None
+        if free_experts:
+            self.free = FreeExpertPart(D, E, free_experts, device=device, dtype=dtype)
         if tokens is not None and tokens < 1:
             raise ValueError(f"tokens is about how many tokens a call has, so at least 1, not {tokens}")
         weight = self.experts.w_in_EDG
@@ -173,22 +221,62 @@ class MoE(nn.Module):
         """True if a token's result can depend on any other token."""
         return self.router.batch_dependent or self.layout.batch_dependent
 
+    def train_only(self, part: str) -> MoE:
+        """Freeze the rest: "router" trains the router alone, "experts" everything but the router.
+
+        No gradient of a frozen parameter is computed, by any implementation. "all" thaws everything.
+        """
+        if part not in TRAINABLE:
+            raise ValueError(f"train_only takes {', '.join(TRAINABLE)}, not {part!r}")
+        for name, parameter in self.named_parameters():
+            owner = "router" if name.startswith("router.") else "experts"
+            parameter.requires_grad_(part in (owner, "all"))
+        return self
+
     def forward(self, x: Tensor, info: TokenInfo = TokenInfo()) -> tuple[Tensor, Routing | SoftRouting]:
+        x_TD = self.tokens(x)
+        routing = self.route(self.router, x_TD, info)
+        return self.compute(x_TD, routing).view(x.shape), routing
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """x of shape (..., D) as x_TD, checked."""
         if x.shape[-1] != self.D:
             raise ValueError(f"x has width {x.shape[-1]}, the layer {self.D}")
         dtype = self.experts.w_in_EDG.dtype
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x is {x.dtype}, the experts {dtype}; convert one, or use torch.autocast")
-        x_TD = x.reshape(-1, self.D)
-        routing = self.router(x_TD, info)
+        return x.reshape(-1, self.D)
+
+    def route(self, router: Router, x_TD: Tensor, info: TokenInfo) -> Routing | SoftRouting:
+        """What a router (this layer's, or another of the same sizes) chooses for this layer."""
+        routing = router(x_TD, info)
+        if self.free is None:
+            return routing
+        if isinstance(routing, SoftRouting):
+            raise ValueError("free experts need a router that chooses; Soft-MoE mixes all experts")
+        return self.free.settle(routing, info.mask_T)
+
+    def plan(self, routing: Routing) -> RoutingPlan:
+        """Where every choice of one of the E experts lands; free experts have no rows."""
+        return self.make_plan(routing if self.free is None else self.free.for_kernels(routing), self.layout)
+
+    def compute(
+        self, x_TD: Tensor, routing: Routing | SoftRouting, plan: RoutingPlan | None = None
+    ) -> Tensor:
+        """The layer's result for a routing; `plan` is plan(routing) if it was made already."""
         if isinstance(routing, SoftRouting):
             y_TD = self._mix_slots(x_TD, routing)
         else:
-            plan = self.make_plan(routing, self.layout)
+            plan = self.plan(routing) if plan is None else plan
             y_TD = self.expert_ffn(x_TD, routing.gate_TK, plan, self.experts.weights())
+            if self.free is not None:
+                y_TD = y_TD + self.free(x_TD, routing).to(y_TD.dtype)
         if self.shared is not None:
-            y_TD = y_TD + self.shared.on_every_token(x_TD)
-        return y_TD.view(x.shape), routing
+            shared_TD = self.shared.on_every_token(x_TD)
+            if self.shared_gate_D1 is not None:
+                shared_TD = (x_TD @ self.shared_gate_D1).sigmoid() * shared_TD
+            y_TD = y_TD + shared_TD
+        return y_TD
 
     def _mix_slots(self, x_TD: Tensor, routing: SoftRouting) -> Tensor:
         """Slots are tokens with one choice each; over all sequences every expert gets equally many."""

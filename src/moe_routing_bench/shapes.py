@@ -22,6 +22,7 @@ LETTERS = {
     "B": "sequences: what Soft-MoE mixes separately, what a token attends to",
     "N": "tokens of one sequence",
     "S": "soft slots of one sequence",
+    "L": "values of a token's label (its domain, its position)",
     "W": "ranks",
     "H": "heads of an attention",
     "J": "heads of its keys and values",

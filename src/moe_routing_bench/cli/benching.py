@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
 from moe_routing_bench.bench.spans import SPANS, span_named
+from moe_routing_bench.cli.balancing import DEFAULT_STEPS, bench_balance
 from moe_routing_bench.cli.blocks import NOT_HERE, bench_blocks, bench_checkpoint
 from moe_routing_bench.cli.choosing import MODEL_TOKENS, chosen_cases, made_cells
 from moe_routing_bench.cli.finding import IncludePath, include_all
@@ -54,8 +56,15 @@ Seed = Annotated[int, typer.Option(help="Seed of routing and data.")]
 Ranks = Annotated[int, typer.Option("--ranks", help="W, ranks the experts are placed on.")]
 
 
+# what `mrb bench balance` understands: it measures balance, not time
+OF_BALANCE = {"span_name", "steps", "seed", "out", "as_json"}
+
+
 def bench_command(
-    span_name: Annotated[str, typer.Argument(metavar="SPAN", help=", ".join((*SPANS, "block")))],
+    context: typer.Context,
+    span_name: Annotated[
+        str, typer.Argument(metavar="SPAN", help=f"{', '.join(SPANS)}; block; or balance (see below)")
+    ],
     model: Annotated[str | None, typer.Option(help="Sizes of a published model (`mrb list models`).")] = None,
     case: Annotated[str | None, typer.Option(help="A named case or suite (`mrb list cases`).")] = None,
     tokens: Annotated[int | None, typer.Option(help="T, tokens in the batch")] = None,
@@ -84,6 +93,10 @@ def bench_command(
     checked: Checked = 3,
     seed: Seed = 0,
     ranks: Ranks = 1,
+    steps: Annotated[
+        int | None,
+        typer.Option(help=f"Of balance: batches, {DEFAULT_STEPS} unless given.", show_default=False),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Keep records and samples in this folder.")] = None,
     repro: Annotated[bool, typer.Option("--repro", help="Show the command for each row.")] = False,
     checkpoint: Annotated[
@@ -103,10 +116,18 @@ def bench_command(
       mrb bench pack --case seed-pack/16384x4096-e128-k2 --out results
       mrb bench block --model qwen3-30b-a3b             a whole decoder block, beside Transformers'
       mrb bench layer --checkpoint ./Qwen3-30B-A3B --layer 12
+      mrb bench balance --out balance           about a minute
 
     \b
     The first implementation is the baseline. A ratio below 1 is faster. Only what is right gets a time.
+    `balance` times nothing: it follows balance controllers through a stream of tokens whose topics drift and
+    jump. It reads --steps, --seed, --out and --json alone.
     """
+    if span_name == "balance":
+        _refuse_options(context, lambda name: name not in OF_BALANCE, "does not belong to balance")
+        bench_balance(steps=DEFAULT_STEPS if steps is None else steps, seed=seed, out=out, as_json=as_json)
+        return
+    _refuse_options(context, lambda name: name == "steps", "belongs to balance alone")
     include_all(include_path)
     if checkpoint is not None or span_name == "block":
         if out is not None or cache != "hot" or processes != 1 or stages or include_path:
@@ -157,6 +178,14 @@ def bench_command(
     outcomes = _measure(cells, out, suite=(case or model or ""), silent=as_json, repro=repro)
     if as_json:
         show_json([outcome_document(outcome) for outcome in outcomes])
+
+
+def _refuse_options(context: typer.Context, wrong: Callable[[str], bool], why: str) -> None:
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        # by name, because newer versions of typer have a copy of click's enumeration
+        if source is not None and source.name == "COMMANDLINE" and wrong(parameter.name or ""):
+            fail(f"{parameter.opts[0]} {why}; leave it out")
 
 
 def _measure(

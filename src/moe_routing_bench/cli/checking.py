@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.cli.finding import IncludePath, include_all
+from moe_routing_bench.cli.finding import ROUTERS, IncludePath, include_all, routers_found
 from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json
 from moe_routing_bench.conformance.cases import DTYPES, Cell
 from moe_routing_bench.conformance.check import Outcome, cells_of, check, matches
@@ -26,9 +26,7 @@ from moe_routing_bench.conformance.router_checks import check_router
 from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.ops.catalog import Found, find_all
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
-from moe_routing_bench.routers.router import all_routers
 
-ROUTERS = "routers"
 NO_DTYPE = "any"
 SHOWN = 3  # failures of one implementation without --verbose
 STYLES = {"passed": "green", "failed": "bold red", "broken": "bold red", "not supported": "yellow"}
@@ -97,6 +95,7 @@ def check_command(
       mrb check
       mrb check --op combine --impl "index_*" --dtype bfloat16
       mrb check --include-path my_kernels --impl mine --verbose
+      mrb check --op routers --impl "soft*"
 
     \b
     Exit code: 0 if all is well, 1 if something failed or an operation had nothing that could run,
@@ -136,7 +135,7 @@ def _select(
 ) -> tuple[list[str], list[Row]]:
     """The ops that must show something, and what to run."""
     ops = [op for op in all_ops().values() if fnmatchcase(op.name, op_pattern)]
-    routers = [*all_routers()] if fnmatchcase(ROUTERS, op_pattern) else []
+    routers = [*routers_found()] if fnmatchcase(ROUTERS, op_pattern) else []
     if not ops and not routers:
         pick("op", op_pattern, [*all_ops(), ROUTERS])
     everything = [(op.name, found) for op in ops for found in find_all(op, configs=True)]

@@ -1,4 +1,4 @@
-"""The ops and folders a command was given, read from the user's words."""
+"""The ops, routers and folders a command was given, read from the user's words."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ import typer
 
 from moe_routing_bench.cli.terminal import pick, user_mistakes
 from moe_routing_bench.ops.registry import Op, all_ops, include
+from moe_routing_bench.routers.router import Router, all_routers, include_routers
 
 IncludePath = Annotated[
     list[Path] | None,
-    typer.Option(metavar="DIR", help="Also use the implementations in DIR/<op>/<name>.py. Repeatable."),
+    typer.Option(
+        metavar="DIR",
+        help="Also use the implementations in DIR/<op>/<name>.py and the routers in DIR/routers/<name>.py. "
+        "Repeatable.",
+    ),
 ]
+ROUTERS = "routers"
 
 
 def include_all(folders: list[Path] | None) -> None:
     with user_mistakes():
         for folder in folders or ():
             include(folder)
+            if (folder / ROUTERS).is_dir():
+                include_routers(folder / ROUTERS)
         for op in all_ops().values():
             op.names()  # raises if a name exists twice
 
@@ -27,3 +35,9 @@ def include_all(folders: list[Path] | None) -> None:
 def op_named(name: str) -> Op:
     ops = all_ops()
     return ops[pick("op", name, ops)]
+
+
+def routers_found() -> dict[str, type[Router]]:
+    """Every router; what is wrong with a file of an included folder is its author's mistake."""
+    with user_mistakes():
+        return all_routers()

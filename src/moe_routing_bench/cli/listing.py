@@ -23,17 +23,25 @@ from moe_routing_bench.bench.workloads import (
     make_workload,
     parameters_of,
 )
-from moe_routing_bench.cli.finding import IncludePath, include_all
+from moe_routing_bench.cli.finding import IncludePath, include_all, routers_found
 from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, two_columns
 from moe_routing_bench.ops.catalog import Found, find_all
 from moe_routing_bench.ops.registry import BUILT_IN, Op, all_ops
-from moe_routing_bench.routers.router import Router, all_routers
+from moe_routing_bench.routers.router import GROUPS, Router
 
 KINDS = ("ops", "routers", "workloads", "models", "cases")
 
 # where workloads are drawn: small enough for one line of 32 blocks, and 32 pairs per expert on average
 REFERENCE = {"T": 512, "E": 32, "K": 2, "W": 8}
 BLOCKS = "▁▂▃▄▅▆▇█"
+# where the parameters of routers are counted
+ROUTER_SIZES = {"D": 2048, "E": 64}
+# the layouts that take the rows of a rule as they come; padded drops rows unless its groups are equal
+LAYOUTS = {
+    "uneven": ["compact", "block", "padded, with drops"],
+    "equal": ["compact", "block", "padded, without drops or waste"],
+    "dense": ["compact", "block", "padded, without drops or waste"],
+}
 
 
 def list_command(
@@ -47,6 +55,7 @@ def list_command(
     Examples:
       mrb list
       mrb list ops --include-path my_kernels
+      mrb list routers --include-path examples/add_a_router
       mrb list workloads
       mrb list --json | jq '.ops.combine.implementations | keys'
     """
@@ -56,7 +65,7 @@ def list_command(
     if "ops" in kinds:
         document["ops"] = {op.name: _describe_op(op) for op in all_ops().values()}
     if "routers" in kinds:
-        document["routers"] = {name: _describe_router(rule) for name, rule in all_routers().items()}
+        document["routers"] = {name: _describe_router(rule) for name, rule in routers_found().items()}
     if "workloads" in kinds:
         document["workloads"] = {name: _describe_workload(name) for name in FAMILIES}
     if "models" in kinds:
@@ -70,7 +79,7 @@ def list_command(
         show(heading(name, op["summary"]), _op_table(op), "")
     if "routers" in document:
         show(
-            heading("routers", "which experts each token goes to, and with what weight"),
+            heading("routers", f"which experts each token goes to, and with what weight{_at_sizes()}"),
             _router_table(document["routers"]),
             "",
         )
@@ -117,13 +126,24 @@ def _describe(op: Op, found: Found) -> dict[str, Any]:
 
 
 def _describe_router(rule: type[Router]) -> dict[str, Any]:
-    summary = (inspect.getdoc(sys.modules[rule.__module__]) or "").partition("\n")[0]
+    module = sys.modules[rule.__module__]
+    router = rule(ROUTER_SIZES["D"], ROUTER_SIZES["E"], rule.fixed_K or 1)
+    built_in = rule.__module__.startswith(f"{Router.__module__.rpartition('.')[0]}.")
     return {
-        "summary": summary,
+        "summary": (inspect.getdoc(module) or "").partition("\n")[0],
+        "origin": BUILT_IN if built_in else f"file {module.__file__}",
         "causal": rule.causal,
         "batch_dependent": rule.batch_dependent,
-        "gate_sum": rule.gate_sum,
+        "experts_per_token": rule.experts_per_token,
         "fixed_K": rule.fixed_K,
+        "gate_sum": rule.gate_sum,
+        "groups": rule.groups,
+        "layouts": LAYOUTS[rule.groups],
+        "parameters": {name: value.numel() for name, value in router.named_parameters()},
+        "parameters_at": ROUTER_SIZES,
+        "balance_state": [name for name, _ in router.named_buffers()],
+        "controller": rule.controller,
+        "host_sync": getattr(rule, "host_sync", None),
         "losses": [*rule.loss_names],
         "paper": rule.paper,
     }
@@ -202,20 +222,32 @@ def _option(one: dict[str, Any]) -> Any:
     return text
 
 
+def _at_sizes() -> str:
+    return f"; parameters at D {ROUTER_SIZES['D']}, E {ROUTER_SIZES['E']}"
+
+
 def _router_table(routers: dict[str, Any]) -> Table:
     table = two_columns(first_width=26)
     for name, rule in routers.items():
         facts = [
             "causal" if rule["causal"] else "not causal: later tokens matter",
             "depends on the batch" if rule["batch_dependent"] else "each token alone",
+            f"experts per token: {rule['experts_per_token']}",
             f"gate sum: {rule['gate_sum']}",
-            f"K={rule['fixed_K']} only" if rule["fixed_K"] else "",
         ]
+        count = sum(rule["parameters"].values())
+        parameters = f"{count:,} parameters ({', '.join(rule['parameters'])})" if count else "no parameters"
+        kept = f"balanced by {rule['controller']}" if rule["controller"] else ""
+        sync = f"host sync: {rule['host_sync']}" if rule["host_sync"] else ""
         lines = [
             Text(rule["summary"]),
-            Text("; ".join(filter(None, facts)), "yellow" if rule["batch_dependent"] else ""),
+            Text("; ".join(facts), "yellow" if rule["batch_dependent"] else ""),
+            Text(f"{rule['groups']} groups: {GROUPS[rule['groups']]}"),
+            Text("; ".join(filter(None, (parameters, kept, sync)))),
             Text(rule["paper"], "dim"),
         ]
+        if rule["origin"] != BUILT_IN:
+            lines.append(Text(rule["origin"], "magenta"))
         table.add_row(Text(f"  {name}", "bold"), Text("\n").join(lines))
     return table
 

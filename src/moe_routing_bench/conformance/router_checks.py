@@ -1,6 +1,7 @@
 """Hold one router to its contract and say in words what it breaks.
 
-Validity, gate sums, dtypes, gradients, no tokens and one token, masks, losses, and the leak test: the flags
+Validity, gate sums, dtypes, gradients (against slopes in float64 too, and where all tokens or all scores are
+the same), no tokens and one token, masks, losses, the order of tokens, and the leak test: the flags
 `causal` and `batch_dependent` are promises about which tokens may influence which, so tokens are changed
 and the others are watched.
 """
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import gradcheck
+from torch.func import functional_call
 
-from moe_routing_bench.routers.router import GATE_SUMS, Router, router_named
+from moe_routing_bench.routers.router import GATE_SUMS, GROUPS, Router, router_named
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 
 D, E, K, T = 16, 8, 2, 32
@@ -35,7 +38,7 @@ def check_router(router: str | type[Router], **options: Any) -> list[str]:
 
     found: list[str] = []
     with torch.random.fork_rng(devices=[]):
-        for check in (_declarations, _validity, _gradients, _losses, _randomness, _masks, _leaks):
+        for check in CHECKS:
             torch.manual_seed(0)
             try:
                 found += check(make)
@@ -50,10 +53,28 @@ def _declarations(make: Make) -> Iterator[str]:
         yield "causal and batch_dependent must be True or False"
     if not router.causal and not router.batch_dependent:
         yield "causal=False needs batch_dependent=True: later tokens are other tokens"
-    if not router.paper:
-        yield "it names no paper"
+    if "arXiv:" not in router.paper:
+        yield "it names no paper (arXiv:...)"
     if router.gate_sum not in GATE_SUMS:
         yield f"gate_sum {router.gate_sum!r} is none of {', '.join(map(repr, GATE_SUMS))}"
+    if not isinstance(router.experts_per_token, str) or not router.experts_per_token:
+        yield "experts_per_token must say in words how many experts a token gets"
+    if router.groups not in GROUPS:
+        yield f"groups {router.groups!r} is none of {', '.join(map(repr, GROUPS))}"
+
+
+def _groups(make: Make) -> Iterator[str]:
+    router, (x_TD, info) = make(), _tokens()
+    for training in (True, False):
+        routing = _run(router, x_TD, info, training=training)
+        dense = isinstance(routing, SoftRouting)
+        if dense != (router.groups == "dense"):
+            yield f"groups is {router.groups!r}, but it returns a {type(routing).__name__}"
+        elif isinstance(routing, Routing) and router.groups == "equal":
+            load = routing.load_E().tolist()
+            if min(load) != max(load):
+                mode = "training" if training else "eval"
+                yield f"groups is 'equal', but in {mode} experts get from {min(load)} to {max(load)} tokens"
 
 
 def _validity(make: Make) -> Iterator[str]:
@@ -73,6 +94,13 @@ def _validity(make: Make) -> Iterator[str]:
     for router in (make(), make().to(torch.bfloat16)):
         if (got := _gates(_run(router, x_TD.bfloat16(), info, training=True)).dtype) != torch.float32:
             yield f"its gates are {got} for bfloat16 x; they must be float32"
+        for training in (True, False):
+            rounded, widened = (
+                _rows(_run(router, x, info, training=training))
+                for x in (x_TD.bfloat16(), x_TD.bfloat16().float())
+            )
+            if not _same(rounded, widened):
+                yield "bfloat16 x is not routed as its float32 copy is: something is computed before widening"
     if (got := _gates(_run(make(dtype=torch.float64), x_TD, info, training=True)).dtype) != torch.float64:
         yield f"its gates are {got} with dtype=torch.float64"
 
@@ -126,6 +154,71 @@ def _backward(router: Router, x_TD: Tensor, info: TokenInfo, where: str) -> Iter
     for name, leaf in (("x", x_TD), *router.named_parameters()):
         if leaf.grad is not None and not bool(leaf.grad.isfinite().all()):
             yield f"the gradient of {name} is not finite for {where}"
+
+
+def _extremes(make: Make) -> Iterator[str]:
+    """Where derivatives like to be 0 / 0: no opinion at all, no difference between tokens, no doubt."""
+    _, info = _tokens()
+    flat, same, sure = make(), make(), make()
+    with torch.no_grad():
+        for parameter in flat.parameters():
+            parameter.zero_()
+        for parameter in sure.parameters():
+            if parameter.ndim == 2:  # with x > 0, logits 640 apart
+                parameter.fill_(-5.0)[:, 0] = 5.0
+    one_D, ones_TD = 4 * torch.randn(D), torch.full((T, D), 4.0)
+    for router, x_TD, where in (
+        (flat, 4 * torch.randn(T, D), "weights of 0"),
+        (same, one_D.repeat(T, 1), "a batch of equal tokens"),
+        (sure, ones_TD, "one expert that all prefer"),
+    ):
+        routing = _run(router, x_TD, info, training=True)
+        routing.validate()
+        yield from _gate_sum(router, routing, torch.ones(T, dtype=torch.bool))
+        yield from _finite_losses(routing, where, zero=False)
+        yield from _backward(router, x_TD.requires_grad_(), info, where)
+
+
+def _slopes(make: Make) -> Iterator[str]:
+    for training in (True, False):
+        if not _gradient_is_slope(make(dtype=torch.float64).double().train(training)):
+            mode = "training" if training else "eval"
+            yield f"in {mode} the gradient of its gates or losses is not their slope"
+
+
+def _gradient_is_slope(router: Router) -> bool:
+    """Gradients against differences in float64. x is random, so no choice is near its edge."""
+    x_TD, info = _tokens(6)
+    parameters, buffers = dict(router.named_parameters()), dict(router.named_buffers())
+
+    def results(x_TD: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        # copies, for a rule may add to its balance state
+        state = {name: buffer.clone() for name, buffer in buffers.items()}
+        state.update(zip(parameters, values, strict=True))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            routing = functional_call(router, state, (x_TD, info))
+        if isinstance(routing, SoftRouting):
+            return routing.dispatch_BNS, routing.combine_BNS
+        return torch.where(routing.chosen_TK(), routing.gate_TK, 0.0), *routing.losses.values()
+
+    leaves = [x_TD.double(), *(value.detach().clone() for value in parameters.values())]
+    inputs = [leaf.requires_grad_() for leaf in leaves]
+    return gradcheck(results, inputs, fast_mode=True, raise_exception=False)
+
+
+def _order(make: Make) -> Iterator[str]:
+    router = make()
+    if not router.batch_dependent and not permutes(router, training=False):
+        yield "batch_dependent=False, but with the tokens in another order they are routed differently"
+
+
+def permutes(router: Router, *, training: bool) -> bool:
+    """Whether permuted tokens give permuted rows. It need not hold for a batch-dependent rule, but may."""
+    x_TD, info = _tokens()
+    order_T = torch.randperm(T)
+    moved = _run(router, x_TD[order_T], replace(info, token_id_T=_ids(info)[order_T]), training=training)
+    return _same(_rows(_run(router, x_TD, info, training=training), order_T), _rows(moved), tolerance=1e-5)
 
 
 def _losses(make: Make) -> Iterator[str]:
@@ -182,7 +275,9 @@ def _masks(make: Make) -> Iterator[str]:
         )
 
         if not training and not router.batch_dependent:
-            alone = _run(router, x_TD[keep_T], TokenInfo(token_id_T=_ids(info)[keep_T]), training=False)
+            # the mask leaves both halves equally long, so they can stay sequences of their own
+            kept = TokenInfo(token_id_T=_ids(info)[keep_T], num_sequences=num_sequences)
+            alone = _run(router, x_TD[keep_T], kept, training=False)
             for name, loss in routing.losses.items():
                 if not torch.allclose(loss, alone.losses[name], rtol=1e-4):
                     yield f"the {name} loss counts masked tokens"
@@ -268,3 +363,18 @@ def _same(a: list[Tensor], b: list[Tensor], *, tolerance: float = 0.0) -> bool:
         x.shape == y.shape and torch.allclose(x.double(), y.double(), rtol=tolerance, atol=tolerance)
         for x, y in zip(a, b, strict=True)
     )
+
+
+CHECKS = (
+    _declarations,
+    _groups,
+    _validity,
+    _gradients,
+    _extremes,
+    _slopes,
+    _losses,
+    _randomness,
+    _masks,
+    _order,
+    _leaks,
+)

@@ -1,13 +1,14 @@
 """Every implementation of every operation on every hard case, and every router.
 
 MRB_CHECK=combine.mine,dispatch.* narrows it to some implementations; MRB_INCLUDE_PATH=DIR adds a folder of
-private ones (<op>/<name>.py); MRB_DEVICE=cuda runs it there, held to the same oracles.
+private ones (<op>/<name>.py, routers/<name>.py); MRB_DEVICE=cuda runs it there, held to the same oracles.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import os
+from pathlib import Path
 
 import pytest
 
@@ -15,10 +16,12 @@ from moe_routing_bench.conformance.cases import CASES, Cell
 from moe_routing_bench.conformance.check import cells, check
 from moe_routing_bench.conformance.router_checks import check_router
 from moe_routing_bench.ops.registry import all_ops, include
-from moe_routing_bench.routers.router import all_routers
+from moe_routing_bench.routers.router import all_routers, include_routers
 
 if folder := os.environ.get("MRB_INCLUDE_PATH"):
     include(folder)
+    if (rules := Path(folder) / "routers").is_dir():
+        include_routers(rules)
 
 PATTERNS = [pattern for pattern in os.environ.get("MRB_CHECK", "").split(",") if pattern]
 

@@ -1,7 +1,6 @@
 // Numbers in memory as vectors of float32 and back, in float32, bfloat16 and float16: for kernels that move and sum rows.
 #pragma once
 #include <immintrin.h>
-#include <sys/mman.h>
 
 #include <cstdint>
 #include <cstring>
@@ -89,14 +88,6 @@ void put_some(typename Numbers<kind>::In* p, Vec v, int64_t n) {
     typename Numbers<kind>::In whole[W];
     Numbers<kind>::put(whole, v);
     std::memcpy(p, whole, n * sizeof(*p));
-}
-
-// Fresh memory costs a fault a page: with pages of 2 MiB a 512th of them. Advice only, so failure is no error.
-void ask_for_huge_pages(void* start, int64_t bytes) {
-    if (bytes < (int64_t(4) << 20)) return;
-    const uintptr_t page = 4096, first = (uintptr_t(start) + page - 1) / page * page;
-    const uintptr_t past = (uintptr_t(start) + bytes) / page * page;
-    madvise(reinterpret_cast<void*>(first), past - first, MADV_HUGEPAGE);
 }
 
 }  // namespace

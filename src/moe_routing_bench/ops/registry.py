@@ -267,14 +267,17 @@ def all_ops() -> dict[str, Op]:
 
 
 def include(folder: Path | str) -> None:
-    """Also look for implementations in `<folder>/<op>/<name>.py`."""
+    """Also look for implementations in `<folder>/<op>/<name>.py`; the folder may hold routers alone."""
     path = Path(folder).resolve()
     if not path.is_dir():
-        raise ValueError(f"{folder} is not a folder; it should hold <op>/<name>.py files")
-    names = set(all_ops())
-    if not any(child.name in names for child in path.iterdir() if child.is_dir()):
         raise ValueError(
-            f"{folder} holds no folder named after an op; the ops are {', '.join(sorted(names))}"
+            f"{folder} is not a folder; it should hold <op>/<name>.py or routers/<name>.py files"
+        )
+    names = set(all_ops())
+    if not any(child.name in {*names, "routers"} for child in path.iterdir() if child.is_dir()):
+        raise ValueError(
+            f"{folder} holds no folder named after an op and none called routers; "
+            f"the ops are {', '.join(sorted(names))}"
         )
     if path not in _included:
         _included.append(path)

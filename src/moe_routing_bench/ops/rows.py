@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_routing_bench import native
 from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.recycled import recycled
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # below this many bytes waking a second thread takes longer than moving them
@@ -33,12 +34,16 @@ class KeptBuffers(threading.local):
         self.by_kind: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def get(self, rows: int, width: int, like: Tensor) -> Tensor:
-        # a fake tensor's buffer must not be kept: the next real call would find it
-        kept = self.by_kind if type(like) in (Tensor, torch.nn.Parameter) else {}
         kind = (like.device, like.dtype)
-        buffer = kept.get(kind)
+        if type(like) not in (Tensor, torch.nn.Parameter):
+            return like.new_empty(
+                rows, width
+            )  # a fake one must not be kept: the next real call would find it
+        buffer = self.by_kind.get(kind)
         if buffer is None or buffer.numel() < rows * width:
-            buffer = kept[kind] = torch.empty(rows * width, dtype=like.dtype, device=like.device)
+            on_cpu = like.device.type == "cpu"
+            buffer = (recycled.empty if on_cpu else like.new_empty)(rows * width, dtype=like.dtype)
+            self.by_kind[kind] = buffer
         return buffer[: rows * width].view(rows, width)
 
 

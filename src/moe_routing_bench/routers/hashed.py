@@ -5,6 +5,11 @@
 For j = E-K .. E-1 the draw is h_j mod (j + 1), or j itself if that was drawn before: every set of K experts
 is equally likely. `mix` is an xorshift-multiply hash of 32 bits held in int64, so no product exceeds 2^59
 and no remainder is negative.
+
+K = 1 is the paper's random hash, gate 1. The paper keeps it as a random table of the vocabulary; a computed
+hash needs no vocabulary size. Its balanced hash, a table made from token frequencies so that experts get
+equal shares, is not here. For K > 1 this is the mean of K whole experts; the paper's MultiHash instead
+builds one hidden layer of K segments, each from another hash.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
     expert_TK   the experts chosen; ids outside 0 .. E-1 count nowhere
     mask_T      False: the token does not exist. T below is the number of tokens that do
 Computed in float32 (float64 if given float64). No tokens at all gives 0.
+
+z, entropy and l1 are means over tokens and deepseek over sequences: the mean over equal micro-batches is the
+loss of the batch. All others are products of two sums over the batch, for which this does not hold.
 """
 
 from __future__ import annotations
@@ -13,13 +16,20 @@ from torch import Tensor
 
 
 def switch_loss(
-    score_TE: Tensor, expert_TK: Tensor, num_experts: int, mask_T: Tensor | None = None
+    score_TE: Tensor,
+    expert_TK: Tensor,
+    num_experts: int,
+    mask_T: Tensor | None = None,
+    *,
+    choices_per_token: Tensor | float | None = None,
 ) -> Tensor:
     """Switch, Megatron: E sum_e f_e P_e, f_e = c_e / (T K), P_e = mean_t score.   1 at balance, at most E.
 
-    c_e, how many tokens chose expert e, has no gradient. Megatron's code is the same number.
+    c_e, how many tokens chose expert e, has no gradient. Megatron's, MegaBlocks' (one layer) and SonicMoE's
+    codes are the same number. K is the width of expert_TK, or choices_per_token: give it for ragged rows.
     """
-    return hf_loss(score_TE, expert_TK, num_experts, mask_T) / expert_TK.shape[1]
+    K = expert_TK.shape[1] if choices_per_token is None else choices_per_token
+    return hf_loss(score_TE, expert_TK, num_experts, mask_T) / K
 
 
 def hf_loss(score_TE: Tensor, expert_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:
@@ -30,6 +40,72 @@ def hf_loss(score_TE: Tensor, expert_TK: Tensor, num_experts: int, mask_T: Tenso
     T = _num_tokens(score_TE, mask_T)
     fraction_E = _count_E(expert_TK, num_experts, mask_T).to(_wide(score_TE)) / T
     return num_experts * (fraction_E * _sum_E(score_TE, mask_T) / T).sum()
+
+
+def gshard_loss(
+    score_TE: Tensor, expert_TK: Tensor, num_experts: int, mask_T: Tensor | None = None
+) -> Tensor:
+    """GShard, Tutel: E sum_e (c_e / T) P_e, c_e counting first choices alone.   1 at balance, at most E.
+
+    switch_loss of the first column of expert_TK: second choices may go anywhere.
+    """
+    return hf_loss(score_TE, expert_TK[:, :1], num_experts, mask_T)
+
+
+def deepseek_loss(
+    score_TE: Tensor,
+    expert_TK: Tensor,
+    num_experts: int,
+    mask_T: Tensor | None = None,
+    *,
+    num_sequences: int = 1,
+) -> Tensor:
+    """DeepSeek: switch_loss of each sequence, mean over those that have tokens.   1 at balance, at most E.
+
+    Sequences that are unbalanced in opposite ways do not cancel. DeepSeek-V2's code (`seq_aux`) and, without
+    padding, Megatron's `seq_aux_loss` are the same number.
+    """
+    T, K = expert_TK.shape
+    B, E = num_sequences, num_experts
+    sequence_T1 = torch.arange(B, device=expert_TK.device).repeat_interleave(T // B).unsqueeze(1)
+    chosen_TK = (expert_TK >= 0) & (expert_TK < E)
+    count_BE = _count_E(torch.where(chosen_TK, sequence_T1 * E + expert_TK, -1), B * E, mask_T).view(B, E)
+    exists_T = torch.ones_like(expert_TK[:, 0], dtype=torch.bool) if mask_T is None else mask_T.bool()
+    score_TE = torch.where(exists_T.unsqueeze(1), score_TE.to(_wide(score_TE)), 0.0)
+    sum_BE = score_TE.view(B, T // B, E).sum(1)
+    length_B = exists_T.view(B, T // B).sum(1)
+    loss_B = E / K * (count_BE * sum_BE).sum(1) / length_B.clamp_min(1).square()
+    return loss_B.sum() / (length_B > 0).sum().clamp_min(1)
+
+
+def relu_loss(
+    gate_TE: Tensor,
+    expert_TK: Tensor,
+    num_experts: int,
+    mask_T: Tensor | None = None,
+    *,
+    choices_per_token: Tensor | float,
+) -> Tensor:
+    """ReMoE: the Switch formula with R = ReLU(z) for the score: E sum_e (c_e / (T K)) mean_t R.
+
+    K = choices_per_token is what the router aims at, not what it chose. At balance with K choices per token
+    this is l1_loss; experts that are chosen more often are pushed down more.
+    """
+    return switch_loss(gate_TE, expert_TK, num_experts, mask_T, choices_per_token=choices_per_token)
+
+
+def l1_loss(gate_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
+    """ReMoE without balance: mean_t sum_e |R|.   It says nothing of balance: 0 if no expert is chosen."""
+    return _sum_E(gate_TE.abs(), mask_T).sum() / _num_tokens(gate_TE, mask_T)
+
+
+def entropy_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
+    """Dynamic MoE: mean_t of the entropy of p = softmax(z).   log E if p is flat, 0 if it is certain.
+
+    From logits, because p log p has no finite gradient where p underflows to 0.
+    """
+    log_TE = logits_TE.to(_wide(logits_TE)).log_softmax(-1)
+    return _sum_E(-log_TE.exp() * log_TE, mask_T).sum() / _num_tokens(logits_TE, mask_T)
 
 
 def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:

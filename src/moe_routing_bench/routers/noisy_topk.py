@@ -7,8 +7,12 @@
     P(t, e) = Phi((clean_te - threshold_te) / std_te), the chance that e is chosen if its noise is drawn again
     threshold_te = K-th largest of H_t without e: the (K+1)-th of all if e is chosen, else the K-th
 
-With K = E every expert is always chosen and P = 1. In eval P keeps its formula, with H = clean. W_noise
-starts at 0 as in the paper, so the first std is log 2.
+With K = E every expert is always chosen and P = 1. W_noise starts at 0 as in the paper, so the first std is
+log 2; the paper starts W at 0 too, here it is drawn, so that a router in eval has opinions from the start.
+
+Where the authors' code (tensor2tensor) differs: it adds 0.01 to std; here std is only kept above 1e-6. In
+eval it sets std to 0, so P is 1 for the chosen and 0 for the others; here P keeps its formula with H =
+clean, and the load loss of an evaluation is on the scale of training. The paper speaks of training alone.
 """
 
 from __future__ import annotations

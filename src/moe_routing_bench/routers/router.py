@@ -7,9 +7,13 @@ file's docstring is what listings show; the rest gives the formula.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -26,6 +30,14 @@ GATE_SUMS = {
     "at most one": "the gates of a token sum to 1 or less",
     "any": "the gates of a token are not negative; their sum means nothing",
 }
+# what the rows of the experts look like to a kernel
+GROUPS = {
+    "uneven": "each expert gets as many rows as tokens chose it: compact, block, or padded with drops",
+    "equal": "every expert gets the same number of rows by construction: any layout, padded without waste",
+    "dense": "slots mixed from all tokens by a matrix product: equal groups, no dispatch or combine",
+}
+NO_RULES = {"router", "losses", "groups"}  # files of this folder that are not a routing rule
+_included: list[Path] = []
 
 
 class Router(nn.Module):
@@ -42,6 +54,10 @@ class Router(nn.Module):
     gate_sum: str  # a key of GATE_SUMS; an instance may promise more than its class
     fixed_K: ClassVar[int | None] = None  # the only K the rule has; None: any from 1 to E
     loss_names: ClassVar[tuple[str, ...]] = ()  # what loss_weights may ask for
+    experts_per_token: ClassVar[str] = "K"  # in words, for listings
+    groups: str = "uneven"  # a key of GROUPS; an option may take a promise of the class back
+    controller: ClassVar[str | None] = None  # the balance controller it was published with
+    host_sync: ClassVar[str] = ""  # why forward reads device values on the host; empty: it does not
 
     def __init__(
         self,
@@ -73,6 +89,23 @@ class Router(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         for parameter in self.parameters(recurse=False):
             nn.init.normal_(parameter, std=0.02, generator=generator)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        # to(bfloat16) is for weights: a step of 1e-3 would be lost in a bias, and a counter would stop at 256
+        before = {name: state for name, state in self._buffers.items() if state is not None}
+        super()._apply(fn, recurse)
+        for name, state in before.items():
+            now = self._buffers[name]
+            assert now is not None
+            if now.dtype != state.dtype:
+                self._buffers[name] = state.to(now.device)
+        return self
+
+    def widest(self, most: int | None) -> int:
+        """The width of expert_TK for a ragged rule: `most` experts of a token are kept; None: all E."""
+        if most is not None and not self.K <= most <= self.E:
+            raise ValueError(f"most={most} experts per token must be from K={self.K} to E={self.E}")
+        return self.E if most is None else most
 
     def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing | SoftRouting:
         raise NotImplementedError
@@ -109,13 +142,42 @@ class Router(nn.Module):
 
 
 def all_routers() -> dict[str, type[Router]]:
-    """Every routing rule by name: the files of this folder."""
+    """Every routing rule by name: the files of this folder, and of the folders that were included."""
     package = importlib.import_module(__name__.rpartition(".")[0])
-    return {
+    rules = {
         module.name: router_in(importlib.import_module(f"{package.__name__}.{module.name}"))
         for module in pkgutil.iter_modules(package.__path__)
-        if module.name not in ("router", "losses") and not module.name.startswith("_")
+        if module.name not in NO_RULES and not module.name.startswith("_")
     }
+    for folder in _included:
+        for path in sorted(folder.glob("*.py")):
+            if path.stem in rules:
+                raise ValueError(f"{path} has the name of a router that exists; rename the file")
+            rules[path.stem] = router_in(_load(path))
+    return rules
+
+
+def include_routers(folder: Path | str) -> None:
+    """Also look for routing rules in `<folder>/<name>.py`."""
+    path = Path(folder).resolve()
+    if not path.is_dir():
+        raise ValueError(f"{folder} is not a folder; it should hold <name>.py files, one router each")
+    if path not in _included:
+        _included.append(path)
+
+
+@cache
+def _load(path: Path) -> ModuleType:
+    name = f"mrb_included_router_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"{path} could not be loaded: {type(error).__name__}: {error}") from error
+    return module
 
 
 def router_in(module: ModuleType) -> type[Router]:

@@ -6,6 +6,10 @@
 
 A token has no choices to count, so K must be 1. Masked tokens have zero weight both ways: they reach no
 slot and get nothing back. A token's share of a slot depends on every other token of its sequence.
+
+The authors' code (google-research/vmoe) has the same epsilon, inside the root, and the same scale, one number
+that starts at 1. It draws phi by Lecun's rule; drawn with std 0.02 it is the same after normalising, but for
+the epsilon. It can add noise to the logits; this does not.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ class SoftMoERouter(Router):
     paper = "From Sparse to Soft Mixtures of Experts, Puigcerver et al. 2023, arXiv:2308.00951"
     gate_sum = "one"
     fixed_K = 1
+    experts_per_token = "all, softly"
+    groups = "dense"
 
     def __init__(self, D: int, E: int, K: int = 1, *, slots_per_expert: int = 1, **options: Any):
         super().__init__(D, E, K, **options)

@@ -23,6 +23,7 @@ class SwitchRouter(Router):
     paper = "Switch Transformers, Fedus et al. 2021, arXiv:2101.03961"
     gate_sum = "at most one"
     fixed_K = 1
+    experts_per_token = "1"
     loss_names = ("switch", "hf", "z")
 
     def __init__(self, D: int, E: int, K: int = 1, *, jitter: float = 0.0, **options: Any):

@@ -32,7 +32,6 @@ int combine(const void* rows, int64_t stride, const float* gate_TK, const int64_
     using In = typename N::In;
     const auto* y_RD = static_cast<const In*>(rows);
     auto* y_TD = static_cast<In*>(sums);
-    ask_for_huge_pages(sums, s.T * s.D * int64_t(sizeof(In)));
     const int64_t step = 4 * W;
     int wrong = 0;
 #pragma omp parallel num_threads(s.threads) if (s.threads > 1) reduction(| : wrong)
@@ -87,7 +86,6 @@ int backward(const void* rows, int64_t stride, const float* gate_TK, const int64
     const auto* y_RD = static_cast<const In*>(rows);
     const auto* dy_TD = static_cast<const In*>(upstream);
     auto* dy_RD = static_cast<In*>(d_rows);
-    if (dy_RD) ask_for_huge_pages(dy_RD, s.R * s.D * int64_t(sizeof(In)));
     int wrong = 0;
 #pragma omp parallel num_threads(s.threads) if (s.threads > 1) reduction(| : wrong)
     {

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from moe_routing_bench import native
 from moe_routing_bench.ops import rows
 from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.recycled import recycled
 
 
 def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
@@ -47,7 +48,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _combine(y_RD: Tensor, gate_TK: Tensor, row_TK: Tensor, level: str) -> Tensor:
-    y_TD = torch.empty(row_TK.shape[0], y_RD.shape[1], dtype=y_RD.dtype)
+    y_TD = recycled.empty(row_TK.shape[0], y_RD.shape[1], dtype=y_RD.dtype)
     return rows.combine_into(y_TD, y_RD, gate_TK, row_TK, level)
 
 
@@ -65,7 +66,7 @@ def _backward(
     if D > 1 and dy_TD.stride(1) != 1:
         dy_TD = dy_TD.contiguous()
     wide_TK = gate_TK.to(torch.float32).contiguous()
-    dy_RD = torch.empty(R, D, dtype=y_RD.dtype) if wants_y else None
+    dy_RD = recycled.empty(R, D, dtype=y_RD.dtype) if wants_y else None
     dgate_TK = torch.empty(T, K, dtype=torch.float32) if wants_gate else None
     wrong = _backward_function(level)(
         y_RD.data_ptr(),

@@ -50,7 +50,6 @@ int sum_rows(const void* rows, int64_t stride, const int64_t* row_TK, int64_t T,
 extern "C" int mrb_dispatch(const char* x_TD, int64_t stride, int64_t width, const int64_t* row_TK, int64_t T,
                             int64_t K, const int64_t* pair_R, int64_t R, int64_t threads, int64_t stream,
                             char* x_RD) {
-    ask_for_huge_pages(x_RD, R * width);
     stream = stream && width % 64 == 0 && uintptr_t(x_RD) % 64 == 0;
     int wrong = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : wrong)

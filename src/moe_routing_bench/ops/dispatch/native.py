@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from moe_routing_bench import native
 from moe_routing_bench.ops import rows
 from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.recycled import recycled
 
 
 def unsupported(x_TD: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
@@ -43,7 +44,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 def _dispatch(x_TD: Tensor, row_TK: Tensor, pair_R: Tensor, level: str) -> Tensor:
-    x_RD = torch.empty(pair_R.shape[0], x_TD.shape[1], dtype=x_TD.dtype)
+    x_RD = recycled.empty(pair_R.shape[0], x_TD.shape[1], dtype=x_TD.dtype)
     return rows.dispatch_into(x_RD, x_TD, row_TK, pair_R, level)
 
 
@@ -51,7 +52,7 @@ def _sum_rows(dx_RD: Tensor, row_TK: Tensor, level: str) -> Tensor:
     (T, K), (R, D) = row_TK.shape, dx_RD.shape
     if D > 1 and dx_RD.stride(1) != 1:
         dx_RD = dx_RD.contiguous()
-    dx_TD = torch.empty(T, D, dtype=dx_RD.dtype)
+    dx_TD = recycled.empty(T, D, dtype=dx_RD.dtype)
     wrong = _sum_rows_function(level)(
         dx_RD.data_ptr(),
         dx_RD.stride(0),

@@ -338,7 +338,6 @@ template <class B>
 static void pack(B* dst, const B* src, int64_t se, int64_t sk, int64_t sn, int64_t E, int64_t depth, int64_t columns,
                  bool gated, int threads) {
   const int64_t each = panels(columns, gated), size = packed_depth(depth) * PANEL;
-  madvise((void*)up_to((int64_t)dst, 4096), E * each * size * sizeof(B) / 4096 * 4096, MADV_HUGEPAGE);
   const int64_t wide = 8, strips = (each + wide - 1) / wide;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t i = 0; i < E * strips; i++) {

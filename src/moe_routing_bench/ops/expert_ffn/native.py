@@ -24,6 +24,7 @@ from moe_routing_bench.ops.expert_ffn.op import op
 from moe_routing_bench.ops.registry import tensors_in
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.prepared import Prepared
+from moe_routing_bench.recycled import recycled
 
 CONFIGS: tuple[dict[str, str], ...] = (
     {},
@@ -116,7 +117,7 @@ def pack(weights: ExpertWeights, store: str | None = None) -> Packed:
         E, depth, columns = w_EKN.shape
         E = 1 if w_EKN.stride(0) == 0 else E
         each = library.mrb_packed_elements(depth, columns, gated)
-        packed = torch.empty(E * each, dtype=w_EKN.dtype)
+        packed = recycled.empty(E * each, dtype=w_EKN.dtype)
         library.mrb_pack(
             packed.data_ptr(), w_EKN.data_ptr(), *w_EKN.stride(), E, depth, columns, gated,
             w_EKN.element_size(), torch.get_num_threads(),
@@ -188,7 +189,7 @@ def run(
         )
     library, p = _library(level), _packed_as[store](weights)
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    y_TD = torch.empty(T, D, dtype=x_TD.dtype)
+    y_TD = recycled.empty(T, D, dtype=x_TD.dtype)
     gate_TK = gate_TK.float().contiguous()
     b_in_EG, b_out_ED = (
         None if b is None else b.detach().float().contiguous() for b in (weights.b_in_EG, weights.b_out_ED)

@@ -155,8 +155,6 @@ template <class Engine, class X> static int gradient(const Gradient& g) {
   if (!memory) return 1;
   X* out = (X*)g.out;
   const int64_t size = g.above * g.below;
-    // fresh memory comes in 2 MiB pages, if the system has some: 512 times fewer faults
-  madvise((void*)up_to((int64_t)out, 4096), g.E * size * sizeof(X) / 4096 * 4096, MADV_HUGEPAGE);
 #pragma omp parallel num_threads(g.threads)
   {
 #pragma omp for schedule(dynamic, 1) nowait

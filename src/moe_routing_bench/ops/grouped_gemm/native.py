@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_routing_bench import native
 from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.recycled import recycled
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 WRONG_PLAN = 3  # what mrb_multiply answers
@@ -98,7 +99,7 @@ def _multiply(
             f"x has width {x_RD.shape[1]} and the plan {count_E.shape[0]} experts; the weights are "
             f"{tuple(w_EDF.shape)}, the biases {None if b_EF is None else tuple(b_EF.shape)}"
         )
-    y_RF = torch.empty(x_RD.shape[0], columns, dtype=x_RD.dtype)
+    y_RF = recycled.empty(x_RD.shape[0], columns, dtype=x_RD.dtype)
     bias_EF = None if b_EF is None else b_EF.detach().float().contiguous()
     problem = _Problem(
         x_RD.data_ptr(), w_EDF.data_ptr(), None if bias_EF is None else bias_EF.data_ptr(),
@@ -122,7 +123,7 @@ def _weight_gradient(
     output_first = w_EDF.stride(1) == 1
     upper, lower = (_rows(dy_RF), _rows(x_RD)) if output_first else (_rows(x_RD), _rows(dy_RF))
     E, above, below = w_EDF.shape[0], upper.shape[1], lower.shape[1]
-    out = torch.empty(E, above, below, dtype=x_RD.dtype)
+    out = recycled.empty(E, above, below, dtype=x_RD.dtype)
     gradient = _Gradient(
         upper.data_ptr(), lower.data_ptr(), offset_E1.data_ptr(), count_E.data_ptr(), out.data_ptr(),
         upper.stride(0), lower.stride(0), E, above, below, torch.get_num_threads(),

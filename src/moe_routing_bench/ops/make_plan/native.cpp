@@ -3,25 +3,10 @@
 // so the order is that of the pairs and nothing is shared.
 
 #include <omp.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
-
-namespace {
-
-constexpr int64_t HUGE_BYTES = int64_t(4) << 20;
-
-// Fresh memory costs a fault a page: with pages of 2 MiB a 512th of them. Advice only, so failure is no error.
-void ask_for_huge_pages(void* start, int64_t bytes) {
-    if (bytes < HUGE_BYTES) return;
-    const uintptr_t page = 4096, first = (uintptr_t(start) + page - 1) / page * page;
-    const uintptr_t past = (uintptr_t(start) + bytes) / page * page;
-    madvise(reinterpret_cast<void*>(first), past - first, MADV_HUGEPAGE);
-}
-
-}  // namespace
 
 // capacity < 0: spans are loads rounded up to block_rows. Returns 0, or 1 if there is no memory, or 2 if the
 // spans need more than R rows.
@@ -31,8 +16,6 @@ extern "C" int mrb_make_plan(const int64_t* expert_P, int64_t P, int64_t E, int6
     // next_WE[w * E + e]: first the pairs of expert e in thread w's run, then the next row it hands out
     auto* next_WE = static_cast<int64_t*>(std::calloc(std::max<int64_t>(threads * E, 1), sizeof(int64_t)));
     if (next_WE == nullptr) return 1;
-    ask_for_huge_pages(row_P, P * 8);
-    ask_for_huge_pages(pair_R, R * 8);
     const int64_t run = (P + threads - 1) / threads;
     int wrong = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)

@@ -11,6 +11,7 @@ import torch
 
 from moe_routing_bench import native
 from moe_routing_bench.plan import Layout, RoutingPlan
+from moe_routing_bench.recycled import recycled
 from moe_routing_bench.routing import Routing
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -31,7 +32,7 @@ def run(routing: Routing, layout: Layout, level: str = "") -> RoutingPlan:
     expert_TK = routing.expert_TK.contiguous()
     (T, K), E = expert_TK.shape, routing.num_experts
     P, R = T * K, layout.num_rows(T, K, E)
-    row_TK, pair_R = torch.empty(T, K, dtype=torch.int64), torch.empty(R, dtype=torch.int64)
+    row_TK, pair_R = recycled.empty(T, K, dtype=torch.int64), recycled.empty(R, dtype=torch.int64)
     offset_E1, count_E, dropped_E = (torch.empty(n, dtype=torch.int64) for n in (E + 1, E, E))
     # each thread keeps E counters
     threads = torch.get_num_threads() if P >= max(PAIRS_FOR_THREADS, 8 * E) else 1

@@ -1,0 +1,288 @@
+"""Do balance controllers keep up when the data changes? One stream of drifting topics, seen by each.
+
+A token is 0.8 * the centre of its topic + 0.6 * noise. How often each topic occurs drifts all the time and is
+drawn anew at two jumps. All subjects start from the same router weights W_0 and see the same tokens. A batch
+is routed, looked at, and only then does the controller step. The padded plan has the capacity ceil(1.25 T K /
+E) for everyone, also for rules whose rows are wider than K.
+
+There is no model behind the router. What it would want is stood in for by a pull back to W_0: weights move by
+
+    W -= LEARNING_RATE * (gradient of the router's own losses + PULL * (W - W_0))
+
+so weights without a loss stay at W_0 and a subject with one settles between it and its own wishes. The study
+says how fast load is brought back to balance and how many choices that changes; it says nothing of a model's
+quality.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.controllers.controller import Counts, controller_for
+from moe_routing_bench.machine import this_machine
+from moe_routing_bench.ops.make_plan.op import make_plan
+from moe_routing_bench.plan import Layout
+from moe_routing_bench.routers.router import build
+from moe_routing_bench.routing import Routing
+from moe_routing_bench.statistics import RoutingStatistics
+
+LEARNING_RATE = 0.1
+PULL = 0.1
+CAPACITY_FACTOR = 1.25
+EVEN_WITHIN = 0.15
+# what is written down at each step: its name, what it means
+SERIES = {
+    "max_violation": "most loaded expert over the mean load, minus 1",
+    "entropy_bits": "entropy of the load, in bits; log2(E) if it is even",
+    "drop_rate": "share of pairs over the capacity",
+    "experts_per_token": "mean over tokens",
+    "agreement": "mean over tokens of experts shared with the router without control, over experts of either",
+    "label_share": "information the experts carry about the topic, over the topic's entropy",
+}
+Tell = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Tokens of a step as a pure function of these numbers and the step.
+
+    Stream(steps=600).tokens(0) is 512 x 64 numbers and 512 topics of 0 .. 31; jumps are at steps 200 and 400.
+    """
+
+    steps: int = 600
+    seed: int = 0
+    T: int = 512
+    D: int = 64
+    E: int = 16
+    K: int = 2
+    topics: int = 32
+
+    def __post_init__(self) -> None:
+        if not 3 <= self.steps <= 100_000:
+            raise ValueError(f"{self.steps} steps; give between 3 and 100000: two jumps divide them in three")
+
+    @property
+    def jumps(self) -> tuple[int, int]:
+        return self.steps // 3, 2 * self.steps // 3
+
+    def w_DE(self) -> Tensor:
+        """Weights every router starts from: logits of variance 1."""
+        return torch.randn(self.D, self.E, generator=self._dice(1)) / math.sqrt(self.D)
+
+    def chance_L(self, step: int) -> Tensor:
+        """How often each topic occurs at a step."""
+        epoch = sum(step >= jump for jump in self.jumps)
+        base_L = torch.randn(self.topics, generator=self._dice(2, epoch))
+        phase_L = 2 * math.pi * torch.rand(self.topics, generator=self._dice(3))
+        swing_L = torch.sin(2 * math.pi * step / 200 + phase_L)
+        return (1.8 * base_L + 0.6 * swing_L).softmax(0)
+
+    def tokens(self, step: int) -> tuple[Tensor, Tensor]:
+        dice = self._dice(4, step)
+        centre_LD = torch.randn(self.topics, self.D, generator=self._dice(5))
+        label_T = torch.multinomial(self.chance_L(step), self.T, replacement=True, generator=dice)
+        return 0.8 * centre_LD[label_T] + 0.6 * torch.randn(self.T, self.D, generator=dice), label_T
+
+    def _dice(self, what: int, step: int = 0) -> torch.Generator:
+        return torch.Generator().manual_seed((self.seed * 16 + what) * 1_000_000 + step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A router under control: Subject(name="sign_bias", router="sigmoid_bias", controller="sign_bias")."""
+
+    name: str
+    router: str
+    controller: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the controller
+    losses: Mapping[str, float] = field(default_factory=dict)
+
+
+SUBJECTS = (
+    Subject(name="no control", router="softmax_topk"),
+    Subject(name="switch loss, weight 0.1", router="softmax_topk", losses={"switch": 0.1}),
+    Subject(name="switch loss, weight 1", router="softmax_topk", losses={"switch": 1.0}),
+    Subject(name="sign_bias", router="sigmoid_bias", controller="sign_bias"),
+    Subject(name="centred_bias", router="sigmoid_bias", controller="centred_bias"),
+    Subject(
+        name="sign_bias, rate 0.01", router="sigmoid_bias", controller="sign_bias", options={"rate": 0.01}
+    ),
+    Subject(name="quantile", router="quantile", controller="quantile"),
+    Subject(name="l1_strength", router="relu", controller="l1_strength", losses={"relu": 1.0}),
+    Subject(name="p_threshold", router="top_p", controller="p_threshold"),
+    Subject(name="threshold_ema", router="expert_threshold", controller="threshold_ema"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Track:
+    """What became of one subject: for each name in SERIES a number at each step.
+
+    Track(subject=..., series={"max_violation": [0.9, 0.8, ...], ...}, seconds=2.1)
+    """
+
+    subject: Subject
+    series: Mapping[str, list[float]]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A track in a line of a table. Steps are 600, jumps at 200 and 400:
+
+    settled        every series' mean over the last 50 steps of each third (150-199, 350-399, 550-599)
+    after_jump     every series' mean over the 20 steps from each jump on (200-219, 400-419)
+    steps_to_even  (31, None): steps from each jump to the first ten whose mean max_violation is within
+                   EVEN_WITHIN of what chance gives; None: none before the next jump
+    """
+
+    settled: Mapping[str, float]
+    after_jump: Mapping[str, float]
+    steps_to_even: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceStudy:
+    """All tracks over one stream. chance: mean max_violation if every token drew its K experts at random."""
+
+    stream: Stream
+    chance: float
+    tracks: tuple[Track, ...]
+    seconds: float
+
+    def summary(self, track: Track) -> Summary:
+        jumps, steps = self.stream.jumps, self.stream.steps
+        ends = (*jumps, steps)
+        last = max(1, min(50, steps // 6))
+        early = max(1, min(20, steps // 6))
+        settled = [step for end in ends for step in range(end - last, end)]
+        after = [step for jump in jumps for step in range(jump, jump + early)]
+
+        def mean(name: str, at: Sequence[int]) -> float:
+            return fmean(track.series[name][step] for step in at)
+
+        def steps_to_even(jump: int, end: int) -> int | None:
+            violation = track.series["max_violation"][jump:end]
+            width = min(10, len(violation))
+            for n in range(len(violation) - width + 1):
+                if fmean(violation[n : n + width]) <= self.chance + EVEN_WITHIN:
+                    return n
+            return None
+
+        return Summary(
+            settled={name: mean(name, settled) for name in SERIES},
+            after_jump={name: mean(name, after) for name in SERIES},
+            steps_to_even=tuple(map(steps_to_even, jumps, ends[1:])),
+        )
+
+    def to_dict(self, command: str) -> dict[str, Any]:
+        """For a JSON file: everything that was seen, and where."""
+        return {
+            "command": command,
+            "machine": this_machine().to_dict(),
+            "seconds": round(self.seconds, 1),
+            "stream": {**asdict(self.stream), "jumps": self.stream.jumps},
+            "learning_rate": LEARNING_RATE,
+            "pull": PULL,
+            "capacity_factor": CAPACITY_FACTOR,
+            "chance_max_violation": _short(self.chance),
+            "even_within": EVEN_WITHIN,
+            "series": SERIES,
+            "tracks": [
+                {
+                    "subject": asdict(track.subject),
+                    "seconds": round(track.seconds, 1),
+                    "summary": _shortened(asdict(self.summary(track))),
+                    "series": {name: list(map(_short, values)) for name, values in track.series.items()},
+                }
+                for track in self.tracks
+            ],
+        }
+
+
+def study_balance(
+    stream: Stream, subjects: Sequence[Subject] = SUBJECTS, *, tell: Tell = lambda done, total: None
+) -> BalanceStudy:
+    """One subject after the other over the whole stream. Single-threaded: the matrices are small."""
+    started, threads = time.perf_counter(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    tracks: list[Track] = []
+    try:
+        for number, subject in enumerate(subjects):
+            tell_step = partial(_tell_step, tell, number * stream.steps, len(subjects) * stream.steps)
+            tracks.append(follow(stream, subject, tell=tell_step))
+    finally:
+        torch.set_num_threads(threads)
+    seconds = time.perf_counter() - started
+    return BalanceStudy(stream=stream, chance=_chance(stream), tracks=tuple(tracks), seconds=seconds)
+
+
+def _tell_step(tell: Tell, before: int, total: int, step: int) -> None:
+    tell(before + step, total)
+
+
+def follow(stream: Stream, subject: Subject, *, tell: Callable[[int], None] = lambda step: None) -> Track:
+    started = time.perf_counter()
+    D, E, K = stream.D, stream.E, stream.K
+    start_DE = stream.w_DE()
+    free = build("softmax_topk", D, E, K).eval()
+    router = build(subject.router, D, E, K, loss_weights=subject.losses).train()
+    for one in (free, router):
+        one.get_parameter("w_DE").data.copy_(start_DE)
+    controller = controller_for(router, subject.controller, **subject.options) if subject.controller else None
+    capacity = Layout.padded(capacity_factor=CAPACITY_FACTOR).capacity_for(stream.T, K, E)
+    seen: list[RoutingStatistics] = []
+    for step in range(stream.steps):
+        x_TD, label_T = stream.tokens(step)
+        routing = router(x_TD)
+        assert isinstance(routing, Routing)
+        with torch.no_grad():
+            plan = make_plan(routing, Layout.padded(capacity=capacity))
+            seen.append(
+                RoutingStatistics.of(
+                    routing, plan, previous=free(x_TD), label_T=label_T, num_labels=stream.topics
+                )
+            )
+        if routing.aux_loss is not None:
+            w_DE = router.get_parameter("w_DE")
+            (slope_DE,) = torch.autograd.grad(routing.aux_loss, w_DE)
+            w_DE.data.sub_(LEARNING_RATE * (slope_DE + PULL * (w_DE.data - start_DE)))
+        if controller is not None:
+            controller.step(Counts.of(routing))
+        tell(step + 1)
+    series = {name: [_number(statistics, name) for statistics in seen] for name in SERIES}
+    return Track(subject=subject, series=series, seconds=time.perf_counter() - started)
+
+
+def _number(statistics: RoutingStatistics, name: str) -> float:
+    value = getattr(statistics.load if hasattr(statistics.load, name) else statistics, name)
+    return float(value)
+
+
+def _chance(stream: Stream, draws: int = 200) -> float:
+    dice = torch.Generator().manual_seed(stream.seed)
+    found = []
+    for _ in range(draws):
+        expert_TK = torch.rand(stream.T, stream.E, generator=dice).argsort(1)[:, : stream.K]
+        count_E = torch.bincount(expert_TK.flatten(), minlength=stream.E)
+        found.append(float(count_E.max() / (stream.T * stream.K / stream.E) - 1))
+    return fmean(found)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _shortened(document: Any) -> Any:
+    if isinstance(document, dict):
+        return {name: _shortened(value) for name, value in document.items()}
+    return _short(document) if isinstance(document, float) else document

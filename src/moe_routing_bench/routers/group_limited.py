@@ -1,0 +1,82 @@
+"""Group-limited softmax top-k (DeepSeek-V2): the K most probable experts of a token's best groups.
+
+    z = x W,  p = softmax(z),  a group's score is its largest p,  the `keep_groups` best groups stay
+    the K experts with the largest z in them
+    gate_k = scale * p_k                      renormalise = True: gate_k = scale * p_k / sum_j p_j
+
+A group is a device, so a token is sent to at most `keep_groups` devices (3 of 8 in DeepSeek-V2).
+`group_score` names other ways to rank groups (see groups.py). groups = 1, the default, is softmax top-k.
+
+Where implementations differ: DeepSeek's own code scales or renormalises, never both; Transformers scales and
+offers no renormalising. Both set p to 0 in the other groups, so where too many of the kept ones underflow
+they may choose experts outside, with weight 0; here those cannot be chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_routing_bench.routers.groups import check_groups, limit_to_groups
+from moe_routing_bench.routers.losses import deepseek_loss, hf_loss, switch_loss, z_loss
+from moe_routing_bench.routers.router import Router
+from moe_routing_bench.routing import Routing, TokenInfo
+
+
+class GroupLimitedRouter(Router):
+    causal = True
+    batch_dependent = False
+    paper = "DeepSeek-V2, DeepSeek-AI 2024, arXiv:2405.04434"
+    gate_sum = "any"
+    loss_names = ("switch", "hf", "deepseek", "z")
+
+    def __init__(
+        self,
+        D: int,
+        E: int,
+        K: int,
+        *,
+        groups: int = 1,
+        keep_groups: int = 1,
+        group_score: str = "max",
+        renormalise: bool = False,
+        scale: float = 1.0,
+        **options: Any,
+    ):
+        super().__init__(D, E, K, **options)
+        if not scale > 0:
+            raise ValueError(f"scale must be above 0, not {scale}")
+        check_groups(E, K, groups, keep_groups, group_score)
+        self.num_groups, self.keep_groups, self.group_score = groups, keep_groups, group_score
+        self.renormalise, self.scale = renormalise, scale
+        if scale <= 1:
+            self.gate_sum = "one" if renormalise and scale == 1 else "at most one"
+        self.w_DE = nn.Parameter(torch.empty(D, E))
+        self.reset_parameters()
+
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
+        logits_TE = self.project(self.prepare(x_TD, info), self.w_DE)
+        score_TE = logits_TE.softmax(-1)
+        limited_TE = limit_to_groups(
+            score_TE.detach(), self.K, self.num_groups, self.keep_groups, self.group_score
+        )
+        # experts by z, which keeps its order where p underflows to ties
+        value_TK, expert_TK = self.topk(torch.where(limited_TE.isneginf(), limited_TE, logits_TE), self.K)
+        gate_TK = self.scale * (value_TK.softmax(-1) if self.renormalise else score_TE.gather(1, expert_TK))
+        routing = Routing(
+            expert_TK=expert_TK,
+            gate_TK=gate_TK,
+            num_experts=self.E,
+            ragged=False,
+            logits_TE=logits_TE,
+        )
+        seen = (score_TE, expert_TK, self.E, info.mask_T)
+        losses = {
+            "switch": lambda: switch_loss(*seen),
+            "hf": lambda: hf_loss(*seen),
+            "deepseek": lambda: deepseek_loss(*seen, num_sequences=info.num_sequences),
+            "z": lambda: z_loss(logits_TE, info.mask_T),
+        }
+        return self.finish(routing, losses, info)

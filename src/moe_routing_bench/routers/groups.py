@@ -1,0 +1,54 @@
+"""Group-limited choice: experts stand in groups of neighbours, and a token may use a few groups only.
+
+    experts 0 .. E/groups - 1 are group 0, and so on: a group is a device or a node of expert parallelism
+    a group's score is made of its experts' scores by a named rule; the `keep` groups that score highest stay
+
+    "max"        the best expert's                   DeepSeek-V2; vLLM where there is no bias
+    "top2_sum"   sum of the two best                 DeepSeek-V3's code, Transformers, torchtitan, llama.cpp
+    "topk_sum"   sum of the K // keep best           DeepSeek-V3's paper (K = 8, keep = 4: top2_sum), Megatron
+
+Of groups with equal scores the lower one is kept. Experts of other groups get -inf, so they cannot be chosen.
+DeepSeek-V2's code and Transformers' copy of it set them to 0, which wins against a negative score + bias.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+RULES = ("max", "top2_sum", "topk_sum")
+
+
+def check_groups(E: int, K: int, groups: int, keep: int, rule: str) -> None:
+    """Raise ValueError with a sentence if E experts cannot be limited like this."""
+    if rule not in RULES:
+        raise ValueError(f"group_score {rule!r} is unknown; there are {', '.join(RULES)}")
+    if groups < 1 or E % groups:
+        raise ValueError(f"groups={groups} must divide the E={E} experts into equal groups")
+    if not 1 <= keep <= groups:
+        raise ValueError(f"keep_groups={keep} must be from 1 to groups={groups}")
+    size = E // groups
+    if keep * size < K:
+        raise ValueError(f"{keep} groups of {size} experts cannot give K={K} choices; raise keep_groups")
+    if keep == groups:
+        return
+    if rule == "top2_sum" and size < 2:
+        raise ValueError("group_score 'top2_sum' needs groups of at least 2 experts; use 'max'")
+    if rule == "topk_sum" and K < keep:
+        raise ValueError(f"group_score 'topk_sum' needs K >= keep_groups, not K={K} and {keep}; use 'max'")
+
+
+def limit_to_groups(score_TE: Tensor, K: int, groups: int, keep: int, rule: str) -> Tensor:
+    """score_TE with -inf for the experts outside a token's `keep` best groups.
+
+    groups=2, keep=1, rule="max":      [.5, .1, .4, .4] -> [.5, .1, -inf, -inf]
+    groups=2, keep=1, rule="top2_sum": [.5, .1, .4, .4] -> [-inf, -inf, .4, .4]
+    """
+    if keep == groups:
+        return score_TE
+    num_best = {"max": 1, "top2_sum": 2, "topk_sum": K // keep}[rule]
+    by_group = score_TE.unflatten(1, (groups, -1))
+    group_score = by_group.topk(num_best, dim=2).values.sum(2)
+    kept = group_score.sort(dim=1, descending=True, stable=True).indices[:, :keep]
+    stays = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, kept, True)
+    return torch.where(stays.unsqueeze(2), by_group, float("-inf")).flatten(1)

@@ -1,0 +1,67 @@
+"""ReLU routing (ReMoE): every expert with a positive logit, weighed by it; differentiable throughout.
+
+    z = x W,  R = ReLU(z),  the experts with R > 0,  gate = R   (not renormalised)
+
+Nothing in the rule says how many experts that is; a regulariser times `strength` does, and the controller
+l1_strength moves strength until tokens have K experts on average:
+
+    loss "relu" = strength * E sum_e (c_e / (T K)) mean_t R_te    fewer experts and balance; the authors' code
+    loss "l1"   = strength * mean_t sum_e R_te                    fewer experts alone
+
+strength is a buffer and starts at 1e-8 as in the authors' code. It is part of the loss:
+Routing.losses["relu"] is strength times the formula, and loss_weights={"relu": 1.0} trains as published.
+`most` bounds a token's experts: those with the `most` largest gates. c_e counts these; R means all of them.
+
+A token whose logits are all 0 or less goes nowhere, and its logits have a gradient of zero: neither the
+experts nor the loss bring it back, only what other tokens do to W and other layers to x.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_routing_bench.routers.losses import l1_loss, relu_loss
+from moe_routing_bench.routers.router import Router
+from moe_routing_bench.routing import Routing, TokenInfo
+
+
+class ReLURouter(Router):
+    causal = True
+    batch_dependent = False
+    paper = "ReMoE, Wang et al. 2024, arXiv:2412.14711"
+    gate_sum = "any"
+    loss_names = ("relu", "l1")
+    experts_per_token = "0 to E, those with a positive logit"
+    controller = "l1_strength"
+    strength: Tensor
+
+    def __init__(self, D: int, E: int, K: int, *, most: int | None = None, **options: Any):
+        super().__init__(D, E, K, **options)
+        self.most = self.widest(most)
+        self.w_DE = nn.Parameter(torch.empty(D, E))
+        self.register_buffer("strength", torch.tensor(1e-8))
+        self.reset_parameters()
+
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
+        logits_TE = self.project(self.prepare(x_TD, info), self.w_DE)
+        value_TK, expert_TK = self.topk(logits_TE, self.most)
+        expert_TK = torch.where(value_TK > 0, expert_TK, -1)
+        routing = Routing(
+            expert_TK=expert_TK,
+            gate_TK=value_TK.relu(),
+            num_experts=self.E,
+            ragged=True,
+            logits_TE=logits_TE,
+        )
+        relu_TE = logits_TE.relu()
+        strength = self.strength.to(self.dtype)
+        losses = {
+            "relu": lambda: (
+                strength * relu_loss(relu_TE, expert_TK, self.E, info.mask_T, choices_per_token=self.K)
+            ),
+            "l1": lambda: strength * l1_loss(relu_TE, info.mask_T),
+        }
+        return self.finish(routing, losses, info)

@@ -1,0 +1,119 @@
+"""Sigmoid with balancing bias (DeepSeek-V3): chosen by score + bias, weighed by the score alone.
+
+    z = x W,  s = sigmoid(z),  the K experts with the largest s + bias
+    gate_k = scale * s_k / sum_j s_j          renormalise = False: gate_k = scale * s_k
+
+    score = "sigmoid"        DeepSeek-V3, GLM-4.5, Kimi K2
+    score = "sqrtsoftplus"   s = sqrt(log(1 + exp(z))), DeepSeek-V4
+    score = "softmax"        s = softmax(z)
+
+bias_E is state, not a parameter: a balance controller moves it between steps, no gradient reaches it. With
+`groups` > 1 the choice is limited to the `keep_groups` best groups by s + bias (see groups.py).
+
+The losses see s / sum_j s_j over all experts and count the K largest s, without bias and groups, as the paper
+and Megatron do.
+
+Where implementations differ: Transformers and Megatron divide by the sum + 1e-20, vLLM by the sum, llama.cpp
+by at least 6.1e-5; Megatron does not divide if K = 1. Here the quotient is softmax(log s): the same number,
+but gates sum to 1 and gradients are finite even where every s underflows to 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_routing_bench.routers.groups import check_groups, limit_to_groups
+from moe_routing_bench.routers.losses import deepseek_loss, switch_loss, z_loss
+from moe_routing_bench.routers.router import Router
+from moe_routing_bench.routing import Routing, TokenInfo
+
+SCORES = ("sigmoid", "sqrtsoftplus", "softmax")
+# below it log(softplus(z)) = z to the last bit of float64
+SOFTPLUS_IS_EXP = -40.0
+
+
+class SigmoidBiasRouter(Router):
+    causal = True
+    batch_dependent = False
+    paper = "DeepSeek-V3 Technical Report, DeepSeek-AI 2024, arXiv:2412.19437"
+    gate_sum = "any"
+    loss_names = ("switch", "deepseek", "z")
+    controller = "sign_bias"
+    bias_E: Tensor
+
+    def __init__(
+        self,
+        D: int,
+        E: int,
+        K: int,
+        *,
+        score: str = "sigmoid",
+        groups: int = 1,
+        keep_groups: int = 1,
+        group_score: str = "top2_sum",
+        renormalise: bool = True,
+        scale: float = 1.0,
+        **options: Any,
+    ):
+        super().__init__(D, E, K, **options)
+        if score not in SCORES:
+            raise ValueError(f"score {score!r} is unknown; there are {', '.join(SCORES)}")
+        if not scale > 0:
+            raise ValueError(f"scale must be above 0, not {scale}")
+        check_groups(E, K, groups, keep_groups, group_score)
+        self.score, self.renormalise, self.scale = score, renormalise, scale
+        self.num_groups, self.keep_groups, self.group_score = groups, keep_groups, group_score
+        if renormalise and scale == 1:
+            self.gate_sum = "one"
+        self.w_DE = nn.Parameter(torch.empty(D, E))
+        self.register_buffer("bias_E", torch.zeros(E))
+        self.reset_parameters()
+
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
+        logits_TE = self.project(self.prepare(x_TD, info), self.w_DE)
+        log_score_TE = log_score(logits_TE, self.score)
+        score_TE = plain_score(logits_TE.detach(), self.score)
+        choice_TE = limit_to_groups(
+            score_TE + self.bias_E.to(self.dtype), self.K, self.num_groups, self.keep_groups, self.group_score
+        )
+        _, expert_TK = self.topk(choice_TE, self.K)
+        log_gate_TK = log_score_TE.gather(1, expert_TK)
+        gate_TK = self.scale * (log_gate_TK.softmax(-1) if self.renormalise else log_gate_TK.exp())
+        routing = Routing(
+            expert_TK=expert_TK,
+            gate_TK=gate_TK,
+            num_experts=self.E,
+            ragged=False,
+            logits_TE=logits_TE,
+        )
+
+        def seen_by_losses() -> tuple[Tensor, Tensor, int, Tensor | None]:
+            return log_score_TE.softmax(-1), self.topk(score_TE, self.K)[1], self.E, info.mask_T
+
+        losses = {
+            "switch": lambda: switch_loss(*seen_by_losses()),
+            "deepseek": lambda: deepseek_loss(*seen_by_losses(), num_sequences=info.num_sequences),
+            "z": lambda: z_loss(logits_TE, info.mask_T),
+        }
+        return self.finish(routing, losses, info)
+
+
+def plain_score(logits_TE: Tensor, score: str) -> Tensor:
+    """s as the published models compute it, so that equal bits are chosen; its gradient may not be finite."""
+    if score == "sigmoid":
+        return logits_TE.sigmoid()
+    return F.softplus(logits_TE).sqrt() if score == "sqrtsoftplus" else logits_TE.softmax(-1)
+
+
+def log_score(logits_TE: Tensor, score: str) -> Tensor:
+    """log s, finite with a finite gradient for every z."""
+    if score == "sigmoid":
+        return F.logsigmoid(logits_TE)
+    if score == "softmax":
+        return logits_TE.log_softmax(-1)
+    log_TE = F.softplus(logits_TE.clamp_min(SOFTPLUS_IS_EXP)).log()
+    return 0.5 * torch.where(logits_TE < SOFTPLUS_IS_EXP, logits_TE, log_TE)

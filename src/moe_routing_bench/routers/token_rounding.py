@@ -1,0 +1,125 @@
+"""Token rounding (SonicMoE): top-k, then tokens added or taken away until experts have whole tiles.
+
+    z = x W,  p = softmax(z),  a token chooses the K experts with the largest z;  c_e tokens chose expert e
+    target_e = c_e rounded to a multiple of `tile`: "nearest" (half to even, as torch.round), "up" or "down"
+    expert e ranks all tokens, those that chose it first (by gate), then the others (by p), and takes target_e
+    gate = p_e / sum of p over the token's K choices if it chose e, else p_e
+
+No row of a tile is wasted; fewer than `tile` tokens of an expert are added or taken away, those with the
+highest p or the lowest gates. A token can end with fewer experts than K, none, or up to E; `most` bounds them
+(the largest z), and an expert that loses tokens to this bound has less than whole tiles.
+
+An expert takes no more tokens than there are: with fewer than a tile, "up" gives it all of them, a part of a
+tile. Masked tokens are no tokens: they are not counted and never taken; all others rank before them.
+
+Which tokens an expert takes depends on all the others, later ones too: not causal. `tile` is the kernel's:
+128 in the authors' code; 16, the rows of an AMX tile, by default here.
+
+Of equal gates the earlier token comes first, which the authors leave open. Their code ranks added tokens by
+p - 1 in x's dtype, where small p become equal; here it is log p.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_routing_bench.routers.losses import switch_loss, z_loss
+from moe_routing_bench.routers.router import Router
+from moe_routing_bench.routing import Routing, TokenInfo
+
+ROUNDINGS = ("nearest", "up", "down")
+
+
+class TokenRoundingRouter(Router):
+    causal = False
+    batch_dependent = True
+    paper = "SonicMoE, Guo et al. 2025, arXiv:2512.14080"
+    gate_sum = "any"
+    loss_names = ("switch", "z")
+    experts_per_token = "0 to E, near K on average"
+
+    def __init__(
+        self,
+        D: int,
+        E: int,
+        K: int,
+        *,
+        tile: int = 16,
+        rounding: str = "nearest",
+        most: int | None = None,
+        **options: Any,
+    ):
+        super().__init__(D, E, K, **options)
+        if tile < 1:
+            raise ValueError(f"tile must be at least 1 row, not {tile}")
+        if rounding not in ROUNDINGS:
+            raise ValueError(f"rounding {rounding!r} is unknown; there are {', '.join(ROUNDINGS)}")
+        self.most = self.widest(most)
+        self.tile, self.rounding = tile, rounding
+        self.w_DE = nn.Parameter(torch.empty(D, E))
+        self.reset_parameters()
+
+    def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
+        logits_TE = self.project(self.prepare(x_TD, info), self.w_DE)
+        score_TE = logits_TE.softmax(-1)
+        _, order_TE = self.topk(logits_TE, self.E)
+        choice_TK = order_TE[:, : self.K]
+        exists_T1 = torch.ones_like(choice_TK[:, :1], dtype=torch.bool)
+        if info.mask_T is not None:
+            exists_T1 = info.mask_T.bool().unsqueeze(1)
+        chose_TE = torch.zeros_like(score_TE, dtype=torch.bool).scatter(1, choice_TK, True) & exists_T1
+        share_T1 = score_TE.gather(1, choice_TK).sum(1, keepdim=True)
+        gate_TE = torch.where(chose_TE, score_TE / share_T1, score_TE)
+
+        # gates are at least 0 and log p of an expert not chosen is below 0, so one sort ranks both
+        wish_TE = torch.where(chose_TE, gate_TE, logits_TE.log_softmax(-1)).detach()
+        wish_TE = torch.where(exists_T1, wish_TE, float("-inf"))
+        taken_TE = first_TE(wish_TE, rounded(chose_TE.sum(0), self.tile, self.rounding))
+        expert_TK = in_order(order_TE, taken_TE, self.most)
+        chosen_TK = expert_TK >= 0
+        routing = Routing(
+            expert_TK=expert_TK,
+            gate_TK=torch.where(chosen_TK, gate_TE.gather(1, expert_TK.clamp_min(0)), 0.0),
+            num_experts=self.E,
+            ragged=True,
+            logits_TE=logits_TE,
+        )
+        losses = {
+            "switch": lambda: switch_loss(score_TE, choice_TK, self.E, info.mask_T),
+            "z": lambda: z_loss(logits_TE, info.mask_T),
+        }
+        return self.finish(routing, losses, info)
+
+
+def rounded(count_E: Tensor, tile: int, rounding: str) -> Tensor:
+    """To a multiple of tile.   8, 12, 20 with tile 8: nearest 8, 16, 16; up 8, 16, 24; down 8, 8, 16."""
+    tiles_E, rest_E = count_E // tile, count_E % tile
+    if rounding == "up":
+        tiles_E = tiles_E + (rest_E > 0)
+    if rounding == "nearest":
+        half_to_even_E = (2 * rest_E == tile) & (tiles_E % 2 == 1)
+        tiles_E = tiles_E + ((2 * rest_E > tile) | half_to_even_E)
+    return tiles_E * tile
+
+
+def first_TE(wish_TE: Tensor, number_E: Tensor) -> Tensor:
+    """True for the number_e highest of each column; of equal ones the earlier token comes first."""
+    # columns as rows: a CPU sorts them twice as fast
+    wish_ET = wish_TE.T.contiguous()
+    order_ET = wish_ET.sort(dim=1, descending=True, stable=True).indices
+    place_T = torch.arange(wish_ET.shape[1], device=wish_ET.device)
+    first_ET = torch.zeros_like(wish_ET, dtype=torch.bool)
+    return first_ET.scatter(1, order_ET, place_T < number_E.unsqueeze(1)).T
+
+
+def in_order(order_TE: Tensor, taken_TE: Tensor, most: int) -> Tensor:
+    """The taken experts of each token in the given order, `most` of them at most, then -1."""
+    taken_TE = taken_TE.gather(1, order_TE)
+    place_TE = taken_TE.cumsum(1) - 1
+    # those not taken, or one too many, fall into a last column that is cut off
+    place_TE = torch.where(taken_TE, place_TE.clamp_max(most), most)
+    none_TK = order_TE.new_full((order_TE.shape[0], most + 1), -1)
+    return none_TK.scatter(1, place_TE, order_TE)[:, :most]
