@@ -81,6 +81,16 @@ def test_a_change_of_the_cell_changes_the_key(kernels, what):
     assert key_of(CHANGES[what](a_cell())) != key_of(a_cell())
 
 
+def test_another_recording_under_the_same_name_changes_the_key(kernels, tmp_path):
+    cell = replace(a_cell(), workload=f"trace({tmp_path / 'one, two.safetensors'},layer=3)")
+    keys = [key_of(cell)]
+    for content in (b"first", b"second"):
+        (tmp_path / "one, two.safetensors").write_bytes(content)
+        keys.append(key_of(cell))
+    assert len(set(keys)) == 3
+    assert key_of(replace(a_cell(), workload="maxvio(3)"))  # an alias of a family that is drawn
+
+
 def test_a_change_of_source_changes_the_key(kernels):
     before = key_of(a_cell())
     path = kernels / "combine" / "mine.py"

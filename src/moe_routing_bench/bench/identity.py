@@ -23,7 +23,7 @@ import torch
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.spans import Span, span_named
-from moe_routing_bench.bench.workloads import SUITE_VERSION
+from moe_routing_bench.bench.workloads import SUITE_VERSION, file_of
 from moe_routing_bench.machine import Machine
 from moe_routing_bench.ops.registry import BUILT_IN, OURS, Op, all_ops
 
@@ -39,7 +39,13 @@ def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
     return {
         "case": asdict(cell.case),
         "contract": contract_hash(span),
-        "workload": {"name": cell.workload, "suite": SUITE_VERSION, "seed": cell.seed, "ranks": cell.W},
+        "workload": {
+            "name": cell.workload,
+            "suite": SUITE_VERSION,
+            "seed": cell.seed,
+            "ranks": cell.W,
+            "recorded": recorded_hash(cell.workload),
+        },
         "subjects": [[s.spec, s.layout, source_hash(span, s.spec)] for s in cell.subjects],
         "policy": asdict(cell.policy),
         "harness": harness_hash(),
@@ -69,6 +75,12 @@ def versions() -> dict[str, str]:
 def settings() -> dict[str, str]:
     """Environment variables that change how torch runs."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
+
+
+def recorded_hash(workload: str) -> str:
+    """Of a trace's bytes: another recording under the same name is another workload."""
+    file = file_of(workload)
+    return "" if file is None or not file.is_file() else hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def contract_hash(span: Span) -> str:

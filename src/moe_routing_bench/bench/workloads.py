@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -126,6 +127,11 @@ def kind_of(parameter: inspect.Parameter) -> type:
     """int of `int | None`: what is written in the brackets, if anything is."""
     kinds = [kind for kind in get_args(parameter.annotation) if kind is not type(None)]
     return kinds[0] if kinds else parameter.annotation
+
+
+def file_of(name: str) -> Path | None:
+    """The file a workload is read from; None for those that are drawn."""
+    return Path(_parse(name)[1]["file"]) if re.match(r"\s*trace\s*\(", name) else None
 
 
 def _plain_name(name: str, *, E: int, K: int, W: int) -> str:

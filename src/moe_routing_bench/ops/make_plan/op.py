@@ -110,11 +110,13 @@ def plan_by_slabs(
     count_E, span_E, capacity = load_E, load_E, P
     if layout.kind == "padded":
         capacity = layout.capacity_for(T, K, E)
-        count_E, span_E = load_E.clamp(max=capacity), torch.full_like(load_E, capacity)
-    elif layout.kind == "block":
-        assert layout.block_rows is not None
-        span_E = (load_E + layout.block_rows - 1) // layout.block_rows * layout.block_rows
-    offset_E1 = torch.cat((span_E.new_zeros(1), span_E.cumsum(0)))
+        count_E = load_E.clamp(max=capacity)
+        offset_E1 = torch.arange(E + 1, device=device) * capacity
+    else:
+        if layout.kind == "block":
+            assert layout.block_rows is not None
+            span_E = (load_E + layout.block_rows - 1) // layout.block_rows * layout.block_rows
+        offset_E1 = torch.cat((span_E.new_zeros(1), span_E.cumsum(0)))
 
     filled = layout.kind == "compact" and not routing.ragged
     row_P = torch.empty_like(expert_P)
