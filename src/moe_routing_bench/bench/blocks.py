@@ -12,7 +12,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +24,11 @@ from moe_routing_bench.bench.paired import Contender
 from moe_routing_bench.bench.spans import SPANS, cost_of_span, layer_of
 from moe_routing_bench.layer import MoE
 from moe_routing_bench.models.decoder import DecoderBlock, TransformersBlock, rotary
-from moe_routing_bench.ops.auto import choose
+from moe_routing_bench.models.running import pick
 from moe_routing_bench.ops.decisions import Facts
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
-from moe_routing_bench.ops.registry import Implementation, Op
+from moe_routing_bench.ops.registry import Implementation
 from moe_routing_bench.plan import Layout
 
 DEFAULT_CONTENDERS = (
@@ -252,15 +251,6 @@ class BlockInputs:
         )
 
 
-def our_implementation(op: Op, facts: Facts, *args: Any) -> Implementation:
-    """What runs for "auto" here: the measured winner if decisions are on, else native where it can run, else
-    the op's default."""
-    choice = choose(op, facts)
-    if choice.decisions is not None:
-        return op.get(choice.spec)
-    return op.get("native" if op.why_not("native", *args) is None else op.default)
-
-
 def our_layer(inputs: Inputs, base: MoE, impl: str = "auto") -> MoE:
     """`base` with another implementation, on the same weights, so that all share what is made of them;
     NotImplementedError if `impl` cannot compute them."""
@@ -273,14 +263,10 @@ def our_layer(inputs: Inputs, base: MoE, impl: str = "auto") -> MoE:
     weights = base.experts.weights()
     x_TD = torch.empty(case.shape.T, case.shape.D, dtype=inputs.dtype, device=weights.w_in_EDG.device)
     asked = (x_TD, routing.gate_TK, inputs.plan(0, layout), weights)
-    with torch.no_grad():
-        auto = impl == "auto"
-        ffn = our_implementation(expert_ffn_op, facts, *asked) if auto else expert_ffn_op.get(impl)
-        if (reason := ffn.why_not(*asked)) is not None:
-            raise NotImplementedError(f"expert_ffn.{ffn.label}: {reason}")
     layer = copy.copy(base)
-    layer.expert_ffn = ffn
-    layer.make_plan = our_implementation(make_plan_op, facts, routing, rule)
+    with torch.no_grad():
+        layer.expert_ffn = pick(expert_ffn_op, impl, asked, facts).run
+    layer.make_plan = pick(make_plan_op, "auto", (routing, rule), facts).run
     return layer
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moe_routing_bench.accuracy import Verdict
 from moe_routing_bench.accuracy import judge as judge_values
-from moe_routing_bench.bench.blocks import our_implementation
 from moe_routing_bench.bench.cases import BYTES
 from moe_routing_bench.bench.paired import Contender
 from moe_routing_bench.bench.spans import SPANS
@@ -23,6 +22,7 @@ from moe_routing_bench.bench.workloads import make_workload
 from moe_routing_bench.cost import Cost, cost_of
 from moe_routing_bench.load import LoadStatistics
 from moe_routing_bench.models.checkpoint import CheckpointLayer
+from moe_routing_bench.models.running import pick
 from moe_routing_bench.ops.decisions import Facts
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
@@ -86,18 +86,14 @@ class CheckpointInputs:
             layout=str(self.layout), activation=weights.activation, tokens=self.T,
         )  # fmt: skip
         with torch.no_grad():
-            make_plan = our_implementation(make_plan_op, facts, routing, self.layout)
+            make_plan = pick(make_plan_op, "auto", (routing, self.layout), facts).run
             asked = (x_TD, routing.gate_TK, make_plan(routing, self.layout), weights)
             try:
-                ffn = expert_ffn_op.get(spec) if spec != "auto" else our_implementation(
-                    expert_ffn_op, facts, *asked
-                )  # fmt: skip
+                ffn = pick(expert_ffn_op, spec, asked, facts).run
             except NotImplementedError as reason:
                 return Contender(name=spec, missing=str(reason))
-            missing = ffn.why_not(*asked)
         if ffn.stored is not None:
             missing = "it computes with weights stored in another type, and is not timed beside the others"
-        if missing is not None:
             return Contender(name=spec, label=ffn.label, missing=missing)
 
         def call(given: Call) -> Tensor:
