@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -156,3 +157,20 @@ def test_a_cell_travels_as_json_and_refuses_what_is_none():
         cell.only(())
     with pytest.raises(ValueError, match="named twice"):
         cell.only(cell.subjects[:1] * 2)
+
+
+def test_what_first_calls_keep_is_no_leak(monkeypatch):
+    """Packed weights are kept from the first call on; at full size that is gigabytes."""
+    monkeypatch.setattr("moe_routing_bench.bench.rounds.LEAK_BYTES", 2**25)
+    cell = cell_of("expert_ffn", "staged", "native")
+    shape = MoEShape(T=4, D=512, F=1024, E=16, K=2)  # 100 MB of weights
+    outcome = run_cell(replace(cell, case=replace(cell.case, shape=shape, shared_F=0)))
+    assert [one.status for one in outcome.subjects] == [Status.PASSED] * 2, outcome.subjects[1].reason
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nobody starts threads")
+def test_the_threads_of_what_an_implementation_imports_are_not_its_own():
+    """Transformers imports scipy, whose OpenBLAS starts a thread for every further core."""
+    pytest.importorskip("transformers")
+    outcome = run_cell(cell_of("expert_ffn", "staged", "hf_grouped_mm", threads=2))
+    assert [one.status for one in outcome.subjects] == [Status.PASSED] * 2, outcome.subjects[1].reason

@@ -219,6 +219,8 @@ def _settle(cell: Cell, scratch: Path, pipe: int, cores: tuple[int, ...]) -> Non
     os.dup2(log, 2)
     os.close(log)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # scipy's, which Transformers imports late: its threads would be taken for a kernel's
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     torch.set_num_threads(cell.policy.threads)
     if cores:
         os.sched_setaffinity(0, cores)
