@@ -20,6 +20,7 @@ def test_the_suites_have_the_sizes_of_the_spec() -> None:
         "seed-grid": 36,
         "seed-routing": 9,
         "seed-decoder": 6,
+        "gpu-quick": 10,
     }
     fused = [(c.shape.T, c.shape.D, c.shape.F, c.shape.E, c.shape.K) for c in cases("seed-fused")]
     assert fused == [

@@ -49,6 +49,7 @@ COMMANDS = (
     "compare",
     "gate",
     "decide",
+    "compile",
 )
 
 
@@ -170,6 +171,12 @@ def test_explain_names_what_auto_means_and_why_not_the_others():
     assert "staged(grouped_gemm=padded_bmm)        no: grouped_gemm.padded_bmm: it needs the padded" in text
 
 
+def test_explain_a_kernel_that_takes_plain_tensors_alone():
+    others = mrb_json("explain", "expert_ffn", "--tokens", "16")["others"]
+    (native,) = [one for one in others if one["spec"] == "native"]
+    assert native["answer"] == "could run" or "compile" in native["reason"]
+
+
 def test_explain_a_choice_that_cannot_run():
     text = mrb("explain", "grouped_gemm", "--impl", "padded_bmm").stdout
     assert "padded_bmm, asked for by name. It cannot run this, and nothing falls back: it needs" in text
@@ -238,7 +245,7 @@ def test_check_finds_wrong_numbers(folder):
     mrb(*words, "--impl", "good")
     document = mrb_json(*words, code=1)
     verdicts = {one["implementation"]: one["verdict"] for one in document["results"]}
-    wrong = {name for name, verdict in verdicts.items() if verdict != "passed"}
+    wrong = {name for name, verdict in verdicts.items() if verdict not in ("passed", "not supported")}
     assert wrong == {"wrong_numbers"} and {"good", "good(speed=1)", "gather_sum"} < verdicts.keys()
     assert document["healthy"] is False and document["failed"] > 3
     text = mrb(*words, "--impl", "wrong*", code=1).stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +115,27 @@ def test_a_change_inside_a_composed_implementation_changes_the_key(monkeypatch):
         identity, "_source", lambda op, name: "other" if name == "index_add" else real(op, name)
     )
     assert key_of(cell) != before
+
+
+@pytest.mark.parametrize(
+    "op,spec,file",
+    [
+        ("combine", "native", "ops/combine/native.py"),
+        ("combine", "native", "ops/combine/native.cpp"),
+        ("combine", "native_reused", "ops/combine/native.cpp"),
+        ("combine", "native", "ops/numbers.h"),
+        ("combine", "native", "native.py"),
+        ("combine", "triton_gather_sum", "ops/gpu.py"),
+        ("combine", "triton_gather_sum", "ops/combine/triton_gather_sum.py"),
+    ],
+)
+def test_a_change_of_any_file_it_is_made_of_changes_the_source(monkeypatch, tmp_path, op, spec, file):
+    copy = tmp_path / "package"
+    shutil.copytree(identity.PACKAGE, copy)
+    monkeypatch.setattr(identity, "PACKAGE", copy)
+    before = identity._source(registry.all_ops()[op], spec)
+    (copy / file).write_text((copy / file).read_text() + "\n")
+    assert identity._source(registry.all_ops()[op], spec) != before
 
 
 OUTSIDE = {

@@ -32,7 +32,8 @@ Arguments = tuple[Tensor, Tensor, RoutingPlan, ExpertWeights]
 
 
 def forget_libraries() -> None:
-    modules = (import_module(f"moe_routing_bench.ops.{op}.native") for op in OPS if op != "topk")
+    having = [name for name, op in OPS.items() if "native" in op.names()]
+    modules = (import_module(f"moe_routing_bench.ops.{name}.native") for name in having)
     for module in (native, *modules):
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):

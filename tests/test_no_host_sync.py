@@ -5,7 +5,9 @@ Run with fake tensors, which have no values: .item(), .tolist() and nonzero() ra
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +27,8 @@ from moe_routing_bench import (
     all_ops,
     all_routers,
 )
+from moe_routing_bench.ops.registry import tensors_in
+from moe_routing_bench.ops.score_topk.op import ScoreRule
 
 LAYOUTS = ("compact", "padded(capacity=24)", "padded(capacity=3,drop=probs)", "block(4)")
 SYNC = (DataDependentOutputException, DynamicOutputShapeException)
@@ -56,6 +60,7 @@ def fake_arguments(op: str, layout_text: str, ragged: bool) -> tuple:
     weights = ExpertWeights(w_in_EDG=torch.zeros(E, D, 2 * F), w_out_EFD=torch.zeros(E, F, D))
     return {
         "topk": (torch.zeros(T, E), K),
+        "score_topk": (torch.zeros(T, E), torch.zeros(E), K, ScoreRule()),
         "make_plan": (routing, layout),
         "dispatch": (torch.zeros(T, D), plan),
         "grouped_gemm": (torch.zeros(R, D), torch.zeros(E, D, F), plan, torch.zeros(E, F)),
@@ -68,7 +73,10 @@ def fake_arguments(op: str, layout_text: str, ragged: bool) -> tuple:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op,name", [(op, name) for op in all_ops().values() for name in op.names()], ids=str)
 def test_no_implementation_reads_the_device_in_secret(op, name: str, layout: str, ragged: bool) -> None:
-    implementation = op.get(name)
+    try:
+        implementation = op.get(name)
+    except NotImplementedError as reason:  # a library it needs is absent
+        pytest.skip(str(reason))
     with FakeTensorMode(allow_non_fake_inputs=True):
         args = fake_arguments(op.name, layout, ragged)
         if (reason := implementation.why_not(*args)) is not None:
@@ -81,6 +89,35 @@ def test_no_implementation_reads_the_device_in_secret(op, name: str, layout: str
             # torch 2.13 has no fake grouped_mm for float32; with bfloat16 it does not read values either
             if "BF16" not in str(error):
                 raise
+
+
+TRITON = [(op, n) for op in all_ops().values() for n in op.names() if n.startswith("triton_")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op,name", TRITON, ids=str)
+def test_no_triton_kernel_is_launched_with_a_value_from_the_device(
+    op, name: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, on a GPU that is not there: fake tensors say cuda, and a launch of a kernel does nothing."""
+    pytest.importorskip("triton.language")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("interpreted kernels need values")
+    implementation = op.get(name)
+    properties = SimpleNamespace(multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    # forward alone: autograd on a device that this build of torch does not have ends the process
+    with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
+        args = fake_arguments(op.name, layout, ragged=True)
+        if (reason := implementation.why_not(*args)) is not None:
+            pytest.skip(reason)
+        try:
+            out = implementation(*args)
+        except RuntimeError as error:
+            if "not linked with support for cuda" not in str(error):
+                raise
+            pytest.skip("indexing of tensors on a GPU cannot be pretended with a CPU build of torch")
+        assert {tensor.device.type for tensor in tensors_in(out)} == {"cuda"}
 
 
 def test_a_composed_implementation_tells_the_syncs_of_its_parts() -> None:

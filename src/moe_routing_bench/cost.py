@@ -64,6 +64,7 @@ def cost_of(op: str, *args: Any) -> Cost:
     """The cost of calling the op with these arguments."""
     found: dict[str, Callable[..., Cost]] = {
         "topk": topk_cost,
+        "score_topk": score_topk_cost,
         "make_plan": make_plan_cost,
         "dispatch": dispatch_cost,
         "grouped_gemm": grouped_gemm_cost,
@@ -79,6 +80,14 @@ def topk_cost(score_TE: Tensor, K: int) -> Cost:
     T = score_TE.shape[0]
     read = score_TE.numel() * score_TE.element_size()
     return Cost(activation_bytes=read + T * K * (score_TE.element_size() + INDEX_BYTES))
+
+
+def score_topk_cost(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: object) -> Cost:
+    """Logits in, gates and ids out; scores need not touch memory. The exponentials are not counted: machines
+    are rated by their multiplications."""
+    T, size = logits_TE.shape[0], logits_TE.element_size()
+    read = logits_TE.numel() * size + (0 if bias_E is None else bias_E.numel() * bias_E.element_size())
+    return Cost(activation_bytes=read + T * K * (max(size, 4) + INDEX_BYTES))
 
 
 def make_plan_cost(routing: Routing, layout: Layout) -> Cost:

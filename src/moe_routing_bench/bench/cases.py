@@ -19,7 +19,7 @@ from moe_routing_bench.shapes import MoEShape
 MOST_WEIGHT_BYTES = 256 * 2**20
 MOST_ACTIVATION_BYTES = 256 * 2**20
 MOST_FLOPS = 2e10
-WITHOUT_WEIGHTS = ("topk", "make_plan", "dispatch", "combine", "pack", "routing")
+WITHOUT_WEIGHTS = ("topk", "score_topk", "make_plan", "dispatch", "combine", "pack", "routing")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -181,6 +181,28 @@ def seed_decoder() -> list[BenchCase]:
     ]
 
 
+def gpu_quick() -> list[BenchCase]:
+    """Every op and the layer once or twice, small enough that judging on the CPU takes seconds."""
+    scored = MoEShape(T=4096, D=1, F=1, E=128, K=8)
+    moved = MoEShape(T=4096, D=2048, F=1, E=64, K=4)
+    prefill = MoEShape(T=512, D=1024, F=512, E=32, K=4)
+    decode = MoEShape(T=8, D=2048, F=512, E=32, K=8)
+    found = [
+        BenchCase(name="gpu-quick/topk", span="topk", shape=scored),
+        BenchCase(name="gpu-quick/score_topk", span="score_topk", shape=scored),
+        BenchCase(name="gpu-quick/make_plan", span="make_plan", shape=moved),
+        BenchCase(name="gpu-quick/dispatch", span="dispatch", shape=moved),
+        BenchCase(name="gpu-quick/combine", span="combine", shape=moved),
+        BenchCase(name="gpu-quick/gemm", span="grouped_gemm", shape=prefill),
+        BenchCase(name="gpu-quick/gemm-blocks", span="grouped_gemm", shape=prefill, layout="block(64)"),
+        BenchCase(name="gpu-quick/ffn-prefill", span="expert_ffn", shape=prefill),
+        BenchCase(name="gpu-quick/ffn-decode", span="expert_ffn", shape=decode),
+        BenchCase(name="gpu-quick/layer-prefill", span="layer", shape=prefill),
+    ]
+    assert all(case.fits_a_laptop for case in found)
+    return found
+
+
 def model_cases(name: str) -> list[BenchCase]:
     preset = MODELS[name]
     return [
@@ -203,6 +225,7 @@ SUITES: dict[str, Callable[[], list[BenchCase]]] = {
     "seed-grid": seed_grid,
     "seed-routing": seed_routing,
     "seed-decoder": seed_decoder,
+    "gpu-quick": gpu_quick,
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pydantic import TypeAdapter, ValidationError
 
 from moe_routing_bench.bench.cases import BenchCase
+from moe_routing_bench.bench.device import check_place
 
 CACHES = {
     "hot": "one untimed call of the same implementation just before",
@@ -40,8 +41,7 @@ class Policy:
     def __post_init__(self) -> None:
         if self.cache not in CACHES:
             raise ValueError(f"there is no cache policy {self.cache!r}; there are {', '.join(CACHES)}")
-        if self.view != "host_wall" or self.device != "cpu":
-            raise NotImplementedError(f"{self.view} on {self.device}: only host_wall on cpu has been run yet")
+        check_place(self.device, self.view, self.cache)
         if not (self.threads >= 1 and self.processes >= 1 and 1 <= self.checked <= 100):
             raise ValueError("threads, processes and checked outputs must be at least 1")
         if not 8 <= self.min_rounds <= self.max_rounds <= 10_000:

@@ -30,7 +30,15 @@ from moe_routing_bench.ops.registry import BUILT_IN, OURS, Op, all_ops
 PACKAGE = Path(__file__).parent.parent
 # the meaning of every span: change one of these, and results before and after are answers to other questions
 MEANING = ("accuracy.py", "routing.py", "plan.py", "experts.py", "layer.py", "routers/softmax_topk.py")
-SETTINGS = ("OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "TORCH", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD")
+SETTINGS = (
+    "OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "TORCH", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD",
+    "TRITON_INTERPRET",
+)  # fmt: skip
+# what implementations with such names are made of beside their own files
+SHARED = {
+    "triton_": ("ops/gpu*.py",),
+    "native": ("native.py", "prepared.py", "recycled.py", "ops/*.h", "ops/rows.py", "ops/*/native.cpp"),
+}
 
 
 def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
@@ -69,6 +77,7 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "scipy": scipy.__version__,
+        "triton": _distribution_version("triton"),
     }
 
 
@@ -110,7 +119,9 @@ def source_hash(span: Span, spec: str) -> str:
 def _source(op: Op, name: str) -> str:
     origin = op.origin(name)
     if origin == BUILT_IN:
-        return _files_hash((PACKAGE / "ops" / op.name / f"{name}.py",))
+        own = sorted((PACKAGE / "ops" / op.name).glob(f"{name}.*"))  # a launcher and its C++
+        shared = next((patterns for start, patterns in SHARED.items() if name.startswith(start)), ())
+        return _files_hash((*own, *(path for pattern in shared for path in sorted(PACKAGE.glob(pattern)))))
     kind, _, where = origin.partition(" ")
     if kind == "file":
         # with whatever helper files stand beside it

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from moe_routing_bench.bench.cases import BenchCase
 from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.device import placed
 from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.bench.workloads import Workload, make_workload
 from moe_routing_bench.experts import GATED, ExpertWeights
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.registry import tensors_in
+from moe_routing_bench.ops.score_topk.op import PLAIN
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 
@@ -33,10 +35,13 @@ ROUTINGS = 4  # steps of the workload that calls take in turn
 
 
 class Inputs:
-    """Inputs(case, "zipf(1.2)", seed=0).call(7, "compact") gives the eighth call's arguments."""
+    """Inputs(case, "zipf(1.2)", seed=0).call(7, "compact") gives the eighth call's arguments.
 
-    def __init__(self, case: BenchCase, workload: str, *, seed: int = 0, W: int = 1):
-        self.case, self.workload_name, self.seed, self.W = case, workload, seed, W
+    They are made on the CPU, to the same bits wherever they are `put`.
+    """
+
+    def __init__(self, case: BenchCase, workload: str, *, seed: int = 0, W: int = 1, put: str = "cpu"):
+        self.case, self.workload_name, self.seed, self.W, self.put = case, workload, seed, W, put
         self.dtype = DTYPES[case.dtype]
         self._workloads: dict[int, Workload] = {}
         self._plans: dict[tuple[int, str], RoutingPlan] = {}
@@ -47,8 +52,8 @@ class Inputs:
             )
 
     @staticmethod
-    def of(cell: Cell) -> Inputs:
-        return Inputs(cell.case, cell.workload, seed=cell.seed, W=cell.W)
+    def of(cell: Cell, put: str = "cpu") -> Inputs:
+        return Inputs(cell.case, cell.workload, seed=cell.seed, W=cell.W, put=put)
 
     def workload(self, step: int) -> Workload:
         if step not in self._workloads:
@@ -59,21 +64,27 @@ class Inputs:
         return self._workloads[step]
 
     def routing(self, step: int) -> Routing:
-        return self.workload(step).routing
+        return placed(self.workload(step).routing, self.put)
 
     def plan(self, step: int, layout: str) -> RoutingPlan:
+        return placed(self._plan(step, layout), self.put)
+
+    def _plan(self, step: int, layout: str) -> RoutingPlan:
         if (step, layout) not in self._plans:
-            self._plans[step, layout] = make_plan(self.routing(step), Layout.parse(layout), impl="counting")
+            routing = self.workload(step).routing
+            self._plans[step, layout] = make_plan(routing, Layout.parse(layout), impl="counting")
         return self._plans[step, layout]
 
     @cached_property
     def weights(self) -> ExpertWeights:
         s = self.case.shape
-        return self._expert_weights(s.E, s.F, place=11)
+        return placed(self._expert_weights(s.E, s.F, place=11), self.put)
 
     @cached_property
     def shared(self) -> ExpertWeights | None:
-        return self._expert_weights(1, self.case.shared_F, place=17) if self.case.shared_F else None
+        if not self.case.shared_F:
+            return None
+        return placed(self._expert_weights(1, self.case.shared_F, place=17), self.put)
 
     @cached_property
     def router_DE(self) -> Tensor:
@@ -81,25 +92,30 @@ class Inputs:
         s = self.case.shape
         router_DE = torch.zeros(s.D, s.E)
         router_DE[self._logit_columns(), torch.arange(s.E)] = 1.0
-        return router_DE
+        return router_DE.to(self.put)
 
     def _logit_columns(self) -> Tensor:
         return torch.arange(self.case.shape.E) * (self.case.shape.D // self.case.shape.E)
 
     def call(self, number: int, layout: str, step: int | None = None) -> tuple[Any, ...]:
         """The arguments of the span for call `number`; `step` says which of the routings it uses."""
+        return placed(self._call(number, layout, step), self.put)
+
+    def _call(self, number: int, layout: str, step: int | None) -> tuple[Any, ...]:
         s, span = self.case.shape, self.case.span
         step = number % ROUTINGS if step is None else step
         if span == "topk":
             return self._scores(number, step, self.dtype), s.K
+        if span == "score_topk":
+            return self._scores(number, step, torch.float32), None, s.K, PLAIN
         if span == "routing":
             return self._scores(number, step, torch.float32), self._x(number), Layout.parse(layout), s.K
         if span == "layer":
             return (self._planted(number, step),)
-        routing = self.routing(step)
+        routing = self.workload(step).routing
         if span == "make_plan":
             return self._turned(routing, number), Layout.parse(layout)
-        plan = _copied(self.plan(step, layout))
+        plan = _copied(self._plan(step, layout))
         gate_TK = routing.gate_TK.clone()
         if span == "dispatch":
             return self._x(number), plan
@@ -124,7 +140,7 @@ class Inputs:
         """Scores whose K highest are the workload's choices, in its order and clear of the others."""
         s = self.case.shape
         score_TE = self._normal(s.T, s.E, place=number * STRIDE + 5, dtype=torch.float32).clamp_(-5, 5)
-        chosen_TK = self.routing(step).expert_TK
+        chosen_TK = self.workload(step).routing.expert_TK
         # chosen: from 6 down to 4, spaced 2 / K, with a twentieth of that as noise; others within 2.5
         level_K = 6 - 2 / s.K * torch.arange(s.K)
         value_TK = level_K + score_TE.gather(1, chosen_TK) * (0.1 / s.K / 5)
@@ -176,7 +192,7 @@ def fingerprint(*values: Any) -> str:
     digest = hashlib.sha256()
     for tensor in tensors_in(values):
         digest.update(str((tuple(tensor.shape), str(tensor.dtype))).encode())
-        data: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         digest.update(data)
     return digest.hexdigest()
 

@@ -21,7 +21,7 @@ from moe_routing_bench.accuracy import Verdict, judge, judge_exact
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs, fingerprint
 from moe_routing_bench.bench.spans import Span
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.conformance.judging import judge_plan, judge_topk
+from moe_routing_bench.conformance.judging import judge_choices, judge_plan, judge_topk, true_gates
 from moe_routing_bench.experts import ExpertWeights, activate
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.registry import all_ops, tensors_in
@@ -87,6 +87,13 @@ class Judge:
         if self.span.name == "topk":
             args = {"score_TE": self.inputs.call(number, layout, step)[0]}
             return _structure(judge_topk(ties, out, expected.baseline, args))
+        if self.span.name == "score_topk":
+            logits_TE, bias_E, _, rule = self.inputs.call(number, layout, step)
+            out, expert_TK = out
+            if wrong := judge_choices(expert_TK, expected.oracle[1], logits_TE, bias_E, rule):
+                return _structure(wrong)
+            oracle, baseline = true_gates(logits_TE, expert_TK, rule)
+            expected = _Expected(oracle=oracle, baseline=baseline)
         if out.shape != expected.baseline.shape:
             told = f"shape {tuple(out.shape)}, expected {tuple(expected.baseline.shape)}"
             return Finding(status=Status.WRONG_SHAPE, reason=told)
@@ -120,7 +127,10 @@ class Judge:
             with torch.no_grad():
                 draws = range(min(16, -(-FEW_ELEMENTS // out.numel())))
                 others = [self._compute(OTHER_DRAWS + i, i % ROUTINGS, layout) for i in draws]
-            self._others[layout] = [(other.oracle, other.baseline) for other in others]
+            pairs = [(other.oracle, other.baseline) for other in others]
+            if self.span.name == "score_topk":  # of its result the gates
+                pairs = [(oracle[0], baseline[0]) for oracle, baseline in pairs]
+            self._others[layout] = pairs
         return self._others[layout]
 
     def _expect(self, number: int, step: int, layout: str) -> _Expected:

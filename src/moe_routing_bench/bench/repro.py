@@ -10,9 +10,9 @@ from moe_routing_bench.bench.cell import Cell, Policy, Subject
 
 # options of `mrb bench` by field of Policy
 OPTIONS = {
-    "threads": "--threads", "cache": "--cache", "target": "--target", "min_rounds": "--min-rounds",
-    "max_rounds": "--rounds", "max_seconds": "--seconds", "processes": "--processes",
-    "step_seconds": "--limit", "memory_gib": "--memory", "checked": "--checked",
+    "device": "--device", "threads": "--threads", "cache": "--cache", "target": "--target",
+    "min_rounds": "--min-rounds", "max_rounds": "--rounds", "max_seconds": "--seconds",
+    "processes": "--processes", "step_seconds": "--limit", "memory_gib": "--memory", "checked": "--checked",
 }  # fmt: skip
 
 

@@ -205,16 +205,19 @@ def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -
 
 def _facts(judge: Judge, layout: str) -> Facts:
     inputs = judge.inputs
-    plan = None if judge.span.name == "topk" else inputs.plan(0, layout)
+    plan = None if judge.span.name in ("topk", "score_topk") else inputs.plan(0, layout)
     return cost_of_span(judge.span, inputs, layout), inputs.workload(0).statistics(plan).to_dict()
 
 
 def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
-    """No call can take less, if data is where the policy says; None where the roofs are not known.
+    """No call can take less, if data is where the policy says; None where the roofs are not known: those
+    that are measured are the CPU's.
 
     With hot caches bytes count only if they cannot all be in the caches.
     """
     threads, dtype = cell.policy.threads, cell.case.dtype
+    if cell.policy.device != "cpu":
+        return None
     if roofs is None or threads not in roofs.read_bytes or threads not in roofs.gemm_flops.get(dtype, {}):
         return None
     moved = {"cold": cost.bytes, "weights-cold": cost.weight_bytes, "hot": 0}[cell.policy.cache]

@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.clock import CacheFlusher, HostClock, calls_per_sample
+from moe_routing_bench.bench.clock import CacheFlusher, calls_per_sample
+from moe_routing_bench.bench.device import clock_for, memory_place
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs, fingerprint, touch
 from moe_routing_bench.bench.judging import activations_of, weights_print
 from moe_routing_bench.bench.spans import function_of, span_named, stages_of, why_not
@@ -79,17 +80,20 @@ class _Worker:
         self.span = span_named(cell.case.span)
         for folder in cell.include:
             include(folder)
-        self.inputs = Inputs.of(cell)
+        device = cell.policy.device
+        self.inputs = Inputs.of(cell, put=memory_place(device))
         uses_weights = self.span.name in ("grouped_gemm", "expert_ffn", "layer")
         self.weights_in_use = self.inputs.weights if uses_weights else None
-        self.clock = HostClock()
+        self.clock = clock_for(device, cell.policy.view)
         self.flusher = CacheFlusher() if cell.policy.cache != "hot" else None
         self._functions: dict[int, Any] = {}
         self._timed: list[Any] = []
         self._kept: list[Any] = []
         self._kept_args: tuple[Any, ...] = ()
-        # OpenMP's threads start here, so that threads counted later are a kernel's own
-        torch.mm(torch.ones(512, 512), torch.ones(512, 512)).relu_().sum()
+        # OpenMP's threads start here, and a GPU driver's, so that threads counted later are a kernel's own
+        for place in {"cpu", memory_place(device)}:
+            ones = torch.ones(512, 512, device=place)
+            torch.mm(ones, ones).relu_().sum()
 
     def describe(self, subject: int) -> dict[str, Any]:
         """What the implementation says of itself; loading it may already go wrong."""
@@ -224,9 +228,10 @@ def _settle(cell: Cell, scratch: Path, pipe: int, cores: tuple[int, ...]) -> Non
     torch.set_num_threads(cell.policy.threads)
     if cores:
         os.sched_setaffinity(0, cores)
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    most = now + int(cell.policy.memory_gib * 2**30)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    if memory_place(cell.policy.device) == "cpu":  # CUDA reserves addresses for the memory of all GPUs
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        most = now + int(cell.policy.memory_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     gc.disable()
 
 
@@ -244,7 +249,7 @@ def _global_state() -> dict[str, Any]:
 
 def _kind(span: str, out: Any) -> str:
     """What is wrong with the kind of a result, in words; empty if nothing is."""
-    wanted = {"make_plan": RoutingPlan, "topk": tuple}.get(span, Tensor)
+    wanted = {"make_plan": RoutingPlan, "topk": tuple, "score_topk": tuple}.get(span, Tensor)
     if type(out) is not wanted:
         return f"returned {type(out).__name__} instead of a plain {wanted.__name__}"
     for tensor in tensors_in(out):
@@ -264,10 +269,10 @@ def _aliases(out: Any, args: tuple[Any, ...]) -> bool:
 def _named(out: Any) -> dict[str, Tensor]:
     if isinstance(out, RoutingPlan):
         names = ("row_TK", "pair_R", "offset_E1", "count_E", "dropped_E")
-        found = {name: getattr(out, name).contiguous() for name in names}
+        found = {name: getattr(out, name).cpu().contiguous() for name in names}
         return {**found, **({"filled": torch.ones(1)} if out.filled else {})}
     values = out if isinstance(out, tuple) else (out,)
-    return {str(i): value.detach().contiguous().clone() for i, value in enumerate(values)}
+    return {str(i): value.detach().to("cpu", copy=True).contiguous() for i, value in enumerate(values)}
 
 
 def _tell(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import typer
 from moe_routing_bench.cli.benching import bench_command
 from moe_routing_bench.cli.checking import check_command
 from moe_routing_bench.cli.comparing import compare_command, gate_command
+from moe_routing_bench.cli.compiling import compile_command
 from moe_routing_bench.cli.deciding import decide_command
 from moe_routing_bench.cli.doctoring import doctor_command
 from moe_routing_bench.cli.explaining import explain_command
@@ -40,6 +41,7 @@ app.command("export")(export_command)
 app.command("compare")(compare_command)
 app.command("gate")(gate_command)
 app.command("decide")(decide_command)
+app.command("compile")(compile_command)
 app.add_typer(profile_app, name="profile")
 app.add_typer(trace_app, name="trace")
 

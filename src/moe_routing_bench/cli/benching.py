@@ -16,7 +16,13 @@ from moe_routing_bench.bench.roofs import stored_roofs
 from moe_routing_bench.bench.spans import SPANS, span_named
 from moe_routing_bench.cli.balancing import DEFAULT_STEPS, bench_balance
 from moe_routing_bench.cli.blocks import NOT_HERE, bench_blocks, bench_checkpoint
-from moe_routing_bench.cli.choosing import MODEL_TOKENS, chosen_cases, made_cells
+from moe_routing_bench.cli.choosing import (
+    MODEL_TOKENS,
+    check_device,
+    chosen_cases,
+    chosen_device,
+    made_cells,
+)
 from moe_routing_bench.cli.finding import IncludePath, include_all
 from moe_routing_bench.cli.progress import shown_progress
 from moe_routing_bench.cli.tables import outcome_document, show_outcome
@@ -42,6 +48,14 @@ Layouts = Annotated[
     ),
 ]
 Full = Annotated[bool, typer.Option("--full", help="Full size even if it is too big for a laptop.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="cpu; cuda: a GPU, AMD's too; pretend: a GPU's steps on the CPU. cuda for gpu-quick, else cpu.",
+        show_default=False,
+    ),
+]
 Threads = Annotated[int, typer.Option(help="Threads, pinned to as many cores.")]
 Cache = Annotated[str, typer.Option(help="; ".join(f"{name}: {what}" for name, what in CACHES.items()))]
 Processes = Annotated[int, typer.Option(help="Repeat in so many processes; 3 for a published figure.")]
@@ -81,6 +95,7 @@ def bench_command(
     layout: Layouts = None,
     impl: Impl = None,
     stages: Annotated[bool, typer.Option("--stages", help="Also time the stages inside.")] = False,
+    device: Device = None,
     threads: Threads = 1,
     cache: Cache = "hot",
     processes: Processes = 1,
@@ -130,13 +145,20 @@ def bench_command(
     _refuse_options(context, lambda name: name == "steps", "belongs to balance alone")
     include_all(include_path)
     if checkpoint is not None or span_name == "block":
-        if out is not None or cache != "hot" or processes != 1 or stages or include_path:
+        if (
+            out is not None
+            or cache != "hot"
+            or processes != 1
+            or stages
+            or include_path
+            or device not in (None, "cpu")
+        ):
             fail(NOT_HERE)
     with user_mistakes():
         policy = Policy(
             threads=threads, cache=cache, processes=processes, max_rounds=rounds,
             min_rounds=min(min_rounds, rounds), max_seconds=seconds, target=target, step_seconds=limit,
-            memory_gib=memory, checked=checked, stages=stages,
+            memory_gib=memory, checked=checked, stages=stages, **chosen_device(device, case or ""),
         )  # fmt: skip
     if checkpoint is not None:
         if span_name not in ("layer", "expert_ffn"):
@@ -175,6 +197,7 @@ def bench_command(
             found, workloads=workload, impls=impl, layouts=layout, seed=seed, ranks=ranks, policy=policy,
             include=include_path,
         )  # fmt: skip
+        check_device(policy)
     outcomes = _measure(cells, out, suite=(case or model or ""), silent=as_json, repro=repro)
     if as_json:
         show_json([outcome_document(outcome) for outcome in outcomes])

@@ -28,7 +28,8 @@ from moe_routing_bench.models.checkpoint import read_layer
 
 IN_PROCESS = "measured in this process, without the isolation `mrb bench` has otherwise"
 NOT_HERE = (
-    "a block is measured in one process with hot caches: leave out --out, --cache, --processes, --stages"
+    "a block is measured on the CPU in one process with hot caches: leave out --out, --cache, --processes, "
+    "--stages, --device"
 )
 
 

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from moe_routing_bench.bench.cases import BenchCase, cases, scaled
 from moe_routing_bench.bench.cell import Cell, Policy, Subject
+from moe_routing_bench.bench.device import VIEWS
 from moe_routing_bench.bench.models import DECODE_TOKENS, model
 from moe_routing_bench.bench.spans import Span, span_named
 from moe_routing_bench.bench.workloads import check_name
@@ -16,6 +19,9 @@ from moe_routing_bench.plan import Layout
 from moe_routing_bench.shapes import MoEShape
 
 MODEL_TOKENS = 128
+ON_A_GPU = ("gpu-quick",)  # suites that are measured there unless somebody says otherwise
+# left out of them unless named: C++ for CPUs, and what is known to be slow anywhere
+NOT_QUICK = re.compile(r"native|hf_|one_hot|dense_all_experts|eager_loop")
 WORKLOAD = "zipf(1.2)"  # uniform routing flatters every kernel
 
 
@@ -71,6 +77,20 @@ def scaled_once(found: Sequence[BenchCase]) -> list[BenchCase]:
     return list(kept.values())
 
 
+def chosen_device(device: str | None, suite: str) -> dict[str, str]:
+    """The fields of a Policy that say where; a device that does not exist is the Policy's to refuse."""
+    name = device or ("cuda" if suite.partition("/")[0] in ON_A_GPU else "cpu")
+    return {"device": name, "view": VIEWS.get(name, ("",))[0]}
+
+
+def check_device(policy: Policy) -> None:
+    if policy.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "torch finds no GPU here; --dry-run says what would be done, --device pretend takes the same "
+            "steps on the CPU, and --device cpu measures the CPU"
+        )
+
+
 def chosen_subjects(
     span: Span, case: BenchCase, impls: Sequence[str], layouts: Sequence[str]
 ) -> tuple[Subject, ...]:
@@ -79,8 +99,10 @@ def chosen_subjects(
     named = [one for text in impls for one in split_words(text)]
     words = [one for text in layouts for one in split_words(text)] or ["case"]
     rules = [str(Layout.parse(case.layout if word == "case" else word)) for word in words]
+    quick = case.name.partition("/")[0] in ON_A_GPU
+    everything = [spec for spec in span.specs() if not (quick and NOT_QUICK.search(spec))]
     found: list[Subject] = []
-    for text in named or span.specs():
+    for text in named or everything:
         spec, at, layout = (part.strip() for part in text.partition("@"))
         span.origins(spec)  # raises if there is no such implementation
         own = [str(Layout.parse(case.layout if layout == "case" else layout))] if at else rules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
 import torch
@@ -22,10 +23,12 @@ from moe_routing_bench.cli.terminal import (
     user_mistakes,
 )
 from moe_routing_bench.experts import ACTIVATIONS, GATED, ExpertWeights
+from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.catalog import Found, find, find_all
 from moe_routing_bench.ops.decisions import Facts
 from moe_routing_bench.ops.registry import Op
+from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.shapes import MoEShape
@@ -80,8 +83,7 @@ def explain_command(
     with user_mistakes():
         spec, why = _asked(op, impl, shape, rule, dtype, activation, place)
         chosen = find(op, spec)
-    # fake tensors have shape, dtype and device but no memory
-    with FakeTensorMode():
+    with _without_memory(shape, place):
         try:
             args = _arguments(op, shape, rule, DTYPES[dtype], place, activation, bias=bias, train=train)
         except RuntimeError as error:
@@ -104,6 +106,15 @@ def explain_command(
         show_json(document)
     else:
         _show(document)
+
+
+def _without_memory(shape: MoEShape, place: torch.device) -> AbstractContextManager[Any]:
+    """Tensors that cost nothing. On the CPU plain ones whose memory is never touched, because some kernels
+    take no others; elsewhere, or if they are too large for this machine, fake ones without memory."""
+    s = shape
+    numbers = 3 * s.E * s.D * s.F + 4 * s.T * (s.K + 1) * (s.D + s.F) + s.T * s.E
+    plain = place.type == "cpu" and 8 * numbers < 2**30 * this_machine().memory_gib
+    return nullcontext() if plain else FakeTensorMode()
 
 
 def _asked(
@@ -169,6 +180,9 @@ def _arguments(
     )
     known = {
         "score_TE": floats(T, E),
+        "logits_TE": floats(T, E, kind=torch.float32),
+        "bias_E": torch.empty(E, device=device),
+        "rule": ScoreRule(),
         "K": K,
         "routing": Routing(expert_TK=ints(T, K), gate_TK=gate_TK, num_experts=E, ragged=False),
         "layout": layout,

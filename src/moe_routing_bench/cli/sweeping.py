@@ -17,6 +17,7 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.cli.benching import (
     Cache,
     Checked,
+    Device,
     Full,
     Impl,
     Layouts,
@@ -32,7 +33,7 @@ from moe_routing_bench.cli.benching import (
     Threads,
     Workloads,
 )
-from moe_routing_bench.cli.choosing import made_cells, scaled_once
+from moe_routing_bench.cli.choosing import check_device, chosen_device, made_cells, scaled_once
 from moe_routing_bench.cli.finding import IncludePath, include_all
 from moe_routing_bench.cli.progress import shown_progress
 from moe_routing_bench.cli.tables import outcome_document, short_label
@@ -57,6 +58,7 @@ def sweep_command(
     layout: Layouts = None,
     impl: Impl = None,
     stages: Annotated[bool, typer.Option("--stages", help="Also time the stages inside.")] = False,
+    device: Device = None,
     threads: Threads = 1,
     cache: Cache = "hot",
     processes: Processes = 1,
@@ -79,6 +81,7 @@ def sweep_command(
       mrb sweep seed-fused~scaled --out results --dry-run
       mrb sweep olmoe-1b-7b~scaled --out results --workload uniform --workload "zipf(1.2)"
       mrb sweep seed-grid~scaled --out results --layout "compact,block(64)" --retry-failed
+      mrb sweep gpu-quick --out gpu                 on a machine with a GPU, under 15 minutes
 
     \b
     A cell is one case under one workload; its implementations are timed together and stored together.
@@ -89,7 +92,7 @@ def sweep_command(
         policy = Policy(
             threads=threads, cache=cache, processes=processes, max_rounds=rounds,
             min_rounds=min(min_rounds, rounds), max_seconds=seconds, target=target, step_seconds=limit,
-            memory_gib=memory, checked=checked, stages=stages,
+            memory_gib=memory, checked=checked, stages=stages, **chosen_device(device, suite),
         )  # fmt: skip
         cells = made_cells(
             cases(suite) if full else scaled_once(cases(suite)),
@@ -103,6 +106,8 @@ def sweep_command(
     if dry_run:
         _tell_plan(plan, as_json)
         return
+    with user_mistakes():
+        check_device(policy)
     if not as_json:
         show(_sentence(plan))
     outcomes: list[CellOutcome] = []

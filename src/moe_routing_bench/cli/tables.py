@@ -123,14 +123,22 @@ def _stages(ranked: list[SubjectOutcome]) -> Table | None:
     return table
 
 
+PLACES = {
+    "cpu": "{}",
+    "cuda": "a GPU, between CUDA events",
+    "pretend": "a pretended GPU (the CPU; no GPU was there, so these times say nothing about one)",
+}
+
+
 def _notes(outcome: CellOutcome, roofs: Roofs | None) -> list[str]:
     policy = outcome.cell.policy
     notes = list(outcome.notes)
     if outcome.aa_floor is not None:
         checked = sum(one.checked_timed_calls for one in outcome.subjects)
         threads = "1 thread" if policy.threads == 1 else f"{policy.threads} threads"
+        place = PLACES[policy.device].format(threads)
         notes.append(
-            f"{outcome.rounds} interleaved rounds on {threads}, {policy.cache} caches "
+            f"{outcome.rounds} interleaved rounds on {place}, {policy.cache} caches "
             f"({outcome.stop_reason}); the baseline's own twin is {100 * outcome.aa_floor:.1f} % away; "
             f"{checked} timed results judged; {outcome.seconds:.0f} s in all."
         )

@@ -25,11 +25,18 @@ def arguments(op: str, case: Case, layout: str, dtype: str, seed: int = 0) -> di
 
     def floats(*shape: int, scale: float = 1.0) -> Tensor:
         values = torch.randn(shape, generator=generator) * scale
-        return _strided(values.to(kind)) if case.strided else values.to(kind)
+        return _strided(values.to(kind), case.column_step) if case.strided else values.to(kind)
 
     if op == "topk":
         score_TE = floats(case.T, case.E)
         return {"score_TE": (score_TE * 2).round() / 2 if case.equal_gates else score_TE, "K": case.K}
+
+    if op == "score_topk":
+        logits_TE = floats(case.T, case.E)
+        logits_TE = logits_TE * 20 + case.far_logits if case.far_logits else logits_TE
+        logits_TE = (logits_TE * 2).round() / 2 if case.equal_gates else logits_TE
+        bias_E = torch.randn(case.E, generator=generator) * 0.1 if case.bias else None
+        return {"logits_TE": logits_TE, "bias_E": bias_E, "K": case.K, "rule": case.rule}
 
     routing = _routing(case, generator, dtype)
     if op == "make_plan":
@@ -70,7 +77,8 @@ def arguments(op: str, case: Case, layout: str, dtype: str, seed: int = 0) -> di
             b_out_ED=floats(case.E, D) if case.bias else None,
             activation=case.activation,
         )
-        return {"x_TD": floats(case.T, D), "gate_TK": routing.gate_TK, "plan": plan, "weights": weights}
+        x_TD = floats(case.T, D, scale=case.x_scale)
+        return {"x_TD": x_TD, "gate_TK": routing.gate_TK, "plan": plan, "weights": weights}
     raise ValueError(f"the conformance kit has no arguments for the op {op!r}")
 
 
@@ -98,7 +106,7 @@ def _routing(case: Case, generator: torch.Generator, dtype: str) -> Routing:
         gate_TK = torch.full_like(gate_TK, 0.5)
     gate_TK = gate_TK.to(torch.float32 if case.float32_gates else DTYPES[dtype])
     if case.strided:
-        expert_TK, gate_TK = _strided(expert_TK), _strided(gate_TK)
+        expert_TK, gate_TK = (_strided(given, case.column_step) for given in (expert_TK, gate_TK))
     return Routing(expert_TK=expert_TK, gate_TK=gate_TK, num_experts=case.E, ragged=case.ragged)
 
 
@@ -115,11 +123,14 @@ def _weight(floats: Callable[..., Tensor], case: Case, inputs: int, outputs: int
     return floats(case.E, inputs, outputs, scale=inputs**-0.5)
 
 
-def _strided(values: Tensor) -> Tensor:
-    """The same values with gaps in memory along the first and last dimension."""
+def _strided(values: Tensor, step: int = 1) -> Tensor:
+    """The same values with gaps in memory along the first and last dimension; the latter's numbers are `step`
+    from each other."""
     *outer, last = values.shape
-    roomy = torch.full((2 * outer[0], *outer[1:], last + 3) if outer else (last + 3,), 77).to(values.dtype)
-    view = roomy[::2, ..., 1 : last + 1] if outer else roomy[1 : last + 1]
+    wide = step * last + 3
+    roomy = torch.full((2 * outer[0], *outer[1:], wide) if outer else (wide,), 77).to(values.dtype)
+    inside = slice(1, step * last + 1, step)
+    view = roomy[::2, ..., inside] if outer else roomy[inside]
     view.copy_(values)
     return view
 

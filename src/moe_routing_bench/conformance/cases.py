@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-EVERY_OP = ("topk", "make_plan", "dispatch", "grouped_gemm", "combine", "expert_ffn")
-NO_LAYOUT = "-"  # topk knows no layout
+EVERY_OP = ("topk", "score_topk", "make_plan", "dispatch", "grouped_gemm", "combine", "expert_ffn")
+NO_LAYOUT = "-"  # topk and score_topk know no layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +35,13 @@ class Case:
     activation: str = "swiglu"
     bias: bool = False
     strided: bool = False
+    column_step: int = 1  # of strided inputs: 2 has a gap after every number
     float32_gates: bool = False
     equal_gates: bool = False
     cancelling: bool = False
+    x_scale: float = 1.0  # of expert_ffn
+    rule: ScoreRule = PLAIN  # of score_topk
+    far_logits: float = 0.0  # their middle: around -60 scores underflow, around 100 exp(z) overflows
     beyond_int32: bool = False  # x_TD has more than 2^31 elements, in overlapping memory; forward only
     ops: tuple[str, ...] = EVERY_OP
     dtypes: tuple[str, ...] = tuple(DTYPES)
@@ -155,6 +161,23 @@ CASES = (
         activation="swiglu_oai",
     ),
     Case(
+        name="every_other_number",
+        guards="the numbers of a row need not be side by side",
+        strided=True,
+        column_step=2,
+        bias=True,
+        layouts=("block(4)",),
+        dtypes=("float32", "bfloat16"),
+    ),
+    Case(
+        name="saturated",
+        guards="an activation with limits keeps to them: large numbers are cut on both sides",
+        x_scale=64.0,
+        layouts=("compact",),
+        activation="swiglu_oai",
+        ops=("expert_ffn",),
+    ),
+    Case(
         name="square",
         guards="a square weight is not transposed",
         D=16,
@@ -169,6 +192,18 @@ CASES = (
         D=256,
         F=128,
         ops=("grouped_gemm", "expert_ffn"),
+    ),
+    Case(
+        name="deep",  # with tiles of 64, sums rounded at every step have six times the error: 64 steps
+        guards="sums are kept in at least float32 from the first step of the depth to the last",
+        T=8,
+        D=4096,
+        F=8,
+        E=2,
+        K=1,
+        layouts=("block(4)",),
+        ops=("grouped_gemm",),  # interpreted, a minute of expert_ffn
+        dtypes=("bfloat16",),
     ),
     Case(
         name="biased",
@@ -245,7 +280,78 @@ CASES = (
         K=6,
         T=50,
         equal_gates=True,
-        ops=("topk",),
+        ops=("topk", "score_topk"),
+    ),
+    Case(
+        name="scaled_softmax",
+        guards="gates that are not renormalised sum over all experts, and the scale is kept",
+        E=20,
+        K=3,
+        rule=ScoreRule(renormalise=False, scale=16.0),
+        ops=("score_topk",),
+    ),
+    Case(
+        name="softmax_groups",
+        guards="experts outside the best groups are not chosen",
+        T=40,
+        E=12,
+        K=4,
+        rule=ScoreRule(groups=3, keep_groups=2, renormalise=False),
+        ops=("score_topk",),
+    ),
+    Case(
+        name="sigmoid_bias",
+        guards="the bias chooses and does not weigh; groups are ranked by their two best",
+        T=40,
+        E=24,
+        K=5,
+        bias=True,
+        rule=ScoreRule(score="sigmoid", scale=2.5, groups=6, keep_groups=3, group_score="top2_sum"),
+        ops=("score_topk",),
+    ),
+    Case(
+        name="softmax_bias",
+        guards="the bias chooses and does not weigh",
+        E=9,
+        K=3,
+        bias=True,
+        rule=ScoreRule(renormalise=False),
+        ops=("score_topk",),
+    ),
+    Case(
+        name="sqrtsoftplus",
+        guards="gates and gradients are those of sqrt(log(1 + exp(z)))",
+        E=9,
+        K=3,
+        bias=True,
+        rule=ScoreRule(score="sqrtsoftplus", renormalise=False),
+        ops=("score_topk",),
+    ),
+    *(
+        Case(
+            name=f"far_{score}",
+            guards="gates and gradients are finite where scores underflow",
+            T=40,
+            E=6,
+            K=4,
+            far_logits=-60.0,
+            rule=ScoreRule(score=score),
+            ops=("score_topk",),
+        )
+        for score in ("softmax", "sigmoid", "sqrtsoftplus")
+    ),
+    *(
+        Case(
+            name=f"high_{score}",
+            guards="gates and gradients are finite where exp(z) overflows",
+            T=40,
+            E=6,
+            K=4,
+            far_logits=100.0,
+            rule=ScoreRule(score=score),
+            ops=("score_topk",),
+        )
+        for score in ("softmax", "sqrtsoftplus")
     ),
 )
 
@@ -255,4 +361,4 @@ def cases_for(op: str) -> list[Case]:
 
 
 def layouts_for(op: str, case: Case) -> tuple[str, ...]:
-    return (NO_LAYOUT,) if op == "topk" else case.layouts
+    return (NO_LAYOUT,) if op in ("topk", "score_topk") else case.layouts

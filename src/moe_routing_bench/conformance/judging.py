@@ -13,7 +13,8 @@ from torch import Tensor
 from moe_routing_bench.accuracy import Verdict, judge, judge_exact
 from moe_routing_bench.conformance.arguments import fresh_arguments, leaves_of, upstream
 from moe_routing_bench.conformance.cases import Case, Cell
-from moe_routing_bench.ops.registry import Implementation, all_ops
+from moe_routing_bench.ops.registry import Implementation, all_ops, tensors_in
+from moe_routing_bench.ops.score_topk.op import ScoreRule, choice_scores, gates_of
 from moe_routing_bench.plan import RoutingPlan
 
 
@@ -38,9 +39,10 @@ def expected_of(cell: Cell, seed: int = 0, implementation: Implementation | None
         return _expected(cell.op, cell.case, cell.layout, cell.dtype, seed)
     plain = fresh_arguments(cell.op, cell.case, cell.layout, cell.dtype, seed=seed)
     exact = fresh_arguments(cell.op, cell.case, cell.layout, cell.dtype, seed=seed, double=True)
-    kept = implementation.stored(plain["weights"])
-    plain["weights"] = kept.to(dtype=plain["weights"].w_in_EDG.dtype)
-    exact["weights"] = kept.to(dtype=torch.float64)
+    name = "w_EDF" if cell.op == "grouped_gemm" else "weights"
+    kept = implementation.stored(plain[name])
+    plain[name] = kept.to(dtype=next(tensors_in(plain[name])).dtype)
+    exact[name] = kept.to(dtype=torch.float64)
     reference = all_ops()[cell.op].reference
     with torch.no_grad():
         oracle, baseline = reference(*exact.values()), reference(*plain.values())
@@ -76,7 +78,7 @@ def _reference_grads(result: Any, d_out: Tensor, args: Mapping[str, Any]) -> dic
 
 
 def differentiable_part(out: Any) -> Tensor:
-    """topk returns ids beside its values."""
+    """topk and score_topk return ids beside their values."""
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -86,6 +88,8 @@ def judge_output(implementation: Implementation, cell: Cell, out: Any, args: Map
         return judge_plan(out, expected.oracle)
     if cell.op == "topk":
         return judge_topk(implementation.ties, out, expected.baseline, args)
+    if cell.op == "score_topk":
+        return judge_score_topk(cell, out, args)
     if cell.op == "dispatch":
         return _named("x_RD", judge_exact(out, expected.baseline))
     if not isinstance(out, Tensor) or out.shape != expected.baseline.shape:
@@ -120,6 +124,9 @@ def judge_gradients(
             # held to its own ids, which were judged already: of equal scores it may have picked another
             d_out = upstream(cell.op, cell.case, out[0].shape, args)
             oracle = torch.zeros_like(oracle).scatter(1, out[1], d_out)
+        if cell.op == "score_topk" and name == "logits_TE":
+            d_out = upstream(cell.op, cell.case, out[0].shape, args)
+            oracle, baseline = (_logits_grad(args, out[1], d_out, wide) for wide in (True, False))
         if name in ("x_RD", "y_RD"):
             holds_R = args["plan"].pair_R >= 0
             if cell.op == "combine" and bool((got[~holds_R] != 0).any()):
@@ -160,6 +167,52 @@ def judge_topk(ties: str, out: Any, expected: tuple[Tensor, Tensor], args: Mappi
     if bool((expert_TK.sort(dim=1).values.diff(dim=1) == 0).any()):
         wrong.append("expert_TK: a token chose the same expert twice")
     return wrong
+
+
+def judge_score_topk(cell: Cell, out: Any, args: Mapping[str, Any]) -> list[str]:
+    """Ids as the oracle has them, but for scores that are equal up to rounding; gates of those ids."""
+    if not isinstance(out, tuple) or len(out) != 2:
+        return ["must return (gate_TK, expert_TK)"]
+    (gate_TK, expert_TK), (_, best_TK) = out, expected_of(cell).oracle
+    logits_TE, rule = args["logits_TE"], args["rule"]
+    if wrong := judge_choices(expert_TK, best_TK, logits_TE, args["bias_E"], rule):
+        return wrong
+    oracle, baseline = true_gates(logits_TE, expert_TK, rule)
+    more = [(other.oracle[0], other.baseline[0]) for other in _others(cell, gate_TK)]
+    return _named("gate_TK", judge(gate_TK, oracle, baseline, more))
+
+
+def judge_choices(
+    expert_TK: Any, best_TK: Tensor, logits_TE: Tensor, bias_E: Tensor | None, rule: ScoreRule
+) -> list[str]:
+    """Ids of score_topk: the oracle's, but for scores that are equal up to rounding."""
+    verdict = judge_exact(expert_TK, best_TK)
+    wrong = _named("expert_TK", verdict)
+    if verdict.passed or expert_TK.shape != best_TK.shape or expert_TK.dtype != best_TK.dtype:
+        return wrong
+    choice_TE = choice_scores(logits_TE.double(), bias_E, rule)
+    in_range = bool(((expert_TK >= 0) & (expert_TK < choice_TE.shape[1])).all())
+    if not in_range or bool((expert_TK.sort(dim=1).values.diff(dim=1) == 0).any()):
+        return wrong
+    reached_TK = choice_TE.gather(1, best_TK)
+    lost_TK = (choice_TE.gather(1, expert_TK) - reached_TK).abs()
+    # a few roundings of float32; an exact tie has its rule, and outside the best groups all is lost
+    rounding_TK = 8 * torch.finfo(torch.float32).eps * (1 + reached_TK.abs())
+    close_TK = (lost_TK > 0) & (lost_TK <= rounding_TK)
+    return [] if bool((close_TK | (expert_TK == best_TK)).all()) else wrong
+
+
+def true_gates(logits_TE: Tensor, expert_TK: Tensor, rule: ScoreRule) -> tuple[Tensor, Tensor]:
+    """Oracle and baseline of the gates of the experts that were chosen."""
+    return gates_of(logits_TE.double(), expert_TK, rule), gates_of(logits_TE, expert_TK, rule)
+
+
+def _logits_grad(args: Mapping[str, Any], expert_TK: Tensor, d_out: Tensor, wide: bool) -> Tensor:
+    logits_TE = args["logits_TE"].detach()
+    logits_TE = (logits_TE.double() if wide else logits_TE.clone()).requires_grad_()
+    with torch.enable_grad():
+        gate_TK = gates_of(logits_TE, expert_TK, args["rule"])
+        return torch.autograd.grad(gate_TK, logits_TE, d_out.to(gate_TK.dtype))[0]
 
 
 def _others(cell: Cell, out: Tensor, implementation: Implementation | None = None) -> list[Expected]:

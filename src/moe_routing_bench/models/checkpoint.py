@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_routing_bench.experts import OAI_LIMIT, ExpertWeights, from_transformers
-from moe_routing_bench.ops.topk.op import topk
+from moe_routing_bench.ops.score_topk.op import ScoreRule, score_topk
 from moe_routing_bench.routing import Routing
 
 MAX_CONFIG_BYTES = 4 * 2**20
@@ -88,33 +88,25 @@ class CheckpointLayer:
 
     def route(self, x_TD: Tensor) -> Routing:
         """What the model's router chooses for these tokens, in float32; ties as our topk has them."""
-        rule, E = self.rule, self.router_ED.shape[0]
+        rule, chosen_by_score = self.rule, self.rule.score == "sigmoid"
         logits_TE = F.linear(x_TD.float(), self.router_ED.float())
-        bias_E = None if self.bias_E is None else self.bias_E.float()
-        if rule.score == "sigmoid":
-            score_TE = logits_TE.sigmoid()
-            choice_TE = _best_groups(score_TE if bias_E is None else score_TE + bias_E, rule)
-            _, expert_TK = topk(choice_TE, rule.K)
-            gate_TK = score_TE.gather(1, expert_TK)
-        else:
-            logits_TE = logits_TE if bias_E is None else logits_TE + bias_E
-            value_TK, expert_TK = topk(logits_TE, rule.K)
-            chosen_alone = rule.score == "topk_softmax"
-            gate_TK = value_TK.softmax(-1) if chosen_alone else logits_TE.softmax(-1).gather(1, expert_TK)
-        if rule.renormalise:
-            gate_TK = gate_TK / gate_TK.sum(-1, keepdim=True).clamp_min(1e-20)
-        gate_TK = gate_TK * rule.scale
+        if self.bias_E is not None and not chosen_by_score:
+            logits_TE = logits_TE + self.bias_E.float()
+        gate_TK, expert_TK = score_topk(
+            logits_TE,
+            self.bias_E if chosen_by_score else None,
+            rule.K,
+            ScoreRule(
+                score="sigmoid" if chosen_by_score else "softmax",
+                renormalise=rule.renormalise or rule.score == "topk_softmax",
+                scale=rule.scale,
+                groups=rule.groups,
+                keep_groups=rule.keep_groups,
+                group_score="top2_sum",
+            ),
+        )
+        E = self.router_ED.shape[0]
         return Routing(expert_TK=expert_TK, gate_TK=gate_TK, num_experts=E, ragged=False, logits_TE=logits_TE)
-
-
-def _best_groups(choice_TE: Tensor, rule: RoutingRule) -> Tensor:
-    """Scores with -inf outside the keep_groups groups whose two best experts have the largest sum."""
-    if rule.keep_groups == rule.groups:
-        return choice_TE
-    by_group = choice_TE.unflatten(1, (rule.groups, -1))
-    _, kept = topk(by_group.topk(2, dim=2).values.sum(2), rule.keep_groups)
-    stays = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=choice_TE.device).scatter(1, kept, True)
-    return torch.where(stays.unsqueeze(2), by_group, float("-inf")).flatten(1)
 
 
 def read_layer(folder: Path | str, layer: int) -> CheckpointLayer:

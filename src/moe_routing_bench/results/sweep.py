@@ -26,6 +26,7 @@ from moe_routing_bench.results.store import Session
 # for estimates before anything was measured: what 2 cores do in a second, and what a worker costs
 FLOPS, BYTES = 5e10, 5e9
 TRIAL_SECONDS = 1.5
+GPU_TRIAL_SECONDS = 6.0  # a guess: starting CUDA and compiling a kernel; nobody has measured it
 FINE = frozenset({Status.PASSED, Status.UNSUPPORTED})
 
 
@@ -103,6 +104,10 @@ def run_sweep(
 
 def estimate(cell: Cell) -> float:
     case, policy = cell.case, cell.policy
+    if policy.device == "cuda":
+        # the oracle is computed on the CPU, for the gate and for every timed result that is judged
+        judged = (2 + policy.checked * len(cell.subjects)) * 4 * case.flops / FLOPS
+        return GPU_TRIAL_SECONDS * len(cell.subjects) + judged + policy.processes * policy.max_seconds
     call = 1e-4 + case.flops / FLOPS + (case.weight_bytes + 3 * case.activation_bytes) / BYTES
     subjects = len(cell.subjects)
     trials = subjects * (TRIAL_SECONDS + 25 * call)

@@ -10,6 +10,10 @@ A group is a device, so a token is sent to at most `keep_groups` devices (3 of 8
 Where implementations differ: DeepSeek's own code scales or renormalises, never both; Transformers scales and
 offers no renormalising. Both set p to 0 in the other groups, so where too many of the kept ones underflow
 they may choose experts outside, with weight 0; here those cannot be chosen.
+
+fused="auto", "eager", "triton_fused", ... names an implementation of op score_topk that gives choices and
+gates in one call, with the same numbers but for rounding; the scores of all experts are then made for losses
+alone.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.routers.groups import check_groups, limit_to_groups
+from moe_routing_bench.routers.groups import check_groups, limit_to_groups, score_rule
 from moe_routing_bench.routers.losses import deepseek_loss, hf_loss, switch_loss, z_loss
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
@@ -43,6 +47,7 @@ class GroupLimitedRouter(Router):
         group_score: str = "max",
         renormalise: bool = False,
         scale: float = 1.0,
+        fused: str | None = None,
         **options: Any,
     ):
         super().__init__(D, E, K, **options)
@@ -51,6 +56,9 @@ class GroupLimitedRouter(Router):
         check_groups(E, K, groups, keep_groups, group_score)
         self.num_groups, self.keep_groups, self.group_score = groups, keep_groups, group_score
         self.renormalise, self.scale = renormalise, scale
+        if fused is not None:
+            limits = (groups, keep_groups, group_score)
+            self.fuse(fused, score_rule(*limits, renormalise=renormalise, scale=scale))
         if scale <= 1:
             self.gate_sum = "one" if renormalise and scale == 1 else "at most one"
         self.w_DE = nn.Parameter(torch.empty(D, E))
@@ -58,13 +66,17 @@ class GroupLimitedRouter(Router):
 
     def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         logits_TE = self.project(self.prepare(x_TD, info), self.w_DE)
-        score_TE = logits_TE.softmax(-1)
-        limited_TE = limit_to_groups(
-            score_TE.detach(), self.K, self.num_groups, self.keep_groups, self.group_score
-        )
-        # experts by z, which keeps its order where p underflows to ties
-        value_TK, expert_TK = self.topk(torch.where(limited_TE.isneginf(), limited_TE, logits_TE), self.K)
-        gate_TK = self.scale * (value_TK.softmax(-1) if self.renormalise else score_TE.gather(1, expert_TK))
+        score_TE = logits_TE.softmax(-1) if self.fused is None else None
+        if score_TE is None:
+            gate_TK, expert_TK = self.choose_fused(logits_TE)
+        else:
+            limited_TE = limit_to_groups(
+                score_TE.detach(), self.K, self.num_groups, self.keep_groups, self.group_score
+            )
+            # experts by z, which keeps its order where p underflows to ties
+            value_TK, expert_TK = self.topk(torch.where(limited_TE.isneginf(), limited_TE, logits_TE), self.K)
+            raw_TK = value_TK.softmax(-1) if self.renormalise else score_TE.gather(1, expert_TK)
+            gate_TK = self.scale * raw_TK
         routing = Routing(
             expert_TK=expert_TK,
             gate_TK=gate_TK,
@@ -72,11 +84,15 @@ class GroupLimitedRouter(Router):
             ragged=False,
             logits_TE=logits_TE,
         )
-        seen = (score_TE, expert_TK, self.E, info.mask_T)
+
+        def seen_by_losses() -> tuple[Tensor, Tensor, int, Tensor | None]:
+            seen_TE = logits_TE.softmax(-1) if score_TE is None else score_TE
+            return seen_TE, expert_TK, self.E, info.mask_T
+
         losses = {
-            "switch": lambda: switch_loss(*seen),
-            "hf": lambda: hf_loss(*seen),
-            "deepseek": lambda: deepseek_loss(*seen, num_sequences=info.num_sequences),
+            "switch": lambda: switch_loss(*seen_by_losses()),
+            "hf": lambda: hf_loss(*seen_by_losses()),
+            "deepseek": lambda: deepseek_loss(*seen_by_losses(), num_sequences=info.num_sequences),
             "z": lambda: z_loss(logits_TE, info.mask_T),
         }
         return self.finish(routing, losses, info)

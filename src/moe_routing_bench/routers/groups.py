@@ -13,8 +13,12 @@ DeepSeek-V2's code and Transformers' copy of it set them to 0, which wins agains
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
+
+from moe_routing_bench.ops.score_topk.op import GROUP_SCORES, ScoreRule
+from moe_routing_bench.ops.score_topk.op import limit_to_groups as limit_by_best
 
 RULES = ("max", "top2_sum", "topk_sum")
 
@@ -44,11 +48,18 @@ def limit_to_groups(score_TE: Tensor, K: int, groups: int, keep: int, rule: str)
     groups=2, keep=1, rule="max":      [.5, .1, .4, .4] -> [.5, .1, -inf, -inf]
     groups=2, keep=1, rule="top2_sum": [.5, .1, .4, .4] -> [-inf, -inf, .4, .4]
     """
-    if keep == groups:
-        return score_TE
     num_best = {"max": 1, "top2_sum": 2, "topk_sum": K // keep}[rule]
-    by_group = score_TE.unflatten(1, (groups, -1))
-    group_score = by_group.topk(num_best, dim=2).values.sum(2)
-    kept = group_score.sort(dim=1, descending=True, stable=True).indices[:, :keep]
-    stays = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, kept, True)
-    return torch.where(stays.unsqueeze(2), by_group, float("-inf")).flatten(1)
+    return limit_by_best(score_TE, score_TE, groups, keep, num_best)
+
+
+def score_rule(groups: int, keep: int, rule: str, **others: Any) -> ScoreRule:
+    """The rule of op score_topk that limits like this, for a router with the option fused; ValueError if
+    there is none."""
+    if keep == groups:
+        rule = "max"  # nobody is shut out, so groups have no use for a score
+    if rule not in GROUP_SCORES:
+        raise ValueError(
+            f"fused knows the group_score {' and '.join(GROUP_SCORES)}, not {rule!r}; choose one of them "
+            "('topk_sum' with K // keep_groups = 2 is 'top2_sum') or leave fused out"
+        )
+    return ScoreRule(groups=groups, keep_groups=keep, group_score=rule, **others)

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 
 from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.ops.auto import resolve
+from moe_routing_bench.ops.registry import Implementation
+from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
+from moe_routing_bench.ops.score_topk.op import op as score_topk_op
 from moe_routing_bench.ops.topk.op import op as topk_op
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 
@@ -58,6 +61,8 @@ class Router(nn.Module):
     groups: str = "uneven"  # a key of GROUPS; an option may take a promise of the class back
     controller: ClassVar[str | None] = None  # the balance controller it was published with
     host_sync: ClassVar[str] = ""  # why forward reads device values on the host; empty: it does not
+    fused: Implementation | None = None  # of op score_topk, if it chooses and weighs; see fuse
+    score_rule: ScoreRule = PLAIN  # what `fused` computes
 
     def __init__(
         self,
@@ -130,6 +135,20 @@ class Router(nn.Module):
         # autocast would round the operands of this product to bfloat16
         with torch.autocast(x_TD.device.type, enabled=False):
             return x_TD @ w_DE.to(self.dtype)
+
+    def fuse(self, impl: str, rule: ScoreRule) -> None:
+        """Choices and gates shall come from one call of op score_topk, which computes `rule`."""
+        if self.topk.label != resolve(topk_op, "auto").label:
+            raise ValueError(
+                f"topk={self.topk.label!r} and fused={impl!r}: both choose experts; leave one of them out"
+            )
+        rule.check(self.E, self.K)
+        self.fused, self.score_rule = resolve(score_topk_op, impl), rule
+
+    def choose_fused(self, logits_TE: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        assert self.fused is not None
+        gate_TK, expert_TK = self.fused(logits_TE, bias_E, self.K, self.score_rule)
+        return gate_TK.to(self.dtype), expert_TK
 
     def finish(
         self, routing: Routing, losses: Mapping[str, Callable[[], Tensor]], info: TokenInfo

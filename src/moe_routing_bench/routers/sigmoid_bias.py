@@ -16,6 +16,10 @@ and Megatron do.
 Where implementations differ: Transformers and Megatron divide by the sum + 1e-20, vLLM by the sum, llama.cpp
 by at least 6.1e-5; Megatron does not divide if K = 1. Here the quotient is softmax(log s): the same number,
 but gates sum to 1 and gradients are finite even where every s underflows to 0.
+
+fused="auto", "eager", "triton_fused", ... names an implementation of op score_topk that gives choices and
+gates in one call, with the same numbers but for rounding; the scores of all experts are then made for losses
+alone.
 """
 
 from __future__ import annotations
@@ -23,17 +27,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_routing_bench.routers.groups import check_groups, limit_to_groups
+from moe_routing_bench.ops.score_topk.op import log_score, plain_score
+from moe_routing_bench.routers.groups import check_groups, limit_to_groups, score_rule
 from moe_routing_bench.routers.losses import deepseek_loss, switch_loss, z_loss
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
 SCORES = ("sigmoid", "sqrtsoftplus", "softmax")
-# below it log(softplus(z)) = z to the last bit of float64
-SOFTPLUS_IS_EXP = -40.0
 
 
 class SigmoidBiasRouter(Router):
@@ -57,6 +59,7 @@ class SigmoidBiasRouter(Router):
         group_score: str = "top2_sum",
         renormalise: bool = True,
         scale: float = 1.0,
+        fused: str | None = None,
         **options: Any,
     ):
         super().__init__(D, E, K, **options)
@@ -69,20 +72,26 @@ class SigmoidBiasRouter(Router):
         self.num_groups, self.keep_groups, self.group_score = groups, keep_groups, group_score
         if renormalise and scale == 1:
             self.gate_sum = "one"
+        if fused is not None:
+            limits = (groups, keep_groups, group_score)
+            self.fuse(fused, score_rule(*limits, score=score, renormalise=renormalise, scale=scale))
         self.w_DE = nn.Parameter(torch.empty(D, E))
         self.register_buffer("bias_E", torch.zeros(E))
         self.reset_parameters()
 
     def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         logits_TE = self.project(self.prepare(x_TD, info), self.w_DE)
-        log_score_TE = log_score(logits_TE, self.score)
-        score_TE = plain_score(logits_TE.detach(), self.score)
-        choice_TE = limit_to_groups(
-            score_TE + self.bias_E.to(self.dtype), self.K, self.num_groups, self.keep_groups, self.group_score
-        )
-        _, expert_TK = self.topk(choice_TE, self.K)
-        log_gate_TK = log_score_TE.gather(1, expert_TK)
-        gate_TK = self.scale * (log_gate_TK.softmax(-1) if self.renormalise else log_gate_TK.exp())
+        if self.fused is not None:
+            gate_TK, expert_TK = self.choose_fused(logits_TE, self.bias_E)
+        else:
+            log_score_TE, score_TE = self.scores(logits_TE)
+            biased_TE = score_TE + self.bias_E.to(self.dtype)
+            choice_TE = limit_to_groups(
+                biased_TE, self.K, self.num_groups, self.keep_groups, self.group_score
+            )
+            _, expert_TK = self.topk(choice_TE, self.K)
+            log_gate_TK = log_score_TE.gather(1, expert_TK)
+            gate_TK = self.scale * (log_gate_TK.softmax(-1) if self.renormalise else log_gate_TK.exp())
         routing = Routing(
             expert_TK=expert_TK,
             gate_TK=gate_TK,
@@ -92,7 +101,8 @@ class SigmoidBiasRouter(Router):
         )
 
         def seen_by_losses() -> tuple[Tensor, Tensor, int, Tensor | None]:
-            return log_score_TE.softmax(-1), self.topk(score_TE, self.K)[1], self.E, info.mask_T
+            log_TE, plain_TE = (log_score_TE, score_TE) if self.fused is None else self.scores(logits_TE)
+            return log_TE.softmax(-1), self.topk(plain_TE, self.K)[1], self.E, info.mask_T
 
         losses = {
             "switch": lambda: switch_loss(*seen_by_losses()),
@@ -101,19 +111,6 @@ class SigmoidBiasRouter(Router):
         }
         return self.finish(routing, losses, info)
 
-
-def plain_score(logits_TE: Tensor, score: str) -> Tensor:
-    """s as the published models compute it, so that equal bits are chosen; its gradient may not be finite."""
-    if score == "sigmoid":
-        return logits_TE.sigmoid()
-    return F.softplus(logits_TE).sqrt() if score == "sqrtsoftplus" else logits_TE.softmax(-1)
-
-
-def log_score(logits_TE: Tensor, score: str) -> Tensor:
-    """log s, finite with a finite gradient for every z."""
-    if score == "sigmoid":
-        return F.logsigmoid(logits_TE)
-    if score == "softmax":
-        return logits_TE.log_softmax(-1)
-    log_TE = F.softplus(logits_TE.clamp_min(SOFTPLUS_IS_EXP)).log()
-    return 0.5 * torch.where(logits_TE < SOFTPLUS_IS_EXP, logits_TE, log_TE)
+    def scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """log s with a gradient, and s to choose by."""
+        return log_score(logits_TE, self.score), plain_score(logits_TE.detach(), self.score)

@@ -12,6 +12,10 @@ Transformers takes the product x W in the model's dtype and everything after it 
 softmax in the model's dtype too). With 16-bit logits many are equal: of 300 random tokens and 64 experts, a
 quarter had a tie among the first 9. Here the product is in float32 as everything else;
 logits_dtype=torch.bfloat16 is for routing as a 16-bit model does.
+
+fused="auto", "eager", "triton_fused", ... names an implementation of op score_topk that gives choices and
+gates in one call, with the same numbers but for rounding; the scores of all experts are then made for losses
+alone.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.routers.losses import hf_loss, switch_loss, z_loss
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
@@ -45,6 +50,7 @@ class SoftmaxTopkRouter(Router):
         order: str = "softmax_then_topk_renormalised",
         bias: bool = False,
         logits_dtype: torch.dtype | None = None,
+        fused: str | None = None,
         **options: Any,
     ):
         super().__init__(D, E, K, **options)
@@ -54,6 +60,8 @@ class SoftmaxTopkRouter(Router):
         if order != "softmax_then_topk":
             self.gate_sum = "one"
         self.logits_dtype = logits_dtype
+        if fused is not None:
+            self.fuse(fused, ScoreRule(renormalise=order != "softmax_then_topk"))
         self.w_DE = nn.Parameter(torch.empty(D, E))
         self.b_E = nn.Parameter(torch.empty(E)) if bias else None
         self.reset_parameters()
@@ -73,15 +81,18 @@ class SoftmaxTopkRouter(Router):
 
     def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         logits_TE = self.logits(self.prepare(x_TD, info))
-        score_TE = logits_TE.softmax(-1)
-        # chosen by z for every order: softmax keeps the order, but p ties where it underflows
-        value_TK, expert_TK = self.topk(logits_TE, self.K)
-        if self.order == "topk_then_softmax":
-            gate_TK = value_TK.softmax(-1)
+        score_TE = logits_TE.softmax(-1) if self.fused is None else None
+        if score_TE is None:
+            gate_TK, expert_TK = self.choose_fused(logits_TE)
         else:
-            gate_TK = score_TE.gather(1, expert_TK)
-            if self.order == "softmax_then_topk_renormalised":
-                gate_TK = gate_TK / gate_TK.sum(-1, keepdim=True)
+            # chosen by z for every order: softmax keeps the order, but p ties where it underflows
+            value_TK, expert_TK = self.topk(logits_TE, self.K)
+            if self.order == "topk_then_softmax":
+                gate_TK = value_TK.softmax(-1)
+            else:
+                gate_TK = score_TE.gather(1, expert_TK)
+                if self.order == "softmax_then_topk_renormalised":
+                    gate_TK = gate_TK / gate_TK.sum(-1, keepdim=True)
         routing = Routing(
             expert_TK=expert_TK,
             gate_TK=gate_TK,
@@ -89,9 +100,14 @@ class SoftmaxTopkRouter(Router):
             ragged=False,
             logits_TE=logits_TE,
         )
+
+        def seen_by_losses() -> tuple[Tensor, Tensor, int, Tensor | None]:
+            seen_TE = logits_TE.softmax(-1) if score_TE is None else score_TE
+            return seen_TE, expert_TK, self.E, info.mask_T
+
         losses = {
-            "switch": lambda: switch_loss(score_TE, expert_TK, self.E, info.mask_T),
-            "hf": lambda: hf_loss(score_TE, expert_TK, self.E, info.mask_T),
+            "switch": lambda: switch_loss(*seen_by_losses()),
+            "hf": lambda: hf_loss(*seen_by_losses()),
             "z": lambda: z_loss(logits_TE, info.mask_T),
         }
         return self.finish(routing, losses, info)

@@ -174,6 +174,7 @@ def run(
     level: str | None = None,
     store: str | None = None,
 ) -> Tensor:
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()  # the parts need it as much as the kernel does
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((x_TD, gate_TK, weights))):
         part = f"native(level={level})" if level else "native"
         staged = op.get(f"staged(dispatch={part},grouped_gemm={part},combine={part})")
@@ -188,7 +189,6 @@ def run(
             f"the weights for width {weights.D} and {weights.num_experts} experts"
         )
     library, p = _library(level), _packed_as[store](weights)
-    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     y_TD = recycled.empty(T, D, dtype=x_TD.dtype)
     gate_TK = gate_TK.float().contiguous()
     b_in_EG, b_out_ED = (

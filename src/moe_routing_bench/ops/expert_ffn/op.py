@@ -6,12 +6,16 @@ activate(x @ w_in + b_in) @ w_out + b_out. Fused kernels live here; `staged` com
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moe_routing_bench.experts import ExpertWeights, activate
 from moe_routing_bench.ops.auto import resolve
-from moe_routing_bench.ops.registry import Op
+from moe_routing_bench.ops.registry import Implementation, Op, tensors_in
 from moe_routing_bench.plan import RoutingPlan
 
 
@@ -36,3 +40,84 @@ def expert_ffn(
     x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, impl: str = "auto"
 ) -> Tensor:
     return resolve(op, impl)(x_TD, gate_TK, plan, weights)
+
+
+Forward = Callable[[Tensor, Tensor, RoutingPlan, ExpertWeights], Tensor]
+
+
+def check_sizes(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> None:
+    (T, D), E = x_TD.shape, weights.num_experts
+    if tuple(gate_TK.shape) != (plan.num_tokens, plan.num_choices):
+        wanted = f"{plan.num_tokens} x {plan.num_choices}"
+        raise ValueError(f"gate_TK has shape {tuple(gate_TK.shape)}, the plan was made for {wanted}")
+    if T != plan.num_tokens or D != weights.D or plan.num_experts != E:
+        raise ValueError(
+            f"x is {T} x {D}, the plan for {plan.num_tokens} tokens and {plan.num_experts} experts, "
+            f"the weights for width {weights.D} and {E} experts"
+        )
+
+
+def recomputed(
+    forward: Forward,
+    gradients: Implementation,
+    x_TD: Tensor,
+    gate_TK: Tensor,
+    plan: RoutingPlan,
+    weights: ExpertWeights,
+) -> Tensor:
+    """forward(x_TD, gate_TK, plan, weights), with the gradients of another implementation.
+
+    For a kernel without a backward of its own: it keeps its inputs alone, and backward computes the other
+    implementation's forward anew. Under torch.compile, which does not trace that, the other one is all.
+    """
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors_in((x_TD, gate_TK, weights))):
+        return forward(x_TD, gate_TK, plan, weights)
+    if torch.compiler.is_compiling():
+        return gradients.run(x_TD, gate_TK, plan, weights)
+    b_in_EG, b_out_ED = weights.b_in_EG, weights.b_out_ED
+    return _Recomputed.apply(
+        forward, gradients, plan, weights.activation, x_TD, gate_TK, weights.w_in_EDG, weights.w_out_EFD,
+        b_in_EG, b_out_ED,
+    )  # fmt: skip
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        forward: Forward,
+        gradients: Implementation,
+        plan: RoutingPlan,
+        activation: str,
+        *leaves: Tensor | None,
+    ) -> Tensor:
+        ctx.gradients, ctx.plan, ctx.activation = gradients, plan, activation
+        ctx.save_for_backward(*leaves)
+        return forward(*_arguments(plan, activation, leaves))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[4:]
+        leaves = [
+            None if tensor is None else tensor.detach().requires_grad_(wants)
+            for tensor, wants in zip(ctx.saved_tensors, wanted, strict=True)
+        ]
+        with torch.enable_grad():
+            y_TD = ctx.gradients.run(*_arguments(ctx.plan, ctx.activation, leaves))
+        if not y_TD.requires_grad:  # nothing was computed from them
+            return (None,) * len(ctx.needs_input_grad)
+        wanting = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        found = iter(torch.autograd.grad(y_TD, wanting, dy_TD, allow_unused=True))
+        return None, None, None, None, *(next(found) if wants else None for wants in wanted)
+
+
+def _arguments(
+    plan: RoutingPlan, activation: str, leaves: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor, RoutingPlan, ExpertWeights]:
+    x_TD, gate_TK, w_in_EDG, w_out_EFD, b_in_EG, b_out_ED = leaves
+    assert x_TD is not None and gate_TK is not None and w_in_EDG is not None and w_out_EFD is not None
+    weights = ExpertWeights(
+        w_in_EDG=w_in_EDG, w_out_EFD=w_out_EFD, b_in_EG=b_in_EG, b_out_ED=b_out_ED, activation=activation
+    )
+    return x_TD, gate_TK, plan, weights

@@ -1,0 +1,209 @@
+"""mrb compile: every Triton kernel as machine code for the GPUs people have, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from moe_routing_bench.bench.models import MODELS
+from moe_routing_bench.cli.finding import IncludePath, include_all
+from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json
+from moe_routing_bench.conformance.check import matches
+from moe_routing_bench.ops.catalog import find_all
+from moe_routing_bench.ops.registry import all_ops
+
+if TYPE_CHECKING:
+    from moe_routing_bench.bench.compiled import Compiled
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "gfx942")
+DEFAULT_MODELS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3")
+
+
+def compile_command(
+    arch: Annotated[str, typer.Option(help=f"Some of {', '.join(ARCHITECTURES)}, with commas.")] = ",".join(
+        ARCHITECTURES
+    ),
+    model: Annotated[str, typer.Option(help="Whose sizes become constants, with commas.")] = ",".join(
+        DEFAULT_MODELS
+    ),
+    op: Annotated[str, typer.Option(help="Pattern: which operations.")] = "*",
+    impl: Annotated[str, typer.Option(help="Pattern: which implementations.")] = "*",
+    configs: Annotated[
+        bool, typer.Option("--configs", help="Every configuration a tuner may try, too.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep the answer as JSON, and the table beside it.")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Fail if a kernel needs more than this file says.")
+    ] = None,
+    as_json: Json = False,
+    include_path: IncludePath = None,
+) -> None:
+    """Compile every Triton implementation ahead of time and read what its machine code needs. Runs nothing.
+
+    \b
+    Examples:
+      mrb compile --arch sm_90a --model qwen3-30b-a3b
+      mrb compile --op grouped_gemm --json
+      mrb compile --impl "triton_fused*" --configs --arch sm_90a
+      mrb compile --out measurements/compile.json
+      mrb compile --against measurements/compile.json
+
+    \b
+    Fails (exit 1) on spilled registers, on more shared memory than the GPU has, on what a kernel promises and
+    its code has not (tensor cores, 128-bit loads, fetches ahead), and on what --against finds to be worse.
+    """
+    include_all(include_path)
+    if importlib.util.find_spec("triton") is None:
+        fail("compiling needs triton, which is not installed: pip install triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        fail("TRITON_INTERPRET=1 makes triton interpret kernels instead of compiling them; unset it")
+    architectures = [pick("architecture", name.strip(), ARCHITECTURES) for name in arch.split(",")]
+    models = [pick("model", name.strip(), MODELS) for name in model.split(",")]
+    before = None if against is None else _read(against)
+    rows = _compile_all(architectures, models, op, impl, configs)
+    if not rows:
+        fail(f"no Triton implementation matches --op {op} --impl {impl}")
+    document = _document(rows)
+    table = _tables(rows)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(_as_lines(document))
+        out.with_suffix(".txt").write_text(_as_text(table, document))
+    worse = [] if before is None else _compared(before, rows, document)
+    if as_json:
+        show_json({**document, "worse": worse})
+    else:
+        show(*table)
+        for sentence in worse:
+            show(Text(sentence, "red"))
+        show("", _summary(rows, worse, against))
+    if worse or any(row.wrong for row in rows):
+        raise typer.Exit(1)
+
+
+def _compile_all(
+    architectures: list[str], models: list[str], op: str, impl: str, configs: bool
+) -> list[Compiled]:
+    from moe_routing_bench.bench.compiled import compile_implementation
+    from moe_routing_bench.ops.gpu import Target
+
+    rows: list[Compiled] = []
+    with console(stderr=True).status("compiling") as status:
+        for operation in all_ops().values():
+            if not matches(operation.name, op):
+                continue
+            for found in find_all(operation, configs=configs):
+                if found.implementation is None or not matches(found.spec, impl):
+                    continue
+                for name in models:
+                    for architecture in architectures:
+                        status.update(f"compiling {operation.name}.{found.spec} for {architecture}, {name}")
+                        target = Target.named(architecture)
+                        rows += compile_implementation(found.implementation, name, target)
+    return rows
+
+
+def _document(rows: list[Compiled]) -> dict[str, Any]:
+    import triton
+
+    return {
+        "what": "compiled ahead of time, not run: see docs/gpu.md",
+        "triton": triton.__version__,
+        "kernels": [asdict(row) for row in rows],
+    }
+
+
+def _as_lines(document: dict[str, Any]) -> str:
+    """JSON with a line for each kernel, so that a change of one shows as one; without what is 0 or empty."""
+    head = {name: value for name, value in document.items() if name != "kernels"}
+    kernels = [{name: value for name, value in row.items() if value} for row in document["kernels"]]
+    lines = ",\n".join(json.dumps({"kernel": "", **row}, separators=(",", ":")) for row in kernels)
+    return f'{json.dumps(head)[:-1]}, "kernels": [\n{lines}\n]}}\n'
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+        assert isinstance(document["triton"], str) and isinstance(document["kernels"], list)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        fail(f"{path} is not what `mrb compile --out` writes: {type(error).__name__} {error}")
+    return document
+
+
+def _compared(before: dict[str, Any], rows: list[Compiled], document: dict[str, Any]) -> list[str]:
+    from moe_routing_bench.bench.compiled import Compiled, worse_than
+
+    if before["triton"] != document["triton"]:
+        fail(
+            f"the file was made with triton {before['triton']}, this is {document['triton']}: "
+            "compilers differ, so there is nothing to compare; write another file with --out"
+        )
+    known = [Compiled(**{**row, "wrong": tuple(row.get("wrong", ()))}) for row in before["kernels"]]
+    by_key = {row.key: row for row in known}
+    return [
+        f"{row.key}: {'; '.join(found)}"
+        for row in rows
+        if row.key in by_key and (found := worse_than(by_key[row.key], row))
+    ]
+
+
+def _tables(rows: list[Compiled]) -> list[Any]:
+    shown: list[Any] = []
+    for architecture, name in dict.fromkeys((row.arch, row.model) for row in rows):
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        table.add_column("kernel", no_wrap=True)
+        for column in (
+            "warps", "registers", "spills", "shared KiB", "programs/unit", "occupancy", "tensor core",
+            "wide loads", "overlap", "code KiB", "MFLOP", "KiB", "FLOP/byte", "passes",
+        ):  # fmt: skip
+            table.add_column(column, justify="right", no_wrap=True)
+        here = [row for row in rows if (row.arch, row.model) == (architecture, name)]
+        for row in here:
+            if row.not_made:
+                continue
+            table.add_row(
+                row.name, str(row.warps), str(row.registers), str(row.spill_bytes),
+                f"{row.shared_bytes / 1024:.1f}", str(row.programs_per_unit), f"{100 * row.occupancy:.0f} %",
+                str(row.tensor_core or row.small_multiplies), str(row.wide_loads), row.overlap,
+                f"{row.code_bytes / 1024:.1f}",
+                f"{row.flops / 1e6:.1f}", f"{row.bytes / 1024:.0f}", f"{row.intensity:.0f}",
+                f"{row.passes:.1f}" if row.passes else "",
+            )  # fmt: skip
+        shown += ["", Text(f"{architecture}, {name}", "bold cyan"), table]
+        shown += [Text(f"{row.name}: {sentence}", "red") for row in here for sentence in row.wrong]
+        shown += [Text(f"{row.name}: not compiled, {row.not_made}", "dim") for row in here if row.not_made]
+    notes = (
+        "MFLOP, KiB and FLOP/byte: what one program does at least, by the kernel's own estimate.",
+        "overlap: what the code fetches ahead of its use, how, and whether kernels start before others end.",
+        "passes: how often the tensor-core instructions of the text must run for that, as turns of its loop.",
+    )
+    return [*shown, "", *(Text(note, "dim") for note in notes)]
+
+
+def _as_text(table: list[Any], document: dict[str, Any]) -> str:
+    out = console()
+    out.width = 1000
+    with out.capture() as captured:
+        out.print(*table, sep="\n")
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    return "\n".join([f"{document['what']}; triton {document['triton']}", *lines, ""])
+
+
+def _summary(rows: list[Compiled], worse: list[str], against: Path | None) -> Text:
+    wrong = sum(bool(row.wrong) for row in rows)
+    text = Text(f"{sum(not row.not_made for row in rows)} kernels compiled, not run: ")
+    text.append(f"{wrong} with something wrong" if wrong else "nothing wrong", "red" if wrong else "green")
+    if against is not None:
+        more = f"{len(worse)} need more than in {against}" if worse else f"none needs more than in {against}"
+        text.append(f"; {more}", "red" if worse else "green")
+    return text

@@ -1,0 +1,144 @@
+"""score_topk: choose K experts from logits and weigh them.   logits_TE, bias_E, K, rule -> gate_TK, expert_TK
+
+    s = softmax(z) | sigmoid(z) | sqrt(log(1 + exp(z)))         z = logits, taken in at least float32
+    chosen: the K largest s + bias of the rule's best groups, highest first, of equal ones the lower id
+    gate_k = scale * s_k                     renormalise: scale * s_k / sum_j s_j, as softmax(log s)
+
+Softmax without a bias is chosen by z, which has the same order and no ties where s underflows. bias_E chooses
+and does not weigh; no gradient reaches it. Gates have at least float32. This is what a router does after its
+projection: softmax_topk, group_limited and sigmoid_bias are this with different rules.
+
+Two implementations may choose differently where s + bias is equal but for rounding: the gates are then judged
+for the experts that were chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_routing_bench.ops.auto import resolve
+from moe_routing_bench.ops.registry import Op
+
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+GROUP_SCORES = ("max", "top2_sum")
+# below it log(softplus(z)) = z to the last bit of float64
+SOFTPLUS_IS_EXP = -40.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRule:
+    """How logits become choices and gates.
+
+    ScoreRule() is Mixtral's and Qwen3's; DeepSeek-V3's is
+    ScoreRule(score="sigmoid", scale=2.5, groups=8, keep_groups=4, group_score="top2_sum"), with a bias.
+    Logits [2, 1, 0, 0] of 4 experts, K = 2:
+      ScoreRule()                              experts [0, 1]   gates [.731, .269]
+      ScoreRule(renormalise=False)             experts [0, 1]   gates [.610, .225]
+      ScoreRule(score="sigmoid")               experts [0, 1]   gates [.546, .454]
+    """
+
+    score: str = "softmax"
+    renormalise: bool = True
+    scale: float = 1.0
+    groups: int = 1  # of neighbours: experts 0 .. E / groups - 1 are group 0
+    keep_groups: int = 1  # a token may use this many, those with the highest scores; of equal ones the lower
+    group_score: str = "max"  # of its experts' s + bias, or the sum of the two largest
+
+    def __post_init__(self) -> None:
+        if self.score not in SCORES:
+            raise ValueError(f"score {self.score!r} is unknown; there are {', '.join(SCORES)}")
+        if self.group_score not in GROUP_SCORES:
+            raise ValueError(
+                f"group_score {self.group_score!r} is unknown; there are {', '.join(GROUP_SCORES)}"
+            )
+        if not self.scale > 0:
+            raise ValueError(f"scale must be above 0, not {self.scale}")
+        if not 1 <= self.keep_groups <= self.groups:
+            raise ValueError(f"keep_groups={self.keep_groups} must be from 1 to groups={self.groups}")
+
+    def check(self, E: int, K: int) -> None:
+        """Raise ValueError with a sentence if E experts and K choices cannot follow this rule."""
+        if E % self.groups:
+            raise ValueError(f"groups={self.groups} must divide the E={E} experts into equal groups")
+        size = E // self.groups
+        if not 1 <= K <= self.keep_groups * size:
+            raise ValueError(f"{self.keep_groups} groups of {size} experts cannot give K={K} choices")
+        if self.keep_groups < self.groups and self.group_score == "top2_sum" and size < 2:
+            raise ValueError("group_score 'top2_sum' needs groups of at least 2 experts; use 'max'")
+
+
+PLAIN = ScoreRule()
+
+
+def reference(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule) -> tuple[Tensor, Tensor]:
+    choice_TE = choice_scores(logits_TE.detach(), bias_E, rule)
+    expert_TK = choice_TE.sort(dim=1, descending=True, stable=True).indices[:, :K]
+    return gates_of(logits_TE, expert_TK, rule), expert_TK
+
+
+op = Op(__package__, reference, default="eager", stage=1)
+
+
+def score_topk(
+    logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule = PLAIN, *, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    rule.check(logits_TE.shape[1], K)
+    return resolve(op, impl)(logits_TE, bias_E, K, rule)
+
+
+def choice_scores(logits_TE: Tensor, bias_E: Tensor | None, rule: ScoreRule) -> Tensor:
+    """What experts are chosen by; -inf outside a token's best groups."""
+    z_TE = _wide(logits_TE)
+    score_TE = plain_score(z_TE, rule.score)
+    if bias_E is not None:
+        score_TE = score_TE + bias_E.detach().to(score_TE.dtype)
+    choice_TE = z_TE if rule.score == "softmax" and bias_E is None else score_TE
+    num_best = 1 if rule.group_score == "max" else 2
+    return limit_to_groups(choice_TE, score_TE, rule.groups, rule.keep_groups, num_best)
+
+
+def limit_to_groups(choice_TE: Tensor, score_TE: Tensor, groups: int, keep: int, num_best: int) -> Tensor:
+    """choice_TE with -inf for the experts outside a token's `keep` best groups. A group's score is the sum of
+    its `num_best` largest scores; of groups with equal ones the lower is kept.
+
+    choice = score = [.5, .1, .4, .4], groups=2, keep=1
+      num_best=1   [.5, .1, -inf, -inf]
+      num_best=2   [-inf, -inf, .4, .4]
+    """
+    if keep == groups:
+        return choice_TE
+    group_score = score_TE.unflatten(1, (groups, -1)).topk(num_best, dim=2).values.sum(2)
+    kept = group_score.sort(dim=1, descending=True, stable=True).indices[:, :keep]
+    stays = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, kept, True)
+    return torch.where(stays.unsqueeze(2), choice_TE.unflatten(1, (groups, -1)), float("-inf")).flatten(1)
+
+
+def gates_of(logits_TE: Tensor, expert_TK: Tensor, rule: ScoreRule) -> Tensor:
+    """The gates of given experts; differentiable."""
+    log_TK = log_score(_wide(logits_TE), rule.score).gather(1, expert_TK)
+    return rule.scale * (log_TK.softmax(-1) if rule.renormalise else log_TK.exp())
+
+
+def plain_score(z_TE: Tensor, score: str) -> Tensor:
+    """s as the published models compute it; its gradient may not be finite."""
+    if score == "sigmoid":
+        return z_TE.sigmoid()
+    return F.softplus(z_TE).sqrt() if score == "sqrtsoftplus" else z_TE.softmax(-1)
+
+
+def log_score(z_TE: Tensor, score: str) -> Tensor:
+    """log s, finite with a finite gradient for every z."""
+    if score == "sigmoid":
+        return F.logsigmoid(z_TE)
+    if score == "softmax":
+        return z_TE.log_softmax(-1)
+    log_TE = F.softplus(z_TE.clamp_min(SOFTPLUS_IS_EXP)).log()
+    return 0.5 * torch.where(z_TE < SOFTPLUS_IS_EXP, z_TE, log_TE)
+
+
+def _wide(logits_TE: Tensor) -> Tensor:
+    return logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
