@@ -123,8 +123,13 @@ def symptom(op: Op, name: str, sizes: Any) -> str:
         if held is not None and not EQUAL(*held):
             return "WRONG_VALUE"
         held = (out, copy)
-        if call == 2 and not EQUAL(implementation(*args), copy):
-            return "NONDETERMINISTIC"
+        if call == 2:
+            try:
+                again = implementation(*args)
+            except Exception:
+                return "RUNTIME_ERROR"
+            if not EQUAL(again, copy):
+                return "NONDETERMINISTIC"
     return ""
 
 

@@ -37,9 +37,9 @@ def honest(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
 
 
 def find_marked(top: Path) -> Iterator[Path]:
-    """Folders with the marker, the shallow ones first; at most 5,000 folders are opened."""
+    """Folders with the marker, the shallow ones first; at most 20,000 folders are opened."""
     waiting = deque([top])
-    for _ in range(5_000):
+    for _ in range(20_000):
         if not waiting:
             return
         folder = waiting.popleft()
