@@ -15,8 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_routing_bench import experts
+from moe_routing_bench.plan import RoutingPlan
 
 INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the matrix products compute with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +54,23 @@ class Target:
             raise ValueError(f"there is no architecture {name!r} here; there are {', '.join(TARGETS)}")
         return TARGETS[name]
 
+    def warps(self, num_warps: int) -> int:
+        """As many lanes as so many warps of 32 have."""
+        return max(1, num_warps * 32 // self.lanes)
+
     def launch(self, *, num_warps: int, num_stages: int) -> dict[str, int]:
         """Triton's launch options for a configuration written for warps of 32 lanes."""
         options = {
-            "num_warps": max(1, num_warps * 32 // self.lanes),
+            "num_warps": self.warps(num_warps),
             "num_stages": min(num_stages, self.most_stages),
         }
         if self.backend == "hip":
             options["matrix_instr_nonkdim"] = 16  # the 16x16 MFMA: it takes fewer registers than 32x32
         return options
+
+    def moving(self, num_warps: int) -> dict[str, Any]:
+        """The same for a kernel without a pipelined matrix product, where stages mean nothing."""
+        return {"num_warps": self.warps(num_warps), "num_stages": 1}
 
     def compiled(self, *, rows: int, num_warps: int, num_stages: int) -> dict[str, Any]:
         """The same for the Compilation of a GEMM with tiles of so many rows, and what its code must have."""
@@ -154,6 +164,51 @@ def why_not(*tensors: Tensor | None) -> str | None:
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in given):
         return "the interpreter needs plain tensors with values"
     return None
+
+
+def why_not_layer(
+    x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: experts.ExpertWeights
+) -> str | None:
+    """The same for a kernel that is the whole of expert_ffn."""
+    if (reason := why_not(x_TD, gate_TK, plan.pair_R, weights.w_in_EDG)) is not None:
+        return reason
+    matrices = (weights.w_in_EDG, weights.w_out_EFD)
+    if x_TD.dtype not in DTYPES or matrices[0].dtype != x_TD.dtype:
+        return (
+            f"it computes float32, bfloat16 or float16 throughout, not {x_TD.dtype} with {matrices[0].dtype}"
+        )
+    if gate_TK.dtype not in (x_TD.dtype, torch.float32):
+        return f"gates are float32 or of the rows' dtype {x_TD.dtype}, not {gate_TK.dtype}"
+    if any((w.shape[1] - 1) * w.stride(1) + (w.shape[2] - 1) * w.stride(2) >= 2**31 for w in matrices):
+        return "one expert's matrix spans 2^31 elements or more, and places inside it are 32-bit numbers"
+    return None
+
+
+def why_not_early(device: torch.device) -> str | None:
+    """Why a kernel cannot be launched before what it waits for has ended."""
+    if INTERPRETING or not target_of(device).pdl:
+        return "programmatic dependent launch (pdl=1) needs an NVIDIA GPU from sm_90 on"
+    return None
+
+
+def multiprocessors(device: torch.device) -> int:
+    """For persistent kernels. Interpreted, three, so that each takes several tiles even of a small case."""
+    if INTERPRETING or device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def check_powers_of_two(**options: int) -> None:
+    for name, value in options.items():
+        if value < 1 or value & (value - 1):
+            raise ValueError(f"{name} is {value}; a tile's sides and its warps are powers of two")
+
+
+def tile_sides(tall: int, wide: int, D: int) -> tuple[int, int]:
+    """Rows and columns of a program that moves rows: where D is narrower than a tile, the tile is taller and
+    as large."""
+    narrow = min(wide, triton.next_power_of_2(D))
+    return tall * (wide // narrow), narrow
 
 
 OAI_ALPHA, OAI_LIMIT = tl.constexpr(experts.OAI_ALPHA), tl.constexpr(experts.OAI_LIMIT)

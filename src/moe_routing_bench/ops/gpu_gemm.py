@@ -7,6 +7,7 @@ not depend on the order in which programs run. float32 is multiplied as float32 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -190,6 +191,30 @@ def row_sums(dy_RF: Tensor, offset_E1: Tensor, count_E: Tensor) -> Tensor:
 
 def bias_gradient(dy_RF: Tensor, offset_E1: Tensor, count_E: Tensor) -> Tensor:
     return row_sums(in_rows(dy_RF), offset_E1, count_E)
+
+
+def register_gradients(multiply: Any) -> None:
+    """Of an op (x_RD, w_EDF, b_EF, offset_E1, count_E, options) -> y_RF.
+
+    The gradient of x is the op itself on the weights transposed, the others are those above.
+    """
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x_RD, w_EDF, _, offset_E1, count_E, ctx.options = inputs
+        ctx.save_for_backward(x_RD, w_EDF, offset_E1, count_E)
+
+    def backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, ...]:
+        x_RD, w_EDF, offset_E1, count_E = ctx.saved_tensors
+        dx_RD = dw_EDF = db_EF = None
+        if ctx.needs_input_grad[0]:
+            dx_RD = multiply(dy_RF, w_EDF.transpose(1, 2), None, offset_E1, count_E, ctx.options)
+        if ctx.needs_input_grad[1]:
+            dw_EDF = weight_gradient(x_RD, dy_RF, w_EDF, offset_E1, count_E)
+        if ctx.needs_input_grad[2]:
+            db_EF = bias_gradient(dy_RF, offset_E1, count_E)
+        return dx_RD, dw_EDF, db_EF, None, None, None
+
+    multiply.register_autograd(backward, setup_context=keep)
 
 
 def gradient_compilations(D: int, F: int, target: Target) -> Iterator[Compilation]:

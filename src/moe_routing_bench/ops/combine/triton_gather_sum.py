@@ -145,9 +145,7 @@ def run(
     num_warps: int = NUM_WARPS,
 ) -> Tensor:
     rows.check_rows(y_RD, gate_TK, plan)
-    for name, value in {"block_d": block_d, "block_t": block_t, "num_warps": num_warps}.items():
-        if value < 1 or value & (value - 1):
-            raise ValueError(f"{name} is {value}; a tile's sides and its warps are powers of two")
+    gpu.check_powers_of_two(block_d=block_d, block_t=block_t, num_warps=num_warps)
     row_TK, pair_R = plan.row_TK.contiguous(), plan.pair_R.contiguous()
     return _gather_sum(y_RD, gate_TK, row_TK, pair_R, block_d, block_t, num_warps)
 
@@ -165,7 +163,7 @@ def _gather_sum(
     (T, K), D = row_TK.shape, y_RD.shape[1]
     y_TD = y_RD.new_empty(T, D)
     if T and D:
-        block_t, block_d = _tile(block_t, block_d, D)
+        block_t, block_d = gpu.tile_sides(block_t, block_d, D)
         wrap_triton(_weighted_sum)[(triton.cdiv(T, block_t) * triton.cdiv(D, block_d),)](
             y_RD,
             gate_TK,
@@ -179,7 +177,7 @@ def _gather_sum(
             BLOCK_T=block_t,
             BLOCK_D=block_d,
             UNROLL=UNROLLED,
-            **_launch(gpu.target_of(y_RD.device), num_warps),
+            **gpu.target_of(y_RD.device).moving(num_warps),
         )
     return y_TD
 
@@ -201,7 +199,7 @@ def _gather_sum_backward(
     dy_RD = y_RD.new_empty((R, D) if wants_y else (0, D))
     dgate_TK = gate_TK.new_zeros((T, K) if wants_gate else (0, K))
     if R and D:
-        block_r, block_d = _tile(block_r, block_d, D)
+        block_r, block_d = gpu.tile_sides(block_r, block_d, D)
         wrap_triton(_spread)[(triton.cdiv(R, block_r),)](
             dy_TD,
             y_RD,
@@ -219,7 +217,7 @@ def _gather_sum_backward(
             WANTS_GATE=wants_gate,
             BLOCK_R=block_r,
             BLOCK_D=block_d,
-            **_launch(gpu.target_of(y_RD.device), num_warps),
+            **gpu.target_of(y_RD.device).moving(num_warps),
         )
     return dy_RD, dgate_TK
 
@@ -267,17 +265,6 @@ def _backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
 _gather_sum.register_autograd(_backward, setup_context=_keep)
 
 
-def _tile(tall: int, wide: int, D: int) -> tuple[int, int]:
-    """Rows and columns of a program: where D is narrower than a tile, the tile is taller and as large."""
-    narrow = min(wide, triton.next_power_of_2(D))
-    return tall * (wide // narrow), narrow
-
-
-def _launch(target: gpu.Target, num_warps: int) -> dict[str, Any]:
-    # nothing here is a pipelined matrix product, so stages mean nothing
-    return {"num_warps": target.launch(num_warps=num_warps, num_stages=1)["num_warps"], "num_stages": 1}
-
-
 def compilations(
     sizes: MoEShape,
     target: gpu.Target,
@@ -286,7 +273,7 @@ def compilations(
     block_t: int = BLOCK_T,
     num_warps: int = NUM_WARPS,
 ) -> Iterator[gpu.Compilation]:
-    block_t, block_d = _tile(block_t, block_d, sizes.D)
+    block_t, block_d = gpu.tile_sides(block_t, block_d, sizes.D)
     tile = block_t * block_d
     yield gpu.Compilation(
         name="weighted_sum",
@@ -298,7 +285,7 @@ def compilations(
         constexprs={
             "D": sizes.D, "K": sizes.K, "BLOCK_T": block_t, "BLOCK_D": block_d, "UNROLL": UNROLLED,
         },
-        **_launch(target, num_warps),
+        **target.moving(num_warps),
         expects=("vector_load",),
         flops=2 * sizes.K * tile,
         bytes=sizes.K * (block_t * 12 + tile * 2) + tile * 2,
@@ -315,7 +302,7 @@ def compilations(
             "D": sizes.D, "K": sizes.K, "WANTS_Y": True, "WANTS_GATE": True, "BLOCK_R": block_t,
             "BLOCK_D": block_d,
         },
-        **_launch(target, num_warps),
+        **target.moving(num_warps),
         expects=("vector_load",),
         flops=3 * block_t * sizes.D,
         bytes=block_t * (8 + 4 + 4 + 3 * sizes.D * 2),

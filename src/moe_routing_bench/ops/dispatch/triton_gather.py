@@ -107,9 +107,7 @@ def run(
     num_warps: int = NUM_WARPS,
 ) -> Tensor:
     rows.check_tokens(x_TD, plan)
-    for name, value in {"block_d": block_d, "block_r": block_r, "num_warps": num_warps}.items():
-        if value < 1 or value & (value - 1):
-            raise ValueError(f"{name} is {value}; a tile's sides and its warps are powers of two")
+    gpu.check_powers_of_two(block_d=block_d, block_r=block_r, num_warps=num_warps)
     return _gather(x_TD, plan.row_TK.contiguous(), plan.pair_R.contiguous(), block_d, block_r, num_warps)
 
 
@@ -120,7 +118,7 @@ def _gather(
     R, D, K = pair_R.shape[0], x_TD.shape[1], row_TK.shape[1]
     x_RD = x_TD.new_empty(R, D)
     if R and D:
-        block_r, block_d = _tile(block_r, block_d, D)
+        block_r, block_d = gpu.tile_sides(block_r, block_d, D)
         wrap_triton(_gather_rows)[(triton.cdiv(R, block_r) * triton.cdiv(D, block_d),)](
             x_TD,
             pair_R,
@@ -132,7 +130,7 @@ def _gather(
             K=max(K, 1),
             BLOCK_R=block_r,
             BLOCK_D=block_d,
-            **_launch(gpu.target_of(x_TD.device), num_warps),
+            **gpu.target_of(x_TD.device).moving(num_warps),
         )
     return x_RD
 
@@ -142,7 +140,7 @@ def _gather_backward(dx_RD: Tensor, row_TK: Tensor, block_d: int, block_t: int, 
     (T, K), D = row_TK.shape, dx_RD.shape[1]
     dx_TD = dx_RD.new_empty(T, D)
     if T and D:
-        block_t, block_d = _tile(block_t, block_d, D)
+        block_t, block_d = gpu.tile_sides(block_t, block_d, D)
         wrap_triton(_sum_rows)[(triton.cdiv(T, block_t) * triton.cdiv(D, block_d),)](
             dx_RD,
             row_TK,
@@ -155,7 +153,7 @@ def _gather_backward(dx_RD: Tensor, row_TK: Tensor, block_d: int, block_t: int, 
             BLOCK_T=block_t,
             BLOCK_D=block_d,
             UNROLL=UNROLLED,
-            **_launch(gpu.target_of(dx_RD.device), num_warps),
+            **gpu.target_of(dx_RD.device).moving(num_warps),
         )
     return dx_TD
 
@@ -183,17 +181,6 @@ def _backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor | None, ...]:
 _gather.register_autograd(_backward, setup_context=_keep)
 
 
-def _tile(tall: int, wide: int, D: int) -> tuple[int, int]:
-    """Rows and columns of a program: where D is narrower than a tile, the tile is taller and as large."""
-    narrow = min(wide, triton.next_power_of_2(D))
-    return tall * (wide // narrow), narrow
-
-
-def _launch(target: gpu.Target, num_warps: int) -> dict[str, Any]:
-    # nothing here is a pipelined matrix product, so stages mean nothing
-    return {"num_warps": target.launch(num_warps=num_warps, num_stages=1)["num_warps"], "num_stages": 1}
-
-
 def compilations(
     sizes: MoEShape,
     target: gpu.Target,
@@ -202,7 +189,7 @@ def compilations(
     block_r: int = BLOCK_R,
     num_warps: int = NUM_WARPS,
 ) -> Iterator[gpu.Compilation]:
-    block_r, block_d = _tile(block_r, block_d, sizes.D)
+    block_r, block_d = gpu.tile_sides(block_r, block_d, sizes.D)
     tile = block_r * block_d
     yield gpu.Compilation(
         name="gather_rows",
@@ -212,7 +199,7 @@ def compilations(
             "stride_T": "i32:16", "stride_D": "i32:1",
         },
         constexprs={"D": sizes.D, "K": sizes.K, "BLOCK_R": block_r, "BLOCK_D": block_d},
-        **_launch(target, num_warps),
+        **target.moving(num_warps),
         expects=("vector_load",),
         bytes=block_r * 8 + 2 * tile * 2,
     )  # fmt: skip
@@ -226,7 +213,7 @@ def compilations(
         constexprs={
             "D": sizes.D, "K": sizes.K, "BLOCK_T": block_r, "BLOCK_D": block_d, "UNROLL": UNROLLED,
         },
-        **_launch(target, num_warps),
+        **target.moving(num_warps),
         expects=("vector_load",),
         flops=sizes.K * tile,
         bytes=sizes.K * (block_r * 8 + tile * 2) + tile * 2,

@@ -45,7 +45,6 @@ CONFIGS: tuple[dict[str, int], ...] = (
     {"block_k": 16, "split": 3},
     {"pdl": 1},
 )
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = op.get("staged(dispatch=triton_gather,grouped_gemm=triton_ragged,combine=triton_gather_sum)")
 LARGEST_PAIRS = 64  # the rows of one expert are one tile
 PROGRAMS = 512  # about four for each multiprocessor of an H100
@@ -209,23 +208,12 @@ _decode.register_fake(lambda x_TD, *others: x_TD.new_empty(x_TD.shape))
 def unsupported(
     x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, pdl: int = 0
 ) -> str | None:
-    if (reason := gpu.why_not(x_TD, gate_TK, plan.pair_R, weights.w_in_EDG)) is not None:
+    if (reason := gpu.why_not_layer(x_TD, gate_TK, plan, weights)) is not None:
         return reason
-    matrices = (weights.w_in_EDG, weights.w_out_EFD)
-    if x_TD.dtype not in DTYPES or matrices[0].dtype != x_TD.dtype:
-        return (
-            f"it computes float32, bfloat16 or float16 throughout, not {x_TD.dtype} with {matrices[0].dtype}"
-        )
-    if gate_TK.dtype not in (x_TD.dtype, torch.float32):
-        return f"gates are float32 or of the rows' dtype {x_TD.dtype}, not {gate_TK.dtype}"
-    if any((w.shape[1] - 1) * w.stride(1) + (w.shape[2] - 1) * w.stride(2) >= 2**31 for w in matrices):
-        return "one expert's matrix spans 2^31 elements or more, and places inside it are 32-bit numbers"
     pairs = plan.num_tokens * plan.num_choices
     if pairs > LARGEST_PAIRS:
         return f"it is for at most {LARGEST_PAIRS} pairs of token and choice, not {pairs}; take triton_fused"
-    if pdl and (gpu.INTERPRETING or not gpu.target_of(x_TD.device).pdl):
-        return "programmatic dependent launch (pdl=1) needs an NVIDIA GPU from sm_90 on"
-    return None
+    return gpu.why_not_early(x_TD.device) if pdl else None
 
 
 def run(

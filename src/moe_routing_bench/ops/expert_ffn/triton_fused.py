@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,7 +46,6 @@ CONFIGS: tuple[dict[str, int], ...] = (
     {"block_n": 64, "persistent": 1, "prefetch": 1},
     {"pdl": 1},
 )
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = op.get("staged(dispatch=triton_gather,grouped_gemm=triton_ragged,combine=triton_gather_sum)")
 SUM_ROWS, SUM_COLUMNS = 4, 512
 
@@ -254,7 +252,7 @@ def _fused(
 
     def grid(columns: int, width: int) -> tuple[int]:
         tiles = row_tiles * triton.cdiv(columns, width)
-        return (min(tiles, _programs(x_TD.device)) if persistent else tiles,)
+        return (min(tiles, gpu.multiprocessors(x_TD.device)) if persistent else tiles,)
 
     gated = activation in GATED
     width = block_n // 2 if gated else block_n
@@ -282,31 +280,15 @@ def _most_row_tiles(pairs: int, E: int, block_m: int) -> int:
     return (pairs + min(E, pairs) * (block_m - 1)) // block_m
 
 
-def _programs(device: torch.device) -> int:
-    # interpreted, a few, so that each takes several tiles even of a small case
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
 def unsupported(
     x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, persistent: int = 0,
     prefetch: int = 0, pdl: int = 0,
 ) -> str | None:  # fmt: skip
-    if (reason := gpu.why_not(x_TD, gate_TK, plan.pair_R, weights.w_in_EDG)) is not None:
+    if (reason := gpu.why_not_layer(x_TD, gate_TK, plan, weights)) is not None:
         return reason
-    matrices = (weights.w_in_EDG, weights.w_out_EFD)
-    if x_TD.dtype not in DTYPES or matrices[0].dtype != x_TD.dtype:
-        return (
-            f"it computes float32, bfloat16 or float16 throughout, not {x_TD.dtype} with {matrices[0].dtype}"
-        )
-    if gate_TK.dtype not in (x_TD.dtype, torch.float32):
-        return f"gates are float32 or of the rows' dtype {x_TD.dtype}, not {gate_TK.dtype}"
-    if any((w.shape[1] - 1) * w.stride(1) + (w.shape[2] - 1) * w.stride(2) >= 2**31 for w in matrices):
-        return "one expert's matrix spans 2^31 elements or more, and places inside it are 32-bit numbers"
     if prefetch and not persistent:
         return "prefetch=1 is for persistent=1: without it a program has no next tile"
-    if pdl and (gpu.INTERPRETING or not gpu.target_of(x_TD.device).pdl):
-        return "programmatic dependent launch (pdl=1) needs an NVIDIA GPU from sm_90 on"
-    return None
+    return gpu.why_not_early(x_TD.device) if pdl else None
 
 
 def compilations(sizes: MoEShape, target: gpu.Target, **options: int) -> Iterator[gpu.Compilation]:

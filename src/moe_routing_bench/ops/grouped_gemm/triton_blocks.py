@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -11,16 +10,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from moe_routing_bench.ops.gpu import Compilation, Target, expert_of_row, target_of, why_not
+from moe_routing_bench.ops.gpu import DTYPES, Compilation, Target, expert_of_row, target_of, why_not
 from moe_routing_bench.ops.gpu_gemm import (
-    bias_gradient,
     gradient_compilations,
     grouped_order,
     in_rows,
+    register_gradients,
     rows_too_far_apart,
     store_tile,
     tile_product,
-    weight_gradient,
 )
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.shapes import MoEShape
@@ -28,7 +26,6 @@ from moe_routing_bench.shapes import MoEShape
 # block_n columns of y a tile, block_k of the depth a step; group_m: tiles that share columns (grouped_order).
 # The rows of a tile are those of the layout's block: at least 16 (what a tensor core takes), at most 128
 CONFIGS = ({"block_n": 256, "num_warps": 8}, {"block_k": 128, "num_stages": 2, "group_m": 1})
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit
@@ -111,24 +108,7 @@ def multiply(
     return y_RF
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_RD, w_EDF, _, offset_E1, count_E, ctx.options = inputs
-    ctx.save_for_backward(x_RD, w_EDF, offset_E1, count_E)
-
-
-def _backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, ...]:
-    x_RD, w_EDF, offset_E1, count_E = ctx.saved_tensors
-    dx_RD = dw_EDF = db_EF = None
-    if ctx.needs_input_grad[0]:
-        dx_RD = multiply(dy_RF, w_EDF.transpose(1, 2), None, offset_E1, count_E, ctx.options)
-    if ctx.needs_input_grad[1]:
-        dw_EDF = weight_gradient(x_RD, dy_RF, w_EDF, offset_E1, count_E)
-    if ctx.needs_input_grad[2]:
-        db_EF = bias_gradient(dy_RF, offset_E1, count_E)
-    return dx_RD, dw_EDF, db_EF, None, None, None
-
-
-multiply.register_autograd(_backward, setup_context=_keep)
+register_gradients(multiply)
 
 
 def compilations(

@@ -8,7 +8,6 @@ as they are. Half the bytes of weights, another numerical class, forward only, j
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -16,16 +15,23 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from moe_routing_bench.ops.gpu import INTERPRETING, Compilation, Target, target_of, why_not
+from moe_routing_bench.ops.gpu import (
+    DTYPES,
+    INTERPRETING,
+    Compilation,
+    Target,
+    multiprocessors,
+    target_of,
+    why_not,
+)
 from moe_routing_bench.ops.gpu_gemm import (
-    bias_gradient,
     gradient_compilations,
     grouped_order,
     in_rows,
+    register_gradients,
     rows_too_far_apart,
     store_tile,
     tile_product,
-    weight_gradient,
 )
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.shapes import MoEShape
@@ -41,7 +47,6 @@ CONFIGS: tuple[dict[str, int | str], ...] = (
     {"store": "e4m3"},
 )
 E4M3_LARGEST = 448.0
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit
@@ -222,7 +227,7 @@ def _launch(
     # a span of n rows has fewer than n / block_m + 1 tiles
     grid = (R // block_m + min(E, R)) * triton.cdiv(F, block_n)
     if persistent:
-        grid = min(grid, persistent * _multiprocessors(x_RD.device))
+        grid = min(grid, persistent * multiprocessors(x_RD.device))
     if tma and not INTERPRETING:
         triton.set_allocator(_scratch)
     wrap_triton(_ragged)[(grid,)](
@@ -235,29 +240,7 @@ def _launch(
     return y_RF
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_RD, w_EDF, _, offset_E1, count_E, ctx.options = inputs
-    ctx.save_for_backward(x_RD, w_EDF, offset_E1, count_E)
-
-
-def _backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, ...]:
-    x_RD, w_EDF, offset_E1, count_E = ctx.saved_tensors
-    dx_RD = dw_EDF = db_EF = None
-    if ctx.needs_input_grad[0]:
-        dx_RD = multiply(dy_RF, w_EDF.transpose(1, 2), None, offset_E1, count_E, ctx.options)
-    if ctx.needs_input_grad[1]:
-        dw_EDF = weight_gradient(x_RD, dy_RF, w_EDF, offset_E1, count_E)
-    if ctx.needs_input_grad[2]:
-        db_EF = bias_gradient(dy_RF, offset_E1, count_E)
-    return dx_RD, dw_EDF, db_EF, None, None, None
-
-
-multiply.register_autograd(_backward, setup_context=_keep)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    # interpreted, three programs take turns, so that the loop over tiles is really run
-    return 3 if INTERPRETING else torch.cuda.get_device_properties(device).multi_processor_count
+register_gradients(multiply)
 
 
 def _fits_descriptor(w_EDF: Tensor) -> bool:

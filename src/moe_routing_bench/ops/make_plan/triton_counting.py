@@ -30,6 +30,7 @@ from moe_routing_bench.shapes import MoEShape
 # count and place hold one number for each expert in registers or shared memory
 MOST_EXPERTS = 2048
 TILE, CHUNK = 1024, 128
+NUM_WARPS = 4
 SUM_EXPERTS, SUM_TILES = 16, 64
 MOST_PAIRS = 2**31 - 1
 # shared-memory counters come in whole warps, of 64 lanes on AMD
@@ -79,7 +80,7 @@ def make_plan_counting(
     P = expert_P.shape[0]
     num_tiles = max(1, triton.cdiv(P, TILE))
     counters = _counters(E)
-    num_warps = _num_warps(gpu.target_of(expert_P.device))
+    num_warps = gpu.target_of(expert_P.device).warps(NUM_WARPS)
     row_P = torch.empty_like(expert_P)
     pair_R = expert_P.new_empty(R) if filled else expert_P.new_full((R,), -1)
     offset_E1, count_E, dropped_E = (expert_P.new_empty(n) for n in (E + 1, E, E))
@@ -116,10 +117,6 @@ def make_plan_counting(
 
 def _counters(E: int) -> int:
     return max(FEWEST_COUNTERS, triton.next_power_of_2(E + 1))  # one for pairs without an expert
-
-
-def _num_warps(target: gpu.Target) -> int:
-    return target.launch(num_warps=4, num_stages=1)["num_warps"]
 
 
 @triton.jit
@@ -207,7 +204,7 @@ def _place(
 
 
 def compilations(sizes: MoEShape, target: gpu.Target) -> Iterator[gpu.Compilation]:
-    counters, num_warps = _counters(sizes.E), _num_warps(target)
+    counters, num_warps = _counters(sizes.E), target.warps(NUM_WARPS)
     shared = {"E": sizes.E, "COUNTERS": counters, "TILE": TILE}
     yield gpu.Compilation(
         name="count",

@@ -24,6 +24,7 @@ NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 # all places of a token stand in the registers of one program
 MOST_PLACES = 4096
 TILE_PLACES = 1024  # logits of one program
+NUM_WARPS = 4
 
 
 def unsupported(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule) -> str | None:
@@ -76,7 +77,7 @@ def score_topk_fused(
             logits_TE.stride(0),
             logits_TE.stride(1),
             **constants,
-            num_warps=_num_warps(gpu.target_of(logits_TE.device)),
+            num_warps=gpu.target_of(logits_TE.device).warps(NUM_WARPS),
         )
     return gate_TK, expert_TK
 
@@ -106,7 +107,7 @@ def score_topk_fused_backward(
             logits_TE.stride(0),
             logits_TE.stride(1),
             **constants,
-            num_warps=_num_warps(gpu.target_of(logits_TE.device)),
+            num_warps=gpu.target_of(logits_TE.device).warps(NUM_WARPS),
         )
     return d_logits_TE
 
@@ -164,10 +165,6 @@ def _backward_constants(E: int, K: int, score: str, renormalise: bool) -> dict[s
         "RENORMALISE": renormalise,
         "TILE_TOKENS": max(1, TILE_PLACES // padded),
     }
-
-
-def _num_warps(target: gpu.Target) -> int:
-    return target.launch(num_warps=4, num_stages=1)["num_warps"]
 
 
 @triton.jit
@@ -353,7 +350,7 @@ def _d_score_topk(
 
 
 def compilations(sizes: MoEShape, target: gpu.Target) -> Iterator[gpu.Compilation]:
-    E, K, num_warps = sizes.E, sizes.K, _num_warps(target)
+    E, K, num_warps = sizes.E, sizes.K, target.warps(NUM_WARPS)
     # DeepSeek-V3's rule where 8 groups fit, and Mixtral's
     rules = {"softmax": ("softmax", True, 1, 1, "max", False)}
     if E % 8 == 0 and E >= 64:

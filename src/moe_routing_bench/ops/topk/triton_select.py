@@ -23,6 +23,7 @@ NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 # a row of scores stands in the registers of one program
 MOST_EXPERTS = 4096
 TILE_SCORES = 2048  # scores of one program: 16 of 64-bit keys in each of 128 lanes
+NUM_WARPS = 4
 
 
 def unsupported(score_TE: Tensor, K: int) -> str | None:
@@ -55,7 +56,7 @@ def topk_select(score_TE: Tensor, K: int) -> tuple[Tensor, Tensor]:
             score_TE.stride(0),
             score_TE.stride(1),
             **constants,
-            num_warps=_num_warps(gpu.target_of(score_TE.device)),
+            num_warps=gpu.target_of(score_TE.device).warps(NUM_WARPS),
         )
     return value_TK, expert_TK
 
@@ -78,10 +79,6 @@ topk_select.register_autograd(_backward, setup_context=_remember)
 def _constants(E: int, K: int) -> dict[str, int]:
     padded = triton.next_power_of_2(E)
     return {"E": E, "K": K, "E_PADDED": padded, "TILE_TOKENS": max(1, TILE_SCORES // padded)}
-
-
-def _num_warps(target: gpu.Target) -> int:
-    return target.launch(num_warps=4, num_stages=1)["num_warps"]
 
 
 @triton.jit
@@ -126,7 +123,7 @@ def compilations(sizes: MoEShape, target: gpu.Target) -> Iterator[gpu.Compilatio
             "T": "i32", "stride_t": "i32:16", "stride_e": "i32:1",
         },
         constexprs=constants,
-        num_warps=_num_warps(target),
+        num_warps=target.warps(NUM_WARPS),
         num_stages=1,
         expects=("vector_load",),
         flops=tile * sizes.E * sizes.K,
