@@ -35,8 +35,6 @@ from cpu_grid import HERE, Measured, measured, session
 from torch import Tensor
 
 from moe_routing_bench.accuracy import judge
-from moe_routing_bench.bench.cases import seed_fused
-from moe_routing_bench.bench.models import ModelPreset
 from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.ops.combine.op import op as combine_op
@@ -48,6 +46,8 @@ from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import seed_fused
+from moe_routing_bench.workloads.models import ModelPreset
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 Quick = Annotated[bool, typer.Option(help="tiny sizes, written to /tmp")]

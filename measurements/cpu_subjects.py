@@ -28,9 +28,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_routing_bench.accuracy import judge
-from moe_routing_bench.bench.models import MODELS as PRESETS
-from moe_routing_bench.bench.models import ModelPreset
-from moe_routing_bench.bench.workloads import make_workload
 from moe_routing_bench.cost import Cost, expert_ffn_cost
 from moe_routing_bench.experts import ExpertWeights, activate
 from moe_routing_bench.ops.auto import VARIABLE, choose
@@ -41,6 +38,9 @@ from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import Op, include
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.routing import Routing
+from moe_routing_bench.workloads.models import MODELS as PRESETS
+from moe_routing_bench.workloads.models import ModelPreset
+from moe_routing_bench.workloads.workload import make_workload
 
 MODELS = {
     "qwen3-30b-a3b": PRESETS["qwen3-30b-a3b"],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moe_routing_bench.bench.cases import SUITES, cases, scaled
-from moe_routing_bench.bench.models import MODELS, model
 from moe_routing_bench.plan import Layout
+from moe_routing_bench.workloads.cases import SUITES, cases, scaled
+from moe_routing_bench.workloads.models import MODELS, model
 
 EVERY = [case for name in (*SUITES, *MODELS) for case in cases(name)]
 

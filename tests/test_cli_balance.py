@@ -11,7 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_routing_bench.bench.drift import (
+from moe_routing_bench.cli import app
+from moe_routing_bench.cli.balancing import STYLES, draw_balance
+from moe_routing_bench.studies.drift import (
     SERIES,
     SUBJECTS,
     BalanceStudy,
@@ -21,8 +23,6 @@ from moe_routing_bench.bench.drift import (
     follow,
     study_balance,
 )
-from moe_routing_bench.cli import app
-from moe_routing_bench.cli.balancing import STYLES, draw_balance
 
 SMALL = Stream(steps=12, T=64, D=16, E=8, topics=6)
 BY_NAME = {subject.name: subject for subject in SUBJECTS}

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moe_routing_bench.bench.cases import cases
 from moe_routing_bench.bench.spans import SPANS
 from moe_routing_bench.cli import app
 from moe_routing_bench.cli.choosing import chosen_subjects, scaled_once, split_words
 from moe_routing_bench.results.query import run_query
 from moe_routing_bench.results.store import iterate
+from moe_routing_bench.workloads.cases import cases
 
 QUICK = ["--rounds", "8", "--seconds", "2", "--checked", "1"]
 SMALL = [

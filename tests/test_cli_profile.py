@@ -15,27 +15,27 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from moe_routing_bench.accuracy import Verdict
-from moe_routing_bench.bench import profiles
 from moe_routing_bench.bench.blocks import (
     ATTENTION,
     BlockInputs,
     attention_of,
     parse_contender,
 )
-from moe_routing_bench.bench.cases import BenchCase, cases, scaled
 from moe_routing_bench.bench.cell import Policy
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.models import MODELS
 from moe_routing_bench.bench.paired import Contender, part_shares, race
-from moe_routing_bench.bench.profiles import (
+from moe_routing_bench.cli import app
+from moe_routing_bench.cli.profiling import operations_table
+from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.studies import profiles
+from moe_routing_bench.studies.profiles import (
     MoEInputs,
     profile,
     read_profile,
     share_of,
 )
-from moe_routing_bench.cli import app
-from moe_routing_bench.cli.profiling import operations_table
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase, cases, scaled
+from moe_routing_bench.workloads.models import MODELS
 
 SIZES = ["--tokens", "24", "--width", "32", "--hidden", "16", "--experts", "4", "--choices", "2"]
 QUICK = ["--rounds", "8", "--seconds", "3", "--dtype", "float32"]

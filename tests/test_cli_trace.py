@@ -12,11 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_routing_bench.bench.trace import read_trace, write_trace
-from moe_routing_bench.bench.workloads import make_workload
 from moe_routing_bench.cli import app
 from moe_routing_bench.cli.tracing import read_layers
 from moe_routing_bench.load import LoadStatistics
+from moe_routing_bench.workloads.trace import read_trace, write_trace
+from moe_routing_bench.workloads.workload import make_workload
 
 transformers = pytest.importorskip("transformers")
 

@@ -22,7 +22,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 import triton.language as tl
 
-from moe_routing_bench.bench.compiled import (
+from moe_routing_bench.ops.gpu import TARGETS, Compilation, Target
+from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.studies.compiled import (
     Compiled,
     compilations_of,
     compile_implementation,
@@ -31,8 +33,6 @@ from moe_routing_bench.bench.compiled import (
     text_flops,
     worse_than,
 )
-from moe_routing_bench.ops.gpu import TARGETS, Compilation, Target
-from moe_routing_bench.ops.registry import all_ops
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -359,7 +359,7 @@ def test_the_table_in_the_repository_is_of_this_code() -> None:
     """Names only, which takes no compiling: a kernel that was added or renamed shows here."""
     kept = json.loads((Path(__file__).parent.parent / "measurements" / "compile.json").read_text())
     code = (
-        "from moe_routing_bench.bench.compiled import compilations_of\n"
+        "from moe_routing_bench.studies.compiled import compilations_of\n"
         "from moe_routing_bench.ops.catalog import find_all\n"
         "from moe_routing_bench.ops.gpu import TARGETS\n"
         "from moe_routing_bench.ops.registry import all_ops\n"

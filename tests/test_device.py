@@ -9,7 +9,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_routing_bench.bench.cases import BenchCase, cases
 from moe_routing_bench.bench.cell import Policy
 from moe_routing_bench.bench.clock import EventClock, HostClock
 from moe_routing_bench.bench.device import clock_for, placed
@@ -20,6 +19,7 @@ from moe_routing_bench.cli import app
 from moe_routing_bench.ops.registry import tensors_in
 from moe_routing_bench.results.store import iterate
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase, cases
 
 SHAPE = MoEShape(T=16, D=16, F=8, E=8, K=2)
 

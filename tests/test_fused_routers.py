@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_routing_bench import MoE, TokenInfo
-from moe_routing_bench.bench.cases import BenchCase
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Finding, Judge
 from moe_routing_bench.bench.spans import SPANS
@@ -24,6 +23,7 @@ from moe_routing_bench.ops.score_topk.op import PLAIN, reference
 from moe_routing_bench.presets import PRESETS, router_for
 from moe_routing_bench.routers.router import Router, build
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
 
 torch.set_num_threads(1)
 RULES = ("softmax_topk", "sigmoid_bias", "group_limited")

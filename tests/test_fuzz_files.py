@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save
 
 from moe_routing_bench.bench.roofs import Roofs, roofs_path, store_roofs, stored_roofs
-from moe_routing_bench.bench.trace import DTYPES, ENTRY, Trace, ids_checksum, read_trace
 from moe_routing_bench.cost import Cost
+from moe_routing_bench.workloads.trace import DTYPES, ENTRY, Trace, ids_checksum, read_trace
 
 HOSTILE = [
     *(None, True, False, -1, 0, 1, 2**31, 2**63, 2**64, 10**30, 10**400, 1.5, 1e308, [], {}, [[]], {"a": []}),

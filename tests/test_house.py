@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -29,8 +30,10 @@ FLOORS = [
     [""],  # the package's public names
     ["models"],
     ["conformance"],
+    ["workloads"],
     ["bench"],
     ["results"],
+    ["studies"],
     ["cli"],
     ["__main__"],
 ]
@@ -139,34 +142,19 @@ def test_every_letter_is_in_the_legend() -> None:
         assert f"`{letter}`" in design, f"DESIGN.md does not explain the letter {letter}"
 
 
-def tree_in_readme() -> set[str]:
-    """The paths in README's tree: a block of indented names, folders ending in a slash."""
-    block = re.search(r"```text\n(src/moe_routing_bench/.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert block, "README.md has no tree"
-    found, stack = set(), []
-    for line in block[1].splitlines():
-        name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 2
-        stack[depth:] = [name.rstrip("/")]
-        if not name.endswith("/"):
-            found.add("/".join(stack))
-    return found
-
-
-def test_the_tree_in_the_readme_equals_the_disk() -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "src"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    disk = {line for line in listed.stdout.split() if not line.endswith("__init__.py")}
-    disk = {line for line in disk if (ROOT / line).exists()}
-    assert tree_in_readme() == disk
+def test_the_design_names_every_room() -> None:
+    """Folders and the files beside them; what a single file inside a folder does, its first line says."""
+    design = (ROOT / "DESIGN.md").read_text()
+    rooms = {p.name + "/" for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    rooms |= {p.name for p in SOURCE.glob("*.py") if not p.stem.startswith("__")}
+    missing = sorted(room for room in rooms if f"`{room}`" not in design)
+    assert not missing, f"DESIGN.md, The rooms, does not name {missing}"
 
 
 @pytest.mark.parametrize("document", ["README.md", "DESIGN.md", "CONTRIBUTING.md"])
 def test_documents_name_only_files_that_exist(document: str) -> None:
     text = (ROOT / document).read_text()
-    folders = r"src|tests|examples|measurements|docs|\.ci|ops|routers|conformance"
+    folders = r"src|tests|examples|measurements|docs|\.ci|" + "|".join(p.name for p in SOURCE.iterdir())
     for path in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
         homes = (ROOT / path, SOURCE / path)
         assert any(home.exists() for home in homes), f"{document} names {path}, which does not exist"
@@ -175,7 +163,8 @@ def test_documents_name_only_files_that_exist(document: str) -> None:
 def test_the_public_names_are_all_there() -> None:
     import moe_routing_bench as mrb
 
-    assert sorted(mrb.__all__) == list(mrb.__all__) or sorted(mrb.__all__, key=str.lower)
+    imported = {n for n, v in vars(mrb).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
+    assert sorted(imported) == sorted(mrb.__all__)
     assert all(hasattr(mrb, name) for name in mrb.__all__)
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from moe_routing_bench.bench import identity
-from moe_routing_bench.bench.cases import BenchCase
 from moe_routing_bench.bench.cell import Cell, Subject
 from moe_routing_bench.bench.identity import cell_key, key_fields
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops import registry
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
 
 KERNEL = '''"""A kernel from outside."""
 

@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from moe_routing_bench.bench.cases import BenchCase
 from moe_routing_bench.bench.inputs import Inputs, fingerprint
 from moe_routing_bench.bench.spans import SPANS, cost_of_span, function_of, stages_of
 from moe_routing_bench.ops.registry import tensors_in
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
 
 SHAPE = MoEShape(T=24, D=32, F=16, E=8, K=2)
 LAYOUTS = ("compact", "padded(capacity_factor=1.0)", "block(8)")
@@ -42,7 +42,7 @@ def test_calls_share_no_memory_but_weights(span):
 
 def test_another_process_makes_the_same():
     code = (
-        "from moe_routing_bench.bench.cases import BenchCase\n"
+        "from moe_routing_bench.workloads.cases import BenchCase\n"
         "from moe_routing_bench.bench.inputs import Inputs, fingerprint\n"
         "from moe_routing_bench.shapes import MoEShape\n"
         "shape = MoEShape(T=24, D=32, F=16, E=8, K=2)\n"

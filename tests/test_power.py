@@ -12,10 +12,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moe_routing_bench.bench import power
 from moe_routing_bench.bench.cell import Policy
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.power import (
+from moe_routing_bench.cli import app
+from moe_routing_bench.cli.pictures import check_picture_path, draw_power
+from moe_routing_bench.ops import registry
+from moe_routing_bench.ops.combine.op import op as combine
+from moe_routing_bench.studies import power
+from moe_routing_bench.studies.power import (
     CASE,
     FailedTrialError,
     PowerStudy,
@@ -26,10 +30,6 @@ from moe_routing_bench.bench.power import (
     share_interval,
     study_power,
 )
-from moe_routing_bench.cli import app
-from moe_routing_bench.cli.pictures import check_picture_path, draw_power
-from moe_routing_bench.ops import registry
-from moe_routing_bench.ops.combine.op import op as combine
 
 
 def made_up(percents: Sequence[int], noise: float = 0.002, seed: int | None = None) -> Times:

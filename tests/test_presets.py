@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_routing_bench.accuracy import judge
-from moe_routing_bench.bench.models import MODELS
 from moe_routing_bench.presets import PRESETS, hf_loss_of_layers, load_router, router_for
 from moe_routing_bench.routers.losses import hf_loss
 from moe_routing_bench.routers.router import Router, all_routers
+from moe_routing_bench.workloads.models import MODELS
 
 torch.set_num_threads(1)
 T, D, E, K = 300, 64, 32, 4

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.bench.trace import ENTRY, Trace, read_trace, write_trace
-from moe_routing_bench.bench.trace_summary import Overlap, lift_EE, summarise
-from moe_routing_bench.bench.workloads import make_workload
 from moe_routing_bench.layer import MoE
 from moe_routing_bench.load import LoadStatistics
 from moe_routing_bench.models.recording import listening, moe_layers, pieces, record
 from moe_routing_bench.routing import Routing
+from moe_routing_bench.workloads.trace import ENTRY, Trace, read_trace, write_trace
+from moe_routing_bench.workloads.trace_summary import Overlap, lift_EE, summarise
+from moe_routing_bench.workloads.workload import make_workload
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from moe_routing_bench.bench.cases import BenchCase
 from moe_routing_bench.bench.cell import Cell, Policy, Subject
 from moe_routing_bench.bench.outcome import SubjectOutcome
 from moe_routing_bench.bench.roofs import Roofs
@@ -19,6 +18,7 @@ from moe_routing_bench.bench.trial import check_clocks
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
 
 pytestmark = pytest.mark.timeout(200)
 POLICY = Policy(min_rounds=8, max_rounds=8, checked=2, target=0.5, memory_gib=4)

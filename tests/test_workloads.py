@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
 from moe_routing_bench import Layout, Routing, make_plan
-from moe_routing_bench.bench.assignment import Draws, apportion, assign, distinct_uniform
-from moe_routing_bench.bench.families import FAMILIES, Batch, lognormal
-from moe_routing_bench.bench.trace import ENTRY, ids_checksum, read_trace, write_trace
-from moe_routing_bench.bench.workloads import ALIASES, EXAMPLES, Workload, make_workload
 from moe_routing_bench.cli import app
 from moe_routing_bench.load import LoadStatistics
+from moe_routing_bench.workloads.assignment import Draws, apportion, assign, distinct_uniform
+from moe_routing_bench.workloads.families import FAMILIES, Batch, lognormal
+from moe_routing_bench.workloads.trace import ENTRY, ids_checksum, read_trace, write_trace
+from moe_routing_bench.workloads.workload import ALIASES, EXAMPLES, Workload, make_workload
 
 MANY = settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SOME = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from expectations import EXPECTED, KERNELS, MARKER, Sizes
 
-from moe_routing_bench.bench.cases import BenchCase
 from moe_routing_bench.bench.cell import Cell, Policy, Subject
 from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.outcome import CellOutcome
@@ -24,6 +23,7 @@ from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.results.store import iterate
 from moe_routing_bench.results.sweep import run_sweep
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
 
 pytestmark = pytest.mark.timeout(240)
 POLICY = Policy(

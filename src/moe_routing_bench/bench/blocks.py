@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from moe_routing_bench.accuracy import Verdict
 from moe_routing_bench.accuracy import judge as judge_values
-from moe_routing_bench.bench.cases import BenchCase, cases
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.paired import Contender
 from moe_routing_bench.bench.spans import SPANS, cost_of_span, layer_of
@@ -30,6 +29,7 @@ from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import Implementation
 from moe_routing_bench.plan import Layout
+from moe_routing_bench.workloads.cases import BenchCase, cases
 
 DEFAULT_CONTENDERS = (
     "transformers",

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import TypeAdapter, ValidationError
 
-from moe_routing_bench.bench.cases import BenchCase
 from moe_routing_bench.bench.device import check_place
+from moe_routing_bench.workloads.cases import BenchCase
 
 CACHES = {
     "hot": "one untimed call of the same implementation just before",

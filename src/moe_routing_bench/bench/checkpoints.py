@@ -15,10 +15,8 @@ from torch import Tensor
 
 from moe_routing_bench.accuracy import Verdict
 from moe_routing_bench.accuracy import judge as judge_values
-from moe_routing_bench.bench.cases import BYTES
 from moe_routing_bench.bench.paired import Contender
 from moe_routing_bench.bench.spans import SPANS
-from moe_routing_bench.bench.workloads import make_workload
 from moe_routing_bench.cost import Cost, cost_of
 from moe_routing_bench.load import LoadStatistics
 from moe_routing_bench.models.checkpoint import CheckpointLayer
@@ -28,6 +26,8 @@ from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.routing import Routing
+from moe_routing_bench.workloads.cases import BYTES
+from moe_routing_bench.workloads.workload import make_workload
 
 Call = tuple[Tensor, Routing]
 

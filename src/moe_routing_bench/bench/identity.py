@@ -23,9 +23,9 @@ import torch
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.spans import Span, span_named
-from moe_routing_bench.bench.workloads import SUITE_VERSION, file_of
 from moe_routing_bench.machine import Machine
 from moe_routing_bench.ops.registry import BUILT_IN, OURS, Op, all_ops
+from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of
 
 PACKAGE = Path(__file__).parent.parent
 # the meaning of every span: change one of these, and results before and after are answers to other questions

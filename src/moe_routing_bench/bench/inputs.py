@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.bench.cases import BenchCase
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.device import placed
 from moe_routing_bench.bench.roofs import DTYPES
-from moe_routing_bench.bench.workloads import Workload, make_workload
 from moe_routing_bench.experts import GATED, ExpertWeights
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.registry import tensors_in
 from moe_routing_bench.ops.score_topk.op import PLAIN
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
+from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.workload import Workload, make_workload
 
 # values are drawn once and read from a different place for every call; a prime, so that no two rows are alike
 PERIOD = 1_048_573

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import fields
 
-from moe_routing_bench.bench.cases import MODELS, SUITES, cases
 from moe_routing_bench.bench.cell import Cell, Policy, Subject
+from moe_routing_bench.workloads.cases import MODELS, SUITES, cases
 
 # options of `mrb bench` by field of Policy
 OPTIONS = {

@@ -12,8 +12,8 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from moe_routing_bench.bench.drift import EVEN_WITHIN, SERIES, BalanceStudy, Stream, study_balance
 from moe_routing_bench.cli.terminal import console, show, show_json, user_mistakes
+from moe_routing_bench.studies.drift import EVEN_WITHIN, SERIES, BalanceStudy, Stream, study_balance
 
 DEFAULT_STEPS = Stream.steps
 # a colour for each subject, kin in kindred colours; a dashed line lies on one it cannot be told from

@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median
 from textwrap import fill
 
-from moe_routing_bench.bench.cases import BenchCase
 from moe_routing_bench.bench.paired import Race
 from moe_routing_bench.machine import this_machine
+from moe_routing_bench.workloads.cases import BenchCase
 
 # of a palette that colour-blind people can tell apart (Okabe and Ito 2008)
 COLOURS = {

@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_routing_bench.bench.blocks import BlockInputs, contenders_of
-from moe_routing_bench.bench.cases import BenchCase
 from moe_routing_bench.bench.cell import Policy
 from moe_routing_bench.bench.checkpoints import CheckpointInputs
 from moe_routing_bench.bench.paired import Race, Row, race
@@ -25,6 +24,7 @@ from moe_routing_bench.cli.tables import STYLES, short_label
 from moe_routing_bench.cli.terminal import fail, heading, show, show_json, two_columns, user_mistakes
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.models.checkpoint import read_layer
+from moe_routing_bench.workloads.cases import BenchCase
 
 IN_PROCESS = "measured in this process, without the isolation `mrb bench` has otherwise"
 NOT_HERE = (

@@ -13,15 +13,15 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.bench.models import MODELS
 from moe_routing_bench.cli.finding import IncludePath, include_all
 from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json
 from moe_routing_bench.conformance.check import matches
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.workloads.models import MODELS
 
 if TYPE_CHECKING:
-    from moe_routing_bench.bench.compiled import Compiled
+    from moe_routing_bench.studies.compiled import Compiled
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "gfx942")
 DEFAULT_MODELS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3")
@@ -94,8 +94,8 @@ def compile_command(
 def _compile_all(
     architectures: list[str], models: list[str], op: str, impl: str, configs: bool
 ) -> list[Compiled]:
-    from moe_routing_bench.bench.compiled import compile_implementation
     from moe_routing_bench.ops.gpu import Target
+    from moe_routing_bench.studies.compiled import compile_implementation
 
     rows: list[Compiled] = []
     with console(stderr=True).status("compiling") as status:
@@ -141,7 +141,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _compared(before: dict[str, Any], rows: list[Compiled], document: dict[str, Any]) -> list[str]:
-    from moe_routing_bench.bench.compiled import Compiled, worse_than
+    from moe_routing_bench.studies.compiled import Compiled, worse_than
 
     if before["triton"] != document["triton"]:
         fail(

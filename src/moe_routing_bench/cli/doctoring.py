@@ -13,7 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.bench.power import PowerStudy, plan_trials, study_power
 from moe_routing_bench.bench.roofs import Roofs, measure_roofs, roofs_path, store_roofs, stored_roofs
 from moe_routing_bench.bench.weather import Weather, weather
 from moe_routing_bench.cli.finding import IncludePath, include_all
@@ -22,6 +21,7 @@ from moe_routing_bench.cli.terminal import Json, console, fail, show, show_json,
 from moe_routing_bench.machine import Machine, this_machine
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.studies.power import PowerStudy, plan_trials, study_power
 
 DEFAULT_TRIALS = 24
 

@@ -12,10 +12,15 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.bench.cases import SUITES, BenchCase, cases, scaled
-from moe_routing_bench.bench.families import FAMILIES
-from moe_routing_bench.bench.models import MODELS
-from moe_routing_bench.bench.workloads import (
+from moe_routing_bench.cli.finding import IncludePath, include_all, routers_found
+from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, two_columns
+from moe_routing_bench.ops.catalog import Found, find_all
+from moe_routing_bench.ops.registry import BUILT_IN, Op, all_ops
+from moe_routing_bench.routers.router import GROUPS, Router
+from moe_routing_bench.workloads.cases import SUITES, BenchCase, cases, scaled
+from moe_routing_bench.workloads.families import FAMILIES
+from moe_routing_bench.workloads.models import MODELS
+from moe_routing_bench.workloads.workload import (
     ALIASES,
     EXAMPLES,
     SUITE_VERSION,
@@ -23,11 +28,6 @@ from moe_routing_bench.bench.workloads import (
     make_workload,
     parameters_of,
 )
-from moe_routing_bench.cli.finding import IncludePath, include_all, routers_found
-from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, two_columns
-from moe_routing_bench.ops.catalog import Found, find_all
-from moe_routing_bench.ops.registry import BUILT_IN, Op, all_ops
-from moe_routing_bench.routers.router import GROUPS, Router
 
 KINDS = ("ops", "routers", "workloads", "models", "cases")
 

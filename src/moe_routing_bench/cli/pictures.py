@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
-from moe_routing_bench.bench.power import PowerStudy
+from moe_routing_bench.studies.power import PowerStudy
 
 FORMATS = (".png", ".svg", ".pdf")
 BLUE, RED, GREY = "#1f5fa8", "#b3261e", "#666666"

@@ -12,12 +12,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.bench.cases import BenchCase
 from moe_routing_bench.bench.cell import Policy
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.models import MODELS
 from moe_routing_bench.bench.paired import Race, race, threads_set
-from moe_routing_bench.bench.profiles import DEFAULT_CONTENDERS, SHARES, MoEInputs, Profile, profile
 from moe_routing_bench.bench.weather import WeatherSpan, weather
 from moe_routing_bench.cli.block_pictures import draw_shares
 from moe_routing_bench.cli.blocks import race_document, race_table, show_rest, told_to
@@ -25,6 +22,9 @@ from moe_routing_bench.cli.choosing import WORKLOAD, chosen_cases, split_words
 from moe_routing_bench.cli.pictures import check_picture_path
 from moe_routing_bench.cli.progress import shown_progress
 from moe_routing_bench.cli.terminal import Json, fail, heading, show, show_json, user_mistakes
+from moe_routing_bench.studies.profiles import DEFAULT_CONTENDERS, SHARES, MoEInputs, Profile, profile
+from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.models import MODELS
 
 profile_app = typer.Typer(
     no_args_is_help=True, help="Where the time of a MoE block goes, operation by operation."

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from moe_routing_bench.bench.cases import SUITES, cases
 from moe_routing_bench.bench.cell import Policy
 from moe_routing_bench.bench.executor import ENGINES
 from moe_routing_bench.bench.outcome import CellOutcome
@@ -40,6 +39,7 @@ from moe_routing_bench.cli.tables import outcome_document, short_label
 from moe_routing_bench.cli.terminal import Json, pick, show, show_json, user_mistakes
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.results.sweep import SweepPlan, plan_sweep, run_sweep
+from moe_routing_bench.workloads.cases import SUITES, cases
 
 
 def sweep_command(

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from moe_routing_bench.bench.trace import Trace
-from moe_routing_bench.bench.trace_summary import LayerSummary, lift_EE
 from moe_routing_bench.cli.pictures import BLUE, GREY, RED
+from moe_routing_bench.workloads.trace import Trace
+from moe_routing_bench.workloads.trace_summary import LayerSummary, lift_EE
 
 # above this, ordering the experts by likeness takes longer than it helps the eye
 MOST_ORDERED = 512

@@ -19,8 +19,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from moe_routing_bench.bench.trace import Trace, read_trace, write_trace
-from moe_routing_bench.bench.trace_summary import LayerSummary, summarise
 from moe_routing_bench.cli.pictures import check_picture_path
 from moe_routing_bench.cli.terminal import (
     Json,
@@ -34,6 +32,8 @@ from moe_routing_bench.cli.terminal import (
 )
 from moe_routing_bench.cli.trace_pictures import draw_trace
 from moe_routing_bench.models.recording import Recording, pieces, record
+from moe_routing_bench.workloads.trace import Trace, read_trace, write_trace
+from moe_routing_bench.workloads.trace_summary import LayerSummary, summarise
 
 BYTES = "bytes"
 DTYPES = ("auto", "float32", "bfloat16", "float16")

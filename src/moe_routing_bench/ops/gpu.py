@@ -145,7 +145,7 @@ class Compilation:
     constexprs: Mapping[str, Any]
     num_warps: int  # as given to the launch on this target: see Target.launch
     num_stages: int
-    expects: tuple[str, ...] = ()  # bench/compiled.py's EXPECTED says what there is
+    expects: tuple[str, ...] = ()  # studies/compiled.py's EXPECTED says what there is
     options: Mapping[str, Any] | None = None  # further launch options, such as matrix_instr_nonkdim
     # what one program does at least, for the static estimate: operations, bytes to and from device memory
     flops: int = 0

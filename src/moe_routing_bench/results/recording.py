@@ -16,18 +16,18 @@ from moe_routing_bench.bench.identity import (
     settings,
     versions,
 )
-from moe_routing_bench.bench.models import MODELS
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.bench.rounds import WARM_SAMPLES
 from moe_routing_bench.bench.spans import span_named
-from moe_routing_bench.bench.workloads import SUITE_VERSION
 from moe_routing_bench.cost import pack_bytes
 from moe_routing_bench.machine import Machine
 from moe_routing_bench.results import record as schema
 from moe_routing_bench.results.record import Record, log_tail, one_line
 from moe_routing_bench.results.store import Session
+from moe_routing_bench.workloads.models import MODELS
+from moe_routing_bench.workloads.workload import SUITE_VERSION
 
 
 def environment_document(machine: Machine) -> dict[str, object]:

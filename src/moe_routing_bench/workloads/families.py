@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from moe_routing_bench.bench.assignment import (
+from moe_routing_bench.workloads.assignment import (
     Draws,
     Floats,
     Ints,
@@ -24,7 +24,7 @@ from moe_routing_bench.bench.assignment import (
     distinct_uniform,
     spread_evenly,
 )
-from moe_routing_bench.bench.trace import Trace, read_trace
+from moe_routing_bench.workloads.trace import Trace, read_trace
 
 
 @dataclass(frozen=True, kw_only=True)

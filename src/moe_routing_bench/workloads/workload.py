@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_routing_bench.bench.assignment import Draws, spread_evenly
-from moe_routing_bench.bench.families import FAMILIES, Batch, Choices
-from moe_routing_bench.bench.trace import ids_checksum
 from moe_routing_bench.load import LoadStatistics
 from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.routing import Routing
+from moe_routing_bench.workloads.assignment import Draws, spread_evenly
+from moe_routing_bench.workloads.families import FAMILIES, Batch, Choices
+from moe_routing_bench.workloads.trace import ids_checksum
 
 # part of every draw: a suite that draws differently is another suite
 SUITE_VERSION = 1

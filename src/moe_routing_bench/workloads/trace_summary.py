@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_routing_bench.bench.trace import Trace
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.statistics import RoutingStatistics
+from moe_routing_bench.workloads.trace import Trace
 
 # a file may claim more, but tables of E x E or K x K numbers would then be the harm it does
 MAX_EXPERTS, MAX_CHOICES, MAX_LAYERS, MAX_CELLS = 4096, 64, 1024, 1 << 24

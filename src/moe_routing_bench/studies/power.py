@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from moe_routing_bench.bench.cases import BenchCase
 from moe_routing_bench.bench.cell import Cell, Policy, Subject
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
@@ -32,6 +31,7 @@ from moe_routing_bench.bench.verdict import aa_floor, compare_cells
 from moe_routing_bench.bench.weather import WeatherSpan, weather
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
 
 SLOWDOWNS = (1, 2, 3, 5, 8)
 KERNELS = Path(__file__).parent / "power_kernels"

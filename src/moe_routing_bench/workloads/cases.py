@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 
-from moe_routing_bench.bench.models import DECODE_TOKENS, MODELS, PREFILL_TOKENS
 from moe_routing_bench.experts import GATED
 from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.models import DECODE_TOKENS, MODELS, PREFILL_TOKENS
 
 # what 2 cores and 24 GiB do in seconds: about 0.1 TFLOP/s, and room for several copies of the weights
 MOST_WEIGHT_BYTES = 256 * 2**20

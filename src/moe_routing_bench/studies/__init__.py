@@ -1,0 +1,1 @@
+"""Longer looks through the harness: profiles, drift of balance, power of the verdict, compiled kernels."""

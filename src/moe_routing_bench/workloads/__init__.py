@@ -1,0 +1,1 @@
+"""What to measure: routing workloads, recorded traces, named cases and published sizes."""
