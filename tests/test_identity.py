@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from moe_routing_bench.bench import identity
-from moe_routing_bench.bench.cell import Cell, Subject
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.identity import cell_key, key_fields
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops import registry

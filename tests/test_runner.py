@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from moe_routing_bench.bench.cell import Cell, Policy, Subject
+from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.outcome import SubjectOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress, _held_to_both, floor_seconds, run_cell

@@ -8,8 +8,8 @@ held to equality.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,16 +30,64 @@ class Verdict:
     """passed, and the numbers behind it. `sentence` says what is wrong in words; empty if nothing is.
 
     out off by 0.5 in one of four elements, float32, plain torch exact:
-      Verdict(passed=False, max_error=0.5, max_bound=4.8e-07, rms_error=0.25, rms_bound=6e-08, sentence=
-              "largest error 0.5 at [3] (got 2.5, oracle 2), allowed 4.8e-07; wrong in 1 of 4 elements")
+      Verdict(passed=False, fault="value", max_error=0.5, max_bound=4.8e-07, rms_error=0.25, rms_bound=6e-08,
+              sentence="largest error 0.5 at [3] (got 2.5, oracle 2), allowed 4.8e-07; wrong in 1 of 4 ...")
     """
 
     passed: bool
+    fault: str = ""  # structure, shape, dtype, value or nonfinite
     sentence: str = ""
     max_error: float = 0.0
     max_bound: float = 0.0
     rms_error: float = 0.0
     rms_bound: float = 0.0
+
+    def of(self, what: str) -> Verdict:
+        """The same about a named part of a result."""
+        return self if self.passed else replace(self, sentence=f"{what}: {self.sentence}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What a result is held to: the reference in float64 (oracle) and in the dtype itself (baseline).
+
+    more(n)   (oracle, baseline) of the same call on other data, if a result of n elements needs them
+    ties      what the implementation promises of equal scores (topk)
+    """
+
+    oracle: Any
+    baseline: Any
+    more: Callable[[int], Sequence[tuple[Any, Any]]] = lambda n: ()
+    ties: str = "lower id first"
+
+
+def judge_result(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
+    """The judge of an operation whose result is one tensor that means something everywhere."""
+    more = expected.more(out.numel()) if isinstance(out, Tensor) else ()
+    return [judge(out, expected.oracle, expected.baseline, more)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientOf:
+    """The gradient of one argument of a call, and all that is known of the call.
+
+    GradientOf(name="y_RD", args={"y_RD": ..., "plan": ...}, out=y_TD, d_out=dy_TD)
+    """
+
+    name: str
+    args: Mapping[str, Any]
+    out: Any  # what the call returned, judged already
+    d_out: Tensor  # what came back to it, in float64
+
+
+def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
+    """The judge of a gradient that means something everywhere."""
+    more = expected.more(gradient.numel())
+    return [judge(gradient, expected.oracle, expected.baseline, more)]
+
+
+def wrong_structure(sentence: str) -> Verdict:
+    return Verdict(passed=False, fault="structure", sentence=sentence)
 
 
 def judge(
@@ -50,8 +98,8 @@ def judge(
     more: (oracle, baseline) of the same computation on other data. A result of few elements needs it: on
     them plain torch may err little by luck, which says nothing about how much it errs.
     """
-    if (mismatch := _kind_mismatch(out, baseline)) is not None:
-        return Verdict(passed=False, sentence=mismatch)
+    if (mismatch := _type_mismatch(out, baseline)) is not None:
+        return mismatch
     if out.numel() == 0:
         return Verdict(passed=True)
     got, true, plain = (x.detach().to("cpu", torch.float64) for x in (out, oracle, baseline))
@@ -61,13 +109,16 @@ def judge(
         place = _first(broken)
         return Verdict(
             passed=False,
+            fault="nonfinite",
             max_error=float("inf"),
             sentence=f"{got[tuple(place)].item()} at {place} in {_share(broken)} where the oracle is finite: "
             "memory that was never written, or padding that should not have been read",
         )
     # where the true result overflows the dtype there is nothing to compare; what is not finite must agree
     if not torch.equal(got[~finite].nan_to_num(0.5), plain[~finite].nan_to_num(0.5)):
-        return Verdict(passed=False, sentence="not the same infinities or NaN as plain torch")
+        return Verdict(
+            passed=False, fault=_fault(out), sentence="not the same infinities or NaN as plain torch"
+        )
     got, true, plain = got[finite], true[finite], plain[finite]
     if got.numel() == 0:
         return Verdict(passed=True)
@@ -98,20 +149,20 @@ def judge(
             f"{true[at].item():.4g}), allowed {max_bound.item():.3g}; wrong in {_share(error > max_bound)}"
             f"{_common_ratio(got, true)}"
         )
-        return Verdict(passed=False, sentence=sentence, **numbers)
+        return Verdict(passed=False, fault="value", sentence=sentence, **numbers)
     if numbers["rms_error"] > numbers["rms_bound"] and error.numel() >= RMS_ELEMENTS:
         sentence = (
             f"precision is lost everywhere: root mean square error {numbers['rms_error']:.3g}, allowed "
             f"{numbers['rms_bound']:.3g}; is something accumulated in {out.dtype}?"
         )
-        return Verdict(passed=False, sentence=sentence, **numbers)
+        return Verdict(passed=False, fault="value", sentence=sentence, **numbers)
     return Verdict(passed=True, **numbers)
 
 
 def judge_exact(out: Tensor, expected: Tensor) -> Verdict:
     """Structure and data movement: equality, and a sentence that shows the first difference."""
-    if (mismatch := _kind_mismatch(out, expected)) is not None:
-        return Verdict(passed=False, sentence=mismatch)
+    if (mismatch := _type_mismatch(out, expected)) is not None:
+        return mismatch
     same = (out == expected) | ((out != out) & (expected != expected))
     if bool(same.all()):
         return Verdict(passed=True)
@@ -119,19 +170,25 @@ def judge_exact(out: Tensor, expected: Tensor) -> Verdict:
     got, want = out[tuple(place)].item(), expected[tuple(place)].item()
     return Verdict(
         passed=False,
+        fault=_fault(out),
         max_error=float("inf"),
         sentence=f"must be exact, but is {got:g} instead of {want:g} at {place}; wrong in {_share(~same)}",
     )
 
 
-def _kind_mismatch(out: Tensor, expected: Tensor) -> str | None:
+def _type_mismatch(out: Tensor, expected: Tensor) -> Verdict | None:
     if not isinstance(out, Tensor):
-        return f"returned {type(out).__name__} instead of a tensor"
+        return wrong_structure(f"returned {type(out).__name__} instead of a tensor")
     if out.shape != expected.shape:
-        return f"shape {tuple(out.shape)}, expected {tuple(expected.shape)}"
+        sentence = f"shape {tuple(out.shape)}, expected {tuple(expected.shape)}"
+        return Verdict(passed=False, fault="shape", sentence=sentence)
     if out.dtype != expected.dtype:
-        return f"dtype {out.dtype}, expected {expected.dtype}"
+        return Verdict(passed=False, fault="dtype", sentence=f"dtype {out.dtype}, expected {expected.dtype}")
     return None
+
+
+def _fault(out: Tensor) -> str:
+    return "value" if bool(out.isfinite().all()) else "nonfinite"
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from expectations import EXPECTED, KERNELS, MARKER, Sizes
 
-from moe_routing_bench.bench.cell import Cell, Policy, Subject
+from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.runner import run_cell

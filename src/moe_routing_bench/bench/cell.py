@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from pydantic import TypeAdapter, ValidationError
 
 from moe_routing_bench.bench.device import check_place
+from moe_routing_bench.bench.inputs import Inputs
+from moe_routing_bench.bench.spans.span import Span, span_named
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.workloads.cases import BenchCase
 
 CACHES = {
@@ -56,22 +60,6 @@ class Policy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """One contender: an implementation in a layout. Spans of several ops join their parts with +.
-
-    Subject(spec="staged(combine=index_add)", layout="compact")        span expert_ffn or layer
-    Subject(spec="index_select+gather_sum", layout="block(64)")        span pack: dispatch + combine
-    """
-
-    spec: str
-    layout: str = "compact"
-
-    @property
-    def name(self) -> str:
-        return f"{self.spec} | {self.layout}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cell:
     """One case under one routing workload: what is timed together, in interleaved rounds. The first subject
     is the baseline the others are compared with.
@@ -92,10 +80,21 @@ class Cell:
             raise ValueError("a cell needs at least one implementation to measure")
         if len(set(self.subjects)) < len(self.subjects):
             raise ValueError("the same implementation in the same layout is named twice")
+        for subject in self.subjects:
+            if not self.span.routed and (subject.router or subject.layer):
+                raise ValueError(f"{self.case.span} has no router and no layer to choose; measure layer")
+
+    @cached_property
+    def span(self) -> Span:
+        return span_named(self.case.span)
+
+    def inputs(self, put: str = "cpu") -> Inputs:
+        return Inputs(self.case, self.workload, seed=self.seed, W=self.W, put=put)
 
     @property
     def name(self) -> str:
-        return f"{self.case.name} {self.workload}"
+        more = [] if self.case.direction == "forward" else [self.case.direction]
+        return " ".join((self.case.name, self.workload or "own router", *more))
 
     def only(self, subjects: tuple[Subject, ...]) -> Cell:
         return replace(self, subjects=subjects)

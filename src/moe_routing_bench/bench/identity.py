@@ -1,63 +1,60 @@
 """Everything that could change an answer, as one hash: the resume key of a cell.
 
-If any of it differs the cell is measured again; if all of it is the same, the old answer stands. Code from
-outside is hashed as files and never imported here.
+If any of it differs the cell is measured again; if all of it is the same, the old answer stands. Code is the
+import closure of what runs (sources.py): harness, span, operations, implementations, the router, and those
+implementations that "auto" picks. Code from outside is hashed as files and never imported here.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy
-import scipy
 import torch
 
+from moe_routing_bench import native
 from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.spans import Span, span_named
+from moe_routing_bench.bench.inputs import Inputs
+from moe_routing_bench.bench.sources import PACKAGE, closure, distribution_version, files_hash, libraries
+from moe_routing_bench.bench.spans.span import Span
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.machine import Machine
-from moe_routing_bench.ops.registry import BUILT_IN, OURS, Op, all_ops
+from moe_routing_bench.ops.registry import BUILT_IN, OURS, all_ops
 from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of
 
-PACKAGE = Path(__file__).parent.parent
-# the meaning of every span: change one of these, and results before and after are answers to other questions
-MEANING = ("accuracy.py", "routing.py", "plan.py", "experts.py", "layer.py", "routers/softmax_topk.py")
+HARNESS = ("bench/runner.py", "bench/worker.py")
 SETTINGS = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "TORCH", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD",
     "TRITON_INTERPRET",
 )  # fmt: skip
-# what implementations with such names are made of beside their own files
-SHARED = {
-    "triton_": ("ops/gpu*.py",),
-    "native": ("native.py", "prepared.py", "recycled.py", "ops/*.h", "ops/rows.py", "ops/*/native.cpp"),
-}
 
 
 def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
     """What goes into the key, by name: each field alone changes it."""
-    span = span_named(cell.case.span)
+    inputs = cell.inputs()
+    files = [path for subject in cell.subjects for path in subject_files(cell.span, subject, inputs)]
     return {
         "case": asdict(cell.case),
-        "contract": contract_hash(span),
+        "contract": contract_hash(cell.span, cell.subjects[0]),
         "workload": {
             "name": cell.workload,
             "suite": SUITE_VERSION,
             "seed": cell.seed,
             "ranks": cell.W,
-            "recorded": recorded_hash(cell.workload),
+            "recorded": recorded_hash(cell.workload, cell.case.checkpoint),
         },
-        "subjects": [[s.spec, s.layout, source_hash(span, s.spec)] for s in cell.subjects],
+        "subjects": [[s.name, source_hash(cell.span, s, inputs)] for s in cell.subjects],
         "policy": asdict(cell.policy),
         "harness": harness_hash(),
-        "versions": versions(),
+        "versions": {**versions(), **libraries(closure(files)), "compiler": compiler_version(files)},
         "machine": machine.name,
         "settings": settings(),
     }
@@ -75,9 +72,7 @@ def versions() -> dict[str, str]:
     return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "scipy": scipy.__version__,
-        "triton": _distribution_version("triton"),
+        **{name: distribution_version(name) for name in ("numpy", "scipy", "triton")},
     }
 
 
@@ -86,76 +81,77 @@ def settings() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
 
 
-def recorded_hash(workload: str) -> str:
-    """Of a trace's bytes: another recording under the same name is another workload."""
-    file = file_of(workload)
-    return "" if file is None or not file.is_file() else hashlib.sha256(file.read_bytes()).hexdigest()
+def compiler_version(files: Sequence[Path]) -> str:
+    """Of the C++ compiler, if any of the files is for it."""
+    return _compiler_says() if any(path.suffix == ".cpp" for path in closure(files)) else ""
 
 
-def contract_hash(span: Span) -> str:
+@cache
+def _compiler_says() -> str:
+    if (compiler := native.compiler()) is None:
+        return ""
+    ran = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return ran.stdout.partition("\n")[0]
+
+
+def recorded_hash(workload: str, checkpoint: str) -> str:
+    """Of a trace's bytes, and of a checkpoint's sizes and times: another recording under the same name is
+    another workload."""
+    parts = []
+    file = file_of(workload) if workload else None
+    if file is not None and file.is_file():
+        parts.append(hashlib.sha256(file.read_bytes()).hexdigest())
+    if checkpoint:
+        stamps = [
+            (p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(Path(checkpoint).glob("*"))
+        ]
+        parts.append(digest_of(stamps))
+    return digest_of(parts) if parts else ""
+
+
+def contract_hash(span: Span, subject: Subject) -> str:
     """The reference code that says what is right."""
-    files = [PACKAGE / name for name in MEANING]
-    return _files_hash((*files, *(PACKAGE / "ops" / op / "op.py" for op in span.ops)))
+    ops = [Path(all_ops()[name].file) for name in span.ops]
+    return files_hash(closure([*ops, *span.roots(subject)]))
 
 
 def harness_hash() -> str:
     """The code that measures and judges."""
-    folders = ("bench", "conformance")
-    return _files_hash(tuple(path for name in folders for path in sorted((PACKAGE / name).glob("*.py"))))
+    return files_hash(closure(PACKAGE / name for name in HARNESS))
 
 
-def source_hash(span: Span, spec: str) -> str:
-    """The source of a subject's implementations, with those inside them, and their options."""
-    parts = []
-    for op_name, one in zip(span.ops, span.split(spec), strict=True):
-        op, name = all_ops()[op_name], one.partition("(")[0].strip()
-        parts.append([one, _source(op, name)])
-        if op.origin(name) == BUILT_IN:
-            inner = {k: str(v) for k, v in op.get(one).config.items() if k in all_ops()}
-            parts += [[v, _source(all_ops()[k], v.partition("(")[0])] for k, v in inner.items()]
-    return digest_of(parts)
+def source_hash(span: Span, subject: Subject, inputs: Inputs | None) -> str:
+    """The source of a subject's implementations, with those inside them and those picked for it, and their
+    options."""
+    picked = [] if inputs is None else span.resolved(subject, inputs)
+    code = files_hash(closure(subject_files(span, subject, inputs)))
+    return digest_of([subject.name, picked, code, _packages(span, subject)])
 
 
-def _source(op: Op, name: str) -> str:
-    origin = op.origin(name)
-    if origin == BUILT_IN:
-        own = sorted((PACKAGE / "ops" / op.name).glob(f"{name}.*"))  # a launcher and its C++
-        shared = next((patterns for start, patterns in SHARED.items() if name.startswith(start)), ())
-        return _files_hash((*own, *(path for pattern in shared for path in sorted(PACKAGE.glob(pattern)))))
-    kind, _, where = origin.partition(" ")
-    if kind == "file":
-        # with whatever helper files stand beside it
-        path = Path(where)
-        return _files_hash((path, *sorted(path.parent.glob("_*.py"))))
-    found = importlib.util.find_spec(where)
-    roots = [Path(p) for p in (found.submodule_search_locations or [])] if found else []
-    files = sorted(path for root in roots for path in root.rglob("*.py"))
-    if found is not None and not files and found.origin:
-        files = [Path(found.origin)]
-    return digest_of([_files_hash(tuple(files)), _distribution_version(where)])
+def subject_files(span: Span, subject: Subject, inputs: Inputs | None) -> list[Path]:
+    """The files of everything that runs for a subject."""
+    ops = all_ops()
+    named = [(op, name) for op, name in span.named(subject.spec) if ops[op].origin(name) == BUILT_IN]
+    outside = [ops[op].source_files(name) for op, name in span.named(subject.spec)]
+    inner = [
+        (option, str(value).partition("(")[0])
+        for part in (span.parts(subject.spec) if len(named) == len(span.named(subject.spec)) else ())
+        for option, value in part.config.items()
+        if option in ops
+    ]
+    picked = [] if inputs is None else [(o, n.partition("(")[0]) for o, n in span.resolved(subject, inputs)]
+    parts = {*named, *inner, *picked}
+    files = [path for op, name in sorted(parts) for path in (Path(ops[op].file), *ops[op].source_files(name))]
+    return [*span.roots(subject), *files, *(path for paths in outside for path in paths)]
 
 
-def _distribution_version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "?"
+def _packages(span: Span, subject: Subject) -> list[str]:
+    """Versions of the packages that implementations from outside come in."""
+    origins = span.origins(subject.spec)
+    names = [where for source, _, where in (o.partition(" ") for o in origins) if source == "package"]
+    return [distribution_version(name) for name in names]
 
 
 def package_version() -> str:
-    try:
-        return importlib.metadata.version(OURS.replace("_", "-"))
-    except importlib.metadata.PackageNotFoundError:
-        return "source"
-
-
-def _files_hash(paths: tuple[Path, ...]) -> str:
-    return _hash_of(tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in paths))
-
-
-@cache
-def _hash_of(stamped: tuple[tuple[Path, int, int], ...]) -> str:
-    digest = hashlib.sha256()
-    for path, _, _ in stamped:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    version = distribution_version(OURS.replace("_", "-"))
+    return "source" if version == "?" else version

@@ -1,8 +1,9 @@
 """The arguments of every call of a cell: call number n is a pure function of case, workload, seed and n.
 
-Parent and worker make them independently, to the same bits, so a worker cannot choose what it is judged on.
-No two calls have the same content, so nothing can be remembered from one to the next. Values are normally
-distributed, full entropy: zeros and round numbers run faster on some hardware.
+`Inputs` holds what all calls share, `Call` makes what one of them reads, by the names that operations give
+their parameters. Parent and worker make them independently, to the same bits, so a worker cannot choose what
+it is judged on. No two calls have the same content, so nothing can be remembered from one to the next. Values
+are normally distributed, full entropy: zeros and round numbers run faster on some hardware.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.device import placed
 from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.experts import GATED, ExpertWeights
+from moe_routing_bench.models.checkpoint import CheckpointLayer, read_layer
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.registry import tensors_in
-from moe_routing_bench.ops.score_topk.op import PLAIN
+from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
+from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 from moe_routing_bench.workloads.workload import Workload, make_workload
 
@@ -35,7 +37,7 @@ ROUTINGS = 4  # steps of the workload that calls take in turn
 
 
 class Inputs:
-    """Inputs(case, "zipf(1.2)", seed=0).call(7, "compact") gives the eighth call's arguments.
+    """Inputs(case, "zipf(1.2)", seed=0).at(7, 0, "compact").x_TD: the tokens of the eighth call.
 
     They are made on the CPU, to the same bits wherever they are `put`.
     """
@@ -43,129 +45,96 @@ class Inputs:
     def __init__(self, case: BenchCase, workload: str, *, seed: int = 0, W: int = 1, put: str = "cpu"):
         self.case, self.workload_name, self.seed, self.W, self.put = case, workload, seed, W, put
         self.dtype = DTYPES[case.dtype]
-        self._workloads: dict[int, Workload] = {}
-        self._plans: dict[tuple[int, str], RoutingPlan] = {}
-        if case.span == "layer" and case.shape.D < case.shape.E:
-            raise NotImplementedError(
-                f"layer with D={case.shape.D} below E={case.shape.E}: a router this narrow cannot be made "
-                "to follow a given workload; measure expert_ffn instead"
-            )
+        self._workloads: dict[tuple[int, int], Workload] = {}
+        self._plans: dict[tuple[int, str, int], RoutingPlan] = {}
 
-    @staticmethod
-    def of(cell: Cell, put: str = "cpu") -> Inputs:
-        return Inputs(cell.case, cell.workload, seed=cell.seed, W=cell.W, put=put)
+    def at(self, number: int, step: int, layout: str, K: int | None = None) -> Call:
+        """What call `number` reads; `step` says which of the routings it uses."""
+        return Call(self, number, step, layout, K or self.case.shape.K)
 
-    def workload(self, step: int) -> Workload:
-        if step not in self._workloads:
-            s = self.case.shape
-            self._workloads[step] = make_workload(
-                self.workload_name, T=s.T, E=s.E, K=s.K, W=self.W, seed=self.seed, step=step
-            )
-        return self._workloads[step]
+    def workload(self, step: int, K: int | None = None) -> Workload:
+        s, K = self.case.shape, K or self.case.shape.K
+        if (step, K) not in self._workloads:
+            if self.checkpoint is not None and not self.workload_name:
+                self._workloads[step, K] = self._by_own_router(step)
+            else:
+                self._workloads[step, K] = make_workload(
+                    self.workload_name, T=s.T, E=s.E, K=K, W=self.W, seed=self.seed, step=step
+                )
+        return self._workloads[step, K]
 
-    def routing(self, step: int) -> Routing:
-        return placed(self.workload(step).routing, self.put)
+    def _by_own_router(self, step: int) -> Workload:
+        """What the checkpoint's router chooses for random tokens, about what an RMSNorm hands on."""
+        assert self.checkpoint is not None
+        s = self.case.shape
+        x_TD = self.normal(s.T, s.D, place=step * STRIDE, dtype=torch.float32)
+        routing = replace(self.checkpoint.route(x_TD), logits_TE=None)
+        return Workload(
+            name="own router", seed=self.seed, step=step, T=s.T, E=s.E, K=s.K, W=self.W, routing=routing,
+            tokens_W=(s.T,),
+        )  # fmt: skip
 
-    def plan(self, step: int, layout: str) -> RoutingPlan:
-        return placed(self._plan(step, layout), self.put)
+    def plan(self, step: int, layout: str, K: int | None = None) -> RoutingPlan:
+        key = (step, layout, K or self.case.shape.K)
+        if key not in self._plans:
+            routing = self.workload(step, K).routing
+            self._plans[key] = make_plan(routing, Layout.parse(layout), impl="counting")
+        return self._plans[key]
 
-    def _plan(self, step: int, layout: str) -> RoutingPlan:
-        if (step, layout) not in self._plans:
-            routing = self.workload(step).routing
-            self._plans[step, layout] = make_plan(routing, Layout.parse(layout), impl="counting")
-        return self._plans[step, layout]
+    @cached_property
+    def checkpoint(self) -> CheckpointLayer | None:
+        """The layer of a saved model whose weights are used."""
+        return read_layer(self.case.checkpoint, self.case.layer) if self.case.checkpoint else None
 
     @cached_property
     def weights(self) -> ExpertWeights:
         s = self.case.shape
-        return placed(self._expert_weights(s.E, s.F, place=11), self.put)
+        if self.checkpoint is not None:
+            return self._placed(self.checkpoint.weights.to(dtype=self.dtype))
+        return self._placed(self._expert_weights(s.E, s.F, place=11))
 
     @cached_property
     def shared(self) -> ExpertWeights | None:
+        if self.checkpoint is not None:
+            shared = self.checkpoint.shared
+            return None if shared is None else self._placed(shared.to(dtype=self.dtype))
         if not self.case.shared_F:
             return None
-        return placed(self._expert_weights(1, self.case.shared_F, place=17), self.put)
+        return self._placed(self._expert_weights(1, self.case.shared_F, place=17))
+
+    def _placed(self, weights: ExpertWeights) -> ExpertWeights:
+        weights = placed(weights, self.put)
+        if self.case.direction != "forward":
+            for tensor in weights.tensors().values():
+                tensor.requires_grad_()
+        return weights
 
     @cached_property
     def router_DE(self) -> Tensor:
         """Each expert's logit is one column of x: x can be given any logits, exactly and in any dtype."""
         s = self.case.shape
         router_DE = torch.zeros(s.D, s.E)
-        router_DE[self._logit_columns(), torch.arange(s.E)] = 1.0
+        router_DE[self.logit_columns, torch.arange(s.E)] = 1.0
         return router_DE.to(self.put)
 
-    def _logit_columns(self) -> Tensor:
-        return torch.arange(self.case.shape.E) * (self.case.shape.D // self.case.shape.E)
-
-    def call(self, number: int, layout: str, step: int | None = None) -> tuple[Any, ...]:
-        """The arguments of the span for call `number`; `step` says which of the routings it uses."""
-        return placed(self._call(number, layout, step), self.put)
-
-    def _call(self, number: int, layout: str, step: int | None) -> tuple[Any, ...]:
-        s, span = self.case.shape, self.case.span
-        step = number % ROUTINGS if step is None else step
-        if span == "topk":
-            return self._scores(number, step, self.dtype), s.K
-        if span == "score_topk":
-            return self._scores(number, step, torch.float32), None, s.K, PLAIN
-        if span == "routing":
-            return self._scores(number, step, torch.float32), self._x(number), Layout.parse(layout), s.K
-        if span == "layer":
-            return (self._planted(number, step),)
-        routing = self.workload(step).routing
-        if span == "make_plan":
-            return self._turned(routing, number), Layout.parse(layout)
-        plan = _copied(self._plan(step, layout))
-        gate_TK = routing.gate_TK.clone()
-        if span == "dispatch":
-            return self._x(number), plan
-        if span == "pack":
-            return self._x(number), gate_TK, plan
-        if span == "expert_ffn":
-            return self._x(number), gate_TK, plan, self.weights
-        rows_RD = self._normal(plan.num_rows, s.D, place=number * STRIDE)
-        if not plan.filled:
-            # nobody may read what combine gets in rows without a pair; dispatch writes zeros there
-            nothing = float("nan") if span == "combine" else 0.0
-            rows_RD.masked_fill_((plan.pair_R < 0).unsqueeze(1), nothing)
-        if span == "combine":
-            return rows_RD, gate_TK, plan
-        assert span == "grouped_gemm", span
-        return rows_RD, self.weights.w_in_EDG, plan, self.weights.b_in_EG
-
-    def _x(self, number: int) -> Tensor:
-        return self._normal(self.case.shape.T, self.case.shape.D, place=number * STRIDE)
-
-    def _scores(self, number: int, step: int, dtype: torch.dtype) -> Tensor:
-        """Scores whose K highest are the workload's choices, in its order and clear of the others."""
+    @property
+    def logit_columns(self) -> Tensor:
         s = self.case.shape
-        score_TE = self._normal(s.T, s.E, place=number * STRIDE + 5, dtype=torch.float32).clamp_(-5, 5)
-        chosen_TK = self.workload(step).routing.expert_TK
-        # chosen: from 6 down to 4, spaced 2 / K, with a twentieth of that as noise; others within 2.5
-        level_K = 6 - 2 / s.K * torch.arange(s.K)
-        value_TK = level_K + score_TE.gather(1, chosen_TK) * (0.1 / s.K / 5)
-        return score_TE.mul_(0.5).scatter_(1, chosen_TK, value_TK).to(dtype)
-
-    def _planted(self, number: int, step: int) -> Tensor:
-        """x with x @ router_DE = the scores: the real router, on real data, chooses as the workload says."""
-        x_TD = self._x(number)
-        x_TD[:, self._logit_columns()] = self._scores(number, step, self.dtype)
-        return x_TD
-
-    def _turned(self, routing: Routing, number: int) -> Routing:
-        """The same choices by other tokens, with other gates: every load stays what it was."""
-        turn = number // ROUTINGS * 7919
-        gate_TK = self._normal(*routing.gate_TK.shape, place=number * STRIDE, dtype=torch.float32)
-        return replace(routing, expert_TK=routing.expert_TK.roll(turn, 0), gate_TK=gate_TK.softmax(-1))
+        if s.D < s.E:
+            raise NotImplementedError(
+                f"D={s.D} below E={s.E}: a router this narrow cannot be made to follow a given workload; "
+                "measure expert_ffn instead"
+            )
+        return torch.arange(s.E) * (s.D // s.E)
 
     def _expert_weights(self, E: int, F: int, place: int) -> ExpertWeights:
         D, case = self.case.shape.D, self.case
         G = 2 * F if case.activation in GATED else F
         return ExpertWeights(
-            w_in_EDG=self._normal(E, D, G, place=place, scale=D**-0.5),
-            w_out_EFD=self._normal(E, F, D, place=place + 1, scale=F**-0.5),
-            b_in_EG=self._normal(E, G, place=place + 2) if case.bias else None,
-            b_out_ED=self._normal(E, D, place=place + 3) if case.bias else None,
+            w_in_EDG=self.normal(E, D, G, place=place, scale=D**-0.5),
+            w_out_EFD=self.normal(E, F, D, place=place + 1, scale=F**-0.5),
+            b_in_EG=self.normal(E, G, place=place + 2) if case.bias else None,
+            b_out_ED=self.normal(E, D, place=place + 3) if case.bias else None,
             activation=case.activation,
         )
 
@@ -174,7 +143,7 @@ class Inputs:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(PERIOD, generator=generator).to(self.dtype)
 
-    def _normal(
+    def normal(
         self, *shape: int, place: int, dtype: torch.dtype | None = None, scale: float | None = None
     ) -> Tensor:
         out = torch.empty(shape, dtype=dtype or self.dtype)
@@ -185,6 +154,132 @@ class Inputs:
             flat[done : done + n] = values[at : at + n]
             at, done = 0, done + n
         return out
+
+
+class Call:
+    """What one call reads, by name; each attribute is made anew. inputs.at(7, 0, "compact").score_TE"""
+
+    def __init__(self, inputs: Inputs, number: int, step: int, layout: str, K: int):
+        self.inputs, self.number, self.step, self.K, self._layout = inputs, number, step, K, layout
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.parse(self._layout)
+
+    @property
+    def rule(self) -> ScoreRule:
+        return PLAIN
+
+    @property
+    def x_TD(self) -> Tensor:
+        return self._put(self._x())
+
+    @property
+    def score_TE(self) -> Tensor:
+        return self._put(self._scores(self.inputs.dtype))
+
+    @property
+    def logits_TE(self) -> Tensor:
+        return self._put(self._scores(torch.float32))
+
+    @property
+    def bias_E(self) -> None:
+        return None
+
+    @property
+    def planted_TD(self) -> Tensor:
+        """x with x @ router_DE = the scores: the real router, on real data, chooses as the workload says."""
+        x_TD = self._x()
+        x_TD[:, self.inputs.logit_columns] = self._scores(self.inputs.dtype)
+        return self._put(x_TD)
+
+    @property
+    def token_id_T(self) -> Tensor:
+        """Of a vocabulary of 2^16, for rules that read ids."""
+        bits = self._normal(self._shape.T, place=self.number * STRIDE + 7, dtype=torch.float32)
+        return (bits.abs() * 2**20).long().remainder_(2**16).to(self.inputs.put)
+
+    @property
+    def routing(self) -> Routing:
+        """The same choices by other tokens, with other gates: every load stays what it was."""
+        routing = self._workload.routing
+        gate_TK = self._normal(*routing.gate_TK.shape, place=self.number * STRIDE, dtype=torch.float32)
+        expert_TK = routing.expert_TK.roll(self.number // ROUTINGS * 7919, 0)
+        return placed(replace(routing, expert_TK=expert_TK, gate_TK=gate_TK.softmax(-1)), self.inputs.put)
+
+    @property
+    def gate_TK(self) -> Tensor:
+        return self._put(self._workload.routing.gate_TK.clone())
+
+    @property
+    def plan(self) -> RoutingPlan:
+        return placed(_copied(self._plan), self.inputs.put)
+
+    @property
+    def x_RD(self) -> Tensor:
+        """As dispatch writes it: zeros in rows without a pair."""
+        return self._put(self._rows(0.0))
+
+    @property
+    def y_RD(self) -> Tensor:
+        """As the experts write it: nobody may read rows without a pair."""
+        return self._put(self._rows(float("nan")))
+
+    @property
+    def weights(self) -> ExpertWeights:
+        return self.inputs.weights
+
+    @property
+    def w_EDF(self) -> Tensor:
+        return self.inputs.weights.w_in_EDG
+
+    @property
+    def b_EF(self) -> Tensor | None:
+        return self.inputs.weights.b_in_EG
+
+    def upstream(self, shape: torch.Size) -> Tensor:
+        """The gradient that comes back to a result of this shape."""
+        return self._normal(*shape, place=self.number * STRIDE + 13).to(self.inputs.put)
+
+    @property
+    def _shape(self) -> MoEShape:
+        return self.inputs.case.shape
+
+    @property
+    def _workload(self) -> Workload:
+        return self.inputs.workload(self.step, self.K)
+
+    @property
+    def _plan(self) -> RoutingPlan:
+        return self.inputs.plan(self.step, self._layout, self.K)
+
+    def _put(self, values: Tensor) -> Tensor:
+        values = values.to(self.inputs.put)
+        return values.requires_grad_() if self.inputs.case.direction != "forward" else values
+
+    def _normal(self, *shape: int, place: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.inputs.normal(*shape, place=place, dtype=dtype)
+
+    def _x(self) -> Tensor:
+        return self._normal(self._shape.T, self._shape.D, place=self.number * STRIDE)
+
+    def _scores(self, dtype: torch.dtype) -> Tensor:
+        """Scores whose K highest are the workload's choices, in its order and clear of the others."""
+        s, K = self._shape, self.K
+        place = self.number * STRIDE + 5
+        score_TE = self._normal(s.T, s.E, place=place, dtype=torch.float32).clamp_(-5, 5)
+        chosen_TK = self._workload.routing.expert_TK
+        # chosen: from 6 down to 4, spaced 2 / K, with a twentieth of that as noise; others within 2.5
+        level_K = 6 - 2 / K * torch.arange(K)
+        value_TK = level_K + score_TE.gather(1, chosen_TK) * (0.1 / K / 5)
+        return score_TE.mul_(0.5).scatter_(1, chosen_TK, value_TK).to(dtype)
+
+    def _rows(self, nothing: float) -> Tensor:
+        plan = self._plan
+        rows_RD = self._normal(plan.num_rows, self._shape.D, place=self.number * STRIDE)
+        if not plan.filled:
+            rows_RD.masked_fill_((plan.pair_R < 0).unsqueeze(1), nothing)
+        return rows_RD
 
 
 def fingerprint(*values: Any) -> str:

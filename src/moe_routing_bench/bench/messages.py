@@ -33,12 +33,13 @@ class Described(Answer):
 
 class Called(Answer):
     """One call whose result is in files. kind: what is wrong with its type, in words; print: of its inputs
-    afterwards; changed: settings of torch that are not what they were."""
+    afterwards; runs: what really ran, in words; changed: settings of torch that are not what they were."""
 
     unsupported: Text | None = None
     seconds: Seconds = 1.0
     kind: Text = ""
     print: Text = ""
+    runs: Text = ""
     aliases: bool = False
     changed: Annotated[tuple[Text, ...], Field(max_length=20, strict=False)] = ()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from moe_routing_bench.bench.cell import Cell, Subject
+from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.verdict import Comparison
 from moe_routing_bench.bench.weather import WeatherSpan
 from moe_routing_bench.cost import Cost
@@ -24,6 +25,7 @@ class SubjectOutcome:
     label: str
     status: Status
     reason: str = ""
+    runs: str = ""  # what really ran, if that is more than the label
     origin: str = ""
     role: str = "candidate"  # baseline, candidate, twin or beside (see rounds.py)
     source_hash: str = ""

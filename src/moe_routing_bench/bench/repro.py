@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import fields
 
-from moe_routing_bench.bench.cell import Cell, Policy, Subject
+from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.workloads.cases import MODELS, SUITES, cases
 
 # options of `mrb bench` by field of Policy
@@ -20,19 +21,30 @@ def repro_command(cell: Cell, subject: Subject) -> str:
     """`mrb bench ...` for the subject beside the cell's baseline, with every choice spelled out."""
     case, s = cell.case, cell.case.shape
     words = ["mrb", "bench", case.span]
-    if _is_named(cell):
+    if case.checkpoint:
+        words += ["--checkpoint", case.checkpoint, "--layer", str(case.layer), "--tokens", str(s.T)]
+    elif _is_named(cell):
         words += ["--case", case.name]
     else:
-        sizes = (("tokens", s.T), ("width", s.D), ("hidden", s.F), ("experts", s.E), ("choices", s.K))
+        sizes = (("tokens", s.T), ("width", s.D), ("hidden", s.F), ("experts", s.E), ("topk", s.K))
         for name, size in sizes:
             words += [f"--{name}", str(size)]
         words += ["--dtype", case.dtype, "--activation", case.activation]
         words += ["--bias"] if case.bias else []
         words += ["--shared", str(case.shared_F)] if case.shared_F else []
-    words += ["--workload", cell.workload, "--seed", str(cell.seed)]
+    words += ["--direction", case.direction] if case.direction != "forward" else []
+    words += ["--workload", cell.workload] if cell.workload else []
+    words += ["--seed", str(cell.seed)]
     words += ["--ranks", str(cell.W)] if cell.W > 1 else []
-    for one in dict.fromkeys((cell.subjects[0], subject)):
-        words += ["--impl", f"{one.spec} @ {one.layout}"]
+    shown = dict.fromkeys((cell.subjects[0], subject))
+    for implementation in dict.fromkeys(f"{one.spec} @ {one.layout}" for one in shown):
+        words += ["--impl", implementation]
+    for option, names in (
+        ("--router", [one.router for one in shown]),
+        ("--layer-kind", [one.layer for one in shown]),
+    ):
+        for name in dict.fromkeys(names):
+            words += [option, name] if name else []
     default = Policy()
     for field in fields(Policy):
         value = getattr(cell.policy, field.name)

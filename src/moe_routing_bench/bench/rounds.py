@@ -192,10 +192,11 @@ class _Repeat:
             )
             self.spans[series].append((claimed, seen))
             if check:
+                answer = worker.ask("hand_over", HandedOver, subject=place_in_worker, name="timed")
                 check_call(
-                    worker, self.judge, worker.ask("hand_over", HandedOver, name="timed"), name="timed",
+                    worker, self.judge, answer, name="timed",
                     number=first + place, step=(step + place) % ROUTINGS,
-                    layout=self.cell.subjects[subject].layout, about=self.trials[subject].about,
+                    subject=self.cell.subjects[subject], about=self.trials[subject].about,
                 )  # fmt: skip
                 self.found.checked[subject] += series >= 0
             self._look_after(series, before, worker.vitals())

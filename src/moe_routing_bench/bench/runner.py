@@ -16,8 +16,9 @@ from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.roofs import TOLERANCE, Roofs
 from moe_routing_bench.bench.rounds import TWIN, BlamedError, Measured, beside, measure
-from moe_routing_bench.bench.spans import cost_of_span, is_ours, span_named
+from moe_routing_bench.bench.spans.span import Load, Span, is_ours
 from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError, quiet_cores
 from moe_routing_bench.bench.trial import CHECKS, Setup, Trial, Watch, try_alone
 from moe_routing_bench.bench.verdict import aa_floor, compare, compare_cells
@@ -36,7 +37,7 @@ class Progress:
 
 
 Tell = Callable[[Progress], None]
-Facts = tuple[Cost, dict[str, int | float | None]]  # of a layout: the least work, and how it is loaded
+Facts = tuple[Cost, Load]  # of a question: the least work, and how it is loaded
 TRIAL_SHARE = 0.4  # of a cell's time, about
 
 
@@ -51,10 +52,11 @@ def run_cell(
     started, before = time.perf_counter(), weather()
     for folder in cell.include:
         include(folder)  # only names them here; workers load
-    span = span_named(cell.case.span)
+    span = cell.span
     try:
-        inputs = Inputs.of(cell)
+        inputs = cell.inputs()
         workload = inputs.workload(0)
+        facts = {s.question: _facts(span, s, inputs) for s in cell.subjects}
     except (ValueError, NotImplementedError) as reason:
         return _cannot(cell, str(reason), WeatherSpan(before=before, after=weather()))
     judge = Judge(span, inputs)
@@ -66,7 +68,6 @@ def run_cell(
         watch=watch,
         outside=frozenset(i for i, mine in enumerate(ours) if not mine),
     )
-    facts = {layout: _facts(judge, layout) for layout in {s.layout for s in cell.subjects}}
     trials = {}
     for index, subject in enumerate(cell.subjects):
         tell(Progress(what=f"trying {subject.spec}", share=TRIAL_SHARE * index / len(cell.subjects)))
@@ -82,7 +83,7 @@ def run_cell(
                 lambda done: tell(Progress(what="rounds", share=TRIAL_SHARE + per_round * done)),
             )  # fmt: skip
             for index in alive:
-                cost, _ = facts[cell.subjects[index].layout]
+                cost, _ = facts[cell.subjects[index].question]
                 _hold_to_the_floor(index, median(measured.samples[index]), floor_seconds(cell, cost, roofs))
         except BlamedError as blame:
             failure = blame.failure
@@ -108,7 +109,6 @@ def run_cell(
 
 def _cannot(cell: Cell, reason: str, sky: WeatherSpan) -> CellOutcome:
     """A workload these sizes cannot have is a state of the cell, not the end of a sweep."""
-    span = span_named(cell.case.span)
     return CellOutcome(
         cell=cell,
         key=cell_key(cell, this_machine()),
@@ -118,7 +118,7 @@ def _cannot(cell: Cell, reason: str, sky: WeatherSpan) -> CellOutcome:
                 label=subject.spec,
                 status=Status.UNSUPPORTED,
                 reason=reason,
-                source_hash=source_hash(span, subject.spec),
+                source_hash=source_hash(cell.span, subject, None),
             )
             for subject in cell.subjects
         ),
@@ -129,19 +129,20 @@ def _cannot(cell: Cell, reason: str, sky: WeatherSpan) -> CellOutcome:
 
 def _outcomes(
     cell: Cell, trials: dict[int, Trial], measured: Measured | None, alive: list[int],
-    facts: Mapping[str, Facts], roofs: Roofs | None,
+    facts: Mapping[tuple[str, str, str], Facts], roofs: Roofs | None,
 ) -> tuple[SubjectOutcome, ...]:  # fmt: skip
-    span = span_named(cell.case.span)
+    inputs = cell.inputs()
     found = []
     for index, subject in enumerate(cell.subjects):
-        trial, (cost, load) = trials[index], facts[subject.layout]
+        trial, (cost, load) = trials[index], facts[subject.question]
         about: dict[str, Any] = {
             "subject": subject,
             "label": trial.about.label,
             "status": trial.status,
             "reason": trial.reason,
             "origin": trial.about.origin,
-            "source_hash": source_hash(span, subject.spec),
+            "source_hash": source_hash(cell.span, subject, inputs),
+            "runs": trial.runs,
             "deterministic": trial.about.deterministic,
             "host_sync": trial.about.host_sync,
             "first_call": trial.first_call,
@@ -203,10 +204,15 @@ def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -
     return replace(one, comparison=replace(said, verdict="UNDECIDED", more_rounds=None, reason=reason))
 
 
-def _facts(judge: Judge, layout: str) -> Facts:
-    inputs = judge.inputs
-    plan = None if judge.span.name in ("topk", "score_topk") else inputs.plan(0, layout)
-    return cost_of_span(judge.span, inputs, layout), inputs.workload(0).statistics(plan).to_dict()
+def _facts(span: Span, subject: Subject, inputs: Inputs) -> Facts:
+    """A subject that cannot exist has no work; its trial says why."""
+    try:
+        cost, load = span.facts(subject, inputs)
+    except (ValueError, NotImplementedError):
+        return Cost(), {}
+    # backward multiplies twice as much as forward and moves about as much; a floor must not be too high
+    flops, moved = {"forward": (1, 1), "backward": (2, 1), "train": (3, 2)}[inputs.case.direction]
+    return cost.times(flops=flops, bytes=moved), load
 
 
 def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
@@ -238,7 +244,7 @@ def _hold_to_the_floor(index: int, seconds: float, floor: float | None) -> None:
 
 
 def _notes(cell: Cell, trials: dict[int, Trial], alive: list[int]) -> tuple[str, ...]:
-    notes = []
+    notes = cell.span.notes(cell.case)
     if cell.case.scaled_from:
         notes.append(
             f"{cell.case.scaled_from} is too big for here; {cell.case.shape} stands in for it, and says "

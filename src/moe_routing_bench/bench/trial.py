@@ -17,6 +17,7 @@ from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.messages import Calibrated, Called, Described, HandedOver, Weights
 from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError, Worker
 from moe_routing_bench.bench.worker import MOST_CALLS
 
@@ -43,6 +44,7 @@ class Trial:
     about: Described
     verdict: Verdict | None = None
     first_call: float | None = None
+    runs: str = ""  # what really ran, in words
     calls: int = 1  # that make a sample long enough for the clock
     call_seconds: float = 0.0  # about, at best
     peak_rss_bytes: int | None = None
@@ -91,7 +93,7 @@ def try_alone(setup: Setup, index: int) -> Trial:
     try:
         worker = setup.worker(index)
         about = worker.ask("describe", Described, subject=0)
-        found["verdict"], found["first_call"] = _gate(worker, subject.layout, judge, about)
+        found |= _gate(worker, subject, judge, about)
         found["calls"], found["call_seconds"] = _calibrate(worker, Numbers())
         check_threads(worker)
         if (touched := setup.watch()) is not None:
@@ -106,20 +108,19 @@ def try_alone(setup: Setup, index: int) -> Trial:
     return Trial(status=status, reason=reason, about=about, **found)
 
 
-def _gate(worker: Worker, layout: str, judge: Judge, about: Described) -> tuple[Verdict | None, float | None]:
+def _gate(worker: Worker, subject: Subject, judge: Judge, about: Described) -> dict[str, Any]:
     """Right on two inputs, the first twice; inputs, weights and torch's settings as they were."""
-    verdict: Verdict | None = None
-    first_call: float | None = None
+    seen: dict[str, Any] = {}
     calls = (("first", 0, 0, False), ("second", 10, 1, True), ("again", 0, 0, True))
     for name, number, step, poison in calls:
         answer = worker.ask("gate", Called, subject=0, number=number, step=step, poison=poison, name=name)
         if answer.unsupported is not None:
             raise SubjectError(Status.UNSUPPORTED, answer.unsupported)
-        first_call = first_call or answer.seconds
-        found = check_call(
-            worker, judge, answer, name=name, number=number, step=step, layout=layout, about=about
+        verdict = check_call(
+            worker, judge, answer, name=name, number=number, step=step, subject=subject, about=about
         )
-        verdict = verdict or found
+        if not seen:
+            seen = {"verdict": verdict, "first_call": answer.seconds, "runs": answer.runs}
         if answer.aliases:
             raise SubjectError(Status.WRONG_STRUCTURE, "its result lies in the memory of an input")
         if answer.changed:
@@ -127,23 +128,23 @@ def _gate(worker: Worker, layout: str, judge: Judge, about: Described) -> tuple[
             raise SubjectError(Status.SUSPECT, f"it changed {changed} for everybody in its process")
         if not about.reuses_output and not _same_files(worker.file(name), worker.file(f"{name}-later")):
             raise SubjectError(Status.WRONG_VALUE, "the next call overwrote an earlier result")
-    same = judge.same_bits(worker.file("first"), worker.file("again"), step=0, layout=layout)
-    if about.deterministic and not same:
+    files = worker.file("first"), worker.file("again")
+    if about.deterministic and not judge.same_bits(*files, number=0, step=0, subject=subject):
         raise SubjectError(Status.NONDETERMINISTIC, "a second run on the same input gave other bits")
     check_weights(worker, judge)
-    return verdict, first_call
+    return seen
 
 
 def check_call(
     worker: Worker, judge: Judge, answer: Called | HandedOver, *,
-    name: str, number: int, step: int, layout: str, about: Described,
+    name: str, number: int, step: int, subject: Subject, about: Described,
 ) -> Verdict | None:  # fmt: skip
     """One call whose result the worker handed over: its kind, its inputs afterwards, its values."""
     if answer.kind:
         raise SubjectError(Status.WRONG_STRUCTURE, answer.kind)
-    if answer.print != judge.input_print(number, step, layout):
+    if answer.print != judge.input_print(number, step, subject):
         raise SubjectError(Status.MUTATED_INPUT, "its inputs were not the same after the call")
-    found = judge.judge(worker.file(name), number, step, layout, about.ties)
+    found = judge.judge(worker.file(name), number, step, subject, about.ties)
     if found.status is not Status.PASSED:
         raise SubjectError(found.status, found.reason)
     return found.verdict

@@ -15,6 +15,8 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,17 +24,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
+from moe_routing_bench.bench.calls import Caller, named_tensors, wrong_type
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.clock import CacheFlusher, calls_per_sample
 from moe_routing_bench.bench.device import clock_for, memory_place
-from moe_routing_bench.bench.inputs import ROUTINGS, Inputs, fingerprint, touch
-from moe_routing_bench.bench.judging import activations_of, weights_print
-from moe_routing_bench.bench.spans import function_of, span_named, stages_of, why_not
+from moe_routing_bench.bench.inputs import ROUTINGS, Call, fingerprint, touch
+from moe_routing_bench.bench.judging import activations, weights_print
 from moe_routing_bench.conformance.check import poisoned_memory
-from moe_routing_bench.ops.registry import include, tensors_in
-from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.ops.registry import BUILT_IN, include, tensors_in
 
 MOST_CALLS = 256  # of one sample: each has inputs of its own, and they are all made before
 # ten thousand steps of the timer. Longer samples are no better: noise here comes in bursts of many
@@ -76,20 +76,18 @@ def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]
 
 class _Worker:
     def __init__(self, cell: Cell, scratch: Path):
-        self.cell, self.scratch = cell, scratch
-        self.span = span_named(cell.case.span)
+        self.cell, self.scratch, self.span = cell, scratch, cell.span
         for folder in cell.include:
             include(folder)
         device = cell.policy.device
-        self.inputs = Inputs.of(cell, put=memory_place(device))
-        uses_weights = self.span.name in ("grouped_gemm", "expert_ffn", "layer")
-        self.weights_in_use = self.inputs.weights if uses_weights else None
+        self.inputs = cell.inputs(put=memory_place(device))
+        self.weights_in_use = self.inputs.weights if self.span.weights else None
         self.clock = clock_for(device, cell.policy.view)
         self.flusher = CacheFlusher() if cell.policy.cache != "hot" else None
-        self._functions: dict[int, Any] = {}
+        self._callers: dict[int, Caller] = {}
         self._timed: list[Any] = []
         self._kept: list[Any] = []
-        self._kept_args: tuple[Any, ...] = ()
+        self._kept_args: Mapping[str, Any] = {}
         # OpenMP's threads start here, and a GPU driver's, so that threads counted later are a kernel's own
         for place in {"cpu", memory_place(device)}:
             ones = torch.ones(512, 512, device=place)
@@ -97,56 +95,52 @@ class _Worker:
 
     def describe(self, subject: int) -> dict[str, Any]:
         """What the implementation says of itself; loading it may already go wrong."""
-        parts = self._parts(subject)
+        spec = self.cell.subjects[subject].spec
+        parts = self.span.parts(spec)
         return {
-            "label": "+".join(part.label for part in parts),
-            "origin": "; ".join(sorted({part.origin for part in parts})),
+            "label": "+".join(part.label for part in parts) or spec,
+            "origin": "; ".join(sorted({part.origin for part in parts})) or BUILT_IN,
             "deterministic": all(part.deterministic for part in parts),
             "reuses_output": any(part.reuses_output for part in parts[-1:]),
             "host_sync": "; ".join(part.host_sync for part in parts if part.host_sync),
-            "ties": parts[0].ties,
+            "ties": parts[0].ties if parts else "",
         }
 
     def gate(self, subject: int, number: int, step: int, poison: bool, name: str) -> dict[str, Any]:
         """One call on fresh inputs; its result goes to files, at once and again after a later call."""
-        layout = self.cell.subjects[subject].layout
-        args = self.inputs.call(number, layout, step)
-        parts = self._parts(subject)
-        if (reason := why_not(self.span, parts, args, self.inputs, layout)) is not None:
+        call, args = self._call(subject, number, step)
+        backward = self.cell.case.direction != "forward"
+        if backward and not self.span.differentiable:
+            return {"unsupported": "it has no gradient; measure forward"}
+        with torch.set_grad_enabled(backward):
+            reason = self.span.why_not(self.cell.subjects[subject], self.inputs, args)
+        if reason is not None:
             return {"unsupported": reason}
         state = _global_state()
-        run = self._function(subject)
+        caller = self._caller(subject)
         holder: list[Any] = []
-        call = partial(_keep, run, args, holder)
-        if poison:
-            with poisoned_memory():
-                seconds = self.clock.span([call])
-        else:
-            seconds = self.clock.span([call])
-        out = holder[0]
-        answer: dict[str, Any] = {
-            "seconds": seconds,
-            "kind": _kind(self.span.name, out),
-            "print": "",
-        }
+        with poisoned_memory() if poison else nullcontext():
+            seconds = self.clock.span([partial(_keep, caller.ready(call, args), holder)])
+        result = caller.result(holder[0], args)
+        answer: dict[str, Any] = {"seconds": seconds, "kind": wrong_type(result.out), "print": ""}
         if not answer["kind"]:
-            save_file(_named(out), self.scratch / f"{name}.safetensors")
-            answer["aliases"] = _aliases(out, args)
-        answer["print"] = fingerprint(activations_of(self.span, args))
-        other = self.inputs.call(number + 1, layout, step)
-        run(*other)
+            save_file(named_tensors(result), self.scratch / f"{name}.safetensors")
+            answer["aliases"] = _aliases(result.out, args)
+        answer["print"] = fingerprint(activations(args))
+        answer["runs"] = caller.computation.runs
+        caller.ready(*self._call(subject, number + 1, step))()
         if not answer["kind"]:
-            save_file(_named(out), self.scratch / f"{name}-later.safetensors")
+            save_file(named_tensors(result), self.scratch / f"{name}-later.safetensors")
         changed = [name for name, now in _global_state().items() if now != state[name]]
         return {**answer, "changed": changed}
 
     def calibrate(self, subject: int, first: int) -> dict[str, Any]:
         numbers = iter(range(first, first + 10**6))
-        layout = self.cell.subjects[subject].layout
-        run = self._function(subject)
+        caller = self._caller(subject)
 
         def make(n: int) -> list[Any]:
-            return [partial(run, *self.inputs.call(next(numbers), layout)) for _ in range(min(n, MOST_CALLS))]
+            calls = [next(numbers) for _ in range(min(n, MOST_CALLS))]
+            return [caller.ready(*self._call(subject, number, number % ROUTINGS)) for number in calls]
 
         if self.flusher is not None:
             return {"calls": 1}  # caches are cold only once
@@ -155,56 +149,55 @@ class _Worker:
     def prepare(self, subject: int, first: int, step: int, calls: int, keep: int) -> dict[str, Any]:
         """Everything for a sample: inputs never seen before, and caches as the policy says. keep: the call
         whose result will be handed over, -1 for none."""
-        layout = self.cell.subjects[subject].layout
-        run = self._function(subject)
-        args = [self.inputs.call(first + c, layout, (step + c) % ROUTINGS) for c in range(calls)]
-        self._kept, self._kept_args = [], args[keep]
-        self._timed = [partial(run, *these) for these in args]
+        caller = self._caller(subject)
+        made = [self._call(subject, first + c, (step + c) % ROUTINGS) for c in range(calls)]
+        self._kept, self._kept_args = [], made[keep][1]
+        self._timed = [caller.ready(call, args) for call, args in made]
         if keep >= 0:
-            self._timed[keep] = partial(_keep, run, args[keep], self._kept)
+            self._timed[keep] = partial(_keep, self._timed[keep], self._kept)
         if self.flusher is None:
-            run(*self.inputs.call(first + calls, layout, step))
+            caller.ready(*self._call(subject, first + calls, step))()
         else:
             self.flusher.flush()
             if self.cell.policy.cache == "weights-cold":
-                touch(args[0], self.weights_in_use)
+                touch(list(made[0][1].values()), self.weights_in_use)
         return {}
 
     def go(self) -> dict[str, Any]:
         """The timed span. The parent's clock runs around this request."""
         return {"seconds": self.clock.span(self._timed)}
 
-    def hand_over(self, name: str) -> dict[str, Any]:
-        out = self._kept[0]
-        answer: dict[str, Any] = {"kind": _kind(self.span.name, out), "print": ""}
+    def hand_over(self, subject: int, name: str) -> dict[str, Any]:
+        result = self._caller(subject).result(self._kept[0], self._kept_args)
+        answer: dict[str, Any] = {"kind": wrong_type(result.out), "print": ""}
         if not answer["kind"]:
-            save_file(_named(out), self.scratch / f"{name}.safetensors")
-        answer["print"] = fingerprint(activations_of(self.span, self._kept_args))
+            save_file(named_tensors(result), self.scratch / f"{name}.safetensors")
+        answer["print"] = fingerprint(activations(self._kept_args))
         return answer
 
     def stages(self, subject: int, number: int, step: int) -> dict[str, Any]:
-        layout = self.cell.subjects[subject].layout
-        args = self.inputs.call(number, layout, step)
-        found = {}
-        for name, stage in stages_of(self.span, self._parts(subject), self.inputs, layout, args):
-            found[name] = self.clock.span([stage])
-        return {"stages": found}
+        _, args = self._call(subject, number, step)
+        seconds = {}
+        for name, stage in self.span.stages(self.cell.subjects[subject], self.inputs, args):
+            seconds[name] = self.clock.span([stage])
+        return {"stages": seconds}
 
     def weights(self) -> dict[str, Any]:
         return {"print": weights_print(self.span, self.inputs)}
 
-    def _parts(self, subject: int) -> Any:
-        return self.span.parts(self.cell.subjects[subject].spec)
+    def _call(self, subject: int, number: int, step: int) -> tuple[Call, dict[str, Any]]:
+        call = self.span.call(self.cell.subjects[subject], self.inputs, number, step)
+        return call, self.span.arguments(call)
 
-    def _function(self, subject: int) -> Any:
-        if subject not in self._functions:
-            layout = self.cell.subjects[subject].layout
-            self._functions[subject] = function_of(self.span, self._parts(subject), self.inputs, layout)
-        return self._functions[subject]
+    def _caller(self, subject: int) -> Caller:
+        if subject not in self._callers:
+            built = self.span.built(self.cell.subjects[subject], self.inputs)
+            self._callers[subject] = Caller(self.span, built, self.cell.case.direction)
+        return self._callers[subject]
 
 
-def _keep(run: Any, args: tuple[Any, ...], holder: list[Any]) -> None:
-    holder.append(run(*args))
+def _keep(run: Callable[[], Any], holder: list[Any]) -> None:
+    holder.append(run())
 
 
 def _settle(cell: Cell, scratch: Path, pipe: int, cores: tuple[int, ...]) -> None:
@@ -247,32 +240,10 @@ def _global_state() -> dict[str, Any]:
     }
 
 
-def _kind(span: str, out: Any) -> str:
-    """What is wrong with the kind of a result, in words; empty if nothing is."""
-    wanted = {"make_plan": RoutingPlan, "topk": tuple, "score_topk": tuple}.get(span, Tensor)
-    if type(out) is not wanted:
-        return f"returned {type(out).__name__} instead of a plain {wanted.__name__}"
-    for tensor in tensors_in(out):
-        if type(tensor) is not Tensor:
-            return f"holds a {type(tensor).__name__} instead of a plain Tensor"
-        if tensor.layout != torch.strided:
-            return f"returned a tensor of layout {tensor.layout}"
-    return ""
-
-
-def _aliases(out: Any, args: tuple[Any, ...]) -> bool:
+def _aliases(out: Any, args: Mapping[str, Any]) -> bool:
     """Does the result lie in memory of an input? What is done to it later would change the input."""
     mine = {t.untyped_storage().data_ptr() for t in tensors_in(out) if t.numel()}
     return bool(mine & {t.untyped_storage().data_ptr() for t in tensors_in(args) if t.numel()})
-
-
-def _named(out: Any) -> dict[str, Tensor]:
-    if isinstance(out, RoutingPlan):
-        names = ("row_TK", "pair_R", "offset_E1", "count_E", "dropped_E")
-        found = {name: getattr(out, name).cpu().contiguous() for name in names}
-        return {**found, **({"filled": torch.ones(1)} if out.filled else {})}
-    values = out if isinstance(out, tuple) else (out,)
-    return {str(i): value.detach().to("cpu", copy=True).contiguous() for i, value in enumerate(values)}
 
 
 def _tell(error: BaseException) -> str:

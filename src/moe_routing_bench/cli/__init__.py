@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
-from moe_routing_bench.cli.benching import bench_command
+from moe_routing_bench.cli.benching import bench_app
 from moe_routing_bench.cli.checking import check_command
 from moe_routing_bench.cli.comparing import compare_command, gate_command
 from moe_routing_bench.cli.compiling import compile_command
@@ -34,7 +34,6 @@ app.command("list")(list_command)
 app.command("explain")(explain_command)
 app.command("check")(check_command)
 app.command("doctor")(doctor_command)
-app.command("bench")(bench_command)
 app.command("sweep")(sweep_command)
 app.command("results")(results_command)
 app.command("export")(export_command)
@@ -42,6 +41,7 @@ app.command("compare")(compare_command)
 app.command("gate")(gate_command)
 app.command("decide")(decide_command)
 app.command("compile")(compile_command)
+app.add_typer(bench_app, name="bench")
 app.add_typer(profile_app, name="profile")
 app.add_typer(trace_app, name="trace")
 

@@ -7,15 +7,15 @@ import math
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from moe_routing_bench.cli.terminal import console, show, show_json, user_mistakes
+from moe_routing_bench.cli.terminal import Json, console, show, show_json, user_mistakes
 from moe_routing_bench.studies.drift import EVEN_WITHIN, SERIES, BalanceStudy, Stream, study_balance
 
-DEFAULT_STEPS = Stream.steps
 # a colour for each subject, kin in kindred colours; a dashed line lies on one it cannot be told from
 STYLES = {
     "no control": ("#222222", "-"),
@@ -42,7 +42,16 @@ STARTS_FAR_OFF = ("drop_rate", "experts_per_token")  # the ReLU router, until it
 SMOOTH = 9  # steps whose mean is a point of a line
 
 
-def bench_balance(*, steps: int, seed: int, out: Path | None, as_json: bool) -> None:
+def balance_command(
+    steps: Annotated[int, typer.Option(help="Batches.")] = Stream.steps,
+    seed: Annotated[int, typer.Option(help="Seed of tokens and routers.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write a table, numbers and a picture there.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Which balance controller keeps up when the data changes? Times nothing; about a minute.
+
+    Follows every controller through one stream of tokens whose topics drift and jump.
+    """
     with user_mistakes():
         stream = Stream(steps=steps, seed=seed)
         if out is not None:

@@ -7,9 +7,8 @@ from pathlib import Path
 from statistics import median
 from textwrap import fill
 
-from moe_routing_bench.bench.paired import Race
+from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.machine import this_machine
-from moe_routing_bench.workloads.cases import BenchCase
 
 # of a palette that colour-blind people can tell apart (Okabe and Ito 2008)
 COLOURS = {
@@ -23,15 +22,13 @@ TITLES = {
 }  # fmt: skip
 
 
-def draw_shares(
-    case: BenchCase, workload: str, outcome: Race, shares: Mapping[str, Mapping[str, float]], path: Path
-) -> None:
+def draw_shares(outcome: CellOutcome, shares: Mapping[str, Mapping[str, float]], path: Path) -> None:
     """Bars as long as the time without the profiler, divided as the profiler saw it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = [row for row in outcome.rows if row.samples and row.contender.name in shares]
-    names = [name for name in COLOURS if any(name in shares[row.contender.name] for row in rows)]
+    rows = [one for one in outcome.subjects if one.samples and one.subject.spec in shares]
+    names = [name for name in COLOURS if any(name in shares[row.subject.spec] for row in rows)]
     figure = Figure(figsize=(10, 1.9 + 0.62 * len(rows)), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -39,7 +36,7 @@ def draw_shares(
     for place, row in enumerate(rows):
         start, ms = 0.0, 1e3 * median(row.samples)
         for name in names:
-            width = ms * shares[row.contender.name].get(name, 0.0)
+            width = ms * shares[row.subject.spec].get(name, 0.0)
             axes.barh(place, width, left=start, color=COLOURS[name], edgecolor="white", linewidth=0.6)
             if width > 0.05 * longest:
                 percent = f"{100 * width / ms:.0f} %"
@@ -54,7 +51,7 @@ def draw_shares(
         told += "" if row.comparison is None else f" ({1 / ratio:.2f}x)"
         axes.text(start + 0.01 * longest, place, told, va="center", fontsize=10)
     axes.set_yticks(
-        range(len(rows)), [fill(row.contender.name.replace(",", ", "), 36) for row in rows], fontsize=9
+        range(len(rows)), [fill(row.subject.spec.replace(",", ", "), 36) for row in rows], fontsize=9
     )
     axes.invert_yaxis()
     axes.set_xlim(0, 1.17 * longest)
@@ -62,9 +59,9 @@ def draw_shares(
     axes.spines[["top", "right"]].set_visible(False)
     handles = [axes.barh(0, 0, color=COLOURS[name], label=TITLES.get(name, name)) for name in names]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    s = case.shape
+    case, s = outcome.cell.case, outcome.cell.case.shape
     axes.set_title(
-        f"{case.name}: T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}, {case.dtype}, {workload}\n"
+        f"{case.name}: T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}, {case.dtype}, {outcome.cell.workload}\n"
         f"on {this_machine().name}; {outcome.rounds} interleaved rounds",
         fontsize=10, loc="left",
     )  # fmt: skip

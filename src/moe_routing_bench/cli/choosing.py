@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from itertools import product
 
 import torch
 
-from moe_routing_bench.bench.cell import Cell, Policy, Subject
-from moe_routing_bench.bench.device import VIEWS
-from moe_routing_bench.bench.spans import Span, span_named
+from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.spans.span import Span, span_named, span_names
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.cli.options import ON_A_GPU, SizeOptions, WhatOptions
+from moe_routing_bench.models.checkpoint import read_layer
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase, cases, scaled
@@ -19,68 +21,103 @@ from moe_routing_bench.workloads.models import DECODE_TOKENS, model
 from moe_routing_bench.workloads.workload import check_name
 
 MODEL_TOKENS = 128
-ON_A_GPU = ("gpu-quick",)  # suites that are measured there unless somebody says otherwise
-# left out of them unless named: C++ for CPUs, and what is known to be slow anywhere
+SIZES = {"T": 128, "D": 512, "F": 256, "E": 16, "K": 2}
+# left out of suites for a GPU unless named: C++ for CPUs, and what is known to be slow anywhere
 NOT_QUICK = re.compile(r"native|hf_|one_hot|dense_all_experts|eager_loop")
 WORKLOAD = "zipf(1.2)"  # uniform routing flatters every kernel
 
 
-def chosen_cases(
-    span: str,
-    *,
-    model_name: str | None,
-    case_name: str | None,
-    sizes: dict[str, int | None],
-    dtype: str | None,
-    activation: str | None,
-    bias: bool,
-    shared: int,
-    full: bool,
-) -> list[BenchCase]:
-    """The cases asked for by a model, a name or sizes; those too big for here as their scaled twins."""
-    given = {letter: value for letter, value in sizes.items() if value is not None}
-    if model_name and case_name:
+def chosen_cases(span: Span, sizes: SizeOptions, what: WhatOptions) -> list[BenchCase]:
+    """The cases asked for by a model, a name, a checkpoint or sizes, in every direction; those too big for
+    here as their scaled twins."""
+    given = sizes.lists()
+    if sizes.model and sizes.case:
         raise ValueError("give either --model or --case, not both")
-    if case_name:
-        found = [replace(case, span=span) for case in cases(case_name)]
-        if given:
-            raise ValueError(f"--case {case_name} fixes all sizes; leave out the others, or use --model")
-    elif model_name:
-        preset = model(model_name)
-        T = given.pop("T", MODEL_TOKENS)
-        if given:
-            raise ValueError(f"--model {model_name} fixes all sizes but --tokens")
-        kind = "decode" if T <= max(DECODE_TOKENS) else "prefill"
-        found = [
-            BenchCase(
-                name=f"{preset.name}/{kind}-{T}", span=span, shape=preset.shape(T),
-                activation=preset.activation, bias=preset.bias, shared_F=preset.shared_F,
-            )
-        ]  # fmt: skip
+    if sizes.case and given:
+        raise ValueError(f"--case {sizes.case} fixes all sizes; leave out the others, or use --model")
+    if sizes.checkpoint is not None:
+        chosen = _of_checkpoint(span, sizes)
+    elif sizes.case:
+        chosen = cases(sizes.case)
+    elif sizes.model:
+        chosen = _of_model(sizes.model, given)
+    elif span.case and not given:
+        chosen = cases(span.case)
     else:
-        shape = MoEShape(**{"T": 128, "D": 512, "F": 256, "E": 16, "K": 2, **given})
-        name = f"own/{shape.T}x{shape.D}x{shape.F}-e{shape.E}-k{shape.K}"
-        found = [BenchCase(name=name, span=span, shape=shape, bias=bias, shared_F=shared)]
-    if dtype:
-        found = [replace(case, dtype=dtype) for case in found]
-    if activation:
-        found = [replace(case, activation=activation) for case in found]
-    return found if full else scaled_once(found)
+        chosen = [
+            _own(dict(zip(SIZES, numbers, strict=True)), sizes)
+            for numbers in product(*({**{n: [v] for n, v in SIZES.items()}, **given}[n] for n in SIZES))
+        ]
+    chosen = [replace(case, span=span.name, weights=span.weights) for case in chosen]
+    if sizes.dtype:
+        chosen = [replace(case, dtype=sizes.dtype) for case in chosen]
+    if sizes.activation:
+        chosen = [replace(case, activation=sizes.activation) for case in chosen]
+    if not sizes.full and sizes.checkpoint is None:
+        chosen = scaled_once(chosen)
+    return in_directions(chosen, what)
 
 
-def scaled_once(found: Sequence[BenchCase]) -> list[BenchCase]:
+def in_directions(chosen: Sequence[BenchCase], what: WhatOptions) -> list[BenchCase]:
+    names = split_all(what.direction) or ["forward"]
+    return [replace(case, direction=name) for name in names for case in chosen]
+
+
+def _own(shape: dict[str, int], sizes: SizeOptions) -> BenchCase:
+    s = MoEShape(**shape)
+    name = f"own/{s.T}x{s.D}x{s.F}-e{s.E}-k{s.K}"
+    return BenchCase(name=name, span="", shape=s, bias=sizes.bias, shared_F=sizes.shared)
+
+
+def _of_model(name: str, given: dict[str, list[int]]) -> list[BenchCase]:
+    preset, tokens = model(name), given.pop("T", [MODEL_TOKENS])
+    if given:
+        raise ValueError(f"--model {name} fixes all sizes but --tokens")
+    return [
+        BenchCase(
+            name=f"{preset.name}/{'decode' if T <= max(DECODE_TOKENS) else 'prefill'}-{T}",
+            span="",
+            shape=preset.shape(T),
+            activation=preset.activation,
+            bias=preset.bias,
+            shared_F=preset.shared_F,
+        )
+        for T in tokens
+    ]
+
+
+def _of_checkpoint(span: Span, sizes: SizeOptions) -> list[BenchCase]:
+    given, folder = sizes.lists(), sizes.checkpoint
+    if not span.weights:
+        raise ValueError(f"--checkpoint gives weights, and {span.name} reads none; measure layer")
+    if sizes.model or sizes.case or sizes.dtype or sizes.activation or set(given) - {"T"}:
+        raise ValueError("--checkpoint fixes all sizes but --tokens")
+    assert folder is not None
+    read = read_layer(folder, sizes.layer)
+    weights = read.weights
+    return [
+        BenchCase(
+            name=f"{folder.name} layer {sizes.layer}/{T}",
+            span="",
+            shape=MoEShape(T=T, D=weights.D, F=weights.F, E=weights.num_experts, K=read.rule.K),
+            dtype=str(weights.w_in_EDG.dtype).removeprefix("torch."),
+            activation=weights.activation,
+            bias=weights.b_in_EG is not None,
+            shared_F=0 if read.shared is None else read.shared.F,
+            checkpoint=str(folder.resolve()),
+            layer=sizes.layer,
+        )
+        for T in given.get("T", [MODEL_TOKENS])
+    ]
+
+
+def scaled_once(chosen: Sequence[BenchCase]) -> list[BenchCase]:
     """The cases, or their twins where they are too big; of twins that differ only by name, the first."""
     kept: dict[BenchCase, BenchCase] = {}
-    for twin in map(scaled, found):
+    for twin in map(scaled, chosen):
         nameless = replace(twin, name="", scaled_from="", sequences=1)
         kept.setdefault(nameless if twin.scaled_from else twin, twin)
     return list(kept.values())
-
-
-def chosen_device(device: str | None, suite: str) -> dict[str, str]:
-    """The fields of a Policy that say where; a device that does not exist is the Policy's to refuse."""
-    name = device or ("cuda" if suite.partition("/")[0] in ON_A_GPU else "cpu")
-    return {"device": name, "view": VIEWS.get(name, ("",))[0]}
 
 
 def check_device(policy: Policy) -> None:
@@ -91,54 +128,74 @@ def check_device(policy: Policy) -> None:
         )
 
 
-def chosen_subjects(
-    span: Span, case: BenchCase, impls: Sequence[str], layouts: Sequence[str]
-) -> tuple[Subject, ...]:
-    """Implementations as asked for, `name` or `name @ layout`, in every layout; all there are without any.
-    The layout `case` is the case's own."""
-    named = [one for text in impls for one in split_words(text)]
-    words = [one for text in layouts for one in split_words(text)] or ["case"]
+def chosen_subjects(span: Span, case: BenchCase, what: WhatOptions) -> tuple[Subject, ...]:
+    """Implementations as asked for, `name` or `name @ layout`, in every layout, router and kind of layer; all
+    there are without any. The layout `case` is the case's own."""
+    words = split_all(what.layout) or ["case"]
     rules = [str(Layout.parse(case.layout if word == "case" else word)) for word in words]
-    quick = case.name.partition("/")[0] in ON_A_GPU
-    everything = [spec for spec in span.specs() if not (quick and NOT_QUICK.search(spec))]
-    found: list[Subject] = []
-    for text in named or everything:
+    routers, kinds = split_all(what.router) or [""], split_all(what.layer_kind) or [""]
+    named = split_all(what.impl) or _worth_trying(span, case, several=len(routers) * len(kinds) > 1)
+    subjects = []
+    for text, router, layer in product(named, routers, kinds):
         spec, at, layout = (part.strip() for part in text.partition("@"))
-        span.origins(spec)  # raises if there is no such implementation
         own = [str(Layout.parse(case.layout if layout == "case" else layout))] if at else rules
         for rule in own:
-            found.append(Subject(spec=spec, layout=rule))
-    return tuple(dict.fromkeys(found))
+            subject = Subject(spec=spec, layout=rule, router=router, layer=layer)
+            subjects.append(span.settled(subject, case))
+    for subject in subjects:
+        span.check(subject)  # raises if there is no such implementation, router or layer
+    return tuple(dict.fromkeys(subjects))
 
 
-def made_cells(
-    found: Sequence[BenchCase],
-    *,
-    workloads: Sequence[str] | None,
-    impls: Sequence[str] | None,
-    layouts: Sequence[str] | None,
-    seed: int,
-    ranks: int,
-    policy: Policy,
-    include: Sequence[Path] | None,
-) -> list[Cell]:
+def _worth_trying(span: Span, case: BenchCase, *, several: bool) -> list[str]:
+    if several:  # routers or kinds of layer are compared, each as a layer would run it
+        return ["auto"]
+    quick = case.name.partition("/")[0] in ON_A_GPU
+    return [spec for spec in span.specs() if not (quick and NOT_QUICK.search(spec))]
+
+
+def made_cells(chosen: Sequence[BenchCase], what: WhatOptions, policy: Policy) -> list[Cell]:
     """Every case under every workload."""
-    names = [word for text in workloads or [WORKLOAD] for word in split_words(text)]
-    for name in names:
-        check_name(name)
     return [
         Cell(
             case=case,
             workload=name,
-            subjects=chosen_subjects(span_named(case.span), case, impls or (), layouts or ()),
-            seed=seed,
-            W=ranks,
+            subjects=chosen_subjects(span_named(case.span), case, what),
+            seed=what.seed,
+            W=what.ranks,
             policy=policy,
-            include=tuple(str(folder.resolve()) for folder in include or ()),
+            include=tuple(str(folder.resolve()) for folder in what.include_path or ()),
         )
-        for case in found
-        for name in names
+        for case in chosen
+        for name in _workloads(case, what)
     ]
+
+
+def _workloads(case: BenchCase, what: WhatOptions) -> list[str]:
+    names = split_all(what.workload)
+    if case.checkpoint:
+        if names and span_named(case.span).routed:
+            raise ValueError(
+                "the checkpoint's own router decides; leave out --workload, or measure expert_ffn"
+            )
+        return names or [""]
+    for name in names:
+        check_name(name)
+    return names or [WORKLOAD]
+
+
+def suite_cases(suite: str, sizes: SizeOptions, what: WhatOptions) -> list[BenchCase]:
+    """Of a sweep: a suite, a model or a case by name, or a span with sizes."""
+    if suite in span_names():
+        return chosen_cases(span_named(suite), sizes, what)
+    if sizes.lists() or sizes.model or sizes.case or sizes.checkpoint:
+        raise ValueError(f"{suite} fixes all sizes; give a span instead: mrb sweep layer --tokens 128,512")
+    chosen = cases(suite) if sizes.full else scaled_once(cases(suite))
+    return in_directions([replace(case, dtype=sizes.dtype or case.dtype) for case in chosen], what)
+
+
+def split_all(texts: Sequence[str] | None) -> list[str]:
+    return [word for text in texts or () for word in split_words(text)]
 
 
 def split_words(text: str) -> list[str]:

@@ -85,7 +85,10 @@ def explain_command(
         chosen = find(op, spec)
     with _without_memory(shape, place):
         try:
-            args = _arguments(op, shape, rule, DTYPES[dtype], place, activation, bias=bias, train=train)
+            source = Shapes(shape, rule, DTYPES[dtype], place, activation, bias=bias, train=train)
+            args = op.arguments(source)
+        except NotImplementedError as reason:
+            fail(str(reason))
         except RuntimeError as error:
             fail(f"cannot describe tensors of these sizes on {device}: {str(error).splitlines()[0]}")
         document = {
@@ -138,65 +141,47 @@ def _asked(
     return choice.spec, choice.why
 
 
-def _arguments(
-    op: Op,
-    shape: MoEShape,
-    layout: Layout,
-    dtype: torch.dtype,
-    device: torch.device,
-    activation: str,
-    *,
-    bias: bool,
-    train: bool,
-) -> dict[str, Any]:
-    """The op's arguments by name, as a layer of this shape would pass them."""
-    T, D, F, E, K = shape.T, shape.D, shape.F, shape.E, shape.K
-    G = 2 * F if activation in GATED else F
-    R = layout.num_rows(T, K, E)
+class Shapes:
+    """The arguments of operations as a layer of this shape would pass them: sizes and types, no values."""
 
-    def floats(*size: int, kind: torch.dtype = dtype) -> Tensor:
-        return torch.empty(size, dtype=kind, device=device, requires_grad=train)
+    def __init__(
+        self, shape: MoEShape, layout: Layout, dtype: torch.dtype, device: torch.device, activation: str,
+        *, bias: bool, train: bool,
+    ):  # fmt: skip
+        T, D, F, E, K = shape.T, shape.D, shape.F, shape.E, shape.K
+        G, R = 2 * F if activation in GATED else F, layout.num_rows(T, K, E)
 
-    def ints(*size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int64, device=device)
+        def floats(*size: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.empty(size, dtype=kind, device=device, requires_grad=train)
 
-    # routers give float32 gates unless told otherwise
-    gate_TK = floats(T, K, kind=torch.float32)
-    weights = ExpertWeights(
-        w_in_EDG=floats(E, D, G),
-        w_out_EFD=floats(E, F, D),
-        b_in_EG=floats(E, G) if bias else None,
-        b_out_ED=floats(E, D) if bias else None,
-        activation=activation,
-    )
-    plan = RoutingPlan(
-        row_TK=ints(T, K),
-        pair_R=ints(R),
-        offset_E1=ints(E + 1),
-        count_E=ints(E),
-        dropped_E=ints(E),
-        layout=layout,
-        filled=layout.kind == "compact",
-    )
-    known = {
-        "score_TE": floats(T, E),
-        "logits_TE": floats(T, E, kind=torch.float32),
-        "bias_E": torch.empty(E, device=device),
-        "rule": ScoreRule(),
-        "K": K,
-        "routing": Routing(expert_TK=ints(T, K), gate_TK=gate_TK, num_experts=E, ragged=False),
-        "layout": layout,
-        "x_TD": floats(T, D),
-        "x_RD": floats(R, D),
-        "y_RD": floats(R, D),
-        "gate_TK": gate_TK,
-        "plan": plan,
-        "weights": weights,
+        def ints(*size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.int64, device=device)
+
+        self.K, self.layout, self.rule = K, layout, ScoreRule()
+        self.score_TE, self.logits_TE = floats(T, E), floats(T, E, kind=torch.float32)
+        self.bias_E = torch.empty(E, device=device)
+        # routers give float32 gates unless told otherwise
+        self.gate_TK = floats(T, K, kind=torch.float32)
+        self.routing = Routing(expert_TK=ints(T, K), gate_TK=self.gate_TK, num_experts=E, ragged=False)
+        self.x_TD, self.x_RD, self.y_RD = floats(T, D), floats(R, D), floats(R, D)
+        self.plan = RoutingPlan(
+            row_TK=ints(T, K),
+            pair_R=ints(R),
+            offset_E1=ints(E + 1),
+            count_E=ints(E),
+            dropped_E=ints(E),
+            layout=layout,
+            filled=layout.kind == "compact",
+        )
+        self.weights = ExpertWeights(
+            w_in_EDG=floats(E, D, G),
+            w_out_EFD=floats(E, F, D),
+            b_in_EG=floats(E, G) if bias else None,
+            b_out_ED=floats(E, D) if bias else None,
+            activation=activation,
+        )
         # of the two projections the first
-        "w_EDF": weights.w_in_EDG,
-        "b_EF": weights.b_in_EG,
-    }
-    return {name: known[name] for name in op.parameters()}
+        self.w_EDF, self.b_EF = self.weights.w_in_EDG, self.weights.b_in_EG
 
 
 def _describe(value: Any) -> str:

@@ -121,7 +121,7 @@ def _describe(op: Op, found: Found) -> dict[str, Any]:
         "host_sync": one and (one.host_sync or None),
         "deterministic": one and one.deterministic,
         "reuses_output": one and one.reuses_output,
-        "ties": one and (one.ties if op.name == "topk" else None),
+        "ties": one and one.ties,
     }
 
 

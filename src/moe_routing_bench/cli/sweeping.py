@@ -8,43 +8,30 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from moe_routing_bench.bench.cell import Policy
 from moe_routing_bench.bench.executor import ENGINES
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.cli.benching import (
-    Cache,
-    Checked,
-    Device,
-    Full,
-    Impl,
-    Layouts,
-    Limit,
-    Memory,
-    MinRounds,
-    Processes,
-    Ranks,
-    Rounds,
-    Seconds,
-    Seed,
-    Target,
-    Threads,
-    Workloads,
-)
-from moe_routing_bench.cli.choosing import check_device, chosen_device, made_cells, scaled_once
-from moe_routing_bench.cli.finding import IncludePath, include_all
+from moe_routing_bench.cli.choosing import check_device, made_cells, suite_cases
+from moe_routing_bench.cli.finding import include_all
+from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
 from moe_routing_bench.cli.progress import shown_progress
 from moe_routing_bench.cli.tables import outcome_document, short_label
 from moe_routing_bench.cli.terminal import Json, pick, show, show_json, user_mistakes
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.results.sweep import SweepPlan, plan_sweep, run_sweep
-from moe_routing_bench.workloads.cases import SUITES, cases
+from moe_routing_bench.workloads.cases import SUITES
 
 
+@with_options
 def sweep_command(
-    suite: Annotated[str, typer.Argument(help=f"{', '.join(SUITES)}, a model, or one case.")],
+    suite: Annotated[
+        str, typer.Argument(help=f"{', '.join(SUITES)}, a model, one case, or a span with sizes.")
+    ],
     out: Annotated[Path, typer.Option(help="The folder of results; made if it is not there.")],
+    sizes: SizeOptions,
+    what: WhatOptions,
+    measure: MeasureOptions,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Leave out what the folder already holds.")
     ] = True,
@@ -53,26 +40,7 @@ def sweep_command(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and how long.")] = False,
     engine: Annotated[str, typer.Option(help=", ".join(ENGINES))] = "local",
-    full: Full = False,
-    workload: Workloads = None,
-    layout: Layouts = None,
-    impl: Impl = None,
-    stages: Annotated[bool, typer.Option("--stages", help="Also time the stages inside.")] = False,
-    device: Device = None,
-    threads: Threads = 1,
-    cache: Cache = "hot",
-    processes: Processes = 1,
-    rounds: Rounds = 1000,
-    min_rounds: MinRounds = 20,
-    seconds: Seconds = 15.0,
-    target: Target = 0.01,
-    limit: Limit = 120.0,
-    memory: Memory = 12.0,
-    checked: Checked = 3,
-    seed: Seed = 0,
-    ranks: Ranks = 1,
     as_json: Json = False,
-    include_path: IncludePath = None,
 ) -> None:
     """Measure a suite. Stop it whenever you like: run it again and it goes on where it was.
 
@@ -80,25 +48,18 @@ def sweep_command(
     Examples:
       mrb sweep seed-fused~scaled --out results --dry-run
       mrb sweep olmoe-1b-7b~scaled --out results --workload uniform --workload "zipf(1.2)"
+      mrb sweep layer --tokens 128,512 --experts 32,64 --topk 1,2,4 --width 2048 --out results
       mrb sweep seed-grid~scaled --out results --layout "compact,block(64)" --retry-failed
       mrb sweep gpu-quick --out gpu                 on a machine with a GPU, under 15 minutes
 
     \b
     A cell is one case under one workload; its implementations are timed together and stored together.
     """
-    include_all(include_path)
+    include_all(what.include_path)
     pick("engine", engine, ENGINES)
     with user_mistakes():
-        policy = Policy(
-            threads=threads, cache=cache, processes=processes, max_rounds=rounds,
-            min_rounds=min(min_rounds, rounds), max_seconds=seconds, target=target, step_seconds=limit,
-            memory_gib=memory, checked=checked, stages=stages, **chosen_device(device, suite),
-        )  # fmt: skip
-        cells = made_cells(
-            cases(suite) if full else scaled_once(cases(suite)),
-            workloads=workload, impls=impl, layouts=layout, seed=seed, ranks=ranks, policy=policy,
-            include=include_path,
-        )  # fmt: skip
+        policy = measure.policy(suite)
+        cells = made_cells(suite_cases(suite, sizes, what), what, policy)
         plan = plan_sweep(cells, out, retry_failed=retry_failed)
         if not resume:
             plan = SweepPlan(todo=tuple(cells), done=0, failed=0)

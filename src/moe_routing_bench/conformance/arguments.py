@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
@@ -14,113 +14,150 @@ from torch import Tensor
 from moe_routing_bench.conformance.cases import DTYPES, Case, distinct
 from moe_routing_bench.experts import GATED, ExpertWeights
 from moe_routing_bench.ops.make_plan.op import reference as make_plan
+from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 
 
-def arguments(op: str, case: Case, layout: str, dtype: str, seed: int = 0) -> dict[str, Any]:
-    """The op's arguments by name, fresh, drawn from the case's name and the seed."""
-    generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()) + seed)
-    kind = DTYPES[dtype]
+class HardArguments:
+    """The arguments of a hard case by name: HardArguments(case, "compact", "bfloat16").x_TD
 
-    def floats(*shape: int, scale: float = 1.0) -> Tensor:
-        values = torch.randn(shape, generator=generator) * scale
-        return _strided(values.to(kind), case.column_step) if case.strided else values.to(kind)
+    Each is drawn from the case's name, its own name and the seed, so which others are asked for does not
+    matter. An operation is given those it has parameters for (`Op.arguments`).
+    """
 
-    if op == "topk":
-        score_TE = floats(case.T, case.E)
-        return {"score_TE": (score_TE * 2).round() / 2 if case.equal_gates else score_TE, "K": case.K}
+    def __init__(self, case: Case, layout: str, dtype: str, seed: int = 0):
+        self.case, self.dtype, self.seed, self._layout = case, DTYPES[dtype], seed, layout
+        self._key = (case, layout, dtype, seed)
 
-    if op == "score_topk":
-        logits_TE = floats(case.T, case.E)
-        logits_TE = logits_TE * 20 + case.far_logits if case.far_logits else logits_TE
-        logits_TE = (logits_TE * 2).round() / 2 if case.equal_gates else logits_TE
-        bias_E = torch.randn(case.E, generator=generator) * 0.1 if case.bias else None
-        return {"logits_TE": logits_TE, "bias_E": bias_E, "K": case.K, "rule": case.rule}
+    @property
+    def K(self) -> int:
+        return self.case.K
 
-    routing = _routing(case, generator, dtype)
-    if op == "make_plan":
-        return {"routing": routing, "layout": Layout.parse(layout)}
+    @property
+    def rule(self) -> ScoreRule:
+        return self.case.rule
 
-    plan = _plan(case, layout, dtype, seed)
-    D, F = case.D, case.F
-    G = 2 * F if case.activation in GATED else F
-    if op == "dispatch":
-        if case.beyond_int32:
-            # row t starts at element t: T * D logical elements in T + D of memory
-            x_TD = floats(case.T + D).as_strided((case.T, D), (1, 1))
-        else:
-            x_TD = floats(case.T, D)
-        return {"x_TD": x_TD, "plan": plan}
-    if op == "grouped_gemm":
-        holds_R1 = (plan.pair_R >= 0).unsqueeze(1)
-        x_RD = floats(plan.num_rows, D)
-        x_RD = x_RD.masked_fill_(~holds_R1, 0.0) if plan.num_rows else x_RD
-        b_EF = floats(case.E, G) if case.bias else None
-        return {"x_RD": x_RD, "w_EDF": _weight(floats, case, D, G), "plan": plan, "b_EF": b_EF}
-    if op == "combine":
-        y_RD = floats(plan.num_rows, D)
-        gate_TK = routing.gate_TK
+    @property
+    def layout(self) -> Layout:
+        return Layout.parse(self._layout)
+
+    @property
+    def score_TE(self) -> Tensor:
+        return self._rounded(self._floats("score_TE", self.case.T, self.case.E))
+
+    @property
+    def logits_TE(self) -> Tensor:
+        logits_TE, far = self._floats("logits_TE", self.case.T, self.case.E), self.case.far_logits
+        return self._rounded(logits_TE * 20 + far if far else logits_TE)
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        return (values * 2).round() / 2 if self.case.equal_gates else values
+
+    @property
+    def bias_E(self) -> Tensor | None:
+        return torch.randn(self.case.E, generator=self._draws("bias_E")) * 0.1 if self.case.bias else None
+
+    @property
+    def routing(self) -> Routing:
+        case, draws = self.case, self._draws("routing")
+        expert_TK = (case.choose or distinct)(case, draws)
+        gate_TK = torch.rand(case.T, case.K, generator=draws) * 1.5 - 0.25
         if case.cancelling:
+            gate_TK = gate_TK.abs() + 0.25
+        if case.equal_gates:
+            gate_TK = torch.full_like(gate_TK, 0.5)
+        gate_TK = gate_TK.to(torch.float32 if case.float32_gates else self.dtype)
+        if case.strided:
+            expert_TK, gate_TK = (_strided(given, case.column_step) for given in (expert_TK, gate_TK))
+        return Routing(expert_TK=expert_TK, gate_TK=gate_TK, num_experts=case.E, ragged=case.ragged)
+
+    @property
+    def gate_TK(self) -> Tensor:
+        return self.routing.gate_TK
+
+    @property
+    def plan(self) -> RoutingPlan:
+        return _plan(*self._key)
+
+    @property
+    def x_TD(self) -> Tensor:
+        T, D = self.case.T, self.case.D
+        if self.case.beyond_int32:
+            # row t starts at element t: T * D logical elements in T + D of memory
+            return self._floats("x_TD", T + D).as_strided((T, D), (1, 1))
+        return self._floats("x_TD", T, D, scale=self.case.x_scale)
+
+    @property
+    def x_RD(self) -> Tensor:
+        x_RD = self._floats("x_RD", self.plan.num_rows, self.case.D)
+        return x_RD.masked_fill_((self.plan.pair_R < 0).unsqueeze(1), 0.0) if len(x_RD) else x_RD
+
+    @property
+    def y_RD(self) -> Tensor:
+        plan, gate_TK = self.plan, self.gate_TK
+        y_RD = self._floats("y_RD", plan.num_rows, self.case.D)
+        if self.case.cancelling:
             # the second row nearly undoes the first: what is left is of the size of one rounding
             first_T, second_T = plan.row_TK[:, 0], plan.row_TK[:, 1]
             ratio_T1 = (gate_TK[:, 0].double() / gate_TK[:, 1].double()).unsqueeze(1)
-            y_RD[second_T] = (-y_RD[first_T].double() * ratio_T1).to(kind)
+            y_RD[second_T] = (-y_RD[first_T].double() * ratio_T1).to(self.dtype)
         # nobody may read these
-        y_RD.masked_fill_((plan.pair_R < 0).unsqueeze(1), float("nan"))
-        return {"y_RD": y_RD, "gate_TK": gate_TK, "plan": plan}
-    if op == "expert_ffn":
-        weights = ExpertWeights(
-            w_in_EDG=_weight(floats, case, D, G),
-            w_out_EFD=_weight(floats, case, F, D),
-            b_in_EG=floats(case.E, G) if case.bias else None,
-            b_out_ED=floats(case.E, D) if case.bias else None,
+        return y_RD.masked_fill_((plan.pair_R < 0).unsqueeze(1), float("nan"))
+
+    @property
+    def weights(self) -> ExpertWeights:
+        case, G = self.case, self._G
+        return ExpertWeights(
+            w_in_EDG=self._weight("w_in_EDG", case.D, G),
+            w_out_EFD=self._weight("w_out_EFD", case.F, case.D),
+            b_in_EG=self._floats("b_in_EG", case.E, G) if case.bias else None,
+            b_out_ED=self._floats("b_out_ED", case.E, case.D) if case.bias else None,
             activation=case.activation,
         )
-        x_TD = floats(case.T, D, scale=case.x_scale)
-        return {"x_TD": x_TD, "gate_TK": routing.gate_TK, "plan": plan, "weights": weights}
-    raise ValueError(f"the conformance kit has no arguments for the op {op!r}")
+
+    @property
+    def w_EDF(self) -> Tensor:
+        return self._weight("w_EDF", self.case.D, self._G)
+
+    @property
+    def b_EF(self) -> Tensor | None:
+        return self._floats("b_EF", self.case.E, self._G) if self.case.bias else None
+
+    @property
+    def _G(self) -> int:
+        return 2 * self.case.F if self.case.activation in GATED else self.case.F
+
+    def _draws(self, name: str) -> torch.Generator:
+        return torch.Generator().manual_seed(zlib.crc32(f"{self.case.name} {name}".encode()) + self.seed)
+
+    def _floats(self, name: str, *shape: int, scale: float = 1.0) -> Tensor:
+        values = (torch.randn(shape, generator=self._draws(name)) * scale).to(self.dtype)
+        return _strided(values, self.case.column_step) if self.case.strided else values
+
+    def _weight(self, name: str, inputs: int, outputs: int) -> Tensor:
+        # a strided weight is the transposed view that Transformers' layout becomes
+        if self.case.strided:
+            return self._floats(name, self.case.E, outputs, inputs, scale=inputs**-0.5).transpose(1, 2)
+        return self._floats(name, self.case.E, inputs, outputs, scale=inputs**-0.5)
+
+
+@lru_cache(maxsize=64)
+def _plan(case: Case, layout: str, dtype: str, seed: int) -> RoutingPlan:
+    source = HardArguments(case, layout, dtype, seed)
+    return make_plan(source.routing, source.layout)
+
+
+def arguments(op: str, case: Case, layout: str, dtype: str, seed: int = 0) -> dict[str, Any]:
+    """The op's arguments by name, fresh."""
+    return all_ops()[op].arguments(HardArguments(case, layout, dtype, seed))
 
 
 def upstream(op: str, case: Case, shape: torch.Size, args: Mapping[str, Any]) -> Tensor:
     """The gradient that comes back to the result, in float64, for args on the host."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{case.name} backward".encode()))
-    d_out = torch.randn(shape, generator=generator, dtype=torch.float64)
-    if op == "dispatch":
-        holds_R1 = (args["plan"].pair_R >= 0).unsqueeze(1)
-        d_out = torch.where(holds_R1, d_out, float("nan"))
-    if op == "grouped_gemm":
-        # as combine and the activation send it back: zero for padding, anything where no expert is
-        plan = args["plan"]
-        d_out = torch.where((plan.pair_R >= 0).unsqueeze(1), d_out, 0.0)
-        d_out = torch.where((plan.expert_R() < plan.num_experts).unsqueeze(1), d_out, float("nan"))
-    return d_out
-
-
-def _routing(case: Case, generator: torch.Generator, dtype: str) -> Routing:
-    expert_TK = (case.choose or distinct)(case, generator)
-    gate_TK = torch.rand(case.T, case.K, generator=generator) * 1.5 - 0.25
-    if case.cancelling:
-        gate_TK = gate_TK.abs() + 0.25
-    if case.equal_gates:
-        gate_TK = torch.full_like(gate_TK, 0.5)
-    gate_TK = gate_TK.to(torch.float32 if case.float32_gates else DTYPES[dtype])
-    if case.strided:
-        expert_TK, gate_TK = (_strided(given, case.column_step) for given in (expert_TK, gate_TK))
-    return Routing(expert_TK=expert_TK, gate_TK=gate_TK, num_experts=case.E, ragged=case.ragged)
-
-
-@lru_cache(maxsize=64)
-def _plan(case: Case, layout: str, dtype: str, seed: int) -> RoutingPlan:
-    args = arguments("make_plan", case, layout, dtype, seed)
-    return make_plan(args["routing"], args["layout"])
-
-
-def _weight(floats: Callable[..., Tensor], case: Case, inputs: int, outputs: int) -> Tensor:
-    # a strided weight is the transposed view that Transformers' layout becomes
-    if case.strided:
-        return floats(case.E, outputs, inputs, scale=inputs**-0.5).transpose(1, 2)
-    return floats(case.E, inputs, outputs, scale=inputs**-0.5)
+    return all_ops()[op].upstream(torch.randn(shape, generator=generator, dtype=torch.float64), args)
 
 
 def _strided(values: Tensor, step: int = 1) -> Tensor:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-EVERY_OP = ("topk", "score_topk", "make_plan", "dispatch", "grouped_gemm", "combine", "expert_ffn")
-NO_LAYOUT = "-"  # topk and score_topk know no layout
+NO_LAYOUT = "-"  # of an op that knows none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Case:
     rule: ScoreRule = PLAIN  # of score_topk
     far_logits: float = 0.0  # their middle: around -60 scores underflow, around 100 exp(z) overflows
     beyond_int32: bool = False  # x_TD has more than 2^31 elements, in overlapping memory; forward only
-    ops: tuple[str, ...] = EVERY_OP
+    ops: tuple[str, ...] = ()  # those it is hard for; none named: every op
     dtypes: tuple[str, ...] = tuple(DTYPES)
 
     def __str__(self) -> str:
@@ -356,9 +356,9 @@ CASES = (
 )
 
 
-def cases_for(op: str) -> list[Case]:
-    return [case for case in CASES if op in case.ops]
+def cases_for(op: Op) -> list[Case]:
+    return [case for case in CASES if not case.ops or op.name in case.ops]
 
 
-def layouts_for(op: str, case: Case) -> tuple[str, ...]:
-    return (NO_LAYOUT,) if op in ("topk", "score_topk") else case.layouts
+def layouts_for(op: Op, case: Case) -> tuple[str, ...]:
+    return case.layouts if op.has_layout else (NO_LAYOUT,)

@@ -58,8 +58,8 @@ def cells(
 def cells_of(op: str, spec: str, dtypes: Sequence[str] = tuple(DTYPES), device: str = "cpu") -> list[Cell]:
     return [
         Cell(op=op, spec=spec, case=case, layout=layout, dtype=dtype, device=device)
-        for case in cases_for(op)
-        for layout in layouts_for(op, case)
+        for case in cases_for(all_ops()[op])
+        for layout in layouts_for(all_ops()[op], case)
         for dtype in dtypes
         if dtype in case.dtypes
     ]

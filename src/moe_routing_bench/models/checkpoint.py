@@ -31,6 +31,7 @@ from torch import Tensor
 
 from moe_routing_bench.experts import OAI_LIMIT, ExpertWeights, from_transformers
 from moe_routing_bench.ops.score_topk.op import ScoreRule, score_topk
+from moe_routing_bench.routers.router import Router, build
 from moe_routing_bench.routing import Routing
 
 MAX_CONFIG_BYTES = 4 * 2**20
@@ -107,6 +108,26 @@ class CheckpointLayer:
         )
         E = self.router_ED.shape[0]
         return Routing(expert_TK=expert_TK, gate_TK=gate_TK, num_experts=E, ragged=False, logits_TE=logits_TE)
+
+    def router(self, topk: str = "auto") -> Router:
+        """The model's router as one of our rules, with its weights."""
+        rule, (E, D) = self.rule, self.router_ED.shape
+        name, options = "softmax_topk", dict[str, Any](topk=topk)
+        if rule.score == "sigmoid":
+            name = "sigmoid_bias"
+            options |= {"renormalise": rule.renormalise, "scale": rule.scale}
+            options |= {"groups": rule.groups, "keep_groups": rule.keep_groups, "group_score": "top2_sum"}
+        else:
+            whole = "softmax_then_topk_renormalised" if rule.renormalise else "softmax_then_topk"
+            options["order"] = "topk_then_softmax" if rule.score == "topk_softmax" else whole
+            options["bias"] = self.bias_E is not None
+        router = build(name, D, E, rule.K, **options)
+        state = router.state_dict(keep_vars=True)
+        with torch.no_grad():
+            state["w_DE"].copy_(self.router_ED.t())
+            if self.bias_E is not None:
+                state["bias_E" if rule.score == "sigmoid" else "b_E"].copy_(self.bias_E)
+        return router
 
 
 def read_layer(folder: Path | str, layer: int) -> CheckpointLayer:

@@ -219,13 +219,20 @@ class TransformersBlock:
         )
 
     def __call__(self, x_BND: Tensor, by: Rotary | None = None) -> Tensor:
+        return self.layer(x_BND, **self._positions(x_BND, by))
+
+    def attend(self, h_BND: Tensor, by: Rotary | None = None) -> Tensor:
+        """Its attention alone, on what its first norm gave."""
+        return self.layer.self_attn(h_BND, **self._positions(h_BND, by))[0]
+
+    def _positions(self, x_BND: Tensor, by: Rotary | None) -> dict[str, Any]:
         N = x_BND.shape[1]
         cos_NA, sin_NA = rotary(N, self.head_dim, self.theta, x_BND) if by is None else by
         mask_11NN = None
         if self.masked:
             least = torch.finfo(x_BND.dtype).min
             mask_11NN = torch.full((1, 1, N, N), least, dtype=x_BND.dtype, device=x_BND.device).triu(1)
-        return self.layer(x_BND, attention_mask=mask_11NN, position_embeddings=(cos_NA[None], sin_NA[None]))
+        return {"attention_mask": mask_11NN, "position_embeddings": (cos_NA[None], sin_NA[None])}
 
 
 def _config(modeling: Any, moe: MoE, experts: str, **sizes: Any) -> Any:

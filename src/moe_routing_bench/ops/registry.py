@@ -35,6 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
+from moe_routing_bench.cost import Cost
 from moe_routing_bench.names import did_you_mean
 
 OURS = __name__.partition(".")[0]
@@ -129,14 +131,48 @@ class _Source:
     load: Callable[[], ModuleType]
 
 
-class Op:
-    """An operation: its meaning (`reference`, plain torch, any float dtype), and the ways to compute it."""
+Judge = Callable[[Any, Expected, Mapping[str, Any]], list[Verdict]]
 
-    def __init__(self, package: str, reference: Callable[..., Any], *, default: str, stage: int):
+
+class Op:
+    """An operation: what it means, and the ways to compute it.
+
+    reference       plain torch, any float dtype; the oracle when given float64
+    cost            the least work of a call, from its arguments
+    judge           is a result right? Its arguments by name are at hand
+    judge_gradient  the same for the gradient of one argument
+    upstream        the gradient that comes back to the result, as it may really arrive
+    meaningful      the part of a result that two runs must agree on
+    weights         the parameter that holds weights, the same in every call; empty if there is none
+    exact           structure or copies: the reference in the dtype itself is the oracle
+    default         the implementation of "auto" without decisions
+    stage           its place in the flow of data, for listings
+    """
+
+    def __init__(
+        self,
+        package: str,
+        reference: Callable[..., Any],
+        *,
+        cost: Callable[..., Cost],
+        default: str,
+        stage: int,
+        judge: Judge = judge_result,
+        judge_gradient: Callable[[GradientOf, Tensor, Expected], list[Verdict]] = judge_gradient,
+        upstream: Callable[[Tensor, Mapping[str, Any]], Tensor] = lambda d_out, args: d_out,
+        meaningful: Callable[[Any, Mapping[str, Any]], Any] = lambda out, args: out,
+        weights: str = "",
+        differentiable: bool = True,
+        exact: bool = False,
+    ):
         self.package = package
-        self.stage = stage  # place in the flow of data, for listings
+        self.stage = stage
         self.name = package.rpartition(".")[2]
-        self.reference = reference
+        self.reference, self.cost = reference, cost
+        self.judge, self.judge_gradient = judge, judge_gradient
+        self.upstream, self.meaningful = upstream, meaningful
+        self.weights, self.differentiable, self.exact = weights, differentiable, exact
+        self.file = inspect.getfile(reference)
         self.default = default
         self.summary = (inspect.getdoc(sys.modules[reference.__module__]) or "").partition("\n")[0]
         self._ready: dict[str, Implementation] = {}
@@ -183,8 +219,40 @@ class Op:
         """Where an implementation comes from, whether or not it can be loaded; nothing is."""
         return self._source(name).origin
 
+    def source_files(self, name: str) -> list[Path]:
+        """The files an implementation is written in, and helpers beside it; nothing is loaded."""
+        source, _, where = self.origin(name).partition(" ")
+        if self.origin(name) == BUILT_IN:
+            return sorted(Path(self.file).parent.glob(f"{name}.py"))
+        if source == "file":
+            return [Path(where), *sorted(Path(where).parent.glob("_*.py"))]
+        spec = importlib.util.find_spec(where)
+        if spec is None:
+            return []
+        roots = [Path(root) for root in spec.submodule_search_locations or []]
+        files = sorted(path for root in roots for path in root.rglob("*.py"))
+        return files or ([Path(spec.origin)] if spec.origin else [])
+
     def parameters(self) -> list[str]:
         return list(inspect.signature(self.reference).parameters)
+
+    @property
+    def has_layout(self) -> bool:
+        """Does its work depend on where the rows lie?"""
+        return not {"plan", "layout"}.isdisjoint(self.parameters())
+
+    def arguments(self, source: object) -> dict[str, Any]:
+        """Its arguments by name, attributes of `source`: the kit's hard cases, the benchmark's calls and
+        the shapes of `mrb explain` are such sources, so a new operation needs no code in any of them."""
+        try:
+            return {name: getattr(source, name) for name in self.parameters()}
+        except AttributeError as missing:
+            if missing.obj is not source:
+                raise
+            raise NotImplementedError(
+                f"{self.name} takes {missing.name}, which {type(source).__name__} does not make; name the "
+                "arguments of an operation as those that exist are named (DESIGN.md)"
+            ) from None
 
     def _source(self, name: str) -> _Source:
         sources = self._sources()
@@ -205,13 +273,11 @@ class Op:
                 )
             found[name] = source
 
-        package = importlib.import_module(self.package)
-        for module in pkgutil.iter_modules(package.__path__):
-            if module.name != "op" and not module.name.startswith("_"):
-                add(
-                    module.name,
-                    _Source(BUILT_IN, OURS, _importer(f"{self.package}.{module.name}")),
-                )
+        if self.package.partition(".")[0] == OURS:
+            package = importlib.import_module(self.package)
+            for module in pkgutil.iter_modules(package.__path__):
+                if module.name != "op" and not module.name.startswith("_"):
+                    add(module.name, _Source(BUILT_IN, OURS, _importer(f"{self.package}.{module.name}")))
         for entry in _entry_points():
             op_name, _, name = entry.name.partition(".")
             if op_name == self.name:
@@ -219,6 +285,8 @@ class Op:
                 add(name, _Source(f"package {owner}", owner, entry.load))
         for folder in _included:
             for path in sorted((folder / self.name).glob("[!_]*.py")):
+                if path.stem == "op":
+                    continue
                 add(path.stem, _Source(f"file {path}", "", _file_importer(self.name, path)))
         return found
 
@@ -256,25 +324,42 @@ class Op:
 
 
 def all_ops() -> dict[str, Op]:
-    """Every folder of ops/ that holds an op.py, by name, in the order data flows through them."""
+    """Every folder of ops/, or of a folder that was included, that holds an op.py: by name, in the order data
+    flows through them."""
     package = importlib.import_module(f"{OURS}.ops")
-    found = {
+    ops = {
         module.name: importlib.import_module(f"{OURS}.ops.{module.name}.op").op
         for module in pkgutil.iter_modules(package.__path__)
         if module.ispkg
     }
-    return dict(sorted(found.items(), key=lambda item: item[1].stage))
+    for path in _ops_outside():
+        if path.parent.name in ops:
+            raise ValueError(f"{path}: there is an operation {path.parent.name} already; rename the folder")
+        ops[path.parent.name] = _outside_op(path)
+    return dict(sorted(ops.items(), key=lambda item: item[1].stage))
+
+
+def _ops_outside() -> list[Path]:
+    return [path for folder in _included for path in sorted(folder.glob("[!_]*/op.py"))]
+
+
+@cache
+def _outside_op(path: Path) -> Op:
+    """An operation's meaning is trusted, wherever it stands: it says what is right."""
+    return _file_importer(path.parent.name, path)().op
 
 
 def include(folder: Path | str) -> None:
-    """Also look for implementations in `<folder>/<op>/<name>.py`; the folder may hold routers alone."""
+    """Also look for implementations in `<folder>/<op>/<name>.py`, for new ops in `<folder>/<op>/op.py`;
+    the folder may hold routers alone."""
     path = Path(folder).resolve()
     if not path.is_dir():
         raise ValueError(
             f"{folder} is not a folder; it should hold <op>/<name>.py or routers/<name>.py files"
         )
     names = set(all_ops())
-    if not any(child.name in {*names, "routers"} for child in path.iterdir() if child.is_dir()):
+    folders = [child for child in path.iterdir() if child.is_dir()]
+    if not any(child.name in {*names, "routers"} or (child / "op.py").is_file() for child in folders):
         raise ValueError(
             f"{folder} holds no folder named after an op and none called routers; "
             f"the ops are {', '.join(sorted(names))}"
@@ -327,6 +412,8 @@ def _file_importer(op: str, path: Path) -> Callable[[], ModuleType]:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        if path.stem == "op":  # its implementations import it by this name
+            sys.modules[name] = module
         spec.loader.exec_module(module)
         return module
 

@@ -18,10 +18,7 @@ from moe_routing_bench.bench.identity import (
 )
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.repro import repro_command
-from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.bench.rounds import WARM_SAMPLES
-from moe_routing_bench.bench.spans import span_named
-from moe_routing_bench.cost import pack_bytes
 from moe_routing_bench.machine import Machine
 from moe_routing_bench.results import record as schema
 from moe_routing_bench.results.record import Record, log_tail, one_line
@@ -46,7 +43,7 @@ def _record(
     one: SubjectOutcome, outcome: CellOutcome, session: Session, suite: str, environment: str
 ) -> Record:
     cell, case = outcome.cell, outcome.cell.case
-    span, weather = span_named(case.span), outcome.weather
+    span, weather = cell.span, outcome.weather
     assert weather is not None
     timing = comparison = None
     if one.samples:
@@ -68,8 +65,8 @@ def _record(
         harness_hash=harness_hash(),
         what=schema.What(
             span=span.name,
-            direction="forward",
-            contract_hash=contract_hash(span),
+            direction=case.direction,  # type: ignore[arg-type]
+            contract_hash=contract_hash(span, one.subject),
             included=span.included,
             excluded=span.excluded,
             layout=one.subject.layout,
@@ -148,13 +145,10 @@ def _routing(one: SubjectOutcome, outcome: CellOutcome) -> schema.Routing | None
 
 def _work(one: SubjectOutcome, cell: Cell) -> schema.Work:
     seconds = median(one.samples) if one.samples else None
-    share = bw_2pass = bw_strict = None
+    share = None
     if seconds is not None and one.floor_seconds is not None:
         share = min(1.0, one.floor_seconds / seconds)
-    if seconds is not None and cell.case.span == "pack":
-        s, size = cell.case.shape, DTYPES[cell.case.dtype].itemsize
-        bw_2pass = pack_bytes("bw_2pass", s.T, s.K, s.D, size) / seconds
-        bw_strict = pack_bytes("bw_strict", s.T, s.K, s.D, size) / seconds
+    bandwidths = {} if seconds is None else cell.span.bandwidths(cell.case, seconds)
     return schema.Work(
         useful_flops=one.cost.useful_flops,
         executed_flops=one.cost.executed_flops,
@@ -162,8 +156,8 @@ def _work(one: SubjectOutcome, cell: Cell) -> schema.Work:
         activation_bytes=one.cost.activation_bytes,
         floor_seconds=one.floor_seconds,
         share_of_roof=share,
-        bw_2pass=bw_2pass,
-        bw_strict=bw_strict,
+        bw_2pass=bandwidths.get("bw_2pass"),
+        bw_strict=bandwidths.get("bw_strict"),
     )
 
 

@@ -6,9 +6,11 @@ file's docstring is what listings show; the rest gives the formula.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -223,3 +225,20 @@ def router_named(name: str) -> type[Router]:
 def build(name: str, D: int, E: int, K: int, **options: Any) -> Router:
     """The routing rule called `name`, e.g. build("softmax_topk", 64, 8, 2, loss_weights={"switch": 0.01})."""
     return router_named(name)(D, E, K, **options)
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """A rule with options as text: "top_p(p=0.8,most=4)" is ("top_p", {"p": 0.8, "most": 4})."""
+    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", spec)
+    if match is None:
+        raise ValueError(f"cannot read {spec!r}; write a name, or a name with options: top_p(p=0.8)")
+    options: dict[str, Any] = {}
+    for word in re.findall(r"(?:[^,({]|\([^()]*\)|\{[^{}]*\})+", match[2] or ""):
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not equals:
+            raise ValueError(f"cannot read {word!r} in {spec!r}; write option=value")
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+    return match[1], options

@@ -20,11 +20,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from moe_routing_bench.bench.cell import Cell, Policy, Subject
-from moe_routing_bench.bench.inputs import Inputs
+from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.rounds import TWIN, BlamedError, measure
-from moe_routing_bench.bench.spans import span_named
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import quiet_cores
 from moe_routing_bench.bench.trial import Setup, Trial, try_alone
 from moe_routing_bench.bench.verdict import aa_floor, compare_cells
@@ -317,7 +316,7 @@ class RealTimes:
             policy=self.policy,
             include=(str(KERNELS),),
         )
-        self.judge = self.judge or Judge(span_named(CASE.span), Inputs.of(cell))
+        self.judge = self.judge or Judge(cell.span, cell.inputs())
         setup = Setup(cell=cell, judge=self.judge, cores=quiet_cores(self.policy.threads))
         if self.taken % GATE_EVERY == 0:
             self.gates = {}

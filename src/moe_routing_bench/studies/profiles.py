@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +21,23 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, record_function
 
-from moe_routing_bench.accuracy import Verdict
-from moe_routing_bench.accuracy import judge as judge_values
-from moe_routing_bench.bench.blocks import our_layer, plain_layer
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.paired import Contender
-from moe_routing_bench.bench.spans import layer_of
+from moe_routing_bench.bench.spans.layer import span as layer_span
+from moe_routing_bench.bench.spans.op import STAGED
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.experts import activate
 from moe_routing_bench.layer import MoE
-from moe_routing_bench.models.decoder import transformers_moe
-from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
+from moe_routing_bench.models.hand_ordered import Stage, hand_ordered
 from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.routing import TokenInfo
 
 SHARES = ("route", "pack", "gemm", "combine", "fused", "shared", "python")
-STAGED = ("dispatch", "grouped_gemm", "combine")
-DEFAULT_CONTENDERS = (
+SUBJECTS = (
     "transformers(eager)",
     "transformers(grouped_mm)",
     "hand-ordered",
-    "ours(staged(dispatch=native,grouped_gemm=native,combine=native))",
-    "ours",
+    "staged(dispatch=native,grouped_gemm=native,combine=native)",
+    "auto",
 )
 PREFIX = "mrb::"
 MULTIPLIES = re.compile(r"aten::(linear|mm|addmm|bmm|matmul|_?grouped_mm)$|transformers::.*grouped_mm")
@@ -74,10 +72,10 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
-    """A contender, and the same computation with its stages in named ranges."""
+    """A subject's computation with its stages in named ranges."""
 
-    contender: Contender
-    ranged: Callable[[Tensor], Tensor] | None = None
+    subject: Subject
+    run: Callable[..., Tensor]
     modules: Mapping[str, nn.Module] = field(default_factory=dict)  # put into ranges by hooks
 
 
@@ -88,157 +86,75 @@ def stage(name: str, nvtx: Any = None) -> Iterator[None]:
         yield
 
 
-class MoEInputs:
-    """One case's MoE block: x by call number, the judge, and contenders by name."""
-
-    def __init__(self, inputs: Inputs, *, device: str = "cpu", nvtx: Any = None):
-        self.inputs, self.layout = inputs, inputs.case.layout
-        self.device, self.nvtx = device, nvtx
-        self._layer = layer_of(expert_ffn_op.get("staged"), inputs, self.layout).to(device)
-        self._expected: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def x(self, number: int) -> Tensor:
-        (x_TD,) = self.inputs.call(number, self.layout)
-        return x_TD.to(self.device)
-
-    def judge(self, y_TD: Tensor, number: int) -> Verdict:
-        oracle, baseline = (self._plain(number, dtype) for dtype in (torch.float64, self.inputs.dtype))
-        return judge_values(y_TD.cpu(), oracle, baseline)
-
-    @torch.no_grad()
-    def _plain(self, number: int, dtype: torch.dtype) -> Tensor:
-        if (number, dtype) not in self._expected:
-            layer = plain_layer(self.inputs, self.layout, dtype)
-            (x_TD,) = self.inputs.call(number, self.layout)
-            self._expected[number, dtype] = layer(x_TD.to(dtype))[0]
-        return self._expected[number, dtype]
-
-    def contender(self, spec: str) -> Profiled:
-        """transformers(EXPERTS), hand-ordered, ours or ours(IMPLEMENTATION)."""
-        match = re.fullmatch(r"\s*(transformers|hand-ordered|ours)\s*(?:\((.*)\))?\s*", spec)
-        if match is None or (match[1] == "hand-ordered" and match[2]):
-            raise ValueError(
-                f"cannot read {spec!r}; write transformers, transformers(eager), hand-ordered, ours or "
-                "ours(IMPLEMENTATION)"
-            )
-        name, inside = match.groups()
-        try:
-            layer = our_layer(self.inputs, self._layer, (inside or "auto") if name == "ours" else "staged")
-            if name == "transformers":
-                return self._transformers(spec, layer, inside or "grouped_mm")
-        except NotImplementedError as reason:
-            return Profiled(contender=Contender(name=spec, missing=str(reason)))
-        if name == "ours":
-            ours = Contender(name=spec, label=layer.implementation, call=lambda x_TD: layer(x_TD)[0])
-            return Profiled(contender=ours, ranged=in_stages(layer, self.nvtx))
-        call = lambda x_TD: hand_ordered(layer, x_TD, self.nvtx)  # noqa: E731
-        told = "sort, index, one matmul for each expert, index_add"
-        return Profiled(contender=Contender(name=spec, label=told, call=call), ranged=call)
-
-    def _transformers(self, spec: str, layer: MoE, experts: str) -> Profiled:
-        block = transformers_moe(layer, experts=experts)
-
-        def call(x_TD: Tensor) -> Tensor:
-            return block(x_TD.unsqueeze(0)).squeeze(0)
-
-        told = f"Transformers' Qwen3MoeSparseMoeBlock, {experts} experts"
-        return Profiled(
-            contender=Contender(name=spec, label=told, call=call),
-            ranged=call,
-            modules={"route": block.gate, "experts": block.experts},
-        )
+def profiled(subject: Subject, inputs: Inputs, nvtx: Any = None) -> Profiled:
+    """A subject of the span `layer` with its stages in named ranges; whole layers of others by hooks."""
+    in_range = partial(stage, nvtx=nvtx)
+    computation = layer_span.built(subject, inputs)
+    owner = computation.owner
+    if not isinstance(owner, MoE):
+        modules = {} if owner is None else {"route": owner.gate, "experts": owner.experts}
+        return Profiled(subject=subject, run=computation.run, modules=modules)
+    if subject.spec == "hand-ordered":
+        return Profiled(subject=subject, run=lambda x_TD, info: hand_ordered(owner, x_TD, in_range))
+    return Profiled(subject=subject, run=in_stages(owner, in_range))
 
 
-def hand_ordered(layer: MoE, x_TD: Tensor, nvtx: Any = None) -> Tensor:
-    """What a careful person writes in torch: one sort, rows in order, a matmul for each expert, index_add."""
-    weights, router = layer.experts.weights(), layer.router
-    E, K, w_DE = router.E, router.K, router.get_parameter("w_DE")
-    with stage("route", nvtx):
-        probability_TE = (x_TD.float() @ w_DE).softmax(-1)
-        gate_TK, expert_TK = probability_TE.topk(K, dim=-1)
-        gate_TK = gate_TK / gate_TK.sum(-1, keepdim=True)
-    with stage("pack", nvtx):
-        expert_P, order_P = expert_TK.flatten().sort()
-        token_P = order_P // K
-        counts = torch.bincount(expert_P, minlength=E).tolist()
-        x_PD = x_TD[token_P]
-    with stage("gemm", nvtx):
-        y_PD, start = torch.empty_like(x_PD), 0
-        for e, count in enumerate(counts):
-            if count:
-                h_PG = x_PD[start : start + count] @ weights.w_in_EDG[e]
-                if weights.b_in_EG is not None:
-                    h_PG += weights.b_in_EG[e]
-                h_PF = activate(h_PG, weights.activation)
-                torch.mm(h_PF, weights.w_out_EFD[e], out=y_PD[start : start + count])
-                if weights.b_out_ED is not None:
-                    y_PD[start : start + count] += weights.b_out_ED[e]
-                start += count
-    with stage("combine", nvtx):
-        gate_P1 = gate_TK.flatten()[order_P].unsqueeze(1)
-        y_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
-        y_TD = y_TD.index_add_(0, token_P, y_PD * gate_P1).to(x_TD.dtype)
-    return _with_shared(layer, x_TD, y_TD, nvtx)
-
-
-def in_stages(layer: MoE, nvtx: Any = None) -> Callable[[Tensor], Tensor]:
+def in_stages(layer: MoE, in_range: Stage) -> Callable[[Tensor, TokenInfo], Tensor]:
     """What `layer` does, stage by stage; a kernel that does all at once is one stage, "fused"."""
     ffn, weights = layer.expert_ffn, layer.experts.weights()
     ops = all_ops()
     parts = [ops[name].get(str(ffn.config[name])).run for name in STAGED if name in ffn.config]
 
-    def run(x_TD: Tensor) -> Tensor:
-        with stage("route", nvtx):
-            routing = layer.router(x_TD)
-        with stage("pack", nvtx):
+    def run(x_TD: Tensor, info: TokenInfo) -> Tensor:
+        with in_range("route"):
+            routing = layer.router(x_TD, info)
+        with in_range("pack"):
             plan = layer.make_plan(routing, layer.layout)
         if len(parts) < len(STAGED):
-            with stage("fused", nvtx):
+            with in_range("fused"):
                 y_TD = ffn(x_TD, routing.gate_TK, plan, weights)
-            return _with_shared(layer, x_TD, y_TD, nvtx)
+            return _with_shared(layer, x_TD, y_TD, in_range)
         dispatch, gemm, combine = parts
-        with stage("pack", nvtx):
+        with in_range("pack"):
             x_RD = dispatch(x_TD, plan)
-        with stage("gemm", nvtx):
+        with in_range("gemm"):
             h_RG = gemm(x_RD, weights.w_in_EDG, plan, weights.b_in_EG)
             y_RD = gemm(activate(h_RG, weights.activation), weights.w_out_EFD, plan, weights.b_out_ED)
-        with stage("combine", nvtx):
+        with in_range("combine"):
             y_TD = combine(y_RD, routing.gate_TK, plan)
-        return _with_shared(layer, x_TD, y_TD, nvtx)
+        return _with_shared(layer, x_TD, y_TD, in_range)
 
     return run
 
 
-def _with_shared(layer: MoE, x_TD: Tensor, y_TD: Tensor, nvtx: Any) -> Tensor:
+def _with_shared(layer: MoE, x_TD: Tensor, y_TD: Tensor, in_range: Stage) -> Tensor:
     if layer.shared is None:
         return y_TD
-    with stage("shared", nvtx):
+    with in_range("shared"):
         return y_TD + layer.shared.on_every_token(x_TD)
 
 
 @torch.no_grad()
-def profile(
-    one: Profiled, x_of: Callable[[int], Tensor], *, calls: int, chrome: Path | None = None
-) -> Profile:
-    """torch.profiler over `calls` calls, each on an input of its own, after two that are not seen."""
-    assert one.ranged is not None
+def profile(one: Profiled, inputs: Inputs, *, calls: int, chrome: Path | None = None) -> Profile:
+    """torch.profiler over `calls` calls, each on inputs of its own, after two that are not seen."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every start and stop on stderr
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    inputs = [x_of(500 + n) for n in range(calls + 2)]
+    made = [layer_span.call(one.subject, inputs, 500 + n, n % 4) for n in range(calls + 2)]
+    given = [tuple(layer_span.arguments(call).values()) for call in made]
     with _hooked(one.modules):
-        for x in inputs[:2]:
-            one.ranged(x)
+        for args in given[:2]:
+            one.run(*args)
         with torch.profiler.profile(activities=activities, record_shapes=True) as seen:
-            for x in inputs[2:]:
+            for args in given[2:]:
                 with stage("call"):
-                    one.ranged(x)
+                    one.run(*args)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
     if chrome is not None:
         seen.export_chrome_trace(str(chrome))
-    D = inputs[0].shape[-1]
+    D = inputs.case.shape.D
     return read_profile(seen.key_averages(), seen.events(), calls=calls, width=D)
 
 

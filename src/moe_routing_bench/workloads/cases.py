@@ -19,7 +19,11 @@ from moe_routing_bench.workloads.models import DECODE_TOKENS, MODELS, PREFILL_TO
 MOST_WEIGHT_BYTES = 256 * 2**20
 MOST_ACTIVATION_BYTES = 256 * 2**20
 MOST_FLOPS = 2e10
-WITHOUT_WEIGHTS = ("topk", "score_topk", "make_plan", "dispatch", "combine", "pack", "routing")
+DIRECTIONS = {
+    "forward": "the result alone",
+    "backward": "gradients alone; the forward before it is not timed",
+    "train": "forward and backward",
+}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -30,6 +34,7 @@ class BenchCase:
     BenchCase(name="seed-fused/32x7168", span="expert_ffn", shape=MoEShape(T=32, D=7168, F=256, E=256, K=8),
               dtype="float32")
     span: an op; or pack (dispatch and combine), routing (top-k, plan, pack), layer, block (with attention).
+    weights: do the experts' take part? checkpoint: a saved model whose weights are used, layer: which of its.
     """
 
     name: str
@@ -42,31 +47,41 @@ class BenchCase:
     shared_F: int = 0
     heads: int = 0  # of the attention in a block
     sequences: int = 1
+    weights: bool = True
+    direction: str = "forward"
+    checkpoint: str = ""
+    layer: int = 0
     scaled_from: str = ""  # the name of the case this one stands in for
 
     def __post_init__(self) -> None:
         if self.dtype not in BYTES:
             raise ValueError(f"cases come in {', '.join(BYTES)}, not in {self.dtype!r}")
+        if self.direction not in DIRECTIONS:
+            raise ValueError(f"there is no direction {self.direction!r}; there are {', '.join(DIRECTIONS)}")
+
+    @property
+    def element_size(self) -> int:
+        return BYTES[self.dtype]
 
     @property
     def weight_bytes(self) -> int:
-        if self.span in WITHOUT_WEIGHTS:
+        if not self.weights:
             return 0
         per_unit = 3 if self.activation in GATED else 2
         units = self.shape.E * self.shape.F + self.shared_F
-        return per_unit * self.shape.D * units * BYTES[self.dtype]
+        return per_unit * self.shape.D * units * self.element_size
 
     @property
     def activation_bytes(self) -> int:
         """The largest set of rows a plain implementation holds at once."""
         s = self.shape
-        width = s.D if self.span in WITHOUT_WEIGHTS else s.D + 2 * s.F
-        return s.num_pairs * width * BYTES[self.dtype]
+        width = s.D + 2 * s.F if self.weights else s.D
+        return s.num_pairs * width * self.element_size
 
     @property
     def flops(self) -> int:
         s = self.shape
-        if self.span in WITHOUT_WEIGHTS:
+        if not self.weights:
             return 2 * s.num_pairs * s.D
         per_unit = 3 if self.activation in GATED else 2
         return 2 * per_unit * s.D * (s.num_pairs * s.F + s.T * self.shared_F)
@@ -136,6 +151,7 @@ def seed_pack() -> list[BenchCase]:
         BenchCase(
             name=f"seed-pack/{T}x{D}-e{E}-k{K}",
             span="pack",
+            weights=False,
             shape=MoEShape(T=T, D=D, F=1, E=E, K=K),
             dtype="float16",
         )
@@ -162,7 +178,12 @@ def seed_grid() -> list[BenchCase]:
 
 def seed_routing() -> list[BenchCase]:
     return [
-        BenchCase(name=f"seed-routing/{T}-e{E}", span="routing", shape=MoEShape(T=T, D=4096, F=1, E=E, K=2))
+        BenchCase(
+            name=f"seed-routing/{T}-e{E}",
+            span="routing",
+            shape=MoEShape(T=T, D=4096, F=1, E=E, K=2),
+            weights=False,
+        )
         for T, E in product((8192, 16384, 32768), (64, 128, 256))
     ]
 
@@ -188,11 +209,11 @@ def gpu_quick() -> list[BenchCase]:
     prefill = MoEShape(T=512, D=1024, F=512, E=32, K=4)
     decode = MoEShape(T=8, D=2048, F=512, E=32, K=8)
     found = [
-        BenchCase(name="gpu-quick/topk", span="topk", shape=scored),
-        BenchCase(name="gpu-quick/score_topk", span="score_topk", shape=scored),
-        BenchCase(name="gpu-quick/make_plan", span="make_plan", shape=moved),
-        BenchCase(name="gpu-quick/dispatch", span="dispatch", shape=moved),
-        BenchCase(name="gpu-quick/combine", span="combine", shape=moved),
+        BenchCase(name="gpu-quick/topk", span="topk", shape=scored, weights=False),
+        BenchCase(name="gpu-quick/score_topk", span="score_topk", shape=scored, weights=False),
+        BenchCase(name="gpu-quick/make_plan", span="make_plan", shape=moved, weights=False),
+        BenchCase(name="gpu-quick/dispatch", span="dispatch", shape=moved, weights=False),
+        BenchCase(name="gpu-quick/combine", span="combine", shape=moved, weights=False),
         BenchCase(name="gpu-quick/gemm", span="grouped_gemm", shape=prefill),
         BenchCase(name="gpu-quick/gemm-blocks", span="grouped_gemm", shape=prefill, layout="block(64)"),
         BenchCase(name="gpu-quick/ffn-prefill", span="expert_ffn", shape=prefill),
@@ -218,6 +239,16 @@ def model_cases(name: str) -> list[BenchCase]:
     ]
 
 
+def topk_grid() -> list[BenchCase]:
+    return [
+        BenchCase(
+            name=f"topk-grid/{T}-e{E}-k{K}", span="topk", shape=MoEShape(T=T, D=1, F=1, E=E, K=K),
+            dtype="float32", weights=False,
+        )
+        for T, E, K in product((512, 4096, 32768), (32, 64, 128), (1, 2, 4))
+    ]  # fmt: skip
+
+
 SUITES: dict[str, Callable[[], list[BenchCase]]] = {
     "seed-fused": seed_fused,
     "seed-qwen": seed_qwen,
@@ -225,6 +256,7 @@ SUITES: dict[str, Callable[[], list[BenchCase]]] = {
     "seed-grid": seed_grid,
     "seed-routing": seed_routing,
     "seed-decoder": seed_decoder,
+    "topk-grid": topk_grid,
     "gpu-quick": gpu_quick,
 }
 

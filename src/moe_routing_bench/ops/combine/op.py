@@ -7,9 +7,15 @@ their gradient is zero, as is the gradient of a gate whose pair has no row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_result
+from moe_routing_bench.accuracy import judge as judge_values
+from moe_routing_bench.cost import INDEX_BYTES, Cost, counts
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.plan import RoutingPlan
@@ -28,7 +34,47 @@ def reference(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     return torch.stack(out) if out else y_RD.new_zeros(0, y_RD.shape[1])
 
 
-op = Op(__package__, reference, default="gather_sum", stage=5)
+def cost(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Cost:
+    pairs, _, _ = counts(plan)
+    T, K, D = plan.num_tokens, plan.num_choices, y_RD.shape[1]
+    rows = (pairs + T) * D * y_RD.element_size()
+    return Cost(
+        useful_flops=2 * pairs * D,
+        executed_flops=2 * pairs * D,
+        activation_bytes=rows + T * K * (gate_TK.element_size() + INDEX_BYTES),
+    )
+
+
+def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
+    """Values, and exactly zero for tokens without a row; expert_ffn's too."""
+    (verdict,) = judge_result(out, expected, args)
+    wrong = [verdict.of("y_TD")]
+    if verdict.fault in ("structure", "shape", "dtype"):
+        return wrong
+    alone_T = (args["plan"].row_TK < 0).all(dim=1)
+    if bool((out[alone_T] != 0).any()):
+        alone = alone_T.nonzero().flatten().tolist()[:20]
+        sentence = f"y_TD: tokens {alone} have no row but do not get exactly zero"
+        wrong.append(Verdict(passed=False, fault="value", sentence=sentence))
+    return wrong
+
+
+def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
+    more = expected.more(gradient.numel())
+    if of.name != "y_RD":
+        return [judge_values(gradient, expected.oracle, expected.baseline, more)]
+    holds_R = of.args["plan"].pair_R >= 0
+    wrong = [judge_values(gradient[holds_R], expected.oracle[holds_R], expected.baseline[holds_R], more)]
+    if bool((gradient[~holds_R] != 0).any()):
+        sentence = "rows without a pair do not get exactly zero"
+        wrong.append(Verdict(passed=False, fault="value", sentence=sentence))
+    return wrong
+
+
+op = Op(
+    __package__, reference, cost=cost, judge=judge, judge_gradient=judge_gradient, default="gather_sum",
+    stage=5,
+)  # fmt: skip
 
 
 def combine(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, *, impl: str = "auto") -> Tensor:

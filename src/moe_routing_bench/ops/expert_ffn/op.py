@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_routing_bench.cost import INDEX_BYTES, Cost, counts, tokens_with_a_row
 from moe_routing_bench.experts import ExpertWeights, activate
 from moe_routing_bench.ops.auto import resolve
+from moe_routing_bench.ops.combine.op import judge
 from moe_routing_bench.ops.registry import Implementation, Op, tensors_in
 from moe_routing_bench.plan import RoutingPlan
 
@@ -33,7 +35,22 @@ def reference(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertW
     return y_TD.to(x_TD.dtype)
 
 
-op = Op(__package__, reference, default="staged", stage=6)
+def cost(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Cost:
+    """Both projections and the gates; nothing between them need touch memory, so only x and y do."""
+    pairs, owned, active = counts(plan)
+    matrices = weights.w_in_EDG[0].numel() + weights.w_out_EFD[0].numel()
+    parameters = sum(tensor[0].numel() for tensor in weights.tensors().values())
+    T, K, D = plan.num_tokens, plan.num_choices, weights.D
+    rows = (tokens_with_a_row(plan) + T) * D * x_TD.element_size()
+    return Cost(
+        useful_flops=2 * matrices * pairs + 2 * D * pairs,
+        executed_flops=2 * matrices * owned + 2 * D * pairs,
+        weight_bytes=active * parameters * weights.w_in_EDG.element_size(),
+        activation_bytes=rows + T * K * (gate_TK.element_size() + INDEX_BYTES),
+    )
+
+
+op = Op(__package__, reference, cost=cost, judge=judge, weights="weights", default="staged", stage=6)
 
 
 def expert_ffn(

@@ -8,9 +8,15 @@ gradient that arrives there may be NaN and must not reach w_EDF or b_EF.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from moe_routing_bench.accuracy import Expected, GradientOf, Verdict
+from moe_routing_bench.accuracy import judge as judge_values
+from moe_routing_bench.cost import Cost, counts
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.plan import RoutingPlan
@@ -26,7 +32,55 @@ def reference(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | Non
     return torch.cat(spans)
 
 
-op = Op(__package__, reference, default="expert_loop", stage=4)
+def cost(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None) -> Cost:
+    _, D, F = w_EDF.shape
+    pairs, owned, active = counts(plan)
+    size = x_RD.element_size()
+    bias = 0 if b_EF is None else active * F * size
+    return Cost(
+        useful_flops=2 * D * F * pairs,
+        executed_flops=2 * D * F * owned,
+        weight_bytes=active * D * F * w_EDF.element_size() + bias,
+        activation_bytes=pairs * (D + F) * size,
+    )
+
+
+def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
+    """Rows that hold a pair; padding inside a span must be finite."""
+    oracle, baseline, plan = expected.oracle, expected.baseline, args["plan"]
+    if not isinstance(out, Tensor) or out.shape != baseline.shape:
+        return [judge_values(out, oracle, baseline)]
+    holds_R, owned_R = plan.pair_R >= 0, plan.expert_R() < plan.num_experts
+    if not bool(out[owned_R & ~holds_R].isfinite().all()):
+        sentence = "y_RF: padding rows inside a span are not finite, and would spoil the weights' gradient"
+        return [Verdict(passed=False, fault="nonfinite", sentence=sentence)]
+    more = expected.more(out.numel())
+    return [judge_values(out[holds_R], oracle[holds_R], baseline[holds_R], more).of("y_RF")]
+
+
+def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
+    oracle, baseline, more = expected.oracle, expected.baseline, expected.more(gradient.numel())
+    if of.name == "x_RD":
+        holds_R = of.args["plan"].pair_R >= 0
+        gradient, oracle, baseline = gradient[holds_R], oracle[holds_R], baseline[holds_R]
+    return [judge_values(gradient, oracle, baseline, more)]
+
+
+def upstream(d_out: Tensor, args: Mapping[str, Any]) -> Tensor:
+    """As combine and the activation send it back: zero for padding, anything where no expert is."""
+    plan = args["plan"]
+    d_out = torch.where((plan.pair_R >= 0).unsqueeze(1), d_out, 0.0)
+    return torch.where((plan.expert_R() < plan.num_experts).unsqueeze(1), d_out, float("nan"))
+
+
+def meaningful(out: Tensor, args: Mapping[str, Any]) -> Tensor:
+    return out[args["plan"].pair_R >= 0]
+
+
+op = Op(
+    __package__, reference, cost=cost, judge=judge, judge_gradient=judge_gradient, upstream=upstream,
+    meaningful=meaningful, weights="w_EDF", default="expert_loop", stage=4,
+)  # fmt: skip
 
 
 def grouped_gemm(

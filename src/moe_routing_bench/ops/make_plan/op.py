@@ -7,11 +7,15 @@ The result is exact: two implementations give the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_routing_bench.accuracy import Expected, Verdict, judge_exact, wrong_structure
+from moe_routing_bench.cost import INDEX_BYTES, Cost
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.plan import Layout, RoutingPlan
@@ -60,7 +64,46 @@ def reference(routing: Routing, layout: Layout) -> RoutingPlan:
 # temporaries of 256 KiB each; a slab also costs O(E), so it grows with E
 SLAB_PAIRS = 2**15
 
-op = Op(__package__, reference, default="argsort", stage=2)
+
+def cost(routing: Routing, layout: Layout) -> Cost:
+    T, K, E = routing.num_tokens, routing.num_choices, routing.num_experts
+    # ids in, row_TK and pair_R out; with drop=probs the gates are read too
+    indices = 2 * T * K + layout.num_rows(T, K, E)
+    by_gate = layout.kind == "padded" and layout.drop == "probs"
+    gates = routing.gate_TK.element_size() * T * K if by_gate else 0
+    return Cost(activation_bytes=indices * INDEX_BYTES + gates)
+
+
+def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
+    if not isinstance(out, RoutingPlan):
+        return [wrong_structure(f"returned {type(out).__name__} instead of a RoutingPlan")]
+    try:
+        out.validate()
+    except ValueError as error:
+        return [wrong_structure(f"the plan contradicts itself: {error}")]
+    except IndexError as error:
+        return [wrong_structure(f"the plan points outside its tensors: {error}")]
+    wrong = []
+    for field in fields(out):
+        got, want = getattr(out, field.name), getattr(expected.oracle, field.name)
+        same = judge_exact(got, want).passed if isinstance(want, Tensor) else got == want
+        if isinstance(want, Tensor) and not same:
+            wrong.append(wrong_structure(f"{field.name}: {judge_exact(got, want).sentence}"))
+        elif not same:
+            wrong.append(wrong_structure(f"{field.name} is {got} instead of {want}"))
+    return wrong
+
+
+op = Op(
+    __package__,
+    reference,
+    cost=cost,
+    judge=judge,
+    differentiable=False,
+    exact=True,
+    default="argsort",
+    stage=2,
+)
 
 
 def make_plan(routing: Routing, layout: Layout, *, impl: str = "auto") -> RoutingPlan:

@@ -14,12 +14,17 @@ for the experts that were chosen.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_exact, wrong_structure
+from moe_routing_bench.accuracy import judge as judge_values
+from moe_routing_bench.cost import INDEX_BYTES, Cost
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.registry import Op
 
@@ -80,7 +85,66 @@ def reference(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule)
     return gates_of(logits_TE, expert_TK, rule), expert_TK
 
 
-op = Op(__package__, reference, default="eager", stage=1)
+def cost(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule) -> Cost:
+    """Logits in, gates and ids out; scores need not touch memory. The exponentials are not counted: machines
+    are rated by their multiplications."""
+    T, size = logits_TE.shape[0], logits_TE.element_size()
+    read = logits_TE.numel() * size + (0 if bias_E is None else bias_E.numel() * bias_E.element_size())
+    return Cost(activation_bytes=read + T * K * (max(size, 4) + INDEX_BYTES))
+
+
+def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
+    """Ids as the oracle has them, but for scores that are equal up to rounding; gates of those ids."""
+    if not isinstance(out, tuple) or len(out) != 2:
+        return [wrong_structure("must return (gate_TK, expert_TK)")]
+    (gate_TK, expert_TK), logits_TE, rule = out, args["logits_TE"], args["rule"]
+    choices = _judge_choices(expert_TK, expected.oracle[1], logits_TE, args["bias_E"], rule)
+    if not choices.passed:
+        return [choices]
+    oracle, baseline = gates_of(logits_TE.double(), expert_TK, rule), gates_of(logits_TE, expert_TK, rule)
+    more = [(other[0], plain[0]) for other, plain in expected.more(gate_TK.numel())]
+    return [judge_values(gate_TK, oracle, baseline, more).of("gate_TK")]
+
+
+def _judge_choices(
+    expert_TK: Any, best_TK: Tensor, logits_TE: Tensor, bias_E: Tensor | None, rule: ScoreRule
+) -> Verdict:
+    verdict = judge_exact(expert_TK, best_TK)
+    if verdict.passed:
+        return verdict
+    wrong = wrong_structure(f"expert_TK: {verdict.sentence}")
+    if verdict.fault != "value":
+        return wrong
+    choice_TE = choice_scores(logits_TE.double(), bias_E, rule)
+    in_range = bool(((expert_TK >= 0) & (expert_TK < choice_TE.shape[1])).all())
+    if not in_range or bool((expert_TK.sort(dim=1).values.diff(dim=1) == 0).any()):
+        return wrong
+    reached_TK = choice_TE.gather(1, best_TK)
+    lost_TK = (choice_TE.gather(1, expert_TK) - reached_TK).abs()
+    # a few roundings of float32; an exact tie has its rule, and outside the best groups all is lost
+    rounding_TK = 8 * torch.finfo(torch.float32).eps * (1 + reached_TK.abs())
+    close_TK = (lost_TK > 0) & (lost_TK <= rounding_TK)
+    return Verdict(passed=True) if bool((close_TK | (expert_TK == best_TK)).all()) else wrong
+
+
+def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
+    oracle, baseline = expected.oracle, expected.baseline
+    if of.name == "logits_TE":  # of the gates of the ids that were chosen
+        oracle, baseline = (_logits_gradient(of, wide) for wide in (True, False))
+    return [judge_values(gradient, oracle, baseline, expected.more(gradient.numel()))]
+
+
+def _logits_gradient(of: GradientOf, wide: bool) -> Tensor:
+    logits_TE = of.args["logits_TE"].detach()
+    logits_TE = (logits_TE.double() if wide else logits_TE.clone()).requires_grad_()
+    with torch.enable_grad():
+        gate_TK = gates_of(logits_TE, of.out[1], of.args["rule"])
+        return torch.autograd.grad(gate_TK, logits_TE, of.d_out.to(gate_TK.dtype))[0]
+
+
+op = Op(
+    __package__, reference, cost=cost, judge=judge, judge_gradient=judge_gradient, default="eager", stage=1
+)
 
 
 def score_topk(

@@ -7,8 +7,15 @@ Values are exact copies of scores; their gradient goes back to the chosen places
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_exact, wrong_structure
+from moe_routing_bench.accuracy import judge as judge_values
+from moe_routing_bench.cost import INDEX_BYTES, Cost
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.registry import Op
 
@@ -19,7 +26,44 @@ def reference(score_TE: Tensor, K: int) -> tuple[Tensor, Tensor]:
     return score_TE.gather(1, expert_TK), expert_TK
 
 
-op = Op(__package__, reference, default="sort", stage=1)
+def cost(score_TE: Tensor, K: int) -> Cost:
+    T = score_TE.shape[0]
+    read = score_TE.numel() * score_TE.element_size()
+    return Cost(activation_bytes=read + T * K * (score_TE.element_size() + INDEX_BYTES))
+
+
+def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        return [wrong_structure("must return (value_TK, expert_TK)")]
+    (value_TK, expert_TK), (best_TK, best_expert_TK) = out, expected.baseline
+    values = judge_exact(value_TK, best_TK).of("value_TK")
+    if expected.ties == "lower id first" or not values.passed:
+        return [values, judge_exact(expert_TK, best_expert_TK).of("expert_TK")]
+    in_range = expert_TK.shape == best_expert_TK.shape and expert_TK.dtype == torch.int64
+    if not in_range or bool(((expert_TK < 0) | (expert_TK >= args["score_TE"].shape[1])).any()):
+        return [wrong_structure("expert_TK: must be int64 ids of experts, one for each value")]
+    if bool((expert_TK.sort(dim=1).values.diff(dim=1) == 0).any()):
+        return [wrong_structure("expert_TK: a token chose the same expert twice")]
+    reached_TK = args["score_TE"].gather(1, expert_TK)
+    return [values, judge_exact(reached_TK, best_TK).of("score_TE at expert_TK")]
+
+
+def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
+    # held to its own ids, which were judged already: of equal scores it may have picked another
+    oracle = torch.zeros_like(expected.oracle).scatter(1, of.out[1], of.d_out)
+    return [judge_values(gradient, oracle, expected.baseline, expected.more(gradient.numel()))]
+
+
+op = Op(
+    __package__,
+    reference,
+    cost=cost,
+    judge=judge,
+    exact=True,
+    judge_gradient=judge_gradient,
+    default="sort",
+    stage=1,
+)
 
 
 def topk(score_TE: Tensor, K: int, *, impl: str = "auto") -> tuple[Tensor, Tensor]:

@@ -1,0 +1,136 @@
+"""A call in a direction: what of it is timed, and the result that is handed over and judged.
+
+forward    run(*arguments)
+backward   gradients of everything that wants one; the forward before it is not timed
+train      both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.bench.inputs import Call
+from moe_routing_bench.bench.spans.span import Computation, Span
+from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.ops.registry import tensors_in
+from moe_routing_bench.plan import RoutingPlan
+
+PLAN = ("row_TK", "pair_R", "offset_E1", "count_E", "dropped_E")
+GRADIENT = "gradient of "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Result(out=y_TD, gradients={"x_TD": ..., "w_in_EDG": ...}); None: no gradient reached it."""
+
+    out: Any
+    gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
+
+
+def value_of(out: Any) -> Tensor:
+    """What a gradient comes back to: topk and score_topk return ids beside their values."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+class Caller:
+    """Calls of one computation in one direction: Caller(span, built, "train").ready(call, args)()."""
+
+    def __init__(self, span: Span, computation: Computation, direction: str):
+        self.span, self.computation, self.direction = span, computation, direction
+        self._shape: torch.Size | None = None
+
+    def ready(self, call: Call, args: Mapping[str, Any]) -> Callable[[], Any]:
+        """What is timed; `result` reads what it returns. Everything before it happens here."""
+        run = partial(self.computation.run, *args.values())
+        if self.direction == "forward":
+            return run
+        if self._shape is None:
+            with torch.no_grad():
+                self._shape = value_of(run()).shape
+        leaves = list(self.leaves(args).values())
+        d_out = self.span.upstream(call.upstream(self._shape), args)
+        if self.direction == "train":
+            return partial(_train, run, leaves, d_out)
+        with torch.enable_grad():
+            out = run()
+        return partial(_backward, out, leaves, d_out)
+
+    def result(self, returned: Any, args: Mapping[str, Any]) -> Result:
+        if self.direction == "forward":
+            return Result(out=returned)
+        out, gradients = returned
+        return Result(out=out, gradients=dict(zip(self.leaves(args), gradients, strict=True)))
+
+    def leaves(self, args: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What wants gradients, by name."""
+        wanting: dict[str, Tensor] = {}
+        for name, value in args.items():
+            if isinstance(value, ExpertWeights):
+                wanting |= value.tensors()
+            elif isinstance(value, Tensor):
+                wanting[name] = value
+        return {n: t for n, t in {**wanting, **self.computation.parameters}.items() if t.requires_grad}
+
+
+def _train(run: Callable[[], Any], leaves: list[Tensor], d_out: Tensor) -> tuple[Any, Any]:
+    with torch.enable_grad():
+        out = run()
+    return _backward(out, leaves, d_out)
+
+
+def _backward(out: Any, leaves: list[Tensor], d_out: Tensor) -> tuple[Any, Any]:
+    value = value_of(out)
+    return out, torch.autograd.grad(value, leaves, d_out.to(value.dtype), allow_unused=True)
+
+
+def named_tensors(result: Result) -> dict[str, Tensor]:
+    """A result as a file holds it."""
+    out = result.out
+    if isinstance(out, RoutingPlan):
+        tensors = {name: getattr(out, name) for name in PLAN}
+        tensors |= {"filled": torch.ones(1)} if out.filled else {}
+    elif isinstance(out, tuple):
+        tensors = {str(place): value for place, value in enumerate(out)}
+    else:
+        tensors = {"out": out}
+    tensors |= {GRADIENT + name: t for name, t in result.gradients.items() if t is not None}
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def result_from(tensors: Mapping[str, Tensor], expected: Result, args: Mapping[str, Any]) -> Result:
+    """What a file holds, put together as the expected result is; ValueError if that is not what it is."""
+    plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(GRADIENT)}
+    gradients = {name: tensors.get(GRADIENT + name) for name in expected.gradients}
+    if isinstance(expected.out, RoutingPlan):
+        if not set(PLAN) <= set(plain):
+            raise ValueError("the result is not a RoutingPlan")
+        parts = {name: plain[name] for name in PLAN}
+        layout = expected.out.layout
+        return Result(out=RoutingPlan(**parts, layout=layout, filled="filled" in plain))
+    if isinstance(expected.out, tuple):
+        places = [str(place) for place in range(len(expected.out))]
+        if set(places) != set(plain):
+            raise ValueError(f"the result is not a tuple of {len(places)} tensors")
+        return Result(out=tuple(plain[place] for place in places), gradients=gradients)
+    if set(plain) != {"out"}:
+        raise ValueError("the result is not one tensor")
+    return Result(out=plain["out"], gradients=gradients)
+
+
+def wrong_type(out: Any) -> str:
+    """What no result may be, in words; empty if nothing is wrong."""
+    if type(out) not in (Tensor, tuple, RoutingPlan):
+        return f"returned {type(out).__name__} instead of a plain Tensor"
+    inside = list(out) if isinstance(out, tuple) else list(tensors_in(out))
+    for tensor in inside:
+        if type(tensor) is not Tensor:
+            return f"holds a {type(tensor).__name__} instead of a plain Tensor"
+        if tensor.layout != torch.strided:
+            return f"returned a tensor of layout {tensor.layout}"
+    return ""

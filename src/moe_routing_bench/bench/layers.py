@@ -1,0 +1,194 @@
+"""Layers around a cell's weights, which all its subjects share: ours, and the same in plain torch.
+
+The router reads one column of x for each expert, and x is made so that it chooses as the workload says
+(`Call.planted_TD`). In a chain a later router reads what earlier experts wrote, so there experts write
+nothing into those columns: no subject chooses other experts than the oracle because of rounding, which would
+look like an error and is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_routing_bench.bench.inputs import Inputs
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.chain import ChainOfExperts
+from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.layer import MoE
+from moe_routing_bench.ops.combine.op import op as combine_op
+from moe_routing_bench.ops.dispatch.op import op as dispatch_op
+from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
+from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
+from moe_routing_bench.ops.make_plan.op import op as make_plan_op
+from moe_routing_bench.ops.registry import Implementation, Op
+from moe_routing_bench.perft import Perft
+from moe_routing_bench.plan import Layout, RoutingPlan
+from moe_routing_bench.routers.router import Router, build, parse_spec, router_named
+from moe_routing_bench.routing import Routing, SoftRouting
+
+ROUTER = "softmax_topk"
+# kinds of layer, with what is meant if nothing is said
+KINDS: dict[str, dict[str, Any]] = {
+    "moe": {},
+    "chain": {"iterations": 2},
+    "perft": {"kind": "R", "rank": 8},
+}
+ROUTED_ADAPTERS = {"num_adapters": 4, "K": 2}  # of perft kind R
+SEED = 20  # of routers' own weights, and of rules that draw in training
+
+
+def layer_kind(subject: Subject) -> tuple[str, dict[str, Any]]:
+    """("chain", {"iterations": 2}) of the subject's layer; ValueError if there is none of that name."""
+    kind, options = parse_spec(subject.layer or "moe")
+    if kind not in KINDS:
+        raise ValueError(f"there is no layer {kind!r}; there are {', '.join(KINDS)}")
+    options = {**KINDS[kind], **options}
+    return kind, {**ROUTED_ADAPTERS, **options} if options.get("kind") == "R" else options
+
+
+def choices_of(subject: Subject, inputs: Inputs) -> int:
+    """K of one router of the subject: some rules have one K alone, and a chain shares it out."""
+    kind, options = layer_kind(subject)
+    name, _ = parse_spec(subject.router or ROUTER)
+    K = inputs.case.shape.K // (options["iterations"] if kind == "chain" else 1)
+    return router_named(name).fixed_K or max(1, K)
+
+
+def layer_of(
+    subject: Subject, inputs: Inputs, ffn: Implementation, make_plan: Implementation,
+    dtype: torch.dtype | None = None, topk: str = "auto",
+) -> nn.Module:  # fmt: skip
+    """The subject's layer around the inputs' weights; in another dtype with the same numbers."""
+    s, case, (kind, options) = inputs.case.shape, inputs.case, layer_kind(subject)
+    dtype = dtype or inputs.dtype
+    name, router_options = parse_spec(subject.router or ROUTER)
+    sizes: dict[str, Any] = {
+        "D": s.D, "F": s.F, "E": s.E, "K": choices_of(subject, inputs), "layout": subject.layout,
+        "activation": case.activation, "bias": case.bias, "shared_F": _shared_width(inputs),
+        "device": "meta", "dtype": dtype,
+    }  # fmt: skip
+    if kind == "chain":
+        if s.K % options["iterations"] and router_named(name).fixed_K is None:
+            raise ValueError(f"K={s.K} cannot be shared equally by {options['iterations']} iterations")
+        sizes["K"] *= options["iterations"]
+        layer: nn.Module = ChainOfExperts(**sizes, **options, router=name, router_options=router_options)
+        assert isinstance(layer, ChainOfExperts)
+        routers = [_router(subject, inputs, topk) for _ in range(1 + len(layer.later_routers))]
+        layer.later_routers = nn.ModuleList(routers[1:])
+        moe = layer.layer
+        moe.router = routers[0]
+    else:
+        moe = layer = MoE(**sizes, router=name, router_options=router_options)
+        moe.router = _router(subject, inputs, topk)
+    _put_weights(moe, inputs, dtype, silent=kind == "chain")
+    moe.expert_ffn, moe.make_plan = ffn, make_plan
+    if kind == "perft":
+        layer = _with_adapters(moe, inputs, options)
+    return layer.train(case.direction != "forward")
+
+
+def plain_layer(subject: Subject, inputs: Inputs, dtype: torch.dtype) -> nn.Module:
+    """The layer in plain torch, in `dtype`: everything but the router by the ops' references."""
+    layer = layer_of(
+        subject, inputs, reference_of(expert_ffn_op), make_plan_op.get("counting"), dtype, topk="sort"
+    )
+    if isinstance(layer, Perft):
+        adapters = layer.adapters
+        adapters.dispatch, adapters.grouped_gemm = reference_of(dispatch_op), reference_of(grouped_gemm_op)
+        adapters.combine = reference_of(combine_op)
+    return layer
+
+
+def reference_of(op: Op) -> Implementation:
+    return Implementation(
+        op=op.name, name="reference", origin="", summary="", run=op.reference, unsupported=lambda *a: None
+    )
+
+
+def moe_of(layer: nn.Module) -> MoE:
+    inner = layer.layer if isinstance(layer, ChainOfExperts) else layer
+    inner = inner.moe if isinstance(inner, Perft) else inner
+    assert isinstance(inner, MoE)
+    return inner
+
+
+def experts_arguments(
+    layer: MoE, x_TD: Tensor, routing: Routing | SoftRouting
+) -> tuple[Tensor, Routing, RoutingPlan, ExpertWeights]:
+    """What the layer's experts compute for a routing; of Soft-MoE its slots, without their values."""
+    layout = layer.layout
+    if isinstance(routing, SoftRouting):
+        B, E, slots = routing.dispatch_BNS.shape[0], routing.num_experts, routing.slots_per_expert
+        x_TD = x_TD.new_empty(E * B * slots, x_TD.shape[1])
+        layout = Layout.padded(capacity=B * slots) if layout.kind == "padded" else layout
+        routing = Routing(
+            expert_TK=torch.arange(E).repeat_interleave(B * slots).unsqueeze(1),
+            gate_TK=routing.combine_BNS.new_ones(E * B * slots, 1),
+            num_experts=E,
+            ragged=False,
+        )
+    plan = make_plan_op.get("counting").run(routing, layout)
+    return x_TD, routing, plan, layer.experts.weights()
+
+
+def _router(subject: Subject, inputs: Inputs, topk: str) -> Router:
+    """The rule, its projection reading the columns that hold the logits."""
+    s = inputs.case.shape
+    if inputs.checkpoint is not None and not subject.router:
+        return inputs.checkpoint.router(topk).to(inputs.put)
+    name, options = parse_spec(subject.router or ROUTER)
+    if topk != "auto":
+        options = {**options, "topk": topk}
+        options.pop("fused", None)
+    router = build(name, s.D, s.E, choices_of(subject, inputs), **options)
+    router.reset_parameters(torch.Generator().manual_seed(SEED))
+    weight = getattr(router, "w_DE", None)
+    if isinstance(weight, Tensor) and weight.shape == inputs.router_DE.shape:
+        _put(router, "w_DE", inputs.router_DE, inputs)
+    for parameter in router.parameters():
+        parameter.requires_grad_(inputs.case.direction != "forward")
+    return router.to(inputs.put)
+
+
+def _shared_width(inputs: Inputs) -> int:
+    return 0 if inputs.shared is None else inputs.shared.F
+
+
+def _put_weights(moe: MoE, inputs: Inputs, dtype: torch.dtype, *, silent: bool) -> None:
+    for home, weights in ((moe.experts, inputs.weights), (moe.shared, inputs.shared)):
+        if home is None or weights is None:
+            continue
+        if silent:
+            weights = _silent(weights, inputs.logit_columns)
+        for name, tensor in weights.tensors().items():
+            _put(home, name, tensor.detach().to(dtype), inputs)
+
+
+def _silent(weights: ExpertWeights, columns: Tensor) -> ExpertWeights:
+    """Experts that write nothing into some columns."""
+    w_out, b_out = weights.w_out_EFD.detach().clone(), weights.b_out_ED
+    w_out[..., columns] = 0.0
+    if b_out is not None:
+        b_out = b_out.detach().clone()
+        b_out[..., columns] = 0.0
+    return replace(weights, w_out_EFD=w_out, b_out_ED=b_out)
+
+
+def _with_adapters(moe: MoE, inputs: Inputs, options: dict[str, Any]) -> Perft:
+    layer = Perft(moe, **options)
+    # the second matrix starts at 0, and nothing would be seen of the adapters
+    for place, name in enumerate(("down_EDF", "up_EFD")):
+        value = getattr(layer.adapters, name)
+        drawn = inputs.normal(*value.shape, place=31 + place, scale=value.shape[1] ** -0.5)
+        _put(layer.adapters, name, drawn.to(inputs.put, value.dtype), inputs)
+    if layer.router is not None:
+        layer.router.reset_parameters(torch.Generator().manual_seed(SEED + 1))
+    return layer
+
+
+def _put(module: nn.Module, name: str, value: Tensor, inputs: Inputs) -> None:
+    setattr(module, name, nn.Parameter(value, requires_grad=inputs.case.direction != "forward"))

@@ -1,0 +1,99 @@
+"""Which files an answer hangs on: everything that some files import, read from their text and never run.
+
+Imports count wherever they stand in a file, `#include "..."` in C++ too, and the C++ that a launcher names.
+An `__init__.py` of ours holds names for people and changes no answer. What is loaded by name at run time (an
+implementation, a span, a router) is for the caller to give as a root.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+OURS = PACKAGE.name
+CODE = (".cpp", ".h", ".cu", ".cuh")
+
+
+def closure(roots: Iterable[Path]) -> tuple[Path, ...]:
+    """The roots and all files of ours that they need, in order."""
+    seen: set[Path] = set()
+    waiting = [path.resolve() for path in roots]
+    while waiting:
+        path = waiting.pop()
+        if path not in seen:
+            seen.add(path)
+            waiting += needs(path)[0]
+    return tuple(sorted(seen))
+
+
+def libraries(files: Iterable[Path]) -> dict[str, str]:
+    """The versions of the packages that files import from elsewhere: {"torch": "2.13.0+cpu", ...}."""
+    names = {name for path in files for name in needs(path)[1]}
+    return {name: distribution_version(name) for name in sorted(names)}
+
+
+def needs(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """Files of ours that a file needs itself, and the packages it imports from elsewhere."""
+    status = path.stat()
+    return _needs(path, PACKAGE, status.st_mtime_ns, status.st_size)
+
+
+@cache
+def _needs(path: Path, package: Path, changed: int, size: int) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    text = path.read_text()
+    if path.suffix in CODE:
+        included = (path.parent / name for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, re.M))
+        return tuple(sorted(p.resolve() for p in included if p.is_file())), ()
+    files: set[Path] = set()
+    elsewhere: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(CODE):
+            files |= {p.resolve() for p in [path.parent / node.value] if p.is_file()}
+        for module in _modules(node):
+            top, _, inside = module.partition(".")
+            if top == OURS:
+                files |= set(_files_of(inside, package))
+            elif top not in sys.stdlib_module_names and not top.startswith(f"{OURS}_included"):
+                elsewhere.add(top)
+    return tuple(sorted(files)), tuple(sorted(elsewhere))
+
+
+def _modules(node: ast.AST) -> list[str]:
+    """Names that a statement imports; what is imported from a package may be a module itself."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
+
+
+def _files_of(module: str, package: Path) -> list[Path]:
+    path = package.joinpath(*module.split(".")).with_suffix(".py") if module else package
+    return [path.resolve()] if path.is_file() else []
+
+
+def files_hash(paths: Iterable[Path]) -> str:
+    return _hash_of(tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in paths))
+
+
+@cache
+def _hash_of(stamped: tuple[tuple[Path, int, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for path, _, _ in stamped:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@cache
+def distribution_version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "?"

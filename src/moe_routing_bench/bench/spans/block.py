@@ -1,0 +1,223 @@
+"""block: a whole decoder block, attention and MoE, ours or Transformers'.
+
+A subject is ours(attention=sdpa|naive,impl=...) or transformers(attention=sdpa|eager,experts=grouped_mm|...).
+The router behind attention still chooses as the workload says: each expert's logit is one column of x, and
+the attention's last projection writes nothing to those columns. So no subject chooses other experts than
+the oracle because of rounding, which would look like an error and is none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_routing_bench.bench.blocks import AttentionShape, attention_of
+from moe_routing_bench.bench.inputs import Call, Inputs
+from moe_routing_bench.bench.layers import layer_of, moe_of, plain_layer
+from moe_routing_bench.bench.spans.layer import span as layer_span
+from moe_routing_bench.bench.spans.span import Computation, Load, Span, Stage
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.cost import Cost
+from moe_routing_bench.layer import MoE
+from moe_routing_bench.models.decoder import DecoderBlock, Rotary, TransformersBlock, rotary
+from moe_routing_bench.models.running import pick
+from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
+from moe_routing_bench.ops.make_plan.op import op as make_plan_op
+from moe_routing_bench.ops.registry import BUILT_IN, Implementation
+from moe_routing_bench.routing import TokenInfo
+from moe_routing_bench.workloads.cases import BenchCase
+
+SUBJECTS = (
+    "transformers",
+    "transformers(attention=eager,experts=eager)",
+    "ours(attention=naive)",
+    "ours",
+)
+OPTIONS = {
+    "ours": {"attention": "sdpa", "impl": "auto"},
+    "transformers": {"attention": "sdpa", "experts": "grouped_mm"},
+}
+
+
+class BlockSpan(Span):
+    name = "block"
+    ops = ("expert_ffn",)
+    included = ("norms", "attention", "router projection", "topk", "make_plan", "expert_ffn", "residuals")
+    excluded = (*Span.excluded, "rotary angles")
+    weights = routed = True
+    case = "seed-decoder"
+
+    def specs(self) -> list[str]:
+        return list(SUBJECTS)
+
+    def settled(self, subject: Subject, case: BenchCase) -> Subject:
+        attention_of(case)  # raises if the block here cannot stand for the model
+        return subject
+
+    def parts(self, spec: str) -> tuple[Implementation, ...]:
+        impl = parse_block(spec)[1].get("impl", "auto")
+        return () if impl == "auto" else (expert_ffn_op.get(impl),)
+
+    def named(self, spec: str) -> list[tuple[str, str]]:
+        impl = parse_block(spec)[1].get("impl", "auto")
+        return [] if impl == "auto" else [("expert_ffn", impl.partition("(")[0].strip())]
+
+    def origins(self, spec: str) -> list[str]:
+        return [expert_ffn_op.origin(name) for _, name in self.named(spec)] or [BUILT_IN]
+
+    def call(self, subject: Subject, inputs: Inputs, number: int, step: int) -> Call:
+        return layer_span.call(subject, inputs, number, step)
+
+    def arguments(self, call: Call) -> dict[str, Any]:
+        B, D = call.inputs.case.sequences, call.inputs.case.shape.D
+        return {"x_BND": call.planted_TD.detach().view(B, -1, D)}
+
+    def built(self, subject: Subject, inputs: Inputs) -> Computation:
+        block, runs = _subject_block(subject, inputs)
+        by = _rotary(inputs, inputs.dtype)
+        if isinstance(block, DecoderBlock):
+            return Computation(run=lambda x_BND: block(x_BND, by)[0], runs=runs)
+        return Computation(run=lambda x_BND: block(x_BND, by), runs=runs)
+
+    def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+        if inputs.case.direction != "forward":
+            return "a block is measured forward alone"
+        try:
+            _subject_block(subject, inputs)
+        except (NotImplementedError, ValueError) as reason:
+            return str(reason)
+        return None
+
+    def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
+        block, _ = _subject_block(subject, inputs)
+        by, x_BND, held = _rotary(inputs, inputs.dtype), args["x_BND"], dict[str, Tensor]()
+        if isinstance(block, DecoderBlock):
+            norms, moe = (block.input_norm, block.post_norm), block.moe
+            attend = lambda h: block.attention(h, by)  # noqa: E731
+            info = TokenInfo(num_sequences=x_BND.shape[0])
+            experts = lambda h: moe(h, info)[0]  # noqa: E731
+        else:
+            layer = block.layer
+            norms, experts = (layer.input_layernorm, layer.post_attention_layernorm), layer.mlp
+            attend = lambda h: block.attend(h, by)  # noqa: E731
+        yield "norms", lambda: held.update(h=norms[0](x_BND), g=norms[1](x_BND))
+        yield "attention", lambda: attend(held["h"])
+        yield "experts", lambda: experts(held["g"])
+
+    def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
+        moe = moe_of(plain_layer(subject, inputs, dtype))
+        block, by = _block(moe, "naive", inputs), _rotary(inputs, dtype)
+        return Computation(run=lambda x_BND: block(x_BND, by)[0])
+
+    def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
+        """The layer, the projections, and causal attention: half of N x N."""
+        cost, load = layer_span.facts(subject, inputs)
+        a, s, B = attention_of(inputs.case), inputs.case.shape, inputs.case.sequences
+        N = s.T // B
+        matrices = s.D * a.head_dim * (2 * a.heads + 2 * a.kv_heads)
+        flops = 2 * s.T * matrices + 4 * a.heads * a.head_dim * B * N * (N + 1) // 2
+        size = inputs.case.element_size
+        return cost + Cost(useful_flops=flops, executed_flops=flops, weight_bytes=matrices * size), load
+
+    def resolved(self, subject: Subject, inputs: Inputs) -> list[tuple[str, str]]:
+        return layer_span.resolved(subject, inputs)
+
+    def notes(self, case: BenchCase) -> list[str]:
+        note = attention_of(case).note
+        return [f"In the model, but not here: {note}."] if note else []
+
+
+def parse_block(spec: str) -> tuple[str, dict[str, str]]:
+    """ours(attention=naive,impl=staged(combine=index_add)) as its name and options."""
+    match = re.fullmatch(r"\s*(ours|transformers)\s*(?:\((.*)\))?\s*", spec)
+    if match is None:
+        raise ValueError(
+            f"cannot read {spec!r}; write ours or transformers, with options as in {SUBJECTS[1]}"
+        )
+    options = {}
+    for word in re.findall(r"(?:[^,()]|\((?:[^()]|\([^()]*\))*\))+", match[2] or ""):
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not equals:
+            raise ValueError(f"cannot read {word!r} in {spec!r}; write option=value")
+        if key not in OPTIONS[match[1]]:
+            raise ValueError(f"{match[1]} has no option {key}; it has {', '.join(OPTIONS[match[1]])}")
+        options[key] = value
+    return match[1], {**OPTIONS[match[1]], **options}
+
+
+def _subject_block(subject: Subject, inputs: Inputs) -> tuple[DecoderBlock | TransformersBlock, str]:
+    name, options = parse_block(subject.spec)
+    if name == "ours":
+        moe = _our_moe(subject, inputs, options["impl"])
+        runs = f"{options['attention']} attention, {moe.implementation}"
+        return _block(moe, options["attention"], inputs), runs
+    moe = moe_of(layer_of(subject, inputs, expert_ffn_op.get("staged"), make_plan_op.get("counting")))
+    theirs = TransformersBlock.of(_block(moe, "sdpa", inputs), **options)
+    attention, experts = options["attention"], options["experts"]
+    return theirs, f"Transformers' Qwen3MoeDecoderLayer, {attention} attention, {experts} experts"
+
+
+def _our_moe(subject: Subject, inputs: Inputs, impl: str) -> MoE:
+    layer = moe_of(layer_of(subject, inputs, expert_ffn_op.get("staged"), make_plan_op.get("counting")))
+    call = inputs.at(0, 0, subject.layout)
+    asked = (call.x_TD, call.gate_TK, call.plan, layer.experts.weights())
+    with torch.no_grad():
+        layer.expert_ffn = pick(expert_ffn_op, impl, asked).run
+        layer.make_plan = pick(make_plan_op, "auto", (call.routing, call.layout)).run
+    return layer
+
+
+def _rotary(inputs: Inputs, dtype: torch.dtype) -> Rotary:
+    """Of one sequence; a model makes it once for all its layers, so it is not timed."""
+    a, N = attention_of(inputs.case), inputs.case.shape.T // inputs.case.sequences
+    return rotary(N, a.head_dim, a.theta, torch.empty((), dtype=dtype))
+
+
+def _block(moe: MoE, attention: str, inputs: Inputs) -> DecoderBlock:
+    """A block around `moe` with the case's attention, in the dtype of the MoE."""
+    a, D = attention_of(inputs.case), inputs.case.shape.D
+    dtype = moe.experts.w_in_EDG.dtype
+    with torch.device("meta"):
+        block = DecoderBlock(
+            D, a.heads, a.kv_heads, a.head_dim, moe=moe, kind=attention, qk_norm=a.qk_norm, bias=a.bias,
+            theta=a.theta,
+        )  # fmt: skip
+    for name, value in _parameters(a, inputs).items():
+        home, _, last = name.rpartition(".")
+        setattr(block.get_submodule(home), last, nn.Parameter(value.to(dtype), requires_grad=False))
+    return block.eval()
+
+
+def _parameters(a: AttentionShape, inputs: Inputs) -> dict[str, Tensor]:
+    """Of norms and attention: normal, norms about 1; the logits' columns pass through untouched."""
+    if inputs.case.shape.T % inputs.case.sequences:
+        raise ValueError(
+            f"{inputs.case.shape.T} tokens are not {inputs.case.sequences} sequences of equal length"
+        )
+    D, generator = inputs.case.shape.D, torch.Generator().manual_seed(inputs.seed + 1)
+    heads = {"q_proj": a.heads, "k_proj": a.kv_heads, "v_proj": a.kv_heads}
+    wide = {f"attention.{name}": (count * a.head_dim, D) for name, count in heads.items()}
+    wide["attention.o_proj"] = (D, a.heads * a.head_dim)
+    values = {}
+    for name, (out, into) in wide.items():
+        values[f"{name}.weight"] = torch.randn(out, into, generator=generator) * into**-0.5
+        if a.bias:
+            values[f"{name}.bias"] = torch.randn(out, generator=generator) * 0.1
+    norms = {"input_norm": D, "post_norm": D}
+    if a.qk_norm:
+        norms |= {"attention.q_norm": a.head_dim, "attention.k_norm": a.head_dim}
+    for name, width in norms.items():
+        values[f"{name}.weight"] = 1 + 0.1 * torch.randn(width, generator=generator)
+    columns = inputs.logit_columns
+    values["post_norm.weight"][columns] = 1.0
+    for name in ("attention.o_proj.weight", "attention.o_proj.bias"):
+        if name in values:
+            values[name][columns] = 0.0
+    return {name: tensor.to(inputs.dtype) for name, tensor in values.items()}
+
+
+span = BlockSpan()

@@ -1,0 +1,194 @@
+"""layer: router, plan, experts and shared expert, as a model runs them.
+
+A subject names an implementation of expert_ffn, or a whole layer that is not ours: `transformers(EXPERTS)`,
+Transformers' Qwen3-MoE block, and `hand-ordered`, what a careful person writes in torch. Its router may be
+any rule of the zoo, its layer a plain MoE, a chain or one with adapters. The router's own code is trusted
+here (`mrb check --op routers` is for that): what it chooses in plain torch, every subject must follow.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_routing_bench.bench.inputs import Call, Inputs
+from moe_routing_bench.bench.layers import (
+    ROUTER,
+    SEED,
+    choices_of,
+    experts_arguments,
+    layer_kind,
+    layer_of,
+    moe_of,
+    plain_layer,
+)
+from moe_routing_bench.bench.spans.op import STAGED, staged_stages
+from moe_routing_bench.bench.spans.span import PACKAGE, STORED, Computation, Load, Span, Stage, facts_of
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.cost import Cost
+from moe_routing_bench.layer import MoE
+from moe_routing_bench.load import LoadStatistics
+from moe_routing_bench.models.decoder import transformers_moe
+from moe_routing_bench.models.hand_ordered import hand_ordered
+from moe_routing_bench.ops.auto import resolve
+from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
+from moe_routing_bench.ops.make_plan.op import op as make_plan_op
+from moe_routing_bench.ops.registry import BUILT_IN, Implementation
+from moe_routing_bench.ops.topk.op import op as topk_op
+from moe_routing_bench.routers.router import parse_spec, router_named
+from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
+
+WHOLE = re.compile(r"\s*(transformers|hand-ordered)\s*(?:\((\w*)\))?\s*")
+
+
+class LayerSpan(Span):
+    name = "layer"
+    ops = ("expert_ffn",)
+    included = ("router projection", "topk", "make_plan", "expert_ffn", "shared expert")
+    weights = routed = True
+
+    def origins(self, spec: str) -> list[str]:
+        return [BUILT_IN] if WHOLE.fullmatch(spec) else super().origins(spec)
+
+    def parts(self, spec: str) -> tuple[Implementation, ...]:
+        return () if WHOLE.fullmatch(spec) else super().parts(spec)
+
+    def named(self, spec: str) -> list[tuple[str, str]]:
+        return [] if WHOLE.fullmatch(spec) else super().named(spec)
+
+    def check(self, subject: Subject) -> None:
+        self.origins(subject.spec)
+        router_named(parse_spec(subject.router or ROUTER)[0])
+        layer_kind(subject)
+
+    def call(self, subject: Subject, inputs: Inputs, number: int, step: int) -> Call:
+        return inputs.at(number, step, subject.layout, choices_of(subject, inputs))
+
+    def arguments(self, call: Call) -> dict[str, Any]:
+        by_own_router = call.inputs.checkpoint is not None
+        info = TokenInfo(token_id_T=call.token_id_T, num_sequences=call.inputs.case.sequences)
+        return {"x_TD": call.x_TD if by_own_router else call.planted_TD, "info": info}
+
+    def built(self, subject: Subject, inputs: Inputs) -> Computation:
+        make_plan = resolve(make_plan_op, "auto", facts_of(subject, inputs.case))
+        if whole := WHOLE.fullmatch(subject.spec):
+            layer = layer_of(subject, inputs, expert_ffn_op.get("staged"), make_plan)
+            return _whole(layer, *whole.groups())
+        (ffn,) = self.parts(subject.spec)
+        layer = layer_of(subject, inputs, ffn, make_plan)
+        moe = moe_of(layer)
+        runs = f"topk.{moe.router.topk.label} + make_plan.{make_plan.label} + expert_ffn.{ffn.label}"
+        return Computation(run=_runner(layer), parameters=_wanting(layer), runs=runs, owner=layer)
+
+    def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+        try:
+            if WHOLE.fullmatch(subject.spec):
+                self.built(subject, inputs)
+                differs = inputs.case.direction != "forward"
+                return "layers that are not ours are measured forward alone" if differs else None
+            (ffn,) = self.parts(subject.spec)
+            layer = moe_of(layer_of(subject, inputs, ffn, make_plan_op.get("counting")))
+            with torch.no_grad():
+                routing = layer.router(args["x_TD"], args["info"])
+                x_TD, settled, plan, weights = experts_arguments(layer, args["x_TD"], routing)
+            return STORED if ffn.stored else ffn.why_not(x_TD, settled.gate_TK, plan, weights)
+        except (NotImplementedError, ValueError) as reason:
+            return str(reason)
+
+    def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
+        if WHOLE.fullmatch(subject.spec):
+            return
+        (ffn,) = self.parts(subject.spec)
+        layer = layer_of(subject, inputs, ffn, resolve(make_plan_op, "auto", facts_of(subject, inputs.case)))
+        if not isinstance(layer, MoE):
+            return
+        x_TD, held = args["x_TD"], dict[str, Any]()
+        yield "route", lambda: held.update(routing=layer.router(x_TD, args["info"]))
+        routing = held["routing"]
+        if isinstance(routing, SoftRouting):
+            yield "mix, experts, write back", lambda: layer.compute(x_TD, routing)
+            return
+        yield "plan", lambda: held.update(plan=layer.make_plan(routing, layer.layout))
+        given = {"x_TD": x_TD, "gate_TK": routing.gate_TK, "plan": held["plan"], "weights": inputs.weights}
+        if set(STAGED) <= set(ffn.config):
+            yield from staged_stages(ffn.config, given, held)
+        else:
+            yield ffn.name, lambda: ffn.run(*given.values())
+        if layer.shared is not None:
+            yield "shared", partial(layer.shared.on_every_token, x_TD)
+
+    def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
+        layer = plain_layer(subject, inputs, dtype)
+        return Computation(run=_runner(layer), parameters=_wanting(layer))
+
+    @torch.no_grad()
+    def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
+        args = self.arguments(self.call(subject, inputs, 0, 0))
+        layer = moe_of(plain_layer(subject, inputs, inputs.dtype))
+        routing = layer.router(args["x_TD"], args["info"])
+        x_TD, settled, plan, weights = experts_arguments(layer, args["x_TD"], routing)
+        once = expert_ffn_op.cost(x_TD, settled.gate_TK, plan, weights)
+        once += _around(layer, args["x_TD"], routing)
+        cost, (kind, options) = once, layer_kind(subject)
+        for _ in range(options["iterations"] - 1 if kind == "chain" else 0):
+            cost += once
+        return cost, LoadStatistics.of(settled, plan, num_ranks=inputs.W).to_dict()
+
+    def roots(self, subject: Subject) -> list[Path]:
+        rule = router_named(parse_spec(subject.router or ROUTER)[0])
+        return [PACKAGE / "bench" / "spans" / "layer.py", Path(inspect.getfile(rule))]
+
+    def resolved(self, subject: Subject, inputs: Inputs) -> list[tuple[str, str]]:
+        plan = resolve(make_plan_op, "auto", facts_of(subject, inputs.case))
+        return [("topk", resolve(topk_op, "auto").label), ("make_plan", plan.label)]
+
+
+def _runner(layer: nn.Module) -> Callable[[Tensor, TokenInfo], Tensor]:
+    def run(x_TD: Tensor, info: TokenInfo) -> Tensor:
+        if layer.training:  # some rules draw then: the same for everybody
+            torch.manual_seed(SEED)
+        return layer(x_TD, info)[0]
+
+    return run
+
+
+def _wanting(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in layer.named_parameters() if tensor.requires_grad}
+
+
+def _whole(layer: nn.Module, name: str, option: str | None) -> Computation:
+    if not isinstance(layer, MoE):
+        raise NotImplementedError(f"{name} is a plain MoE layer, no other")
+    if name == "hand-ordered":
+        runs = "sort, index, one matmul for each expert, index_add"
+        return Computation(run=lambda x_TD, info: hand_ordered(layer, x_TD), runs=runs, owner=layer)
+    block = transformers_moe(layer, experts=option or "grouped_mm")
+    return Computation(
+        run=lambda x_TD, info: block(x_TD.unsqueeze(0)).squeeze(0),
+        runs=f"Transformers' Qwen3MoeSparseMoeBlock, {option or 'grouped_mm'} experts",
+        owner=block,
+    )
+
+
+def _around(layer: MoE, x_TD: Tensor, routing: Routing | SoftRouting) -> Cost:
+    """The router's products, Soft-MoE's mixing and write-back, the shared expert."""
+    (T, D), size = x_TD.shape, x_TD.element_size()
+    projections = [p for p in layer.router.parameters() if p.ndim == 2 and p.shape[0] == D]
+    numbers = sum(p.numel() for p in projections)
+    flops, weight_bytes = 2 * T * numbers, 4 * numbers
+    if isinstance(routing, SoftRouting):
+        flops += 2 * 2 * routing.dispatch_BNS.numel() * D
+    if layer.shared is not None:
+        matrices = layer.shared.w_in_EDG.numel() + layer.shared.w_out_EFD.numel()
+        flops, weight_bytes = flops + 2 * T * matrices, weight_bytes + matrices * size
+    return Cost(useful_flops=flops, executed_flops=flops, weight_bytes=weight_bytes)
+
+
+span = LayerSpan()

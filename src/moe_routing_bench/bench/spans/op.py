@@ -1,0 +1,84 @@
+"""An operation by itself: what its op.py says, timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.accuracy import Expected, GradientOf, Verdict
+from moe_routing_bench.bench.inputs import Call, Inputs
+from moe_routing_bench.bench.spans.span import PACKAGE, Computation, Load, Span, Stage, why_not_one_of
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.cost import Cost
+from moe_routing_bench.experts import activate
+from moe_routing_bench.ops.registry import Op, all_ops
+
+STAGED = ("dispatch", "grouped_gemm", "combine")
+
+
+class OpSpan(Span):
+    def __init__(self, op: Op):
+        self.op, self.name = op, op.name
+        self.ops = self.included = (op.name,)
+        self.weights, self.differentiable, self.exact = bool(op.weights), op.differentiable, op.exact
+
+    def arguments(self, call: Call) -> dict[str, Any]:
+        return self.op.arguments(call)
+
+    def built(self, subject: Subject, inputs: Inputs) -> Computation:
+        return Computation(run=self.op.get(subject.spec).run)
+
+    def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+        return why_not_one_of(self.parts(subject.spec), {self.op.name: tuple(args.values())})
+
+    def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
+        """An implementation made of others is taken apart."""
+        config = self.op.get(subject.spec).config
+        if set(STAGED) <= set(config):
+            yield from staged_stages(config, args, {})
+        elif self.op.weights == "weights":
+            run = self.op.get(subject.spec).run
+            yield subject.spec, lambda: run(*args.values())
+
+    def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
+        return Computation(run=self.op.reference)
+
+    def judge(self, out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
+        return self.op.judge(out, expected, args)
+
+    def judge_gradient(self, of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
+        return self.op.judge_gradient(of, gradient, expected)
+
+    def upstream(self, d_out: Tensor, args: Mapping[str, Any]) -> Tensor:
+        return self.op.upstream(d_out, args)
+
+    def meaningful(self, out: Any, args: Mapping[str, Any]) -> Any:
+        return self.op.meaningful(out, args)
+
+    def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
+        plan = inputs.plan(0, subject.layout) if self.op.has_layout else None
+        args = self.arguments(inputs.at(0, 0, subject.layout))
+        return self.op.cost(*args.values()), inputs.workload(0).statistics(plan).to_dict()
+
+    def roots(self, subject: Subject) -> list[Path]:
+        return [PACKAGE / "bench" / "spans" / "op.py"]
+
+
+def staged_stages(
+    config: Mapping[str, Any], args: Mapping[str, Any], held: dict[str, Any]
+) -> Iterator[Stage]:
+    """dispatch, both products with the activation between, combine."""
+    dispatch, gemm, combine = (all_ops()[name].get(str(config[name])).run for name in STAGED)
+    plan, weights = args["plan"], args["weights"]
+    yield "dispatch", lambda: held.update(x_RD=dispatch(args["x_TD"], plan))
+
+    def both_products() -> None:
+        h_RG = gemm(held["x_RD"], weights.w_in_EDG, plan, weights.b_in_EG)
+        held["y_RD"] = gemm(activate(h_RG, weights.activation), weights.w_out_EFD, plan, weights.b_out_ED)
+
+    yield "gemm", both_products
+    yield "combine", lambda: combine(held["y_RD"], args["gate_TK"], plan)

@@ -1,0 +1,78 @@
+"""pack: dispatch and combine in a row. What a MoE layer moves, without its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.bench.inputs import Call, Inputs
+from moe_routing_bench.bench.spans.span import (
+    Computation,
+    Load,
+    Span,
+    Stage,
+    chain_of,
+    why_not_one_of,
+)
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.cost import Cost, pack_bytes
+from moe_routing_bench.ops.combine.op import op as combine_op
+from moe_routing_bench.ops.dispatch.op import op as dispatch_op
+from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.workloads.cases import BenchCase
+
+
+class PackSpan(Span):
+    name = "pack"
+    ops = included = ("dispatch", "combine")
+
+    def arguments(self, call: Call) -> dict[str, Any]:
+        return {"x_TD": call.x_TD, "gate_TK": call.gate_TK, "plan": call.plan}
+
+    def built(self, subject: Subject, inputs: Inputs) -> Computation:
+        runs = chain_of(self.parts(subject.spec))
+        dispatch, combine = runs["dispatch"], runs["combine"]
+        return Computation(run=lambda x_TD, gate_TK, plan: combine(dispatch(x_TD, plan), gate_TK, plan))
+
+    def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+        return why_not_one_of(self.parts(subject.spec), moved(args["x_TD"], args["gate_TK"], args["plan"]))
+
+    def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
+        runs, held = chain_of(self.parts(subject.spec)), dict[str, Tensor]()
+        yield "dispatch", lambda: held.update(x_RD=runs["dispatch"](args["x_TD"], args["plan"]))
+        yield "combine", lambda: runs["combine"](held["x_RD"], args["gate_TK"], args["plan"])
+
+    def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
+        wide = torch.promote_types(dtype, torch.float32)
+        return Computation(run=lambda x_TD, gate_TK, plan: packed(x_TD, gate_TK.to(wide), plan))
+
+    def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
+        call = inputs.at(0, 0, subject.layout)
+        load = inputs.workload(0).statistics(call.plan).to_dict()
+        return moving_cost(call.x_TD, call.gate_TK, call.plan), load
+
+    def bandwidths(self, case: BenchCase, seconds: float) -> dict[str, float]:
+        s, names = case.shape, ("bw_2pass", "bw_strict")
+        return {name: pack_bytes(name, s.T, s.K, s.D, case.element_size) / seconds for name in names}
+
+
+def moved(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> dict[str, tuple[Any, ...]]:
+    """The arguments of dispatch and combine, as far as an implementation is asked whether it can."""
+    rows_RD = x_TD.new_empty(1, x_TD.shape[1]).expand(plan.num_rows, -1)
+    return {"dispatch": (x_TD, plan), "combine": (rows_RD, gate_TK, plan)}
+
+
+def packed(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    """In plain torch."""
+    return combine_op.reference(dispatch_op.reference(x_TD, plan), gate_TK, plan)
+
+
+def moving_cost(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Cost:
+    asked = moved(x_TD, gate_TK, plan)
+    return dispatch_op.cost(*asked["dispatch"]) + combine_op.cost(*asked["combine"])
+
+
+span = PackSpan()

@@ -1,0 +1,233 @@
+"""Span: what is timed together, and all that is known of it. Each file beside this one defines one.
+
+A span says what a call reads, what runs it, what is right, what it costs at least, which stages it has and
+which files its answer hangs on. Nothing else in the harness asks which span it has. Spans with different
+names are never compared: a matmul against a whole layer says nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
+from moe_routing_bench.bench.inputs import Call, Inputs
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.cost import Cost
+from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.ops.auto import resolve
+from moe_routing_bench.ops.catalog import find_all
+from moe_routing_bench.ops.decisions import Facts
+from moe_routing_bench.ops.registry import BUILT_IN, Implementation, all_ops
+from moe_routing_bench.plan import Layout
+from moe_routing_bench.workloads.cases import BenchCase
+
+PACKAGE = Path(__file__).parents[2]
+Stage = tuple[str, Callable[[], Any]]
+Load = dict[str, int | float | None]
+NO_SPAN = ("span", "op")  # files of this folder that are not the span of their name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computation:
+    """Something that computes a call: Computation(run=layer, parameters={"experts.w_in_EDG": ...}).
+
+    run         takes the call's arguments in order
+    parameters  tensors that want gradients and are not among the arguments
+    runs        what really runs, in words; empty: what the subject says
+    owner       the module that computes it, if there is one
+    """
+
+    run: Callable[..., Any]
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    runs: str = ""
+    owner: Any = None
+
+
+class Span:
+    """A span whose subjects name one implementation of each of its ops, joined by +.
+
+    name="pack", ops=("dispatch", "combine"): a subject is "index_select+gather_sum"
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    included: tuple[str, ...]
+    excluded: tuple[str, ...] = ("allocation of weights", "weight conversion")
+    weights = False  # do calls read the experts' weights?
+    routed = False  # does a subject have a router?
+    differentiable = True
+    exact = False  # is the reference in the dtype itself the oracle?
+    case = ""  # the case or suite that is meant if nobody says a size
+
+    # what a subject is
+
+    def split(self, spec: str) -> list[str]:
+        """One spec for each op of the span; a + inside brackets belongs to an option."""
+        specs = re.findall(r"(?:[^+()]|\([^()]*(?:\([^()]*\)[^()]*)*\))+", spec)
+        if len(specs) != len(self.ops):
+            raise ValueError(
+                f"{spec!r} names {len(specs)} implementations, but {self.name} is {' + '.join(self.ops)}"
+            )
+        return specs
+
+    def parts(self, spec: str) -> tuple[Implementation, ...]:
+        """The implementations a subject names, loaded."""
+        ops = all_ops()
+        return tuple(ops[name].get(one) for name, one in zip(self.ops, self.split(spec), strict=True))
+
+    def named(self, spec: str) -> list[tuple[str, str]]:
+        """(op, name) of each implementation a subject names; nothing is loaded."""
+        names = [one.partition("(")[0].strip() for one in self.split(spec)]
+        return list(zip(self.ops, names, strict=True))
+
+    def origins(self, spec: str) -> list[str]:
+        """Where each implementation comes from; ValueError if there is none of that name."""
+        ops = all_ops()
+        return [ops[op].origin(name) for op, name in self.named(spec)]
+
+    def check(self, subject: Subject) -> None:
+        """ValueError if there can be no such subject."""
+        self.origins(subject.spec)
+
+    def settled(self, subject: Subject, case: BenchCase) -> Subject:
+        """The subject with "auto" replaced by what it means for this case."""
+        if subject.spec != "auto":
+            return subject
+        facts = facts_of(subject, case)
+        names = [resolve(all_ops()[name], "auto", facts).label for name in self.ops]
+        return replace(subject, spec="+".join(names))
+
+    def specs(self) -> list[str]:
+        """Everything worth trying: the defaults first, then one part varied at a time. Code from outside is
+        named but not loaded: only a worker does that."""
+        ops = [all_ops()[name] for name in self.ops]
+        defaults = [op.default for op in ops]
+        labels = {tuple(part.label for part in self.parts("+".join(defaults))): defaults}
+        for place, op in enumerate(ops):
+            ours = [one for one in find_all(op, configs=True, only=BUILT_IN) if one.implementation]
+            outside = [name for name in op.names() if op.origin(name) != BUILT_IN]
+            for spec in [*(one.spec for one in ours), *outside]:
+                varied = [*defaults[:place], spec, *defaults[place + 1 :]]
+                names = varied if spec in outside else [p.label for p in self.parts("+".join(varied))]
+                labels.setdefault(tuple(names), varied)
+        return ["+".join(varied) for varied in labels.values()]
+
+    # one call
+
+    def call(self, subject: Subject, inputs: Inputs, number: int, step: int) -> Call:
+        return inputs.at(number, step, subject.layout)
+
+    def arguments(self, call: Call) -> dict[str, Any]:
+        """What the call reads, by name, in order."""
+        raise NotImplementedError
+
+    def built(self, subject: Subject, inputs: Inputs) -> Computation:
+        """The subject, ready to call. In a worker."""
+        raise NotImplementedError
+
+    def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+        """A sentence why the subject cannot compute these arguments; None if it can. In a worker."""
+        raise NotImplementedError
+
+    def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
+        """The call taken apart: (name, what to run), each needs the ones before it."""
+        return iter(())
+
+    # what is right
+
+    def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
+        """The same in plain torch: the oracle in float64, the baseline in the case's dtype."""
+        raise NotImplementedError
+
+    def judge(self, out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
+        return judge_result(out, expected, args)
+
+    def judge_gradient(self, of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
+        return judge_gradient(of, gradient, expected)
+
+    def upstream(self, d_out: Tensor, args: Mapping[str, Any]) -> Tensor:
+        return d_out
+
+    def meaningful(self, out: Any, args: Mapping[str, Any]) -> Any:
+        return out
+
+    # what it costs, and what the answer hangs on
+
+    def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
+        """The least work of a forward call on the first inputs, and how they load the experts."""
+        raise NotImplementedError
+
+    def notes(self, case: BenchCase) -> list[str]:
+        """What a reader must know about the case as this span measures it."""
+        return []
+
+    def bandwidths(self, case: BenchCase, seconds: float) -> dict[str, float]:
+        """Bytes a second by the conventions that people quote for this span, by name."""
+        return {}
+
+    def roots(self, subject: Subject) -> list[Path]:
+        """Files that the answer hangs on, beside the implementations (sources.py follows their imports)."""
+        return [PACKAGE / "bench" / "spans" / f"{self.name}.py"]
+
+    def resolved(self, subject: Subject, inputs: Inputs) -> list[tuple[str, str]]:
+        """Implementations that the subject does not name and that run all the same: [("topk", "sort")]."""
+        return []
+
+
+def facts_of(subject: Subject, case: BenchCase) -> Facts:
+    """What a choice of implementations is made by."""
+    s = case.shape
+    return Facts(
+        D=s.D, F=s.F, E=s.E, K=s.K, dtype=case.dtype, layout=str(Layout.parse(subject.layout)),
+        activation=case.activation, tokens=max(1, s.T),
+    )  # fmt: skip
+
+
+def is_ours(origin: str) -> bool:
+    """Built in, or a file of this package."""
+    source, _, where = origin.partition(" ")
+    return origin == BUILT_IN or (source == "file" and Path(where).is_relative_to(PACKAGE))
+
+
+def span_names() -> list[str]:
+    """Every operation, and every other file of this folder."""
+    files = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    return [*all_ops(), *(name for name in files if name not in NO_SPAN)]
+
+
+def span_named(name: str) -> Span:
+    names = span_names()
+    if name not in names:
+        raise ValueError(
+            f"there is no span {name!r}; {did_you_mean(name, names)}there are {', '.join(names)}"
+        )
+    folder = __name__.rpartition(".")[0]
+    if name in all_ops():
+        return importlib.import_module(f"{folder}.op").OpSpan(all_ops()[name])
+    return importlib.import_module(f"{folder}.{name}").span
+
+
+def chain_of(parts: Sequence[Implementation]) -> dict[str, Callable]:
+    return {part.op: part.run for part in parts}
+
+
+def why_not_one_of(parts: Sequence[Implementation], asked: Mapping[str, tuple[Any, ...]]) -> str | None:
+    """The first reason of several implementations, each asked with its own arguments."""
+    for part in parts:
+        if part.stored is not None:
+            return STORED
+        if (reason := part.why_not(*asked[part.op])) is not None:
+            return f"{part.op}.{part.label}: {reason}" if len(parts) > 1 else reason
+    return None
+
+
+STORED = "it computes with weights stored in another type, and is not timed beside those that do not"
