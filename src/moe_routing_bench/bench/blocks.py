@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -29,6 +29,7 @@ from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import Implementation
 from moe_routing_bench.plan import Layout
+from moe_routing_bench.published import ATTENTION, AttentionShape
 from moe_routing_bench.workloads.cases import BenchCase, cases
 
 DEFAULT_CONTENDERS = (
@@ -37,59 +38,6 @@ DEFAULT_CONTENDERS = (
     "ours(attention=naive)",
     "ours",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionShape:
-    """AttentionShape(heads=32, kv_heads=4, head_dim=128, qk_norm=True) is Qwen3-30B-A3B's."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    qk_norm: bool = False
-    bias: bool = False
-    theta: float = 10_000.0
-    note: str = ""  # what the model has and the block here has not
-    missing: str = ""  # why the block here cannot stand for the model at all
-
-    def scaled(self, factor: float) -> AttentionShape:
-        """Fewer heads of the same width, for a block of `factor` times the width."""
-        kv_heads = max(1, round(self.kv_heads * factor))
-        return replace(self, kv_heads=kv_heads, heads=kv_heads * (self.heads // self.kv_heads))
-
-
-# heads, kv heads and width from the models' config.json: Qwen3 as in Megatron-LM's and slime's model scripts,
-# Granite from huggingface.co, the others as the defaults of Transformers' config classes
-ATTENTION = {
-    "qwen3-30b-a3b": AttentionShape(heads=32, kv_heads=4, head_dim=128, qk_norm=True, theta=1e6),
-    "qwen3-235b-a22b": AttentionShape(heads=64, kv_heads=4, head_dim=128, qk_norm=True, theta=1e6),
-    "qwen1.5-moe-a2.7b": AttentionShape(
-        heads=16, kv_heads=16, head_dim=128, theta=1e6, note="the model has biases on q, k and v"
-    ),
-    "mixtral-8x7b": AttentionShape(heads=32, kv_heads=8, head_dim=128, theta=1e6),
-    "deepseek-v3": AttentionShape(
-        heads=128, kv_heads=128, head_dim=128,
-        missing="deepseek-v3 has latent attention, and the block here grouped-query attention; "
-        "measure its MoE with `mrb bench layer --model deepseek-v3`",
-    ),
-    "olmoe-1b-7b": AttentionShape(
-        heads=16, kv_heads=16, head_dim=128, note="the model norms q and k over all heads together"
-    ),
-    "gpt-oss-20b": AttentionShape(
-        heads=64, kv_heads=8, head_dim=64, bias=True, theta=150_000.0,
-        note="the model has attention sinks, and a window in every second layer",
-    ),
-    "gpt-oss-120b": AttentionShape(
-        heads=64, kv_heads=8, head_dim=64, bias=True, theta=150_000.0,
-        note="the model has attention sinks, and a window in every second layer",
-    ),
-    "phi-3.5-moe": AttentionShape(
-        heads=32, kv_heads=8, head_dim=128, bias=True, note="the model has LayerNorm, not RMSNorm"
-    ),
-    "granite-3-moe": AttentionShape(
-        heads=24, kv_heads=8, head_dim=64, note="the model scales its residuals, which is not timed"
-    ),
-}  # fmt: skip
 
 
 def attention_of(case: BenchCase) -> AttentionShape:

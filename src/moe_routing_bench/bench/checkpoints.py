@@ -62,7 +62,7 @@ class CheckpointInputs:
             self.workload,
             T=self.T,
             E=weights.num_experts,
-            K=self.layer.rule.K,
+            K=self.layer.K,
             seed=self.seed,
             step=number % 4,
         ).routing

@@ -130,7 +130,7 @@ def _show_checkpoint(inputs: CheckpointInputs, outcome: Race, policy: Policy, sk
     layer, weights, load = inputs.layer, inputs.layer.weights, inputs.load.to_dict()
     told = (
         f"{layer.model_type}, T={inputs.T} D={weights.D} F={weights.F} E={weights.num_experts} "
-        f"K={layer.rule.K}, {str(weights.w_in_EDG.dtype).removeprefix('torch.')}, {inputs.layout}"
+        f"K={layer.K}, {str(weights.w_in_EDG.dtype).removeprefix('torch.')}, {inputs.layout}"
     )
     show("", heading(f"{layer.source} layer {layer.layer}", told))
     flops = inputs.cost.useful_flops

@@ -13,9 +13,9 @@ from moe_routing_bench.bench.cell import Cell, Policy, Subject
 from moe_routing_bench.bench.device import VIEWS
 from moe_routing_bench.bench.spans import Span, span_named
 from moe_routing_bench.plan import Layout
+from moe_routing_bench.published import model
 from moe_routing_bench.shapes import MoEShape
-from moe_routing_bench.workloads.cases import BenchCase, cases, scaled
-from moe_routing_bench.workloads.models import DECODE_TOKENS, model
+from moe_routing_bench.workloads.cases import DECODE_TOKENS, BenchCase, cases, scaled
 from moe_routing_bench.workloads.workload import check_name
 
 MODEL_TOKENS = 128

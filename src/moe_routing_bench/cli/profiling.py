@@ -22,9 +22,9 @@ from moe_routing_bench.cli.choosing import WORKLOAD, chosen_cases, split_words
 from moe_routing_bench.cli.pictures import check_picture_path
 from moe_routing_bench.cli.progress import shown_progress
 from moe_routing_bench.cli.terminal import Json, fail, heading, show, show_json, user_mistakes
+from moe_routing_bench.published import MODELS
 from moe_routing_bench.studies.profiles import DEFAULT_CONTENDERS, SHARES, MoEInputs, Profile, profile
 from moe_routing_bench.workloads.cases import BenchCase
-from moe_routing_bench.workloads.models import MODELS
 
 profile_app = typer.Typer(
     no_args_is_help=True, help="Where the time of a MoE block goes, operation by operation."
