@@ -44,10 +44,10 @@ from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.expert_ffn.op import reference
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
+from moe_routing_bench.published import PublishedModel
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import seed_fused
-from moe_routing_bench.workloads.models import ModelPreset
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 Quick = Annotated[bool, typer.Option(help="tiny sizes, written to /tmp")]
@@ -138,7 +138,7 @@ def pack(quick: Quick = False, threads: Threads = 2) -> None:
     """
     _begin(quick, threads)
     T, D, E, K = (256, 128, 16, 2) if quick else (16384, 4096, 128, 2)
-    model = ModelPreset(name="seed-pack", D=D, F=1, E=E, K=K)
+    model = replace(cpu.QWEN, name="seed-pack", D=D, F=1, E=E, K=K)
     rows = []
     for dtype in (torch.float16, torch.bfloat16):
         inputs = cpu.make_inputs(model, dtype, T, "uniform")
@@ -195,7 +195,7 @@ def fused(quick: Quick = False, threads: Threads = 2) -> None:
     rows: list[dict[str, Any]] = []
     weights = made_for = None
     for shape in shapes:
-        model = ModelPreset(name="seed-fused", D=shape.D, F=shape.F, E=shape.E, K=shape.K)
+        model = replace(cpu.QWEN, name="seed-fused", D=shape.D, F=shape.F, E=shape.E, K=shape.K)
         if made_for != model:
             weights = None
             gc.collect()  # the old weights must be gone before 13 GB of new ones are made
@@ -206,7 +206,7 @@ def fused(quick: Quick = False, threads: Threads = 2) -> None:
     finish("fused", quick, rows)
 
 
-def _fused_weights(model: ModelPreset) -> ExpertWeights:
+def _fused_weights(model: PublishedModel) -> ExpertWeights:
     """12.9 GB and a packed copy of it do not fit here: then all experts are one, shared, still five times the
     last cache and read by everybody as often as if each had its own."""
     if 4 * 3 * model.D * model.F * model.E <= LARGEST_PACKED:
@@ -216,7 +216,9 @@ def _fused_weights(model: ModelPreset) -> ExpertWeights:
     return replace(one, **shared)
 
 
-def _fused_case(shape: MoEShape, model: ModelPreset, weights: ExpertWeights, budget: float) -> dict[str, Any]:
+def _fused_case(
+    shape: MoEShape, model: PublishedModel, weights: ExpertWeights, budget: float
+) -> dict[str, Any]:
     """In a function of its own, so that nothing holds the weights when it is done."""
     _forget_peak()
     nbytes = weights.w_in_EDG.nbytes + weights.w_out_EFD.nbytes

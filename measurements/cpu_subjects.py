@@ -37,19 +37,20 @@ from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import Op, include
 from moe_routing_bench.plan import Layout
+from moe_routing_bench.published import MODELS as PUBLISHED
+from moe_routing_bench.published import PublishedModel
 from moe_routing_bench.routing import Routing
-from moe_routing_bench.workloads.models import MODELS as PRESETS
-from moe_routing_bench.workloads.models import ModelPreset
 from moe_routing_bench.workloads.workload import make_workload
 
+QWEN = PUBLISHED["qwen3-30b-a3b"]
 MODELS = {
-    "qwen3-30b-a3b": PRESETS["qwen3-30b-a3b"],
-    "olmoe-1b-7b": PRESETS["olmoe-1b-7b"],
-    "mixtral-8x7b~scaled": ModelPreset(name="mixtral-8x7b~scaled", D=2048, F=7168, E=8, K=2),
-    "deepseek-v3~scaled": ModelPreset(name="deepseek-v3~scaled", D=3584, F=1024, E=64, K=8),
-    "seed-qwen": ModelPreset(name="seed-qwen", D=2048, F=768, E=64, K=8),
+    "qwen3-30b-a3b": QWEN,
+    "olmoe-1b-7b": PUBLISHED["olmoe-1b-7b"],
+    "mixtral-8x7b~scaled": replace(PUBLISHED["mixtral-8x7b"], name="mixtral-8x7b~scaled", D=2048, F=7168),
+    "deepseek-v3~scaled": replace(PUBLISHED["deepseek-v3"], name="deepseek-v3~scaled", D=3584, F=1024, E=64),
+    "seed-qwen": replace(QWEN, name="seed-qwen", E=64),
 }
-TINY = {"tiny": ModelPreset(name="tiny", D=64, F=32, E=8, K=2)}
+TINY = {"tiny": replace(QWEN, name="tiny", D=64, F=32, E=8, K=2)}
 
 HF = ("hf_eager", "hf_grouped_mm", "hf_batched_mm")
 DEFAULT_SUBJECTS = ("auto", *HF, "bare")
@@ -123,7 +124,7 @@ def touch_memory() -> None:
             memory[at] = 1
 
 
-def make_weights(model: ModelPreset, dtype: torch.dtype, *, requires_grad: bool = False) -> ExpertWeights:
+def make_weights(model: PublishedModel, dtype: torch.dtype, *, requires_grad: bool = False) -> ExpertWeights:
     """Stored output-first as Transformers stores them, so that its functions read them without a copy."""
     w_in_EGD = normal(model.E, 2 * model.F, model.D, dtype=dtype, scale=model.D**-0.5, place=11)
     w_out_EDF = normal(model.E, model.D, model.F, dtype=dtype, scale=model.F**-0.5, place=12)
@@ -134,7 +135,7 @@ def make_weights(model: ModelPreset, dtype: torch.dtype, *, requires_grad: bool 
 
 
 def make_inputs(
-    model: ModelPreset, dtype: torch.dtype, T: int, workload: str, steps: int = 4
+    model: PublishedModel, dtype: torch.dtype, T: int, workload: str, steps: int = 4
 ) -> list[tuple[Tensor, Routing]]:
     """x_TD and routing of each step. Gates are rounded to dtype and kept in float32: the same numbers for
     those who take them in the model's dtype, as Transformers does, and for those who take float32."""

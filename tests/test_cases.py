@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moe_routing_bench.plan import Layout
+from moe_routing_bench.published import MODELS, model
 from moe_routing_bench.workloads.cases import SUITES, cases, scaled
-from moe_routing_bench.workloads.models import MODELS, model
 
 EVERY = [case for name in (*SUITES, *MODELS) for case in cases(name)]
 
@@ -53,7 +53,7 @@ def test_a_twin_fits_and_says_what_it_is(case) -> None:
 def test_models_are_guessed() -> None:
     assert model("mixtral-8x7b").shape(4).F == 14336
     with pytest.raises(ValueError, match="did you mean 'deepseek-v3'"):
-        model("deepseek-v2")
+        model("deepseek-v33")
     with pytest.raises(ValueError, match="did you mean 'seed-pack'"):
         cases("seed-pac")
     with pytest.raises(ValueError, match="there is no case 'seed-fused/7'"):
@@ -68,3 +68,6 @@ def test_weights_of_known_models() -> None:
     assert weights * 32 == pytest.approx(45.1e9, rel=0.01)
     # DeepSeek-V3: 256 routed and 1 shared expert, 44 M parameters each
     assert cases("deepseek-v3/decode-1")[0].weight_bytes / 2 == pytest.approx(257 * 44.04e6, rel=0.01)
+    # V2: 162 experts in 59 of its layers are 226 B of 236 B; Scout: 17 in 48 are 103 B of 109 B
+    assert cases("deepseek-v2/decode-1")[0].weight_bytes / 2 * 59 == pytest.approx(226e9, rel=0.01)
+    assert cases("llama-4-scout/decode-1")[0].weight_bytes / 2 * 48 == pytest.approx(103e9, rel=0.01)

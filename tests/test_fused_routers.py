@@ -20,14 +20,15 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.conformance.router_checks import check_router
 from moe_routing_bench.cost import Cost, score_topk_cost
 from moe_routing_bench.ops.score_topk.op import PLAIN, reference
-from moe_routing_bench.presets import PRESETS, router_for
+from moe_routing_bench.presets import ROUTED, router_for
+from moe_routing_bench.published import FAMILIES
 from moe_routing_bench.routers.router import Router, build
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
 torch.set_num_threads(1)
 RULES = ("softmax_topk", "sigmoid_bias", "group_limited")
-NAMES = [name for name, preset in PRESETS.items() if preset.rule in RULES]
+NAMES = [name for name in FAMILIES if ROUTED[name].routing.rule in RULES]
 SIZES = {"D": 16, "E": 32, "K": 4}
 T = 40
 

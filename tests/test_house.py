@@ -17,7 +17,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
 FLOORS = [
-    ["shapes", "names", "machine", "native", "recycled", "accuracy", "routing"],
+    ["shapes", "names", "published", "machine", "native", "recycled", "accuracy", "routing"],
     ["plan", "experts", "prepared", "load", "cost"],
     ["ops.registry"],
     ["ops.decisions", "ops.auto", "ops.catalog", "ops.hf", "ops.rows", "ops.gpu", "ops.gpu_gemm"],

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_routing_bench.accuracy import judge
-from moe_routing_bench.presets import PRESETS, hf_loss_of_layers, load_router, router_for
+from moe_routing_bench.presets import ROUTED, hf_loss_of_layers, load_router, router_for
+from moe_routing_bench.published import FAMILIES, MODELS
 from moe_routing_bench.routers.losses import hf_loss
 from moe_routing_bench.routers.router import Router, all_routers
-from moe_routing_bench.workloads.models import MODELS
 
 torch.set_num_threads(1)
 T, D, E, K = 300, 64, 32, 4
@@ -236,27 +236,25 @@ def test_a_preset_gives_transformers_loss_from_its_own_routings() -> None:
 # the table
 
 
-def test_sizes_are_those_of_the_models_we_measure() -> None:
-    """One truth: a preset that names a model of the benchmark has its sizes, and every such model has one."""
-    for preset in PRESETS.values():
-        if model := MODELS.get(preset.sizes_of):
-            assert (preset.D, preset.E, preset.K) == (model.D, model.E, model.K), preset.sizes_of
-    larger_sisters = {"qwen3-235b-a22b", "gpt-oss-120b"}
-    assert {preset.sizes_of for preset in PRESETS.values()} >= set(MODELS) - larger_sisters
+def test_every_family_has_models_and_a_model_type() -> None:
+    assert {model.family for model in MODELS.values()} == set(FAMILIES)
+    known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    assert {family.model_type for family in FAMILIES.values()} <= set(known)
+    assert ROUTED["qwen3-moe"].name == "qwen3-30b-a3b" and ROUTED["gpt-oss"].name == "gpt-oss-20b"
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_can_be_built_at_full_size(name: str) -> None:
-    preset = PRESETS[name]
-    if preset.missing:
+@pytest.mark.parametrize("name", ROUTED)
+def test_every_router_can_be_built_at_full_size(name: str) -> None:
+    model = ROUTED[name]
+    if model.routing.missing:
         with pytest.raises(NotImplementedError, match="is not here: it routes by"):
             router_for(name)
         return
     with torch.device("meta"):
         router = router_for(name)
-    assert type(router) is all_routers()[preset.rule]
-    assert (router.D, router.E, router.K) == (preset.D, preset.E, preset.K)
-    assert router_for(name, D=8, E=preset.E, topk="sort").D == 8
+    assert type(router) is all_routers()[model.routing.rule]
+    assert (router.D, router.E, router.K) == (model.D, model.E, model.K)
+    assert router_for(name, D=8, E=model.E, topk="sort").D == 8
 
 
 MISTAKES: list[tuple[Callable[[], Any], str]] = [

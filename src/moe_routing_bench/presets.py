@@ -1,8 +1,7 @@
 """Routing as published models do it: router_for("deepseek-v3"), and weights from Transformers' modules.
 
-A preset is a routing rule, its options and the sizes of one model. In float32 the choices are those of
-Transformers' own router with the same weights, in the same order where it promises one, and the gates are
-its weights within rounding.
+Rules, options and sizes stand in published.py. In float32 the choices are those of Transformers' own router
+with the same weights, in the same order where it promises one, and the gates are its weights within rounding.
 
 Ties: of equal scores the lower expert id wins here. Transformers calls torch.topk, which promises nothing
 (of 64 equal logits torch 2.13 on a CPU takes expert 44 first); topk="torch_topk" makes the same call.
@@ -14,134 +13,35 @@ probabilities) and Llama 4 (rounds logits) are reproduced for float32 models alo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.published import MODELS, model
 from moe_routing_bench.routers.losses import hf_loss
 from moe_routing_bench.routers.router import Router, build
 
-
-@dataclass(frozen=True, kw_only=True)
-class RouterPreset:
-    """How one model routes: RouterPreset(rule="softmax_topk", D=4096, E=8, K=2, sizes_of="mixtral-8x7b").
-
-    sizes_of is the checkpoint whose config.json holds D, E, K and the options. `note` says where the layer
-    around the router differs from ours; `missing`, if not empty, why the rule is not here at all.
-    """
-
-    rule: str
-    D: int
-    E: int
-    K: int
-    sizes_of: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    note: str = ""
-    missing: str = ""
-
-
-RENORMALISED = {"order": "softmax_then_topk_renormalised"}
-RAW = {"order": "softmax_then_topk"}
-TOPK_FIRST = {"order": "topk_then_softmax"}
-
-PRESETS = {
-    "deepseek-v3": RouterPreset(
-        rule="sigmoid_bias",
-        D=7168,
-        E=256,
-        K=8,
-        sizes_of="deepseek-v3",
-        options={"groups": 8, "keep_groups": 4, "group_score": "top2_sum", "scale": 2.5},
-    ),
-    "deepseek-v2": RouterPreset(
-        rule="group_limited",
-        D=5120,
-        E=160,
-        K=6,
-        sizes_of="deepseek-v2",
-        options={"groups": 8, "keep_groups": 3, "group_score": "max", "renormalise": False, "scale": 16.0},
-    ),
-    "deepseek-v2-lite": RouterPreset(
-        rule="softmax_topk", D=2048, E=64, K=6, sizes_of="deepseek-v2-lite", options=RAW
-    ),
-    "glm4-moe": RouterPreset(rule="sigmoid_bias", D=4096, E=128, K=8, sizes_of="glm-4.5-air"),
-    "qwen3-moe": RouterPreset(
-        rule="softmax_topk",
-        D=2048,
-        E=128,
-        K=8,
-        sizes_of="qwen3-30b-a3b",
-        options=RENORMALISED,
-        note="Transformers' Qwen3MoeConfig does not renormalise unless told to; the published models do",
-    ),
-    "qwen2-moe": RouterPreset(
-        rule="softmax_topk", D=2048, E=60, K=4, sizes_of="qwen1.5-moe-a2.7b", options=RAW
-    ),
-    "mixtral": RouterPreset(
-        rule="softmax_topk", D=4096, E=8, K=2, sizes_of="mixtral-8x7b", options=RENORMALISED
-    ),
-    "olmoe": RouterPreset(rule="softmax_topk", D=2048, E=64, K=8, sizes_of="olmoe-1b-7b", options=RAW),
-    "gpt-oss": RouterPreset(
-        rule="softmax_topk", D=2880, E=32, K=4, sizes_of="gpt-oss-20b", options={**TOPK_FIRST, "bias": True}
-    ),
-    "granite-moe": RouterPreset(
-        rule="softmax_topk", D=1536, E=40, K=8, sizes_of="granite-3-moe", options=TOPK_FIRST
-    ),
-    "switch": RouterPreset(
-        rule="switch",
-        D=768,
-        E=8,
-        K=1,
-        sizes_of="switch-base-8",
-        options={"jitter": 0.01},
-        note="the model gives each expert room for 64 tokens of a sequence; that is the layout's part here",
-    ),
-    "llama4": RouterPreset(
-        rule="sigmoid_bias",
-        D=5120,
-        E=16,
-        K=1,
-        sizes_of="llama-4-scout",
-        options={"renormalise": False},
-        note="choices and weights are the model's, but it multiplies the expert's input by the weight, "
-        "f(g x), where our layer multiplies the output, g f(x): the results differ",
-    ),
-    "phi-3.5-moe": RouterPreset(
-        rule="",
-        D=4096,
-        E=16,
-        K=2,
-        sizes_of="phi-3.5-moe",
-        missing="it routes by SparseMixer-v2 (arXiv:2409.12136): each choice has its own softmax over the "
-        "experts close to the best, and training samples; no rule here does that",
-    ),
-}
+# a family stands for its first model
+ROUTED = {one.family: one for one in reversed(MODELS.values())} | MODELS
 
 
 def router_for(
     name: str, D: int | None = None, E: int | None = None, K: int | None = None, **overrides: Any
 ) -> Router:
-    """The router of a published model, with the model's sizes unless others are given.
+    """The router of a published model or family, with the model's sizes unless others are given.
 
     router_for("deepseek-v3")                      D=7168, E=256, K=8, groups, bias and scale as published
     router_for("deepseek-v3", D=64, E=16, K=2)     the same rule, small
-    router_for("gpt-oss", E=128)                   gpt-oss-120b
+    router_for("gpt-oss")                          gpt-oss-20b, the first of its family
     overrides are options of the rule, such as loss_weights={"hf": 0.001}.
     """
-    if name not in PRESETS:
-        hint = did_you_mean(name, PRESETS)
-        raise ValueError(f"there is no router preset {name!r}; {hint}there are {', '.join(sorted(PRESETS))}")
-    preset = PRESETS[name]
-    if preset.missing:
-        raise NotImplementedError(f"the routing of {name} is not here: {preset.missing}")
-    sizes = [
-        mine if given is None else given for given, mine in ((D, preset.D), (E, preset.E), (K, preset.K))
-    ]
-    return build(preset.rule, *sizes, **{**preset.options, **overrides})
+    one = model(name, ROUTED)
+    if one.routing.missing:
+        raise NotImplementedError(f"the routing of {name} is not here: {one.routing.missing}")
+    sizes = [own if given is None else given for given, own in ((D, one.D), (E, one.E), (K, one.K))]
+    return build(one.routing.rule, *sizes, **{**one.routing.options, **overrides})
 
 
 @torch.no_grad()

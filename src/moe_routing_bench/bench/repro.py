@@ -7,7 +7,8 @@ from dataclasses import fields
 
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.workloads.cases import MODELS, SUITES, cases
+from moe_routing_bench.published import MODELS
+from moe_routing_bench.workloads.cases import SUITES, cases
 
 # options of `mrb bench` by field of Policy
 OPTIONS = {

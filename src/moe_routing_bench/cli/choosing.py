@@ -16,8 +16,7 @@ from moe_routing_bench.cli.options import ON_A_GPU, SizeOptions, WhatOptions
 from moe_routing_bench.models.checkpoint import read_layer
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.shapes import MoEShape
-from moe_routing_bench.workloads.cases import BenchCase, cases, scaled
-from moe_routing_bench.workloads.models import DECODE_TOKENS, model
+from moe_routing_bench.workloads.cases import BenchCase, cases, model_cases, scaled
 from moe_routing_bench.workloads.workload import check_name
 
 MODEL_TOKENS = 128
@@ -70,20 +69,10 @@ def _own(shape: dict[str, int], sizes: SizeOptions) -> BenchCase:
 
 
 def _of_model(name: str, given: dict[str, list[int]]) -> list[BenchCase]:
-    preset, tokens = model(name), given.pop("T", [MODEL_TOKENS])
+    tokens = given.pop("T", [MODEL_TOKENS])
     if given:
         raise ValueError(f"--model {name} fixes all sizes but --tokens")
-    return [
-        BenchCase(
-            name=f"{preset.name}/{'decode' if T <= max(DECODE_TOKENS) else 'prefill'}-{T}",
-            span="",
-            shape=preset.shape(T),
-            activation=preset.activation,
-            bias=preset.bias,
-            shared_F=preset.shared_F,
-        )
-        for T in tokens
-    ]
+    return model_cases(name, tokens)
 
 
 def _of_checkpoint(span: Span, sizes: SizeOptions) -> list[BenchCase]:
@@ -99,7 +88,7 @@ def _of_checkpoint(span: Span, sizes: SizeOptions) -> list[BenchCase]:
         BenchCase(
             name=f"{folder.name} layer {sizes.layer}/{T}",
             span="",
-            shape=MoEShape(T=T, D=weights.D, F=weights.F, E=weights.num_experts, K=read.rule.K),
+            shape=MoEShape(T=T, D=weights.D, F=weights.F, E=weights.num_experts, K=read.K),
             dtype=str(weights.w_in_EDG.dtype).removeprefix("torch."),
             activation=weights.activation,
             bias=weights.b_in_EG is not None,

@@ -18,7 +18,7 @@ from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show
 from moe_routing_bench.conformance.check import matches
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import all_ops
-from moe_routing_bench.workloads.models import MODELS
+from moe_routing_bench.published import MODELS
 
 if TYPE_CHECKING:
     from moe_routing_bench.studies.compiled import Compiled

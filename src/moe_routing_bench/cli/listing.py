@@ -16,10 +16,10 @@ from moe_routing_bench.cli.finding import IncludePath, include_all, routers_foun
 from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, two_columns
 from moe_routing_bench.ops.catalog import Found, find_all
 from moe_routing_bench.ops.registry import BUILT_IN, Op, all_ops
+from moe_routing_bench.published import MODELS
 from moe_routing_bench.routers.router import GROUPS, Router
 from moe_routing_bench.workloads.cases import SUITES, BenchCase, cases, scaled
 from moe_routing_bench.workloads.families import FAMILIES
-from moe_routing_bench.workloads.models import MODELS
 from moe_routing_bench.workloads.workload import (
     ALIASES,
     EXAMPLES,
@@ -69,7 +69,7 @@ def list_command(
     if "workloads" in kinds:
         document["workloads"] = {name: _describe_workload(name) for name in FAMILIES}
     if "models" in kinds:
-        document["models"] = {name: asdict(preset) for name, preset in MODELS.items()}
+        document["models"] = {name: asdict(one) for name, one in MODELS.items()}
     if "cases" in kinds:
         document["cases"] = {name: [_describe_case(case) for case in cases(name)] for name in SUITES}
     if as_json:
@@ -88,7 +88,8 @@ def list_command(
         summary = f"Routing Suite v{SUITE_VERSION}, pairs of each expert at {sizes}, seed 0, step 0"
         show(heading("workloads", summary), _workload_table(document["workloads"]), "")
     if "models" in document:
-        show(heading("models", "MoE layers of published models"), _model_table(document["models"]), "")
+        summary = "MoE layers of published models, their routing and attention"
+        show(heading("models", summary), _model_table(document["models"]), "")
     if "cases" in document:
         summary = (
             "suites of sizes to measure; a case is SUITE/CASE, a model's are MODEL/decode-1 ... prefill-16384"
@@ -284,11 +285,18 @@ def _histogram(load: list[int]) -> str:
 def _model_table(models: dict[str, Any]) -> Table:
     table = two_columns(first_width=26)
     for name, one in models.items():
-        sizes = f"D {one['D']}, F {one['F']}, {one['E']} experts, {one['K']} per token"
+        routing, attention = one["routing"], one["attention"]
+        sizes = f"D {one['D']}, F {one['F']} ({one['activation']}), {one['E']} experts, {one['K']} per token"
         shared = f", shared expert of width {one['shared_F']}" if one["shared_F"] else ""
-        lines = [Text(f"{sizes}{shared}{', biases' if one['bias'] else ''}")]
-        lines += [Text(one["note"], "dim")] if one["note"] else []
-        table.add_row(Text(f"  {name}", "bold"), Text("\n").join(lines))
+        options = ", ".join(f"{option}={value}" for option, value in routing["options"].items())
+        rule = f"routing: {routing['rule']}({options})".removesuffix("()")
+        heads = f"{attention['heads']} heads of {attention['head_dim']}, {attention['kv_heads']} of k and v"
+        lines = [
+            "; ".join(filter(None, (f"{sizes}{shared}{', biases' if one['bias'] else ''}", one["note"]))),
+            routing["missing"] or "; ".join(filter(None, (rule, routing["note"]))),
+            attention["missing"] or "; ".join(filter(None, (f"attention: {heads}", attention["note"]))),
+        ]
+        table.add_row(Text(f"  {name}", "bold"), "\n".join(lines))
     return table
 
 

@@ -23,8 +23,8 @@ from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptio
 from moe_routing_bench.cli.pictures import check_picture_path
 from moe_routing_bench.cli.tables import outcome_document, show_outcome
 from moe_routing_bench.cli.terminal import Json, fail, heading, show, show_json, user_mistakes
+from moe_routing_bench.published import MODELS
 from moe_routing_bench.studies.profiles import SHARES, SUBJECTS, Profile, profile, profiled
-from moe_routing_bench.workloads.models import MODELS
 
 CASE = "seed-qwen/e64"
 profile_app = typer.Typer(

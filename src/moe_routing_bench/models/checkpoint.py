@@ -31,6 +31,7 @@ from torch import Tensor
 
 from moe_routing_bench.experts import OAI_LIMIT, ExpertWeights, from_transformers
 from moe_routing_bench.ops.score_topk.op import ScoreRule, score_topk
+from moe_routing_bench.published import FAMILIES
 from moe_routing_bench.routers.router import Router, build
 from moe_routing_bench.routing import Routing
 
@@ -39,40 +40,12 @@ MAX_INDEX_BYTES = 256 * 2**20  # deepseek-v3's has 9 MB
 MOST = 2**24  # of any size in a config: a matrix of it and 1 fits 64 MB
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 GATED_AS = {"silu": "swiglu", "gelu": "geglu"}
-# model_type: names of E in config.json, the first that is there counts; of F; the block; its router
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"E": ("num_experts", "num_local_experts"), "F": "moe_intermediate_size"},
-    "olmoe": {"E": ("num_experts", "num_local_experts"), "F": "intermediate_size"},
-    "mixtral": {
-        "E": ("num_local_experts",),
-        "F": "intermediate_size",
-        "block": "block_sparse_moe",
-        "parts": ("w1", "w3", "w2"),
-    },
-    "deepseek_v3": {"E": ("n_routed_experts", "num_local_experts"), "F": "moe_intermediate_size"},
-    "gpt_oss": {"E": ("num_local_experts", "num_experts"), "F": "intermediate_size", "router": "router"},
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutingRule:
-    """How a model chooses: RoutingRule(K=8, score="softmax", renormalise=True) is Qwen3's.
-
-    score   softmax; topk_softmax: softmax over the chosen alone (gpt-oss); sigmoid: chosen by score + bias
-            among the experts of the keep_groups best of groups, weighed by scale * score (DeepSeek-V3)
-    """
-
-    K: int
-    score: str = "softmax"
-    renormalise: bool = False
-    scale: float = 1.0
-    groups: int = 1
-    keep_groups: int = 1
+READ = {family.model_type: family for family in FAMILIES.values() if family.F}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointLayer:
-    """Layer 12 of a Qwen3-30B-A3B: weights of 128 experts, router_ED 128 x 2048, rule with K=8.
+    """Layer 12 of a Qwen3-30B-A3B: weights of 128 experts, router_ED 128 x 2048, K=8.
 
     bias_E: added to the logits (gpt-oss), or to the scores that choose (DeepSeek-V3).
     shared: DeepSeek-V3's shared experts as one.
@@ -83,50 +56,39 @@ class CheckpointLayer:
     layer: int
     weights: ExpertWeights
     router_ED: Tensor
-    rule: RoutingRule
+    K: int
+    rule: ScoreRule
     bias_E: Tensor | None = None
     shared: ExpertWeights | None = None
 
     def route(self, x_TD: Tensor) -> Routing:
         """What the model's router chooses for these tokens, in float32; ties as our topk has them."""
-        rule, chosen_by_score = self.rule, self.rule.score == "sigmoid"
-        logits_TE = F.linear(x_TD.float(), self.router_ED.float())
-        if self.bias_E is not None and not chosen_by_score:
-            logits_TE = logits_TE + self.bias_E.float()
-        gate_TK, expert_TK = score_topk(
-            logits_TE,
-            self.bias_E if chosen_by_score else None,
-            rule.K,
-            ScoreRule(
-                score="sigmoid" if chosen_by_score else "softmax",
-                renormalise=rule.renormalise or rule.score == "topk_softmax",
-                scale=rule.scale,
-                groups=rule.groups,
-                keep_groups=rule.keep_groups,
-                group_score="top2_sum",
-            ),
-        )
+        logits_TE, bias_E = F.linear(x_TD.float(), self.router_ED.float()), self.bias_E
+        if bias_E is not None and self.rule.score == "softmax":
+            logits_TE, bias_E = logits_TE + bias_E.float(), None
+        gate_TK, expert_TK = score_topk(logits_TE, bias_E, self.K, self.rule)
         E = self.router_ED.shape[0]
         return Routing(expert_TK=expert_TK, gate_TK=gate_TK, num_experts=E, ragged=False, logits_TE=logits_TE)
 
     def router(self, topk: str = "auto") -> Router:
         """The model's router as one of our rules, with its weights."""
         rule, (E, D) = self.rule, self.router_ED.shape
-        name, options = "softmax_topk", dict[str, Any](topk=topk)
+        options: dict[str, Any] = {"topk": topk}
         if rule.score == "sigmoid":
-            name = "sigmoid_bias"
-            options |= {"renormalise": rule.renormalise, "scale": rule.scale}
-            options |= {"groups": rule.groups, "keep_groups": rule.keep_groups, "group_score": "top2_sum"}
+            name, bias = "sigmoid_bias", "bias_E"
+            options |= {"renormalise": rule.renormalise, "scale": rule.scale, "groups": rule.groups}
+            options |= {"keep_groups": rule.keep_groups, "group_score": rule.group_score}
         else:
-            whole = "softmax_then_topk_renormalised" if rule.renormalise else "softmax_then_topk"
-            options["order"] = "topk_then_softmax" if rule.score == "topk_softmax" else whole
-            options["bias"] = self.bias_E is not None
-        router = build(name, D, E, rule.K, **options)
+            name, bias = "softmax_topk", "b_E"
+            whole = "softmax_then_topk"
+            options |= {"order": f"{whole}_renormalised" if rule.renormalise else whole}
+            options |= {"bias": self.bias_E is not None}
+        router = build(name, D, E, self.K, **options)
         state = router.state_dict(keep_vars=True)
         with torch.no_grad():
             state["w_DE"].copy_(self.router_ED.t())
             if self.bias_E is not None:
-                state["bias_E" if rule.score == "sigmoid" else "b_E"].copy_(self.bias_E)
+                state[bias].copy_(self.bias_E)
         return router
 
 
@@ -147,12 +109,12 @@ class _About:
 
     def __init__(self, folder: Path, config: Mapping[str, Any], layer: int):
         self.path, self.config, self.layer = folder / "config.json", config, layer
-        kind = config.get("model_type")
-        if not isinstance(kind, str) or kind not in FAMILIES:
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in READ:
             raise NotImplementedError(
-                f"{self.path} is for model_type {_short(kind)}; read here are {', '.join(FAMILIES)}"
+                f"{self.path} is for model_type {_short(model_type)}; read here are {', '.join(READ)}"
             )
-        self.kind, family = kind, FAMILIES[kind]
+        self.model_type, self.family = model_type, READ[model_type]
         method = config.get("quantization_config")
         if isinstance(method, dict) and method.get("quant_method") is not None:
             raise NotImplementedError(
@@ -162,21 +124,19 @@ class _About:
         layers = self.number("num_hidden_layers")
         if not 0 <= layer < layers:
             raise ValueError(f"{folder} has layers 0 to {layers - 1}, not {layer}")
-        if kind == "deepseek_v3" and layer < (dense := self.number("first_k_dense_replace", 0, least=0)):
+        if layer < (dense := self.number("first_k_dense_replace", 0, least=0)):
             raise ValueError(f"layer {layer} of {folder} has no experts; the first that has is {dense}")
-        names = family["E"]
+        names = self.family.E
         self.E = self.number(next((name for name in names if name in config), names[0]))
-        self.D, self.F = self.number("hidden_size"), self.number(family["F"])
-        self.home, self.block_name = f"model.layers.{layer}", family.get("block", "mlp")
-        self.parts = family.get("parts", ("gate_proj", "up_proj", "down_proj"))
-        self.router_name = family.get("router", "gate")
+        self.D, self.F = self.number("hidden_size"), self.number(self.family.F)
+        self.K = self.number("num_experts_per_tok")
         self.rule = self._rule()
         act = config.get("hidden_act")
         if not isinstance(act, str) or act not in GATED_AS:
             known = ", ".join(GATED_AS)
             raise NotImplementedError(f"{self.path} has hidden_act {_short(act)}; read here are {known}")
         self.activation = GATED_AS[act]
-        if kind == "gpt_oss":
+        if model_type == "gpt_oss":
             self.activation = "swiglu_oai"
             if (limit := config.get("swiglu_limit", OAI_LIMIT)) != OAI_LIMIT:
                 raise NotImplementedError(
@@ -189,19 +149,15 @@ class _About:
             raise ValueError(f"{name} in {self.path} is {_short(value)}; it must be from {least} to {MOST:,}")
         return value
 
-    def _rule(self) -> RoutingRule:
-        K, renormalise = self.number("num_experts_per_tok"), self.config.get("norm_topk_prob", False)
+    def _rule(self) -> ScoreRule:
+        K, renormalise = self.K, self.config.get("norm_topk_prob", False)
         if K > self.E:
             raise ValueError(f"{self.path} has {K} choices per token of only {self.E} experts")
         if type(renormalise) is not bool:
             told = _short(renormalise)
             raise ValueError(f"norm_topk_prob in {self.path} is {told}; it must be true or false")
-        if self.kind == "mixtral":
-            return RoutingRule(K=K, renormalise=True)
-        if self.kind == "gpt_oss":
-            return RoutingRule(K=K, score="topk_softmax")
-        if self.kind != "deepseek_v3":
-            return RoutingRule(K=K, renormalise=renormalise)
+        if self.family.score == "softmax":
+            return ScoreRule(renormalise=self.family.renormalises or renormalise)
         groups, keep = self.number("n_group", 1), self.number("topk_group", 1)
         if self.E % groups or not keep <= groups or self.E // groups * keep < K or self.E < 2 * groups:
             raise ValueError(
@@ -210,9 +166,10 @@ class _About:
         scale = self.config.get("routed_scaling_factor", 1.0)
         if type(scale) not in (int, float) or not math.isfinite(scale) or scale <= 0:
             raise ValueError(f"routed_scaling_factor in {self.path} is {_short(scale)}; it must be positive")
-        return RoutingRule(
-            K=K, score="sigmoid", renormalise=renormalise, scale=float(scale), groups=groups, keep_groups=keep
-        )
+        return ScoreRule(
+            score=self.family.score, renormalise=renormalise, scale=float(scale), groups=groups,
+            keep_groups=keep, group_score="top2_sum",
+        )  # fmt: skip
 
 
 class _Tensors:
@@ -293,29 +250,31 @@ def _is_file_name(shard: str) -> bool:
 class _Reader:
     def __init__(self, about: _About, tensors: _Tensors):
         self.about, self.tensors = about, tensors
-        block = f"{about.home}.{about.block_name}"
+        home = f"model.layers.{about.layer}"
+        block = f"{home}.{about.family.block}"
         # Transformers 5 calls it mlp everywhere when it is told not to save in the original format
-        self.block = block if f"{block}.{about.router_name}.weight" in tensors else f"{about.home}.mlp"
+        self.block = block if f"{block}.{about.family.router}.weight" in tensors else f"{home}.mlp"
 
     def read(self) -> CheckpointLayer:
         about, tensors = self.about, self.tensors
-        router_name = f"{self.block}.{about.router_name}"
+        router_name = f"{self.block}.{about.family.router}"
         if f"{self.block}.experts.gate_up_proj_blocks" in tensors:
             raise NotImplementedError(
                 f"{tensors.folder} holds MXFP4 blocks, which are not read here; save a copy with "
                 "Transformers' Mxfp4Config(dequantize=True)"
             )
         router = tensors.slice(f"{router_name}.weight", (about.E, about.D))
-        bias = {"gpt_oss": "bias", "deepseek_v3": "e_score_correction_bias"}.get(about.kind)
+        bias = about.family.router_bias
         bias_slice = tensors.slice(f"{router_name}.{bias}", (about.E,)) if bias else None
         fused = f"{self.block}.experts.gate_up_proj"
         weights = self._fused(fused) if fused in tensors else self._separate()
         return CheckpointLayer(
             source=str(tensors.folder),
-            model_type=about.kind,
+            model_type=about.model_type,
             layer=about.layer,
             weights=weights,
             router_ED=router[:].clone(),
+            K=about.K,
             rule=about.rule,
             bias_E=None if bias_slice is None else bias_slice[:].clone(),
             shared=self._shared(),
@@ -328,13 +287,13 @@ class _Reader:
         return self._stacked(names, about.F)
 
     def _shared(self) -> ExpertWeights | None:
-        if self.about.kind != "deepseek_v3" or not (n := self.about.number("n_shared_experts", 0, least=0)):
+        if not (n := self.about.number("n_shared_experts", 0, least=0)):
             return None
         return self._stacked([f"{self.block}.shared_experts"], n * self.about.F)
 
     def _stacked(self, experts: list[str], F: int) -> ExpertWeights:
         E, D = len(experts), self.about.D
-        gate, up, down = self.about.parts
+        gate, up, down = self.about.family.parts
         shapes = {gate: (F, D), up: (F, D), down: (D, F)}
         # all of them are looked at before memory is asked for
         slices = [
@@ -353,7 +312,7 @@ class _Reader:
         """All experts in one tensor: gpt-oss's own layout, or that of Transformers 5."""
         about, home = self.about, name.rpartition(".")[0]
         E, D, F = about.E, about.D, about.F
-        oss = about.kind == "gpt_oss"
+        oss = about.model_type == "gpt_oss"
         shapes: dict[str, tuple[int, ...]] = {
             "gate_up_proj": (E, D, 2 * F) if oss else (E, 2 * F, D),
             "down_proj": (E, F, D) if oss else (E, D, F),

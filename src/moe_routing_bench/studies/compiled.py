@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from moe_routing_bench.ops.gpu import Compilation, Target
 from moe_routing_bench.ops.registry import Implementation
-from moe_routing_bench.workloads.models import model
+from moe_routing_bench.published import model
 
 TOKENS = 4096
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

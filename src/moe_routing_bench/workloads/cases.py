@@ -6,15 +6,18 @@ chosen beside it. Where SPEC section 8 leaves a size open, the choice is ours an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from moe_routing_bench.experts import GATED
 from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.published import MODELS, model
 from moe_routing_bench.shapes import MoEShape
-from moe_routing_bench.workloads.models import DECODE_TOKENS, MODELS, PREFILL_TOKENS
 
+# of the cases of a published model
+DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # what 2 cores and 24 GiB do in seconds: about 0.1 TFLOP/s, and room for several copies of the weights
 MOST_WEIGHT_BYTES = 256 * 2**20
 MOST_ACTIVATION_BYTES = 256 * 2**20
@@ -134,14 +137,11 @@ def seed_fused() -> list[BenchCase]:
 
 
 def seed_qwen() -> list[BenchCase]:
-    shapes = {
-        "seed-qwen/e64": (MoEShape(T=128, D=2048, F=768, E=64, K=8), 0),
-        "seed-qwen/qwen3-30b-a3b": (MODELS["qwen3-30b-a3b"].shape(128), 0),
-        "seed-qwen/qwen1.5-moe": (MODELS["qwen1.5-moe-a2.7b"].shape(128), 5632),
-    }
+    qwen3, qwen2 = MODELS["qwen3-30b-a3b"], MODELS["qwen1.5-moe-a2.7b"]
+    models = {"e64": replace(qwen3, E=64), "qwen3-30b-a3b": qwen3, "qwen1.5-moe": qwen2}
     return [
-        BenchCase(name=name, span="layer", shape=shape, shared_F=shared_F)
-        for name, (shape, shared_F) in shapes.items()
+        BenchCase(name=f"seed-qwen/{name}", span="layer", shape=one.shape(128), shared_F=one.shared_F)
+        for name, one in models.items()
     ]
 
 
@@ -224,18 +224,18 @@ def gpu_quick() -> list[BenchCase]:
     return found
 
 
-def model_cases(name: str) -> list[BenchCase]:
-    preset = MODELS[name]
+def model_cases(name: str, tokens: Sequence[int] = (*DECODE_TOKENS, *PREFILL_TOKENS)) -> list[BenchCase]:
+    preset = model(name)
     return [
         BenchCase(
-            name=f"{name}/{'decode' if T in DECODE_TOKENS else 'prefill'}-{T}",
+            name=f"{name}/{'decode' if T <= max(DECODE_TOKENS) else 'prefill'}-{T}",
             span="layer",
             shape=preset.shape(T),
             activation=preset.activation,
             bias=preset.bias,
             shared_F=preset.shared_F,
         )
-        for T in (*DECODE_TOKENS, *PREFILL_TOKENS)
+        for T in tokens
     ]
 
 

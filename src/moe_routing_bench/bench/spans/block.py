@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.bench.blocks import AttentionShape, attention_of
 from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.layers import layer_of, moe_of, plain_layer
 from moe_routing_bench.bench.spans.layer import span as layer_span
@@ -28,8 +27,9 @@ from moe_routing_bench.models.running import pick
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import BUILT_IN, Implementation
+from moe_routing_bench.published import MODELS, AttentionShape
 from moe_routing_bench.routing import TokenInfo
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.cases import BenchCase, cases
 
 SUBJECTS = (
     "transformers",
@@ -147,6 +147,20 @@ def parse_block(spec: str) -> tuple[str, dict[str, str]]:
             raise ValueError(f"{match[1]} has no option {key}; it has {', '.join(OPTIONS[match[1]])}")
         options[key] = value
     return match[1], {**OPTIONS[match[1]], **options}
+
+
+def attention_of(case: BenchCase) -> AttentionShape:
+    """The attention of a case. Ours, where it says nothing: heads of 64, four of q for one of k and v."""
+    group, D = case.name.partition("/")[0], case.shape.D
+    full = cases(case.scaled_from)[0].shape.D if case.scaled_from else D
+    if group in MODELS:
+        attention = MODELS[group].attention
+        if attention.missing:
+            raise NotImplementedError(attention.missing)
+        return attention.scaled(D / full)
+    head_dim = full // case.heads if case.heads else min(64, D // 2 * 2)
+    heads = max(1, D // head_dim)
+    return AttentionShape(heads=heads, kv_heads=heads // 4 if heads % 4 == 0 else heads, head_dim=head_dim)
 
 
 def _subject_block(subject: Subject, inputs: Inputs) -> tuple[DecoderBlock | TransformersBlock, str]:
