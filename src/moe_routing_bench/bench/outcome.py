@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal, TypeAlias
 
 from moe_routing_bench.bench.cell import Cell, Subject
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import Comparison
 from moe_routing_bench.bench.weather import WeatherSpan
-from moe_routing_bench.cost import Cost
+from moe_routing_bench.cost import Cost, pack_bytes
+from moe_routing_bench.workloads.cases import BYTES
+
+Direction: TypeAlias = Literal["forward", "backward", "train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What the median time of a subject is per second; None for what was not timed or has no such work.
+
+    A combine of 16 tokens, D=32, K=2 in 25 us: Rates(tokens_per_second=6.4e5, flops_per_second=8.2e7, ...).
+    """
+
+    tokens_per_second: float | None = None
+    flops_per_second: float | None = None  # useful ones
+    bytes_per_second: float | None = None  # of the cost: each tensor once
+    bw_2pass: float | None = None  # of the span pack, by the two conventions of cost.pack_bytes
+    bw_strict: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +66,17 @@ class SubjectOutcome:
     def __post_init__(self) -> None:
         assert (self.status is Status.PASSED) == bool(self.samples), "a time without a pass, or the reverse"
 
+    @property
+    def router(self) -> str:
+        """The routing rule with its options; "" where the span has none."""
+        return str(getattr(self.subject, "router", ""))
+
+    @property
+    def layer(self) -> str:
+        """Its kind: "chain(iterations=2)"; "" is the plain one, whose name is moe."""
+        found = str(getattr(self.subject, "layer", ""))
+        return "" if found == "moe" else found
+
 
 @dataclass(frozen=True, kw_only=True)
 class CellOutcome:
@@ -66,6 +96,26 @@ class CellOutcome:
     weather: WeatherSpan | None = None
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
+
+    @property
+    def direction(self) -> Direction:
+        found: Direction = getattr(self.cell.case, "direction", "forward")
+        return found
+
+    def rates(self, one: SubjectOutcome) -> Rates:
+        if not one.samples:
+            return Rates()
+        case, s, seconds = self.cell.case, self.cell.case.shape, median(one.samples)
+        packing = {}
+        if case.span == "pack" and self.direction == "forward":  # the conventions count what goes forward
+            for name in ("bw_2pass", "bw_strict"):
+                packing[name] = pack_bytes(name, s.T, s.K, s.D, BYTES[case.dtype]) / seconds
+        return Rates(
+            tokens_per_second=s.T / seconds,
+            flops_per_second=one.cost.useful_flops / seconds or None,
+            bytes_per_second=one.cost.bytes / seconds or None,
+            **packing,
+        )
 
     @property
     def subjects(self) -> tuple[SubjectOutcome, ...]:

@@ -24,7 +24,7 @@ from moe_routing_bench.ops.decisions import Facts, read_decisions
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.results.lines import LeftOut
-from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
 from moe_routing_bench.results.runs import CellRun, Run, read_run
 from moe_routing_bench.results.store import samples_of
 
@@ -168,10 +168,12 @@ def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, li
     found = []
     for cell in run.cells:
         passed = [r for r in cell.records if r.correctness.status is Status.PASSED]
-        if passed := [r for r in passed if r.implementation.role not in ("twin", "beside")]:
+        passed = [r for r in passed if r.implementation.role not in ("twin", "beside")]
+        if passed := [r for r in passed if _is_asked(r, notes)]:
             found.append((cell, passed))
     if not found:
-        raise ValueError(f"{run.folder} decides nothing: it has no record with status PASSED")
+        why = "; ".join(notes.said()) or "it has no record with status PASSED"
+        raise ValueError(f"{run.folder} decides nothing: {why}")
     policies = sorted({r.protocol.cache for _, records in found for r in records})
     if cache is None and len(policies) > 1:
         raise ValueError(
@@ -185,6 +187,22 @@ def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, li
     if len(kept) < len(found):
         notes.add(f"cells not used: measured with another cache policy than {cache}", len(found) - len(kept))
     return kept
+
+
+def _is_asked(record: Record, notes: _Notes) -> bool:
+    """impl="auto" asks for an operation going forward. Another router or kind of layer changes what the
+    operation sees, and no decision says which it was: the plain layer with the default router counts."""
+    what = record.what
+    _, router, layer = what.setting
+    unlike = {
+        f"measured {what.direction}, not forward": what.direction != "forward",
+        f"measured with the router {_printable(router)}": router != DEFAULT_ROUTER,
+        f"measured in the layer {_printable(layer)}": layer != "",
+    }
+    for words, differs in unlike.items():
+        if differs:
+            notes.add(f"records not used: {words}")
+    return not any(unlike.values())
 
 
 def _one_of_each(run: Run, cells: list[tuple[CellRun, list[Record]]]) -> tuple[str, str]:

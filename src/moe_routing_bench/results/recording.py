@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.identity import (
     contract_hash,
     harness_hash,
@@ -18,21 +17,22 @@ from moe_routing_bench.bench.identity import (
 )
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.repro import repro_command
-from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.bench.rounds import WARM_SAMPLES
 from moe_routing_bench.bench.spans import span_named
-from moe_routing_bench.cost import pack_bytes
 from moe_routing_bench.machine import Machine
 from moe_routing_bench.results import record as schema
 from moe_routing_bench.results.record import Record, log_tail, one_line
+from moe_routing_bench.results.source import source_version
 from moe_routing_bench.results.store import Session
 from moe_routing_bench.workloads.models import MODELS
 from moe_routing_bench.workloads.workload import SUITE_VERSION
 
 
 def environment_document(machine: Machine) -> dict[str, object]:
-    """What was the same for the whole session, stored once by its hash."""
-    return {"machine": machine.to_dict(), "versions": versions(), "settings": settings()}
+    """What was the same for the whole session, stored once by its hash. The source's commit is for people:
+    what is measured again is decided by the resume key, which has hashes of the files themselves."""
+    known = {"machine": machine.to_dict(), "versions": versions(), "settings": settings()}
+    return {**known, "source": source_version()}
 
 
 def record_outcome(outcome: CellOutcome, session: Session, *, suite: str, environment: str) -> list[Record]:
@@ -68,11 +68,13 @@ def _record(
         harness_hash=harness_hash(),
         what=schema.What(
             span=span.name,
-            direction="forward",
+            direction=outcome.direction,
             contract_hash=contract_hash(span),
             included=span.included,
             excluded=span.excluded,
             layout=one.subject.layout,
+            router=one_line(one.router, 300),
+            layer=one_line(one.layer, 300),
         ),
         workload=schema.Workload(
             case=case.name,
@@ -112,7 +114,7 @@ def _record(
         ),
         timing=timing,
         comparison=comparison,
-        work=_work(one, cell) if one.load else None,
+        work=_work(one, outcome) if one.load else None,
         correctness=schema.Correctness(
             status=one.status,
             reason=one_line(one.reason),
@@ -146,15 +148,10 @@ def _routing(one: SubjectOutcome, outcome: CellOutcome) -> schema.Routing | None
     )
 
 
-def _work(one: SubjectOutcome, cell: Cell) -> schema.Work:
-    seconds = median(one.samples) if one.samples else None
-    share = bw_2pass = bw_strict = None
-    if seconds is not None and one.floor_seconds is not None:
-        share = min(1.0, one.floor_seconds / seconds)
-    if seconds is not None and cell.case.span == "pack":
-        s, size = cell.case.shape, DTYPES[cell.case.dtype].itemsize
-        bw_2pass = pack_bytes("bw_2pass", s.T, s.K, s.D, size) / seconds
-        bw_strict = pack_bytes("bw_strict", s.T, s.K, s.D, size) / seconds
+def _work(one: SubjectOutcome, outcome: CellOutcome) -> schema.Work:
+    share = None
+    if one.samples and one.floor_seconds is not None:
+        share = min(1.0, one.floor_seconds / median(one.samples))
     return schema.Work(
         useful_flops=one.cost.useful_flops,
         executed_flops=one.cost.executed_flops,
@@ -162,8 +159,7 @@ def _work(one: SubjectOutcome, cell: Cell) -> schema.Work:
         activation_bytes=one.cost.activation_bytes,
         floor_seconds=one.floor_seconds,
         share_of_roof=share,
-        bw_2pass=bw_2pass,
-        bw_strict=bw_strict,
+        **vars(outcome.rates(one)),
     )
 
 
