@@ -13,13 +13,15 @@ from moe_routing_bench.bench.outcome import CellOutcome, Direction, SubjectOutco
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.cli.terminal import heading, show, two_columns
+from moe_routing_bench.cli.terminal import console, heading, show, two_columns
 from moe_routing_bench.machine import this_machine
 
 STYLES = {"FASTER": "green", "SLOWER": "red", "SAME": "cyan", "UNDECIDED": "yellow"}
+NARROW = 100  # columns: memory is left out, names need the room
 PLAIN_LAYER = "moe"
 # what may tell one row of a ranking from the others
 FACTS: dict[str, Callable[[CellOutcome, SubjectOutcome], str]] = {
+    "span": lambda outcome, one: outcome.cell.case.span,
     "direction": lambda outcome, one: outcome.direction,
     "router": lambda outcome, one: one.router,
     "layer": lambda outcome, one: one.layer or (PLAIN_LAYER if outcome.cell.case.span == "layer" else ""),
@@ -61,13 +63,14 @@ def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | No
 
 
 def show_summary(outcomes: Sequence[CellOutcome]) -> None:
-    """One ranking over several cells, most tokens a second first in each direction. What is the same in every
-    row stands above the table."""
+    """One ranking over several cells, most tokens a second first in each span and direction. What is the same
+    in every row stands above the table."""
     rows = [(outcome, one) for outcome in outcomes for one in outcome.subjects if one.samples]
     if not rows:
         show("", "Nothing was timed in any of the cells.")
         return
-    rows.sort(key=lambda row: (get_args(Direction).index(row[0].direction), -_tokens(*row)))
+    order = get_args(Direction)
+    rows.sort(key=lambda row: (row[0].cell.case.span, order.index(row[0].direction), -_tokens(*row)))
     columns = {name: [fact(*row) for row in rows] for name, fact in FACTS.items()}
     varying = {name: values for name, values in columns.items() if len(set(values)) > 1}
     if len(set(zip(*varying.values(), strict=True))) < len(rows):
@@ -77,8 +80,7 @@ def show_summary(outcomes: Sequence[CellOutcome]) -> None:
         for name, values in columns.items()
         if name not in varying and values[0]
     ]
-    spans = dict.fromkeys(outcome.cell.case.span for outcome in outcomes)
-    show("", heading(f"{len(outcomes)} cells", ", ".join([*spans, *same])))
+    show("", heading(f"{len(outcomes)} cells", ", ".join(same)))
     table = _table(*varying, "ms", "tokens/s", "ratio", "99 % interval", "verdict")
     for row, *facts in zip(rows, *varying.values(), strict=True):
         table.add_row(*facts, _ms(row[1]), per_second(_tokens(*row)), *_compared(row[1]))
@@ -95,7 +97,7 @@ def per_second(rate: float) -> str:
 
 def _digits(value: float) -> str:
     if value < 0.9995:
-        return f"{value:.2g}"
+        return f"{value:#.2g}"
     return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
@@ -103,9 +105,9 @@ def _table(*columns: str) -> Table:
     """Columns of words, which fold, to the left; of numbers, which do not, to the right."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in columns:
-        words = name in FACTS and len(name) > 1 or name in ("case", "time share of stages")
-        right = not words and name != "verdict"
-        table.add_column(name, overflow="fold", no_wrap=not words, justify="right" if right else "left")
+        words = (name in FACTS and len(name) > 1) or name in ("case", "time share of stages")
+        left = words or name == "verdict"
+        table.add_column(name, overflow="fold", no_wrap=not words, justify="left" if left else "right")
     return table
 
 
@@ -133,12 +135,15 @@ def _compared(one: SubjectOutcome) -> tuple[str, str, Text]:
 def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> Table:
     rates = _rates(outcome, ranked)
     shares = ["of roof"] if any(one.floor_seconds for one in ranked) else []
-    table = _table("implementation", "ms", *rates, "ratio", "99 % interval", "verdict", *shares)
+    peaks = ["peak MiB"] if console().width > NARROW else []
+    table = _table("implementation", "ms", *rates, "ratio", "99 % interval", "verdict", *shares, *peaks)
     for one, *per in zip(ranked, *rates.values(), strict=True):
         cells: list[Any] = [_name(one, outcome), _ms(one), *per, *_compared(one)]
         if shares:
             floor = one.floor_seconds
             cells.append(f"{100 * min(1.0, floor / median(one.samples)):.0f} %" if floor else "")
+        if peaks:
+            cells.append(f"{one.peak_rss_bytes / 2**20:,.0f}" if one.peak_rss_bytes else "")
         table.add_row(*cells)
     return table
 
@@ -206,11 +211,9 @@ PLACES = {
 def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | None) -> list[str]:
     policy = outcome.cell.policy
     notes = list(outcome.notes)
-    for one in ranked:
-        if one.comparison is not None and one.comparison.more_rounds:
-            notes.append(f"{_name(one, outcome)}: about {one.comparison.more_rounds} more rounds would tell.")
-    if peaks := [f"{_name(o, outcome)} {o.peak_rss_bytes / 2**20:,.0f}" for o in ranked if o.peak_rss_bytes]:
-        notes.append(f"Peak memory, each in a process of its own, in MiB: {', '.join(peaks)}.")
+    wanting = {_name(o, outcome): o.comparison.more_rounds for o in ranked if o.comparison is not None}
+    if more := ", ".join(f"{rounds} for {name}" for name, rounds in wanting.items() if rounds):
+        notes.append(f"About so many more rounds would tell: {more}.")
     if outcome.aa_floor is not None:
         checked = sum(one.checked_timed_calls for one in outcome.subjects)
         threads = "1 thread" if policy.threads == 1 else f"{policy.threads} threads"
@@ -232,9 +235,8 @@ def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | No
 def _name(one: SubjectOutcome, outcome: CellOutcome) -> str:
     """Its label and whatever of layout, router and layer tells it from the cell's others:
     staged @ compact, switch."""
-    told = {
-        name: FACTS[name](outcome, one) for name in ("layout", "router", "layer") if _varies(name, outcome)
-    }
+    names = [name for name in ("layout", "router", "layer") if _varies(name, outcome)]
+    told = {name: FACTS[name](outcome, one) for name in names}
     place = f" @ {told.pop('layout')}" if "layout" in told else ""
     return ", ".join([f"{short_label(one.label)}{place}", *told.values()])
 
