@@ -95,7 +95,7 @@ def test_one_ranking_over_cells(capsys: pytest.CaptureFixture[str]) -> None:
         capsys,
         an_outcome(0.01, 0.02, subjects=routed("softmax_topk", "switch")),
         an_outcome(0.02, 0.03, subjects=routed("softmax_topk", "switch"), T=400),
-        an_outcome(0.03, 0.06, subjects=routed("softmax_topk", "switch"), direction="train"),
+        an_outcome(0.003, 0.006, subjects=routed("softmax_topk", "switch"), direction="train"),
     )
     assert about == "3 cells: layer, moe, compact, staged, D=64, F=32, E=8, K=2, float32, zipf(1.2)"
     assert rows[0] == [
@@ -106,8 +106,8 @@ def test_one_ranking_over_cells(capsys: pytest.CaptureFixture[str]) -> None:
         ["forward", "switch", "400", "30.000", "13.3 k"],
         ["forward", "softmax_topk", "100", "10.000", "10.0 k"],
         ["forward", "switch", "100", "20.000", "5.00 k"],
-        ["train", "softmax_topk", "100", "30.000", "3.33 k"],
-        ["train", "switch", "100", "60.000", "1.67 k"],
+        ["train", "softmax_topk", "100", "3.000", "33.3 k"],
+        ["train", "switch", "100", "6.000", "16.7 k"],
     ]
     # each against the baseline of its own cell
     assert [row[5] for row in rows[1:]] == ["1", "1.500", "1", "2.000", "1", "2.000"]
