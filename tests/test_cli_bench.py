@@ -45,7 +45,9 @@ def test_bench_shows_a_ranked_table():
     lines = text.splitlines()
     assert "own/16x32x16-e4-k2: combine, T=16 D=32 F=16 E=4 K=2, float32, zipf(1.2)" in text
     assert any(line.startswith("gather_sum") and "baseline" in line for line in lines)
-    ratios = [line.split()[2] for line in lines if line.split()[:1] in (["gather_sum"], ["index_add"])]
+    head = next(line.split() for line in lines if line.startswith("implementation"))
+    assert head[1:5] == ["ms", "tokens/s", "GB/s", "ratio"]  # it has no weights: no TFLOP/s
+    ratios = [line.split()[5] for line in lines if line.split()[:1] in (["gather_sum"], ["index_add"])]
     assert ratios == sorted(ratios, key=float)
     assert "8 interleaved rounds on 1 thread, hot caches" in text and "twin is" in text
     repro = next(line for line in lines if line.startswith("index_add: mrb bench"))
@@ -77,6 +79,8 @@ def test_bench_json_holds_samples_stages_and_status():
     assert len(staged["samples"]) == cell["rounds"] == 8 and twin["role"] == "twin"
     assert set(staged["stages"]) == {"route", "plan", "dispatch", "gemm", "combine"}
     assert padded["status"] == "UNSUPPORTED" and padded["median_seconds"] is None
+    assert staged["tokens_per_second"] == pytest.approx(16 / staged["median_seconds"])
+    assert cell["direction"] == "forward" and staged["layer"] == ""
 
 
 def test_bench_says_that_a_twin_stands_in_for_a_case_too_big():

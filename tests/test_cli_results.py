@@ -195,6 +195,56 @@ def test_export_is_a_file_others_can_read(a: str, tmp_path: Path) -> None:
     assert mrb_json("export", a, "--parquet", str(target))["records"] == 3
 
 
+def test_export_as_csv(a: str, tmp_path: Path) -> None:
+    target = tmp_path / "out.csv"
+    assert "3 records in" in mrb("export", a, "--csv", str(target)).stdout
+    assert duckdb.sql(f"SELECT count(*), count(median_ms) FROM '{target}'").fetchall() == [(3, 3)]
+    assert mrb_json("export", a, "--csv", str(target)) == {
+        "file": str(target), "records": 3, "left_out": {"lines": 0, "first": []},
+    }  # fmt: skip
+    assert "results.csv" in mrb("export", a, "--csv", str(tmp_path), code=2).stderr
+    for words in ((), ("--csv", str(target), "--parquet", str(target))):
+        assert "name one file to write" in mrb("export", a, *words, code=2).stderr
+    assert "no spreadsheet runs it as a formula" in mrb("export", "--help").stdout
+
+
+def test_the_overview_keeps_routers_layers_and_directions_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    make_run(folder, TWO)
+    make_run(folder, {"eager_loop": 1.0, "staged": 1.5}, what__router="top_p(p=0.5)")
+    make_run(folder, {"eager_loop": 1.0, "staged": 2.0}, what__router="switch", what__direction="train")
+    make_run(folder, {"eager_loop": 1.0, "staged": 3.0}, what__layer="chain(iterations=2)")
+    text = mrb("results", "-f", str(folder)).stdout
+    for name in ("eager_loop | compact | top_p(p=0.5)", "eager_loop | compact | chain(iterations=2)"):
+        assert name in text
+    assert "expert_ffn train seed-fused/" in text
+
+    def best(*words: str) -> list[tuple[str, str, str, str]]:
+        found = mrb_json("results", "-f", str(folder), *words)
+        assert sum(row["records"] for row in found["counts"]) == 2 * len(found["best"])
+        return [(row["best"], row["router"], row["layer"], row["direction"]) for row in found["best"]]
+
+    top_p = ("eager_loop", "top_p(p=0.5)", "", "forward")
+    chain = ("eager_loop", "", "chain(iterations=2)", "forward")
+    assert len(best()) == 4
+    assert best("--router", "top_p") == best("--router", "top_p(p=0.5)") == [top_p]
+    assert best("--layer", "chain") == [chain]
+    assert best("--layer", "moe", "--direction", "forward", "--router", "top_p") == [top_p]
+    assert best("--direction", "train") == [("eager_loop", "switch", "", "train")]
+    assert len(best("--layer", "moe")) == 3
+
+
+def test_a_filter_for_what_is_not_there_is_a_mistake(a: str) -> None:
+    for words, sentence in (
+        (("--direction", "forwards"), "has no direction 'forwards'; did you mean 'forward'? it has forward"),
+        (("--router", "switch"), "has no router 'switch'; it has none"),
+        (("--router", "x' OR true --"), "has no router"),
+        (("--layer", "chain"), "has no layer 'chain'; it has moe"),
+        (("SELECT 1", "--router", "switch"), "--router is for the overview; in a query say it with WHERE"),
+    ):
+        assert sentence in mrb("results", "-f", a, *words, code=2).stderr
+
+
 def test_lines_that_were_left_out_are_said(a: str, tmp_path: Path) -> None:
     b = other(tmp_path)
     tear(a)

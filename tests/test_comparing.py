@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,15 @@ def add_cell(
     floor: float = FLOOR,
     layouts: Mapping[str, str] | None = None,
     sources: Mapping[str, str] | None = None,
+    each: Mapping[str, Mapping[str, Any]] | None = None,
     **changes: Any,
 ) -> None:
     """A cell as the runner records it. A contender is a factor on 10 ms, its samples, or its failed status;
-    the first that passed is the baseline. All share the noise of a round."""
+    the first that passed is the baseline. All share the noise of a round. each: changes by contender."""
     rng = np.random.default_rng(seed)
     shared = 0.010 * drift * rng.lognormal(0, 0.03, ROUNDS)
     env = session.put_environment(environment)
-    key = content_hash([sorted(contenders), repr(changes), repr(sources), env])
+    key = content_hash([sorted(contenders), repr(changes), repr(each), repr(sources), env])
     base_name, base = "", shared
     records = []
     names = list(contenders)
@@ -66,6 +68,7 @@ def add_cell(
             "what__layout": (layouts or {}).get(name, "compact"),
             "repro": f"mrb bench expert_ffn --impl {name}",
             **changes,
+            **(each or {}).get(name, {}),
         }
         if isinstance(given, str):
             records.append(parse_record(line(failed(given, **common))))
@@ -192,6 +195,7 @@ UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "settings": ({"environment": {**ENVIRONMENT, "settings": {}}}, "a is OMP_NUM_THREADS=1, b is none"),
     "span": ({"what__span": "layer"}, "the spans differ: a is expert_ffn, b is layer"),
+    "direction": ({"what__direction": "train"}, "the directions differ: a is forward, b is train"),
     "contract": ({"what__contract_hash": "f" * 64}, "a is 0123456789ab, b is ffffffffffff"),
     "dtype": ({"workload__dtype": "bfloat16"}, "the dtypes differ: a is float32, b is bfloat16"),
     "routing": ({"routing__checksum": "f" * 64}, "the routed experts differ"),
@@ -204,7 +208,7 @@ UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_every_dimension_has_a_case() -> None:
-    assert {*UNLIKE, "direction"} == {*LIKE}  # of directions the schema knows one
+    assert {*UNLIKE} == {*LIKE}
 
 
 @pytest.mark.parametrize("dimension", UNLIKE)
@@ -219,6 +223,53 @@ def test_unlike_is_not_compared_unless_told(a: Path, tmp_path: Path, dimension: 
         compare_runs(a, b, allow=[other])
     found = compare_runs(a, b, allow=[dimension])
     assert len(found.changes) == 2 and any(words in note for note in found.notes)
+
+
+SWITCH = {"implementation__label": "fast", "implementation__spec": "fast", "what__router": "switch"}
+CHAIN = {**SWITCH, "what__router": "", "what__layer": "chain(iterations=2)"}
+
+
+@pytest.mark.parametrize("other", [SWITCH, CHAIN], ids=["router", "layer"])
+def test_another_router_or_layer_is_another_contender(tmp_path: Path, other: dict[str, Any]) -> None:
+    """Also in one cell, beside the same implementation with the default."""
+    both = {"base": 1.0, "fast": 0.8, "fast again": 0.4}
+    a = make_run(tmp_path / "a", both, each={"fast again": other})
+    b = make_run(tmp_path / "b", {**both, "fast again": 0.8}, each={"fast again": other}, seed=1)
+    assert len(read_run(a, LeftOut()).cells[0].records) == 4
+    found = {change.contender: change for change in compare_runs(a, b).changes}
+    name = f"fast | compact | {other['what__router'] or other['what__layer']}"
+    assert {"base | compact", "fast | compact", name} == {*found}
+    assert found["fast | compact"].ratio == pytest.approx(1, rel=0.02)
+    assert found[name].ratio == pytest.approx(2, rel=0.02)
+    assert (found[name].router, found[name].layer) == (other["what__router"], other.get("what__layer", ""))
+    # and alone it is not what the other run has
+    alone = make_run(tmp_path / "c", {"fast again": 0.4}, each={"fast again": other}, twin=False)
+    default = make_run(tmp_path / "d", {"fast": 0.8}, twin=False)
+    with pytest.raises(ValueError, match=r"nothing that passed is in both.*" + re.escape(name)):
+        compare_runs(default, alone)
+
+
+def test_the_default_router_is_what_older_records_ran(a: Path, tmp_path: Path) -> None:
+    b = make_run(tmp_path / "b", {"base": 1.0, "fast": 0.8}, seed=1, what__router="softmax_topk")
+    found = by_name(compare_runs(a, b))
+    assert found["fast"].method == "ratio to baseline" and found["fast"].verdict == "SAME"
+
+
+def test_a_baseline_with_another_router_is_no_yardstick(a: Path, tmp_path: Path) -> None:
+    b = make_run(tmp_path / "b", {"base": 1.0, "fast": 0.8}, each={"base": {"what__router": "switch"}})
+    found = compare_runs(a, b)
+    assert [(change.contender, change.method) for change in found.changes] == [("fast | compact", "times")]
+
+
+def test_names_tell_the_direction(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / name, {"base": 1.0}, what__direction="backward", what__router="switch")
+        for name in "ab"
+    ]
+    (change,) = compare_runs(*runs).changes
+    assert change.where.startswith("expert_ffn backward seed-fused/") and change.contender.endswith(
+        "| switch"
+    )
 
 
 def test_of_many_only_the_like_are_compared(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,37 @@ def test_layouts_threads_workloads_and_dtypes_are_decided_apart(tmp_path: Path) 
     assert won["compact", 2, "zipf(1.2)"].contests[0].winner == "staged"
     assert won["compact", 1, "uniform"].contests[0].winner == "eager_loop"
     write_decisions(decide(tmp_path), tmp_path, tmp_path / "decisions.json")
+
+
+OTHERS = (
+    ({"what__direction": "backward"}, "measured backward, not forward"),
+    ({"what__direction": "train"}, "measured train, not forward"),
+    ({"what__router": "switch"}, "measured with the router switch"),
+    ({"what__layer": "chain(iterations=2)"}, "measured in the layer chain(iterations=2)"),
+)
+
+
+@pytest.mark.parametrize(("other", "words"), OTHERS, ids=lambda one: str(one))
+def test_only_the_plain_layer_going_forward_decides(
+    tmp_path: Path, other: dict[str, Any], words: str
+) -> None:
+    newer = {"created_at": "2026-11-16T00:00:00Z", "what__span": "layer", "protocol__cache": "cold"}
+    make_run(tmp_path / "alone", {"eager_loop": 1.0, "staged": 0.5}, **{**newer, **other})
+    with pytest.raises(ValueError, match="decides nothing: records not used: " + re.escape(words)):
+        decide(tmp_path / "alone")
+    make_run(tmp_path / "a", {"eager_loop": 1.0, "staged": 2.0}, what__span="layer")
+    make_run(tmp_path / "a", {"eager_loop": 1.0, "staged": 0.5}, **{**newer, **other})
+    decided = decide(tmp_path / "a")  # its cache policy is of no concern either
+    (answer,) = decided.answers
+    assert answer.contests[0].winner == "eager_loop" and f"records not used: {words} (2)" in decided.notes
+
+
+def test_of_a_cell_with_several_routers_the_default_decides(tmp_path: Path) -> None:
+    staged = {"implementation__label": "staged", "implementation__spec": "staged"}
+    each = {"quick": {**staged, "what__router": "switch"}, "slow": {**staged, "what__router": "softmax_topk"}}
+    make_run(tmp_path, {"eager_loop": 1.0, "quick": 0.5, "slow": 2.0}, each=each, what__span="layer")
+    (contest,) = decide(tmp_path).answers[0].contests
+    assert contest.winner == "eager_loop" and contest.ratios["staged"] == pytest.approx(2, rel=0.01)
 
 
 def test_an_op_is_decided_by_its_own_span_and_a_chain_of_ops_by_none(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import time
@@ -15,7 +16,7 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.results import flat, query
 from moe_routing_bench.results.flat import COLUMNS, compact
 from moe_routing_bench.results.lines import LeftOut
-from moe_routing_bench.results.query import connect, export_parquet, keys, run_query
+from moe_routing_bench.results.query import connect, export_csv, export_parquet, keys, run_query
 from moe_routing_bench.results.record import content_hash
 from moe_routing_bench.results.store import Session
 from test_records import SESSION, document, failed, line
@@ -51,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("compacted", [False, True])
 def test_a_row_says_what_the_record_says(folder: Path, compacted: bool) -> None:
-    environment = {"machine": {"name": "xeon-2-cores"}}
+    environment = {"machine": {"name": "xeon-2-cores"}, "source": {"commit": "a1" * 20, "dirty": True}}
     name = content_hash(environment)
     (folder / "environments").mkdir()
     (folder / "environments" / f"{name}.json").write_text(
@@ -64,7 +65,7 @@ def test_a_row_says_what_the_record_says(folder: Path, compacted: bool) -> None:
         size = (folder / f"session={SESSION}" / "records.jsonl").stat().st_size
         assert heard == [(size, size)]
     columns, rows = run_query(folder, "SELECT * FROM records ORDER BY record_id")
-    assert columns == [*(column.name for column in COLUMNS), "machine"]
+    assert columns == [*(column.name for column in COLUMNS), "machine", "source_commit", "source_dirty"]
     first, second, third = (dict(zip(columns, row, strict=True)) for row in rows)
     given = document()
     assert (first["impl"], first["span"], first["case"]) == ("fast", "expert_ffn", given["workload"]["case"])
@@ -75,11 +76,15 @@ def test_a_row_says_what_the_record_says(folder: Path, compacted: bool) -> None:
     assert first["created_at"].isoformat() == "2026-11-15T02:47:34.123456"
     assert first["included"] == given["what"]["included"] and first["bias"] is False
     assert first["machine"] is None and third["machine"] == "xeon-2-cores"
+    assert first["source_commit"] is first["source_dirty"] is None
+    assert (third["source_commit"], third["source_dirty"]) == ("a1" * 20, True)
+    assert first["tokens_per_second"] == 2782.6 and first["router"] == first["layer"] == ""
     assert second["status"] == "TIMEOUT" and second["reason"] == "why"
     assert second["median_ms"] is second["ratio"] is second["samples"] is None
     assert second["useful_flops"] == 10**9 and second["threads"] == 1
     # every column of a whole record has a value, so every path is right
-    assert {name for name, value in first.items() if value is None} == {"more_rounds", "throttled", "machine"}
+    unknown = {"more_rounds", "throttled", "machine", "source_commit", "source_dirty"}
+    assert {name for name, value in first.items() if value is None} == unknown
 
 
 def test_types_do_not_depend_on_the_data(tmp_path: Path) -> None:
@@ -100,6 +105,10 @@ def test_latest_is_the_newest_of_each_cell_and_implementation(folder: Path) -> N
         write(folder, [line(numbered(second, OTHER, **changes))], OTHER)
     rows = run_query(folder, "SELECT impl, round(median_ms, 1) FROM latest ORDER BY impl")[1]
     assert rows == [("fast", 11.6), ("slow", 11.8), ("staged", None)]
+    for number, change in enumerate(({"what__router": "switch"}, {"what__layer": "chain(iterations=2)"})):
+        newer = {"created_at": "2026-11-15T02:48:00Z", "implementation__label": "fast", **change}
+        write(folder, [line(numbered(60 + number, OTHER, **newer))], OTHER)
+    assert one(folder, "SELECT count(*) FROM latest WHERE impl = 'fast'") == 3
 
 
 def test_keys_gather_states_over_sessions(folder: Path) -> None:
@@ -347,6 +356,61 @@ def test_export_is_one_file(folder: Path) -> None:
     assert rows == [(3, 2)] and not list(folder.parent.glob("*.part*"))
     with pytest.raises(ValueError, match="there is no folder"):
         export_parquet(folder, folder / "no" / "a.parquet")
+
+
+FORMULAS = ("=1+1", "+1", "-1", "@SUM(A1)", " =1", "\uff1d1", "'=1", "'quoted'")
+
+
+def test_csv_has_the_same_columns_and_no_formulas(folder: Path) -> None:
+    for number, text in enumerate(FORMULAS, start=3):
+        write(folder, [line(numbered(number, workload__case=text, repro=f'{text},"x";\u2028y'))])
+    target = folder.parent / "it's all.csv"
+    assert export_csv(folder, target) == 2 + len(FORMULAS) and not list(folder.parent.glob("*.part*"))
+    with target.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == run_query(folder, "SELECT * FROM records")[0]
+    rows.sort(key=lambda row: row["record_id"])
+    for row, text in zip(rows[2:], FORMULAS, strict=True):
+        assert row["case"] == f"'{text}" and row["repro"] == f"""'{text},"x";\u2028y"""
+    first, failed_row = rows[:2]
+    assert first["impl"] == "fast" and float(first["median_ms"]) == pytest.approx(11.5) and first["T"] == "32"
+    assert json.loads(first["included"]) == document()["what"]["included"] and first["bias"] == "false"
+    assert json.loads(first["stage_seconds"]) == {"route": 0.001, "grouped_gemm": 0.01}
+    assert first["created_at"] == "2026-11-15 02:47:34.123456" and first["router"] == ""
+    assert failed_row["status"] == "TIMEOUT" and failed_row["median_ms"] == failed_row["stage_seconds"] == ""
+    told = [value for row in rows for value in row.values()]
+    assert not [value for value in told if value.startswith(("=", "+", "-", "@", "\t", "\r", " ", "\uff1d"))]
+
+
+def test_text_that_only_holds_signs_is_left_alone(folder: Path) -> None:
+    write(folder, [line(numbered(3, workload__case="a=b+c-d@e'", what__router="top_p(p=0.5)"))])
+    export_csv(folder, folder.parent / "all.csv")
+    with (folder.parent / "all.csv").open(newline="") as file:
+        (row,) = [row for row in csv.DictReader(file) if row["record_id"].endswith("3")]
+    assert row["case"] == "a=b+c-d@e'" and row["router"] == "top_p(p=0.5)"
+
+
+def test_a_folder_of_before_is_read_and_exported(tmp_path: Path) -> None:
+    old = (Path(__file__).parent / "data" / "old_record.jsonl").read_bytes()
+    write(tmp_path / "old", [old], session=json.loads(old)["session"])
+    sql = "SELECT direction, router, layer, tokens_per_second, bw_2pass > 0, source_commit FROM records"
+    assert run_query(tmp_path / "old", sql)[1] == [("forward", "", "", None, True, None)]
+    assert compact(tmp_path / "old") == 1 and run_query(tmp_path / "old", sql)[1][0][3] is None
+    assert export_csv(tmp_path / "old", tmp_path / "old.csv") == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [None, [], {"commit": 7, "dirty": True}, {"commit": "=HYPERLINK()", "dirty": True}, {"commit": "a1" * 20},
+     {"commit": "", "dirty": False}, {"commit": "a1" * 20, "dirty": "yes"}],
+)  # fmt: skip
+def test_a_source_that_is_no_commit_is_unknown(folder: Path, source: Any) -> None:
+    environment = {"machine": {"name": "here"}, "source": source}
+    with Session.start(folder) as session:
+        name = session.put_environment(environment)
+    write(folder, [line(numbered(3, environment=name))])
+    sql = "SELECT machine, source_commit, source_dirty FROM records WHERE machine IS NOT NULL"
+    assert run_query(folder, sql)[1] == [("here", None, None)]
 
 
 def test_no_folder_is_a_sentence(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -47,6 +48,8 @@ def document(**changes: Any) -> dict[str, Any]:
             "included": ["dispatch", "grouped_gemm", "combine"],
             "excluded": ["router"],
             "layout": "compact",
+            "router": "",
+            "layer": "",
         },
         "workload": {
             "case": "seed-fused/32x7168~scaled",
@@ -143,6 +146,9 @@ def document(**changes: Any) -> dict[str, Any]:
             "share_of_roof": 0.4,
             "bw_2pass": 1e9,
             "bw_strict": 1.5e9,
+            "tokens_per_second": 2782.6,
+            "flops_per_second": 8.7e10,
+            "bytes_per_second": 9.6e8,
         },
         "correctness": {
             "status": "PASSED",
@@ -196,6 +202,20 @@ def test_a_record_survives_the_round_trip() -> None:
     assert b'"2026-11-15T02:47:34Z"' in a_record(created_at="2026-11-15T07:47:34+05:00").line()
 
 
+def test_a_record_of_before_there_were_routers_and_rates_is_still_read() -> None:
+    """Measured by the version before them; schema_version is the same."""
+    record = parse_record((Path(__file__).parent / "data" / "old_record.jsonl").read_bytes())
+    assert (record.what.direction, record.what.router, record.what.layer) == ("forward", "", "")
+    assert record.work is not None and record.work.bw_2pass and record.work.tokens_per_second is None
+    assert record.what.setting == ("compact", "softmax_topk", "")
+    assert parse_record(record.line()) == record
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "train"])
+def test_directions(direction: str) -> None:
+    assert a_record(what__direction=direction).what.direction == direction
+
+
 FAILED = [status for status in Status if status is not Status.PASSED]
 
 
@@ -243,7 +263,10 @@ def test_a_frozen_record_stays_as_it_is() -> None:
         ({"workload__T": True}, "workload.T"),
         ({"workload__T": -1}, "workload.T"),
         ({"workload__T": 2**63}, "workload.T"),
-        ({"what__direction": "backward"}, "what.direction"),
+        ({"what__direction": "sideways"}, "what.direction"),
+        ({"what__router": None}, "what.router"),
+        ({"what__layer": "a\x1b[2J"}, "what.layer"),
+        ({"work__tokens_per_second": -1.0}, "work.tokens_per_second"),
         ({"what__span": "x" * 301}, "what.span"),
         ({"what__span": "a\x1b[2J"}, "what.span"),
         ({"cell_key": "0" * 63}, "cell_key"),

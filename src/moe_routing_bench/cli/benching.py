@@ -20,7 +20,7 @@ from moe_routing_bench.cli.choosing import check_device, chosen_cases, made_cell
 from moe_routing_bench.cli.finding import include_all
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
 from moe_routing_bench.cli.progress import shown_progress
-from moe_routing_bench.cli.tables import outcome_document, show_outcome
+from moe_routing_bench.cli.tables import outcome_document, show_outcome, show_summary
 from moe_routing_bench.cli.terminal import Json, fail, show, show_json, user_mistakes
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.results.sweep import run_sweep
@@ -89,7 +89,10 @@ def _command(span: str) -> Callable[..., None]:
         outcomes = measured(cells, out, suite=sizes.case or sizes.model or "", show=shown)
         if as_json:
             show_json([outcome_document(outcome) for outcome in outcomes])
-        elif out is not None:
+            return
+        if len(outcomes) > 1:
+            show_summary(outcomes)
+        if out is not None:
             show(f"Records and samples are in {out}; `mrb results --folder {out}` reads them.")
 
     return bench

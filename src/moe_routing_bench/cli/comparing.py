@@ -140,7 +140,7 @@ def _table(changes: tuple[Change, ...]) -> Any:
     rows = [
         (
             change.where,
-            f"{change.implementation} | {change.layout}",
+            change.contender,
             f"{change.ratio:.3f}",
             "-" if change.interval is None else f"{change.interval[0]:.3f} to {change.interval[1]:.3f}",
             Text(change.verdict, COLOURS[change.verdict]),
@@ -165,9 +165,7 @@ def _show_turned(title: str, turned: tuple[Turned, ...]) -> None:
 
 def _show_rest(found: RunComparison) -> None:
     undecided = [
-        f"{one.where}: {one.implementation} | {one.layout}: {one.reason}"
-        for one in found.changes
-        if one.verdict == "UNDECIDED"
+        f"{one.where}: {one.contender}: {one.reason}" for one in found.changes if one.verdict == "UNDECIDED"
     ]
     for title, names in (
         ("Undecided", undecided),

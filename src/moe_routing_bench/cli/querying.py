@@ -1,4 +1,4 @@
-"""mrb results and mrb export: questions to a results folder, in SQL or as an overview; Parquet for others."""
+"""mrb results and mrb export: questions to a results folder, in SQL or as an overview; Parquet and CSV."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_routing_bench.cli.terminal import Json, console, fail, show, show_json
-from moe_routing_bench.results.flat import COLUMNS
+from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.results.flat import COLUMNS, quoted
 from moe_routing_bench.results.lines import LeftOut
-from moe_routing_bench.results.query import export_parquet, run_query
+from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 
 MOST_SHOWN = 1_000
 MOST_CASES = 40
 # the newest run of every case under the same conditions, and of its implementations the nearest to the front
 SAME = (
-    'span, "case", T, D, F, E, K, W, dtype, activation, workload, routing_seed, threads, cache, view, machine'
+    'span, direction, router, layer, "case", T, D, F, E, K, W, dtype, activation, workload, routing_seed, '
+    "threads, cache, view, machine"
 )
 COUNTS = """
-SELECT span, status, count(*) AS records FROM records WHERE role IN ('baseline', 'candidate')
-GROUP BY ALL ORDER BY ALL"""
+SELECT span, status, count(*) AS records FROM records
+WHERE role IN ('baseline', 'candidate') AND {asked} GROUP BY ALL ORDER BY ALL"""
 BEST = f"""
 WITH passed AS (
   SELECT *, max(created_at) OVER (PARTITION BY {SAME}, session, cell_key) AS run_at
-  FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate')
+  FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate') AND {{asked}}
 ), newest AS (
   SELECT * FROM passed
   QUALIFY dense_rank() OVER (PARTITION BY {SAME} ORDER BY run_at DESC, session DESC, cell_key) = 1
 )
-SELECT span, "case", dtype, workload, threads, impl AS best, layout, median_ms,
-  coalesce(ratio, 1) AS ratio, coalesce(baseline, 'itself') AS baseline, coalesce(verdict, '') AS verdict,
+SELECT span, direction, "case", dtype, workload, threads, impl AS best, layout, router, layer, median_ms,
+  tokens_per_second, coalesce(ratio, 1) AS ratio, coalesce(baseline, 'itself') AS baseline,
+  coalesce(verdict, '') AS verdict,
   count(*) OVER (PARTITION BY {SAME}) AS contenders
 FROM newest
 QUALIFY row_number() OVER (PARTITION BY {SAME} ORDER BY coalesce(ratio, 1), impl, layout) = 1
@@ -50,6 +53,9 @@ def results_command(
     folder: Annotated[
         Path | None, typer.Option("--folder", "-f", help="The results folder; default: ./results.")
     ] = None,
+    router: Annotated[str | None, typer.Option(help="Only this router; its options may be left out.")] = None,
+    layer: Annotated[str | None, typer.Option(help="Only this kind of layer: moe, chain, ...")] = None,
+    direction: Annotated[str | None, typer.Option(help="Only forward, backward or train.")] = None,
     columns: Annotated[bool, typer.Option("--columns", help="Show what a SELECT can ask for.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -59,6 +65,7 @@ def results_command(
     Examples:
       mrb results
       mrb results --columns
+      mrb results --direction train --router switch
       mrb results "SELECT impl, median(ratio) FROM records GROUP BY impl ORDER BY 2"
       mrb results "SELECT \\"case\\", impl, reason FROM records WHERE status = 'OOM'" --folder sweeps/monday
       mrb results "SELECT * FROM left_out" --json
@@ -71,12 +78,17 @@ def results_command(
         if not folder.is_dir():
             fail("there is no folder ./results; name one with --folder, or make one: mrb bench --out results")
     left_out = LeftOut()
+    filters = {"router": router, "layer": layer, "direction": direction}
+    wanted = {name: value for name, value in filters.items() if value is not None}
+    if sql is not None and wanted:
+        fail(f"--{next(iter(wanted))} is for the overview; in a query say it with WHERE")
     with reading():
         if sql is not None:
             names, rows = run_query(folder, sql, left_out)
         else:
-            counts = run_query(folder, COUNTS, left_out)
-            best = run_query(folder, BEST)
+            asked = " AND ".join(_asked(folder, *one) for one in wanted.items()) or "true"
+            counts = run_query(folder, COUNTS.format(asked=asked), left_out)
+            best = run_query(folder, BEST.format(asked=asked))
     if as_json:
         if sql is not None:
             show_json({"columns": names, "rows": _plain(rows), "left_out": left_out_json(left_out)})
@@ -93,29 +105,42 @@ def results_command(
 
 def export_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A results folder.")],
-    parquet: Annotated[Path, typer.Option("--parquet", help="The file to write.")],
+    parquet: Annotated[
+        Path | None,
+        typer.Option("--parquet", metavar="FILE", help="Write Parquet."),
+    ] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write CSV.")] = None,
     as_json: Json = False,
 ) -> None:
-    """All records of a folder as one Parquet file, for pandas, DuckDB or a spreadsheet.
+    """All records of a folder as one file, a row each, for pandas, DuckDB or a spreadsheet.
 
     \b
     Examples:
       mrb export results --parquet results.parquet
+      mrb export results --csv results.csv
       python -c "import duckdb; print(duckdb.sql(\\"SELECT * FROM 'results.parquet' LIMIT 5\\"))"
+
+    \b
+    In CSV, lists and maps are JSON, and text that begins with = + - @ ' or a tab has one more ' before it, so
+    that no spreadsheet runs it as a formula.
     """
     left_out = LeftOut()
     with reading():
-        if parquet.is_dir():
-            raise ValueError(f"{parquet} is a folder; name a file such as {parquet / 'results.parquet'}")
+        if (parquet is None) == (csv is None):
+            raise ValueError("name one file to write, with --parquet or with --csv")
+        form, target, export = ("csv", csv, export_csv) if csv else ("parquet", parquet, export_parquet)
+        assert target is not None
+        if target.is_dir():
+            raise ValueError(f"{target} is a folder; name a file such as {target / f'results.{form}'}")
         run_query(folder, "SELECT 1", left_out)
         try:
-            count = export_parquet(folder, parquet)
+            count = export(folder, target)
         except OSError as error:
-            raise ValueError(f"cannot write {parquet}: {error.strerror}") from None
+            raise ValueError(f"cannot write {target}: {error.strerror}") from None
     if as_json:
-        show_json({"file": str(parquet), "records": count, "left_out": left_out_json(left_out)})
+        show_json({"file": str(target), "records": count, "left_out": left_out_json(left_out)})
         return
-    show(printable(f"{count:,} records in {parquet}"))
+    show(printable(f"{count:,} records in {target}"))
     tell_left_out(left_out)
 
 
@@ -159,6 +184,17 @@ def tell_left_out(left_out: LeftOut) -> None:
 
 def left_out_json(left_out: LeftOut) -> dict[str, Any]:
     return {"lines": left_out.count, "first": left_out.first}
+
+
+def _asked(folder: Path, column: str, wanted: str) -> str:
+    """A condition in SQL: the column is as wanted, or its name before the options is."""
+    there = "if(layer = '', 'moe', layer)" if column == "layer" else column
+    known = [value for (value,) in run_query(folder, f"SELECT DISTINCT {there} FROM records ORDER BY 1")[1]]
+    names = dict.fromkeys(value for one in known for value in (one, one.partition("(")[0]) if value)
+    if wanted not in names:
+        has = f"has {', '.join(filter(None, known))}" if any(known) else "has none"
+        raise ValueError(f"{folder} has no {column} {wanted!r}; {did_you_mean(wanted, names)}it {has}")
+    return f"{quoted(wanted)} IN ({there}, split_part({there}, '(', 1))"
 
 
 def _cell(value: object) -> str:
@@ -219,13 +255,15 @@ def _show_overview(
 
 def _best(row: dict[str, Any]) -> tuple[object, ...]:
     threads = "" if row["threads"] == 1 else f" {row['threads']} threads"
-    case = f"{row['span']} {row['case']} {row['dtype']} {row['workload']}{threads}"
+    span = row["span"] if row["direction"] == "forward" else f"{row['span']} {row['direction']}"
+    case = f"{span} {row['case']} {row['dtype']} {row['workload']}{threads}"
+    best = " | ".join(filter(None, (row["best"], row["layout"], row["router"], row["layer"])))
     times = (row["median_ms"], row["ratio"], row["baseline"], row["verdict"], row["contenders"])
-    return (case, f"{row['best']} | {row['layout']}", *times)
+    return (case, best, *times)
 
 
 def _show_columns(as_json: bool) -> None:
-    found = [(column.name, column.type) for column in COLUMNS] + [("machine", "VARCHAR")]
+    found = [*((column.name, column.type) for column in COLUMNS), *JOINED]
     if as_json:
         show_json([{"name": name, "type": kind} for name, kind in found])
         return

@@ -1,36 +1,51 @@
-"""The outcome of a cell as people read it: best first, ratio, interval, verdict, and what did not run."""
+"""Outcomes as people read them: a cell best first, with what did not run; many cells in one ranking."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
+from moe_routing_bench.bench.outcome import CellOutcome, Direction, SubjectOutcome
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.cli.terminal import heading, show, two_columns
+from moe_routing_bench.cli.terminal import console, heading, show, two_columns
 from moe_routing_bench.machine import this_machine
 
 STYLES = {"FASTER": "green", "SLOWER": "red", "SAME": "cyan", "UNDECIDED": "yellow"}
+NARROW = 100  # columns: memory is left out, names need the room
+PLAIN_LAYER = "moe"
+# what may tell one row of a ranking from the others
+FACTS: dict[str, Callable[[CellOutcome, SubjectOutcome], str]] = {
+    "span": lambda outcome, one: outcome.cell.case.span,
+    "direction": lambda outcome, one: outcome.direction,
+    "router": lambda outcome, one: one.subject.router,
+    "layer": lambda outcome, one: one.subject.layer or (PLAIN_LAYER if outcome.cell.span.routed else ""),
+    "layout": lambda outcome, one: one.subject.layout,
+    "implementation": lambda outcome, one: short_label(one.label),
+    "T": lambda outcome, one: str(outcome.cell.case.shape.T),
+    "D": lambda outcome, one: str(outcome.cell.case.shape.D),
+    "F": lambda outcome, one: str(outcome.cell.case.shape.F),
+    "E": lambda outcome, one: str(outcome.cell.case.shape.E),
+    "K": lambda outcome, one: str(outcome.cell.case.shape.K),
+    "dtype": lambda outcome, one: outcome.cell.case.dtype,
+    "workload": lambda outcome, one: outcome.cell.workload,
+}
 
 
 def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | None = None) -> None:
     cell, s = outcome.cell, outcome.cell.case.shape
-    show(
-        "",
-        heading(
-            cell.case.name,
-            f"{cell.case.span}, T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}, {cell.case.dtype}, {cell.workload}",
-        ),
-    )
-    ranked = sorted((o for o in outcome.subjects if o.samples), key=_order(outcome))
+    span = cell.case.span if outcome.direction == "forward" else f"{cell.case.span} {outcome.direction}"
+    sizes = f"T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}"
+    show("", heading(cell.case.name, f"{span}, {sizes}, {cell.case.dtype}, {cell.workload}"))
+    ranked = sorted((o for o in outcome.subjects if o.samples), key=_ratio)
     if ranked:
         show(_ranking(outcome, ranked))
-        for table in _layouts(ranked), _stages(ranked):
+        for table in _loads(outcome, ranked), _stages(outcome, ranked):
             if table is not None:
                 show("", table)
     rest = [o for o in outcome.subjects if not o.samples]
@@ -41,63 +56,131 @@ def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | No
             style = "yellow" if one.status is Status.UNSUPPORTED else "red"
             absent.add_row(f"  {_name(one, outcome)}", Text.assemble((one.status, style), f"  {one.reason}"))
         show(absent)
-    show("", *(Text(note, "dim") for note in _notes(outcome, roofs)))
+    show("", *(Text(note, "dim") for note in _notes(outcome, ranked, roofs)))
     if repro:
         for one in ranked:
             show(Text(f"{_name(one, outcome)}: {repro_command(cell, one.subject)}", "dim"))
 
 
-def _order(outcome: CellOutcome) -> Any:
-    def ratio(one: SubjectOutcome) -> float:
-        return 1.0 if one.comparison is None else one.comparison.ratio
+def show_summary(outcomes: Sequence[CellOutcome]) -> None:
+    """One ranking over several cells, most tokens a second first in each span and direction. What is the same
+    in every row stands above the table."""
+    rows = [(outcome, one) for outcome in outcomes for one in outcome.subjects if one.samples]
+    if not rows:
+        show("", "Nothing was timed in any of the cells.")
+        return
+    order = get_args(Direction)
+    rows.sort(key=lambda row: (row[0].cell.case.span, order.index(row[0].direction), -_tokens(*row)))
+    columns = {name: [fact(*row) for row in rows] for name, fact in FACTS.items()}
+    varying = {name: values for name, values in columns.items() if len(set(values)) > 1}
+    if len(set(zip(*varying.values(), strict=True))) < len(rows):
+        varying["case"] = [outcome.cell.case.name for outcome, _ in rows]
+    same = [
+        f"{name}={values[0]}" if len(name) == 1 else values[0]
+        for name, values in columns.items()
+        if name not in varying and values[0]
+    ]
+    show("", heading(f"{len(outcomes)} cells", ", ".join(same)))
+    table = _table(*varying, "ms", "tokens/s", "ratio", "99 % interval", "verdict")
+    for row, *facts in zip(rows, *varying.values(), strict=True):
+        table.add_row(*facts, _ms(row[1]), per_second(_tokens(*row)), *_compared(row[1]))
+    show(table, "", Text("A ratio is to the baseline of its own cell, timed in the same rounds.", "dim"))
 
-    return ratio
+
+def per_second(rate: float) -> str:
+    """12.3 k, 4.56 M: a time is not good for more digits."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rate >= 0.9995 * size:
+            return f"{_digits(rate / size)} {letter}"
+    return _digits(rate)
+
+
+def _digits(value: float) -> str:
+    if value < 0.9995:
+        return f"{value:#.2g}"
+    return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
+
+
+def _table(*columns: str) -> Table:
+    """Columns of words, which fold, to the left; of numbers, which do not, to the right."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        words = (name in FACTS and len(name) > 1) or name in ("case", "time share of stages")
+        left = words or name == "verdict"
+        table.add_column(name, overflow="fold", no_wrap=not words, justify="left" if left else "right")
+    return table
+
+
+def _ms(one: SubjectOutcome) -> str:
+    return f"{1e3 * median(one.samples):.3f}"
+
+
+def _tokens(outcome: CellOutcome, one: SubjectOutcome) -> float:
+    return outcome.rates(one).tokens_per_second or 0.0
+
+
+def _ratio(one: SubjectOutcome) -> float:
+    return 1.0 if one.comparison is None else one.comparison.ratio
+
+
+def _compared(one: SubjectOutcome) -> tuple[str, str, Text]:
+    """Ratio, interval, verdict."""
+    found = one.comparison
+    if found is None:
+        return "1", "", Text("baseline", "bold")
+    low, high = found.interval
+    return f"{found.ratio:.3f}", f"{low:.3f} to {high:.3f}", Text(found.verdict, STYLES[found.verdict])
 
 
 def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("implementation", overflow="fold")
-    for name in ("ms", "ratio", "99 % interval"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    shares = any(one.floor_seconds for one in ranked)
-    if shares:
-        table.add_column("of roof", justify="right", no_wrap=True)
-    table.add_column("peak MiB", justify="right", no_wrap=True)
-    for one in ranked:
-        found = one.comparison
-        cells: list[Any] = [_name(one, outcome), f"{1e3 * median(one.samples):.3f}"]
-        if found is None:
-            cells += ["1", "", Text("baseline", "bold")]
-        else:
-            low, high = found.interval
-            cells += [f"{found.ratio:.3f}", f"{low:.3f} to {high:.3f}"]
-            more = f" ({found.more_rounds} more rounds)" if found.more_rounds else ""
-            cells.append(Text(f"{found.verdict}{more}", STYLES[found.verdict]))
+    rates = _rates(outcome, ranked)
+    shares = ["of roof"] if any(one.floor_seconds for one in ranked) else []
+    peaks = ["peak MiB"] if console().width > NARROW else []
+    table = _table("implementation", "ms", *rates, "ratio", "99 % interval", "verdict", *shares, *peaks)
+    for one, *per in zip(ranked, *rates.values(), strict=True):
+        cells: list[Any] = [_name(one, outcome), _ms(one), *per, *_compared(one)]
         if shares:
             floor = one.floor_seconds
             cells.append(f"{100 * min(1.0, floor / median(one.samples)):.0f} %" if floor else "")
-        cells.append(f"{one.peak_rss_bytes / 2**20:,.0f}" if one.peak_rss_bytes else "")
+        if peaks:
+            cells.append(f"{one.peak_rss_bytes / 2**20:,.0f}" if one.peak_rss_bytes else "")
         table.add_row(*cells)
     return table
 
 
-def _layouts(ranked: list[SubjectOutcome]) -> Table | None:
-    """What each layout pads and drops, if there are several or one that does."""
-    facts = {one.subject.layout: one.load for one in ranked}
+def _rates(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
+    """By column, those that say something: bytes by both conventions where it packs, operations where it has
+    weights to multiply with."""
+    rates = [outcome.rates(one) for one in ranked]
+    asked = {"tokens/s": "tokens_per_second"}
+    if rates[0].bw_2pass is not None:
+        asked |= {"bw_2pass\nGB/s": "bw_2pass", "bw_strict\nGB/s": "bw_strict"}
+    elif rates[0].bytes_per_second is not None:
+        asked["GB/s"] = "bytes_per_second"
+    if ranked[0].cost.weight_bytes:
+        asked["TFLOP/s"] = "flops_per_second"
+    units = {"tokens/s": 1.0, "TFLOP/s": 1e12}
+    found = {}
+    for head, field in asked.items():
+        values = [(getattr(rate, field) or 0.0) / units.get(head, 1e9) for rate in rates]
+        found[head] = [per_second(value) if head == "tokens/s" else _digits(value) for value in values]
+    return found
+
+
+def _loads(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> Table | None:
+    """What each layout pads and drops, under each router, if there are several or one that does."""
+    names = [name for name in ("router", "layer", "layout") if name == "layout" or _varies(name, outcome)]
+    facts = {tuple(FACTS[name](outcome, one) for name in names): one.load for one in ranked}
     if len(facts) == 1 and not any(
         load.get("padded_rows") or load.get("dropped_pairs") for load in facts.values()
     ):
         return None
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("layout")
-    for name in ("padding waste", "dropped pairs", "max / mean load"):
-        table.add_column(name, justify="right")
-    for layout, load in facts.items():
+    table = _table(*names, "padding waste", "dropped pairs", "max / mean load")
+    for told, load in facts.items():
         if load.get("tile_efficiency") is None:
             continue
         table.add_row(
-            layout,
+            *told,
             f"{100 * (1 - float(load['tile_efficiency'] or 0)):.1f} %",
             f"{load['dropped_pairs']:,}",
             f"{load['max_over_mean']:.2f}",
@@ -105,21 +188,16 @@ def _layouts(ranked: list[SubjectOutcome]) -> Table | None:
     return table
 
 
-def _stages(ranked: list[SubjectOutcome]) -> Table | None:
+def _stages(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> Table | None:
     """The share of each stage of their sum, and how the sum compares with the whole."""
     names = list(dict.fromkeys(name for one in ranked for name in one.stages))
     if not names:
         return None
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("time share of stages", overflow="fold")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("sum / whole", justify="right", no_wrap=True)
+    table = _table("time share of stages", *names, "sum / whole")
     for one in ranked:
         total = sum(one.stages.values())
         shares = [f"{100 * one.stages[n] / total:.1f} %" if n in one.stages else "" for n in names]
-        name = f"{short_label(one.label)} @ {one.subject.layout}"
-        table.add_row(name, *shares, f"{total / median(one.samples):.2f}")
+        table.add_row(_name(one, outcome), *shares, f"{total / median(one.samples):.2f}")
     return table
 
 
@@ -130,9 +208,12 @@ PLACES = {
 }
 
 
-def _notes(outcome: CellOutcome, roofs: Roofs | None) -> list[str]:
+def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | None) -> list[str]:
     policy = outcome.cell.policy
     notes = list(outcome.notes)
+    wanting = {_name(o, outcome): o.comparison.more_rounds for o in ranked if o.comparison is not None}
+    if more := ", ".join(f"{rounds} for {name}" for name, rounds in wanting.items() if rounds):
+        notes.append(f"About so many more rounds would tell: {more}.")
     if outcome.aa_floor is not None:
         checked = sum(one.checked_timed_calls for one in outcome.subjects)
         threads = "1 thread" if policy.threads == 1 else f"{policy.threads} threads"
@@ -152,8 +233,16 @@ def _notes(outcome: CellOutcome, roofs: Roofs | None) -> list[str]:
 
 
 def _name(one: SubjectOutcome, outcome: CellOutcome) -> str:
-    several = len({o.subject.layout for o in outcome.subjects}) > 1
-    return f"{short_label(one.label)} @ {one.subject.layout}" if several else short_label(one.label)
+    """Its label and whatever of layout, router and layer tells it from the cell's others:
+    staged @ compact, switch."""
+    names = [name for name in ("layout", "router", "layer") if _varies(name, outcome)]
+    told = {name: FACTS[name](outcome, one) for name in names}
+    place = f" @ {told.pop('layout')}" if "layout" in told else ""
+    return ", ".join([f"{short_label(one.label)}{place}", *told.values()])
+
+
+def _varies(fact: str, outcome: CellOutcome) -> bool:
+    return len({FACTS[fact](outcome, one) for one in outcome.subjects}) > 1
 
 
 def short_label(label: str) -> str:
@@ -169,6 +258,7 @@ def outcome_document(outcome: CellOutcome) -> dict[str, Any]:
         "case": cell.case.name,
         "scaled_from": cell.case.scaled_from,
         "span": cell.case.span,
+        "direction": outcome.direction,
         "shape": vars(cell.case.shape),
         "dtype": cell.case.dtype,
         "workload": cell.workload,
@@ -190,10 +280,13 @@ def _subject_document(one: SubjectOutcome, outcome: CellOutcome) -> dict[str, An
         "implementation": one.label,
         "spec": one.subject.spec,
         "layout": one.subject.layout,
+        "router": one.subject.router,
+        "layer": one.subject.layer,
         "role": one.role,
         "status": one.status,
         "reason": one.reason,
         "median_seconds": median(one.samples) if one.samples else None,
+        **vars(outcome.rates(one)),
         "comparison": None if one.comparison is None else vars(one.comparison),
         "calls_per_sample": one.calls_per_sample,
         "samples": one.samples,

@@ -42,7 +42,8 @@ class Change:
     """One implementation in both runs; ratio is its time in B / in A.
 
     Change(where="expert_ffn seed-fused/32x7168 float32 zipf(1.2)", implementation="staged", layout="compact",
-           ratio=1.05, interval=(1.035, 1.059), p_adjusted=9.7e-10, verdict="SLOWER", reason="...",
+           router="", layer="", contender="staged | compact", ratio=1.05, interval=(1.035, 1.059),
+           p_adjusted=9.7e-10, verdict="SLOWER", reason="...",
            method="ratio to baseline", same_code=False, repro="mrb bench ...", ...)
     interval is None with too few samples for one. same_code: the implementation's source has the same hash.
     """
@@ -50,6 +51,9 @@ class Change:
     where: str
     implementation: str
     layout: str
+    router: str
+    layer: str
+    contender: str  # all four as one name
     ratio: float
     interval: tuple[float, float] | None
     p_value: float
@@ -138,7 +142,7 @@ def compare_runs(
     if len(harness) > 1:
         notes.append("the code that measures is not the same in all of these records")
     return RunComparison(
-        changes=tuple(sorted(changes, key=lambda c: (c.ratio, c.where, c.implementation, c.layout))),
+        changes=tuple(sorted(changes, key=lambda c: (c.ratio, c.where, c.contender))),
         broken=tuple(_turned(b, b) for a, b in pairs if a.passed and not b.passed),
         fixed=tuple(_turned(a, b) for a, b in pairs if b.passed and not a.passed),
         only_a=only_a,
@@ -193,6 +197,9 @@ def _changes(
                 where=b.where,
                 implementation=b.record.implementation.label,
                 layout=b.record.what.layout,
+                router=b.record.what.router,
+                layer=b.record.what.layer,
+                contender=b.record.contender,
                 ratio=math.exp(centre),
                 interval=ends,
                 p_value=p,
@@ -229,8 +236,8 @@ def _logs(a: Measured, b: Measured) -> tuple[Method, tuple[Floats, Floats]]:
 
 def _same_code(a: Record, b: Record) -> bool:
     one, other = a.implementation, b.implementation
-    same_layout = a.what.layout == b.what.layout
-    return (one.label, one.source_hash) == (other.label, other.source_hash) and same_layout
+    same_setting = a.what.setting == b.what.setting
+    return (one.label, one.source_hash) == (other.label, other.source_hash) and same_setting
 
 
 def _log_ratio(one: Measured, base: Record) -> Floats:

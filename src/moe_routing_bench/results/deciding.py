@@ -17,14 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import FEWEST_ROUNDS, Comparison, Regret, compare_cells, regret
 from moe_routing_bench.ops import decisions
 from moe_routing_bench.ops.decisions import Facts, read_decisions
-from moe_routing_bench.ops.registry import BUILT_IN, all_ops
+from moe_routing_bench.ops.registry import BUILT_IN
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.results.lines import LeftOut
-from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
 from moe_routing_bench.results.runs import CellRun, Run, read_run
 from moe_routing_bench.results.store import samples_of
 
@@ -168,10 +169,12 @@ def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, li
     found = []
     for cell in run.cells:
         passed = [r for r in cell.records if r.correctness.status is Status.PASSED]
-        if passed := [r for r in passed if r.implementation.role not in ("twin", "beside")]:
+        passed = [r for r in passed if r.implementation.role not in ("twin", "beside")]
+        if passed := [r for r in passed if _is_asked(r, notes)]:
             found.append((cell, passed))
     if not found:
-        raise ValueError(f"{run.folder} decides nothing: it has no record with status PASSED")
+        why = "; ".join(notes.said()) or "it has no record with status PASSED"
+        raise ValueError(f"{run.folder} decides nothing: {why}")
     policies = sorted({r.protocol.cache for _, records in found for r in records})
     if cache is None and len(policies) > 1:
         raise ValueError(
@@ -185,6 +188,22 @@ def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, li
     if len(kept) < len(found):
         notes.add(f"cells not used: measured with another cache policy than {cache}", len(found) - len(kept))
     return kept
+
+
+def _is_asked(record: Record, notes: _Notes) -> bool:
+    """impl="auto" asks for an operation going forward. Another router or kind of layer changes what the
+    operation sees, and no decision says which it was: the plain layer with the default router counts."""
+    what = record.what
+    _, router, layer = what.setting
+    unlike = {
+        f"measured {what.direction}, not forward": what.direction != "forward",
+        f"measured with the router {_printable(router)}": router != DEFAULT_ROUTER,
+        f"measured in the layer {_printable(layer)}": layer != "",
+    }
+    for words, differs in unlike.items():
+        if differs:
+            notes.add(f"records not used: {words}")
+    return not any(unlike.values())
 
 
 def _one_of_each(run: Run, cells: list[tuple[CellRun, list[Record]]]) -> tuple[str, str]:
@@ -232,9 +251,12 @@ def _chosen(
 
 def _question(record: Record, notes: _Notes) -> Question | None:
     w, span = record.workload, record.what.span
-    op = "expert_ffn" if span == "layer" else span
-    if op not in all_ops():
+    measured = span_named(span) if span in span_names() else None
+    if measured is None or not (op := measured.decides):
         notes.add(f"records not used: the span {span} is several operations and decides none of them")
+        return None
+    if not measured.named(record.implementation.spec):
+        notes.add("records not used: a whole layer that is not ours is no implementation")
         return None
     sizes = (w.T, w.D, w.F, w.E, w.K, record.protocol.threads)
     words = (w.dtype, w.activation, record.protocol.device, record.implementation.spec)

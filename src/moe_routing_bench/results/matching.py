@@ -29,7 +29,7 @@ class Measured:
         w, sizes = self.record.workload, "TDFEKW"
         letters = tuple(getattr(w, letter) for letter in sizes)
         rest = (w.shared_F, w.heads, w.sequences, w.activation, w.bias)
-        return (*letters, *rest, self.record.what.layout)
+        return (*letters, *rest, *self.record.what.setting)
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -37,14 +37,15 @@ class Measured:
 
     @property
     def where(self) -> str:
-        """expert_ffn seed-fused/32x7168 float32 zipf(1.2)"""
-        r = self.record
+        """expert_ffn seed-fused/32x7168 float32 zipf(1.2), and if not forward: expert_ffn train ..."""
+        w, what = self.record.workload, self.record.what
+        span = what.span if what.direction == "forward" else f"{what.span} {what.direction}"
         spec, seed = self.cell.workload or ("routing unknown", 0)
-        return f"{r.what.span} {r.workload.case} {r.workload.dtype} {spec}{f' seed {seed}' if seed else ''}"
+        return f"{span} {w.case} {w.dtype} {spec}{f' seed {seed}' if seed else ''}"
 
     @property
     def name(self) -> str:
-        return f"{self.where}: {self.record.implementation.label} | {self.record.what.layout}"
+        return f"{self.where}: {self.record.contender}"
 
 
 # what must agree: the name for --allow, in words, and its value

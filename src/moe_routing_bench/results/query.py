@@ -37,6 +37,10 @@ from moe_routing_bench.results.store import environments
 MEMORY_LIMIT = "2GB"
 MOST_QUERY_LETTERS = 20_000
 MOST_ROWS = 1_000_000
+# columns of `records` beside COLUMNS, from the environment of a record
+JOINED = (("machine", "VARCHAR"), ("source_commit", "VARCHAR"), ("source_dirty", "BOOLEAN"))
+# what a spreadsheet may take for a formula, in full width too; and ' itself, so that it can be undone
+FORMULA = r"^(\s*[=+@\x{FF1D}\x{FF0B}\x{FF20}\x{FF0D}-]|[\t\r\n'])"
 
 
 def connect(folder: Path | str) -> duckdb.DuckDBPyConnection:
@@ -95,15 +99,30 @@ def keys(folder: Path | str) -> dict[str, set[Status]]:
 
 def export_parquet(folder: Path | str, target: Path | str) -> int:
     """Write all records as one Parquet file with the columns of `records`; how many."""
-    target = Path(target)
+    return _export(folder, Path(target), "*", "FORMAT parquet, COMPRESSION zstd")
+
+
+def export_csv(folder: Path | str, target: Path | str) -> int:
+    """The same as CSV: lists and maps as JSON, and a ' before text that a spreadsheet may take for a formula,
+    or that begins with one."""
+    found = []
+    for name, kind in (*((column.name, column.type) for column in COLUMNS), *JOINED):
+        cell = f'"{name}"'
+        if "(" in kind or "[" in kind:
+            cell = f"to_json({cell})::VARCHAR"
+        elif kind == "VARCHAR":
+            cell = f"if(regexp_matches({cell}, {quoted(FORMULA)}), chr(39), '') || {cell}"
+        found.append(f'{cell} AS "{name}"')
+    return _export(folder, Path(target), ", ".join(found), "FORMAT csv, HEADER")
+
+
+def _export(folder: Path | str, target: Path, columns: str, form: str) -> int:
     if not target.parent.is_dir():
         raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
     connection, _ = _open(Path(folder).resolve())
     part = target.with_name(f"{target.name}.part-{os.getpid()}")
     try:
-        connection.execute(
-            f"COPY (SELECT * FROM records) TO {quoted(part)} (FORMAT parquet, COMPRESSION zstd)"
-        )
+        connection.execute(f"COPY (SELECT {columns} FROM records) TO {quoted(part)} ({form})")
         part.replace(target)
         row = connection.execute("SELECT count(*) FROM records").fetchone()
     except duckdb.Error as error:
@@ -130,16 +149,17 @@ def _open(folder: Path) -> tuple[duckdb.DuckDBPyConnection, list[Path]]:
     parquets = [
         source.parquet for given in sources(connection, folder) if (source := _load(connection, given)).cover
     ]
-    connection.execute("CREATE TABLE environments (environment VARCHAR, machine VARCHAR)")
-    if machines := [(key, one_line(machine["name"], 300)) for key, _, machine in environments(folder)]:
-        connection.executemany("INSERT INTO environments VALUES (?, ?)", machines)
+    joined = ", ".join(f"{name} {kind}" for name, kind in JOINED)
+    connection.execute(f"CREATE TABLE environments (environment VARCHAR, {joined})")
+    if known := [(key, *_joined(document, machine)) for key, document, machine in environments(folder)]:
+        connection.executemany("INSERT INTO environments VALUES (?, ?, ?, ?)", known)
     names = ", ".join(f'"{column.name}"' for column in COLUMNS)
     rows = f"SELECT {names} FROM fresh"
     if parquets:
         rows += f" UNION ALL SELECT {names} FROM {scan(parquets)}"
     try:
         connection.execute(
-            f"CREATE VIEW records AS SELECT r.*, e.machine FROM ({rows}) r "
+            f"CREATE VIEW records AS SELECT r.*, {', '.join(name for name, _ in JOINED)} FROM ({rows}) r "
             "LEFT JOIN environments e ON r.environment = e.environment"
         )
     except duckdb.Error as error:
@@ -148,9 +168,19 @@ def _open(folder: Path) -> tuple[duckdb.DuckDBPyConnection, list[Path]]:
         ) from None
     connection.execute(
         "CREATE VIEW latest AS SELECT * FROM records WHERE record_id IN (SELECT "
-        "arg_max(record_id, (created_at, record_id)) FROM records GROUP BY cell_key, impl, layout, role)"
+        "arg_max(record_id, (created_at, record_id)) FROM records "
+        "GROUP BY cell_key, impl, layout, router, layer, role)"
     )
     return connection, parquets
+
+
+def _joined(document: dict[str, Any], machine: dict[str, Any]) -> tuple[str, str | None, bool | None]:
+    """The values of JOINED. Anybody may have written the document; older ones do not name their source."""
+    source = document.get("source")
+    given = source if isinstance(source, dict) else {}
+    commit, dirty = given.get("commit"), given.get("dirty")
+    known = isinstance(commit, str) and re.fullmatch(r"[0-9a-f]{40,64}", commit) and isinstance(dirty, bool)
+    return one_line(machine["name"], 300), commit if known else None, dirty if known else None
 
 
 def _load(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # it imports scipy.stats, which takes longer than most querie
 SCHEMA_VERSION = 1
 MOST_LINE_BYTES = 64 * 1024
 MOST_LOG = 2_000
+DEFAULT_ROUTER = "softmax_topk"
 SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
 
 
@@ -67,11 +68,18 @@ class What(_Part):
     """span="pack", direction="forward", included=("dispatch", "combine"), excluded=("router",), ..."""
 
     span: Name  # expert_ffn, pack, routing, layer, block, or the name of an op
-    direction: Literal["forward"]
+    direction: Literal["forward", "backward", "train"]
     contract_hash: Hash
     included: Annotated[tuple[Name, ...], Field(max_length=64)]
     excluded: Annotated[tuple[Name, ...], Field(max_length=64)]
     layout: Name
+    router: Name = ""  # the rule with its options: "switch"; "" where the span has none
+    layer: Name = ""  # its kind: "chain(iterations=2)"; "" is the plain one
+
+    @property
+    def setting(self) -> tuple[str, str, str]:
+        """Layout, router and layer, for comparing: before the router was a choice, it was the default."""
+        return self.layout, self.router or DEFAULT_ROUTER, self.layer
 
 
 class Workload(_Part):
@@ -249,7 +257,7 @@ class Comparison(_Part):
 
 
 class Work(_Part):
-    """cost.Cost in numbers, the physical floor and the share of a measured roof; rates in bytes a second."""
+    """cost.Cost in numbers, the physical floor, the share of a measured roof, and bench.outcome.Rates."""
 
     useful_flops: Count
     executed_flops: Count
@@ -259,6 +267,9 @@ class Work(_Part):
     share_of_roof: Share | None
     bw_2pass: Amount | None
     bw_strict: Amount | None
+    tokens_per_second: Amount | None = None
+    flops_per_second: Amount | None = None  # useful ones
+    bytes_per_second: Amount | None = None
 
 
 class Correctness(_Part):
@@ -328,6 +339,12 @@ class Record(_Part):
         if self.timing is not None and self.timing.samples.file != f"session={self.session}/samples.f64":
             raise ValueError("timing.samples.file must be that of the record's own session")
         return self
+
+    @property
+    def contender(self) -> str:
+        """staged | compact, and with a router and a layer: staged | compact | switch | chain(iterations=2)"""
+        what = self.what
+        return " | ".join(filter(None, (self.implementation.label, what.layout, what.router, what.layer)))
 
     def line(self) -> bytes:
         """As it is stored: JSON in one line, ended by a newline."""

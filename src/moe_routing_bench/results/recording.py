@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.identity import (
     contract_hash,
     harness_hash,
@@ -23,13 +22,16 @@ from moe_routing_bench.machine import Machine
 from moe_routing_bench.published import MODELS
 from moe_routing_bench.results import record as schema
 from moe_routing_bench.results.record import Record, log_tail, one_line
+from moe_routing_bench.results.source import source_version
 from moe_routing_bench.results.store import Session
 from moe_routing_bench.workloads.workload import SUITE_VERSION
 
 
 def environment_document(machine: Machine) -> dict[str, object]:
-    """What was the same for the whole session, stored once by its hash."""
-    return {"machine": machine.to_dict(), "versions": versions(), "settings": settings()}
+    """What was the same for the whole session, stored once by its hash. The source's commit is for people:
+    what is measured again is decided by the resume key, which has hashes of the files themselves."""
+    known = {"machine": machine.to_dict(), "versions": versions(), "settings": settings()}
+    return {**known, "source": source_version()}
 
 
 def record_outcome(outcome: CellOutcome, session: Session, *, suite: str, environment: str) -> list[Record]:
@@ -65,11 +67,13 @@ def _record(
         harness_hash=harness_hash(),
         what=schema.What(
             span=span.name,
-            direction=case.direction,  # type: ignore[arg-type]
+            direction=outcome.direction,
             contract_hash=contract_hash(span, one.subject),
             included=span.included,
             excluded=span.excluded,
             layout=one.subject.layout,
+            router=one_line(one.subject.router, 300),
+            layer=one_line(one.subject.layer, 300),
         ),
         workload=schema.Workload(
             case=case.name,
@@ -109,7 +113,7 @@ def _record(
         ),
         timing=timing,
         comparison=comparison,
-        work=_work(one, cell) if one.load else None,
+        work=_work(one, outcome) if one.load else None,
         correctness=schema.Correctness(
             status=one.status,
             reason=one_line(one.reason),
@@ -143,12 +147,10 @@ def _routing(one: SubjectOutcome, outcome: CellOutcome) -> schema.Routing | None
     )
 
 
-def _work(one: SubjectOutcome, cell: Cell) -> schema.Work:
-    seconds = median(one.samples) if one.samples else None
+def _work(one: SubjectOutcome, outcome: CellOutcome) -> schema.Work:
     share = None
-    if seconds is not None and one.floor_seconds is not None:
-        share = min(1.0, one.floor_seconds / seconds)
-    bandwidths = {} if seconds is None else cell.span.bandwidths(cell.case, seconds)
+    if one.samples and one.floor_seconds is not None:
+        share = min(1.0, one.floor_seconds / median(one.samples))
     return schema.Work(
         useful_flops=one.cost.useful_flops,
         executed_flops=one.cost.executed_flops,
@@ -156,8 +158,7 @@ def _work(one: SubjectOutcome, cell: Cell) -> schema.Work:
         activation_bytes=one.cost.activation_bytes,
         floor_seconds=one.floor_seconds,
         share_of_roof=share,
-        bw_2pass=bandwidths.get("bw_2pass"),
-        bw_strict=bandwidths.get("bw_strict"),
+        **vars(outcome.rates(one)),
     )
 
 

@@ -73,7 +73,7 @@ def read_run(folder: Path | str, left_out: LeftOut) -> Run:
         if newest.get(key) != record.session:
             newest[key], found[key] = record.session, {}
         if one.role != "beside":
-            found[key][one.label, one.spec, one.role, record.what.layout] = record
+            found[key][one.label, one.spec, one.role, record.what.setting] = record
     cells = [
         CellRun(key=key, session=newest[key], records=tuple(records.values()))
         for key, records in found.items()

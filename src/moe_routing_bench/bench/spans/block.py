@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_routing_bench.bench.inputs import Call, Inputs
-from moe_routing_bench.bench.layers import layer_of, moe_of, plain_layer
+from moe_routing_bench.bench.layers import ROUTER, layer_of, moe_of, plain_layer
 from moe_routing_bench.bench.spans.layer import span as layer_span
 from moe_routing_bench.bench.spans.span import Computation, Load, Span, Stage
 from moe_routing_bench.bench.subject import Subject
@@ -56,7 +57,8 @@ class BlockSpan(Span):
 
     def settled(self, subject: Subject, case: BenchCase) -> Subject:
         attention_of(case)  # raises if the block here cannot stand for the model
-        return subject
+        parse_block(subject.spec)
+        return replace(subject, router=subject.router or ROUTER)
 
     def parts(self, spec: str) -> tuple[Implementation, ...]:
         impl = parse_block(spec)[1].get("impl", "auto")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from moe_routing_bench.ops.registry import BUILT_IN, Implementation
 from moe_routing_bench.ops.topk.op import op as topk_op
 from moe_routing_bench.routers.router import parse_spec, router_named
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
+from moe_routing_bench.workloads.cases import BenchCase
 
 WHOLE = re.compile(r"\s*(transformers|hand-ordered)\s*(?:\((\w*)\))?\s*")
 
@@ -53,6 +55,7 @@ class LayerSpan(Span):
     ops = ("expert_ffn",)
     included = ("router projection", "topk", "make_plan", "expert_ffn", "shared expert")
     weights = routed = True
+    decides = "expert_ffn"
 
     def origins(self, spec: str) -> list[str]:
         return [BUILT_IN] if WHOLE.fullmatch(spec) else super().origins(spec)
@@ -67,6 +70,12 @@ class LayerSpan(Span):
         self.origins(subject.spec)
         router_named(parse_spec(subject.router or ROUTER)[0])
         layer_kind(subject)
+
+    def settled(self, subject: Subject, case: BenchCase) -> Subject:
+        """Its router by name, unless a checkpoint brings its own; the plain layer has none."""
+        router = subject.router or ("" if case.checkpoint else ROUTER)
+        layer = "" if subject.layer == "moe" else subject.layer
+        return super().settled(replace(subject, router=router, layer=layer), case)
 
     def call(self, subject: Subject, inputs: Inputs, number: int, step: int) -> Call:
         return inputs.at(number, step, subject.layout, choices_of(subject, inputs))

@@ -24,6 +24,7 @@ class OpSpan(Span):
     def __init__(self, op: Op):
         self.op, self.name = op, op.name
         self.ops = self.included = (op.name,)
+        self.decides = op.name
         self.weights, self.differentiable, self.exact = bool(op.weights), op.differentiable, op.exact
 
     def arguments(self, call: Call) -> dict[str, Any]:

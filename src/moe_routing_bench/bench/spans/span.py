@@ -66,6 +66,7 @@ class Span:
     routed = False  # does a subject have a router?
     differentiable = True
     exact = False  # is the reference in the dtype itself the oracle?
+    decides = ""  # the op whose implementations its subjects are compared as
     case = ""  # the case or suite that is meant if nobody says a size
 
     # what a subject is
