@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.executor import LocalExecutor
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.ops.registry import include
 from moe_routing_bench.results.sweep import plan_sweep, run_sweep
 from moe_routing_bench.shapes import MoEShape

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from moe_routing_bench.bench.blocks import BlockInputs, attention_of, parse_contender
+from moe_routing_bench.bench.paired import Contender, part_shares, race
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from moe_routing_bench.accuracy import Verdict
-from moe_routing_bench.bench.blocks import BlockInputs, attention_of, parse_contender
 from moe_routing_bench.bench.cell import Policy
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.paired import Contender, part_shares, race
 from moe_routing_bench.cli import app
 from moe_routing_bench.cli.profiling import operations_table
 from moe_routing_bench.published import MODELS

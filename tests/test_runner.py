@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.outcome import SubjectOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress, _held_to_both, floor_seconds, run_cell
 from moe_routing_bench.bench.spans import SPANS
 from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.bench.trial import check_clocks
 from moe_routing_bench.bench.verdict import compare

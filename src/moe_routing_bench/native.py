@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -105,8 +106,8 @@ def _tiles_granted() -> bool:
 @cache
 def _load(source: Path, level: str) -> ctypes.CDLL:
     flags = [*FLAGS, *LEVELS[level][1]]
-    headers = [header.read_text() for header in sorted(source.parent.parent.glob("*.h"))]
-    built_from = (source.read_text(), headers, flags, torch.__version__, compiler())
+    texts = [path.read_text() for path in with_includes(source)]
+    built_from = (texts, flags, torch.__version__, compiler())
     digits = hashlib.sha256(repr(built_from).encode()).hexdigest()[:16]
     name = f"mrb_{source.parent.name}_{source.stem}_{level}_{digits}"
     folder = _folder()
@@ -114,6 +115,19 @@ def _load(source: Path, level: str) -> ctypes.CDLL:
     if not library.exists():
         _build(name, source, flags, library)
     return ctypes.CDLL(str(library))
+
+
+def with_includes(source: Path) -> list[Path]:
+    """The file and all headers of ours that it includes, themselves or through others."""
+    seen: list[Path] = []
+    waiting = [source.resolve()]
+    while waiting:
+        path = waiting.pop()
+        if path.is_file() and path not in seen:
+            seen.append(path)
+            names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.M)
+            waiting += [(path.parent / name).resolve() for name in names]
+    return [seen[0], *sorted(seen[1:])]
 
 
 def _folder() -> Path:

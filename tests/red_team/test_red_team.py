@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from expectations import EXPECTED, KERNELS, MARKER, Sizes
 
 from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.ops import registry
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.results.store import iterate

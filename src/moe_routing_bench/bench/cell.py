@@ -80,9 +80,8 @@ class Cell:
             raise ValueError("a cell needs at least one implementation to measure")
         if len(set(self.subjects)) < len(self.subjects):
             raise ValueError("the same implementation in the same layout is named twice")
-        for subject in self.subjects:
-            if not self.span.routed and (subject.router or subject.layer):
-                raise ValueError(f"{self.case.span} has no router and no layer to choose; measure layer")
+        if any(s.router or s.layer for s in self.subjects) and not self.span.routed:
+            raise ValueError(f"{self.case.span} has no router and no layer to choose; measure layer")
 
     @cached_property
     def span(self) -> Span:

@@ -54,7 +54,7 @@ def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
         "subjects": [[s.name, source_hash(cell.span, s, inputs)] for s in cell.subjects],
         "policy": asdict(cell.policy),
         "harness": harness_hash(),
-        "versions": {**versions(), **libraries(closure(files)), "compiler": compiler_version(files)},
+        "versions": {**libraries(closure(files)), **versions(), "compiler": compiler_version(files)},
         "machine": machine.name,
         "settings": settings(),
     }
@@ -129,20 +129,25 @@ def source_hash(span: Span, subject: Subject, inputs: Inputs | None) -> str:
 
 
 def subject_files(span: Span, subject: Subject, inputs: Inputs | None) -> list[Path]:
-    """The files of everything that runs for a subject."""
+    """The files of everything that runs for a subject: span, operations, implementations named or picked."""
     ops = all_ops()
-    named = [(op, name) for op, name in span.named(subject.spec) if ops[op].origin(name) == BUILT_IN]
-    outside = [ops[op].source_files(name) for op, name in span.named(subject.spec)]
-    inner = [
-        (option, str(value).partition("(")[0])
-        for part in (span.parts(subject.spec) if len(named) == len(span.named(subject.spec)) else ())
-        for option, value in part.config.items()
-        if option in ops
-    ]
-    picked = [] if inputs is None else [(o, n.partition("(")[0]) for o, n in span.resolved(subject, inputs)]
-    parts = {*named, *inner, *picked}
-    files = [path for op, name in sorted(parts) for path in (Path(ops[op].file), *ops[op].source_files(name))]
-    return [*span.roots(subject), *files, *(path for paths in outside for path in paths)]
+    picked = [] if inputs is None else span.resolved(subject, inputs)
+    used = [*span.named(subject.spec), *_inside(span, subject.spec), *picked]
+    files = list(span.roots(subject))
+    for op, spec in used:
+        files += [Path(ops[op].file), *ops[op].source_files(spec.partition("(")[0].strip())]
+    return files
+
+
+def _inside(span: Span, spec: str) -> list[tuple[str, str]]:
+    """Implementations that those of a subject are made of; of code from outside nothing is loaded to see."""
+    if any(origin != BUILT_IN for origin in span.origins(spec)):
+        return []
+    try:
+        parts = span.parts(spec)
+    except NotImplementedError:  # a library is absent: nothing will run
+        return []
+    return [(option, str(v)) for part in parts for option, v in part.config.items() if option in all_ops()]
 
 
 def _packages(span: Span, subject: Subject) -> list[str]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.metadata
-import re
 import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+
+from moe_routing_bench.native import with_includes
 
 PACKAGE = Path(__file__).parents[1]
 OURS = PACKAGE.name
@@ -49,8 +50,7 @@ def needs(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
 def _needs(path: Path, package: Path, changed: int, size: int) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     text = path.read_text()
     if path.suffix in CODE:
-        included = (path.parent / name for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, re.M))
-        return tuple(sorted(p.resolve() for p in included if p.is_file())), ()
+        return tuple(with_includes(path)[1:]), ()
     files: set[Path] = set()
     elsewhere: set[str] = set()
     for node in ast.walk(ast.parse(text)):
@@ -66,11 +66,13 @@ def _needs(path: Path, package: Path, changed: int, size: int) -> tuple[tuple[Pa
 
 
 def _modules(node: ast.AST) -> list[str]:
-    """Names that a statement imports; what is imported from a package may be a module itself."""
+    """Names that are imported here; what is imported from a package may be a module itself."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        return [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     return []
 
 

@@ -76,9 +76,9 @@ def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]
 
 class _Worker:
     def __init__(self, cell: Cell, scratch: Path):
-        self.cell, self.scratch, self.span = cell, scratch, cell.span
         for folder in cell.include:
             include(folder)
+        self.cell, self.scratch, self.span = cell, scratch, cell.span
         device = cell.policy.device
         self.inputs = cell.inputs(put=memory_place(device))
         self.weights_in_use = self.inputs.weights if self.span.weights else None

@@ -20,7 +20,7 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 BYTES_FOR_THREADS = 2**17
 # results this large leave the caches anyway: written past them, a line is not read first
 BYTES_TO_STREAM = 2**23
-DISPATCH, COMBINE = (Path(__file__).parent / op / "native.cpp" for op in ("dispatch", "combine"))
+DISPATCH, COMBINE = (Path(__file__).parent / name for name in ("dispatch/native.cpp", "combine/native.cpp"))
 NUMBER, MEMORY = ctypes.c_int64, ctypes.c_void_p
 
 

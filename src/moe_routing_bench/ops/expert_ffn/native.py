@@ -35,7 +35,7 @@ CONFIGS: tuple[dict[str, str], ...] = (
     {"level": "avx2", "store": "int8"},
 )
 STORES = ("bfloat16", "int8")
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_name("native.cpp")
 # the enum of native.cpp
 ACTIVATIONS = {
     name: i for i, name in enumerate(("gelu", "relu", "silu", "relu2", "geglu", "swiglu", "swiglu_oai"))

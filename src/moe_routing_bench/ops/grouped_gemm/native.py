@@ -16,7 +16,7 @@ from moe_routing_bench import native
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.recycled import recycled
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_name("native.cpp")
 WRONG_PLAN = 3  # what mrb_multiply answers
 CONFIGS: tuple[dict[str, str], ...] = ({}, {"level": "avx2"})
 
