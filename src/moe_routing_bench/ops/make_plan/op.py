@@ -77,13 +77,13 @@ def cost(routing: Routing, layout: Layout) -> Cost:
 def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
     if not isinstance(out, RoutingPlan):
         return [wrong_structure(f"returned {type(out).__name__} instead of a RoutingPlan")]
+    wrong = []
     try:
         out.validate()
     except ValueError as error:
-        return [wrong_structure(f"the plan contradicts itself: {error}")]
+        wrong.append(wrong_structure(f"the plan contradicts itself: {error}"))
     except IndexError as error:
-        return [wrong_structure(f"the plan points outside its tensors: {error}")]
-    wrong = []
+        wrong.append(wrong_structure(f"the plan points outside its tensors: {error}"))
     for field in fields(out):
         got, want = getattr(out, field.name), getattr(expected.oracle, field.name)
         same = judge_exact(got, want).passed if isinstance(want, Tensor) else got == want
