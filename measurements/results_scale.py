@@ -20,7 +20,7 @@ from statistics import median
 import duckdb
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "results"))
 from moe_routing_bench.results.flat import compact
 from moe_routing_bench.results.query import keys, run_query
 from moe_routing_bench.results.record import Timing, content_hash, parse_record

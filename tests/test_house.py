@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src" / "moe_routing_bench"
+from repository import ROOT, SOURCE
+
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors

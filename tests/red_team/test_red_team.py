@@ -12,7 +12,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from expectations import EXPECTED, KERNELS, MARKER, Sizes
-
 from moe_routing_bench.bench.cell import Cell, Policy, Subject
 from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.outcome import CellOutcome

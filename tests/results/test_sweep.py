@@ -118,7 +118,7 @@ def test_resume_repeats_nothing_and_nothing_stale_is_used(tmp_path, monkeypatch)
     assert len(list(run_sweep(plan_sweep(cells, tmp_path).todo, tmp_path, LocalExecutor()))) == 2
     again = plan_sweep(cells, tmp_path)
     assert (again.todo, again.done, again.failed) == ((), 2, 0)
-    # every field of the key makes a cell new; tests/test_identity.py changes each of them in the cell itself
+    # every field of the key makes a cell new; test_identity.py changes each of them in the cell itself
     for field in (
         "case",
         "contract",

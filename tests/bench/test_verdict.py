@@ -6,7 +6,6 @@ import math
 import runpy
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,9 @@ from moe_routing_bench.bench.verdict import (
     regret,
     stop_reason,
 )
+from repository import ROOT
 
-POWER = runpy.run_path(str(Path(__file__).parent.parent / "measurements" / "verdict_power.py"))
+POWER = runpy.run_path(str(ROOT / "measurements" / "verdict_power.py"))
 simulate, share = POWER["simulate"], POWER["share"]
 OPPOSITE = {"FASTER": "SLOWER", "SLOWER": "FASTER", "SAME": "SAME", "UNDECIDED": "UNDECIDED"}
 

@@ -6,12 +6,12 @@ import ast
 import json
 import runpy
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-OPS = ROOT / "src" / "moe_routing_bench" / "ops"
+from repository import ROOT, SOURCE
+
+OPS = SOURCE / "ops"
 SCRIPT = runpy.run_path(str(ROOT / "measurements" / "kernel_mutations.py"))
 MUTATIONS = SCRIPT["mutations"]()
 KERNELS = {str(path.relative_to(OPS)) for path in [*OPS.rglob("triton_*.py"), *OPS.glob("gpu*.py")]}

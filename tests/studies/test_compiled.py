@@ -33,6 +33,7 @@ from moe_routing_bench.studies.compiled import (
     text_flops,
     worse_than,
 )
+from repository import ROOT, SOURCE
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -350,14 +351,14 @@ def test_mistakes_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_triton_file_says_how_to_compile_it() -> None:
-    ops = Path(__file__).parent.parent / "src" / "moe_routing_bench" / "ops"
+    ops = SOURCE / "ops"
     for path in ops.glob("*/triton_*.py"):
         assert "\ndef compilations(" in path.read_text(), f"{path} has no compilations()"
 
 
 def test_the_table_in_the_repository_is_of_this_code() -> None:
     """Names only, which takes no compiling: a kernel that was added or renamed shows here."""
-    kept = json.loads((Path(__file__).parent.parent / "measurements" / "compile.json").read_text())
+    kept = json.loads((ROOT / "measurements" / "compile.json").read_text())
     code = (
         "from moe_routing_bench.studies.compiled import compilations_of\n"
         "from moe_routing_bench.ops.catalog import find_all\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,9 +13,9 @@ import torch
 from moe_routing_bench import Layout, TokenInfo, make_plan
 from moe_routing_bench.routers.router import all_routers, build
 from moe_routing_bench.routing import Routing
+from repository import ROOT
 
 torch.set_num_threads(1)
-ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "routers.md").read_text()
 
 

@@ -17,9 +17,10 @@ from moe_routing_bench.conformance.router_checks import check_router
 from moe_routing_bench.ops import registry
 from moe_routing_bench.routers import router as routers
 from moe_routing_bench.routers.router import all_routers, include_routers
+from repository import ROOT
 
 torch.set_num_threads(1)
-EXAMPLE = Path(__file__).parent.parent / "examples" / "add_a_router"
+EXAMPLE = ROOT / "examples" / "add_a_router"
 FILE = EXAMPLE / "routers" / "cosine.py"
 
 
