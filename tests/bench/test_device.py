@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from command_line import mrb_json, refused
 from moe_routing_bench.bench.cell import Policy
 from moe_routing_bench.bench.clock import EventClock, HostClock
 from moe_routing_bench.bench.device import clock_for, placed
 from moe_routing_bench.bench.inputs import Inputs, fingerprint
 from moe_routing_bench.bench.spans import SPANS
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.cli import app
 from moe_routing_bench.ops.registry import tensors_in
 from moe_routing_bench.results.store import iterate
 from moe_routing_bench.shapes import MoEShape
@@ -70,38 +68,30 @@ def test_a_policy_for_nowhere_is_refused(given: dict[str, str], told: str) -> No
         Policy(**given)  # type: ignore[arg-type]
 
 
-def run(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
-    return result.exit_code, result.output + (result.stderr if result.stderr_bytes else "")
-
-
 def test_the_quick_sweep_is_planned_for_a_gpu_within_fifteen_minutes(tmp_path: Path) -> None:
-    code, out = run("sweep", "gpu-quick", "--out", str(tmp_path), "--dry-run", "--json")
-    plan = json.loads(out)
-    assert code == 0 and plan["to_do"] == len(cases("gpu-quick")) == 10
+    plan = mrb_json("sweep", "gpu-quick", "--out", tmp_path, "--dry-run")
+    assert plan["to_do"] == len(cases("gpu-quick")) == 10
     assert plan["about_seconds"] < 15 * 60
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_can_be_done(tmp_path: Path) -> None:
-    code, out = run("sweep", "gpu-quick", "--out", str(tmp_path))
-    assert code == 2 and "torch finds no GPU here" in out and "--device pretend" in out
+    said = refused("sweep", "gpu-quick", "--out", tmp_path)
+    assert "torch finds no GPU here" in said and "--device pretend" in said
 
 
 @pytest.mark.timeout(300)  # 8 s on a quiet machine
 def test_the_quick_sweep_runs_and_resumes_on_a_pretended_device(tmp_path: Path) -> None:
     words = (
-        "sweep", "gpu-quick/topk", "--device", "pretend", "--out", str(tmp_path), "--impl",
-        "sort,packed_key", "--rounds", "8", "--seconds", "1", "--json",
+        "sweep", "gpu-quick/topk", "--device", "pretend", "--out", tmp_path, "--impl",
+        "sort,packed_key", "--rounds", "8", "--seconds", "1"
     )  # fmt: skip
-    code, out = run(*words)
-    assert code == 0 and json.loads(out)["to_do"] == 1
+    assert mrb_json(*words)["to_do"] == 1
     records = list(iterate(tmp_path))
     assert {(r.protocol.device, r.protocol.view) for r in records} == {("pretend", "cuda_events")}
     assert {r.correctness.status for r in records} == {Status.PASSED}
     # roofs are the CPU's: a GPU is not held to them
     assert all(r.work is not None and r.work.floor_seconds is None for r in records)
     assert all("--device pretend" in r.repro for r in records)
-    code, out = run(*words)
-    assert code == 0 and json.loads(out)["to_do"] == 0
+    assert mrb_json(*words)["to_do"] == 0

@@ -9,9 +9,8 @@ from statistics import fmean
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from moe_routing_bench.cli import app
+from command_line import mrb, mrb_json, refused
 from moe_routing_bench.cli.balancing import STYLES, draw_balance
 from moe_routing_bench.studies.drift import (
     SERIES,
@@ -26,11 +25,6 @@ from moe_routing_bench.studies.drift import (
 
 SMALL = Stream(steps=12, T=64, D=16, E=8, topics=6)
 BY_NAME = {subject.name: subject for subject in SUBJECTS}
-
-
-def run(*words: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["bench", "balance", *words])
-    return result.exit_code, result.stdout, result.stderr
 
 
 def test_a_step_is_a_pure_function() -> None:
@@ -125,8 +119,7 @@ def test_every_subject_has_a_line_of_its_own() -> None:
 
 def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder"
-    code, stdout, stderr = run("--steps", "6", "--seed", "3", "--out", str(out))
-    assert code == 0, stderr
+    stdout = mrb("bench", "balance", "--steps", "6", "--seed", "3", "--out", out).stdout
     for subject in SUBJECTS:
         assert subject.name in stdout
     assert sorted(path.suffix for path in out.glob("balance.*")) == [".json", ".png", ".txt"]
@@ -141,9 +134,7 @@ def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
 
 
 def test_json_is_one_document() -> None:
-    code, stdout, _ = run("--steps", "3", "--json")
-    assert code == 0
-    assert json.loads(stdout)["stream"]["jumps"] == [1, 2]
+    assert mrb_json("bench", "balance", "--steps", "3")["stream"]["jumps"] == [1, 2]
 
 
 def test_a_picture_of_a_few_steps(tmp_path: Path) -> None:
@@ -154,23 +145,19 @@ def test_a_picture_of_a_few_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--steps", "2"), "2 steps; give between 3 and 100000"),
-        (("--tokens", "64"), "--tokens does not belong to balance"),
-        (("--impl", "staged"), "--impl does not belong to balance"),
-        (("--bias",), "--bias does not belong to balance"),
+        (("balance", "--steps", "2"), "2 steps; give between 3 and 100000"),
+        (("balance", "--tokens", "64"), "--tokens does not belong to balance"),
+        (("balance", "--impl", "staged"), "--impl does not belong to balance"),
+        (("balance", "--bias"), "--bias does not belong to balance"),
+        (("layer", "--steps", "3"), "--steps belongs to balance alone"),
     ],
 )
 def test_mistakes_get_a_sentence(words: tuple[str, ...], sentence: str) -> None:
-    code, _, stderr = run(*words)
-    assert code == 2 and sentence in stderr
+    assert sentence in refused("bench", *words)
 
 
 def test_out_must_become_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    code, _, stderr = run("--steps", "3", "--out", str(tmp_path / "file"))
-    assert code == 2 and "cannot be made a folder" in stderr
-
-
-def test_steps_belongs_to_balance() -> None:
-    result = CliRunner().invoke(app, ["bench", "layer", "--steps", "3"])
-    assert result.exit_code == 2 and "--steps belongs to balance alone" in result.stderr
+    assert "cannot be made a folder" in refused(
+        "bench", "balance", "--steps", "3", "--out", tmp_path / "file"
+    )

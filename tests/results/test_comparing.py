@@ -3,92 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.results.comparing import Change, RunComparison, compare_runs
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.matching import LIKE
-from moe_routing_bench.results.record import Comparison, Timing, content_hash, parse_record
 from moe_routing_bench.results.runs import read_run
 from moe_routing_bench.results.store import Session
-from test_records import document, failed, line
-
-ENVIRONMENT = {
-    "machine": {"name": "xeon-2-cores", "torch": "2.13.0+cpu", "python": "3.12.3"},
-    "settings": {"OMP_NUM_THREADS": "1"},
-}
-ROUNDS = 40
-FLOOR = 0.004
-
-Contender = float | str | list[float]
-
-
-def add_cell(
-    session: Session,
-    contenders: Mapping[str, Contender],
-    *,
-    environment: Mapping[str, Any] = ENVIRONMENT,
-    drift: float = 1.0,
-    seed: int = 0,
-    twin: bool = True,
-    floor: float = FLOOR,
-    layouts: Mapping[str, str] | None = None,
-    sources: Mapping[str, str] | None = None,
-    **changes: Any,
-) -> None:
-    """A cell as the runner records it. A contender is a factor on 10 ms, its samples, or its failed status;
-    the first that passed is the baseline. All share the noise of a round."""
-    rng = np.random.default_rng(seed)
-    shared = 0.010 * drift * rng.lognormal(0, 0.03, ROUNDS)
-    env = session.put_environment(environment)
-    key = content_hash([sorted(contenders), repr(changes), repr(sources), env])
-    base_name, base = "", shared
-    records = []
-    names = list(contenders)
-    if twin:
-        names.append(next(n for n, c in contenders.items() if not isinstance(c, str)))
-    for place, name in enumerate(names):
-        given = contenders[name]
-        common: dict[str, Any] = {
-            "session": session.id,
-            "record_id": session.new_record_id(),
-            "cell_key": key,
-            "environment": env,
-            "implementation__label": name,
-            "implementation__spec": name,
-            "implementation__source_hash": content_hash((sources or {}).get(name, name)),
-            "what__layout": (layouts or {}).get(name, "compact"),
-            "repro": f"mrb bench expert_ffn --impl {name}",
-            **changes,
-        }
-        if isinstance(given, str):
-            records.append(parse_record(line(failed(given, **common))))
-            continue
-        own = rng.lognormal(0, 0.005, ROUNDS)
-        samples = np.asarray(given) if isinstance(given, list) else given * shared * own
-        role = "twin" if place == len(contenders) else "candidate" if base_name else "baseline"
-        whole = document(**common, implementation__role=role, comparison=None)
-        timing = Timing.of(samples, 0.2, session.put_samples(samples), {})
-        whole["timing"] = json.loads(timing.model_dump_json())
-        if role == "baseline":
-            base_name, base = name, samples
-        elif len(samples) == len(base) >= 5:
-            found = Comparison.of(base_name, compare(base, samples, aa_floor=floor), floor)
-            whole["comparison"] = json.loads(found.model_dump_json())
-        records.append(parse_record(line(whole)))
-    session.append(records)
-
-
-def make_run(folder: Path, contenders: Mapping[str, Contender], **options: Any) -> Path:
-    with Session.start(folder) as session:
-        add_cell(session, contenders, **options)
-    return folder
+from sample_runs import ENVIRONMENT, OTHER_MACHINE, OTHER_TORCH, ROUNDS, add_cell, make_run
 
 
 def by_name(found: RunComparison) -> dict[str, Change]:
@@ -181,8 +107,6 @@ def test_by_times_a_change_must_go_beyond_the_drift_of_unchanged_code(a: Path, t
     assert change.verdict == "SLOWER"
 
 
-OTHER_MACHINE = {**ENVIRONMENT, "machine": {**ENVIRONMENT["machine"], "name": "laptop"}}
-OTHER_TORCH = {**ENVIRONMENT, "machine": {**ENVIRONMENT["machine"], "torch": "2.14.0"}}
 UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
     "machine": ({"environment": OTHER_MACHINE}, "the machines differ: a is xeon-2-cores, b is laptop"),
     "torch": ({"environment": OTHER_TORCH}, "versions of torch differ: a is 2.13.0+cpu, b is 2.14.0"),

@@ -18,7 +18,7 @@ from moe_routing_bench.ops.decisions import Facts, read_decisions
 from moe_routing_bench.ops.expert_ffn.op import op
 from moe_routing_bench.results.deciding import Decided, decide, write_decisions
 from moe_routing_bench.results.store import Session
-from test_comparing import ENVIRONMENT, OTHER_MACHINE, OTHER_TORCH, ROUNDS, add_cell, make_run
+from sample_runs import ENVIRONMENT, OTHER_MACHINE, OTHER_TORCH, ROUNDS, add_cell, make_run
 
 HERE = {"machine": this_machine().to_dict()}
 

@@ -16,7 +16,7 @@ from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.query import keys, run_query
 from moe_routing_bench.results.record import Record, parse_record
 from moe_routing_bench.results.store import iterate, samples_of
-from test_records import SESSION, document, failed, line
+from sample_records import SESSION, document, failed, line
 
 EACH = 160
 TEXTS = (

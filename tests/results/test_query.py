@@ -18,7 +18,7 @@ from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.query import connect, export_parquet, keys, run_query
 from moe_routing_bench.results.record import content_hash
 from moe_routing_bench.results.store import Session
-from test_records import SESSION, document, failed, line
+from sample_records import SESSION, document, failed, line
 
 OTHER = "20261116T000000000-00000000"
 

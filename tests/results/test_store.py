@@ -17,7 +17,7 @@ import pytest
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.record import Record, Timing, parse_record
 from moe_routing_bench.results.store import Session, iterate, samples_of
-from test_records import document, failed, line
+from sample_records import document, failed, line
 
 SAMPLES = [0.010, 0.011, 0.012, 0.013]
 

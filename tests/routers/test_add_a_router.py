@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from command_line import mrb, mrb_json, refused
 from moe_routing_bench import MoE
-from moe_routing_bench.cli import app
 from moe_routing_bench.conformance.router_checks import check_router
-from moe_routing_bench.ops import registry
 from moe_routing_bench.routers import router as routers
 from moe_routing_bench.routers.router import all_routers, include_routers
 from repository import ROOT
 
-torch.set_num_threads(1)
 EXAMPLE = ROOT / "examples" / "add_a_router"
 FILE = EXAMPLE / "routers" / "cosine.py"
-
-
-@pytest.fixture(autouse=True)
-def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "_included", [])
-    monkeypatch.setattr(routers, "_included", [])
-    torch.manual_seed(0)
-    yield
-    routers._load.cache_clear()
-
-
-def mrb(*words: str | Path, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
 
 
 def test_the_example_is_one_short_file() -> None:
@@ -47,17 +24,13 @@ def test_the_example_is_one_short_file() -> None:
 
 
 def test_it_is_listed() -> None:
-    document = json.loads(mrb("list", "routers", "--include-path", EXAMPLE, "--json").stdout)["routers"]
+    document = mrb_json("list", "routers", "--include-path", EXAMPLE)["routers"]
     assert document["cosine"]["origin"] == f"file {FILE}"
     assert document["cosine"]["parameters"] == {"p_DH": 2048 * 16, "c_HE": 16 * 64, "log_scale": 1}
     text = mrb("list", "routers", "--include-path", EXAMPLE).stdout
     assert "33,793 parameters (p_DH, c_HE, log_scale)" in text and "arXiv:2204.09179" in text
-    assert "cosine" not in mrb_list_without()
-
-
-def mrb_list_without() -> str:
     routers._included.clear()
-    return mrb("list", "routers").stdout
+    assert "cosine" not in mrb("list", "routers").stdout
 
 
 def test_it_is_checked() -> None:
@@ -120,7 +93,7 @@ def test_a_folder_may_hold_routers_kernels_or_both(tmp_path: Path) -> None:
     kernel = "import torch\ndef unsupported(y_RD, gate_TK, plan): return None\n"
     kernel += "def run(y_RD, gate_TK, plan): return y_RD\n"
     (path / "combine" / "echo.py").write_text(kernel)
-    document = json.loads(mrb("list", "--include-path", path, "--json").stdout)
+    document = mrb_json("list", "--include-path", path)
     assert "mine" in document["routers"] and "echo" in document["ops"]["combine"]["implementations"]
 
 
@@ -137,18 +110,18 @@ def test_mistakes_in_files_get_a_sentence(
     tmp_path: Path, command: tuple[str, ...], name: str, text: str, sentence: str
 ) -> None:
     path = folder(tmp_path, **{name: text})
-    assert sentence in mrb(*command, "--include-path", path, code=2).stderr
+    assert sentence in refused(*command, "--include-path", path)
 
 
 def test_a_folder_of_neither_is_refused(tmp_path: Path) -> None:
-    said = mrb("list", "--include-path", tmp_path, code=2).stderr
+    said = refused("list", "--include-path", tmp_path)
     assert "holds no folder named after an op and none called routers" in said
-    said = mrb("list", "--include-path", tmp_path / "nowhere", code=2).stderr
+    said = refused("list", "--include-path", tmp_path / "nowhere")
     assert "is not a folder; it should hold <op>/<name>.py or routers/<name>.py files" in said
 
 
 def test_what_the_list_says_of_every_router() -> None:
-    document = json.loads(mrb("list", "routers", "--json").stdout)["routers"]
+    document = mrb_json("list", "routers")["routers"]
     assert document.keys() == all_routers().keys()
     for rule in document.values():
         assert rule["summary"].endswith(".") and len(rule["summary"]) < 110

@@ -11,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from moe_routing_bench.cli import app
+from command_line import mrb, refused
 
 pytest.importorskip("triton.language")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -250,8 +249,9 @@ def test_few_rows_take_the_small_multiply() -> None:
 def test_a_configuration_that_is_not_for_an_architecture_is_a_row_with_a_reason() -> None:
     (row,) = of("grouped_gemm", "triton_ragged(tma=1)", "gfx942")
     assert "no TMA" in row.not_made and not row.wrong
-    code, out = run("--op", "expert_ffn", "--impl", "triton_decode(pdl=1)", "--configs", *QUICK[2:])
-    assert code == 0 and "triton_decode(pdl=1): not compiled, it has no programmatic dependent launch" in out
+    words = ("--op", "expert_ffn", "--impl", "triton_decode(pdl=1)", "--configs", *QUICK[3:])
+    out = mrb("compile", *words).output
+    assert "triton_decode(pdl=1): not compiled, it has no programmatic dependent launch" in out
     assert "0 kernels compiled" in out
 
 
@@ -308,46 +308,37 @@ def test_what_costs_more_is_told() -> None:
     assert worse_than(after, before) == []
 
 
-def run(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["compile", *words], catch_exceptions=False)
-    return result.exit_code, result.output
-
-
-QUICK = ("--op", "dispatch", "--arch", "sm_80", "--model", "qwen3-30b-a3b")
+QUICK = ("compile", "--op", "dispatch", "--arch", "sm_80", "--model", "qwen3-30b-a3b")
 
 
 def test_the_command_writes_compares_and_fails_on_more(tmp_path: Path) -> None:
     file = tmp_path / "compile.json"
-    code, out = run(*QUICK, "--out", str(file))
-    assert code == 0 and "nothing wrong" in out and "not run" in out
+    out = mrb(*QUICK, "--out", file).output
+    assert "nothing wrong" in out and "not run" in out
     document = json.loads(file.read_text())
     assert len(file.read_text().splitlines()) == len(document["kernels"]) + 2  # a line for each
     assert document["triton"] == triton.__version__ and document["kernels"]
     assert "triton_gather" in file.with_suffix(".txt").read_text()
-    code, out = run(*QUICK, "--against", str(file))
-    assert code == 0 and "none needs more" in out
+    assert "none needs more" in mrb(*QUICK, "--against", file, code=0).output
     document["kernels"][0]["registers"] -= 1
     file.write_text(json.dumps(document))
-    code, out = run(*QUICK, "--against", str(file))
-    assert code == 1 and "registers" in out
+    assert "registers" in mrb(*QUICK, "--against", file, code=1).output
     document["triton"] = "1.0"
     file.write_text(json.dumps(document))
-    code, out = run(*QUICK, "--against", str(file))
-    assert code == 2 and "nothing to compare" in out
+    assert "nothing to compare" in mrb(*QUICK, "--against", file, code=2).output
     file.write_text("[]")
-    code, out = run(*QUICK, "--against", str(file))
-    assert code == 2 and "is not what" in out
+    assert "is not what" in mrb(*QUICK, "--against", file, code=2).output
 
 
 def test_mistakes_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "there is no architecture" in run("--arch", "sm_75")[1]
-    assert "there is no model" in run("--model", "gpt-2")[1]
-    assert "no Triton implementation" in run("--impl", "nothing*")[1]
+    assert "there is no architecture" in refused("compile", "--arch", "sm_75")
+    assert "there is no model" in refused("compile", "--model", "gpt-2")
+    assert "no Triton implementation" in refused("compile", "--impl", "nothing*")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert "unset it" in run(*QUICK)[1]
+    assert "unset it" in refused(*QUICK)
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "needs triton, which is not installed" in run(*QUICK)[1]
+    assert "needs triton, which is not installed" in refused(*QUICK)
 
 
 def test_every_triton_file_says_how_to_compile_it() -> None:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from command_line import mrb, refused
 from moe_routing_bench.bench.cell import Policy
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.cli import app
 from moe_routing_bench.cli.pictures import check_picture_path, draw_power
 from moe_routing_bench.ops import registry
 from moe_routing_bench.ops.combine.op import op as combine
@@ -221,13 +220,13 @@ def fake_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake_rounds")
 def test_the_command_shows_and_writes(tmp_path: Path) -> None:
     out = tmp_path / "power.png"
-    ran = CliRunner().invoke(app, ["doctor", "--power", "--trials", "4", "--out", str(out)])
-    assert ran.exit_code == 0, ran.output
+    words = ("doctor", "--power", "--trials", "4", "--out", out)
+    ran = mrb(*words)
     assert "none (A/A)" in ran.stdout and "2 SLOWER" in ran.stdout and str(out) in ran.stdout
     assert "comparisons" in ran.stderr and "comparisons" not in ran.stdout
     study = PowerStudy.from_json(out.with_suffix(".json").read_bytes())
     assert len(study.trials) == 4 + 5 * 2 and out.exists()
-    ran = CliRunner().invoke(app, ["doctor", "--power", "--trials", "4", "--out", str(out), "--json"])
+    ran = mrb(*words, "--json")
     assert [t.ratio for t in PowerStudy.from_json(ran.stdout).trials] == [t.ratio for t in study.trials]
 
 
@@ -241,19 +240,17 @@ def test_the_command_shows_and_writes(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_get_a_sentence(words: list[str], sentence: str) -> None:
-    ran = CliRunner().invoke(app, ["doctor", *words])
-    assert ran.exit_code == 2 and sentence in ran.stderr
+    assert sentence in refused("doctor", *words)
 
 
 def test_ctrl_c_shows_and_writes_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "power.png"
     monkeypatch.setattr(power, "RealTimes", lambda policy, seed: interrupted(1))
-    ran = CliRunner().invoke(app, ["doctor", "--power", "--trials", "4", "--out", str(out)])
-    assert ran.exit_code == 130 and "stopped after 7 of 14 comparisons" in ran.stdout
+    words = ("doctor", "--power", "--trials", "4", "--out", out)
+    assert "stopped after 7 of 14 comparisons" in mrb(*words, code=130).stdout
     assert not PowerStudy.from_json(out.with_suffix(".json").read_bytes()).finished
     monkeypatch.setattr(power, "RealTimes", lambda policy, seed: interrupted(0))
-    ran = CliRunner().invoke(app, ["doctor", "--power", "--trials", "4", "--out", str(out)])
-    assert ran.exit_code == 2 and "nothing was measured" in ran.stderr
+    assert "nothing was measured" in mrb(*words, code=2).stderr
 
 
 @pytest.mark.slow

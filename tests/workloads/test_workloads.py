@@ -19,10 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
-from typer.testing import CliRunner
 
+from command_line import mrb, mrb_json
 from moe_routing_bench import Layout, Routing, make_plan
-from moe_routing_bench.cli import app
 from moe_routing_bench.load import LoadStatistics
 from moe_routing_bench.workloads.assignment import Draws, apportion, assign, distinct_uniform
 from moe_routing_bench.workloads.families import FAMILIES, Batch, lognormal
@@ -433,12 +432,12 @@ def test_names_have_one_spelling():
 
 
 def test_list_draws_every_workload():
-    text = CliRunner().invoke(app, ["list", "workloads"]).stdout
+    text = mrb("list", "workloads").stdout
     assert "workloads: Routing Suite v1, pairs of each expert at T=512, E=32, K=2, W=8" in text
     for name in EXAMPLES.values():
         assert f"\n  {name} " in text, name
     assert re.search(r"[·]{28}|[▂]{28}", text) and "max/mean 16.00" in text and "also W5" in text
-    listed = json.loads(CliRunner().invoke(app, ["list", "workloads", "--json"]).stdout)
+    listed = mrb_json("list", "workloads")
     assert listed.keys() == {"workloads"} and listed["workloads"].keys() == FAMILIES.keys()
     for family, one in listed["workloads"].items():
         if family == "trace":
