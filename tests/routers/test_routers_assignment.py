@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from moe_routing_bench.conformance.router_checks import check_router
 from moe_routing_bench.controllers.controller import Counts, controller_for
 from moe_routing_bench.routers.base_assignment import BaseAssignmentRouter, auction
 from moe_routing_bench.routers.expert_choice import ExpertChoiceRouter
@@ -20,56 +17,8 @@ from moe_routing_bench.routers.quantile import QuantileRouter
 from moe_routing_bench.routers.random_fixed import RandomFixedRouter
 from moe_routing_bench.routers.router import build
 from moe_routing_bench.routers.sinkhorn import SinkhornRouter, balancing_E
-from moe_routing_bench.routing import Routing, TokenInfo
-
-torch.set_num_threads(1)
-F64 = torch.float64
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-def softmax(row: list[float]) -> list[float]:
-    weights = [math.exp(z - max(row)) for z in row]
-    return [w / sum(weights) for w in weights]
-
-
-def sigmoid(z: float) -> float:
-    return 1 / (1 + math.exp(-z))
-
-
-def largest(row: list[float], K: int) -> list[int]:
-    return sorted(range(len(row)), key=lambda e: (-row[e], e))[:K]
-
-
-def logits_of(router: Any, x_TD: Tensor) -> list[list[float]]:
-    return (x_TD.double() @ router.w_DE.detach().double()).tolist()
-
-
-def chosen(routing: Routing, t: int) -> dict[int, float]:
-    """Experts of a token with their gates, in the order of the row; absent places must come last."""
-    experts, gates = routing.expert_TK[t].tolist(), routing.gate_TK[t].tolist()
-    real = [e for e in experts if e >= 0]
-    assert experts == real + [-1] * (len(experts) - len(real))
-    assert all(gate == 0 for gate in gates[len(real) :])
-    return dict(zip(real, gates, strict=False))
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("expert_choice", {"over": "sequence"}),
-        ("expert_choice", {"most": 3}),
-        ("expert_threshold", {"most": 2, "fallback_top1": True}),
-        ("quantile", {"gates": "sigmoid"}),
-        ("random_fixed", {"gates": "uniform", "seed": 3}),
-    ],
-)
-def test_conforms_with_options(name: str, options: dict[str, Any]) -> None:
-    assert check_router(name, **options) == []
-
+from moe_routing_bench.routing import TokenInfo
+from plain_loops import F64, chosen, largest, logits_of, sigmoid, softmax, with_identity
 
 # expert choice
 
@@ -163,9 +112,7 @@ def test_expert_threshold_against_loops() -> None:
 
 
 def test_a_token_exactly_on_the_threshold_goes_there() -> None:
-    router = ExpertThresholdRouter(2, 2, 1)
-    with torch.no_grad():
-        router.w_DE.copy_(torch.eye(2))
+    router = with_identity(ExpertThresholdRouter(2, 2, 1))
     router.threshold_E.copy_(torch.tensor([0.5, 0.25]))
     assert router(torch.tensor([[0.5, 0.0], [0.25, 0.25]])).expert_TK.tolist() == [[0, -1], [1, -1]]
 
@@ -207,9 +154,7 @@ def test_what_a_batch_leaves_behind(name: str) -> None:
 @pytest.mark.parametrize("name", ["expert_threshold", "quantile"])
 def test_its_controller_balances_skewed_logits(name: str) -> None:
     T, E, K = 512, 8, 2
-    router = build(name, 8, E, K)
-    with torch.no_grad():
-        router.w_DE.copy_(torch.eye(8))
+    router = with_identity(build(name, 8, E, K))
     lean_D = torch.linspace(-2, 2, 8)
     controller, first = controller_for(router), 0.0
     for step in range(12):
@@ -385,9 +330,6 @@ def test_random_fixed_learns_nothing_and_repeats_by_seed() -> None:
     assert router.w_DE.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-# all of them
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["expert_choice", "expert_threshold", "sinkhorn", "quantile"])
 def test_training_compiles_into_one_graph(name: str) -> None:
@@ -400,21 +342,3 @@ def test_training_compiles_into_one_graph(name: str) -> None:
     assert torch.equal(fast.expert_TK, plain.expert_TK)
     torch.testing.assert_close(fast.gate_TK, plain.gate_TK)
     torch.testing.assert_close(router.state_dict(), twin.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: ExpertChoiceRouter(4, 8, 2, over="layer"), "over 'layer' is unknown"),
-        (lambda: ExpertChoiceRouter(4, 8, 2, most=1), "must be from K=2 to E=8"),
-        (lambda: ExpertThresholdRouter(4, 8, 2, most=9), "must be from K=2 to E=8"),
-        (lambda: SinkhornRouter(4, 8, 2, iterations=0), "iterations must be at least 1"),
-        (lambda: BaseAssignmentRouter(4, 8, 2), "has K=1 only"),
-        (lambda: BaseAssignmentRouter(4, 8, slack=0.0), "slack must be above 0"),
-        (lambda: QuantileRouter(4, 8, 2, gates="relu"), "gates 'relu' is unknown"),
-        (lambda: RandomFixedRouter(4, 8, 2, gates="relu"), "gates 'relu' is unknown"),
-    ],
-)
-def test_mistakes_get_a_sentence(make: Callable[[], Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        make()

@@ -1,57 +1,39 @@
-"""Sigmoid with bias, group limits, top-p, ReLU, token rounding and their losses against formulas as loops."""
+"""Sigmoid with bias, group limits, top-p, ReLU and token rounding against their formulas as loops."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from moe_routing_bench.conformance.router_checks import check_router
 from moe_routing_bench.routers.group_limited import GroupLimitedRouter
 from moe_routing_bench.routers.groups import RULES, limit_to_groups
-from moe_routing_bench.routers.losses import (
-    deepseek_loss,
-    entropy_loss,
-    gshard_loss,
-    hf_loss,
-    l1_loss,
-    relu_loss,
-    switch_loss,
-)
+from moe_routing_bench.routers.losses import deepseek_loss, switch_loss
 from moe_routing_bench.routers.relu import ReLURouter
-from moe_routing_bench.routers.router import Router, build
 from moe_routing_bench.routers.sigmoid_bias import SCORES, SigmoidBiasRouter
 from moe_routing_bench.routers.token_rounding import ROUNDINGS, TokenRoundingRouter, rounded
 from moe_routing_bench.routers.top_p import TopPRouter
-from moe_routing_bench.routing import Routing, TokenInfo
+from moe_routing_bench.routing import TokenInfo
+from plain_loops import (
+    F64,
+    all_chosen,
+    assert_finite_gradients,
+    chosen,
+    largest,
+    logits_of,
+    sigmoid,
+    softmax,
+    with_identity,
+)
 
-torch.set_num_threads(1)
-F64 = torch.float64
 INF = float("inf")
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-def softmax(row: list[float]) -> list[float]:
-    weights = [math.exp(z - max(row)) for z in row]
-    return [w / sum(weights) for w in weights]
-
-
-def largest(row: list[float], K: int) -> list[int]:
-    return sorted(range(len(row)), key=lambda e: (-row[e], e))[:K]
 
 
 def scores_of(row: list[float], score: str) -> list[float]:
     if score == "sigmoid":
-        return [1 / (1 + math.exp(-z)) for z in row]
+        return [sigmoid(z) for z in row]
     return [math.sqrt(math.log1p(math.exp(z))) for z in row] if score == "sqrtsoftplus" else softmax(row)
 
 
@@ -61,28 +43,6 @@ def limited(row: list[float], K: int, groups: int, keep: int, rule: str) -> list
     totals = [sum(sorted(row[g * size : g * size + size], reverse=True)[:best]) for g in range(groups)]
     kept = largest(totals, keep)
     return [score if e // size in kept else -INF for e, score in enumerate(row)]
-
-
-def with_identity(router: Router) -> Router:
-    """x is the logits."""
-    with torch.no_grad():
-        router.w_DE.copy_(torch.eye(router.D, router.E))
-    return router
-
-
-def real(routing: Routing) -> list[list[int]]:
-    """Each token's experts without the absent ones, which must come last."""
-    rows = []
-    for row in routing.expert_TK.tolist():
-        chosen = [e for e in row if e >= 0]
-        assert row == chosen + [-1] * (len(row) - len(chosen))
-        rows.append(chosen)
-    return rows
-
-
-def assert_finite(*leaves: Tensor) -> None:
-    for leaf in leaves:
-        assert leaf.grad is not None and bool(leaf.grad.isfinite().all())
 
 
 # groups
@@ -127,7 +87,7 @@ def test_sigmoid_bias_against_loops(score: str, renormalise: bool, groups: tuple
     bias = router.bias_E.tolist()
     share, plain = [], []
     moved = 0
-    for t, row in enumerate((x_TD.double() @ router.w_DE.detach().double()).tolist()):
+    for t, row in enumerate(logits_of(router, x_TD)):
         s = scores_of(row, score)
         biased = limited([a + b for a, b in zip(s, bias, strict=True)], 3, num_groups, keep, rule)
         top = largest(biased, 3)
@@ -172,7 +132,7 @@ def test_sigmoid_bias_where_every_score_underflows(score: str, renormalise: bool
         routing = router(x_TD)
         assert routing.aux_loss is not None
         (routing.gate_TK.square().sum() + routing.aux_loss).backward()
-    assert_finite(x_TD, router.w_DE)
+    assert_finite_gradients(x_TD, router.w_DE)
     if renormalise:
         assert routing.gate_TK.sum(1).tolist() == pytest.approx([1, 1])
 
@@ -200,7 +160,7 @@ def test_group_limited_against_loops(renormalise: bool, rule: str) -> None:
     x_TD = 20 * torch.randn(20, 6)
     routing = router(x_TD)
     plain = 0
-    for t, row in enumerate((x_TD.double() @ router.w_DE.detach().double()).tolist()):
+    for t, row in enumerate(logits_of(router, x_TD)):
         p = softmax(row)
         top = largest(limited(p, 4, 4, 2, rule), 4)
         total = sum(p[e] for e in top) if renormalise else 1
@@ -229,24 +189,23 @@ def test_top_p_against_loops(p: float, most: int | None, renormalise: bool) -> N
     x_TD, keep_T = 30 * torch.randn(30, 6), torch.rand(30) < 0.7
     routing = router(x_TD, TokenInfo(mask_T=keep_T))
     count, mean_p, choices, entropy = [0] * 5, [0.0] * 5, 0, 0.0
-    for t, row in enumerate((x_TD.double() @ router.w_DE.detach()).tolist()):
+    for t, row in enumerate(logits_of(router, x_TD)):
+        mine = chosen(routing, t)
         if not keep_T[t]:
-            assert real(routing)[t] == []
+            assert mine == {}
             continue
         probs = softmax(row)
-        chosen: list[int] = []
+        taken: list[int] = []
         for e in largest(probs, most or 5):
-            if not chosen or sum(probs[c] for c in chosen) <= p:
-                chosen.append(e)
-        total = sum(probs[e] for e in chosen) if renormalise else 1
-        assert real(routing)[t] == chosen
-        gates = routing.gate_TK[t].tolist()
-        assert gates[: len(chosen)] == pytest.approx([probs[e] / total for e in chosen], rel=1e-9)
-        assert gates[len(chosen) :] == [0] * (len(gates) - len(chosen))
-        choices += len(chosen)
+            if not taken or sum(probs[c] for c in taken) <= p:
+                taken.append(e)
+        total = sum(probs[e] for e in taken) if renormalise else 1
+        assert list(mine) == taken
+        assert mine == pytest.approx({e: probs[e] / total for e in taken}, rel=1e-9)
+        choices += len(taken)
         entropy -= sum(v * math.log(v) for v in probs)
         for e in range(5):
-            count[e] += e in chosen
+            count[e] += e in taken
             mean_p[e] += probs[e]
     T = int(keep_T.sum())
     product = 5 * sum(c * m for c, m in zip(count, mean_p, strict=True)) / T
@@ -259,12 +218,12 @@ def test_top_p_at_the_edge() -> None:
     # four equal probabilities, sums exact: one more is taken until the sum is above p, not at p
     for p, number in ((0.0, 1), (0.2, 1), (0.25, 2), (0.5, 3), (0.74, 3), (0.75, 4), (1.0, 4)):
         router = TopPRouter(4, 4, 1, p=p)
-        assert real(router(torch.zeros(1, 4))) == [list(range(number))]
+        assert all_chosen(router(torch.zeros(1, 4))) == [list(range(number))]
     router.p.fill_(-3.0)  # a controller may overshoot; every token keeps one expert
-    assert real(router(torch.zeros(1, 4))) == [[0]]
+    assert all_chosen(router(torch.zeros(1, 4))) == [[0]]
     assert "p" in router.state_dict()
     router.p.fill_(0.5)
-    assert real(TopPRouter(4, 4, 1, p=0.5, most=2)(torch.zeros(1, 4))) == [[0, 1]]
+    assert all_chosen(TopPRouter(4, 4, 1, p=0.5, most=2)(torch.zeros(1, 4))) == [[0, 1]]
 
 
 def test_top_p_is_monotone_in_p() -> None:
@@ -288,16 +247,15 @@ def test_relu_against_loops(most: int | None) -> None:
     x_TD, keep_T = torch.randn(30, 6), torch.rand(30) < 0.7
     routing = router(x_TD, TokenInfo(mask_T=keep_T))
     count, total = [0] * 5, [0.0] * 5
-    for t, row in enumerate((x_TD.double() @ router.w_DE.detach()).tolist()):
+    for t, row in enumerate(logits_of(router, x_TD)):
+        mine = chosen(routing, t)
         if not keep_T[t]:
-            assert real(routing)[t] == []
+            assert mine == {}
             continue
-        chosen = [e for e in largest(row, most or 5) if row[e] > 0]
-        assert real(routing)[t] == chosen
-        gates = [row[e] for e in chosen] + [0.0] * ((most or 5) - len(chosen))
-        assert routing.gate_TK[t].tolist() == pytest.approx(gates, rel=1e-9)
+        assert list(mine) == [e for e in largest(row, most or 5) if row[e] > 0]
+        assert mine == pytest.approx({e: row[e] for e in mine}, rel=1e-9)
         for e in range(5):
-            count[e] += e in chosen
+            count[e] += e in mine
             total[e] += max(row[e], 0)
     T = int(keep_T.sum())
     relu = 0.25 * 5 * sum(c / (2 * T) * r / T for c, r in zip(count, total, strict=True))
@@ -313,11 +271,11 @@ def test_relu_of_dead_tokens() -> None:
     assert router.state_dict()["strength"].item() == pytest.approx(1e-8)
     x_TD = torch.tensor([[-1.0, -2.0, 0.0], [2.0, -1.0, 3.0]], requires_grad=True)
     routing = router(x_TD)
-    assert real(routing) == [[], [2, 0]]
+    assert all_chosen(routing) == [[], [2, 0]]
     assert routing.gate_TK.tolist() == [[0, 0, 0], [3, 2, 0]]
     assert routing.aux_loss is not None
     (routing.gate_TK.sum() + 1e8 * routing.aux_loss).backward()
-    assert_finite(x_TD, router.w_DE)
+    assert_finite_gradients(x_TD, router.w_DE)
     assert x_TD.grad is not None
     assert x_TD.grad[0].tolist() == [0, 0, 0] and bool((x_TD.grad[1, [0, 2]] > 0).all())
 
@@ -358,11 +316,11 @@ def test_token_rounding_against_loops(rounding: str, tile: int, most: int | None
     x_TD = 20 * torch.randn(40, 6)
     keep_T = torch.rand(40) < (0.7 if masked else 2)
     routing = router(x_TD, TokenInfo(mask_T=keep_T if masked else None)).validate()
-    rows = (x_TD.double() @ router.w_DE.detach().double()).tolist()
+    rows = logits_of(router, x_TD)
     expected = rounding_by_loops(rows, keep_T.tolist(), 2, tile, rounding, most or 5)
-    assert real(routing) == [list(mine) for mine in expected]
-    for gates, mine in zip(routing.gate_TK.tolist(), expected, strict=True):
-        assert gates == pytest.approx([*mine.values()] + [0.0] * (len(gates) - len(mine)), rel=1e-9)
+    for t, mine in enumerate(expected):
+        assert list(chosen(routing, t)) == list(mine)
+        assert chosen(routing, t) == pytest.approx(mine, rel=1e-9)
     num_tokens = int(keep_T.sum())
     if most is None:
         for load in routing.load_E().tolist():
@@ -385,210 +343,17 @@ def test_token_rounding_by_hand_with_ties() -> None:
     x_TD = torch.tensor([[9.0, 1.0, 0.0], [9.0, 0.0, 1.0], [9.0, 2.0, 0.0], [9.0, 2.0, 0.0]])
     down = with_identity(TokenRoundingRouter(3, 3, 1, tile=3, rounding="down"))
     routing = down(x_TD)
-    assert real(routing) == [[0], [0], [0], []]  # of equal gates, the earlier tokens
+    assert all_chosen(routing) == [[0], [0], [0], []]  # of equal gates, the earlier tokens
     up = with_identity(TokenRoundingRouter(3, 3, 1, tile=3, rounding="up"))
-    assert real(up(x_TD)) == [[0], [0], [0], [0]]  # target 6, but there are 4 tokens
+    assert all_chosen(up(x_TD)) == [[0], [0], [0], [0]]  # target 6, but there are 4 tokens
     x_TD = torch.cat([x_TD, torch.tensor([[0.0, 9.0, 0.0]])])
-    assert real(up(x_TD)) == [[0], [0], [0, 1], [0, 1], [1, 0]]
+    assert all_chosen(up(x_TD)) == [[0], [0], [0, 1], [0, 1], [1, 0]]
     masked = up(x_TD, TokenInfo(mask_T=torch.tensor([1, 1, 0, 1, 1])))
-    assert real(masked) == [[0, 1], [0], [], [0, 1], [1]]
+    assert all_chosen(masked) == [[0, 1], [0], [], [0, 1], [1]]
 
 
 def test_token_rounding_ranks_added_tokens_whose_probability_is_tiny() -> None:
     router = with_identity(TokenRoundingRouter(2, 2, 1, tile=2, rounding="up"))
     # p of expert 1 is about 1e-22, 1e-18 and 1e-20: p - 1 would be -1 for all of them
     x_TD = torch.tensor([[50.0, 0.0], [41.0, 0.0], [46.0, 0.0], [0.0, 9.0]])
-    assert real(router(x_TD)) == [[0], [0, 1], [0], [1, 0]]
-
-
-# losses
-
-
-def loop_switch(score: list[list[float]], chosen: list[list[int]], E: int, K: float) -> float:
-    T = len(score)
-    return sum(
-        E * sum(e in mine for mine in chosen) / (T * K) * sum(row[e] for row in score) / T for e in range(E)
-    )
-
-
-def test_new_losses_against_loops_with_mask() -> None:
-    B, N, E, K = 3, 6, 5, 2
-    logits_TE = torch.randn(B * N, E, dtype=F64)
-    score_TE, expert_TK = logits_TE.softmax(1), logits_TE.topk(K).indices
-    keep_T = torch.rand(B * N) < 0.7
-    keep_T[N : 2 * N] = False  # a sequence without tokens counts nowhere
-    rows, chosen, kept = score_TE.tolist(), expert_TK.tolist(), keep_T.tolist()
-    by_sequence = [[t for t in range(b * N, b * N + N) if kept[t]] for b in range(B)]
-    parts = [
-        loop_switch([rows[t] for t in own], [chosen[t] for t in own], E, K) for own in by_sequence if own
-    ]
-    assert len(parts) == 2
-    got = deepseek_loss(score_TE, expert_TK, E, keep_T, num_sequences=B)
-    assert got.item() == pytest.approx(sum(parts) / 2, rel=1e-12)
-    tokens = [t for t in range(B * N) if kept[t]]
-    seen, first = [rows[t] for t in tokens], [chosen[t][:1] for t in tokens]
-    assert gshard_loss(score_TE, expert_TK, E, keep_T).item() == pytest.approx(loop_switch(seen, first, E, 1))
-    relu_TE = logits_TE.relu()
-    relu = [relu_TE.tolist()[t] for t in tokens]
-    expected = loop_switch(relu, [chosen[t] for t in tokens], E, 1.5)
-    got = relu_loss(relu_TE, expert_TK, E, keep_T, choices_per_token=1.5)
-    assert got.item() == pytest.approx(expected, rel=1e-12)
-    assert l1_loss(relu_TE, keep_T).item() == pytest.approx(sum(map(sum, relu)) / len(tokens))
-    entropy = -sum(p * math.log(p) for row in seen for p in row) / len(tokens)
-    assert entropy_loss(logits_TE, keep_T).item() == pytest.approx(entropy, rel=1e-12)
-
-
-def balanced(E: int, K: int, repeats: int) -> Tensor:
-    return (torch.arange(E * repeats)[:, None] * K + torch.arange(K)) % E
-
-
-@pytest.mark.parametrize(("E", "K"), [(1, 1), (4, 1), (6, 4), (8, 8)])
-def test_new_losses_at_balance_and_at_collapse(E: int, K: int) -> None:
-    expert_TK = balanced(E, K, 6)
-    # experts of the first choice alone
-    first_TK = torch.cat([torch.arange(6 * E)[:, None] % E, expert_TK[:, 1:]], dim=1)
-    logits_TE = torch.randn(6 * E, E, dtype=F64, requires_grad=True)
-    score_TE = logits_TE.softmax(1)
-    relu_TE = logits_TE.relu()
-    deepseek = deepseek_loss(score_TE, expert_TK, E, num_sequences=3)
-    gshard = gshard_loss(score_TE, first_TK, E)
-    relu = relu_loss(relu_TE, expert_TK, E, choices_per_token=K)
-    assert deepseek.item() == pytest.approx(1) and gshard.item() == pytest.approx(1)
-    assert relu.item() == pytest.approx(l1_loss(relu_TE).item())
-    flat_TE = torch.zeros(6, E, dtype=F64, requires_grad=True)
-    entropy = entropy_loss(flat_TE)
-    assert entropy.item() == pytest.approx(math.log(E), abs=1e-12)
-    (deepseek + gshard + relu + entropy).backward()
-    assert_finite(logits_TE, flat_TE)
-
-    one_TK = torch.full((12, 1), E - 1)
-    sure_TE = torch.zeros(12, E, dtype=F64).index_fill(1, torch.tensor([E - 1]), 1.0)
-    assert deepseek_loss(sure_TE, one_TK, E, num_sequences=4).item() == pytest.approx(E)
-    assert gshard_loss(sure_TE, one_TK, E).item() == pytest.approx(E)
-    assert relu_loss(3 * sure_TE, one_TK, E, choices_per_token=1).item() == pytest.approx(3 * E)
-    sure_TE = (2000 * sure_TE).requires_grad_()
-    entropy_loss(sure_TE).backward()
-    assert entropy_loss(sure_TE).item() == pytest.approx(0, abs=1e-12)
-    assert_finite(sure_TE)
-
-
-def test_opposite_sequences_cancel_in_the_batch_but_not_one_by_one() -> None:
-    expert_TK = torch.tensor([[0], [0], [1], [1]])
-    score_TE = torch.nn.functional.one_hot(expert_TK[:, 0], 2).double()
-    assert switch_loss(score_TE, expert_TK, 2).item() == 1
-    assert deepseek_loss(score_TE, expert_TK, 2, num_sequences=2).item() == 2
-
-
-def new_losses(logits_TE: Tensor, num_sequences: int, mask_T: Tensor | None = None) -> list[Tensor]:
-    E = logits_TE.shape[1]
-    score_TE, expert_TK = logits_TE.softmax(1), logits_TE.topk(2).indices
-    return [
-        deepseek_loss(score_TE, expert_TK, E, mask_T, num_sequences=num_sequences),
-        entropy_loss(logits_TE, mask_T),
-        l1_loss(logits_TE.relu(), mask_T),
-        gshard_loss(score_TE, expert_TK, E, mask_T),
-        relu_loss(logits_TE.relu(), expert_TK, E, mask_T, choices_per_token=2),
-        switch_loss(score_TE, expert_TK, E, mask_T, choices_per_token=2),
-    ]
-
-
-def test_new_losses_do_not_see_padding_or_repetition() -> None:
-    logits_BNE = torch.randn(3, 4, 5, dtype=F64)
-    plain = new_losses(logits_BNE.flatten(0, 1), 3)
-    padding_BNE = torch.full((3, 2, 5), 7.0, dtype=F64)
-    padded_TE = torch.cat([logits_BNE, padding_BNE], dim=1).flatten(0, 1)
-    torch.testing.assert_close(new_losses(padded_TE, 3, torch.arange(18) % 6 < 4), plain)
-    torch.testing.assert_close(new_losses(logits_BNE.repeat(2, 1, 1).flatten(0, 1), 6), plain)
-
-
-def test_means_are_means_of_micro_batches() -> None:
-    logits_BNE = torch.randn(4, 6, 5, dtype=F64)
-    whole = new_losses(logits_BNE.flatten(0, 1), 4)[:3]
-    parts = [new_losses(part.flatten(0, 1), 2)[:3] for part in logits_BNE.split(2)]
-    torch.testing.assert_close(whole, [(a + b) / 2 for a, b in zip(*parts, strict=True)])
-
-
-@pytest.mark.parametrize("num_tokens", [0, 6])
-def test_new_losses_of_no_tokens_are_zero_with_finite_gradients(num_tokens: int) -> None:
-    logits_TE = torch.randn(num_tokens, 5, requires_grad=True)
-    losses = new_losses(logits_TE, 1, torch.zeros(num_tokens, dtype=torch.bool))
-    assert [loss.item() for loss in losses] == [0.0] * len(losses)
-    assert [loss.item() for loss in new_losses(torch.zeros(0, 5), 1)] == [0.0] * len(losses)
-    torch.stack(losses).sum().backward()
-    assert logits_TE.grad is not None and bool((logits_TE.grad == 0).all())
-
-
-def test_new_losses_ignore_ids_that_name_no_expert() -> None:
-    score_TE = torch.rand(4, 3, dtype=F64)
-    ragged = torch.tensor([[0, -1], [3, 2], [1, 5], [-7, 0]])
-    expected = sum(loop_switch(score_TE[b].tolist(), own, 3, 2) for b, own in (
-        ([0, 1], [[0], [2]]), ([2, 3], [[1], [0]])
-    )) / 2  # fmt: skip
-    got = deepseek_loss(score_TE, ragged, 3, num_sequences=2)
-    assert got.item() == pytest.approx(expected, rel=1e-12)
-    torch.testing.assert_close(
-        switch_loss(score_TE, ragged, 3, choices_per_token=1), hf_loss(score_TE, ragged, 3)
-    )
-
-
-def test_new_losses_of_bfloat16_are_float32() -> None:
-    losses = new_losses(torch.randn(4096, 4).bfloat16(), 2)
-    assert {loss.dtype for loss in losses} == {torch.float32}
-
-
-# what every router keeps
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("sigmoid_bias", {"score": "sqrtsoftplus", "groups": 4, "keep_groups": 2, "scale": 2.5}),
-        ("sigmoid_bias", {"score": "softmax", "renormalise": False}),
-        ("group_limited", {"groups": 4, "keep_groups": 1, "renormalise": True}),
-        ("top_p", {"p": 0.9, "most": 3, "renormalise": True}),
-        ("relu", {"most": 2}),
-        ("token_rounding", {"tile": 3, "rounding": "up"}),
-        ("token_rounding", {"tile": 5, "rounding": "down", "most": 3}),
-    ],
-)
-def test_router_conforms_with_options(name: str, options: dict[str, Any]) -> None:
-    assert check_router(name, **options) == []
-
-
-@pytest.mark.parametrize("name", ["sigmoid_bias", "group_limited", "top_p", "relu", "token_rounding"])
-def test_autocast_and_training_mode_change_nothing(name: str) -> None:
-    router, x_TD = build(name, 16, 8, 2), 4 * torch.randn(32, 16)
-    plain = router.eval()(x_TD)
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = router.train()(x_TD)
-    assert torch.equal(plain.expert_TK, cast.expert_TK)
-    assert torch.equal(plain.gate_TK, cast.gate_TK)
-
-
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: SigmoidBiasRouter(4, 8, 2, score="tanh"), "score 'tanh' is unknown"),
-        (lambda: SigmoidBiasRouter(4, 8, 2, scale=0.0), "scale must be above 0"),
-        (lambda: SigmoidBiasRouter(4, 8, 2, groups=3), "groups=3 must divide the E=8"),
-        (lambda: SigmoidBiasRouter(4, 8, 2, groups=0), "groups=0 must divide"),
-        (lambda: SigmoidBiasRouter(4, 8, 2, groups=4, keep_groups=5), "keep_groups=5 must be from 1"),
-        (lambda: SigmoidBiasRouter(4, 8, 3, groups=4, keep_groups=1), "cannot give K=3 choices"),
-        (lambda: SigmoidBiasRouter(4, 8, 2, groups=4, group_score="mean"), "group_score 'mean' is unknown"),
-        (lambda: SigmoidBiasRouter(4, 8, 2, groups=8, keep_groups=2), "at least 2 experts; use 'max'"),
-        (
-            lambda: GroupLimitedRouter(4, 8, 1, groups=4, keep_groups=2, group_score="topk_sum"),
-            "needs K >= keep_groups",
-        ),
-        (lambda: GroupLimitedRouter(4, 8, 2, scale=-1.0), "scale must be above 0"),
-        (lambda: TopPRouter(4, 8, 2, p=1.5), "p must be from 0 to 1"),
-        (lambda: TopPRouter(4, 8, 3, most=2), "most=2 experts per token must be from K=3 to E=8"),
-        (lambda: ReLURouter(4, 8, 3, most=9), "most=9 experts per token must be from K=3 to E=8"),
-        (lambda: TokenRoundingRouter(4, 8, 3, most=1), "most=1 experts per token"),
-        (lambda: TokenRoundingRouter(4, 8, 3, tile=0), "tile must be at least 1 row"),
-        (lambda: TokenRoundingRouter(4, 8, 3, rounding="random"), "rounding 'random' is unknown"),
-    ],
-)
-def test_mistakes_get_a_sentence(make: Callable[[], Router], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        make()
+    assert all_chosen(router(x_TD)) == [[0], [0, 1], [0], [1, 0]]
