@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from child_process import python
 from moe_routing_bench.bench.inputs import Inputs, fingerprint
 from moe_routing_bench.bench.spans import SPANS, cost_of_span, function_of, stages_of
 from moe_routing_bench.ops.registry import tensors_in
@@ -50,9 +48,8 @@ def test_another_process_makes_the_same():
         "inputs = Inputs(case, 'zipf(1.2)')\n"
         "print(fingerprint(inputs.call(7, 'compact'), inputs.weights, inputs.router_DE))"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     mine = inputs_of("layer", "bfloat16")
-    assert ran.stdout.strip() == fingerprint(mine.call(7, "compact"), mine.weights, mine.router_DE)
+    assert python(code).stdout.strip() == fingerprint(mine.call(7, "compact"), mine.weights, mine.router_DE)
 
 
 @pytest.mark.parametrize("span", SPANS)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from child_process import python
 from command_line import mrb, mrb_json, refused
 from moe_routing_bench.cli import app
 from moe_routing_bench.ops.registry import all_ops
@@ -308,8 +309,7 @@ def test_version():
 
 def test_the_library_alone_imports_no_command_line():
     code = "import sys, moe_routing_bench; print(sorted({'typer', 'rich'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert python(code).stdout.strip() == "[]"
 
 
 def test_runs_as_a_module():

@@ -17,18 +17,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_routing_bench import ExpertWeights, Layout, MoE, Routing, RoutingPlan, all_ops, native
+from child_process import python
+from moe_routing_bench import ExpertWeights, Layout, MoE, Routing, all_ops, native
 from moe_routing_bench.accuracy import judge
 from moe_routing_bench.ops.expert_ffn import native as launcher
+from tiny_layers import EXPERT_FFN, MAKE_PLAN, Arguments, arguments, assert_right
 
 if (reason := native.why_not()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 OPS = all_ops()
-FFN, GEMM, PLAN = OPS["expert_ffn"], OPS["grouped_gemm"], OPS["make_plan"]
+GEMM = OPS["grouped_gemm"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 TINY = 'extern "C" int answer() { return 42; }\n'
-Arguments = tuple[Tensor, Tensor, RoutingPlan, ExpertWeights]
 
 
 def forget_libraries() -> None:
@@ -56,40 +57,9 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-def arguments(
-    T: int = 9, K: int = 2, E: int = 5, D: int = 40, F: int = 24, *, dtype: torch.dtype = torch.float32,
-    activation: str = "swiglu", bias: bool = False, layout: str = "compact",
-) -> Arguments:  # fmt: skip
-    G = 2 * F if activation in ("swiglu", "geglu") else F
-    weights = ExpertWeights(
-        w_in_EDG=(torch.randn(E, D, G) / D**0.5).to(dtype),
-        w_out_EFD=(torch.randn(E, F, D) / F**0.5).to(dtype),
-        b_in_EG=torch.randn(E, G).to(dtype) if bias else None,
-        b_out_ED=torch.randn(E, D).to(dtype) if bias else None,
-        activation=activation,
-    )
-    routing = Routing(
-        expert_TK=torch.rand(T, E).argsort(dim=1)[:, :K],
-        gate_TK=torch.rand(T, K),
-        num_experts=E,
-        ragged=False,
-    )
-    plan = PLAN.get("argsort")(routing, Layout.parse(layout))
-    return torch.randn(T, D).to(dtype), routing.gate_TK, plan, weights
-
-
-def assert_right(
-    y_TD: Tensor, x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights
-) -> None:
-    with torch.no_grad():
-        oracle = FFN.reference(x_TD.double(), gate_TK.double(), plan, weights.to(dtype=torch.float64))
-        verdict = judge(y_TD, oracle, FFN.reference(x_TD, gate_TK, plan, weights))
-    assert verdict.passed, verdict.sentence
-
-
 def run(args: Arguments, spec: str = "native") -> Tensor:
     with torch.no_grad():
-        return FFN.get(spec)(*args)
+        return EXPERT_FFN.get(spec)(*args)
 
 
 # ---- nothing to compile with
@@ -105,8 +75,8 @@ def test_a_missing_tool_is_a_reason(absent: str, sentence: str, anew: pytest.Mon
     anew.setattr(native.shutil, "which", lambda name: None if name == absent else which(name))
     x_RD, args = torch.randn(18, 40), arguments()
     assert sentence in str(native.why_not())
-    assert FFN.why_not("native", *args) == GEMM.why_not("native", x_RD, args[3].w_in_EDG, args[2])
-    assert FFN.get("native").why_not(*args) == native.why_not()
+    assert EXPERT_FFN.why_not("native", *args) == GEMM.why_not("native", x_RD, args[3].w_in_EDG, args[2])
+    assert EXPERT_FFN.get("native").why_not(*args) == native.why_not()
     with pytest.raises(NotImplementedError, match=re.escape(sentence)):
         run(args)
     with pytest.raises(NotImplementedError, match=re.escape(sentence)):
@@ -118,10 +88,10 @@ def test_a_missing_tool_is_a_reason(absent: str, sentence: str, anew: pytest.Mon
 
 def test_a_compiler_named_in_vain_is_a_reason(anew: pytest.MonkeyPatch) -> None:
     anew.setenv("CXX", "no-such-compiler")
-    assert "no C++ compiler was found" in str(FFN.why_not("native", *arguments()))
+    assert "no C++ compiler was found" in str(EXPERT_FFN.why_not("native", *arguments()))
     anew.undo()
     forget_libraries()
-    assert FFN.why_not("native", *arguments()) is None
+    assert EXPERT_FFN.why_not("native", *arguments()) is None
 
 
 def tiny(folder: Path, text: str = TINY) -> Path:
@@ -247,7 +217,7 @@ def test_levels_follow_the_processor(anew: pytest.MonkeyPatch) -> None:
 
 def test_no_avx2_is_a_reason(anew: pytest.MonkeyPatch) -> None:
     pretend(anew)
-    assert "x86 processors with AVX2" in str(FFN.why_not("native", *arguments()))
+    assert "x86 processors with AVX2" in str(EXPERT_FFN.why_not("native", *arguments()))
     with pytest.raises(NotImplementedError, match="AVX2"):
         run(arguments())
 
@@ -282,7 +252,7 @@ def test_weights_may_lie_anyhow_in_memory(which: str, dtype: torch.dtype) -> Non
     args = (x_TD, gate_TK, plan, views(weights)[which])
     assert any(not tensor.is_contiguous() for tensor in args[3].tensors().values())
     assert_right(run(args), *args)
-    assert_right(FFN.get("native")(x_TD.clone().requires_grad_(), *args[1:]).detach(), *args)
+    assert_right(EXPERT_FFN.get("native")(x_TD.clone().requires_grad_(), *args[1:]).detach(), *args)
 
 
 @DTYPES
@@ -307,7 +277,7 @@ def test_rows_may_lie_anyhow_in_memory(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("level", ["amx", "avx512", "avx2"])
 def test_odd_sizes(level: str, dtype: torch.dtype) -> None:
     spec = f"native(level={level})"
-    if (reason := FFN.why_not(spec, *arguments(dtype=dtype))) is not None:
+    if (reason := EXPERT_FFN.why_not(spec, *arguments(dtype=dtype))) is not None:
         pytest.skip(reason)
     sizes = ((0, 2, 3, 8, 8), (1, 1, 1, 17, 5), (3, 1, 9, 33, 31), (70, 3, 4, 100, 50), (2, 2, 64, 15, 47))
     for T, K, E, D, F in sizes:
@@ -317,7 +287,7 @@ def test_odd_sizes(level: str, dtype: torch.dtype) -> None:
             if T * D > 32 or T == 0:
                 assert_right(run(args, spec), *args)
             else:
-                torch.testing.assert_close(run(args, spec), FFN.reference(*args), rtol=2e-2, atol=2e-2)
+                torch.testing.assert_close(run(args, spec), EXPERT_FFN.reference(*args), rtol=2e-2, atol=2e-2)
 
 
 @DTYPES
@@ -328,7 +298,7 @@ def test_more_rows_than_one_group_of_the_workspace_holds(experts: str, dtype: to
     x_TD, gate_TK, plan, weights = arguments(T, 1, E, D, F, dtype=dtype)
     if experts == "one":
         routing = Routing(expert_TK=torch.full((T, 1), 2), gate_TK=gate_TK, num_experts=E, ragged=False)
-        plan = PLAN.get("argsort")(routing, Layout.compact())
+        plan = MAKE_PLAN(routing, Layout.compact())
     args = (x_TD, gate_TK, plan, weights)
     assert_right(run(args), *args)
 
@@ -380,7 +350,9 @@ def test_bits_do_not_depend_on_threads(T: int, dtype: torch.dtype, threads: Call
         leaves = [
             t.detach().clone().requires_grad_() for t in (x_TD, gate_TK, weights.w_in_EDG, weights.w_out_EFD)
         ]
-        y_TD = FFN.get("native")(*leaves[:2], plan, ExpertWeights(w_in_EDG=leaves[2], w_out_EFD=leaves[3]))
+        y_TD = EXPERT_FFN.get("native")(
+            *leaves[:2], plan, ExpertWeights(w_in_EDG=leaves[2], w_out_EFD=leaves[3])
+        )
         y_TD.square().sum().backward()
         return [run((x_TD, gate_TK, plan, weights)), y_TD.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -397,14 +369,15 @@ def test_bits_do_not_depend_on_threads(T: int, dtype: torch.dtype, threads: Call
 def test_arguments_that_do_not_fit_are_an_error_and_no_crash() -> None:
     """In a process of their own, which a wrong address would end."""
     code = (
-        "import torch, test_native_layer as t\n"
+        "import torch; from tiny_layers import EXPERT_FFN, arguments\n"
         "from dataclasses import replace\n"
         "torch.set_num_threads(1)\n"
-        "x, gate, plan, weights = t.arguments(T=64, activation='gelu')\n"
+        "x, gate, plan, weights = arguments(T=64, activation='gelu')\n"
+        "torch.set_grad_enabled(False)\n"
         "for name, args in {\n"
         "    'rows': (x[:4].clone(), gate, plan, weights),\n"
         "    'width': (x[:, :8], gate, plan, weights),\n"
-        "    'experts': (x, gate, plan, t.arguments(E=500)[3]),\n"
+        "    'experts': (x, gate, plan, arguments(E=500)[3]),\n"
         "    'gates': (x, gate[:2].clone(), plan, weights),\n"
         "    'choices': (x, gate[:, :1].clone(), plan, weights),\n"
         "    'dtype': (x, gate, plan, replace(weights, w_out_EFD=weights.w_out_EFD.bfloat16())),\n"
@@ -412,19 +385,12 @@ def test_arguments_that_do_not_fit_are_an_error_and_no_crash() -> None:
         "    'pairs': (x, gate, replace(plan, pair_R=plan.pair_R + 2**40), weights),\n"
         "    'spans': (x, gate, replace(plan, offset_E1=plan.offset_E1 + 2**40), weights),\n"
         "}.items():\n"
-        "    try: t.run(args); print(name, 'no error', flush=True)\n"
+        "    try: EXPERT_FFN.get('native')(*args); print(name, 'no error', flush=True)\n"
         "    except (ValueError, NotImplementedError) as error: pass\n"
         "    except Exception as error: print(name, repr(error)[:100], flush=True)\n"
         "print('done')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
+    assert python(code).stdout == "done\n"
 
 
 # ---- grouped_gemm
@@ -435,7 +401,7 @@ def test_gradients_lie_in_memory_as_the_weights_do(dtype: torch.dtype) -> None:
     T, E, D, F = 30, 4, 48, 40
     expert_TK = torch.randint(0, 2, (T, 1)) * 2  # experts 1 and 3 get nothing
     routing = Routing(expert_TK=expert_TK, gate_TK=torch.ones(T, 1), num_experts=E, ragged=False)
-    plan = PLAN.get("argsort")(routing, Layout.compact())
+    plan = MAKE_PLAN(routing, Layout.compact())
     x_RD, dy_RF = torch.randn(T, D).to(dtype), torch.randn(T, F).to(dtype)
     for stored in (torch.randn(E, D, F).to(dtype), torch.randn(E, F, D).to(dtype).transpose(1, 2)):
         grads = []
@@ -457,33 +423,25 @@ def test_gradients_lie_in_memory_as_the_weights_do(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("store", ["bfloat16", "int8"])
 def test_weights_kept_in_another_type_are_what_it_computes_with(store: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    E, D, F, T, K = 5, 96, 80, 40, 2
-    weights = ExpertWeights(
-        w_in_EDG=torch.randn(E, D, 2 * F).to(dtype), w_out_EFD=torch.randn(E, F, D).to(dtype)
-    )
-    routing = Routing(
-        expert_TK=torch.rand(T, E).topk(K).indices, gate_TK=torch.rand(T, K), num_experts=E, ragged=False
-    )
-    plan, x_TD = PLAN.get("argsort")(routing, Layout.compact()), torch.randn(T, D).to(dtype)
-    implementation = FFN.get(f"native(store={store})")
-    reason = implementation.why_not(x_TD, routing.gate_TK, plan, weights)
+    x_TD, gate_TK, plan, weights = arguments(40, 2, 5, 96, 80, dtype=dtype)
+    implementation = EXPERT_FFN.get(f"native(store={store})")
+    reason = implementation.why_not(x_TD, gate_TK, plan, weights)
     if str(dtype).endswith(store):
         assert reason is not None and "anyway" in reason
         return
     assert reason is None
     assert implementation.stored is not None and implementation.forward_only
     kept = implementation.stored(weights)
-    y_TD = implementation(x_TD, routing.gate_TK, plan, weights)
-    exact = (x_TD.double(), routing.gate_TK.double(), plan)
-    plain = (x_TD, routing.gate_TK, plan)
-    oracle_TD = FFN.reference(*exact, kept.to(dtype=torch.float64))
-    verdict = judge(y_TD, oracle_TD, FFN.reference(*plain, kept.to(dtype=dtype)))
+    y_TD = implementation(x_TD, gate_TK, plan, weights)
+    exact = (x_TD.double(), gate_TK.double(), plan)
+    plain = (x_TD, gate_TK, plan)
+    oracle_TD = EXPERT_FFN.reference(*exact, kept.to(dtype=torch.float64))
+    verdict = judge(y_TD, oracle_TD, EXPERT_FFN.reference(*plain, kept.to(dtype=dtype)))
     assert verdict.passed, verdict.sentence
     if dtype == torch.float32:
         # another class: by the measure of the weights as given it would fail. In bfloat16 int8's error is no
         # larger than that of the activations
-        given = FFN.reference(*exact, weights.to(dtype=torch.float64))
-        assert not judge(y_TD, given, FFN.reference(*plain, weights)).passed
+        given = EXPERT_FFN.reference(*exact, weights.to(dtype=torch.float64))
+        assert not judge(y_TD, given, EXPERT_FFN.reference(*plain, weights)).passed
     with pytest.raises(NotImplementedError, match="no backward"):
-        implementation(x_TD.requires_grad_(), routing.gate_TK, plan, weights)
+        implementation(x_TD.requires_grad_(), gate_TK, plan, weights)

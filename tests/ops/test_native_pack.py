@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_routing_bench import Layout, Routing, RoutingPlan, all_ops, native
+from moe_routing_bench import Layout, Routing, all_ops, native
 from moe_routing_bench.conformance.cases import Cell
 from moe_routing_bench.conformance.check import cells_of, check
+from tiny_layers import MAKE_PLAN, assert_same_plan, routing_of
 
 OPS = all_ops()
 PLAN, DISPATCH, COMBINE = OPS["make_plan"], OPS["dispatch"], OPS["combine"]
@@ -25,19 +26,6 @@ if (reason := native.why_not()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 
-def routing_of(T: int, K: int, E: int, *, ragged: bool = True) -> Routing:
-    expert_TK = torch.rand(T, E).argsort(dim=1)[:, :K]
-    if ragged:
-        expert_TK = torch.where(torch.rand(T, K) < 0.3, torch.randint(-3, E + 3, (T, K)), expert_TK)
-    return Routing(expert_TK=expert_TK, gate_TK=torch.rand(T, K), num_experts=E, ragged=ragged)
-
-
-def assert_same_plan(got: RoutingPlan, want: RoutingPlan) -> None:
-    for field in fields(want):
-        a, b = getattr(got, field.name), getattr(want, field.name)
-        assert torch.equal(a, b) if isinstance(b, Tensor) else a == b, field.name
-
-
 @pytest.mark.parametrize("level", ["", "avx2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plans_are_those_of_argsort(layout: str, level: str) -> None:
@@ -46,10 +34,10 @@ def test_plans_are_those_of_argsort(layout: str, level: str) -> None:
     for _ in range(60):
         E = draw.choice((1, 2, 7, 64, 500))
         routing = routing_of(
-            draw.choice((0, 1, 5, 300)), draw.randint(1, min(E, 8)), E, ragged=draw.random() < 0.7
+            draw.choice((0, 1, 5, 300)), draw.randint(1, min(E, 8)), E, absent=0.3 * (draw.random() < 0.7)
         )
         assert_same_plan(
-            make(routing, Layout.parse(layout)).validate(), PLAN.get("argsort")(routing, Layout.parse(layout))
+            make(routing, Layout.parse(layout)).validate(), MAKE_PLAN(routing, Layout.parse(layout))
         )
 
 
@@ -61,8 +49,8 @@ def test_plans_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
         for layout in map(Layout.parse, LAYOUTS):
             for T in (8, 97, 1000):
-                routing = routing_of(T, 3, 5)
-                assert_same_plan(launcher.run(routing, layout), PLAN.get("argsort")(routing, layout))
+                routing = routing_of(T, 3, 5, absent=0.3)
+                assert_same_plan(launcher.run(routing, layout), MAKE_PLAN(routing, layout))
 
 
 @pytest.mark.parametrize("layout", ["compact", "padded(capacity=9)", "block(4)"])
@@ -78,7 +66,7 @@ def test_large_results_are_the_same_with_streaming_and_threads(
 
     def run_all(D: int) -> list[Tensor]:
         torch.manual_seed(1)
-        plan = PLAN.get("argsort")(routing_of(40, 2, 6), Layout.parse(layout))
+        plan = MAKE_PLAN(routing_of(40, 2, 6, absent=0.3), Layout.parse(layout))
         x_TD = torch.randn(40, D).to(dtype).requires_grad_()
         x_RD = dispatch.run(x_TD, plan)
         gate_TK = torch.rand(40, 2).requires_grad_()
@@ -100,7 +88,7 @@ def test_large_results_are_the_same_with_streaming_and_threads(
 
 def test_rows_without_a_pair_are_never_read() -> None:
     for layout in map(Layout.parse, ("padded(capacity=9)", "block(16)")):
-        routing = routing_of(20, 2, 5)
+        routing = routing_of(20, 2, 5, absent=0.3)
         plan = PLAN.get("native")(routing, layout)
         empty_R = plan.pair_R < 0
         assert bool(empty_R.any())
@@ -129,8 +117,8 @@ def test_two_threads_may_call_at_once() -> None:
     layout = Layout.block(4)
     jobs = []
     for n in range(8):
-        routing = routing_of(50 + n, 2, 6)
-        plan = PLAN.get("argsort")(routing, layout)
+        routing = routing_of(50 + n, 2, 6, absent=0.3)
+        plan = MAKE_PLAN(routing, layout)
         x_TD = torch.randn(50 + n, 33)
         x_RD = DISPATCH.get("index_select")(x_TD, plan)
         jobs.append((routing, plan, x_TD, x_RD, COMBINE.get("native")(x_RD, routing.gate_TK, plan)))
@@ -147,8 +135,8 @@ def test_two_threads_may_call_at_once() -> None:
 
 
 def arguments_of(op: str) -> tuple:
-    routing = routing_of(6, 2, 4)
-    plan = PLAN.get("argsort")(routing, Layout.compact())
+    routing = routing_of(6, 2, 4, absent=0.3)
+    plan = MAKE_PLAN(routing, Layout.compact())
     return {
         "make_plan": (routing, Layout.compact()),
         "dispatch": (torch.randn(6, 8), plan),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from child_process import python
 from command_line import mrb, refused
 
 pytest.importorskip("triton.language")
@@ -366,7 +365,7 @@ def test_the_table_in_the_repository_is_of_this_code() -> None:
         "            for name in names:\n"
         "                print(f'{op.name}.{found.spec}.{name}.{target.name}')\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ran = python(code)
     rows = [row for row in kept["kernels"] if row["model"] == "qwen3-30b-a3b"]
     assert {f"{r['op']}.{r['impl']}.{r['kernel']}.{r['arch']}" for r in rows} == set(ran.stdout.split())
     assert not [row for row in kept["kernels"] if row.get("wrong")]

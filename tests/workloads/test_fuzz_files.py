@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import struct
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from child_process import python
 from moe_routing_bench.bench.roofs import Roofs, roofs_path, store_roofs, stored_roofs
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.workloads.trace import DTYPES, ENTRY, Trace, ids_checksum, read_trace
@@ -255,9 +255,8 @@ def test_a_mutated_trace_gives_a_value_or_a_sentence(mutation, tmp_path: Path) -
 CHILD = """
 import random, resource, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
 import test_fuzz_files as fuzz
-path = Path(sys.argv[2])
+path = Path(sys.argv[1])
 path.write_bytes(fuzz.whole(fuzz.good_trace()))
 fuzz.read_trace(path)
 pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -278,13 +277,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_claimed_sizes_take_no_memory(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", CHILD, str(Path(__file__).parent), str(tmp_path / "trace")],
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    more = int(python(CHILD, tmp_path / "trace").stdout)
     # the largest header that is parsed has 1 MiB, which json makes into about 25 MiB of lists
-    assert int(ran.stdout) < 64 * 2**10, f"{int(ran.stdout):,} KiB more than before"
+    assert more < 64 * 2**10, f"{more:,} KiB more than before"
 
 
 ROOFS = Roofs(
