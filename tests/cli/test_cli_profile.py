@@ -51,7 +51,7 @@ def moe_inputs(**changes: Any) -> MoEInputs:
 def test_profile_shows_a_table_each_the_shares_and_who_is_right(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     files = ["--chrome", str(tmp_path / "t.json"), "--picture", str(tmp_path / "p.png")]
-    text = mrb("profile", "block", *SIZES, *QUICK, "--calls", "2", "--rows", "4", *files).stdout
+    text = mrb("profile", "block", *SIZES, *QUICK, "--calls", "2", "--rows", "30", *files).stdout
     assert "MoE block, T=24 D=32 F=16 E=4 K=2, float32, zipf(1.2)" in text
     for name in ("transformers(eager)", "transformers(grouped_mm)", "hand-ordered", "ours"):
         assert f"{name}: 2 calls under the profiler" in text
@@ -124,15 +124,13 @@ def test_bench_block_shows_times_rates_and_shares() -> None:
 
 
 def test_bench_layer_on_a_checkpoint(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2,
-    )  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    pytest.importorskip("transformers")
+    import tiny_models
+
+    tiny_models.make("qwen3_moe").save_pretrained(tmp_path)
     words = ["bench", "layer", "--checkpoint", str(tmp_path), "--layer", "1", *QUICK[:4], "--tokens", "16"]
     text = mrb(*words, "--impl", "staged,eager_loop,native(store=int8)").stdout
-    assert f"{tmp_path} layer 1: qwen3_moe, T=16 D=32 F=16 E=8 K=2, float32, compact" in text
+    assert f"{tmp_path} layer 1: qwen3_moe, T=16 D=32 F=24 E=8 K=2, float32, compact" in text
     assert "by the layer's own router" in text and "stored in another type" in text
     (found,) = mrb_json(*words, "--impl", "staged,eager_loop", "--workload", "one_expert")
     assert found["workload"] == "one_expert" and found["load"]["max_over_mean"] == pytest.approx(4)

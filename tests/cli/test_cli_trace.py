@@ -16,19 +16,17 @@ from moe_routing_bench.load import LoadStatistics
 from moe_routing_bench.workloads.trace import read_trace, write_trace
 from moe_routing_bench.workloads.workload import make_workload
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import tiny_models
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen3-MoE after 30 steps on a few lines: enough to leave the initial routing."""
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=256, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=8, intermediate_size=16, moe_intermediate_size=8, num_experts=8, num_experts_per_tok=2,
-        max_position_embeddings=128,
-    )  # fmt: skip
-    model = transformers.Qwen3MoeForCausalLM(config)
+    model = tiny_models.make(
+        "qwen3_moe", num_hidden_layers=3, vocab_size=256, max_position_embeddings=128
+    ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     token_BN = torch.tensor([list(b"the cat sat on the mat, the rat on the hat. ")])
     for _ in range(30):
@@ -192,11 +190,7 @@ def test_mistakes_in_record_get_a_sentence(
 
 
 def test_a_small_vocabulary_is_refused_before_it_fails(two_texts: tuple[Path, Path], tmp_path: Path) -> None:
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=100, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-        head_dim=8, intermediate_size=8, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "m")
+    tiny_models.make("qwen3_moe", vocab_size=100).save_pretrained(tmp_path / "m")
     said = refused(*record(tmp_path / "m", two_texts[0], "--out", tmp_path / "t"))
     assert "bytes gives token 116, but the model knows 0 to 99" in said
 

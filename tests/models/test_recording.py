@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from damaged_files import apart, joined
 from moe_routing_bench.layer import MoE
 from moe_routing_bench.load import LoadStatistics
 from moe_routing_bench.models.recording import listening, moe_layers, pieces, record
@@ -21,36 +21,22 @@ from moe_routing_bench.workloads.trace import ENTRY, Trace, read_trace, write_tr
 from moe_routing_bench.workloads.trace_summary import Overlap, lift_EE, summarise
 from moe_routing_bench.workloads.workload import make_workload
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-SMALL = {
-    "vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 16, "moe_intermediate_size": 8,
-    "max_position_embeddings": 64,
-}  # fmt: skip
-MODELS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
-    "qwen3": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 3}, [0, 1, 2]),
-    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3}, [0, 1, 2]),
-    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}, [0, 1, 2]),
-    "gpt_oss": ("GptOss", {"num_local_experts": 8, "num_experts_per_tok": 3}, [0, 1, 2]),
-    # its first layer is dense, so the numbers begin at 1
-    "deepseek": (
-        "DeepseekV3",
-        {
-            "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2,
-            "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 8,
-            "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "head_dim": 4,
-        },
-        [1, 2],
-    ),
-}  # fmt: skip
+import tiny_models
+
+# where their MoE layers stand; the first layer of DeepSeek is dense
+MODELS = {
+    "qwen3_moe": [0, 1, 2],
+    "mixtral": [0, 1, 2],
+    "olmoe": [0, 1, 2],
+    "gpt_oss": [0, 1, 2],
+    "deepseek_v3": [1, 2],
+}
 
 
-def made(name: str, **change: Any) -> Any:
-    family, options, _ = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, **options, **change})
-    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+def made(name: str) -> Any:
+    return tiny_models.make(name, num_hidden_layers=3, num_experts_per_tok=3, vocab_size=256)
 
 
 def texts(*lengths: int) -> list[Tensor]:
@@ -79,7 +65,7 @@ class Own(nn.Module):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_results_stay_the_same_and_choices_are_the_routers_own(name: str) -> None:
-    model, numbers = made(name), MODELS[name][2]
+    model, numbers = made(name), MODELS[name]
     token_BN = texts(24)[0].view(2, 12)
     # what the model's routers return, seen in another way than the recorder's
     said: list[tuple[Tensor, ...]] = []
@@ -90,7 +76,7 @@ def test_results_stay_the_same_and_choices_are_the_routers_own(name: str) -> Non
         module.register_forward_hook(lambda module, given, result: said.append((given[0], *result)))
         for block in blocks
         for child, module in block.named_children()
-        if child in ("gate", "router") and name != "deepseek"
+        if child in ("gate", "router") and name != "deepseek_v3"
     ]
     with torch.no_grad():
         before = model(token_BN).logits
@@ -105,14 +91,14 @@ def test_results_stay_the_same_and_choices_are_the_routers_own(name: str) -> Non
     assert [layer for layer, _ in heard] == numbers and hooks_of(model) == 0
     for place, (_, routing) in enumerate(heard):
         assert routing.expert_TK.shape == (24, 3) and routing.num_experts == 8
-        if name != "deepseek":
+        if name != "deepseek_v3":
             _, _, gate_TK, expert_TK = said[place]
             assert torch.equal(routing.expert_TK, expert_TK) and torch.equal(routing.gate_TK, gate_TK)
         replace(routing, ragged=False).validate()
 
 
 def test_every_function_of_transformers_is_heard() -> None:
-    model, token_BN = made("qwen3"), texts(24)[0].view(2, 12)
+    model, token_BN = made("qwen3_moe"), texts(24)[0].view(2, 12)
     found = {}
     for name in ("eager", "grouped_mm", "batched_mm"):
         model.set_experts_implementation(name)
@@ -123,7 +109,7 @@ def test_every_function_of_transformers_is_heard() -> None:
 
 
 def test_labels_and_order() -> None:
-    model = made("deepseek")
+    model = made("deepseek_v3")
     documents = texts(11, 7)
     found = record(model, pieces(documents, batch=2, sequence=4))
     assert found.position_T.tolist() == [*range(11), *range(7)]
@@ -158,7 +144,7 @@ def test_our_own_layers_are_heard_and_left_as_they_were() -> None:
 
 
 def test_hooks_go_after_an_error() -> None:
-    model = made("qwen3").train()
+    model = made("qwen3_moe").train()
 
     def call(model: nn.Module, token_BN: Tensor) -> None:
         model(token_BN)
@@ -177,7 +163,7 @@ def test_hooks_go_after_an_error() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    model, told, seen = made("qwen3"), [], 0
+    model, told, seen = made("qwen3_moe"), [], 0
 
     def counted() -> Any:
         nonlocal seen
@@ -311,7 +297,7 @@ def test_pieces_lose_and_repeat_nothing() -> None:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    found = record(made("qwen3"), pieces(texts(40, 25), batch=2, sequence=16))
+    found = record(made("qwen3_moe"), pieces(texts(40, 25), batch=2, sequence=16))
     path = tmp_path / "a, b=(1).safetensors"
     write_trace(path, *found.routings(), source="a test", documents=["one", "two"], **found.labels())
     return path
@@ -376,25 +362,14 @@ def test_a_file_written_anew_is_read_anew(recorded: Path) -> None:
     assert make_workload(name, T=65, E=8, K=3).checksum != before.checksum
 
 
-def parts_of(path: Path) -> tuple[dict[str, Any], bytes]:
-    content = path.read_bytes()
-    length = struct.unpack("<Q", content[:8])[0]
-    return json.loads(content[8 : 8 + length]), content[8 + length :]
-
-
-def write_parts(path: Path, header: Any, data: bytes) -> None:
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
 @pytest.mark.parametrize("name", ["expert_TK", "gate_TK", "layer_T", "position_T", "document_T"])
 def test_one_changed_bit_anywhere_is_noticed(recorded: Path, name: str) -> None:
-    header, data = parts_of(recorded)
+    header, data = apart(recorded.read_bytes())
     begin, end = header[name]["data_offsets"]
     for place in (begin, (begin + end) // 8 * 4, end - 4):
         changed = bytearray(data)
         changed[place] ^= 1
-        write_parts(recorded, header, bytes(changed))
+        recorded.write_bytes(joined(header, bytes(changed)))
         for use in (read_trace, lambda path: make_workload(f"trace({path})", T=4, E=8, K=3)):
             with pytest.raises(ValueError, match=r"changed or damaged|outside|twice") as caught:
                 use(recorded)
@@ -415,10 +390,10 @@ def test_one_changed_bit_anywhere_is_noticed(recorded: Path, name: str) -> None:
     ],
 )
 def test_changed_words_are_noticed(recorded: Path, key: str, value: Any, said: str) -> None:
-    header, data = parts_of(recorded)
+    header, data = apart(recorded.read_bytes())
     words = json.loads(header["__metadata__"][ENTRY])
     header["__metadata__"][ENTRY] = json.dumps({**words, key: value})
-    write_parts(recorded, header, data)
+    recorded.write_bytes(joined(header, data))
     with pytest.raises(ValueError, match=said):
         read_trace(recorded)
 

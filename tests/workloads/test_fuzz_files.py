@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save
 
 from child_process import python
+from damaged_files import apart, assert_one_sentence, hurt, hurt_json, joined
 from moe_routing_bench.bench.roofs import Roofs, roofs_path, store_roofs, stored_roofs
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.workloads.trace import DTYPES, ENTRY, Trace, ids_checksum, read_trace
@@ -29,13 +30,7 @@ HOSTILE = [
     *([2**40, 2], [0, 2**40], [2**32, 2**32], [-1, -1], [10, 2.0], [True, 2], ["10", 2], [0] * 9000),
     *([0, 2**62], [2**63, 2**64], [160, 0], [0, 160, 320], [None, None]),
 ]
-
-
-def one_sentence(error: ValueError, path: Path) -> None:
-    text = str(error).replace(str(path), "FILE")
-    # exactly ValueError: UnicodeDecodeError and others are kinds of it that were not meant
-    assert type(error) is ValueError, repr(error)
-    assert text.isprintable() and 15 < len(text) < 500, text
+NAMES = [*DTYPES, "__metadata__", "evil", "1", "-3"]
 
 
 def good_trace() -> dict[str, torch.Tensor]:
@@ -56,40 +51,10 @@ def whole(tensors: dict[str, torch.Tensor], **change: Any) -> bytes:
     return save(tensors, {ENTRY: json.dumps(about(tensors, **change))})
 
 
-def apart(content: bytes) -> tuple[dict[str, Any], bytes]:
-    length = int.from_bytes(content[:8], "little")
-    return json.loads(content[8 : 8 + length]), content[8 + length :]
-
-
-def joined(header: Any, data: bytes) -> bytes:
-    text = (header if isinstance(header, str) else json.dumps(header)).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
-def hurt(value: Any, draw: random.Random) -> None:
-    """One spot somewhere in a nested value becomes hostile, gets lost or changes its name."""
-    while True:
-        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
-        if not keys:
-            return
-        key = draw.choice(keys)
-        if isinstance(value[key], (dict, list)) and draw.random() < 0.75:
-            value = value[key]
-            continue
-        what = draw.randrange(4)
-        if what == 0:
-            del value[key]
-        elif what == 1 and isinstance(value, dict):
-            value[draw.choice([*DTYPES, "__metadata__", "evil", "1", "-3"])] = value.pop(key)
-        else:
-            value[key] = draw.choice(HOSTILE)
-        return
-
-
 def header_changed(draw: random.Random) -> bytes:
     header, data = apart(whole(good_trace()))
     for _ in range(draw.randint(1, 3)):
-        hurt(header, draw)
+        hurt(header, draw, HOSTILE, NAMES)
     return joined(header, data)
 
 
@@ -97,7 +62,7 @@ def metadata_changed(draw: random.Random) -> bytes:
     tensors = good_trace()
     words = about(tensors)
     for _ in range(draw.randint(1, 2)):
-        hurt(words, draw)
+        hurt(words, draw, HOSTILE, NAMES)
     return save(tensors, {ENTRY: json.dumps(words)})
 
 
@@ -231,7 +196,7 @@ def test_words_that_would_harm_later_are_refused(tmp_path: Path, change: dict[st
     path.write_bytes(whole(good_trace(), **change))
     with pytest.raises(ValueError, match=r"half a character|1 to 1,048,576") as refused:
         read_trace(path)
-    one_sentence(refused.value, path)
+    assert_one_sentence(refused.value, path)
 
 
 @pytest.mark.parametrize("mutation", TRACES, ids=lambda mutation: mutation.__name__)
@@ -242,7 +207,7 @@ def test_a_mutated_trace_gives_a_value_or_a_sentence(mutation, tmp_path: Path) -
         try:
             trace = read_trace(path)
         except ValueError as error:
-            one_sentence(error, path)
+            assert_one_sentence(error, path)
             refused += 1
         else:
             assert isinstance(trace, Trace)
@@ -291,19 +256,6 @@ ROOFS = Roofs(
 )
 
 
-def roofs_changed(draw: random.Random) -> bytes:
-    document = ROOFS.model_dump(mode="json")
-    for _ in range(draw.randint(1, 2)):
-        hurt(document, draw)
-    content = bytearray(json.dumps(document).encode())
-    if draw.random() < 0.3:
-        for _ in range(draw.randint(1, 5)):
-            content[draw.randrange(len(content))] = draw.randrange(256)
-    if draw.random() < 0.1:
-        del content[draw.randrange(len(content)) :]
-    return bytes(content)
-
-
 ODD_ROOFS = [
     b"", b"null", b"[" * 10_000, b'{"a":' * 10_000,
     b"\x80\x04\x95", b"9" * 9000, b"NaN", b"\xff\xfe{\x00}\x00",
@@ -330,7 +282,7 @@ def test_odd_roofs_are_refused(roofs_file: Path, content: bytes) -> None:
     roofs_file.write_bytes(content)
     with pytest.raises(ValueError, match="delete it") as refused:
         stored_roofs("toy-1")
-    one_sentence(refused.value, roofs_file)
+    assert_one_sentence(refused.value, roofs_file)
 
 
 def test_a_folder_in_the_place_of_roofs_is_refused(roofs_file: Path) -> None:
@@ -344,11 +296,11 @@ def test_250_mutated_roofs_give_a_value_or_a_sentence(roofs_file: Path) -> None:
     draw, refused = random.Random(20261115), 0
     cost = Cost(useful_flops=10**9, executed_flops=10**9, weight_bytes=10**9)
     for _ in range(250):
-        roofs_file.write_bytes(roofs_changed(draw))
+        roofs_file.write_bytes(hurt_json(ROOFS.model_dump(mode="json"), draw, HOSTILE, NAMES))
         try:
             roofs = stored_roofs("toy-1")
         except ValueError as error:
-            one_sentence(error, roofs_file)
+            assert_one_sentence(error, roofs_file)
             refused += 1
         else:
             assert roofs is not None and roofs.machine == "toy-1"
