@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_routing_bench import ExpertWeights, Layout, Routing, RoutingPlan, all_ops
 from moe_routing_bench.accuracy import judge
@@ -60,3 +60,23 @@ def assert_same_plan(got: RoutingPlan, want: RoutingPlan) -> None:
     for name, value in vars(want).items():
         other = getattr(got, name)
         assert torch.equal(other, value) if isinstance(value, Tensor) else other == value, name
+
+
+def swiglu(x: Tensor, w_in_DG: Tensor, w_out_FD: Tensor) -> Tensor:
+    """One expert by hand."""
+    gate, up = (x @ w_in_DG).chunk(2, dim=-1)
+    return (nn.functional.silu(gate) * up) @ w_out_FD
+
+
+def assert_gradients(layer: nn.Module, x_TD: Tensor, **options: bool) -> None:
+    """Against numerical differentiation, by x and all that is trained; and none of them is zero."""
+    names, values = zip(*((n, p) for n, p in layer.named_parameters() if p.requires_grad), strict=True)
+
+    def run(x_TD: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        y_TD, routing = torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x_TD,))
+        return y_TD if routing.aux_loss is None else (y_TD, routing.aux_loss)
+
+    x_TD.requires_grad_()
+    assert torch.autograd.gradcheck(run, (x_TD, *values), **options)
+    layer(x_TD)[0].square().sum().backward()
+    assert all(float(value.grad.abs().sum()) > 0 for value in values)
