@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from damaged_files import apart, joined
 from moe_routing_bench.layer import MoE
 from moe_routing_bench.load import LoadStatistics
 from moe_routing_bench.models.recording import listening, moe_layers, pieces, record
 from moe_routing_bench.routing import Routing
-from moe_routing_bench.workloads.trace import ENTRY, Trace, read_trace, write_trace
-from moe_routing_bench.workloads.trace_summary import Overlap, lift_EE, summarise
+from moe_routing_bench.workloads.trace import read_trace, write_trace
 from moe_routing_bench.workloads.workload import make_workload
 
 pytest.importorskip("transformers")
@@ -327,180 +323,3 @@ def test_replay_has_exactly_the_recorded_statistics(recorded: Path) -> None:
                 assert len(shifts) == 1
     everything = make_workload(f"trace({recorded})", T=195, E=8, K=3)
     assert everything.statistics().to_dict() == LoadStatistics.of(trace.routing).to_dict()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("layer=7", "no layer 7; there are 0, 1, 2"),
-        ("document=2", "no document 2; there are 0, 1"),
-        (f"layer={10**30}", "no layer 1000000"),
-        ("layer=two", "must be a whole number"),
-        ("layer=1,layer=2", "each once"),
-    ],
-)
-def test_parts_that_are_not_there_are_refused(recorded: Path, words: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as caught:
-        make_workload(f"trace({recorded},{words})", T=4, E=8, K=3)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_trace_without_labels_has_no_parts(tmp_path: Path) -> None:
-    write_trace(tmp_path / "t", make_workload("zipf(1)", T=20, E=8, K=2).routing, source="test")
-    with pytest.raises(ValueError, match="does not say which layer"):
-        make_workload(f"trace({tmp_path / 't'},layer=0)", T=4, E=8, K=2)
-    one = summarise(read_trace(tmp_path / "t"))
-    assert len(one) == 1 and one[0].layer is None and one[0].overlap is None
-
-
-def test_a_file_written_anew_is_read_anew(recorded: Path) -> None:
-    name = f"trace({recorded},layer=0)"
-    before = make_workload(name, T=65, E=8, K=3)
-    write_trace(
-        recorded, make_workload("one_expert", T=7, E=8, K=3).routing, source="x", layer_T=torch.zeros(7)
-    )
-    assert make_workload(name, T=65, E=8, K=3).checksum != before.checksum
-
-
-@pytest.mark.parametrize("name", ["expert_TK", "gate_TK", "layer_T", "position_T", "document_T"])
-def test_one_changed_bit_anywhere_is_noticed(recorded: Path, name: str) -> None:
-    header, data = apart(recorded.read_bytes())
-    begin, end = header[name]["data_offsets"]
-    for place in (begin, (begin + end) // 8 * 4, end - 4):
-        changed = bytearray(data)
-        changed[place] ^= 1
-        recorded.write_bytes(joined(header, bytes(changed)))
-        for use in (read_trace, lambda path: make_workload(f"trace({path})", T=4, E=8, K=3)):
-            with pytest.raises(ValueError, match=r"changed or damaged|outside|twice") as caught:
-                use(recorded)
-            assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("source", "another", "not those it was written with"),
-        ("documents", ["one", "three"], "not those it was written with"),
-        ("documents", None, "must be a list of names"),
-        ("documents", [1], "must be a list of names"),
-        ("documents", ["\ud800"], "half a character"),
-        ("content", 5, "must be a checksum"),
-        ("content", "", "not those it was written with"),
-        ("num_experts", 9, "changed or damaged"),
-    ],
-)
-def test_changed_words_are_noticed(recorded: Path, key: str, value: Any, said: str) -> None:
-    header, data = apart(recorded.read_bytes())
-    words = json.loads(header["__metadata__"][ENTRY])
-    header["__metadata__"][ENTRY] = json.dumps({**words, key: value})
-    recorded.write_bytes(joined(header, data))
-    with pytest.raises(ValueError, match=said):
-        read_trace(recorded)
-
-
-def test_words_too_long_to_be_read_are_not_written(tmp_path: Path) -> None:
-    routing = make_workload("zipf(1)", T=2, E=8, K=2).routing
-    with pytest.raises(ValueError, match="more than a reader takes"):
-        write_trace(tmp_path / "t", routing, source="x", documents=["y" * 300_000])
-    with pytest.raises(ValueError, match="half a character"):
-        write_trace(tmp_path / "t", routing, source="\ud800")
-    assert not [*tmp_path.iterdir()]
-
-
-def hostile(draw: random.Random) -> dict[str, Any]:
-    """Labels nobody would record: the same file, other numbers."""
-    T, E = 12, draw.choice([4, 4097, 1 << 20])
-    K = draw.choice([2, 3]) if E == 4 else draw.choice([2, 65])
-    odd = [0, -1, 2**63 - 1, -(2**63), 2**40, 7]
-    ids = torch.stack([(draw.randrange(E) + torch.arange(K)) % E for _ in range(T)])
-    labels = {
-        name: torch.tensor([draw.choice(odd) for _ in range(T)])
-        for name in ("layer_T", "position_T", "document_T")
-        if draw.random() < 0.9
-    }
-    gates = torch.rand(T, K) * draw.choice([0.0, 1.0, -1.0, 1e30])
-    routing = Routing(expert_TK=ids, gate_TK=gates, num_experts=E, ragged=False)
-    documents = draw.choice([[], ["\x1b[2J"], ["a"] * 50])
-    return {"routing": routing, "documents": documents, **labels}
-
-
-def test_odd_labels_give_a_summary_or_a_sentence(tmp_path: Path) -> None:
-    draw, refused = random.Random(5), 0
-    for _ in range(60):
-        given = hostile(draw)
-        write_trace(tmp_path / "t", given.pop("routing"), source="x", **given)
-        trace = read_trace(tmp_path / "t")
-        try:
-            for one in summarise(trace):
-                assert 0 <= one.top_gate <= 1 and sum(one.load_E) == one.tokens * trace.routing.num_choices
-                assert one.overlap is None or 0 <= one.overlap.kept <= 1
-        except ValueError as error:
-            assert "a summary is made of at most" in str(error)
-            refused += 1
-    assert 20 < refused < 55
-
-
-def test_too_many_layers_are_not_summarised(tmp_path: Path) -> None:
-    routing = make_workload("uniform", T=1100, E=4, K=1).routing
-    write_trace(tmp_path / "t", routing, source="x", layer_T=torch.arange(1100))
-    with pytest.raises(ValueError, match="1,100 layers"):
-        summarise(read_trace(tmp_path / "t"))
-
-
-IDS = torch.tensor([[0, 1], [0, 2], [0, 2], [3, 1]])
-
-
-def small_trace(**labels: Tensor) -> Trace:
-    gate_TK = torch.tensor([[0.75, 0.25]]).repeat(4, 1)
-    routing = Routing(expert_TK=IDS, gate_TK=gate_TK, num_experts=4, ragged=False)
-    return Trace(routing=routing, source="", checksum="", **labels)
-
-
-def test_the_worked_examples() -> None:
-    labels = {
-        "layer_T": torch.full((4,), 5),
-        "position_T": torch.arange(4),
-        "document_T": torch.zeros(4).long(),
-    }
-    (one,) = summarise(small_trace(**labels))
-    assert (one.layer, one.tokens, one.load_E, one.dead_experts) == (5, 4, (3, 2, 2, 1), 0)
-    assert one.max_over_mean == 1.5 and one.gini == 0.1875 and one.top_gate == 0.75
-    assert one.entropy_bits == pytest.approx(1.9056, abs=1e-4) and one.document_bits is None
-    assert one.overlap is not None and one.overlap.neighbours == 3 and one.overlap.kept == 0.5
-    assert one.overlap.by_chance == one.overlap.by_document == pytest.approx(10 / 24)
-
-
-def test_overlap_against_a_loop_over_pairs() -> None:
-    draw = torch.Generator().manual_seed(1)
-    T, E, K = 60, 7, 3
-    ids = torch.stack([torch.randperm(E, generator=draw)[:K] for _ in range(T)])
-    document_T = torch.arange(T) % 3 * 10
-    position_T = torch.cat([torch.randperm(20, generator=draw) * (2 if d == 1 else 1) for d in range(3)])
-    position_T = position_T.view(3, 20).T.flatten()
-    routing = Routing(expert_TK=ids, gate_TK=torch.ones(T, K), num_experts=E, ragged=False)
-    found = Overlap.of(routing, position_T, document_T)
-    sets = [set(row) for row in ids.tolist()]
-    where = [*zip(document_T.tolist(), position_T.tolist(), strict=True)]
-    both = [(a, b) for a in range(T) for b in range(T) if a != b]
-    share = {(a, b): len(sets[a] & sets[b]) / K for a, b in both}
-    beside = [(a, b) for a, b in both if where[a][0] == where[b][0] and where[b][1] == where[a][1] + 1]
-    assert found is not None and found.neighbours == len(beside) == 38  # document 1 has gaps everywhere
-    assert found.kept == pytest.approx(sum(share[pair] for pair in beside) / len(beside))
-    assert found.by_chance == pytest.approx(sum(share.values()) / len(both))
-    within = {
-        d: [share[a, b] for a, b in both if where[a][0] == where[b][0] == d] for d in {d for d, _ in where}
-    }
-    wanted = sum(sum(within[where[a][0]]) / len(within[where[a][0]]) for a, _ in beside) / len(beside)
-    assert found.by_document == pytest.approx(wanted)
-    assert Overlap.of(routing, position_T * 5, document_T) is None
-
-
-def test_lift_is_one_for_independent_pairs_and_counts_the_rest() -> None:
-    even = make_workload("uniform", T=20_000, E=6, K=2).routing
-    lift = lift_EE(even)
-    assert lift.diagonal().isnan().all()
-    assert (lift[~torch.eye(6, dtype=torch.bool)] - 1).abs().max() < 0.1
-    # pairs 0-1 and 2-3 only: of the 12 ordered pairs 4 are counted, each 3 times as often as by popularity
-    twins = replace(even, expert_TK=torch.tensor([[0, 1], [2, 3]]).repeat(10, 1), gate_TK=torch.ones(20, 2))
-    lift = lift_EE(replace(twins, num_experts=5))
-    assert lift[0, 1] == lift[3, 2] == 3 and lift[0, 2] == 0 and lift[4].isnan().all()

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
-import struct
 import time
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from command_line import mrb, mrb_json
@@ -25,7 +20,6 @@ from moe_routing_bench import Layout, Routing, make_plan
 from moe_routing_bench.load import LoadStatistics
 from moe_routing_bench.workloads.assignment import Draws, apportion, assign, distinct_uniform
 from moe_routing_bench.workloads.families import FAMILIES, Batch, lognormal
-from moe_routing_bench.workloads.trace import ENTRY, ids_checksum, read_trace, write_trace
 from moe_routing_bench.workloads.workload import ALIASES, EXAMPLES, Workload, make_workload
 
 MANY = settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -514,159 +508,6 @@ def test_statistics_do_not_wait_for_the_device():
         routing = Routing(expert_TK=expert_TK, gate_TK=torch.zeros(6, 2), num_experts=4)
         found = LoadStatistics.of(routing, make_plan(routing, Layout.block(4), impl="argsort"), num_ranks=2)
     assert all(getattr(found, name).shape == () for name in found.__dataclass_fields__)
-
-
-@pytest.fixture
-def recorded(tmp_path: Path) -> tuple[Path, Routing]:
-    path = tmp_path / "one, two=(3).safetensors"
-    routing = make_workload("zipf(1)", T=50, E=8, K=2).routing
-    write_trace(path, routing, source="test", position_T=torch.arange(50), layer_T=torch.zeros(50).long())
-    return path, routing
-
-
-def test_a_trace_comes_back_as_it_was(recorded):
-    path, routing = recorded
-    trace = read_trace(path)
-    assert torch.equal(trace.routing.expert_TK, routing.expert_TK)
-    assert torch.equal(trace.routing.gate_TK, routing.gate_TK)
-    assert trace.routing.num_experts == 8 and not trace.routing.ragged and trace.source == "test"
-    assert trace.position_T is not None and trace.position_T.tolist() == [*range(50)]
-    assert trace.layer_T is not None and trace.document_T is None
-    assert trace.checksum == ids_checksum(routing.expert_TK.int(), 8)
-    assert [*path.parent.iterdir()] == [path]
-    write_trace(path, routing, routing, source="twice")
-    assert read_trace(path).routing.num_tokens == 100
-
-
-def test_a_trace_is_replayed_around_its_end(recorded, tmp_path):
-    path, routing = recorded
-    first, second = (make_workload(f"trace({path})", T=40, E=8, K=2, W=4, step=step) for step in (0, 1))
-    found = torch.cat([first.routing.expert_TK, second.routing.expert_TK])
-    starts = [s for s in range(50) if torch.equal(found, routing.expert_TK.repeat(3, 1)[s : s + 80])]
-    assert len(starts) == 1
-    assert torch.equal(first.routing.gate_TK, routing.gate_TK.repeat(2, 1)[starts[0] :][:40])
-    assert first.name == f"trace({path})" == make_workload(first.name, T=1, E=8, K=2).name
-    seeds = {make_workload(f"trace(file={path})", T=40, E=8, K=2, seed=seed).checksum for seed in range(9)}
-    assert len(seeds) > 4
-    moved = path.rename(tmp_path / "moved")
-    assert make_workload(f"trace({moved})", T=40, E=8, K=2, W=4).checksum == first.checksum
-    for size, said in (({"E": 16, "K": 2}, "E=8 and K=2, not E=16"), ({"E": 8, "K": 3}, "ask for the sizes")):
-        with pytest.raises(ValueError, match=said):
-            make_workload(f"trace({moved})", T=4, **size)
-    write_trace(moved, make_workload("balanced", T=0, E=8, K=2).routing, source="empty")
-    with pytest.raises(ValueError, match="holds no tokens"):
-        make_workload(f"trace({moved})", T=4, E=8, K=2)
-
-
-def about(tensors: dict[str, torch.Tensor], **change: Any) -> dict[str, str]:
-    checksum = (
-        ids_checksum(tensors["expert_TK"], 8) if tensors.get("expert_TK", torch.zeros(0)).ndim == 2 else ""
-    )
-    document = {"version": 1, "num_experts": 8, "checksum": checksum, "source": "test", **change}
-    return {ENTRY: json.dumps({key: value for key, value in document.items() if value is not None})}
-
-
-IDS, GATES = torch.tensor([[0, 1], [7, 2], [3, 4]]), torch.full((3, 2), 0.5)
-WRONG_TENSORS = {
-    "no ids": ({"expert_TK": None}, "has no tensor expert_TK"),
-    "no gates": ({"gate_TK": None}, "has no tensor gate_TK"),
-    "float ids": ({"expert_TK": IDS.float()}, "expert_TK in .* is F32; it must be I32 or I64"),
-    "short ids": ({"expert_TK": IDS.short()}, "is I16; it must be I32 or I64"),
-    "half gates": ({"gate_TK": GATES.half()}, "gate_TK in .* is F16; it must be F32"),
-    "flat ids": ({"expert_TK": IDS.flatten()}, r"shape \[6\]; it must be tokens x choices"),
-    "too few gates": ({"gate_TK": GATES[:2]}, r"gate_TK in .* has shape \[2, 2\]"),
-    "long label": ({"layer_T": torch.zeros(4).long()}, r"layer_T in .* has shape \[4\]"),
-    "float label": ({"position_T": torch.zeros(3)}, "position_T in .* is F32; it must be I64"),
-    "large id": ({"expert_TK": IDS + 1}, r"chose expert 8, outside 0 \.\. 7"),
-    "negative id": ({"expert_TK": IDS - 1}, "chose expert -1, outside"),
-    "repeated id": ({"expert_TK": IDS.clamp(max=2)}, "token 1 chose expert 2 twice"),
-    "gate is NaN": ({"gate_TK": GATES * math.nan}, "gate of token 0, choice 0 is nan"),
-}
-WRONG_WORDS = {
-    "other version": ({"version": 2}, "trace of version 2; this library reads version 1"),
-    "no version": ({"version": None}, "trace of version None"),
-    "wrong checksum": ({"checksum": "0" * 64}, "the file was changed or damaged"),
-    "no checksum": ({"checksum": None}, r"must have checksum \(str\)"),
-    "experts in words": ({"num_experts": "eight"}, r"must have num_experts \(int\)"),
-    "too few experts": ({"num_experts": 5}, "chose expert 7, outside"),
-    "no source": ({"source": None}, r"must have source \(str\)"),
-}
-
-
-@pytest.mark.parametrize(("change", "said"), WRONG_TENSORS.values(), ids=WRONG_TENSORS)
-def test_wrong_tensors_are_refused(change, said, tmp_path):
-    tensors = {"expert_TK": IDS, "gate_TK": GATES, **change}
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(tensors, tmp_path / "trace", metadata=about(tensors))
-    with pytest.raises(ValueError, match=said) as caught:
-        read_trace(tmp_path / "trace")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("change", "said"), WRONG_WORDS.values(), ids=WRONG_WORDS)
-def test_wrong_metadata_is_refused(change, said, tmp_path):
-    tensors = {"expert_TK": IDS, "gate_TK": GATES}
-    save_file(tensors, tmp_path / "trace", metadata=about(tensors))
-    read_trace(tmp_path / "trace")
-    save_file(tensors, tmp_path / "trace", metadata=about(tensors, **change))
-    with pytest.raises(ValueError, match=said):
-        read_trace(tmp_path / "trace")
-
-
-DAMAGE = {
-    "empty": (lambda data: b"", "not a safetensors file"),
-    "seven bytes": (lambda data: data[:7], "not a safetensors file"),
-    "end cut off": (lambda data: data[:-9], "not a whole safetensors file"),
-    "header cut off": (lambda data: data[:60], "its end is missing"),
-    "a pickle": (lambda data: b"\x80\x04N.", "not a safetensors file"),
-    "not JSON": (lambda data: struct.pack("<Q", 9) + b"nonsense!" + data, "header is not JSON"),
-    "not UTF-8": (lambda data: struct.pack("<Q", 2) + b"\xff\xff" + data, "header is not JSON"),
-    "nested too deep": (lambda data: struct.pack("<Q", 200_000) + b"[" * 200_000, "header is not JSON"),
-    "not an object": (lambda data: struct.pack("<Q", 2) + b"[]" + data, "header is not an object"),
-    "no metadata": (lambda data: struct.pack("<Q", 2) + b"{}" + data, "it is not a routing trace"),
-    "giant header": (lambda data: struct.pack("<Q", 2 << 20) + b" " * (2 << 20), "header of 2,097,152 bytes"),
-    "entry not JSON": (lambda data: data.replace(b'{\\"version', b'[\\"version'), "entry of .* is not JSON"),
-    "one id changed": (lambda data: _flip_an_id(data), "the file was changed or damaged"),
-}
-
-
-def _flip_an_id(data: bytes) -> bytes:
-    start = 8 + struct.unpack("<Q", data[:8])[0]
-    begin = start + json.loads(data[8:start])["expert_TK"]["data_offsets"][0]
-    assert data[begin : begin + 8] == struct.pack("<q", 0)
-    return data[:begin] + struct.pack("<q", 5) + data[begin + 8 :]
-
-
-@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
-def test_damaged_files_are_refused(damage, said, tmp_path):
-    tensors = {"expert_TK": IDS, "gate_TK": GATES}
-    save_file(tensors, tmp_path / "trace", metadata=about(tensors))
-    data = (tmp_path / "trace").read_bytes()
-    (tmp_path / "trace").write_bytes(damage(data))
-    with pytest.raises(ValueError, match=said) as caught:
-        read_trace(tmp_path / "trace")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_file_over_the_limit_is_not_read(recorded):
-    path, _ = recorded
-    with pytest.raises(ValueError, match="over the limit of 100; raise max_bytes"):
-        read_trace(path, max_bytes=100)
-
-
-def test_what_is_no_trace_is_not_written(tmp_path):
-    good = make_workload("balanced", T=4, E=8, K=2).routing
-    other = make_workload("balanced", T=4, E=16, K=2).routing
-    ragged = good.masked(torch.tensor([True, True, False, True]))
-    for routings, labels, said in (
-        ((), {}, "at least one routing"),
-        ((good, other), {}, "write a file for each"),
-        ((ragged,), {}, "chose expert -1, outside"),
-        ((good,), {"layer_T": torch.zeros(3).long()}, r"layer_T has shape \[3\] for 4 tokens"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            write_trace(tmp_path / "trace", *routings, source="test", **labels)
-    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow
