@@ -71,13 +71,15 @@ def test_gradients_reach_x_gates_and_every_weight(layout: str, impl: str) -> Non
 @pytest.mark.parametrize("name,layout", [*product(all_routers(), LAYOUTS)])
 def test_every_router_in_every_layout(name: str, layout: str) -> None:
     choices = all_routers()[name].fixed_K or K
-    layer = MoE(D, H, E, choices, router=name, layout=layout)
+    options = {"tile": 2} if name == "token_rounding" else {}  # of tiles of 128 six tokens fill none
+    layer = MoE(D, H, E, choices, router=name, router_options=options, layout=layout)
     x = torch.randn(2, 3, D)
     y, routing = layer(x, TokenInfo(token_id_T=torch.arange(6), num_sequences=2))
     assert y.shape == x.shape and bool(y.isfinite().all())
     routing.validate()
     y.sum().backward()
-    assert all(bool(p.grad.isfinite().all()) for p in layer.parameters() if p.grad is not None)
+    gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+    assert len(gradients) >= 2 and all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "padded(capacity_factor=0.1)"])
