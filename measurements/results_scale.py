@@ -25,7 +25,7 @@ from moe_routing_bench.results.flat import compact
 from moe_routing_bench.results.query import keys, run_query
 from moe_routing_bench.results.record import Timing, content_hash, parse_record
 from moe_routing_bench.results.store import Session, iterate
-from test_records import SESSION, a_record
+from sample_records import SESSION, a_record
 
 SESSIONS = 10
 QUERY = "SELECT impl, span, count(*), median(median_ms) FROM records GROUP BY impl, span ORDER BY ALL"

@@ -27,7 +27,7 @@ from moe_routing_bench.machine import this_machine
 from moe_routing_bench.results.store import iterate
 
 HERE = Path(__file__).parent
-DRIVER = HERE.parent / "tests" / "sweep_driver.py"
+DRIVER = HERE.parent / "tests" / "results" / "sweep_driver.py"
 BAD = {
     "allocates_until_oom": "OOM", "loops_forever": "TIMEOUT", "segfaults": "CRASHED",
     "kills_its_process": "CRASHED", "exits_in_silence": "CRASHED",

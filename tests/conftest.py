@@ -1,16 +1,34 @@
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from moe_routing_bench.ops import registry
+from moe_routing_bench.routers import router as routers
+
+# what the person at the keyboard has measured, or likes to look at, must not choose what is tested
+FORGOTTEN = ("MRB_DECISIONS", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "NO_COLOR")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # the shapes are tiny: a second thread beside another busy process costs 10x
     torch.set_num_threads(1)
-    # what the person at the keyboard has measured must not choose what is tested
-    os.environ.pop("MRB_DECISIONS", None)
+    for name in FORGOTTEN:
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _as_if_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same random numbers for every test, and no folder that another one included."""
     torch.manual_seed(0)
+    monkeypatch.setattr(registry, "_included", [])
+    monkeypatch.setattr(routers, "_included", [])
+    yield
+    if registry._included:
+        for op in registry.all_ops().values():
+            op._ready.clear()
+    if routers._included:
+        routers._load.cache_clear()

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moe_routing_bench import MoE, TokenInfo
 from moe_routing_bench.chain import ChainOfExperts
 from moe_routing_bench.free_experts import FreeExperts
+from tiny_layers import assert_gradients, swiglu
 
 D, H, E, T = 12, 8, 5, 9
 DOUBLE = {"dtype": torch.float64, "router_options": {"dtype": torch.float64}}
@@ -59,18 +60,14 @@ def test_the_chain_is_the_formula(iterations: int, inner_residual: bool) -> None
     assert len(routings) == iterations
     w, shared = chain.layer.experts, chain.layer.shared
 
-    def ffn(x_D: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor) -> torch.Tensor:
-        gate, up = (x_D @ w_in).chunk(2)
-        return (torch.nn.functional.silu(gate) * up) @ w_out
-
     for t in range(T):
         state = x_TD[t]
         for router in (chain.layer.router, *chain.later_routers):
             p = (state @ router.w_DE.double()).softmax(0)
             top = p.argsort(descending=True)[: 6 // iterations]
-            out = ffn(state, shared.w_in_EDG[0], shared.w_out_EFD[0])
+            out = swiglu(state, shared.w_in_EDG[0], shared.w_out_EFD[0])
             for e in top:
-                out = out + p[e] / p[top].sum() * ffn(state, w.w_in_EDG[e], w.w_out_EFD[e])
+                out = out + p[e] / p[top].sum() * swiglu(state, w.w_in_EDG[e], w.w_out_EFD[e])
             state = out + state if inner_residual else out
         torch.testing.assert_close(y_TD[t], state)
 
@@ -90,15 +87,7 @@ def test_gradients_reach_every_router_and_expert() -> None:
     with torch.no_grad():  # far from ties, so that a small step changes no choice
         for router in (chain.layer.router, *chain.later_routers):
             router.w_DE.mul_(50)
-    x_TD = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    names, values = zip(*chain.named_parameters(), strict=True)
-
-    def run(x, *parameters):
-        return torch.func.functional_call(chain, dict(zip(names, parameters, strict=True)), (x,))[0]
-
-    assert torch.autograd.gradcheck(run, (x_TD, *values))
-    run(x_TD, *values).square().sum().backward()
-    assert all(float(p.grad.abs().sum()) > 0 for p in chain.parameters())
+    assert_gradients(chain, torch.randn(5, 4, dtype=torch.float64))
 
 
 def test_the_users_mistakes_are_told() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src" / "moe_routing_bench"
+from child_process import python
+from repository import ROOT, SOURCE
+
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
@@ -111,7 +111,7 @@ def test_the_library_part_imports_torch_alone() -> None:
         "import moe_routing_bench\n"
         "print(*sorted({m.partition('.')[0] for m in set(sys.modules) - before}))"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ran = python(code)
     foreign = set(ran.stdout.split()) - set(sys.stdlib_module_names) - {"moe_routing_bench", "torch"}
     # what torch itself pulls in when it is first used in a new way
     assert not foreign, f"importing the library part also imports {foreign}"

@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from moe_routing_bench import (
     ExpertWeights,
@@ -25,6 +24,7 @@ from moe_routing_bench.free_experts import FreeExperts
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.routers.router import build
 from moe_routing_bench.routers.softmax_topk import ORDERS
+from tiny_layers import assert_gradients, swiglu
 
 D, H, E, K, T = 12, 8, 5, 2, 9
 LAYOUTS = ("compact", "padded(capacity_factor=4)", "block(4)")
@@ -47,8 +47,7 @@ def by_hand(layer: MoE, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
     for t in range(x_TD.shape[0]):
         y = torch.zeros(D, dtype=x_TD.dtype)
         for e, g in zip(routing.expert_TK[t].tolist(), routing.gate_TK[t], strict=True):
-            gate, up = (x_TD[t] @ w.w_in_EDG[e]).chunk(2)
-            y = y + g * ((F.silu(gate) * up) @ w.w_out_EFD[e])
+            y = y + g * swiglu(x_TD[t], w.w_in_EDG[e], w.w_out_EFD[e])
         rows.append(y)
     return torch.stack(rows)
 
@@ -65,28 +64,22 @@ def test_the_layer_is_the_formula(layout: str, impl: str) -> None:
 @pytest.mark.parametrize("layout,impl", PATHS)
 def test_gradients_reach_x_gates_and_every_weight(layout: str, impl: str) -> None:
     layer = MoE(D, H, E, K, layout=layout, impl=impl, bias=True, shared_F=4, **DOUBLE).double()
-    x_TD = torch.randn(4, D, dtype=torch.float64, requires_grad=True)
-    names, values = zip(*layer.named_parameters(), strict=True)
-
-    def run(x, *parameters):
-        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))[0]
-
-    # against numerical differentiation; through the gates to router.w_DE too
-    assert torch.autograd.gradcheck(run, (x_TD, *values), fast_mode=True)
-    run(x_TD, *values).square().sum().backward()
-    assert all(float(p.grad.abs().sum()) > 0 for p in layer.parameters())
+    # through the gates to router.w_DE too
+    assert_gradients(layer, torch.randn(4, D, dtype=torch.float64), fast_mode=True)
 
 
 @pytest.mark.parametrize("name,layout", [*product(all_routers(), LAYOUTS)])
 def test_every_router_in_every_layout(name: str, layout: str) -> None:
     choices = all_routers()[name].fixed_K or K
-    layer = MoE(D, H, E, choices, router=name, layout=layout)
+    options = {"tile": 2} if name == "token_rounding" else {}  # of tiles of 128 six tokens fill none
+    layer = MoE(D, H, E, choices, router=name, router_options=options, layout=layout)
     x = torch.randn(2, 3, D)
     y, routing = layer(x, TokenInfo(token_id_T=torch.arange(6), num_sequences=2))
     assert y.shape == x.shape and bool(y.isfinite().all())
     routing.validate()
     y.sum().backward()
-    assert all(bool(p.grad.isfinite().all()) for p in layer.parameters() if p.grad is not None)
+    gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+    assert len(gradients) >= 2 and all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "padded(capacity_factor=0.1)"])
@@ -99,10 +92,7 @@ def test_soft_moe_is_the_formula(layout: str) -> None:
     w = layer.experts.weights()
     for b in range(2):
         slots = soft.dispatch_BNS[b].T @ x[b]
-        outs = []
-        for s in range(E * 3):
-            gate, up = (slots[s] @ w.w_in_EDG[s // 3]).chunk(2)
-            outs.append((F.silu(gate) * up) @ w.w_out_EFD[s // 3])
+        outs = [swiglu(slots[s], w.w_in_EDG[s // 3], w.w_out_EFD[s // 3]) for s in range(E * 3)]
         torch.testing.assert_close(y[b], soft.combine_BNS[b] @ torch.stack(outs))
 
 
@@ -110,8 +100,7 @@ def test_shared_experts_see_every_token() -> None:
     layer = MoE(D, H, E, K, shared_F=6, **DOUBLE)
     x_TD = torch.randn(T, D, dtype=torch.float64)
     y_TD, routing = layer(x_TD)
-    gate, up = (x_TD @ layer.shared.w_in_EDG[0]).chunk(2, dim=1)
-    shared_TD = (F.silu(gate) * up) @ layer.shared.w_out_EFD[0]
+    shared_TD = swiglu(x_TD, layer.shared.w_in_EDG[0], layer.shared.w_out_EFD[0])
     torch.testing.assert_close(y_TD, by_hand(layer, x_TD, routing) + shared_TD)
 
 
@@ -277,8 +266,7 @@ def test_one_expert_is_a_dense_network(router: str, options: dict, impl: str, dt
     x_TD = torch.randn(T, D).to(dtype)
     y_TD, routing = layer(x_TD, TokenInfo(token_id_T=torch.arange(T)))
     assert bool((routing.gate_TK == 1).all())
-    gate_TF, up_TF = (x_TD @ layer.experts.w_in_EDG[0]).chunk(2, dim=1)
-    assert torch.equal(y_TD, (F.silu(gate_TF) * up_TF) @ layer.experts.w_out_EFD[0])
+    assert torch.equal(y_TD, swiglu(x_TD, layer.experts.w_in_EDG[0], layer.experts.w_out_EFD[0]))
 
 
 def test_shared_experts_with_a_gate_are_those_of_transformers() -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
+from command_line import mrb, mrb_json
 from moe_routing_bench.bench import roofs as roofs_module
 from moe_routing_bench.bench.roofs import Roofs, measure_roofs, roofs_path, store_roofs, stored_roofs
 from moe_routing_bench.bench.weather import Weather, WeatherSpan, weather
-from moe_routing_bench.cli import app
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.machine import this_machine
 
@@ -147,13 +145,11 @@ def test_doctor_measures_once_and_remembers(monkeypatch: pytest.MonkeyPatch) -> 
         )
 
     monkeypatch.setattr("moe_routing_bench.cli.doctoring.measure_roofs", fake)
-    for words in (["doctor"], ["doctor", "--json"]):
-        ran = CliRunner().invoke(app, words)
-        assert ran.exit_code == 0, ran.output
-        assert len(measured) == 1
-    document = json.loads(ran.stdout)
+    mrb("doctor")
+    document = mrb_json("doctor")
+    assert len(measured) == 1
     assert document["machine"]["name"] == this_machine().name and "read_bytes" in document["roofs"]
-    assert CliRunner().invoke(app, ["doctor", "--again"]).exit_code == 0
+    mrb("doctor", "--again")
     assert len(measured) == 2
-    text = CliRunner().invoke(app, ["doctor"]).stdout
+    text = mrb("doctor").stdout
     assert "GB/s" in text and "GFLOP/s" in text and this_machine().name in text

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moe_routing_bench import MoE, TokenInfo, native
 from moe_routing_bench.free_experts import FreeExperts
 from moe_routing_bench.perft import ADAPTERS, KINDS, Perft
+from tiny_layers import assert_gradients
 
 D, H, E, K, T = 12, 8, 5, 2, 9
 DOUBLE = {"dtype": torch.float64, "router_options": {"dtype": torch.float64}}
@@ -105,13 +106,7 @@ def test_gradients_against_numerical_differentiation(kind: str, adapter: str) ->
     options = {"router_options": {"dtype": torch.float64}} if kind == "R" else {}
     perft = Perft(moe, kind, adapter=adapter, rank=2, **SIZES[kind], **options).double()
     fill(perft)
-    names, values = zip(*((n, p) for n, p in perft.named_parameters() if p.requires_grad), strict=True)
-
-    def run(x, *parameters):
-        return torch.func.functional_call(perft, dict(zip(names, parameters, strict=True)), (x,))[0]
-
-    x_TD = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(run, (x_TD, *values))
+    assert_gradients(perft, torch.randn(4, 4, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("kind", KINDS)

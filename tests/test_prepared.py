@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench import ExpertWeights, MoE, Routing, all_ops, native
-from moe_routing_bench.accuracy import judge
+import tiny_layers
+from moe_routing_bench import ExpertWeights, MoE, Routing, native
 from moe_routing_bench.ops.expert_ffn import native as launcher
 from moe_routing_bench.prepared import Prepared
+from tiny_layers import MAKE_PLAN, weights_of
 
 COMPILES = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -37,22 +38,13 @@ class Counting(Prepared[Tensor]):
         super().__init__(make, nbytes=lambda sums: sums.nbytes)
 
 
-def weights_of(E: int = 2, D: int = 3, F: int = 4, *, bias: bool = False) -> ExpertWeights:
-    return ExpertWeights(
-        w_in_EDG=torch.randn(E, D, 2 * F),
-        w_out_EFD=torch.randn(E, F, D),
-        b_in_EG=torch.randn(E, 2 * F) if bias else None,
-        b_out_ED=torch.randn(E, D) if bias else None,
-    )
-
-
 def assert_current(prepared: Counting, weights: ExpertWeights) -> None:
     sums = [tensor.detach().double().sum() for tensor in weights.tensors().values()]
     assert torch.equal(prepared(weights), torch.stack(sums))
 
 
 def test_it_is_made_once_and_its_cost_is_told() -> None:
-    prepared, weights = Counting(), weights_of()
+    prepared, weights = Counting(), weights_of(2, 3, 4)
     first = prepared(weights)
     assert prepared(weights) is first and prepared(replace(weights)) is first
     assert prepared.made == 1 and len(prepared) == 1
@@ -62,7 +54,7 @@ def test_it_is_made_once_and_its_cost_is_told() -> None:
 
 @pytest.mark.parametrize("name", ["w_in_EDG", "w_out_EFD", "b_in_EG", "b_out_ED"])
 def test_a_write_to_any_tensor_is_noticed(name: str) -> None:
-    prepared, weights = Counting(), weights_of(bias=True)
+    prepared, weights = Counting(), weights_of(2, 3, 4, bias=True)
     tensor = weights.tensors()[name]
     writes = (
         lambda: tensor.add_(1),
@@ -80,7 +72,7 @@ def test_a_write_to_any_tensor_is_noticed(name: str) -> None:
 
 def test_a_write_through_another_view_is_noticed() -> None:
     prepared, stored_EGD = Counting(), torch.randn(2, 8, 3)
-    weights = replace(weights_of(), w_in_EDG=stored_EGD.transpose(1, 2))
+    weights = replace(weights_of(2, 3, 4), w_in_EDG=stored_EGD.transpose(1, 2))
     assert_current(prepared, weights)
     stored_EGD[1, 5, 2] = 100.0
     assert_current(prepared, weights)
@@ -104,7 +96,7 @@ def test_views_made_for_every_call_are_not_made_anew(mode: type, kind: type) -> 
 
 
 def test_what_differs_is_kept_apart() -> None:
-    prepared, weights = Counting(), weights_of(D=4)
+    prepared, weights = Counting(), weights_of(2, 4, 4)
     others = (
         weights,
         replace(weights, activation="geglu"),
@@ -124,10 +116,10 @@ def test_what_differs_is_kept_apart() -> None:
 @pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
 def test_it_dies_with_its_weights(view: bool) -> None:
     prepared = Counting()
-    kept = weights_of()
+    kept = weights_of(2, 3, 4)
     prepared(kept)
     for _ in range(4):
-        weights = weights_of(bias=True)
+        weights = weights_of(2, 3, 4, bias=True)
         if view:
             weights = replace(weights, w_in_EDG=torch.randn(2, 8, 3).transpose(1, 2))
         made = weakref.ref(prepared(weights))
@@ -142,7 +134,7 @@ def test_it_dies_with_its_weights(view: bool) -> None:
 @pytest.mark.parametrize("name", ["w_out_EFD", "b_in_EG", "b_out_ED"])
 def test_one_tensor_replaced_takes_its_entry_along(name: str) -> None:
     """The new tensor may get the id, the memory and the count of writes of the one before."""
-    prepared, weights = Counting(), weights_of(bias=True)
+    prepared, weights = Counting(), weights_of(2, 3, 4, bias=True)
     for _ in range(50):
         assert_current(prepared, weights)
         shape = weights.tensors()[name].shape
@@ -153,7 +145,7 @@ def test_one_tensor_replaced_takes_its_entry_along(name: str) -> None:
 
 
 def test_forget_makes_it_anew() -> None:
-    prepared, weights = Counting(), weights_of()
+    prepared, weights = Counting(), weights_of(2, 3, 4)
     prepared(weights)
     weights.w_in_EDG.data.fill_(7)  # torch does not count this
     prepared.forget(weights)
@@ -164,7 +156,7 @@ def test_forget_makes_it_anew() -> None:
 
 
 def test_two_threads_make_it_once() -> None:
-    prepared, weights, start = Counting(seconds=0.05), weights_of(), Barrier(4)
+    prepared, weights, start = Counting(seconds=0.05), weights_of(2, 3, 4), Barrier(4)
 
     def work(_: int) -> Tensor:
         start.wait()
@@ -179,7 +171,7 @@ def test_a_failure_keeps_nothing() -> None:
     def fail(weights: ExpertWeights) -> Tensor:
         raise MemoryError
 
-    prepared, weights = Prepared(fail, nbytes=lambda t: t.nbytes), weights_of()
+    prepared, weights = Prepared(fail, nbytes=lambda t: t.nbytes), weights_of(2, 3, 4)
     with pytest.raises(MemoryError):
         prepared(weights)
     assert len(prepared) == 0
@@ -224,11 +216,8 @@ def assert_right(layer: MoE, x_TD: Tensor) -> Tensor:
     """The layer gives what its weights, as they are now, say."""
     y_TD, routing = layer(x_TD)
     assert isinstance(routing, Routing)
-    ops, weights = all_ops(), layer.experts.weights()
-    plan, reference = ops["make_plan"].get("argsort")(routing, layer.layout), ops["expert_ffn"].reference
-    oracle = reference(x_TD.double(), routing.gate_TK.double(), plan, weights.to(dtype=torch.float64))
-    verdict = judge(y_TD, oracle, reference(x_TD, routing.gate_TK, plan, weights))
-    assert verdict.passed, verdict.sentence
+    plan = MAKE_PLAN(routing, layer.layout)
+    tiny_layers.assert_right(y_TD, x_TD, routing.gate_TK, plan, layer.experts.weights())
     return y_TD
 
 

@@ -281,6 +281,6 @@ def test_mistakes_get_a_sentence(make: Callable[[], Any], sentence: str) -> None
 def test_a_refused_load_changes_nothing() -> None:
     router = router_for("mixtral", **SIZES)
     before = router.w_DE.detach().clone()
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="weights for b_E"):
         load_router(router, peer("gpt-oss"))
     assert torch.equal(router.w_DE, before)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 
+from child_process import python
 from moe_routing_bench import recycled as module
 from moe_routing_bench.recycled import Recycled
 
@@ -89,5 +88,4 @@ def test_the_end_of_a_process_is_quiet() -> None:
         "kept = recycled.empty(8 << 20, dtype=torch.uint8).fill_(1)\n"
         "recycled.empty(8 << 20, dtype=torch.uint8)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not ran.stderr
+    assert not python(code).stderr

@@ -3,51 +3,31 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from moe_routing_bench import ExpertWeights, Layout, MoEShape, Routing, RoutingPlan, all_ops
-from moe_routing_bench.accuracy import judge
+import tiny_layers
+from moe_routing_bench import ExpertWeights, MoEShape
 from moe_routing_bench.conformance.check import poisoned_memory
-from moe_routing_bench.experts import ACTIVATIONS, GATED
+from moe_routing_bench.experts import ACTIVATIONS
 from moe_routing_bench.ops import gpu
 from moe_routing_bench.ops.expert_ffn import triton_decode, triton_fused
 from moe_routing_bench.ops.gpu_gemm import grouped_order
-from moe_routing_bench.ops.make_plan.op import reference as make_plan
+from tiny_layers import EXPERT_FFN, Arguments, assert_right
 
-OP = all_ops()["expert_ffn"]
 # several tiles of rows, columns and depth, the last ones cut
 FUSED = "triton_fused(block_m=16,block_n=32,block_k=32,group=2{})"
 DECODE = "triton_decode(block_n=32,block_k=16,split={})"
 
 
 def arguments(
-    T: int = 21, K: int = 3, E: int = 4, D: int = 40, F: int = 24, layout: str = "compact",
-    dtype: torch.dtype = torch.float32, activation: str = "swiglu", bias: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, RoutingPlan, ExpertWeights]:  # fmt: skip
-    expert_TK = torch.rand(T, E).argsort(dim=1)[:, :K]
-    expert_TK = torch.where(torch.rand(T, K) < 0.2, -1, expert_TK)
-    gate_TK = torch.rand(T, K)
-    plan = make_plan(Routing(expert_TK=expert_TK, gate_TK=gate_TK, num_experts=E), Layout.parse(layout))
-    G = 2 * F if activation in GATED else F
-    weights = ExpertWeights(
-        w_in_EDG=torch.randn(E, D, G) / D**0.5,
-        w_out_EFD=torch.randn(E, F, D) / F**0.5,
-        b_in_EG=torch.randn(E, G) if bias else None,
-        b_out_ED=torch.randn(E, D) if bias else None,
-        activation=activation,
-    )
-    return torch.randn(T, D).to(dtype), gate_TK, plan, weights.to(dtype=dtype)
-
-
-def assert_right(out_TD: torch.Tensor, args: tuple) -> None:
-    x_TD, gate_TK, plan, weights = args
-    oracle = OP.reference(x_TD.double(), gate_TK.double(), plan, weights.to(dtype=torch.float64))
-    verdict = judge(out_TD, oracle, OP.reference(*args))
-    assert verdict.passed, verdict.sentence
+    T: int = 21, K: int = 3, E: int = 4, D: int = 40, F: int = 24, *, bias: bool = True, **options: Any
+) -> Arguments:
+    return tiny_layers.arguments(T, K, E, D, F, bias=bias, absent=0.2, **options)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +39,8 @@ def assert_right(out_TD: torch.Tensor, args: tuple) -> None:
 def test_many_tiles(spec: str, layout: str, dtype: torch.dtype, watched: object) -> None:
     args = arguments(layout=layout, dtype=dtype)
     with poisoned_memory():
-        out_TD = OP.get(spec)(*args)
-    assert_right(out_TD, args)
+        out_TD = EXPERT_FFN.get(spec)(*args)
+    assert_right(out_TD, *args)
 
 
 @pytest.mark.parametrize("spec", [FUSED.format(""), DECODE.format(3)])
@@ -70,7 +50,7 @@ def test_weights_stored_output_first(spec: str, watched: object) -> None:
         w_in_EDG=weights.w_in_EDG.transpose(1, 2).contiguous().transpose(1, 2),
         w_out_EFD=weights.w_out_EFD.transpose(1, 2).contiguous().transpose(1, 2),
     )
-    run = OP.get(spec)
+    run = EXPERT_FFN.get(spec)
     assert torch.equal(run(x_TD, gate_TK, plan, turned), run(x_TD, gate_TK, plan, weights))
 
 
@@ -79,21 +59,21 @@ def test_rows_whose_numbers_are_apart_are_read_in_several_steps(spec: str, watch
     x_TD, *others = arguments(T=5)
     apart_TD = x_TD.t().contiguous().t()
     assert apart_TD.stride() == (1, 5)
-    assert torch.equal(OP.get(spec)(apart_TD, *others), OP.get(spec)(x_TD, *others))
+    assert torch.equal(EXPERT_FFN.get(spec)(apart_TD, *others), EXPERT_FFN.get(spec)(x_TD, *others))
 
 
 @pytest.mark.parametrize("options", [",persistent=1", ",persistent=1,prefetch=1", ",group=1"])
 def test_another_order_of_tiles_gives_the_same_bits(options: str, watched: object) -> None:
     args = arguments(T=9, E=3, dtype=torch.bfloat16)
     spec = FUSED.format(options) if "group" not in options else FUSED.format("").replace("group=2", "group=1")
-    assert torch.equal(OP.get(spec)(*args), OP.get(FUSED.format(""))(*args))
+    assert torch.equal(EXPERT_FFN.get(spec)(*args), EXPERT_FFN.get(FUSED.format(""))(*args))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("spec", [FUSED.format(""), DECODE.format(1)])
 def test_every_activation(spec: str, activation: str, watched: object) -> None:
     args = arguments(T=2, K=1, E=2, D=24, F=16, activation=activation)
-    assert_right(OP.get(spec)(*args), args)
+    assert_right(EXPERT_FFN.get(spec)(*args), *args)
 
 
 @pytest.mark.parametrize("spec", [FUSED.format(""), DECODE.format(1)])
@@ -101,7 +81,7 @@ def test_a_pair_without_a_row_adds_nothing_whatever_its_gate_is(spec: str, watch
     x_TD, gate_TK, plan, weights = arguments(layout="padded(capacity=4)")
     assert bool((plan.row_TK < 0).any())
     poisoned_TK = gate_TK.masked_fill(plan.row_TK < 0, float("nan"))
-    run = OP.get(spec)
+    run = EXPERT_FFN.get(spec)
     assert torch.equal(run(x_TD, poisoned_TK, plan, weights), run(x_TD, gate_TK, plan, weights))
 
 
@@ -110,14 +90,14 @@ def test_float32_gates_are_not_rounded_to_the_rows_dtype(spec: str, watched: obj
     """In the kit the rounding of hidden rows hides it. 1 + 2^-9 in bfloat16 is 1."""
     x_TD, gate_TK, plan, weights = arguments(T=5, K=1, dtype=torch.bfloat16)
     one_TK = torch.ones_like(gate_TK)
-    run = OP.get(spec)
+    run = EXPERT_FFN.get(spec)
     assert not torch.equal(run(x_TD, one_TK + 2**-9, plan, weights), run(x_TD, one_TK, plan, weights))
 
 
 @pytest.mark.parametrize("split", [1, 64])
 def test_slices_of_the_depth_are_summed(split: int, watched: object) -> None:
     args = arguments(T=2)
-    assert_right(OP.get(DECODE.format(split))(*args), args)
+    assert_right(EXPERT_FFN.get(DECODE.format(split))(*args), *args)
 
 
 @pytest.mark.parametrize("depth", [1, 16, 17, 100, 7168])
@@ -163,25 +143,25 @@ def test_gradients_are_those_of_the_parts_and_only_inputs_are_kept(spec: str, wa
         kept: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
             y_TD = run(leaves[0], leaves[1], plan, ExpertWeights(w_in_EDG=leaves[2], w_out_EFD=leaves[3]))
-        if run is not OP.reference:
+        if run is not EXPERT_FFN.reference:
             assert {t.data_ptr() for t in kept} <= {t.data_ptr() for t in leaves}
         return list(torch.autograd.grad(y_TD.square().sum(), leaves))
 
-    for got, want in zip(gradients(OP.get(spec)), gradients(OP.reference), strict=True):
+    for got, want in zip(gradients(EXPERT_FFN.get(spec)), gradients(EXPERT_FFN.reference), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_gradient_nobody_wants_is_not_made(watched: object) -> None:
     x_TD, gate_TK, plan, weights = arguments(T=3, D=24, F=16)
     x_TD.requires_grad_()
-    OP.get("triton_decode")(x_TD, gate_TK, plan, weights).sum().backward()
+    EXPERT_FFN.get("triton_decode")(x_TD, gate_TK, plan, weights).sum().backward()
     assert x_TD.grad is not None and gate_TK.grad is None and weights.b_in_EG.grad is None
 
 
 @pytest.mark.parametrize("name", ["triton_fused", "triton_decode"])
 def test_compiles_without_graph_breaks(name: str) -> None:
     x_TD, gate_TK, plan, weights = arguments(T=2, D=24, F=16)
-    run = OP.get(name).run
+    run = EXPERT_FFN.get(name).run
 
     def layer(x_TD: torch.Tensor) -> torch.Tensor:
         return run(x_TD, gate_TK, plan, weights)
@@ -192,19 +172,19 @@ def test_compiles_without_graph_breaks(name: str) -> None:
 
 def test_what_it_cannot_do_it_says() -> None:
     args = arguments(T=22)
-    assert "at most 64 pairs" in OP.why_not("triton_decode", *args)
-    assert OP.why_not("triton_fused", *args) is None
+    assert "at most 64 pairs" in EXPERT_FFN.why_not("triton_decode", *args)
+    assert EXPERT_FFN.why_not("triton_fused", *args) is None
     for name in ("triton_fused", "triton_decode"):
-        assert "sm_90" in OP.why_not(f"{name}(pdl=1)", *arguments(T=2))
+        assert "sm_90" in EXPERT_FFN.why_not(f"{name}(pdl=1)", *arguments(T=2))
         x_TD, gate_TK, plan, weights = arguments(T=2)
-        assert "not torch.float64" in OP.why_not(name, x_TD.double(), gate_TK, plan, weights)
-        assert "gates are" in OP.why_not(name, x_TD, gate_TK.half(), plan, weights)
-        assert "on a GPU" in OP.why_not(
+        assert "not torch.float64" in EXPERT_FFN.why_not(name, x_TD.double(), gate_TK, plan, weights)
+        assert "gates are" in EXPERT_FFN.why_not(name, x_TD, gate_TK.half(), plan, weights)
+        assert "on a GPU" in EXPERT_FFN.why_not(
             name, *(t.to("meta") for t in (x_TD, gate_TK)), plan.to("meta"), weights.to("meta")
         )
         with pytest.raises(ValueError, match="the plan was made for"):
-            OP.get(name)(x_TD, gate_TK[:, :1], plan, weights)
-    assert "persistent=1" in OP.why_not("triton_fused(prefetch=1)", *args)
+            EXPERT_FFN.get(name)(x_TD, gate_TK[:, :1], plan, weights)
+    assert "persistent=1" in EXPERT_FFN.why_not("triton_fused(prefetch=1)", *args)
 
 
 @pytest.mark.parametrize("target", list(gpu.TARGETS))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_routing_bench import Layout, Routing, RoutingPlan, all_ops
+from child_process import python
+from moe_routing_bench import Layout, RoutingPlan, all_ops
 from moe_routing_bench.accuracy import judge
-from moe_routing_bench.ops.make_plan.op import reference as make_plan
 from moe_routing_bench.ops.registry import Implementation
+from tiny_layers import MAKE_PLAN, routing_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("compact", "padded(capacity=7)", "block(8)")
@@ -33,11 +31,7 @@ def gather_sum(options: str = "") -> Implementation:
 
 
 def plan_of(T: int, K: int, E: int = 5, layout: str = "block(8)", absent: float = 0.2) -> RoutingPlan:
-    expert_TK = torch.rand(T, E).argsort(dim=1)[:, :K]
-    expert_TK = torch.where(torch.rand(T, K) < absent, -1, expert_TK)
-    gate_TK = torch.rand(T, K)
-    routing = Routing(expert_TK=expert_TK, gate_TK=gate_TK, num_experts=E, ragged=absent > 0)
-    return make_plan(routing, Layout.parse(layout))
+    return MAKE_PLAN(routing_of(T, K, E, absent=absent), Layout.parse(layout))
 
 
 def with_gradients(
@@ -261,13 +255,10 @@ with FakeTensorMode():
 
 def test_torch_compile_sees_the_kernels_and_what_they_write() -> None:
     # not interpreted, so in a process of its own; on tensors without values nothing is launched
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    told = subprocess.run(
-        [sys.executable, "-c", SEEN_THROUGH], env=environment, capture_output=True, text=True, timeout=100
-    )
+    told = python(SEEN_THROUGH, without="TRITON_INTERPRET")
     assert told.stdout.splitlines() == [
         "launch, writes x_RD",
         "launch, writes y_TD",
         "launch, writes dy_RD dgate_TK",
         "launch, writes dx_TD",
-    ], told.stderr
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import triton
 import triton.language as tl
@@ -81,5 +80,4 @@ def test_the_stock_interpreter_is_back_afterwards() -> None:
     with repaired():
         pass
     product[(1,)](a, b, c, 32, "tf32")
-    with pytest.raises(AssertionError):
-        assert torch.equal(c, (a.float() @ b.float()).bfloat16())
+    assert not torch.equal(c, (a.float() @ b.float()).bfloat16())

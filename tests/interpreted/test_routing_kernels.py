@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
+from child_process import python
 from moe_routing_bench import Layout, Routing, all_ops
 from moe_routing_bench.ops.make_plan import triton_counting
 from moe_routing_bench.ops.score_topk.op import ScoreRule, reference
@@ -182,5 +179,4 @@ with FakeTensorMode():
 
 def test_on_a_gpu_no_value_is_read_on_the_host_and_a_cpu_tensor_is_refused() -> None:
     """In a process that does not interpret, with GPU tensors that have no values."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", ON_A_GPU], env=environment, check=True)
+    python(ON_A_GPU, without="TRITON_INTERPRET")

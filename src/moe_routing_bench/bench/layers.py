@@ -126,7 +126,7 @@ def experts_arguments(
         x_TD = x_TD.new_empty(E * B * slots, x_TD.shape[1])
         layout = Layout.padded(capacity=B * slots) if layout.kind == "padded" else layout
         routing = Routing(
-            expert_TK=torch.arange(E).repeat_interleave(B * slots).unsqueeze(1),
+            expert_TK=torch.arange(E, device=x_TD.device).repeat_interleave(B * slots).unsqueeze(1),
             gate_TK=routing.combine_BNS.new_ones(E * B * slots, 1),
             num_experts=E,
             ragged=False,

@@ -292,7 +292,7 @@ class Weather(_Part):
 
 
 class Record(_Part):
-    """One implementation in one cell; `tests/test_records.py` builds a whole one.
+    """One implementation in one cell; `tests/sample_records.py` builds a whole one.
 
     record_id = "20261115T024734123-1f3a9c02-000007", session = "20261115T024734123-1f3a9c02"
     cell_key  = hash of all that could change the answer: contract, workload, source, versions, machine

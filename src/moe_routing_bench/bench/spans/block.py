@@ -82,8 +82,8 @@ class BlockSpan(Span):
         block, runs = _subject_block(subject, inputs)
         by = _rotary(inputs, inputs.dtype)
         if isinstance(block, DecoderBlock):
-            return Computation(run=lambda x_BND: block(x_BND, by)[0], runs=runs)
-        return Computation(run=lambda x_BND: block(x_BND, by), runs=runs)
+            return Computation(run=lambda x_BND: block(x_BND, by)[0], runs=runs, owner=block)
+        return Computation(run=lambda x_BND: block(x_BND, by), runs=runs, owner=block)
 
     def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
         if inputs.case.direction != "forward":
@@ -190,7 +190,7 @@ def _our_moe(subject: Subject, inputs: Inputs, impl: str) -> MoE:
 def _rotary(inputs: Inputs, dtype: torch.dtype) -> Rotary:
     """Of one sequence; a model makes it once for all its layers, so it is not timed."""
     a, N = attention_of(inputs.case), inputs.case.shape.T // inputs.case.sequences
-    return rotary(N, a.head_dim, a.theta, torch.empty((), dtype=dtype))
+    return rotary(N, a.head_dim, a.theta, torch.empty((), dtype=dtype, device=inputs.put))
 
 
 def _block(moe: MoE, attention: str, inputs: Inputs) -> DecoderBlock:
@@ -204,7 +204,7 @@ def _block(moe: MoE, attention: str, inputs: Inputs) -> DecoderBlock:
         )  # fmt: skip
     for name, value in _parameters(a, inputs).items():
         home, _, last = name.rpartition(".")
-        setattr(block.get_submodule(home), last, nn.Parameter(value.to(dtype), requires_grad=False))
+        setattr(block.get_submodule(home), last, nn.Parameter(value.to(inputs.put, dtype), requires_grad=False))
     return block.eval()
 
 

@@ -1,0 +1,254 @@
+"""The resume key: the same for the same question, another if anything that could change the answer does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_routing_bench.bench import identity
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.identity import cell_key, key_fields, subject_files
+from moe_routing_bench.bench.sources import PACKAGE, closure
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.machine import this_machine
+from moe_routing_bench.ops import registry
+from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
+
+KERNEL = '''"""A kernel from outside."""
+
+
+def unsupported(y_RD, gate_TK, plan):
+    return None
+
+
+def run(y_RD, gate_TK, plan):
+    return (y_RD[plan.row_TK] * gate_TK.unsqueeze(-1)).sum(1)
+'''
+
+
+@pytest.fixture
+def kernels(tmp_path: Path):
+    (tmp_path / "combine").mkdir()
+    (tmp_path / "combine" / "mine.py").write_text(KERNEL)
+    registry.include(tmp_path)
+    yield tmp_path
+    registry._included.clear()
+
+
+def a_cell() -> Cell:
+    return Cell(
+        case=BenchCase(name="own/x", span="combine", shape=MoEShape(T=8, D=16, F=16, E=4, K=2)),
+        workload="zipf(1.2)",
+        subjects=(Subject(spec="gather_sum"), Subject(spec="mine")),
+    )
+
+
+def key_of(cell: Cell) -> str:
+    return cell_key(cell, this_machine())
+
+
+def test_the_same_question_has_the_same_key(kernels):
+    assert key_of(a_cell()) == key_of(a_cell())
+    assert set(key_fields(a_cell(), this_machine())) == {
+        "case", "contract", "workload", "subjects", "policy", "harness", "versions", "machine", "settings",
+    }  # fmt: skip
+
+
+CHANGES = {
+    "sizes": lambda c: replace(c, case=replace(c.case, shape=replace(c.case.shape, T=9))),
+    "dtype": lambda c: replace(c, case=replace(c.case, dtype="float32")),
+    "span": lambda c: replace(
+        c, case=replace(c.case, span="dispatch"), subjects=(Subject(spec="index_select"),)
+    ),
+    "activation": lambda c: replace(c, case=replace(c.case, activation="gelu")),
+    "workload": lambda c: replace(c, workload="zipf(1.3)"),
+    "seed": lambda c: replace(c, seed=1),
+    "ranks": lambda c: replace(c, W=2),
+    "layout": lambda c: replace(c, subjects=tuple(replace(s, layout="block(16)") for s in c.subjects)),
+    "implementations": lambda c: c.only(c.subjects[:1]),
+    "baseline": lambda c: c.only(c.subjects[::-1]),
+    "threads": lambda c: replace(c, policy=replace(c.policy, threads=2)),
+    "cache": lambda c: replace(c, policy=replace(c.policy, cache="cold")),
+    "rounds": lambda c: replace(c, policy=replace(c.policy, max_rounds=99)),
+    "processes": lambda c: replace(c, policy=replace(c.policy, processes=2)),
+    "memory cap": lambda c: replace(c, policy=replace(c.policy, memory_gib=1)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_of_the_cell_changes_the_key(kernels, what):
+    assert key_of(CHANGES[what](a_cell())) != key_of(a_cell())
+
+
+def test_another_recording_under_the_same_name_changes_the_key(kernels, tmp_path):
+    cell = replace(a_cell(), workload=f"trace({tmp_path / 'one, two.safetensors'},layer=3)")
+    keys = [key_of(cell)]
+    for content in (b"first", b"second"):
+        (tmp_path / "one, two.safetensors").write_bytes(content)
+        keys.append(key_of(cell))
+    assert len(set(keys)) == 3
+    assert key_of(replace(a_cell(), workload="maxvio(3)"))  # an alias of a family that is drawn
+
+
+def test_a_change_of_source_changes_the_key(kernels):
+    before = key_of(a_cell())
+    path = kernels / "combine" / "mine.py"
+    path.write_text(KERNEL.replace("sum(1)", "sum(dim=1)"))
+    assert key_of(a_cell()) != before
+    path.write_text(KERNEL)
+    assert key_of(a_cell()) == before
+    (kernels / "combine" / "_parts.py").write_text("x = 1\n")  # a file it may import
+    assert key_of(a_cell()) != before
+
+
+# what no answer can hang on, with the reason
+CANNOT_MATTER = {
+    "__main__.py": "starts the command line",
+    "bench/executor.py": "the order of cells",
+    "bench/repro.py": "a command in words",
+    "cli/": "reads words and shows results",
+    "results/": "keeps results",
+    "studies/": "looks at results, or at something else than a cell",
+    "conformance/": "the kit's tests of other things; what the harness uses of it is noticed",
+    "controllers/": "step between optimiser steps, which no timed call does",
+    "models/convert.py": "no span runs a converted model",
+    "models/recording.py": "makes traces, whose bytes are in the key",
+    "models/transformers.py": "no span runs the plug-in",
+    "presets.py": "routers by the names of models; a subject names the rule",
+    "statistics.py": "describes a routing afterwards",
+    "workloads/trace_summary.py": "describes a trace",
+}
+# run in a copy of the package: every file in turn is changed, and the keys of all kinds of cells looked at
+CHANGE_EACH_FILE = """
+import json
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.identity import HARNESS, key_fields, subject_files
+from moe_routing_bench.bench.sources import PACKAGE, closure
+from moe_routing_bench.bench.spans.span import span_named, span_names
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.machine import this_machine
+from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.routers.router import all_routers
+from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
+
+def cell(span, spec, **more):
+    case = BenchCase(name="own/x", span=span, shape=MoEShape(T=8, D=32, F=16, E=8, K=2))
+    return Cell(case=case, workload="zipf(1.2)", subjects=(Subject(spec=spec, **more),))
+
+ops, machine = all_ops(), this_machine()
+names = {name: ops[name].names() if name in ops else span_named(name).specs() for name in span_names()}
+cells = [cell(span, spec) for span, specs in names.items() for spec in specs]
+cells += [cell("layer", "staged", router=rule) for rule in all_routers()]
+harness = closure(PACKAGE / name for name in HARNESS)
+needed = {id(c): {*harness, *closure(subject_files(c.span, c.subjects[0], c.inputs()))} for c in cells}
+unnoticed = []
+for path in sorted(p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".cpp", ".h")):
+    one = next((c for c in cells if path in needed[id(c)]), cells[0])
+    before, text = key_fields(one, machine), path.read_bytes()
+    path.write_bytes(text + b"\\n")
+    if key_fields(one, machine) == before:
+        unnoticed.append(path.relative_to(PACKAGE).as_posix())
+    path.write_bytes(text)
+print(json.dumps(unnoticed))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_change_of_any_file_that_can_matter_changes_a_key(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    ran = subprocess.run(
+        [sys.executable, "-c", CHANGE_EACH_FILE], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    unnoticed = [name for name in json.loads(ran.stdout) if not name.endswith("__init__.py")]
+    unexplained = [name for name in unnoticed if not name.startswith(tuple(CANNOT_MATTER))]
+    assert not unexplained, "no resume key notices a change of these files"
+    unused = [start for start in CANNOT_MATTER if not any(name.startswith(start) for name in unnoticed)]
+    assert not unused, "these are noticed after all"
+
+
+def files_of(span: str, spec: str, **more: str) -> set[str]:
+    subject = Subject(spec=spec, **more)
+    case = BenchCase(name="own/x", span=span, shape=MoEShape(T=8, D=32, F=16, E=8, K=2))
+    cell = Cell(case=case, workload="uniform", subjects=(subject,))
+    files = closure(subject_files(cell.span, subject, cell.inputs()))
+    return {path.relative_to(PACKAGE).as_posix() for path in files}
+
+
+@pytest.mark.parametrize(
+    ("span", "spec", "files"),
+    [
+        ("combine", "native", ["ops/combine/native.cpp", "ops/numbers.h", "native.py"]),
+        ("combine", "native_reused", ["ops/combine/native.cpp", "ops/rows.py"]),
+        ("dispatch", "index_select_reused", ["ops/rows.py"]),
+        ("combine", "triton_gather_sum", ["ops/gpu.py", "ops/combine/triton_gather_sum.py"]),
+        ("expert_ffn", "hf_eager", ["ops/hf.py"]),
+        ("expert_ffn", "staged(combine=index_add)", ["ops/combine/index_add.py", "ops/combine/op.py"]),
+        ("layer", "staged", ["ops/topk/sort.py", "ops/make_plan/argsort.py", "routers/router.py"]),
+        ("block", "ours(impl=staged)", ["models/decoder.py", "ops/topk/sort.py"]),
+    ],
+)  # fmt: skip
+def test_files_of_a_subject(span, spec, files):
+    assert set(files) <= files_of(span, spec)
+
+
+def test_files_of_another_implementation_do_not_matter():
+    assert "ops/combine/index_add.py" not in files_of("combine", "gather_sum")
+    assert "routers/switch.py" not in files_of("layer", "staged", router="softmax_topk")
+    assert "routers/switch.py" in files_of("layer", "staged", router="switch")
+
+
+def test_versions_of_what_a_subject_imports_are_in_the_key():
+    def versions_of(spec: str) -> dict[str, str]:
+        case = BenchCase(name="own/x", span="expert_ffn", shape=MoEShape(T=8, D=32, F=16, E=8, K=2))
+        cell = Cell(case=case, workload="uniform", subjects=(Subject(spec=spec),))
+        return key_fields(cell, this_machine())["versions"]
+
+    assert "transformers" in versions_of("hf_eager") and "transformers" not in versions_of("eager_loop")
+    assert versions_of("native")["compiler"] and not versions_of("eager_loop")["compiler"]
+
+
+def test_decisions_that_pick_another_plan_change_the_key(monkeypatch):
+    case = BenchCase(name="own/x", span="layer", shape=MoEShape(T=8, D=32, F=16, E=8, K=2))
+    cell = Cell(case=case, workload="uniform", subjects=(Subject(spec="staged"),))
+    before = key_of(cell)
+    monkeypatch.setattr(type(cell.span), "resolved", lambda *a: [("topk", "sort"), ("make_plan", "counting")])
+    assert key_of(cell) != before
+
+
+OUTSIDE = {
+    "contract": lambda m: m.setattr(identity, "contract_hash", lambda span, subject: "0" * 64),
+    "harness": lambda m: m.setattr(identity, "harness_hash", lambda: "0" * 64),
+    "torch": lambda m: m.setattr("torch.__version__", "9.9.9"),
+    "python": lambda m: m.setattr("sys.version", "3.99.0 (main)"),
+    "numpy": lambda m: m.setattr(identity, "distribution_version", lambda name: "9.9.9"),
+    "setting": lambda m: m.setenv("OMP_NUM_THREADS", "7"),
+    "suite": lambda m: m.setattr(identity, "SUITE_VERSION", 99),
+}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_a_change_around_it_changes_the_key(kernels, monkeypatch, what):
+    before = key_of(a_cell())
+    OUTSIDE[what](monkeypatch)
+    assert key_of(a_cell()) != before
+
+
+def test_another_machine_has_another_key(kernels):
+    here = this_machine()
+    assert cell_key(a_cell(), here) != cell_key(a_cell(), replace(here, cores=here.cores + 1))
+
+
+def test_the_parent_never_loads_code_from_outside(kernels):
+    (kernels / "combine" / "mine.py").write_text(KERNEL + "\nraise SystemExit('loaded in the parent')\n")
+    assert len(key_of(a_cell())) == 64

@@ -1,0 +1,134 @@
+"""Inputs: fresh for every call, the same in every process, and the routing is the workload's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from child_process import python
+from moe_routing_bench.bench.inputs import Inputs, fingerprint
+from moe_routing_bench.bench.spans.span import span_named, span_names
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.ops.registry import tensors_in
+from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
+
+SHAPE = MoEShape(T=24, D=32, F=16, E=8, K=2)
+SPANS = span_names()
+LAYOUTS = ("compact", "padded(capacity_factor=1.0)", "block(8)")
+
+
+def inputs_of(span: str, dtype: str = "float32", **more) -> Inputs:
+    return Inputs(BenchCase(name="own/x", span=span, shape=SHAPE, dtype=dtype, **more), "zipf(1.2)")
+
+
+def call(inputs: Inputs, number: int, layout: str = "compact", step: int = 0, **more: str) -> dict:
+    """The arguments of a call by name."""
+    span, subject = span_named(inputs.case.span), Subject(spec="", layout=layout, **more)
+    return span.arguments(span.call(subject, inputs, number, step))
+
+
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_call_is_new_and_can_be_made_again(span, layout):
+    inputs, again = inputs_of(span), inputs_of(span)
+    prints = [fingerprint(call(inputs, n, layout)) for n in range(20)]
+    assert len(set(prints)) == 20
+    assert prints == [fingerprint(call(again, n, layout)) for n in range(20)]
+
+
+@pytest.mark.parametrize("span", SPANS)
+def test_calls_share_no_memory_but_weights(span):
+    inputs = inputs_of(span)
+    weights = {t.data_ptr() for t in tensors_in(inputs.weights)}
+    calls = [call(inputs, n) for n in (0, 1)]
+    one, other = ({t.data_ptr() for t in tensors_in(args) if t.numel()} for args in calls)
+    assert (one & other) <= weights
+
+
+def test_another_process_makes_the_same():
+    code = (
+        "from moe_routing_bench.workloads.cases import BenchCase\n"
+        "from moe_routing_bench.bench.inputs import Inputs, fingerprint\n"
+        "from moe_routing_bench.shapes import MoEShape\n"
+        "shape = MoEShape(T=24, D=32, F=16, E=8, K=2)\n"
+        "case = BenchCase(name='own/x', span='layer', shape=shape, dtype='bfloat16')\n"
+        "inputs = Inputs(case, 'zipf(1.2)')\n"
+        "print(fingerprint(inputs.at(7, 3, 'compact').planted_TD, inputs.weights, inputs.router_DE))"
+    )
+    mine = inputs_of("layer", "bfloat16")
+    assert python(code).stdout.strip() == fingerprint(mine.at(7, 3, "compact").planted_TD, mine.weights, mine.router_DE)
+
+
+@pytest.mark.parametrize("span", SPANS)
+def test_the_number_of_threads_changes_no_bit(span):
+    shape = MoEShape(T=512, D=256, F=64, E=16, K=2)
+    case = BenchCase(name="own/x", span=span, shape=shape)
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        inputs = Inputs(case, "zipf(1.2)")
+        found.append(fingerprint(call(inputs, 5), inputs.weights, inputs.router_DE))
+    torch.set_num_threads(before)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("workload", ["zipf(1.2)", "one_expert", "lognormal(maxvio=2)", "balanced"])
+@pytest.mark.parametrize("K", [1, 2, 8])
+def test_the_real_router_chooses_as_the_workload_says(dtype, workload, K):
+    shape = MoEShape(T=64, D=64, F=16, E=32, K=K)
+    case = BenchCase(name="own/x", span="layer", shape=shape, dtype=dtype)
+    inputs = Inputs(case, workload)
+    for number in range(3):
+        logits_TE = inputs.at(number, 1, "compact").planted_TD.float() @ inputs.router_DE
+        assert torch.equal(logits_TE.topk(K).indices, inputs.workload(1).routing.expert_TK)
+
+
+def test_a_router_too_narrow_for_a_workload_is_refused():
+    case = BenchCase(name="own/x", span="layer", shape=MoEShape(T=4, D=8, F=8, E=16, K=2))
+    with pytest.raises(NotImplementedError, match="measure expert_ffn"):
+        call(Inputs(case, "uniform"), 0)
+
+
+@pytest.mark.parametrize("span", SPANS)
+def test_every_span_runs_and_costs_something(span):
+    inputs, this = inputs_of(span), span_named(span)
+    for layout in LAYOUTS:
+        subject = Subject(spec=this.specs()[-1], layout=layout)
+        args = call(inputs, 0, layout)
+        with torch.no_grad():
+            if this.why_not(subject, inputs, args) is None:
+                this.built(subject, inputs).run(*args.values())
+        cost, load = this.facts(subject, inputs)
+        assert cost.bytes > 0 and load["active_experts"]
+
+
+def stages(inputs: Inputs, spec: str, layout: str) -> list[str]:
+    span, ran = span_named(inputs.case.span), []
+    with torch.no_grad():
+        for name, stage in span.stages(Subject(spec=spec, layout=layout), inputs, call(inputs, 0, layout)):
+            stage()
+            ran.append(name)
+    return ran
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_stages_of_a_layer_are_the_whole(layout):
+    inputs = inputs_of("layer", shared_F=16)
+    assert stages(inputs, "staged", layout) == ["route", "plan", "dispatch", "gemm", "combine", "shared"]
+    assert stages(inputs, "eager_loop", layout) == ["route", "plan", "eager_loop", "shared"]
+
+
+def test_a_subject_names_one_implementation_for_each_op():
+    assert span_named("pack").split("index_select+gather_sum") == ["index_select", "gather_sum"]
+    inner = "staged(grouped_gemm=expert_loop,combine=index_add)"
+    assert span_named("expert_ffn").split(inner) == [inner]
+    with pytest.raises(ValueError, match=r"names 1 implementations, but pack is dispatch \+ combine"):
+        span_named("pack").split("index_select")
+
+
+def test_specs_begin_with_the_defaults_and_vary_one_part():
+    specs = span_named("pack").specs()
+    assert specs[0] == "index_select+gather_sum" and len(specs) == len(set(specs))
+    assert "index_select+index_add" in specs and "one_hot_matmul+index_add" not in specs

@@ -1,0 +1,177 @@
+"""run_cell on honest implementations: every span, what a time is made of, and what stands beside it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.outcome import SubjectOutcome
+from moe_routing_bench.bench.roofs import Roofs
+from moe_routing_bench.bench.runner import Progress, _held_to_both, floor_seconds, run_cell
+from moe_routing_bench.bench.spans.span import span_named, span_names
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.bench.supervisor import SubjectError
+from moe_routing_bench.bench.trial import check_clocks
+from moe_routing_bench.bench.verdict import compare
+from moe_routing_bench.cost import Cost
+from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
+
+pytestmark = pytest.mark.timeout(200)
+POLICY = Policy(min_rounds=8, max_rounds=8, checked=2, target=0.5, memory_gib=4)
+
+
+def cell_of(span: str, *specs: str, layouts: tuple[str, ...] = ("compact",), **more) -> Cell:
+    case = BenchCase(
+        name="own/x", span=span, shape=MoEShape(T=24, D=32, F=16, E=8, K=2), dtype="float32", shared_F=16
+    )
+    subjects = tuple(Subject(spec=s, layout=y) for s in specs or span_named(span).specs() for y in layouts)
+    return Cell(case=case, workload="zipf(1.2)", subjects=subjects, policy=replace(POLICY, **more))
+
+
+@pytest.mark.parametrize("span", [name for name in span_names() if name != "block"])
+def test_no_honest_implementation_is_rejected(span):
+    """Everything there is in every layout is timed, or says itself why not."""
+    outcome = run_cell(cell_of(span, layouts=("compact", "padded(capacity_factor=1.0)", "block(8)")))
+    for one in outcome.subjects:
+        assert one.status in (Status.PASSED, Status.UNSUPPORTED), f"{one.label}: {one.status} {one.reason}"
+        assert (len(one.samples) == 8) == (one.status is Status.PASSED)
+    passed = [one for one in outcome.subjects if one.status is Status.PASSED]
+    assert len(passed) >= 3 and outcome.baseline is passed[0]
+    assert all(one.checked_timed_calls >= 2 and one.comparison for one in passed[1:])
+    assert outcome.twin is not None and outcome.twin.samples != passed[0].samples
+
+
+def test_stages_and_several_processes():
+    outcome = run_cell(cell_of("layer", "staged", "eager_loop", stages=True, processes=2))
+    staged, eager = outcome.subjects
+    assert list(staged.stages) == ["route", "plan", "dispatch", "gemm", "combine", "shared"]
+    assert list(eager.stages) == ["route", "plan", "eager_loop", "shared"]
+    assert outcome.rounds_by_process == (8, 8) and len(staged.samples) == outcome.rounds == 16
+
+
+@pytest.mark.parametrize("cache", ["cold", "weights-cold"])
+def test_cold_caches_time_single_calls(cache):
+    outcome = run_cell(cell_of("expert_ffn", "staged", cache=cache))
+    (one,) = outcome.subjects
+    assert one.status is Status.PASSED and one.calls_per_sample == 1
+
+
+def test_a_baseline_that_cannot_run_is_replaced_and_said():
+    outcome = run_cell(cell_of("grouped_gemm", "padded_bmm", "expert_loop"))
+    refused, other = outcome.subjects
+    assert refused.status is Status.UNSUPPORTED and "padded layout" in refused.reason
+    assert other.role == "baseline" and "padded_bmm was to be the baseline" in outcome.notes[0]
+
+
+def test_nothing_that_runs_is_an_outcome_too():
+    outcome = run_cell(cell_of("grouped_gemm", "padded_bmm"))
+    assert (
+        outcome.baseline is None and outcome.rounds == 0 and outcome.stop_reason == "nothing passed its trial"
+    )
+
+
+def test_faster_must_hold_against_both_copies_of_the_baseline():
+    fast = compare([1.0, 1.1, 1.05, 1.02] * 8, [0.5, 0.55, 0.52, 0.51] * 8)
+    assert fast.verdict == "FASTER"
+    one = SubjectOutcome(
+        subject=Subject(spec="mine"), label="mine", status=Status.PASSED, samples=(0.5, 0.55, 0.52, 0.51) * 8,
+        comparison=fast,
+    )  # fmt: skip
+    slow = replace(one, label="base", samples=(1.0, 1.1, 1.05, 1.02) * 8, comparison=None)
+    assert _held_to_both(one, slow, 0.0) is one
+    quick = replace(slow, samples=(0.4, 0.44, 0.42, 0.41) * 8)
+    found = _held_to_both(one, quick, 0.0).comparison
+    assert (
+        found is not None and found.verdict == "UNDECIDED" and "not faster than the baseline" in found.reason
+    )
+
+
+def test_progress_goes_up_to_one():
+    seen: list[Progress] = []
+    run_cell(cell_of("combine", "gather_sum"), tell=seen.append)
+    shares = [one.share for one in seen]
+    assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0)
+
+
+def test_faster_than_the_machine_can_is_suspect():
+    """Roofs a million times too low stand for a clock that runs too slowly."""
+    slow = Roofs(
+        machine="m", read_bytes={1: 1e3}, copy_bytes={1: 1e3}, gemm_flops={"float32": {1: 1e3}}, seconds=1.0
+    )
+    outcome = run_cell(cell_of("expert_ffn", "staged"), roofs=slow)
+    (one,) = outcome.subjects
+    assert one.status is Status.SUSPECT and "of a measured roof" in one.reason and not one.samples
+
+
+def test_the_floor_counts_bytes_only_where_they_must_come_from_memory():
+    roofs = Roofs(
+        machine="m", read_bytes={1: 1e9}, copy_bytes={1: 2e9}, gemm_flops={"float32": {1: 1e9}}, seconds=1.0
+    )
+    cost = Cost(useful_flops=10**6, executed_flops=10**6, weight_bytes=6 * 10**6, activation_bytes=2 * 10**6)
+    hot, cold, weights_cold = (
+        floor_seconds(cell_of("expert_ffn", "staged", cache=cache), cost, roofs)
+        for cache in ("hot", "cold", "weights-cold")
+    )
+    assert (hot, cold, weights_cold) == (1e-3, 4e-3, 3e-3)
+    huge = replace(cost, weight_bytes=10**12)
+    assert floor_seconds(cell_of("expert_ffn", "staged"), huge, roofs) == pytest.approx(500, rel=0.01)
+    assert floor_seconds(cell_of("expert_ffn", "staged", threads=2), cost, roofs) is None
+
+
+def test_clocks_that_disagree_are_suspect_but_a_busy_machine_is_not():
+    busy = [(0.010, 0.013)] * 8
+    check_clocks(busy, lambda: (0.010, 0.0101))  # one undisturbed span is enough
+    asked = []
+    with pytest.raises(SubjectError, match=r"says 10 ms where the parent's clock saw 13 ms"):
+        check_clocks(busy, lambda: asked.append(1) or (0.010, 0.013))
+    assert len(asked) == 50
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"cache": "warm"}, "no cache policy"),
+        ({"min_rounds": 3}, "at least 8"),
+        ({"max_rounds": 10, "min_rounds": 20}, "rounds"),
+        ({"threads": 0}, "at least 1"),
+        ({"target": 2.0}, "fraction"),
+        ({"memory_gib": 0.0}, "memory cap"),
+    ],
+)
+def test_policies_that_make_no_sense_are_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        Policy(**wrong)
+
+
+def test_a_cell_travels_as_json_and_refuses_what_is_none():
+    cell = cell_of("combine")
+    assert Cell.from_json(cell.to_json()) == cell
+    for text in ("", "{}", "[1]", '{"case": 3}', cell.to_json()[:-2], "null"):
+        with pytest.raises(ValueError, match="this is not a cell"):
+            Cell.from_json(text)
+    with pytest.raises(ValueError, match="at least one implementation"):
+        cell.only(())
+    with pytest.raises(ValueError, match="named twice"):
+        cell.only(cell.subjects[:1] * 2)
+
+
+def test_what_first_calls_keep_is_no_leak(monkeypatch):
+    """Packed weights are kept from the first call on; at full size that is gigabytes."""
+    monkeypatch.setattr("moe_routing_bench.bench.rounds.LEAK_BYTES", 2**25)
+    cell = cell_of("expert_ffn", "staged", "native")
+    shape = MoEShape(T=4, D=512, F=1024, E=16, K=2)  # 100 MB of weights
+    outcome = run_cell(replace(cell, case=replace(cell.case, shape=shape, shared_F=0)))
+    assert [one.status for one in outcome.subjects] == [Status.PASSED] * 2, outcome.subjects[1].reason
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nobody starts threads")
+def test_the_threads_of_what_an_implementation_imports_are_not_its_own():
+    """Transformers imports scipy, whose OpenBLAS starts a thread for every further core."""
+    pytest.importorskip("transformers")
+    outcome = run_cell(cell_of("expert_ffn", "staged", "hf_grouped_mm", threads=2))
+    assert [one.status for one in outcome.subjects] == [Status.PASSED] * 2, outcome.subjects[1].reason

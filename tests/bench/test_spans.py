@@ -1,0 +1,135 @@
+"""Every span in every direction: what is built agrees with its plain version, gradients too; what errs is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_routing_bench.bench.calls import Caller, Result, named_tensors
+from moe_routing_bench.bench.inputs import Inputs
+from moe_routing_bench.bench.judging import Finding, Judge
+from moe_routing_bench.bench.spans.span import span_named, span_names
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.routers.router import all_routers, parse_spec
+from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
+
+SHAPE = MoEShape(T=24, D=32, F=16, E=8, K=2)
+KINDS = ("moe", "chain(iterations=2)", "perft(kind=R)", "perft(kind=E)", "perft(kind=D,num_adapters=2)", "perft(kind=S)")
+# rows without a pair get a gradient of NaN from above, which a kernel must ignore
+LAYOUTS = ("compact", "padded(capacity_factor=1.0)", "block(8)")
+
+
+def result_of(subject: Subject, span: str, direction: str, dtype: str = "float32") -> tuple[Judge, Result] | str:
+    """What a worker would compute for call 3, and the judge of it; a reason if it cannot."""
+    case = BenchCase(name="own/x", span=span, shape=SHAPE, dtype=dtype, direction=direction, shared_F=16)
+    inputs, this = Inputs(case, "zipf(1.2)"), span_named(span)
+    call = this.call(subject, inputs, 3, 1)
+    args = this.arguments(call)
+    with torch.set_grad_enabled(direction != "forward"):
+        if (reason := this.why_not(subject, inputs, args)) is not None:
+            return reason
+    caller = Caller(this, this.built(subject, inputs), direction)
+    with torch.no_grad():
+        return Judge(this, inputs), caller.result(caller.ready(call, args)(), args)
+
+
+def judged(judge: Judge, result: Result, subject: Subject, folder: Path) -> Finding:
+    save_file(named_tensors(result), folder / "out.safetensors")
+    return judge.judge(folder / "out.safetensors", 3, 1, subject)
+
+
+def agrees(subject: Subject, span: str, direction: str, folder: Path, dtype: str = "float32") -> bool:
+    """True if it ran; what ran must be right."""
+    made = result_of(subject, span, direction, dtype)
+    if isinstance(made, str):
+        return False
+    finding = judged(*made, subject, folder)
+    assert finding.status is Status.PASSED, finding.reason
+    assert bool(made[1].gradients) == (direction != "forward")
+    return True
+
+
+@pytest.mark.parametrize("direction", ["backward", "train"])
+@pytest.mark.parametrize("span", [name for name in span_names() if span_named(name).differentiable and name != "block"])
+def test_every_implementation_has_right_gradients_or_says_it_has_none(span, direction, tmp_path):
+    subjects = [Subject(spec=spec, layout=layout) for spec in span_named(span).specs() for layout in LAYOUTS]
+    assert any([agrees(subject, span, direction, tmp_path) for subject in subjects])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("direction", ["forward", "train"])
+@pytest.mark.parametrize("router", list(all_routers()))
+def test_every_router_in_a_layer(router, direction, dtype, tmp_path):
+    assert agrees(Subject(spec="staged", router=router), "layer", direction, tmp_path, dtype)
+
+
+@pytest.mark.parametrize("direction", ["forward", "train"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_layer(kind, direction, tmp_path):
+    subject = Subject(spec="staged", router="softmax_topk", layer=kind)
+    assert agrees(subject, "layer", direction, tmp_path)
+    made = result_of(subject, "layer", direction)
+    frozen = kind.startswith("perft") and direction == "train"
+    if frozen and not isinstance(made, str):
+        trained = set(made[1].gradients) - {"x_TD"}
+        assert trained and all(name.startswith(("adapters.", "router.")) for name in trained)
+
+
+def test_a_chain_whose_choices_cannot_be_shared_says_so(tmp_path):
+    reason = result_of(Subject(spec="staged", layer="chain(iterations=3)"), "layer", "forward")
+    assert isinstance(reason, str) and "cannot be shared equally" in reason
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        (lambda r: replace(r, out=r.out * 1.01), Status.WRONG_VALUE),
+        (lambda r: replace(r, gradients={**r.gradients, "x_TD": r.gradients["x_TD"] * 1.01}), Status.WRONG_VALUE),
+        (lambda r: replace(r, gradients={**r.gradients, "w_in_EDG": None}), Status.WRONG_VALUE),
+        (lambda r: replace(r, gradients={**r.gradients, "gate_TK": r.gradients["gate_TK"][:, :1]}), Status.WRONG_SHAPE),
+        (lambda r: replace(r, gradients={**r.gradients, "x_TD": r.gradients["x_TD"].double()}), Status.WRONG_DTYPE),
+        (lambda r: replace(r, gradients={**r.gradients, "x_TD": r.gradients["x_TD"] / 0}), Status.NONFINITE),
+        (lambda r: replace(r, out=(r.out, r.out)), Status.WRONG_STRUCTURE),
+    ],
+)  # fmt: skip
+def test_a_wrong_gradient_is_seen(change, status, tmp_path):
+    subject = Subject(spec="staged")
+    made = result_of(subject, "expert_ffn", "train")
+    assert not isinstance(made, str)
+    judge, result = made
+    assert judged(judge, change(result), subject, tmp_path).status is status
+
+
+def test_soft_moe_costs_its_mixing_and_its_write_back():
+    case = BenchCase(name="own/x", span="layer", shape=SHAPE, dtype="float32")
+    inputs, layer = Inputs(case, "zipf(1.2)"), span_named("layer")
+    cost, load = layer.facts(Subject(spec="staged", router="soft_moe"), inputs)
+    T, D, F, E = SHAPE.T, SHAPE.D, SHAPE.F, SHAPE.E
+    experts = 2 * 3 * D * F * E + 2 * D * E  # a slot for each expert, and its gate
+    assert cost.useful_flops == experts + 2 * T * D * E + 2 * 2 * T * E * D
+    assert load["max_over_mean"] == 1.0 and load["active_experts"] == E
+
+
+def test_a_rule_with_one_choice_has_a_workload_of_its_own():
+    case = BenchCase(name="own/x", span="layer", shape=SHAPE, dtype="float32")
+    inputs, layer = Inputs(case, "zipf(1.2)"), span_named("layer")
+    _, load = layer.facts(Subject(spec="staged", router="switch"), inputs)
+    assert load == inputs.workload(0, 1).statistics(inputs.plan(0, "compact", 1)).to_dict()
+
+
+def test_options_of_rules_are_read():
+    assert parse_spec("top_p(p=0.8,most=4)") == ("top_p", {"p": 0.8, "most": 4})
+    assert parse_spec("softmax_topk(order=topk_then_softmax, bias=True)") == (
+        "softmax_topk", {"order": "topk_then_softmax", "bias": True},
+    )  # fmt: skip
+    assert parse_spec("switch(loss_weights={'switch': 0.01, 'z': 0.001})")[1] == {
+        "loss_weights": {"switch": 0.01, "z": 0.001}
+    }
+    with pytest.raises(ValueError, match="option=value"):
+        parse_spec("top_p(0.8)")

@@ -1,0 +1,334 @@
+"""The command line: what it prints, what it returns, and that mistakes get a sentence and no traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from child_process import python
+from command_line import mrb, mrb_json, refused
+from moe_routing_bench.cli import app
+from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.routers.router import all_routers
+
+GOOD = '''"""The built-in rule under another name."""
+from moe_routing_bench.ops.combine.gather_sum import run, unsupported
+CONFIGS = ({"speed": 1},)
+FORWARD_ONLY = True
+gather_sum = run
+def run(y_RD, gate_TK, plan, *, speed=0):
+    return gather_sum(y_RD, gate_TK, plan)
+'''
+FILES = {
+    "good": GOOD,
+    "wrong_numbers": GOOD.replace("plan)\n", "plan) * 0.5\n").replace('CONFIGS = ({"speed": 1},)\n', ""),
+    "bad_import": "from math import nonsense",
+    "bad_signature": "def run(y): ...\ndef unsupported(y): ...",
+    "bad_configs": GOOD.replace('{"speed": 1}', '"fast"'),
+    "bad_option": GOOD.replace('{"speed": 1}', '{"colour": 1}'),
+    "absent": "import no_such_library",
+    "asks_the_gpu": GOOD + "def unsupported(y_RD, gate_TK, plan):\n    raise RuntimeError('no GPU here')\n",
+    "never": GOOD + "def unsupported(y_RD, gate_TK, plan):\n    return 'it is never in the mood'\n",
+}
+COMMANDS = "list explain check bench sweep doctor results export compare gate decide compile".split()
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    """Makes a folder that holds the named files as implementations of combine."""
+
+    def make(*names: str) -> str:
+        (tmp_path / "combine").mkdir(exist_ok=True)
+        for name in names:
+            (tmp_path / "combine" / f"{name}.py").write_text(FILES[name])
+        return str(tmp_path)
+
+    return make
+
+
+def test_list_json_holds_every_op_implementation_and_router():
+    document = mrb_json("list")
+    assert [*document["ops"]] == [*all_ops()]
+    for name, op in all_ops().items():
+        implementations = document["ops"][name]["implementations"]
+        assert [*implementations] == op.names()
+        assert [spec for spec, one in implementations.items() if one["default"]] == [op.default]
+        assert len({tuple(one) for one in implementations.values()}) == 1, "the keys differ"
+    assert document["routers"].keys() == all_routers().keys()
+    assert document["routers"]["soft_moe"]["causal"] is False
+    assert mrb_json("list", "routers").keys() == {"routers"}
+    assert mrb_json("list", "ops").keys() == {"ops"}
+
+
+def test_list_says_what_matters():
+    text = mrb("list").stdout
+    for said in (
+        "sort (default)",
+        "ties in any order",
+        "forward only; reuses its output",
+        "host sync: a Python loop over experts",
+        "grouped_gemm=torch_grouped_mm|padded_bmm|block_sparse",
+        "not causal: later tokens matter; depends on the batch",
+        "arXiv:2308.00951",
+    ):
+        assert said in text, said
+    assert "\x1b" not in text and not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_list_shows_outside_code_whatever_its_state(folder):
+    path = folder("good", "bad_import", "bad_signature", "bad_configs", "absent")
+    text = mrb("list", "ops", "--include-path", path).stdout
+    assert "needs no_such_library, which is not installed" in text
+    assert "broken: ImportError: cannot import name 'nonsense'" in text
+    assert "run takes (y), but the op's arguments are (y_RD, gate_TK, plan)" in text
+    assert "CONFIGS must hold dictionaries, option to value" in text
+    assert f"file {path}/combine/good.py" in text and "The built-in rule under another name." in text
+    states = mrb_json("list", "--include-path", path)["ops"]["combine"]["implementations"]
+    assert {name: one["state"] for name, one in states.items() if one["origin"].startswith("file")} == {
+        "good": "ready",
+        "bad_import": "broken",
+        "bad_signature": "broken",
+        "bad_configs": "broken",
+        "absent": "absent",
+    }
+
+
+def test_an_error_in_built_in_code_is_raised(monkeypatch: pytest.MonkeyPatch):
+    import moe_routing_bench.ops.combine.index_add as module
+
+    monkeypatch.delattr(module, "run")
+    all_ops()["combine"]._ready.clear()
+    for words in (["list"], ["check", "--op", "combine"], ["explain", "combine"]):
+        with pytest.raises(ValueError, match="index_add"):
+            mrb(*words)
+
+
+@pytest.mark.parametrize("op", all_ops())
+@pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
+@pytest.mark.parametrize("layout", ["compact", "block(64)", "padded(capacity_factor=1.25)"])
+def test_explain_every_op_at_a_size_no_machine_holds(op, device, layout):
+    words = ["--tokens", "1000000000", "--experts", "4096", "--device", device, "--layout", layout, "--bias"]
+    document = mrb_json("explain", op, *words, "--train")
+    assert document["chosen"]["answer"] == "could run"
+    assert document["why_chosen"] == f"the default of {op}: decisions are off"
+    answers = {one["spec"]: one for one in document["others"]}
+    assert all_ops()[op].default not in answers
+    for one in answers.values():
+        assert (one["answer"], one["reason"] is None) in {("could run", True), ("no", False)}
+    if op in ("dispatch", "combine"):
+        assert "over the limit" in answers["one_hot_matmul"]["reason"]
+    if op == "grouped_gemm":
+        assert (answers["padded_bmm"]["answer"] == "no") == (not layout.startswith("padded"))
+
+
+def test_explain_names_what_auto_means_and_why_not_the_others():
+    text = mrb("explain", "expert_ffn", "--tokens", "16").stdout
+    chosen = "staged(combine=gather_sum,dispatch=index_select,grouped_gemm=expert_loop)"
+    assert f"auto -> {chosen}, the default of expert_ffn: decisions are off. It can run this." in text
+    assert "x_TD     16 x 2048 bfloat16" in text
+    assert "staged(grouped_gemm=padded_bmm)        no: grouped_gemm.padded_bmm: it needs the padded" in text
+
+
+def test_explain_a_kernel_that_takes_plain_tensors_alone():
+    others = mrb_json("explain", "expert_ffn", "--tokens", "16")["others"]
+    (native,) = [one for one in others if one["spec"] == "native"]
+    assert native["answer"] == "could run" or "compile" in native["reason"]
+
+
+def test_explain_a_choice_that_cannot_run():
+    text = mrb("explain", "grouped_gemm", "--impl", "padded_bmm").stdout
+    assert "padded_bmm, asked for by name. It cannot run this, and nothing falls back: it needs" in text
+    document = mrb_json("explain", "expert_ffn", "--impl", "staged(grouped_gemm=padded_bmm)")
+    assert document["chosen"]["answer"] == "no"
+
+
+def test_explain_train_rules_out_forward_only():
+    quiet, training = (
+        {one["spec"]: one["answer"] for one in mrb_json("explain", "dispatch", flag)["others"]}
+        for flag in ("--no-train", "--train")
+    )
+    assert (quiet["index_select_reused"], training["index_select_reused"]) == ("could run", "no")
+
+
+def test_explain_code_from_outside(folder):
+    path = folder("good", "bad_import", "absent", "asks_the_gpu")
+    others = mrb_json("explain", "combine", "--include-path", path)["others"]
+    answers = {one["spec"]: (one["answer"], one["reason"]) for one in others}
+    assert answers["good"] == answers["good(speed=1)"] == ("could run", None)
+    assert answers["bad_import"][0] == "broken"
+    assert answers["absent"] == ("no", "needs no_such_library, which is not installed")
+    assert answers["asks_the_gpu"] == ("cannot tell", "it raised RuntimeError: no GPU here")
+    text = mrb("explain", "combine", "--include-path", path, "--impl", "absent").stdout
+    assert "absent, asked for by name. It cannot run this" in text
+
+
+def test_explain_admits_that_the_device_is_not_here(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "There is no cuda device here." in mrb("explain", "topk", "--device", "cuda").stdout
+    assert "There is no" not in mrb("explain", "topk").stdout
+
+
+def test_check_passes():
+    result = mrb("check", "--op", "combine", "--impl", "*a*", "--dtype", "float32", "--dtype", "bfloat16")
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["op", "implementation", "float32", "bfloat16", "not", "supported", "verdict"]
+    assert re.search(r"^combine +gather_sum +(\d+)/\1 +(\d+)/\2 +- +passed$", result.stdout, re.MULTILINE)
+    assert re.search(r"^[\d,]+ cases passed, 0 failed, [1-9]\d* not supported \(reasons: --verb", lines[-1])
+    assert re.search(r"^combine.gather_sum: \d+ passed, 0 failed, 0 not", result.stderr, re.MULTILINE)
+    assert "\x1b" not in result.output
+
+
+def test_check_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    result = mrb("check", "--op", "topk", "--impl", "sort", "--dtype", "float32")
+    assert "\x1b[32mpassed" in result.stdout and "time left" in result.stderr
+
+
+def test_check_verbose_says_why_not():
+    text = mrb("check", "--op", "grouped_gemm", "--impl", "padded_bmm", "--dtype", "float32", "-v").stdout
+    assert re.search(r"\d+ cases: it needs the padded layout \(equal spans\), not block\(4\)", text)
+    assert "--verbose" not in text
+
+
+def test_check_finds_wrong_numbers(folder):
+    path = folder("good", "wrong_numbers")
+    words = ["check", "--op", "combine", "--dtype", "float32", "--include-path", path]
+    mrb(*words, "--impl", "good")
+    document = mrb_json(*words, code=1)
+    verdicts = {one["implementation"]: one["verdict"] for one in document["results"]}
+    wrong = {name for name, verdict in verdicts.items() if verdict not in ("passed", "not supported")}
+    assert wrong == {"wrong_numbers"} and {"good", "good(speed=1)", "gather_sum"} < verdicts.keys()
+    assert document["healthy"] is False and document["failed"] > 3
+    text = mrb(*words, "--impl", "wrong*", code=1).stdout
+    assert "combine.wrong_numbers" in text and "about 0.5 times the oracle" in text
+    assert f"cases passed, {document['failed']} failed" in text
+    assert text.count("Must hold:") == 3 and f"and {document['failed'] - 3} more (--verbose)" in text
+    text = mrb(*words, "--impl", "wrong*", "--verbose", code=1).stdout
+    assert text.count("Must hold:") == document["failed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("bad_import", "cannot import name 'nonsense'"),
+        ("bad_signature", "run takes (y)"),
+        ("bad_option", "has no option colour"),
+        ("asks_the_gpu", "raised RuntimeError: no GPU here"),
+    ],
+)
+def test_check_counts_broken_code_from_outside_as_failed(folder, name, said):
+    words = ["check", "--op", "combine", "--dtype", "float32", "--include-path", folder(name)]
+    # the rest of the op is still checked
+    text = mrb(*words, "--impl", "[!e]*", code=1).stdout
+    assert said in text and "gather_sum" in text and " 0 failed" not in text
+
+
+@pytest.mark.parametrize("name", ["absent", "never"])
+def test_check_is_not_content_with_nothing(folder, name):
+    words = ["check", "--op", "combine", "--dtype", "float32", "--include-path", folder(name)]
+    text = mrb(*words, "--impl", name, code=1).stdout
+    assert "Nothing selected of combine could run" in text and "0 cases passed, 0 failed" in text
+    mrb(*words, "--impl", "[gn]*")
+
+
+def test_check_notices_an_op_without_implementations(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(all_ops()["topk"], "names", list)
+    monkeypatch.setattr("moe_routing_bench.cli.checking.routers_found", lambda: {"switch": None})
+    assert "Nothing selected of topk could run" in mrb("check", "--op", "[rt]*", code=1).stdout
+
+
+def test_check_routers():
+    text = mrb("check", "--op", "routers").stdout
+    assert f"{len(all_routers())} cases passed, 0 failed" in text
+    assert [one["implementation"] for one in mrb_json("check", "--impl", "switch")["results"]] == ["switch"]
+
+
+def test_check_reports_a_router_that_breaks_its_contract(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(all_routers()["switch"], "causal", False)
+    monkeypatch.setattr(all_routers()["switch"], "batch_dependent", True)
+    text = mrb("check", "--op", "routers", "--impl", "switch", code=1).stdout
+    assert "routers.switch failed 1 case" in text and "it declares causal=False, but" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["list", "op"], "did you mean 'ops'?"),
+        (["list", "--include-path", "/no/such/folder"], "/no/such/folder is not a folder"),
+        (["explain", "combin"], "did you mean 'combine'?"),
+        (["explain", "combine", "--impl", "index_ad"], "did you mean 'index_add'?"),
+        (["explain", "combine", "--impl", "index_add(speed=3)"], "has no option speed"),
+        (["explain", "combine", "--dtype", "bfloat"], "did you mean 'bfloat16'?"),
+        (["explain", "combine", "--activation", "swigl"], "did you mean 'swiglu'?"),
+        (["explain", "combine", "--layout", "blok"], "cannot read the layout 'blok'"),
+        (["explain", "combine", "--choices", "200"], "only E=128 experts"),
+        (["explain", "combine", "--device", "tpu"], "cannot read the device 'tpu'"),
+        (["explain", "combine", "--tokens", str(10**18)], "cannot describe tensors of these sizes"),
+        (["check", "--op", "combin"], "did you mean 'combine'?"),
+        (["check", "--op", "router"], "did you mean 'routers'?"),
+        (["check", "--impl", "gather_summ"], "did you mean 'gather_sum'?"),
+        (["check", "--op", "topk", "--impl", "zzz*"], "nothing to check"),
+        (["check", "--dtype", "float31"], "did you mean 'float32'?"),
+    ],
+)
+def test_mistakes_get_one_sentence(words, said):
+    assert said in refused(*words)
+
+
+def test_a_name_that_exists_twice_is_a_mistake(folder):
+    path = Path(folder("good"))
+    (path / "combine" / "index_add.py").write_text(GOOD)
+    assert "combine.index_add exists twice" in refused("list", "--include-path", path)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"), [(["lst"], "Did you mean 'list'?"), (["explain", "topk", "--tokns", "3"], "--tokens")]
+)
+def test_unknown_words_are_refused(words, meant):
+    assert meant in mrb(*words, code=2).stderr
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_shows_examples(command, flag):
+    assert "Example" in mrb(*filter(None, [command]), flag).stdout
+
+
+def test_every_command_is_tested_here():
+    assert {command.name for command in app.registered_commands} == set(COMMANDS)
+
+
+def test_version():
+    assert mrb("--version").stdout.startswith("moe-routing-bench ")
+
+
+def test_the_library_alone_imports_no_command_line():
+    code = "import sys, moe_routing_bench; print(sorted({'typer', 'rich'} & set(sys.modules)))"
+    assert python(code).stdout.strip() == "[]"
+
+
+def test_runs_as_a_module():
+    words = [sys.executable, "-m", "moe_routing_bench", "explain", "topk", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["op"] == "topk"
+
+
+def test_check_refuses_a_device_that_is_not_there():
+    if not torch.cuda.is_available():
+        assert "cannot run on 'cuda'" in refused("check", "--op", "topk", "--device", "cuda")
+    assert "cannot run on 'gpu9'" in refused("check", "--op", "topk", "--device", "gpu9")
+
+
+def test_list_models_and_cases():
+    document = mrb_json("list", "cases")
+    assert len(document["cases"]["seed-pack"]) == 54 and document.keys() == {"cases"}
+    assert document["cases"]["seed-fused"][0]["shape"]["D"] == 7168
+    text = mrb("list", "models").stdout
+    assert "deepseek-v3" in text and "256 experts, 8 per token, shared expert of width 2048" in text
+    assert "54 cases of pack, float16: T 8192-32768" in mrb("list", "cases").stdout

@@ -1,0 +1,289 @@
+"""mrb results, export, compare, gate and decide: what they print, what they return, and hostile records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from command_line import mrb, mrb_json, refused
+from moe_routing_bench.ops.decisions import read_decisions
+from sample_runs import OTHER_MACHINE, make_run
+
+HOSTILE = "[red]case[/red] \x9b31m \u202egnp.exe :smile: [link=file:///etc/passwd]x[/link]"
+TWO = {"eager_loop": 1.0, "staged": 0.8}
+
+
+@pytest.fixture
+def a(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "a", TWO)
+
+
+def other(tmp_path: Path, contenders: dict[str, Any] = TWO, **options: Any) -> Path:
+    return make_run(tmp_path / "b", contenders, **{"seed": 1, **options})
+
+
+def tear(folder: Path) -> None:
+    (path,) = folder.glob("session=*/records.jsonl")
+    path.write_bytes(path.read_bytes()[:-300])
+    for copy in folder.glob("session=*/records.parquet"):
+        copy.unlink()
+
+
+def test_compare_shows_a_table_and_a_summary(a: Path, tmp_path: Path) -> None:
+    b = other(tmp_path, {"eager_loop": 1.0, "staged": 0.88}, sources={"staged": "new"}, drift=1.0)
+    text = mrb("compare", a, b).stdout
+    rows = [line.split() for line in text.splitlines() if "| compact" in line]
+    assert [row[4] for row in rows] == ["eager_loop", "staged"]  # least ratio first
+    assert "SLOWER" in rows[1] and "1 SLOWER" in text and "geometric mean of 2 ratios 1.0" in text
+    assert "not interleaved, so samples of A and B are not paired" in text and "1 by times alone" in text
+    document = mrb_json("compare", a, b)
+    assert document["counts"]["SLOWER"] == 1 and document["compared"] == 2
+    assert document["changes"][1]["method"] == "ratio to baseline"
+
+
+def test_compare_names_what_differs(a: Path, tmp_path: Path) -> None:
+    b = other(tmp_path, environment=OTHER_MACHINE)
+    error = refused("compare", a, b)
+    assert "the machines differ: a is xeon-2-cores, b is laptop; add --allow machine to compare" in error
+    text = mrb("compare", a, b, "--allow", "machine").stdout
+    assert "compared all the same: the machines differ" in text
+    assert "did you mean" in refused("compare", a, b, "--allow", "machina")
+
+
+def test_the_gate_stays_open_for_the_same_code(a: Path, tmp_path: Path) -> None:
+    text = mrb("gate", "--baseline", a, other(tmp_path)).stdout
+    assert text.rstrip().endswith("gate: passed") and "UNDECIDED" in text
+
+
+def test_the_gate_closes_on_a_confirmed_regression(a: Path, tmp_path: Path) -> None:
+    b = other(tmp_path, {"eager_loop": 1.0, "staged": 0.84})
+    text = mrb("gate", "--baseline", a, b, "--max-regression", "3%", code=1).stdout
+    assert "Slower by more than 3 %" in text and "mrb bench expert_ffn --impl staged" in text
+    assert "gate: failed: 1 slower, 0 broken" in text
+    mrb("gate", "--baseline", a, b, "--max-regression", "10%")
+    document = mrb_json("gate", "--baseline", a, b, code=1)
+    assert document["passed"] is False and document["max_regression"] == 0.03
+
+
+def test_the_gate_closes_on_what_broke(a: Path, tmp_path: Path) -> None:
+    b = other(tmp_path, {"eager_loop": 1.0, "staged": "WRONG_VALUE"})
+    text = mrb("gate", "--baseline", a, b, code=1).stdout
+    assert "WRONG_VALUE" in text and "--impl staged" in text and "1 broken" in text
+    everything = make_run(tmp_path / "c", dict.fromkeys(TWO, "CRASHED"), twin=False)
+    assert "2 broken" in mrb("gate", "--baseline", a, everything, code=1).stdout
+
+
+def test_missing_cells_are_said_and_fail_only_on_request(a: Path, tmp_path: Path) -> None:
+    b = other(tmp_path, {"eager_loop": 1.0})
+    text = mrb("gate", "--baseline", a, b).stdout
+    assert "Only in A" in text and "staged" in text and "gate: passed" in text
+    assert "1 missing" in mrb("gate", "--baseline", a, b, "--require-all", code=1).stdout
+
+
+@pytest.mark.parametrize("limit", ["3", "0.03", "0%", "-3%", "nan%", "1e3%", "", "3%%", "9999999%", "\x1b%"])
+def test_a_limit_that_is_no_percentage_is_a_mistake(a: Path, tmp_path: Path, limit: str) -> None:
+    error = mrb("gate", "--baseline", a, other(tmp_path), f"--max-regression={limit}", code=2).stderr
+    assert "percentage above 0 such as 3%" in error and "\x1b" not in error
+
+
+def test_mistakes_get_a_sentence(a: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for words in (("compare", a, empty), ("gate", "--baseline", a, empty)):
+        assert "holds no records" in refused(*words)
+    assert "no record with status PASSED" in refused("decide", empty)
+    assert "no results folder" in refused("decide", tmp_path / "absent")
+    assert "no results folder" in refused("results", "--folder", tmp_path / "absent")
+    assert "is a folder" in refused("export", a, "--parquet", empty)
+    target = tmp_path / "absent" / "x.parquet"
+    assert "there is no folder" in refused("export", a, "--parquet", target)
+
+
+def test_decide_writes_a_file_and_says_how_to_use_it(a: Path, tmp_path: Path) -> None:
+    text = mrb("decide", a).stdout
+    path = a / "decisions.json"
+    assert f"MRB_DECISIONS={path} or use_decisions('{path}')" in text
+    assert "staged everywhere loses nothing" in text and "eager_loop everywhere loses 25." in text
+    assert "at worst (in seed-fused/32x7168~scaled T=32" in text
+    assert read_decisions(path).entries[0].overall == "staged"
+    chosen = tmp_path / "chosen.json"
+    document = mrb_json("decide", a, "-o", chosen)
+    assert document["decisions"] == json.loads(chosen.read_text())
+    assert document["contests"][0]["winner"] == "staged"
+    assert [row["implementation"] for row in document["regret"]["expert_ffn"]] == ["staged", "eager_loop"]
+
+
+def test_decide_json_holds_no_infinity(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", {"eager_loop": 1.0, "staged": 0.5}, workload__T=4)
+    make_run(folder, {"eager_loop": 1.0}, workload__T=8)
+    text = mrb("decide", folder, "--json").stdout
+    assert "Infinity" not in text and json.loads(text)["regret"]["expert_ffn"][1]["worst_loss"] is None
+    assert "staged everywhere is no choice: it has no time in" in mrb("decide", folder).stdout
+
+
+def test_results_answers_sql(a: Path) -> None:
+    ask = "SELECT impl, count(*) AS n FROM records GROUP BY impl ORDER BY impl"
+    text = mrb("results", ask, "--folder", a).stdout
+    assert [line.split() for line in text.splitlines()] == [
+        ["impl", "n"],
+        ["eager_loop", "2"],
+        ["staged", "1"],
+    ]
+    document = mrb_json("results", ask, "-f", a)
+    assert document["columns"] == ["impl", "n"] and document["rows"] == [["eager_loop", 2], ["staged", 1]]
+    assert mrb("results", "SELECT 1 WHERE false", "-f", a).stdout == "no rows\n"
+    assert "one statement" in refused("results", "DROP VIEW records", "-f", a)
+    odd = mrb_json(
+        "results", "SELECT 'nan'::DOUBLE, created_at, [1.5], {'a': 2} FROM records LIMIT 1", "-f", a
+    )
+    assert odd["rows"][0][0] is None and odd["rows"][0][2:] == [[1.5], {"a": 2}]
+
+
+def test_many_rows_are_cut_with_a_word(a: Path) -> None:
+    text = mrb("results", "SELECT * FROM range(1500)", "-f", a).stdout
+    assert (
+        "and 500 more rows" in text and len(mrb_json("results", "FROM range(1500)", "-f", a)["rows"]) == 1500
+    )
+
+
+def test_results_alone_is_an_overview_of_the_folder_here(
+    a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "there is no folder ./results" in refused("results")
+    make_run(tmp_path / "results", {**TWO, "dense_all_experts": "OOM"})
+    make_run(tmp_path / "results", {"eager_loop": 1.0, "staged": 1.5}, workload__T=64)
+    text = mrb("results").stdout
+    assert "OOM" in text and "mrb results --columns" in text
+    document = mrb_json("results")
+    counts = {row["status"]: row["records"] for row in document["counts"]}
+    assert counts == {"PASSED": 4, "OOM": 1}  # twins are no contenders
+    assert [(row["best"], row["contenders"]) for row in document["best"]] == [
+        ("eager_loop", 2),
+        ("staged", 2),
+    ]
+
+
+def test_the_overview_takes_the_newest_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", TWO)
+    make_run(tmp_path / "a", {"eager_loop": 1.0, "staged": 1.5}, sources={"staged": "new"},
+             created_at="2026-11-16T00:00:00Z")  # fmt: skip
+    assert [row["best"] for row in mrb_json("results", "-f", tmp_path / "a")["best"]] == ["eager_loop"]
+
+
+def test_folders_without_times_have_an_overview(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "holds no records" in mrb("results", "-f", tmp_path / "empty").stdout
+    failures = make_run(tmp_path / "failed", {"staged": "OOM"}, twin=False)
+    assert "Nothing passed, so there are no times" in mrb("results", "-f", failures).stdout
+
+
+def test_columns_can_be_asked_for() -> None:
+    text = mrb("results", "--columns").stdout
+    assert "median_ms" in text and 'write "case" with double quotes' in text
+    assert {"name": "T", "type": "BIGINT"} in mrb_json("results", "--columns")
+
+
+def test_export_is_a_file_others_can_read(a: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.parquet"
+    assert "3 records in" in mrb("export", a, "--parquet", target).stdout
+    assert duckdb.sql(f"SELECT count(*) FROM '{target}'").fetchall() == [(3,)]
+    assert mrb_json("export", a, "--parquet", target)["records"] == 3
+
+
+def test_export_as_csv(a: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.csv"
+    assert "3 records in" in mrb("export", a, "--csv", str(target)).stdout
+    assert duckdb.sql(f"SELECT count(*), count(median_ms) FROM '{target}'").fetchall() == [(3, 3)]
+    assert mrb_json("export", a, "--csv", str(target)) == {
+        "file": str(target), "records": 3, "left_out": {"lines": 0, "first": []},
+    }  # fmt: skip
+    assert "results.csv" in mrb("export", a, "--csv", str(tmp_path), code=2).stderr
+    for words in ((), ("--csv", str(target), "--parquet", str(target))):
+        assert "name one file to write" in mrb("export", a, *words, code=2).stderr
+    assert "no spreadsheet runs it as a formula" in mrb("export", "--help").stdout
+
+
+def test_the_overview_keeps_routers_layers_and_directions_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    make_run(folder, TWO)
+    make_run(folder, {"eager_loop": 1.0, "staged": 1.5}, what__router="top_p(p=0.5)")
+    make_run(folder, {"eager_loop": 1.0, "staged": 2.0}, what__router="switch", what__direction="train")
+    make_run(folder, {"eager_loop": 1.0, "staged": 3.0}, what__layer="chain(iterations=2)")
+    text = mrb("results", "-f", str(folder)).stdout
+    for name in ("eager_loop | compact | top_p(p=0.5)", "eager_loop | compact | chain(iterations=2)"):
+        assert name in text
+    assert "expert_ffn train seed-fused/" in text
+
+    def best(*words: str) -> list[tuple[str, str, str, str]]:
+        found = mrb_json("results", "-f", str(folder), *words)
+        assert sum(row["records"] for row in found["counts"]) == 2 * len(found["best"])
+        return [(row["best"], row["router"], row["layer"], row["direction"]) for row in found["best"]]
+
+    top_p = ("eager_loop", "top_p(p=0.5)", "", "forward")
+    chain = ("eager_loop", "", "chain(iterations=2)", "forward")
+    assert len(best()) == 4
+    assert best("--router", "top_p") == best("--router", "top_p(p=0.5)") == [top_p]
+    assert best("--layer", "chain") == [chain]
+    assert best("--layer", "moe", "--direction", "forward", "--router", "top_p") == [top_p]
+    assert best("--direction", "train") == [("eager_loop", "switch", "", "train")]
+    assert len(best("--layer", "moe")) == 3
+
+
+def test_a_filter_for_what_is_not_there_is_a_mistake(a: Path) -> None:
+    for words, sentence in (
+        (("--direction", "forwards"), "has no direction 'forwards'; did you mean 'forward'? it has forward"),
+        (("--router", "switch"), "has no router 'switch'; it has none"),
+        (("--router", "x' OR true --"), "has no router"),
+        (("--layer", "chain"), "has no layer 'chain'; it has moe"),
+        (("SELECT 1", "--router", "switch"), "--router is for the overview; in a query say it with WHERE"),
+    ):
+        assert sentence in mrb("results", "-f", a, *words, code=2).stderr
+
+
+def test_lines_that_were_left_out_are_said(a: Path, tmp_path: Path) -> None:
+    b = other(tmp_path)
+    tear(a)
+    words = ("1 line was left out", "cut off while it was written")
+    target = tmp_path / "out.parquet"
+    for command in (
+        ("results", "-f", a),
+        ("results", "SELECT 1", "-f", a),
+        ("export", a, "--parquet", target),
+        ("compare", a, b),
+        ("gate", "--baseline", a, b),
+        ("decide", a),
+    ):
+        ran = mrb(*command)
+        assert all(word in ran.stderr for word in words), command
+        assert mrb_json(*command)["left_out"]["lines"] == 1
+
+
+def test_hostile_words_reach_no_terminal(tmp_path: Path) -> None:
+    options = {"workload__case": HOSTILE, "repro": HOSTILE, "implementation__spec": "staged"}
+    a = make_run(tmp_path / "a", {"staged": 1.0}, **options)
+    b = other(tmp_path, {"staged": 2.0}, sources={"staged": "new"}, **options)
+    broken = make_run(
+        tmp_path / "c", {"staged": "CRASHED"}, twin=False, correctness__reason=HOSTILE, **options
+    )
+    unlike = make_run(tmp_path / "d", {"staged": 1.0}, **options, protocol__view=HOSTILE)
+    for words, code in (
+        (("compare", a, b), 0),
+        (("compare", a, unlike), 2),
+        (("gate", "--baseline", a, b), 1),
+        (("gate", "--baseline", a, broken), 1),
+        (("decide", a), 0),
+        (("results", "-f", a), 0),
+        (("results", 'SELECT "case", repro FROM records', "-f", a), 0),
+        (("results", "SELECT chr(27) || '[2J' AS \"x\x9b\"", "-f", a), 0),
+        (("results", "SELECT nothing\x9b", "-f", a), 2),
+    ):
+        ran = mrb(*words, code=code)
+        shown = ran.stdout + ran.stderr
+        assert all(letter.isprintable() or letter == "\n" for letter in shown), (words, shown)
+        if not any(part in str(words[1]) for part in ("chr(27)", "nothing")):
+            assert "[red]case[/red] ?31m ?gnp.exe :smile: [link=file:///etc/passwd]x[/link]" in shown, words

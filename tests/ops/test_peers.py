@@ -1,0 +1,186 @@
+"""Transformers' experts as implementations of expert_ffn: its real functions, our numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny_layers
+from child_process import python
+from moe_routing_bench import all_ops
+from moe_routing_bench.ops import hf
+from moe_routing_bench.ops.expert_ffn import hf_batched_mm, hf_eager, hf_grouped_mm
+from moe_routing_bench.ops.expert_ffn.op import reference
+from tiny_layers import Arguments
+
+T, D, F, E, K = 11, 16, 8, 5, 2
+PEERS = [hf_eager, hf_grouped_mm, hf_batched_mm]
+
+
+@pytest.fixture
+def transformers() -> Any:
+    return pytest.importorskip("transformers")
+
+
+def name_of(peer: ModuleType) -> str:
+    return peer.__name__.rpartition(".")[2]
+
+
+def arguments(dtype: torch.dtype, *, absent: float = 0.0, activation: str = "swiglu") -> Arguments:
+    x_TD, gate_TK, plan, weights = tiny_layers.arguments(
+        T, K, E, D, F, dtype=dtype, activation=activation, absent=absent
+    )
+    return x_TD, gate_TK.to(dtype) + 0.1, plan, weights
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    tolerance = 1e-12 if want.dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("peer", PEERS, ids=name_of)
+def test_it_agrees_with_the_reference(
+    transformers: Any, peer: ModuleType, dtype: torch.dtype, activation: str
+) -> None:
+    args = arguments(dtype, activation=activation)
+    if (reason := peer.unsupported(*args)) is not None:
+        assert peer is hf_grouped_mm and dtype == torch.float64 and "float64" in reason
+        return
+    close(peer.run(*args), reference(*args))
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=name_of)
+def test_experts_takes_a_routers_ids_without_a_plan(transformers: Any, peer: ModuleType) -> None:
+    x_TD, gate_TK, plan, weights = arguments(torch.float32)
+    y_TD = peer.experts(x_TD, plan.expert_TK(), gate_TK, weights)
+    close(y_TD, reference(x_TD, gate_TK, plan, weights))
+
+
+@pytest.mark.parametrize(
+    "peer,function",
+    [(hf_grouped_mm, "grouped_mm_experts_forward"), (hf_batched_mm, "batched_mm_experts_forward")],
+    ids=["hf_grouped_mm", "hf_batched_mm"],
+)
+def test_the_function_of_transformers_is_what_runs(
+    transformers: Any, monkeypatch: pytest.MonkeyPatch, peer: ModuleType, function: str
+) -> None:
+    moe = importlib.import_module("transformers.integrations.moe")
+    seen: list[tuple[int, ...]] = []
+
+    def spy(module: Any, x_TD: Tensor, expert_TK: Tensor, gate_TK: Tensor) -> Tensor:
+        assert module.gate_up_proj.is_contiguous() and module.down_proj.is_contiguous()
+        assert not module.is_transposed
+        seen.append(tuple(module.gate_up_proj.shape))
+        return x_TD
+
+    mapping = moe.ALL_EXPERTS_FUNCTIONS._global_mapping
+    key = function.removesuffix("_experts_forward")
+    assert mapping[key] is getattr(moe, function)
+    monkeypatch.setitem(mapping, key, spy)
+    peer.run(*arguments(torch.float32))
+    assert seen == [(E, 2 * F, D)]
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=name_of)
+def test_pairs_without_a_row_add_nothing(transformers: Any, peer: ModuleType) -> None:
+    x_TD, gate_TK, plan, weights = arguments(torch.float32, absent=0.4)
+    nowhere_T = (plan.row_TK < 0).all(1)
+    assert not plan.filled and bool(nowhere_T.any())
+    x_TD.requires_grad_()
+    gate_TK = gate_TK.requires_grad_()
+    y_TD = peer.run(x_TD, gate_TK, plan, weights)
+    close(y_TD, reference(x_TD, gate_TK, plan, weights))
+    assert bool((y_TD[nowhere_T] == 0).all())
+    y_TD.sum().backward()
+    assert gate_TK.grad is not None and x_TD.grad is not None
+    assert bool((gate_TK.grad[plan.row_TK < 0] == 0).all()) and bool((x_TD.grad[nowhere_T] == 0).all())
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=name_of)
+def test_weights_changed_in_place_are_noticed(transformers: Any, peer: ModuleType) -> None:
+    args = arguments(torch.float32)
+    before = peer.run(*args)
+    assert torch.equal(peer.run(*args), before)
+    args[3].w_out_EFD.mul_(-2)
+    close(peer.run(*args), -2 * before)
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=name_of)
+def test_weights_already_in_their_layout_are_not_copied(transformers: Any, peer: ModuleType) -> None:
+    x_TD, gate_TK, plan, weights = arguments(torch.float32)
+    stored_EGD, stored_EDF = (w.transpose(1, 2).contiguous() for w in (weights.w_in_EDG, weights.w_out_EFD))
+    weights = replace(weights, w_in_EDG=stored_EGD.transpose(1, 2), w_out_EFD=stored_EDF.transpose(1, 2))
+    peer.run(x_TD, gate_TK, plan, weights)
+    module = hf.converted(weights)
+    assert module.gate_up_proj.data_ptr() == stored_EGD.data_ptr()
+    assert module.down_proj.data_ptr() == stored_EDF.data_ptr()
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=name_of)
+def test_what_is_kept_dies_with_the_weights(transformers: Any, peer: ModuleType) -> None:
+    def once(view: bool) -> None:
+        x_TD, gate_TK, plan, weights = arguments(torch.float32)
+        if view:
+            stored = [w.transpose(1, 2).contiguous() for w in (weights.w_in_EDG, weights.w_out_EFD)]
+            weights = replace(
+                weights, w_in_EDG=stored[0].transpose(1, 2), w_out_EFD=stored[1].transpose(1, 2)
+            )
+        peer.run(x_TD, gate_TK, plan, weights)
+
+    before = len(hf.converted)
+    for view in (False, True):
+        once(view)
+        assert len(hf.converted) == before
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=name_of)
+def test_gradients_reach_our_weights(transformers: Any, peer: ModuleType) -> None:
+    x_TD, gate_TK, plan, weights = arguments(torch.float32)
+    want, got = ([w.clone().requires_grad_() for w in weights.tensors().values()] for _ in range(2))
+
+    def grads(run: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor | None]:
+        trained = replace(weights, w_in_EDG=leaves[0], w_out_EFD=leaves[1])
+        run(x_TD, gate_TK, plan, trained).square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    for found, expected in zip(grads(peer.run, got), grads(reference, want), strict=True):
+        assert found is not None and expected is not None
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=name_of)
+def test_without_transformers_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, peer: ModuleType
+) -> None:
+    real = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        return None if name == "transformers" else real(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    reason = all_ops()["expert_ffn"].why_not(name_of(peer), *arguments(torch.float32))
+    assert reason == "needs transformers; pip install 'moe-routing-bench[hf]'"
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=name_of)
+def test_what_qwen3_experts_cannot_do_is_said(transformers: Any, peer: ModuleType) -> None:
+    x_TD, gate_TK, plan, weights = arguments(torch.float32)
+    plain = replace(weights, w_in_EDG=weights.w_in_EDG[..., :F], activation="relu")
+    assert "not relu" in str(peer.unsupported(x_TD, gate_TK, plan, plain))
+    biased = replace(weights, b_out_ED=torch.zeros(E, D))
+    assert "no biases" in str(peer.unsupported(x_TD, gate_TK, plan, biased))
+
+
+def test_importing_the_peers_does_not_import_transformers() -> None:
+    modules = ", ".join(peer.__name__ for peer in PEERS)
+    code = f"import sys, {modules}; print('transformers' in sys.modules)"
+    assert python(code).stdout.strip() == "False"

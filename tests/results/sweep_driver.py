@@ -1,0 +1,60 @@
+"""A sweep of tiny cells for tests of crashes: python sweep_driver.py FOLDER CELLS [bad kernels...]
+
+Prints a line for each cell that is on disk. Bad kernels stand in cells of their own, beside an honest one.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.executor import LocalExecutor
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.ops.registry import include
+from moe_routing_bench.results.sweep import plan_sweep, run_sweep
+from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
+
+KERNELS = Path(__file__).parent.parent / "red_team" / "kernels"
+POLICY = Policy(min_rounds=8, max_rounds=8, step_seconds=8, memory_gib=2, checked=2, target=0.5)
+
+
+def make_cells(count: int, bad: list[str]) -> list[Cell]:
+    """Honest pairs; spread among them one cell for each bad kernel."""
+    at = {(i + 1) * count // (len(bad) + 1): name for i, name in enumerate(bad)}
+    return [
+        Cell(
+            case=BenchCase(
+                name=f"own/{i}",
+                span="combine",
+                shape=MoEShape(T=16 + i, D=32, F=32, E=4, K=2),
+                dtype="float32",
+            ),
+            workload="uniform",
+            subjects=(Subject(spec="gather_sum"), Subject(spec=at.get(i, "index_add"))),
+            policy=POLICY,
+            include=(str(KERNELS),) if i in at else (),
+        )
+        for i in range(count)
+    ]
+
+
+def main(folder: Path, count: int, bad: list[str]) -> None:
+    torch.set_num_threads(1)
+    if bad:
+        include(KERNELS)
+    cells = make_cells(count, bad)
+    plan = plan_sweep(cells, folder)
+    print(f"todo {len(plan.todo)}", flush=True)
+    for outcome in run_sweep(plan.todo, folder, LocalExecutor()):
+        print(f"done {outcome.cell.case.name} {[str(o.status) for o in outcome.subjects]}", flush=True)
+
+
+if __name__ == "__main__":
+    # a job started in the background by a shell inherits "ignore Ctrl-C"
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,170 @@
+"""Sweeps survive what happens to them: the cell in flight may be lost, nothing is repeated, nothing stale."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moe_routing_bench.bench import identity
+from moe_routing_bench.bench.executor import LocalExecutor
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.results import sweep
+from moe_routing_bench.results.store import iterate
+from moe_routing_bench.results.sweep import plan_sweep, run_sweep
+from sweep_driver import make_cells
+
+DRIVER = Path(__file__).parent / "sweep_driver.py"
+pytestmark = pytest.mark.timeout(300)
+
+
+def start(folder: Path, cells: int, *bad: str) -> subprocess.Popen:
+    words = [sys.executable, str(DRIVER), str(folder), str(cells), *bad]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ)
+
+
+def wait_for(process: subprocess.Popen, cells: int) -> list[str]:
+    """Read until so many cells are done."""
+    seen: list[str] = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        seen += [line.strip()] if line.startswith("done") else []
+        if len(seen) >= cells:
+            break
+    return seen
+
+
+def cells_in(folder: Path) -> Counter:
+    """How often each cell was committed: sessions are folders, records of one cell share key and session."""
+    return Counter(key for key, _ in {(r.cell_key, r.session) for r in iterate(folder)})
+
+
+def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    found = []
+    for child in children:
+        try:
+            if os.getsid(child.pid) == child.pid:  # a worker leads a session of its own
+                found.append(child)
+        except (ProcessLookupError, psutil.Error):
+            continue
+    return found
+
+
+def test_a_killed_parent_costs_the_cell_in_flight_and_leaves_no_process(tmp_path):
+    first = start(tmp_path, 5)
+    done = wait_for(first, 2)
+    for _ in range(200):
+        if alive := workers_of(first):
+            break
+        time.sleep(0.01)
+    first.kill()
+    first.communicate()
+    for child in alive:
+        child.wait(10)  # they die with their parent
+    assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    committed = cells_in(tmp_path)
+    assert len(committed) in (len(done), len(done) + 1)
+    second = start(tmp_path, 5)
+    out, _ = second.communicate()
+    assert second.returncode == 0 and f"todo {5 - len(committed)}" in out
+    assert cells_in(tmp_path) == dict.fromkeys(cells_in(tmp_path), 1) and len(cells_in(tmp_path)) == 5
+
+
+def test_a_killed_worker_costs_one_implementation_of_one_cell(tmp_path):
+    process = start(tmp_path, 3)
+    wait_for(process, 1)
+    for _ in range(500):
+        if alive := workers_of(process):
+            random.choice(alive).kill()
+            break
+        time.sleep(0.01)
+    process.communicate()
+    assert process.returncode == 0
+    records = list(iterate(tmp_path))
+    assert len(cells_in(tmp_path)) == 3
+    broken = [r for r in records if r.correctness.status is not Status.PASSED]
+    assert len(broken) == 1 and broken[0].correctness.status is Status.CRASHED
+    assert "SIGKILL" in broken[0].correctness.reason
+    assert broken[0].timing is None
+
+
+def test_oom_hang_and_segfault_each_cost_themselves_only(tmp_path):
+    bad = ("allocates_until_oom", "loops_forever", "segfaults")
+    process = start(tmp_path, 4, *bad)
+    process.communicate()
+    assert process.returncode == 0
+    by_impl = {r.implementation.label: r for r in iterate(tmp_path) if r.implementation.label in bad}
+    assert {name: str(r.correctness.status) for name, r in by_impl.items()} == {
+        "allocates_until_oom": "OOM",
+        "loops_forever": "TIMEOUT",
+        "segfaults": "CRASHED",
+    }
+    honest = [r for r in iterate(tmp_path) if r.implementation.label not in bad]
+    assert len(cells_in(tmp_path)) == 4 and all(r.correctness.status is Status.PASSED for r in honest)
+
+
+def test_resume_repeats_nothing_and_nothing_stale_is_used(tmp_path, monkeypatch):
+    cells = make_cells(2, [])
+    assert plan_sweep(cells, tmp_path).done == 0
+    assert len(list(run_sweep(plan_sweep(cells, tmp_path).todo, tmp_path, LocalExecutor()))) == 2
+    again = plan_sweep(cells, tmp_path)
+    assert (again.todo, again.done, again.failed) == ((), 2, 0)
+    # every field of the key makes a cell new; test_identity.py changes each of them in the cell itself
+    for field in (
+        "case",
+        "contract",
+        "workload",
+        "subjects",
+        "policy",
+        "harness",
+        "versions",
+        "machine",
+        "settings",
+    ):
+        real = identity.key_fields
+        with monkeypatch.context() as patched:
+            patched.setattr(identity, "key_fields", lambda c, m, f=field, r=real: {**r(c, m), f: "other"})
+            assert len(plan_sweep(cells, tmp_path).todo) == 2, field
+    assert plan_sweep(cells, tmp_path).done == 2
+
+
+def test_failed_cells_are_left_or_retried_as_asked(tmp_path, monkeypatch):
+    cells = make_cells(2, [])
+    list(run_sweep(cells, tmp_path, LocalExecutor()))
+    key = identity.cell_key(cells[0], sweep.this_machine())
+    real = sweep.latest_states(tmp_path)
+    monkeypatch.setattr(sweep, "latest_states", lambda folder: {**real, key: {Status.PASSED, Status.CRASHED}})
+    assert plan_sweep(cells, tmp_path).todo == () and plan_sweep(cells, tmp_path).failed == 1
+    assert plan_sweep(cells, tmp_path, retry_failed=True).todo == (cells[0],)
+
+
+def test_what_counts_is_the_latest_state(tmp_path):
+    cells = make_cells(1, [])
+    for _ in range(2):
+        list(run_sweep(cells, tmp_path, LocalExecutor()))
+    states = sweep.latest_states(tmp_path)
+    assert list(states.values()) == [{Status.PASSED}]
+    assert sum(cells_in(tmp_path).values()) == 2
+
+
+def test_a_plan_estimates_its_time(tmp_path):
+    few, many = (plan_sweep(make_cells(n, []), tmp_path).seconds for n in (2, 20))
+    assert 0 < few < many == pytest.approx(10 * few, rel=0.1)
+
+
+def test_ctrl_c_stops_and_what_is_done_stays(tmp_path):
+    process = start(tmp_path, 5)
+    wait_for(process, 1)
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode != 0
+    assert 1 <= len(cells_in(tmp_path)) < 5

@@ -1,0 +1,58 @@
+"""Outcomes of cells as the runner gives them, with times made up for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.bench.verdict import compare
+from moe_routing_bench.bench.weather import WeatherSpan, weather
+from moe_routing_bench.cost import Cost
+from moe_routing_bench.load import LoadStatistics
+from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
+
+HASH = "0123456789abcdef" * 4
+COST = Cost(useful_flops=4_000_000, executed_flops=5_000_000, weight_bytes=60_000, activation_bytes=40_000)
+ROUNDS = 20
+
+
+def an_outcome(
+    *times: float | str,
+    subjects: tuple[Subject, ...],
+    span: str = "layer",
+    direction: str = "forward",
+    workload: str = "zipf(1.2)",
+    cost: Cost = COST,
+    **sizes: int,
+) -> CellOutcome:
+    """Each subject has its time in seconds, or its failed status; the first with a time is the baseline."""
+    shape = MoEShape(**{"T": 100, "D": 64, "F": 32, "E": 8, "K": 2, **sizes})
+    name = f"own/{shape.T}x{shape.D}-e{shape.E}-k{shape.K}"
+    case = BenchCase(name=name, span=span, shape=shape, dtype="float32", direction=direction)
+    cell = Cell(case=case, workload=workload, subjects=subjects)
+    load: Any = dict.fromkeys(LoadStatistics.__dataclass_fields__, 0)
+    found: list[SubjectOutcome] = []
+    base: tuple[float, ...] = ()
+    for subject, time in zip(subjects, times, strict=True):
+        label, source = subject.spec, HASH
+        if isinstance(time, str):
+            about: dict[str, Any] = {"status": Status[time], "reason": "why"}
+        else:
+            samples = tuple(time * (1 + 0.0001 * (n - ROUNDS / 2)) for n in range(ROUNDS + 1))
+            about = {"status": Status.PASSED, "samples": samples, "load": load, "first_call": 0.1}
+            about["role"] = "candidate" if base else "baseline"
+            about["comparison"] = compare(base, samples) if base else None
+            about["peak_rss_bytes"] = 300 * 2**20
+            base = base or samples
+        found.append(SubjectOutcome(subject=subject, label=label, source_hash=source, cost=cost, **about))
+    now = weather()
+    return CellOutcome(
+        cell=cell, key=HASH, outcomes=tuple(found), rounds=ROUNDS + 1, aa_floor=0.001, routing_checksum=HASH,
+        weather=WeatherSpan(before=now, after=now), stop_reason="precision reached",
+    )  # fmt: skip
+
+

@@ -1,0 +1,370 @@
+"""Kernels compiled ahead of time: what is read from machine code is true, and what is wrong is seen."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from child_process import python
+from command_line import mrb, refused
+
+pytest.importorskip("triton.language")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted and compiled kernels cannot share a process", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from moe_routing_bench.ops.gpu import TARGETS, Compilation, Target
+from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.studies.compiled import (
+    Compiled,
+    compilations_of,
+    compile_implementation,
+    compile_kernel,
+    programs_per_unit,
+    text_flops,
+    worse_than,
+)
+from repository import ROOT, SOURCE
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ.setdefault("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+    # triton 3.9 warns that its default (fused multiply-add) will change, and warnings are errors here
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+@triton.jit
+def gemm(a, b, c, N: tl.constexpr, D: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr):
+    row = tl.program_id(0) * M_ + tl.arange(0, M_)
+    column = tl.program_id(1) * N_ + tl.arange(0, N_)
+    depth = tl.arange(0, K_)
+    total = tl.zeros((M_, N_), tl.float32)
+    for k in range(0, D, K_):
+        left = tl.load(a + row[:, None] * D + (k + depth)[None, :])
+        right = tl.load(b + (k + depth)[:, None] * N + column[None, :])
+        total = tl.dot(left, right, total)
+    tl.store(c + row[:, None] * N + column[None, :], total.to(tl.bfloat16))
+
+
+@triton.jit
+def copy(x, y, step, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at * step))
+
+
+@triton.jit
+def gemm_of_tiles(
+    a, b, c, first, tiles, N: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, FLATTEN: tl.constexpr,
+    CARRIED: tl.constexpr,
+):  # fmt: skip
+    """Tile after tile; CARRIED: b's mask is of a value that the flattened loop carries from turn to turn."""
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        row = tl.arange(0, SIZE)
+        if first is not None:
+            row += tl.load(first + tile).to(tl.int32)
+        place = tl.arange(0, SIZE)
+        column = tile * SIZE + place
+        depth = tl.arange(0, SIZE)
+        a_at = a + row[:, None] * D + depth[None, :]
+        b_at = b + depth[:, None] * N + column[None, :]
+        total = tl.zeros((SIZE, SIZE), tl.float32)
+        for k in range(0, D, SIZE):
+            if CARRIED:
+                inside = (depth[:, None] < D - k) & (column[None, :] < N)
+            else:
+                inside = (depth[:, None] < D - k) & (place[None, :] < N - tile * SIZE)
+            total = tl.dot(tl.load(a_at), tl.load(b_at, mask=inside, other=0.0), total)
+            a_at += SIZE
+            b_at += SIZE * N
+        tl.store(c + row[:, None] * N + column[None, :], total.to(tl.bfloat16), mask=column[None, :] < N)
+
+
+@triton.jit
+def refuses(x, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK == 0, "never")
+
+
+def gemm_compilation(target: Target, *, stages: int = 3, **changes: object) -> Compilation:
+    launch = target.launch(num_warps=8, num_stages=stages)
+    made = Compilation(
+        name="gemm",
+        kernel=gemm,
+        signature={"a": "*bf16", "b": "*bf16", "c": "*bf16"},
+        constexprs={"N": 512, "D": 1024, "M_": 128, "N_": 128, "K_": 64},
+        num_warps=launch["num_warps"],
+        num_stages=launch["num_stages"],
+        expects=("tensor_core", "vector_load"),
+        flops=2 * 128 * 128 * 1024,
+        bytes=2 * 1024 * 256 + 2 * 128 * 128,
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def copying(step: str, expects: tuple[str, ...] = ("vector_load",)) -> Compilation:
+    return Compilation(
+        name="copy", kernel=copy, signature={"x": "*bf16", "y": "*bf16", "step": step},
+        constexprs={"BLOCK": 1024}, num_warps=4, num_stages=1, expects=expects,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_a_matmul_becomes_tensor_core_code_without_spills(arch: str) -> None:
+    target = Target.named(arch)
+    found = compile_kernel(gemm_compilation(target), target)
+    assert found.wrong == ()
+    assert found.tensor_core > 0 and found.wide_loads > 0 and found.spill_bytes == 0
+    assert 32 <= found.registers <= 255 and 0 < found.shared_bytes <= target.shared_per_program
+    assert 1000 < found.code_bytes < 100_000 and 1 <= found.programs_per_unit <= 8
+    assert found.intensity == pytest.approx(60, abs=5)
+    # 1024 / 64 turns; pipelining may copy a turn or two before and after the loop
+    assert 5 <= found.passes <= 16 or (arch == "sm_100a" and found.passes == 0)
+
+
+def test_the_work_of_instructions_is_in_their_names() -> None:
+    assert text_flops("mma.sync.aligned.m16n8k16.row.col.f32 {};", warps=8) == 2 * 16 * 8 * 16 * 8
+    assert text_flops("wgmma.mma_async.sync.aligned.m64n128k16.f32", warps=8) == 2 * 64 * 128 * 16 * 2
+    assert text_flops("v_mfma_f32_16x16x16_bf16 a, b\n" * 3, warps=4) == 3 * 2 * 16**3 * 4
+
+
+def test_spills_are_seen() -> None:
+    target = Target.named("sm_80")
+    found = compile_kernel(gemm_compilation(target, options={"maxnreg": 64}), target)
+    assert found.registers <= 64 and found.spill_bytes > 0
+    assert any("spills" in sentence for sentence in found.wrong)
+
+
+def test_too_much_shared_memory_is_seen_though_the_compiler_is_silent() -> None:
+    target = Target.named("sm_80")
+    found = compile_kernel(gemm_compilation(target, stages=5, num_stages=8), target)
+    assert found.shared_bytes > target.shared_per_program
+    assert any("shared memory" in sentence for sentence in found.wrong)
+
+
+def test_missing_tensor_cores_and_narrow_loads_are_seen() -> None:
+    target = Target.named("sm_90a")
+    assert compile_kernel(copying("i32:1"), target).wrong == ()
+    told = compile_kernel(copying("i32", ("tensor_core", "vector_load")), target).wrong
+    assert told[0] == r"has no tensor-core instruction (wgmma\.mma_async)"
+    assert told[1] == "loads nothing 128 bits at a time"
+    assert "nobody can check" in compile_kernel(copying("i32:1", ("speed",)), target).wrong[0]
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_one_stage_is_not_taken_for_three(arch: str) -> None:
+    target = Target.named(arch)
+    ahead = gemm_compilation(target, expects=("pipelined",))
+    found = compile_kernel(ahead, target)
+    assert found.wrong == () and found.overlap == f"{ahead.num_stages} stages"
+    found = compile_kernel(replace(ahead, num_stages=1), target)
+    assert found.overlap == ""
+    assert found.wrong == ("has 1 stages and only 0 tiles on their way",)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_the_next_tile_is_fetched_before_this_one_is_stored_or_that_is_told(arch: str) -> None:
+    target = Target.named(arch)
+    launch = target.launch(num_warps=4, num_stages=3)
+    made = Compilation(
+        name="tiles", kernel=gemm_of_tiles,
+        signature={"a": "*bf16", "b": "*bf16", "c": "*bf16", "first": "*i64", "tiles": "i32"},
+        constexprs={"N": 512, "D": 1024, "SIZE": 64, "FLATTEN": True, "CARRIED": False},
+        num_warps=launch["num_warps"], num_stages=launch["num_stages"], expects=("next_tile",),
+    )  # fmt: skip
+    found = compile_kernel(made, target)
+    assert found.wrong == () and found.overlap == f"{made.num_stages} stages, next tile"
+    assert found.fetches_ahead >= 2 * (made.num_stages - 1)
+    nested = compile_kernel(replace(made, constexprs={**made.constexprs, "FLATTEN": False}), target)
+    missing = "does not fetch all of the next tile before it stores this one"
+    assert nested.wrong == (missing,)
+    if target.backend == "cuda":
+        # one loop, and still b waits: its mask's alignment is lost, so it is not copied asynchronously
+        late = replace(made, constexprs={**made.constexprs, "CARRIED": True})
+        told = compile_kernel(replace(late, expects=("pipelined", "next_tile")), target).wrong
+        assert told[-2:] == ("has 3 stages and only 2 tiles on their way", missing)
+    if target.name == "sm_80":
+        # Triton does not pipeline this one here: it copies asynchronously and waits at once
+        signature = {name: kind for name, kind in made.signature.items() if name != "first"}
+        alone = replace(made, signature=signature, constexprs={**made.constexprs, "first": None})
+        at_once = compile_kernel(replace(alone, expects=("pipelined", "next_tile")), target)
+        assert at_once.wide_loads and at_once.overlap == "" and len(at_once.wrong) == 2
+
+
+def of(op: str, spec: str, arch: str, kernel: str = "") -> list[Compiled]:
+    """The kernels of an implementation's configuration, or the one with that name."""
+    implementation, target = all_ops()[op].get(spec), Target.named(arch)
+    if not kernel:
+        return list(compile_implementation(implementation, "qwen3-30b-a3b", target))
+    made = compilations_of(implementation, "qwen3-30b-a3b", target)
+    return [compile_kernel(one, target) for one in made if one.name == kernel]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_descriptors_and_dependent_launches_are_seen_where_they_are_and_missed_where_not(arch: str) -> None:
+    (ours,) = of("grouped_gemm", "triton_ragged(tma=1)", arch, "forward")
+    assert ours.wrong == () and ours.descriptor_loads and ours.overlap == "3 stages, tma"
+    target = Target.named(arch)
+    missing = compile_kernel(gemm_compilation(target, expects=("descriptor_load",)), target).wrong
+    assert missing == ("loads nothing by tensor descriptor (cp.async.bulk.tensor)",)
+
+    (first,) = of("expert_ffn", "triton_fused(pdl=1)", arch, "hidden")
+    (second,) = of("expert_ffn", "triton_fused(pdl=1)", arch, "weighted")
+    (third,) = of("expert_ffn", "triton_fused(pdl=1)", arch, "sum_rows")
+    assert (first.wrong, second.wrong, third.wrong) == ((), (), ())
+    assert [bool(one.starts_next) for one in (first, second, third)] == [True, True, False]
+    assert [bool(one.waits_for_previous) for one in (first, second, third)] == [False, True, True]
+    assert second.overlap == "3 stages, pdl"
+    told = compile_kernel(copying("i32:1", ("starts_next", "waits_for_previous")), target).wrong
+    assert told[0] == "never lets the next kernel start (griddepcontrol.launch_dependents)"
+    assert told[1] == "is started early and never waits for the kernel before (griddepcontrol.wait)"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
+def test_the_prefetch_of_the_fused_experts_is_one(arch: str) -> None:
+    spec = "triton_fused(block_n=64,persistent=1,prefetch=1)"
+    for kernel in ("hidden", "weighted"):
+        (found,) = of("expert_ffn", spec, arch, kernel)
+        assert found.wrong == () and "next tile" in found.overlap
+
+
+def test_few_rows_take_the_small_multiply() -> None:
+    target = Target.named("sm_90a")
+    expects = target.compiled(rows=16, num_warps=4, num_stages=3)["expects"]
+    small = gemm_compilation(target, expects=expects, num_warps=4)
+    small = replace(small, constexprs={**small.constexprs, "M_": 16})
+    found = compile_kernel(small, target)
+    assert found.wrong == () and found.tensor_core == 0 and found.small_multiplies > 0
+    told = compile_kernel(copying("i32:1", ("small_multiply",)), target).wrong
+    assert told == ("has no tensor-core instruction (mma.sync)",)
+
+
+def test_a_configuration_that_is_not_for_an_architecture_is_a_row_with_a_reason() -> None:
+    (row,) = of("grouped_gemm", "triton_ragged(tma=1)", "gfx942")
+    assert "no TMA" in row.not_made and not row.wrong
+    words = ("--op", "expert_ffn", "--impl", "triton_decode(pdl=1)", "--configs", *QUICK[3:])
+    out = mrb("compile", *words).output
+    assert "triton_decode(pdl=1): not compiled, it has no programmatic dependent launch" in out
+    assert "0 kernels compiled" in out
+
+
+def test_a_configuration_shows_the_kernels_that_differ_from_the_default() -> None:
+    target = Target.named("sm_80")
+    usual, other = (
+        compilations_of(all_ops()["grouped_gemm"].get(spec), "qwen3-30b-a3b", target)
+        for spec in ("triton_ragged", "triton_ragged(persistent=0)")
+    )
+    assert [one.name for one in usual] == ["forward", "input_gradient", "weight_gradient", "bias_gradient"]
+    assert [one.name for one in other] == ["forward", "input_gradient"]
+    assert not other[0].constexprs["PERSISTENT"] and usual[0].constexprs["PERSISTENT"]
+
+
+def test_what_does_not_compile_is_an_answer() -> None:
+    target = Target.named("sm_80")
+    broken = Compilation(
+        name="refuses", kernel=refuses, signature={"x": "*bf16"}, constexprs={"BLOCK": 1}, num_warps=4,
+        num_stages=1,
+    )  # fmt: skip
+    assert compile_kernel(broken, target).wrong[0].startswith("does not compile")
+    silent = replace(broken, signature={})
+    assert "says nothing about x" in compile_kernel(silent, target).wrong[0]
+    extra = replace(broken, constexprs={"BLOCK": 1, "BLOK": 1})
+    assert "has no argument BLOK" in compile_kernel(extra, target).wrong[0]
+
+
+@pytest.mark.parametrize(
+    "arch,registers,shared,warps,fit",
+    [
+        ("sm_80", 64, 0, 4, 8),  # 65,536 registers / (64 * 128)
+        ("sm_80", 168, 0, 8, 1),  # 168 * 256 = 43,008 of 65,536
+        ("sm_80", 32, 80 * 1024, 4, 2),  # 164 KiB / 81 KiB
+        ("sm_90a", 32, 0, 4, 16),  # 64 warps / 4
+        ("sm_90a", 255, 0, 16, 0),  # 256 * 512 registers are more than there are
+        ("gfx942", 128, 0, 4, 4),  # 512 / 128 = 4 waves on each of 4 SIMDs
+        ("gfx942", 64, 40 * 1024, 4, 1),  # 64 KiB / 40 KiB
+    ],
+)
+def test_how_many_programs_fit(arch: str, registers: int, shared: int, warps: int, fit: int) -> None:
+    assert programs_per_unit(Target.named(arch), registers, shared, warps) == fit
+
+
+def test_what_costs_more_is_told() -> None:
+    target = Target.named("sm_80")
+    before = compile_kernel(gemm_compilation(target), target)
+    assert worse_than(before, before) == []
+    after = replace(before, registers=before.registers + 8, programs_per_unit=0, tensor_core=0)
+    assert worse_than(before, after) == [
+        f"{before.registers} -> {before.registers + 8} registers",
+        f"{before.programs_per_unit} -> 0 programs per multiprocessor",
+        "tensor-core instructions are gone",
+    ]
+    assert worse_than(after, before) == []
+
+
+QUICK = ("compile", "--op", "dispatch", "--arch", "sm_80", "--model", "qwen3-30b-a3b")
+
+
+def test_the_command_writes_compares_and_fails_on_more(tmp_path: Path) -> None:
+    file = tmp_path / "compile.json"
+    out = mrb(*QUICK, "--out", file).output
+    assert "nothing wrong" in out and "not run" in out
+    document = json.loads(file.read_text())
+    assert len(file.read_text().splitlines()) == len(document["kernels"]) + 2  # a line for each
+    assert document["triton"] == triton.__version__ and document["kernels"]
+    assert "triton_gather" in file.with_suffix(".txt").read_text()
+    assert "none needs more" in mrb(*QUICK, "--against", file, code=0).output
+    document["kernels"][0]["registers"] -= 1
+    file.write_text(json.dumps(document))
+    assert "registers" in mrb(*QUICK, "--against", file, code=1).output
+    document["triton"] = "1.0"
+    file.write_text(json.dumps(document))
+    assert "nothing to compare" in mrb(*QUICK, "--against", file, code=2).output
+    file.write_text("[]")
+    assert "is not what" in mrb(*QUICK, "--against", file, code=2).output
+
+
+def test_mistakes_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "there is no architecture" in refused("compile", "--arch", "sm_75")
+    assert "there is no model" in refused("compile", "--model", "gpt-2")
+    assert "no Triton implementation" in refused("compile", "--impl", "nothing*")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "unset it" in refused(*QUICK)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "needs triton, which is not installed" in refused(*QUICK)
+
+
+def test_every_triton_file_says_how_to_compile_it() -> None:
+    files = {path.name: path.read_text() for path in SOURCE.glob("ops/*/triton_*.py")}
+    assert files and [name for name, text in files.items() if "\ndef compilations(" not in text] == []
+
+
+def test_the_table_in_the_repository_is_of_this_code() -> None:
+    """Names only, which takes no compiling: a kernel that was added or renamed shows here."""
+    kept = json.loads((ROOT / "measurements" / "compile.json").read_text())
+    code = (
+        "from moe_routing_bench.studies.compiled import compilations_of\n"
+        "from moe_routing_bench.ops.catalog import find_all\n"
+        "from moe_routing_bench.ops.gpu import TARGETS\n"
+        "from moe_routing_bench.ops.registry import all_ops\n"
+        "for op in all_ops().values():\n"
+        "    for found in find_all(op, configs=True, only='built in'):\n"
+        "        for target in TARGETS.values() if found.spec.startswith('triton_') else ():\n"
+        "            try:\n"
+        "                names = [one.name for one in compilations_of(found.implementation, "
+        "'qwen3-30b-a3b', target)]\n"
+        "            except NotImplementedError:\n"
+        "                names = ['']\n"
+        "            for name in names:\n"
+        "                print(f'{op.name}.{found.spec}.{name}.{target.name}')\n"
+    )
+    ran = python(code)
+    rows = [row for row in kept["kernels"] if row["model"] == "qwen3-30b-a3b"]
+    assert {f"{r['op']}.{r['impl']}.{r['kernel']}.{r['arch']}" for r in rows} == set(ran.stdout.split())
+    assert not [row for row in kept["kernels"] if row.get("wrong")]
