@@ -54,5 +54,3 @@ def an_outcome(
         cell=cell, key=HASH, outcomes=tuple(found), rounds=ROUNDS + 1, aa_floor=0.001, routing_checksum=HASH,
         weather=WeatherSpan(before=now, after=now), stop_reason="precision reached",
     )  # fmt: skip
-
-

@@ -11,7 +11,9 @@ from moe_routing_bench.conformance.arguments import arguments
 from moe_routing_bench.conformance.cases import CASES
 from moe_routing_bench.cost import Cost, pack_bytes
 
-ROUTED = [case for case in CASES if case.layouts[0] == "compact" and (not case.ops or "expert_ffn" in case.ops)]
+ROUTED = [
+    case for case in CASES if case.layouts[0] == "compact" and (not case.ops or "expert_ffn" in case.ops)
+]
 
 
 def counted(run, *args) -> int:

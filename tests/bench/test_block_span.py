@@ -65,7 +65,10 @@ def test_operations_of_a_block_are_those_torch_counts() -> None:
 
 def test_subjects_are_read_with_their_options() -> None:
     impl = "staged(combine=index_add,dispatch=native(level=avx2))"
-    assert parse_block(f"ours(attention=naive, impl={impl})") == ("ours", {"attention": "naive", "impl": impl})
+    assert parse_block(f"ours(attention=naive, impl={impl})") == (
+        "ours",
+        {"attention": "naive", "impl": impl},
+    )
     assert parse_block("transformers") == ("transformers", {"attention": "sdpa", "experts": "grouped_mm"})
     with pytest.raises(ValueError, match="option=value"):
         parse_block("ours(naive)")

@@ -57,7 +57,9 @@ def test_another_process_makes_the_same():
         "print(fingerprint(inputs.at(7, 3, 'compact').planted_TD, inputs.weights, inputs.router_DE))"
     )
     mine = inputs_of("layer", "bfloat16")
-    assert python(code).stdout.strip() == fingerprint(mine.at(7, 3, "compact").planted_TD, mine.weights, mine.router_DE)
+    assert python(code).stdout.strip() == fingerprint(
+        mine.at(7, 3, "compact").planted_TD, mine.weights, mine.router_DE
+    )
 
 
 @pytest.mark.parametrize("span", SPANS)

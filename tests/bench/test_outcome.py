@@ -15,6 +15,7 @@ from moe_routing_bench.results.recording import record_outcome
 from moe_routing_bench.results.store import Session
 from sample_outcomes import an_outcome
 
+
 def test_rates_are_of_the_median_time() -> None:
     outcome = an_outcome(0.01, "OOM", subjects=(Subject(spec="staged"), Subject(spec="eager_loop")))
     timed, failed = outcome.subjects

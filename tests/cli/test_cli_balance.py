@@ -146,10 +146,6 @@ def test_a_picture_of_a_few_steps(tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (("balance", "--steps", "2"), "2 steps; give between 3 and 100000"),
-        (("balance", "--tokens", "64"), "--tokens does not belong to balance"),
-        (("balance", "--impl", "staged"), "--impl does not belong to balance"),
-        (("balance", "--bias"), "--bias does not belong to balance"),
-        (("layer", "--steps", "3"), "--steps belongs to balance alone"),
     ],
 )
 def test_mistakes_get_a_sentence(words: tuple[str, ...], sentence: str) -> None:

@@ -117,7 +117,9 @@ def test_words_and_subjects():
         "staged | padded(capacity_factor=1.25,drop=position) | softmax_topk",
         "eager_loop | block(64) | softmax_topk",
     ]
-    what = WhatOptions(impl=["staged"], router=["switch,top_p(p=0.8)"], layer_kind=["moe,chain(iterations=2)"])
+    what = WhatOptions(
+        impl=["staged"], router=["switch,top_p(p=0.8)"], layer_kind=["moe,chain(iterations=2)"]
+    )
     assert [(one.router, one.layer) for one in chosen_subjects(span_named("layer"), case, what)] == [
         ("switch", ""), ("switch", "chain(iterations=2)"), ("top_p(p=0.8)", ""),
         ("top_p(p=0.8)", "chain(iterations=2)"),

@@ -19,6 +19,7 @@ from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.query import connect, export_csv, export_parquet, keys, run_query
 from moe_routing_bench.results.record import content_hash
 from moe_routing_bench.results.store import Session
+from repository import ROOT
 from sample_records import SESSION, document, failed, line
 
 OTHER = "20261116T000000000-00000000"
@@ -391,7 +392,7 @@ def test_text_that_only_holds_signs_is_left_alone(folder: Path) -> None:
 
 
 def test_a_folder_of_before_is_read_and_exported(tmp_path: Path) -> None:
-    old = (Path(__file__).parent / "data" / "old_record.jsonl").read_bytes()
+    old = (ROOT / "tests" / "data" / "old_record.jsonl").read_bytes()
     write(tmp_path / "old", [old], session=json.loads(old)["session"])
     sql = "SELECT direction, router, layer, tokens_per_second, bw_2pass > 0, source_commit FROM records"
     assert run_query(tmp_path / "old", sql)[1] == [("forward", "", "", None, True, None)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -23,6 +22,7 @@ from moe_routing_bench.results.record import (
     one_line,
     parse_record,
 )
+from repository import ROOT
 from sample_records import HASH, SESSION, a_record, document, failed, line
 
 
@@ -44,7 +44,7 @@ def test_a_record_survives_the_round_trip() -> None:
 
 def test_a_record_of_before_there_were_routers_and_rates_is_still_read() -> None:
     """Measured by the version before them; schema_version is the same."""
-    record = parse_record((Path(__file__).parent / "data" / "old_record.jsonl").read_bytes())
+    record = parse_record((ROOT / "tests" / "data" / "old_record.jsonl").read_bytes())
     assert (record.what.direction, record.what.router, record.what.layer) == ("forward", "", "")
     assert record.work is not None and record.work.bw_2pass and record.work.tokens_per_second is None
     assert record.what.setting == ("compact", "softmax_topk", "")

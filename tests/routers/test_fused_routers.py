@@ -232,7 +232,9 @@ def test_the_bench_lets_a_choice_differ_by_rounding_alone(
     near_TE[:, 3], near_TE[:, 5] = 1.0, 1.0 - torch.finfo(torch.float32).eps
     assert judged(tmp_path, monkeypatch, swapped, near_TE).status is Status.PASSED
     near_TE[:, 5] = 1.0
-    assert judged(tmp_path, monkeypatch, swapped, near_TE).status is Status.WRONG_STRUCTURE, "a tie has its rule"
+    assert judged(tmp_path, monkeypatch, swapped, near_TE).status is Status.WRONG_STRUCTURE, (
+        "a tie has its rule"
+    )
 
 
 def test_the_bench_follows_the_workload_in_float32() -> None:

@@ -11,7 +11,7 @@ from moe_routing_bench.workloads.cases import SUITES, cases, scaled
 EVERY = [case for name in (*SUITES, *MODELS) for case in cases(name)]
 
 
-def test_the_suites_have_the_sizes_of_the_spec() -> None:
+def test_the_suites_have_their_sizes() -> None:
     counts = {name: len(cases(name)) for name in SUITES}
     assert counts == {
         "seed-fused": 10,
@@ -20,6 +20,7 @@ def test_the_suites_have_the_sizes_of_the_spec() -> None:
         "seed-grid": 36,
         "seed-routing": 9,
         "seed-decoder": 6,
+        "topk-grid": 27,
         "gpu-quick": 10,
     }
     fused = [(c.shape.T, c.shape.D, c.shape.F, c.shape.E, c.shape.K) for c in cases("seed-fused")]

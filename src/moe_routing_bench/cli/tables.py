@@ -278,6 +278,7 @@ def outcome_document(outcome: CellOutcome) -> dict[str, Any]:
 def _subject_document(one: SubjectOutcome, outcome: CellOutcome) -> dict[str, Any]:
     return {
         "implementation": one.label,
+        "runs": one.runs or one.label,
         "spec": one.subject.spec,
         "layout": one.subject.layout,
         "router": one.subject.router,

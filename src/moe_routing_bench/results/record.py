@@ -137,6 +137,7 @@ class Implementation(_Part):
     role: Literal["baseline", "twin", "beside", "candidate"]
     deterministic: bool
     host_sync: Sentence  # why it must read device values on the host; "" if it does not
+    runs: Sentence = ""  # what really ran, if more than the label: topk.sort + make_plan.native + ...
 
 
 class Protocol(_Part):

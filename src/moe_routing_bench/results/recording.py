@@ -97,6 +97,7 @@ def _record(
             role=one.role,  # type: ignore[arg-type]
             deterministic=one.deterministic,
             host_sync=one_line(one.host_sync),
+            runs=one_line(one.runs),
         ),
         protocol=schema.Protocol(
             view=cell.policy.view,

@@ -204,7 +204,9 @@ def _block(moe: MoE, attention: str, inputs: Inputs) -> DecoderBlock:
         )  # fmt: skip
     for name, value in _parameters(a, inputs).items():
         home, _, last = name.rpartition(".")
-        setattr(block.get_submodule(home), last, nn.Parameter(value.to(inputs.put, dtype), requires_grad=False))
+        setattr(
+            block.get_submodule(home), last, nn.Parameter(value.to(inputs.put, dtype), requires_grad=False)
+        )
     return block.eval()
 
 
