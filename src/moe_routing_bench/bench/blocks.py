@@ -23,8 +23,7 @@ from moe_routing_bench.bench.paired import Contender
 from moe_routing_bench.bench.spans import SPANS, cost_of_span, layer_of
 from moe_routing_bench.layer import MoE
 from moe_routing_bench.models.decoder import DecoderBlock, TransformersBlock, rotary
-from moe_routing_bench.models.running import pick
-from moe_routing_bench.ops.decisions import Facts
+from moe_routing_bench.ops.auto import pick
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import Implementation
@@ -256,17 +255,13 @@ def our_layer(inputs: Inputs, base: MoE, impl: str = "auto") -> MoE:
     NotImplementedError if `impl` cannot compute them."""
     layout = str(base.layout)
     case, rule, routing = inputs.case, Layout.parse(layout), inputs.routing(0)
-    facts = Facts(
-        D=case.shape.D, F=case.shape.F, E=case.shape.E, K=case.shape.K, dtype=case.dtype, layout=str(rule),
-        activation=case.activation, tokens=case.shape.T,
-    )  # fmt: skip
     weights = base.experts.weights()
     x_TD = torch.empty(case.shape.T, case.shape.D, dtype=inputs.dtype, device=weights.w_in_EDG.device)
     asked = (x_TD, routing.gate_TK, inputs.plan(0, layout), weights)
     layer = copy.copy(base)
     with torch.no_grad():
-        layer.expert_ffn = pick(expert_ffn_op, impl, asked, facts).run
-    layer.make_plan = pick(make_plan_op, "auto", (routing, rule), facts).run
+        layer.expert_ffn = pick(expert_ffn_op, impl, asked).implementation
+    layer.make_plan = pick(make_plan_op, "auto", (routing, rule), weights).implementation
     return layer
 
 

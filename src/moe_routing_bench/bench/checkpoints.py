@@ -20,13 +20,11 @@ from moe_routing_bench.bench.spans import SPANS
 from moe_routing_bench.cost import Cost, cost_of
 from moe_routing_bench.load import LoadStatistics
 from moe_routing_bench.models.checkpoint import CheckpointLayer
-from moe_routing_bench.models.running import pick
-from moe_routing_bench.ops.decisions import Facts
+from moe_routing_bench.ops.auto import pick
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.routing import Routing
-from moe_routing_bench.workloads.cases import BYTES
 from moe_routing_bench.workloads.workload import make_workload
 
 Call = tuple[Tensor, Routing]
@@ -79,17 +77,11 @@ class CheckpointInputs:
     def _contender(self, spec: str) -> Contender:
         x_TD, routing = self.call(0)
         weights = self.layer.weights
-        dtype = str(weights.w_in_EDG.dtype).removeprefix("torch.")
-        assert dtype in BYTES
-        facts = Facts(
-            D=weights.D, F=weights.F, E=weights.num_experts, K=routing.num_choices, dtype=dtype,
-            layout=str(self.layout), activation=weights.activation, tokens=self.T,
-        )  # fmt: skip
         with torch.no_grad():
-            make_plan = pick(make_plan_op, "auto", (routing, self.layout), facts).run
+            make_plan = pick(make_plan_op, "auto", (routing, self.layout), weights).implementation
             asked = (x_TD, routing.gate_TK, make_plan(routing, self.layout), weights)
             try:
-                ffn = pick(expert_ffn_op, spec, asked, facts).run
+                ffn = pick(expert_ffn_op, spec, asked).implementation
             except NotImplementedError as reason:
                 return Contender(name=spec, missing=str(reason))
         if ffn.stored is not None:

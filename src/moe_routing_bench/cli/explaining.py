@@ -26,9 +26,8 @@ from moe_routing_bench.experts import ACTIVATIONS, GATED, ExpertWeights
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.catalog import Found, find, find_all
-from moe_routing_bench.ops.decisions import Facts
-from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.ops.score_topk.op import ScoreRule
+from moe_routing_bench.ops.stand_ins import stand_ins
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.shapes import MoEShape
@@ -80,14 +79,18 @@ def explain_command(
         place = torch.device(device)
     except RuntimeError:
         fail(f"cannot read the device {device!r}; write cpu, cuda, cuda:1, xpu, mps, ...")
-    with user_mistakes():
-        spec, why = _asked(op, impl, shape, rule, dtype, activation, place)
-        chosen = find(op, spec)
     with _without_memory(shape, place):
         try:
-            args = _arguments(op, shape, rule, DTYPES[dtype], place, activation, bias=bias, train=train)
+            known = _arguments(shape, rule, DTYPES[dtype], place, activation, bias=bias, train=train)
         except RuntimeError as error:
             fail(f"cannot describe tensors of these sizes on {device}: {str(error).splitlines()[0]}")
+        args = {name: known[name] for name in op.parameters()}
+        with user_mistakes():
+            spec, why = impl, "asked for by name"
+            if impl == "auto":
+                choice = choose(op, tuple(args.values()), known["weights"])
+                spec, why = choice.implementation.label, choice.why
+            chosen = find(op, spec)
         document = {
             "op": op.name,
             "summary": op.summary.removeprefix(f"{op.name}: "),
@@ -117,29 +120,7 @@ def _without_memory(shape: MoEShape, place: torch.device) -> AbstractContextMana
     return nullcontext() if plain else FakeTensorMode()
 
 
-def _asked(
-    op: Op, impl: str, shape: MoEShape, layout: Layout, dtype: str, activation: str, device: torch.device
-) -> tuple[str, str]:
-    """The implementation to explain, and why it is this one."""
-    if impl != "auto":
-        return impl, "asked for by name"
-    facts = Facts(
-        D=shape.D,
-        F=shape.F,
-        E=shape.E,
-        K=shape.K,
-        dtype=dtype,
-        layout=str(layout),
-        activation=activation,
-        tokens=max(shape.T, 1),
-        device=device.type,
-    )
-    choice = choose(op, facts)
-    return choice.spec, choice.why
-
-
 def _arguments(
-    op: Op,
     shape: MoEShape,
     layout: Layout,
     dtype: torch.dtype,
@@ -149,19 +130,13 @@ def _arguments(
     bias: bool,
     train: bool,
 ) -> dict[str, Any]:
-    """The op's arguments by name, as a layer of this shape would pass them."""
+    """The arguments of every op by name, as a layer of this shape would pass them."""
     T, D, F, E, K = shape.T, shape.D, shape.F, shape.E, shape.K
     G = 2 * F if activation in GATED else F
-    R = layout.num_rows(T, K, E)
 
     def floats(*size: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.empty(size, dtype=kind, device=device, requires_grad=train)
 
-    def ints(*size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int64, device=device)
-
-    # routers give float32 gates unless told otherwise
-    gate_TK = floats(T, K, kind=torch.float32)
     weights = ExpertWeights(
         w_in_EDG=floats(E, D, G),
         w_out_EFD=floats(E, F, D),
@@ -169,34 +144,14 @@ def _arguments(
         b_out_ED=floats(E, D) if bias else None,
         activation=activation,
     )
-    plan = RoutingPlan(
-        row_TK=ints(T, K),
-        pair_R=ints(R),
-        offset_E1=ints(E + 1),
-        count_E=ints(E),
-        dropped_E=ints(E),
-        layout=layout,
-        filled=layout.kind == "compact",
-    )
-    known = {
+    return {
         "score_TE": floats(T, E),
         "logits_TE": floats(T, E, kind=torch.float32),
         "bias_E": torch.empty(E, device=device),
         "rule": ScoreRule(),
         "K": K,
-        "routing": Routing(expert_TK=ints(T, K), gate_TK=gate_TK, num_experts=E, ragged=False),
-        "layout": layout,
-        "x_TD": floats(T, D),
-        "x_RD": floats(R, D),
-        "y_RD": floats(R, D),
-        "gate_TK": gate_TK,
-        "plan": plan,
-        "weights": weights,
-        # of the two projections the first
-        "w_EDF": weights.w_in_EDG,
-        "b_EF": weights.b_in_EG,
+        **stand_ins(weights, K, layout, T, train=train),
     }
-    return {name: known[name] for name in op.parameters()}
 
 
 def _describe(value: Any) -> str:

@@ -40,6 +40,7 @@ from moe_routing_bench.names import did_you_mean
 OURS = __name__.partition(".")[0]
 GROUP = f"{OURS}.implementations"
 BUILT_IN = "built in"
+NO_IMPLEMENTATIONS = {"op", "preferences"}  # files of an op's folder: its meaning, what auto prefers
 _included: list[Path] = []
 
 
@@ -137,12 +138,15 @@ class Op:
         self.stage = stage  # place in the flow of data, for listings
         self.name = package.rpartition(".")[2]
         self.reference = reference
-        self.default = default
+        self.default = default  # runs wherever torch does: auto's last resort, the benchmark's baseline
         self.summary = (inspect.getdoc(sys.modules[reference.__module__]) or "").partition("\n")[0]
         self._ready: dict[str, Implementation] = {}
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _op_named, (self.name,)  # copies and pickles of a layer mean this op, not one like it
 
     def names(self) -> list[str]:
         return sorted(self._sources())
@@ -207,7 +211,7 @@ class Op:
 
         package = importlib.import_module(self.package)
         for module in pkgutil.iter_modules(package.__path__):
-            if module.name != "op" and not module.name.startswith("_"):
+            if module.name not in NO_IMPLEMENTATIONS and not module.name.startswith("_"):
                 add(
                     module.name,
                     _Source(BUILT_IN, OURS, _importer(f"{self.package}.{module.name}")),
@@ -264,6 +268,10 @@ def all_ops() -> dict[str, Op]:
         if module.ispkg
     }
     return dict(sorted(found.items(), key=lambda item: item[1].stage))
+
+
+def _op_named(name: str) -> Op:
+    return all_ops()[name]
 
 
 def include(folder: Path | str) -> None:

@@ -162,7 +162,8 @@ def unsupported(
         return f"these weights are {store} anyway; leave store out"
     if x_TD.dtype not in (torch.bfloat16, torch.float32) or weights.w_in_EDG.dtype != x_TD.dtype:
         return f"it computes bfloat16 or float32 throughout, not {x_TD.dtype} with {weights.w_in_EDG.dtype}"
-    return native.unsupported(SOURCE, level, x_TD, plan.pair_R, weights.w_in_EDG)
+    reason = native.unsupported(SOURCE, level, x_TD, plan.pair_R, weights.w_in_EDG)
+    return reason or native.why_not_cast(x_TD.dtype)
 
 
 def run(
