@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import mmap
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -30,12 +29,11 @@ from torch import Tensor
 from moe_routing_bench.accuracy import judge
 from moe_routing_bench.cost import Cost, expert_ffn_cost
 from moe_routing_bench.experts import ExpertWeights, activate
-from moe_routing_bench.ops.auto import VARIABLE, choose
-from moe_routing_bench.ops.decisions import Facts
+from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
-from moe_routing_bench.ops.registry import Op, include
+from moe_routing_bench.ops.registry import include
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.published import MODELS as PUBLISHED
 from moe_routing_bench.published import PublishedModel
@@ -163,30 +161,14 @@ def layer_subject(
 
 
 def auto_specs(x_TD: Tensor, routing: Routing, weights: ExpertWeights) -> tuple[str, str]:
-    """Names of make_plan and expert_ffn: by decisions if they are on, else native where it can run."""
-    if os.environ.get(VARIABLE):
-        facts = Facts(
-            D=weights.D,
-            F=weights.F,
-            E=weights.num_experts,
-            K=routing.num_choices,
-            dtype=str(x_TD.dtype).removeprefix("torch."),
-            layout=str(COMPACT),
-            activation=weights.activation,
-            tokens=x_TD.shape[0],
-        )
-        chosen = choose(make_plan_op, facts), choose(expert_ffn_op, facts)
-        for choice in chosen:
-            if choice.warning is not None:
-                raise ValueError(choice.warning)
-        return chosen[0].spec, chosen[1].spec
-    plan_spec = native_or_default(make_plan_op, routing, COMPACT)
-    plan = make_plan(routing, COMPACT, impl=plan_spec)
-    return plan_spec, native_or_default(expert_ffn_op, x_TD, routing.gate_TK, plan, weights)
-
-
-def native_or_default(op: Op, *args: Any) -> str:
-    return "native" if "native" in op.names() and op.why_not("native", *args) is None else op.default
+    """What impl="auto" is here: names of make_plan and expert_ffn. ValueError if decisions do not fit."""
+    chosen = [choose(make_plan_op, (routing, COMPACT), weights)]
+    plan = chosen[0].implementation(routing, COMPACT)
+    chosen.append(choose(expert_ffn_op, (x_TD, routing.gate_TK, plan, weights)))
+    for choice in chosen:
+        if choice.warning is not None:
+            raise ValueError(choice.warning)
+    return chosen[0].implementation.label, chosen[1].implementation.label
 
 
 def hf_subject(name: str, x_TD: Tensor, routing: Routing, weights: ExpertWeights) -> Subject:

@@ -19,8 +19,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 FLOORS = [
     ["shapes", "names", "published", "machine", "native", "recycled", "accuracy", "routing"],
     ["plan", "experts", "prepared", "load", "cost"],
-    ["ops.registry"],
-    ["ops.decisions", "ops.auto", "ops.catalog", "ops.hf", "ops.rows", "ops.gpu", "ops.gpu_gemm"],
+    ["ops.implementation", "ops.registry"],
+    ["ops.decisions", "ops.preference", "ops.stand_ins", "ops.auto", "ops.catalog"],
+    ["ops.hf", "ops.rows", "ops.gpu", "ops.gpu_gemm"],
     ["ops.topk", "ops.score_topk", "ops.make_plan", "ops.dispatch", "ops.grouped_gemm", "ops.combine"],
     ["ops.expert_ffn"],
     ["routers"],

@@ -21,7 +21,6 @@ from moe_routing_bench import (
     native,
 )
 from moe_routing_bench.free_experts import FreeExperts
-from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.routers.router import build
 from moe_routing_bench.routers.softmax_topk import ORDERS
 from tiny_layers import assert_gradients, swiglu
@@ -148,16 +147,6 @@ def test_weights_are_loaded_and_refused() -> None:
         layer.experts.load_weights(
             ExpertWeights(w_in_EDG=torch.randn(E, 3, 2 * H), w_out_EFD=torch.randn(E, H, 3))
         )
-
-
-def test_the_implementation_is_chosen_once_and_named() -> None:
-    layer = MoE(D, H, E, K)
-    assert layer.implementation == (
-        "make_plan.argsort + "
-        "expert_ffn.staged(combine=gather_sum,dispatch=index_select,grouped_gemm=expert_loop)"
-    )
-    assert expert_ffn_op.get(layer.expert_ffn.label).label == layer.expert_ffn.label
-    assert layer.implementation in repr(layer)
 
 
 def test_the_users_mistakes_are_told() -> None:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from moe_routing_bench.experts import GATED, ExpertWeights, activate
 from moe_routing_bench.free_experts import FreeExpertPart, FreeExperts
-from moe_routing_bench.ops.auto import resolve
-from moe_routing_bench.ops.decisions import Facts
+from moe_routing_bench.ops.auto import describe, resolve
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.plan import Layout, RoutingPlan
@@ -127,10 +126,10 @@ class MoE(nn.Module):
     router       a name (`mrb list routers`) or a Router; router_options go to the named router
     layout       compact (default), padded(capacity_factor=1.25), block(64), or a Layout
     impl         an implementation of expert_ffn (`mrb list ops`): a name, a name with options such as
-                 "staged(grouped_gemm=padded_bmm)", or "auto". Resolved here, once; `implementation`
-                 says what runs.
-    tokens       about how many tokens per call, for impl="auto" with measured decisions (`use_decisions`);
-                 None: whatever is best over all of them
+                 "staged(grouped_gemm=padded_bmm)", or "auto": chosen at every call (ops/auto.py), so after
+                 .bfloat16() or .cuda() too. `implementation` says what runs, and why. On a CPU that may be
+                 `native`: compiled at the first call, and keeping as much memory again as the weights.
+    plan_impl    the same of make_plan
     shared_F     hidden width of the experts every token passes through (0: none); n shared experts of
                  width F are one of width n * F
     shared_gate  weigh the shared experts by sigmoid(x w), as Qwen2-MoE and Qwen3-Next do
@@ -158,7 +157,6 @@ class MoE(nn.Module):
         free_experts: FreeExperts | None = None,
         impl: str = "auto",
         plan_impl: str = "auto",
-        tokens: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -190,26 +188,17 @@ class MoE(nn.Module):
         self.free = None
         if free_experts:
             self.free = FreeExpertPart(D, E, free_experts, device=device, dtype=dtype)
-        if tokens is not None and tokens < 1:
-            raise ValueError(f"tokens is about how many tokens a call has, so at least 1, not {tokens}")
-        weight = self.experts.w_in_EDG
-        facts = Facts(
-            D=D,
-            F=F,
-            E=E,
-            K=router.K,
-            dtype=str(weight.dtype).removeprefix("torch."),
-            layout=str(self.layout),
-            activation=activation,
-            tokens=tokens,
-            device=weight.device.type,
-        )
-        self.make_plan = resolve(make_plan_op, plan_impl, facts)
-        self.expert_ffn = resolve(expert_ffn_op, impl, facts)
+        self.make_plan = resolve(make_plan_op, plan_impl, self.experts.weights)
+        self.expert_ffn = resolve(expert_ffn_op, impl)
 
     @property
     def implementation(self) -> str:
-        return f"make_plan.{self.make_plan.label} + expert_ffn.{self.expert_ffn.label}"
+        """What runs, and of what is chosen at every call also why, as of now: dtype, device, grad mode.
+
+        "make_plan.native (auto: preferred on amx (decisions are off): ...) + expert_ffn.staged(...)"
+        """
+        sizes = self.experts.weights(), self.router.K, self.layout
+        return " + ".join(describe(part, *sizes) for part in (self.make_plan, self.expert_ffn))
 
     @property
     def causal(self) -> bool:
@@ -298,4 +287,5 @@ class MoE(nn.Module):
         return (routing.combine_BNS.to(x_TD.dtype) @ y_BSD).view(-1, self.D)
 
     def extra_repr(self) -> str:
-        return f"layout={self.layout}, {self.implementation}"
+        # not `implementation`: to say why, it may have to compile
+        return f"layout={self.layout}, make_plan={self.make_plan.label}, expert_ffn={self.expert_ffn.label}"

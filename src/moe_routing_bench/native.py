@@ -2,6 +2,7 @@
 
 Built with torch's extension loader in a folder of its own and moved into place when whole, so a process that
 is killed while it builds leaves nothing that another would wait for. No compiler is a reason, not an error.
+Compiling takes seconds, so it is said on stderr, once for each file.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from functools import cache
+import time
+from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from moe_routing_bench.machine import this_machine
 
+P = ParamSpec("P")
+R = TypeVar("R")
 # best first: what the processor must have (words of /proc/cpuinfo), what the compiler is told
 LEVELS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "amx": (
@@ -35,22 +42,28 @@ LEVELS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 
 
+@cache  # the processor's answer is read from /proc, which takes 0.2 ms
 def best_level() -> str | None:
-    """The best level this processor has; None: none of them (not x86, or older than AVX2)."""
-    has = set(this_machine().instructions)
-    return next((name for name, (needs, _) in LEVELS.items() if needs <= has), None)
+    """The best level this processor has and the system grants; None: none of them (not x86 with AVX2, on
+    Linux)."""
+    has = set(this_machine().instructions) if sys.platform == "linux" else set()
+    fits = [name for name, (needs, _) in LEVELS.items() if needs <= has]
+    return next((name for name in fits if name != "amx" or _tiles_granted()), None)
 
 
 @cache
+def missing_tool() -> str | None:
+    """What is not installed that compiling needs, and how to get it; None if all is there."""
+    if compiler() is None:
+        return "no C++ compiler was found; install g++ (apt install g++), or name one in CXX"
+    return "ninja was not found; pip install ninja" if shutil.which("ninja") is None else None
+
+
 def why_not() -> str | None:
     """Why nothing can be compiled and run here, in words; None if it can."""
-    if sys.platform != "linux" or best_level() is None:
+    if best_level() is None:
         return "it is written for x86 processors with AVX2 or better, on Linux"
-    if compiler() is None:
-        return "it is compiled on first use and no C++ compiler was found; install g++, or name one in CXX"
-    if shutil.which("ninja") is None:
-        return "it is compiled on first use and ninja was not found; pip install ninja"
-    return None
+    return None if missing_tool() is None else f"it is compiled on first use and {missing_tool()}"
 
 
 def compiler() -> str | None:
@@ -61,6 +74,8 @@ def unsupported(source: Path, level: str | None, *tensors: Tensor) -> str | None
     """Why the file cannot work on these tensors here, in words; None if it can, and then it is loaded."""
     if torch.compiler.is_compiling():
         return "it calls C++ by address, which torch.compile cannot trace"
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "it calls C++ by address, which torch.func and forward-mode derivatives cannot transform"
     for tensor in tensors:
         if tensor.device.type != "cpu":
             return f"it runs on the CPU, and a tensor is on {tensor.device}"
@@ -74,15 +89,40 @@ def unsupported(source: Path, level: str | None, *tensors: Tensor) -> str | None
     return None
 
 
+def differentiable_once(backward: Callable[P, R]) -> Callable[P, R]:
+    """For the backward of a torch.autograd.Function. torch's once_differentiable raises only if its own node
+    is reached: torch.autograd.grad passes around it, and second derivatives come out wrong in silence."""
+
+    @wraps(backward)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise NotImplementedError(
+                'kernels in C++ have no second derivatives (create_graph=True); use impl="staged"'
+            )
+        return backward(*args, **kwargs)
+
+    return checked
+
+
+def why_not_cast(dtype: torch.dtype) -> str | None:
+    """Why torch.autocast forbids a product of matrices of this dtype, in words; None if it does not."""
+    if torch.is_autocast_enabled("cpu") and (wanted := torch.get_autocast_dtype("cpu")) != dtype:
+        return f"torch.autocast asks for {wanted}, and it computes in the dtype of its tensors, {dtype}"
+    return None
+
+
 def load(source: Path, level: str | None = None) -> ctypes.CDLL:
     """The file, compiled for `level`, or for the best this processor has. Raises NotImplementedError with the
     reason if that cannot be."""
     if (reason := why_not()) is not None:
         raise NotImplementedError(reason)
-    return _load(source, _granted(level))
+    library = _load(source, _granted(level))
+    if isinstance(library, str):
+        raise NotImplementedError(library)
+    return library
 
 
-@cache  # every call of a kernel asks, and the processor's answer is read from /proc, which takes 0.2 ms
+@cache
 def _granted(level: str | None) -> str:
     level = level or best_level() or ""
     if level not in LEVELS:
@@ -103,8 +143,9 @@ def _tiles_granted() -> bool:
     return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
-@cache
-def _load(source: Path, level: str) -> ctypes.CDLL:
+@cache  # a failure too: it takes seconds, and every call of a kernel asks
+def _load(source: Path, level: str) -> ctypes.CDLL | str:
+    """The library, or why there is none."""
     flags = [*FLAGS, *LEVELS[level][1]]
     texts = [path.read_text() for path in with_includes(source)]
     built_from = (texts, flags, torch.__version__, compiler())
@@ -113,7 +154,13 @@ def _load(source: Path, level: str) -> ctypes.CDLL:
     folder = _folder()
     library = folder / f"{name}.so"
     if not library.exists():
-        _build(name, source, flags, library)
+        what = f"moe_routing_bench: compiling {source.parent.name}/{source.name} for {level}, once: "
+        print(what, end="", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        failed = _build(name, source, flags, library)
+        print(f"{time.monotonic() - began:.0f} s{failed and ', in vain'}", file=sys.stderr, flush=True)
+        if failed:
+            return f"it did not compile here: {failed}"
     return ctypes.CDLL(str(library))
 
 
@@ -139,7 +186,8 @@ def _folder() -> Path:
     return folder
 
 
-def _build(name: str, source: Path, flags: list[str], library: Path) -> None:
+def _build(name: str, source: Path, flags: list[str], library: Path) -> str:
+    """Makes the library; answers what went wrong, nothing if all went well."""
     from torch.utils import cpp_extension
 
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="building-") as scratch:
@@ -153,8 +201,8 @@ def _build(name: str, source: Path, flags: list[str], library: Path) -> None:
                 is_python_module=False,
             )
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-            last = str(error).strip().splitlines()[-1:]
-            raise NotImplementedError(f"it did not compile here: {' '.join(last)}") from error
+            return " ".join(str(error).strip().splitlines()[-1:]) or type(error).__name__
         # torch names the second build of one name in one process name_v1
         (built,) = Path(scratch).glob("*.so")
         built.replace(library)
+    return ""

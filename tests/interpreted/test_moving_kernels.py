@@ -11,7 +11,7 @@ from torch import Tensor
 from child_process import python
 from moe_routing_bench import Layout, RoutingPlan, all_ops
 from moe_routing_bench.accuracy import judge
-from moe_routing_bench.ops.registry import Implementation
+from moe_routing_bench.ops.implementation import Implementation
 from tiny_layers import MAKE_PLAN, routing_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,10 +1,11 @@
-"""impl="auto" with measured decisions: chosen when all fits, the default otherwise, never in silence."""
+"""impl="auto" with measured decisions: followed when all fits, else the preference, never in silence."""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
+import pickle
 import random
 import warnings
 from dataclasses import replace
@@ -18,13 +19,16 @@ from typer.testing import CliRunner
 import moe_routing_bench as mrb
 from damaged_files import assert_one_sentence, hurt_json
 from moe_routing_bench.cli import app
+from moe_routing_bench.experts import GATED
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops import auto
 from moe_routing_bench.ops import decisions as decisions_module
-from moe_routing_bench.ops.auto import resolve, why
+from moe_routing_bench.ops.auto import Choice, choose, pick
 from moe_routing_bench.ops.decisions import Facts, read_decisions
 from moe_routing_bench.ops.expert_ffn.op import op
 from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
+from moe_routing_bench.ops.registry import Op, all_ops
+from moe_routing_bench.ops.stand_ins import StandIns
 
 FACTS = Facts(D=16, F=32, E=4, K=2, dtype="float32", layout="compact", activation="swiglu")
 ENTRY: dict[str, Any] = {
@@ -66,66 +70,87 @@ def write(tmp_path: Path):
     return write
 
 
-def default() -> str:
-    return op.get(op.default).label
+def weights_of(facts: Facts) -> mrb.ExpertWeights:
+    G = 2 * facts.F if facts.activation in GATED else facts.F
+    like = {"dtype": getattr(torch, facts.dtype), "device": facts.device}
+    return mrb.ExpertWeights(
+        w_in_EDG=torch.empty(facts.E, facts.D, G, **like),
+        w_out_EFD=torch.empty(facts.E, facts.F, facts.D, **like),
+        activation=facts.activation,
+    )
+
+
+def arguments(facts: Facts = FACTS, tokens: int = 1, of: Op = op) -> tuple[Any, ...]:
+    source = StandIns(weights_of(facts), facts.K, mrb.Layout.parse(facts.layout), tokens)
+    return tuple(of.arguments(source).values())
+
+
+def auto_at(facts: Facts = FACTS, tokens: int = 1, of: Op = op) -> Choice:
+    """What "auto" is, and what it warns of is raised or caught by the test."""
+    return pick(of, "auto", arguments(facts, tokens, of), weights_of(facts))
+
+
+def label(facts: Facts = FACTS, tokens: int = 1) -> str:
+    return auto_at(facts, tokens).implementation.label
+
+
+PREFERRED = choose(op, arguments()).implementation.label  # decisions are off here
 
 
 def test_the_variable_is_unset_in_tests() -> None:
     assert "MRB_DECISIONS" not in os.environ
 
 
-def test_off_means_the_default_and_says_so() -> None:
-    assert resolve(op, "auto", FACTS).label == default()
-    assert why(op, FACTS) == "the default of expert_ffn: decisions are off"
+def test_off_means_the_preference_and_says_so() -> None:
+    assert label() == PREFERRED and "(decisions are off)" in auto_at().why
+
+
+OVERALL = {**ENTRY, "by_tokens": []}
 
 
 def test_the_measured_winner_is_chosen_when_everything_fits(write) -> None:
-    mrb.use_decisions(write(document()))
-    assert resolve(op, "auto", FACTS).label == "eager_loop"
-    text = why(op, FACTS)
+    mrb.use_decisions(write(document(OVERALL)))
+    assert label() == "eager_loop"
+    text = auto_at().why
     assert text.startswith("measured winner for D=16 F=32 E=4 K=2 float32 compact swiglu on cpu")
     assert "over all measured T, zipf(1.2), 1 thread, on this machine, from results/monday" in text
     # names given, and choices without sizes, are not touched
-    assert resolve(op, "dense_all_experts", FACTS).label == "dense_all_experts"
-    assert resolve(op, "auto").label == default()
-    assert "without sizes" in why(op)
+    named = pick(op, "dense_all_experts", arguments())
+    assert (named.implementation.label, named.why) == ("dense_all_experts", "asked for by name")
+    rows = arguments(of=grouped_gemm_op)
+    assert "without sizes follows no decisions" in choose(grouped_gemm_op, rows).why
 
 
 @pytest.mark.parametrize(
-    ("tokens", "label"),
-    [(1, "dense_all_experts"), (15, "dense_all_experts"), (17, "index_add"), (10**6, "index_add")],
-)
-def test_a_hint_takes_the_nearest_measured_tokens_by_ratio(write, tokens: int, label: str) -> None:
+    ("tokens", "winner"),
+    [(0, "dense_all_experts"), (1, "dense_all_experts"), (16, "dense_all_experts"), (17, "index_add"),
+     (10**6, "index_add")],
+)  # fmt: skip
+def test_a_call_takes_the_nearest_measured_tokens_by_ratio(write, tokens: int, winner: str) -> None:
     mrb.use_decisions(write(document()))
-    facts = replace(FACTS, tokens=tokens)
-    assert label in resolve(op, "auto", facts).label
-    assert ("at T=4," if tokens < 16 else "at T=64,") in why(op, facts)
-
-
-def test_a_hint_without_measured_tokens_takes_the_overall_winner(write) -> None:
-    mrb.use_decisions(write(document({**ENTRY, "by_tokens": []})))
-    assert resolve(op, "auto", replace(FACTS, tokens=3)).label == "eager_loop"
+    assert winner in label(tokens=tokens)
+    assert ("at T=4," if tokens <= 16 else "at T=64,") in auto_at(tokens=tokens).why
 
 
 @pytest.mark.parametrize(
     "other",
     [{"D": 17}, {"F": 33}, {"E": 5}, {"K": 1}, {"dtype": "bfloat16"}, {"layout": "block(64)"},
-     {"activation": "gelu"}, {"device": "cuda"}],
+     {"activation": "gelu"}, {"device": "meta"}],
     ids=lambda other: next(iter(other)),
 )  # fmt: skip
-def test_any_other_size_or_kind_is_the_default(write, other: dict[str, Any]) -> None:
+def test_any_other_size_or_kind_is_the_preference(write, other: dict[str, Any]) -> None:
     mrb.use_decisions(write(document()))
-    facts = replace(FACTS, **other)
+    facts = FACTS._replace(**other)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert resolve(op, "auto", facts).label == default()
-    assert why(op, facts).startswith("the default of expert_ffn: no measured decision for these sizes")
+        assert label(facts) not in ("eager_loop", "dense_all_experts")
+    assert "(no measured decision for these sizes (D=" in auto_at(facts).why
 
 
 def test_a_decision_of_another_op_is_not_used(write) -> None:
-    mrb.use_decisions(write(document({**ENTRY, "op": "grouped_gemm", "overall": "torch_grouped_mm"})))
-    assert resolve(op, "auto", FACTS).label == default()
-    assert resolve(grouped_gemm_op, "auto", FACTS).label == "torch_grouped_mm"
+    mrb.use_decisions(write(document({**OVERALL, "op": "grouped_gemm", "overall": "torch_grouped_mm"})))
+    assert label() == PREFERRED
+    assert auto_at(of=grouped_gemm_op).implementation.label == "torch_grouped_mm"
 
 
 @pytest.mark.parametrize(
@@ -139,30 +164,30 @@ def test_another_machine_or_torch_is_told_once(write, change: dict[str, str], wo
     path = write(document(**change))
     mrb.use_decisions(path)
     with pytest.warns(UserWarning, match=words) as told:
-        chosen = resolve(op, "auto", FACTS)
-    assert chosen.label == default()
+        assert label() == PREFERRED
     assert "make decisions here with `mrb decide`" in str(told[0].message)
-    assert why(op, FACTS).startswith("the default of expert_ffn: the decisions in ") and words in why(
-        op, FACTS
-    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        resolve(op, "auto", FACTS)
-        resolve(op, "eager_loop", FACTS)
+        assert words in auto_at().why
+        pick(op, "eager_loop", arguments())
     mrb.use_decisions(path)
     with pytest.warns(UserWarning, match=words):
-        resolve(op, "auto", FACTS)
+        auto_at()
 
 
 def test_the_environment_switches_them_on(write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(document())
+    path = write(document(OVERALL))
     monkeypatch.setenv("MRB_DECISIONS", str(path))
-    assert resolve(op, "auto", FACTS).label == "eager_loop"
+    assert label() == "eager_loop"
     # a file made anew is seen
-    write(document({**ENTRY, "overall": "dense_all_experts"}))
-    assert resolve(op, "auto", FACTS).label == "dense_all_experts"
+    write(document({**OVERALL, "overall": "dense_all_experts"}))
+    assert label() == "dense_all_experts"
+    monkeypatch.delenv("MRB_DECISIONS")
+    assert label() == PREFERRED
+    monkeypatch.setenv("MRB_DECISIONS", str(path))
+    assert label() == "dense_all_experts"
     mrb.use_decisions(None)
-    assert resolve(op, "auto", FACTS).label == default()
+    assert label() == PREFERRED
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all.json", "/", "a\0b"])
@@ -172,62 +197,107 @@ def test_a_file_that_is_not_there_is_told(path: str, monkeypatch: pytest.MonkeyP
     if "\0" not in path:
         monkeypatch.setenv("MRB_DECISIONS", path)
         with pytest.raises(ValueError, match="there is no file of decisions"):
-            resolve(op, "auto", FACTS)
+            label()
 
 
 @pytest.mark.parametrize("spec", ["gone", "eager_loop(speed=9)", "((", "staged(combine=gone)"])
 def test_an_implementation_that_is_gone_is_told(write, spec: str) -> None:
-    mrb.use_decisions(write(document({**ENTRY, "overall": spec})))
+    mrb.use_decisions(write(document({**OVERALL, "overall": spec})))
     with pytest.raises(ValueError, match=r"the decisions in .* name expert_ffn.*make them anew"):
-        resolve(op, "auto", FACTS)
+        label()
 
 
-def test_an_absent_library_is_raised_and_not_passed_over(write, tmp_path, monkeypatch) -> None:
+def test_an_absent_library_is_passed_over_aloud(write, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("moe_routing_bench.ops.registry._included", [tmp_path / "more"])
     folder = tmp_path / "more" / "expert_ffn"
     folder.mkdir(parents=True)
     (folder / "needy.py").write_text('"""Needs much."""\nimport no_such_library\n')
-    monkeypatch.setenv("MRB_DECISIONS", str(write(document({**ENTRY, "overall": "needy", "by_tokens": []}))))
-    assert why(op, FACTS).startswith("measured winner")
-    with pytest.raises(NotImplementedError, match="needs no_such_library"):
-        resolve(op, "auto", FACTS)
+    monkeypatch.setenv("MRB_DECISIONS", str(write(document({**OVERALL, "overall": "needy"}))))
+    with pytest.warns(UserWarning, match=r"winner is passed over; needy cannot run: needs no_such_library"):
+        assert label() == PREFERRED
     words = ["explain", "expert_ffn", "--width", "16", "--hidden", "32", "--experts", "4", "--choices", "2"]
     text = CliRunner().invoke(app, [*words, "--dtype", "float32"]).stdout
-    assert "auto -> needy, measured winner" in text and "needs no_such_library" in text
+    assert f"auto -> {PREFERRED}, preferred on" in text and "needy cannot run: needs no_such_library" in text
+
+
+def test_a_winner_that_cannot_train_is_passed_over_aloud(write, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("moe_routing_bench.ops.registry._included", [tmp_path / "more"])
+    folder = tmp_path / "more" / "expert_ffn"
+    folder.mkdir(parents=True)
+    (folder / "quick.py").write_text(
+        '"""Forward alone."""\nFORWARD_ONLY = True\n'
+        "def unsupported(x_TD, gate_TK, plan, weights): return None\n"
+        "def run(x_TD, gate_TK, plan, weights): return x_TD * 0\n"
+    )
+    mrb.use_decisions(write(document({**OVERALL, "overall": "quick"})))
+    layer, x = mrb.MoE(16, 32, 4, 2), torch.randn(3, 16)
+    with torch.no_grad():
+        assert not layer(x)[0].any() and "expert_ffn.quick (auto: measured" in layer.implementation
+    with pytest.warns(UserWarning, match="winner is passed over; quick cannot run: it has no backward"):
+        layer(x)[0].sum().backward()
+    assert layer.experts.w_in_EDG.grad is not None
+    assert "quick cannot run: it has no backward" in layer.implementation
+    layer(x)  # said once
 
 
 def test_the_same_thread_count_is_preferred(write) -> None:
-    many = {**ENTRY, "threads": 8, "overall": "dense_all_experts"}
-    mrb.use_decisions(write(document(many, ENTRY)))
-    assert resolve(op, "auto", FACTS).label == "eager_loop"
+    many = {**OVERALL, "threads": 8, "overall": "dense_all_experts"}
+    mrb.use_decisions(write(document(many, OVERALL)))
+    assert label() == "eager_loop"
     mrb.use_decisions(write(document(many)))
-    assert resolve(op, "auto", FACTS).label == "dense_all_experts" and "8 threads" in why(op, FACTS)
+    assert label() == "dense_all_experts" and "8 threads" in auto_at().why
 
 
-def test_a_layer_resolves_when_it_is_built(write) -> None:
-    def build(**options: Any) -> mrb.MoE:
-        return mrb.MoE(D=16, F=32, E=4, K=2, **options)
+def ran(layer: mrb.MoE, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The implementation of expert_ffn that a call of the layer really runs."""
+    seen: list[str] = []
+    with monkeypatch.context() as patch:
+        for spec in ("eager_loop", "dense_all_experts", "staged", PREFERRED, "staged(combine=index_add)"):
+            found = op.get(spec)
 
-    before = build()
+            def run(*args: Any, found: Any = found) -> torch.Tensor:
+                seen.append(found.label)
+                return found.run(*args)
+
+            patch.setitem(op._ready, spec, replace(found, run=run))
+        layer(x)
+    return seen[0]
+
+
+def test_a_layer_follows_them_at_every_call(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, few, many = mrb.MoE(D=16, F=32, E=4, K=2), torch.randn(5, 16), torch.randn(60, 16)
+    with torch.no_grad():
+        assert ran(layer, few, monkeypatch) == PREFERRED
+        before = layer(many)[0]
+        mrb.use_decisions(write(document()))
+        assert ran(layer, few, monkeypatch) == "dense_all_experts"
+        assert "index_add" in ran(layer, many, monkeypatch)
+        torch.testing.assert_close(layer(many)[0], before)
+        said = layer.implementation
+        assert "expert_ffn.dense_all_experts up to T=16 (auto: measured winner for D=16" in said
+        assert "grouped_gemm=expert_loop) from T=17 (auto: measured winner" in said and "at T=64" in said
+        layer.bfloat16()
+        assert ran(layer, few.bfloat16(), monkeypatch) == PREFERRED
+        assert "no measured decision for these sizes (D=16 F=32 E=4 K=2 bfloat16" in layer.implementation
+        layer.float()
+        assert ran(layer, few, monkeypatch) == "dense_all_experts"
+        mrb.use_decisions(None)
+        assert ran(layer, few, monkeypatch) == PREFERRED
+
+
+def test_a_layer_looks_up_its_plan_by_its_own_sizes(write) -> None:
+    mrb.use_decisions(write(document({**OVERALL, "op": "make_plan", "overall": "counting"})))
+    assert "make_plan.counting (auto: measured winner" in mrb.MoE(16, 32, 4, 2).implementation
+    assert "make_plan.counting" not in mrb.MoE(16, 33, 4, 2).implementation
+    for layer in (copy.deepcopy(mrb.MoE(16, 32, 4, 2)), pickle.loads(pickle.dumps(mrb.MoE(16, 32, 4, 2)))):
+        assert "make_plan.counting (auto" in layer.implementation
+        assert "make_plan.counting" not in layer.bfloat16().implementation
+        assert layer.make_plan.op is all_ops()["make_plan"]
+
+
+def test_a_layer_compiles_whole_and_follows_them(write) -> None:
     mrb.use_decisions(write(document()))
-    assert before.expert_ffn.label == default()
-    assert build().expert_ffn.label == "eager_loop"
-    assert build(tokens=5).expert_ffn.label == "dense_all_experts"
-    assert build(dtype=torch.bfloat16, tokens=5).expert_ffn.label == default()
-    assert build(layout="block(8)", tokens=5).expert_ffn.label == default()
-    assert build(impl="staged").expert_ffn.label == default()
-    with pytest.raises(ValueError, match="at least 1"):
-        build(tokens=0)
-    layer, x = build(tokens=64), torch.randn(6, 16)
-    layer.load_state_dict(before.state_dict())
-    mrb.use_decisions(None)
-    assert "index_add" in layer.implementation
-    torch.testing.assert_close(layer(x)[0], before(x)[0])
-
-
-def test_a_chosen_layer_compiles_whole(write) -> None:
-    mrb.use_decisions(write(document()))
-    layer = mrb.MoE(D=16, F=32, E=4, K=2, tokens=4)
+    layer = mrb.MoE(D=16, F=32, E=4, K=2)
     x = torch.randn(6, 16)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     try:
@@ -237,22 +307,32 @@ def test_a_chosen_layer_compiles_whole(write) -> None:
         torch._dynamo.reset()
 
 
+def test_what_is_wrong_with_decisions_is_said_to_whoever_compiles(write) -> None:
+    mrb.use_decisions(write(document(torch="1.0")))
+    layer = mrb.MoE(D=16, F=32, E=4, K=2, layout="block(4)", impl="staged(grouped_gemm=block_sparse)")
+    try:
+        with pytest.warns(UserWarning, match="were made with torch 1.0"):
+            torch.compile(layer, backend="eager", fullgraph=True)(torch.randn(6, 16))
+    finally:
+        torch._dynamo.reset()
+
+
 def test_layouts_are_compared_by_meaning(write) -> None:
-    mrb.use_decisions(write(document({**ENTRY, "layout": " padded( capacity_factor=1.250 ) "})))
-    facts = replace(FACTS, layout=str(mrb.Layout.padded(capacity_factor=1.25)))
-    assert resolve(op, "auto", facts).label == "eager_loop"
+    mrb.use_decisions(write(document({**OVERALL, "layout": " padded( capacity_factor=1.250 ) "})))
+    assert label(FACTS._replace(layout=str(mrb.Layout.padded(capacity_factor=1.25)))) == "eager_loop"
 
 
 def test_explain_says_why(write, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["explain", "expert_ffn", "--width", "16", "--hidden", "32", "--experts", "4", "--choices", "2"]
     words += ["--dtype", "float32", "--tokens", "5"]
-    assert "the default of expert_ffn: decisions are off" in CliRunner().invoke(app, words).stdout
+    assert f"auto -> {PREFERRED}, preferred on" in (text := CliRunner().invoke(app, words).stdout)
+    assert "(decisions are off)" in text
     monkeypatch.setenv("MRB_DECISIONS", str(write(document())))
     text = CliRunner().invoke(app, words).stdout
     assert "auto -> dense_all_experts, measured winner for D=16" in text and "from results/monday" in text
     write(document(machine="elsewhere"))
     text = CliRunner().invoke(app, words).stdout
-    assert "auto -> staged" in text and "were made on elsewhere" in text
+    assert f"auto -> {PREFERRED}" in text and "were made on elsewhere" in text
     write(b"{")
     ran = CliRunner().invoke(app, words)
     assert ran.exit_code == 2 and "is not JSON" in ran.stderr
@@ -315,7 +395,7 @@ def test_300_mutated_files_give_a_value_or_a_sentence(write) -> None:
             mrb.use_decisions(path)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                resolve(op, "auto", FACTS)
+                label()
         except ValueError as error:
             refused += 1
             assert_one_sentence(error, path)

@@ -27,7 +27,7 @@ from moe_routing_bench import (
     all_ops,
     all_routers,
 )
-from moe_routing_bench.ops.registry import tensors_in
+from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 
 LAYOUTS = ("compact", "padded(capacity=24)", "padded(capacity=3,drop=probs)", "block(4)")

@@ -49,7 +49,7 @@ def test_ops_are_found_by_listing_the_folder() -> None:
     assert folders == set(ops)
     for op in ops.values():
         files = {p.stem for p in (Path(registry.__file__).parent / op.name).glob("*.py")}
-        assert set(op.names()) >= files - {"op", "__init__"}
+        assert set(op.names()) >= files - {"op", "preferences", "__init__"}
         assert op.default in op.names()
         assert op.summary.startswith(f"{op.name}: ")
         for found in find_all(op, configs=False):

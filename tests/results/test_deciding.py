@@ -15,8 +15,9 @@ import moe_routing_bench as mrb
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops import auto
 from moe_routing_bench.ops.auto import choose
-from moe_routing_bench.ops.decisions import Facts, read_decisions
+from moe_routing_bench.ops.decisions import read_decisions
 from moe_routing_bench.ops.expert_ffn.op import op
+from moe_routing_bench.ops.stand_ins import StandIns
 from moe_routing_bench.results.deciding import Decided, decide, write_decisions
 from moe_routing_bench.results.store import Session
 from sample_runs import ENVIRONMENT, OTHER_MACHINE, OTHER_TORCH, ROUNDS, add_cell, make_run
@@ -71,10 +72,12 @@ def test_impl_auto_follows_the_file(folder: Path, tmp_path: Path) -> None:
     write_decisions(decide(folder), folder, path)
     assert read_decisions(path).source == str(folder)
     mrb.use_decisions(path)
-    facts = {"D": 1792, "F": 64, "E": 64, "K": 8, "dtype": "float32", "layout": "compact"}
-    for tokens, wanted in ((4, "staged"), (100, "eager_loop"), (None, "eager_loop")):
-        choice = choose(op, Facts(**facts, activation="swiglu", tokens=tokens))  # type: ignore[arg-type]
-        assert choice.spec == wanted and choice.warning is None and "measured winner" in choice.why
+    weights = mrb.ExpertWeights(w_in_EDG=torch.empty(64, 1792, 128), w_out_EFD=torch.empty(64, 64, 1792))
+    for tokens, wanted in ((4, "staged"), (100, "eager_loop")):
+        source = StandIns(weights, 8, mrb.Layout.compact(), tokens)
+        choice = choose(op, tuple(op.arguments(source).values()))
+        assert choice.implementation.name == wanted and choice.warning is None
+        assert choice.why.startswith("measured winner")
 
 
 def test_a_layer_decides_expert_ffn_unless_the_op_itself_was_measured(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from moe_routing_bench.bench.device import placed
 from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.experts import GATED, ExpertWeights
 from moe_routing_bench.models.checkpoint import CheckpointLayer, read_layer
+from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.make_plan.op import make_plan
-from moe_routing_bench.ops.registry import tensors_in
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing

@@ -25,7 +25,8 @@ from moe_routing_bench.bench.spans.span import Span
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.experts import ExpertWeights
-from moe_routing_bench.ops.registry import all_ops, tensors_in
+from moe_routing_bench.ops.implementation import tensors_in
+from moe_routing_bench.ops.registry import all_ops
 
 FEW_ELEMENTS = 512
 OTHER_DRAWS = 3_000_000  # call numbers no worker is asked for

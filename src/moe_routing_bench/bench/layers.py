@@ -23,8 +23,9 @@ from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
+from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
-from moe_routing_bench.ops.registry import Implementation, Op
+from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.perft import Perft
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routers.router import Router, build, parse_spec, router_named
@@ -59,10 +60,11 @@ def choices_of(subject: Subject, inputs: Inputs) -> int:
 
 
 def layer_of(
-    subject: Subject, inputs: Inputs, ffn: Implementation, make_plan: Implementation,
-    dtype: torch.dtype | None = None, topk: str = "auto",
+    subject: Subject, inputs: Inputs, ffn: Implementation, make_plan: Implementation, *, topk: str,
+    dtype: torch.dtype | None = None, fused: bool = True,
 ) -> nn.Module:  # fmt: skip
-    """The subject's layer around the inputs' weights; in another dtype with the same numbers."""
+    """The subject's layer around the inputs' weights; in another dtype with the same numbers. A router may
+    have its option `fused`, or be told not to."""
     s, case, (kind, options) = inputs.case.shape, inputs.case, layer_kind(subject)
     dtype = dtype or inputs.dtype
     name, router_options = parse_spec(subject.router or ROUTER)
@@ -77,13 +79,13 @@ def layer_of(
         sizes["K"] *= options["iterations"]
         layer: nn.Module = ChainOfExperts(**sizes, **options, router=name, router_options=router_options)
         assert isinstance(layer, ChainOfExperts)
-        routers = [_router(subject, inputs, topk) for _ in range(1 + len(layer.later_routers))]
+        routers = [_router(subject, inputs, topk, fused) for _ in range(1 + len(layer.later_routers))]
         layer.later_routers = nn.ModuleList(routers[1:])
         moe = layer.layer
         moe.router = routers[0]
     else:
         moe = layer = MoE(**sizes, router=name, router_options=router_options)
-        moe.router = _router(subject, inputs, topk)
+        moe.router = _router(subject, inputs, topk, fused)
     _put_weights(moe, inputs, dtype, silent=kind == "chain")
     moe.expert_ffn, moe.make_plan = ffn, make_plan
     if kind == "perft":
@@ -94,8 +96,9 @@ def layer_of(
 def plain_layer(subject: Subject, inputs: Inputs, dtype: torch.dtype) -> nn.Module:
     """The layer in plain torch, in `dtype`: everything but the router by the ops' references."""
     layer = layer_of(
-        subject, inputs, reference_of(expert_ffn_op), make_plan_op.get("counting"), dtype, topk="sort"
-    )
+        subject, inputs, reference_of(expert_ffn_op), make_plan_op.get("counting"), topk="sort", dtype=dtype,
+        fused=False,
+    )  # fmt: skip
     if isinstance(layer, Perft):
         adapters = layer.adapters
         adapters.dispatch, adapters.grouped_gemm = reference_of(dispatch_op), reference_of(grouped_gemm_op)
@@ -135,15 +138,16 @@ def experts_arguments(
     return x_TD, routing, plan, layer.experts.weights()
 
 
-def _router(subject: Subject, inputs: Inputs, topk: str) -> Router:
+def _router(subject: Subject, inputs: Inputs, topk: str, fused: bool) -> Router:
     """The rule, its projection reading the columns that hold the logits."""
     s = inputs.case.shape
     if inputs.checkpoint is not None and not subject.router:
         return inputs.checkpoint.router(topk).to(inputs.put)
     name, options = parse_spec(subject.router or ROUTER)
-    if topk != "auto":
-        options = {**options, "topk": topk}
+    if not fused:
         options.pop("fused", None)
+    if "fused" not in options:
+        options.setdefault("topk", topk)
     router = build(name, s.D, s.E, choices_of(subject, inputs), **options)
     router.reset_parameters(torch.Generator().manual_seed(SEED))
     weight = getattr(router, "w_DE", None)

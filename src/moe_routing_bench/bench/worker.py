@@ -32,7 +32,8 @@ from moe_routing_bench.bench.device import clock_for, memory_place
 from moe_routing_bench.bench.inputs import ROUTINGS, Call, fingerprint, touch
 from moe_routing_bench.bench.judging import activations, weights_print
 from moe_routing_bench.conformance.check import poisoned_memory
-from moe_routing_bench.ops.registry import BUILT_IN, include, tensors_in
+from moe_routing_bench.ops.implementation import tensors_in
+from moe_routing_bench.ops.registry import BUILT_IN, include
 
 MOST_CALLS = 256  # of one sample: each has inputs of its own, and they are all made before
 # ten thousand steps of the timer. Longer samples are no better: noise here comes in bursts of many

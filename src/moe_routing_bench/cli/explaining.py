@@ -26,9 +26,8 @@ from moe_routing_bench.experts import ACTIVATIONS, GATED, ExpertWeights
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.catalog import Found, find, find_all
-from moe_routing_bench.ops.decisions import Facts
-from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.ops.score_topk.op import ScoreRule
+from moe_routing_bench.ops.stand_ins import StandIns
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.shapes import MoEShape
@@ -80,17 +79,20 @@ def explain_command(
         place = torch.device(device)
     except RuntimeError:
         fail(f"cannot read the device {device!r}; write cpu, cuda, cuda:1, xpu, mps, ...")
-    with user_mistakes():
-        spec, why = _asked(op, impl, shape, rule, dtype, activation, place)
-        chosen = find(op, spec)
     with _without_memory(shape, place):
         try:
-            source = Shapes(shape, rule, DTYPES[dtype], place, activation, bias=bias, train=train)
+            source = _shapes(shape, rule, DTYPES[dtype], place, activation, bias=bias, train=train)
             args = op.arguments(source)
         except NotImplementedError as reason:
             fail(str(reason))
         except RuntimeError as error:
             fail(f"cannot describe tensors of these sizes on {device}: {str(error).splitlines()[0]}")
+        with user_mistakes():
+            spec, why = impl, "asked for by name"
+            if impl == "auto":
+                choice = choose(op, tuple(args.values()), source.weights)
+                spec, why = choice.implementation.label, choice.why
+            chosen = find(op, spec)
         document = {
             "op": op.name,
             "summary": op.summary.removeprefix(f"{op.name}: "),
@@ -120,68 +122,31 @@ def _without_memory(shape: MoEShape, place: torch.device) -> AbstractContextMana
     return nullcontext() if plain else FakeTensorMode()
 
 
-def _asked(
-    op: Op, impl: str, shape: MoEShape, layout: Layout, dtype: str, activation: str, device: torch.device
-) -> tuple[str, str]:
-    """The implementation to explain, and why it is this one."""
-    if impl != "auto":
-        return impl, "asked for by name"
-    facts = Facts(
-        D=shape.D,
-        F=shape.F,
-        E=shape.E,
-        K=shape.K,
-        dtype=dtype,
-        layout=str(layout),
-        activation=activation,
-        tokens=max(shape.T, 1),
-        device=device.type,
-    )
-    choice = choose(op, facts)
-    return choice.spec, choice.why
-
-
-class Shapes:
+def _shapes(
+    shape: MoEShape,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    activation: str,
+    *,
+    bias: bool,
+    train: bool,
+) -> StandIns:
     """The arguments of operations as a layer of this shape would pass them: sizes and types, no values."""
+    D, F, E = shape.D, shape.F, shape.E
+    G = 2 * F if activation in GATED else F
 
-    def __init__(
-        self, shape: MoEShape, layout: Layout, dtype: torch.dtype, device: torch.device, activation: str,
-        *, bias: bool, train: bool,
-    ):  # fmt: skip
-        T, D, F, E, K = shape.T, shape.D, shape.F, shape.E, shape.K
-        G, R = 2 * F if activation in GATED else F, layout.num_rows(T, K, E)
+    def floats(*size: int) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device, requires_grad=train)
 
-        def floats(*size: int, kind: torch.dtype = dtype) -> Tensor:
-            return torch.empty(size, dtype=kind, device=device, requires_grad=train)
-
-        def ints(*size: int) -> Tensor:
-            return torch.empty(size, dtype=torch.int64, device=device)
-
-        self.K, self.layout, self.rule = K, layout, ScoreRule()
-        self.score_TE, self.logits_TE = floats(T, E), floats(T, E, kind=torch.float32)
-        self.bias_E = torch.empty(E, device=device)
-        # routers give float32 gates unless told otherwise
-        self.gate_TK = floats(T, K, kind=torch.float32)
-        self.routing = Routing(expert_TK=ints(T, K), gate_TK=self.gate_TK, num_experts=E, ragged=False)
-        self.x_TD, self.x_RD, self.y_RD = floats(T, D), floats(R, D), floats(R, D)
-        self.plan = RoutingPlan(
-            row_TK=ints(T, K),
-            pair_R=ints(R),
-            offset_E1=ints(E + 1),
-            count_E=ints(E),
-            dropped_E=ints(E),
-            layout=layout,
-            filled=layout.kind == "compact",
-        )
-        self.weights = ExpertWeights(
-            w_in_EDG=floats(E, D, G),
-            w_out_EFD=floats(E, F, D),
-            b_in_EG=floats(E, G) if bias else None,
-            b_out_ED=floats(E, D) if bias else None,
-            activation=activation,
-        )
-        # of the two projections the first
-        self.w_EDF, self.b_EF = self.weights.w_in_EDG, self.weights.b_in_EG
+    weights = ExpertWeights(
+        w_in_EDG=floats(E, D, G),
+        w_out_EFD=floats(E, F, D),
+        b_in_EG=floats(E, G) if bias else None,
+        b_out_ED=floats(E, D) if bias else None,
+        activation=activation,
+    )
+    return StandIns(weights, shape.K, layout, shape.T, train=train, rule=ScoreRule())
 
 
 def _describe(value: Any) -> str:

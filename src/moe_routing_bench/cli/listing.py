@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +16,7 @@ from rich.text import Text
 from moe_routing_bench.cli.finding import IncludePath, include_all, routers_found
 from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, two_columns
 from moe_routing_bench.ops.catalog import Found, find_all
+from moe_routing_bench.ops.preference import machine_of, preferences
 from moe_routing_bench.ops.registry import BUILT_IN, Op, all_ops
 from moe_routing_bench.published import MODELS
 from moe_routing_bench.routers.router import GROUPS, Router
@@ -98,10 +100,13 @@ def list_command(
 
 
 def _describe_op(op: Op) -> dict[str, Any]:
+    machine = machine_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    rows = [asdict(row) for row in preferences(op, machine) if row.order]
     return {
         "summary": op.summary.removeprefix(f"{op.name}: "),
         "parameters": op.parameters(),
         "default": op.default,
+        "preferred": [{**row, "machines": [machine]} for row in rows],
         "implementations": {found.spec: _describe(op, found) for found in find_all(op, configs=False)},
     }
 
@@ -184,9 +189,12 @@ def _describe_case(case: BenchCase) -> dict[str, Any]:
 
 def _op_table(op: dict[str, Any]) -> Table:
     table = two_columns(first_width=26)
+    preferred = {spec: row["machines"][0] for row in op["preferred"] for spec in row["order"][:1]}
     for impl_name, one in op["implementations"].items():
-        label = Text.assemble("  ", (impl_name, "bold"), (" (default)" if one["default"] else "", "green"))
-        table.add_row(label, _lines(one))
+        words = [f"preferred on {preferred[impl_name]}"] if impl_name in preferred else []
+        words += ["default"] if one["default"] else []
+        said = f" ({', '.join(words)})" if words else ""
+        table.add_row(Text.assemble("  ", (impl_name, "bold"), (said, "green")), _lines(one))
     return table
 
 

@@ -27,7 +27,8 @@ from moe_routing_bench.conformance.judging import (
     judge_output,
 )
 from moe_routing_bench.ops.catalog import find, find_all
-from moe_routing_bench.ops.registry import Implementation, all_ops, tensors_in
+from moe_routing_bench.ops.implementation import Implementation, tensors_in
+from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.plan import RoutingPlan
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from moe_routing_bench.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.conformance.arguments import fresh_arguments, leaves_of, upstream
 from moe_routing_bench.conformance.cases import Case, Cell
-from moe_routing_bench.ops.registry import Implementation, all_ops, tensors_in
+from moe_routing_bench.ops.implementation import Implementation, tensors_in
+from moe_routing_bench.ops.registry import all_ops
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from moe_routing_bench.experts import ExpertWeights, from_expert_list, to_transformers
 from moe_routing_bench.layer import MoE
 from moe_routing_bench.models.reading import GATED_BY, plain_activation, read, weights_of, where
-from moe_routing_bench.models.running import make_plan, pick_ffn
 from moe_routing_bench.routers.router import all_routers
 
 # gate, up and down of one expert of a list: Qwen, OLMoE, DeepSeek; Mixtral
@@ -72,7 +71,7 @@ class ConvertedBlock(nn.Module):
 def convert(module: nn.Module, *, impl: str = "auto", layout: str = "compact") -> nn.Module:
     """Replace every MoE block inside, or the module itself if it is one; answers what stands there now.
 
-    impl: an implementation of expert_ffn; "auto" as in the plug-in: measured, else native, else staged.
+    impl: an implementation of expert_ffn; "auto" as everywhere (ops/auto.py).
     """
     found, reasons = {}, []
     for path, block in module.named_modules():
@@ -275,7 +274,7 @@ def _converted(block: nn.Module, parts: Parts, impl: str, layout: str, strip: bo
         router_options=parts.options,
         layout=layout,
         activation=weights.activation,
-        impl=_implementation(parts, impl),
+        impl=impl,
         device="meta",  # the model's own tensors take their places
         dtype=weights.w_in_EDG.dtype,
     )
@@ -289,17 +288,6 @@ def _converted(block: nn.Module, parts: Parts, impl: str, layout: str, strip: bo
     if strip:
         _strip(block)
     return converted
-
-
-def _implementation(parts: Parts, impl: str) -> str:
-    if impl != "auto":
-        return impl
-    weights, E = parts.weights, parts.weights.num_experts
-    with torch.no_grad():
-        x_TD = weights.w_in_EDG.new_zeros(1, weights.D)
-        expert_TK = torch.arange(parts.K, device=x_TD.device).unsqueeze(0)
-        gate_TK, plan = make_plan(expert_TK, x_TD.new_zeros(1, parts.K), E)
-        return pick_ffn(impl, x_TD, gate_TK, plan, weights).run.label
 
 
 def _parameter(tensor: Tensor, like: Tensor) -> nn.Parameter:

@@ -1,12 +1,9 @@
-"""Experts of a model run by our operations: which implementation, why, and the call itself, compiled or
-not."""
+"""Experts of a model run by our operations, compiled or not."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,84 +11,27 @@ from torch import Tensor
 
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.models.reading import make_weights
-from moe_routing_bench.ops.auto import choose
+from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.combine.op import op as combine_op
-from moe_routing_bench.ops.decisions import Facts
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
-from moe_routing_bench.ops.registry import Implementation, Op
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 
 LAYOUT = Layout.compact()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Picked:
-    """Picked(run=<expert_ffn.native>, why="decisions are off; native can run here")"""
-
-    run: Implementation
-    why: str
-
-
-def pick(op: Op, impl: str, args: tuple[Any, ...], facts: Facts | None = None) -> Picked:
-    """The implementation to call with these arguments. "auto": the measured winner if decisions are on and it
-    can run, else `native` if it can run, else the op's default. A named one that cannot run raises
-    NotImplementedError with the reason."""
-    if impl != "auto":
-        run = op.get(impl)
-        if (reason := run.why_not(*args)) is not None:
-            raise NotImplementedError(f"{op.name}.{run.label}: {reason}")
-        return Picked(run=run, why="asked for")
-    choice = choose(op, facts)
-    if choice.warning is not None:
-        warnings.warn(choice.warning, UserWarning, stacklevel=2)
-    said = choice.why.removeprefix(f"the default of {op.name}: ")
-    if choice.decisions is not None:
-        if (reason := op.why_not(choice.spec, *args)) is None:
-            return Picked(run=op.get(choice.spec), why=said)
-        said = f"the measured winner {choice.spec} cannot run here: {reason}"
-        warnings.warn(f"{op.name}: {said}; another one runs", UserWarning, stacklevel=2)
-    if (reason := op.why_not("native", *args)) is None:
-        return Picked(run=op.get("native"), why=f"{said}; native can run here")
-    if (lacking := op.why_not(op.default, *args)) is not None:
-        raise NotImplementedError(f"{op.name}.{op.default}: {lacking}; and native: {reason}")
-    return Picked(run=op.get(op.default), why=f"{said}; native cannot run: {reason}")
-
-
-def pick_ffn(impl: str, x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Picked:
-    w_EDG = weights.w_in_EDG
-    sizes = (*w_EDG.shape[:2], weights.F, plan.num_choices, plan.num_tokens)
-    facts = _facts(*sizes, w_EDG.dtype, w_EDG.device.type, weights.activation)
-    return pick(expert_ffn_op, impl, (x_TD, gate_TK, plan, weights), facts)
-
-
-@lru_cache(maxsize=1024)
-def _facts(E: int, D: int, F: int, K: int, T: int, dtype: torch.dtype, device: str, activation: str) -> Facts:
-    return Facts(
-        D=D,
-        F=F,
-        E=E,
-        K=K,
-        dtype=str(dtype).removeprefix("torch."),
-        layout=str(LAYOUT),
-        activation=activation,
-        tokens=T,
-        device=device,
-    )
-
-
-def make_plan(expert_TK: Tensor, gate_TK: Tensor, E: int) -> tuple[Tensor, RoutingPlan]:
+def make_plan(expert_TK: Tensor, gate_TK: Tensor, weights: ExpertWeights) -> tuple[Tensor, RoutingPlan]:
     """The plan, and the gates with 0 where no expert is named: there Transformers' may be anything."""
+    E = weights.num_experts
     routing = Routing(
         expert_TK=expert_TK.long(), gate_TK=gate_TK, num_experts=E, ragged=_some_are_absent(expert_TK, E)
     )
     if routing.ragged:
         routing = replace(routing, gate_TK=torch.where(routing.chosen_TK(), gate_TK, 0.0))
-    plan = pick(make_plan_op, "auto", (routing, LAYOUT)).run.run(routing, LAYOUT)
-    return routing.gate_TK, plan
+    return routing.gate_TK, resolve(make_plan_op, "auto", lambda: weights)(routing, LAYOUT)
 
 
 def _some_are_absent(expert_TK: Tensor, E: int) -> bool:
@@ -106,8 +46,8 @@ def _some_are_absent(expert_TK: Tensor, E: int) -> bool:
 def run_experts(
     x_TD: Tensor, expert_TK: Tensor, gate_TK: Tensor, weights: ExpertWeights, impl: str
 ) -> Tensor:
-    gate_TK, plan = make_plan(expert_TK, gate_TK, weights.num_experts)
-    return pick_ffn(impl, x_TD, gate_TK, plan, weights).run.run(x_TD, gate_TK, plan, weights)
+    gate_TK, plan = make_plan(expert_TK, gate_TK, weights)
+    return resolve(expert_ffn_op, impl)(x_TD, gate_TK, plan, weights)
 
 
 def stages(impl: str) -> dict[str, str]:
@@ -143,20 +83,21 @@ def run_around(
 ) -> Tensor:
     """dispatch, grouped_gemm, the model's own function, grouped_gemm, combine; `after` is applied to what an
     expert gives."""
-    gate_TK, plan = make_plan(expert_TK, gate_TK, weights.num_experts)
-    names = stages(impl)
+    gate_TK, plan = make_plan(expert_TK, gate_TK, weights)
+    dispatch, grouped_gemm, combine = (
+        resolve(op, name, lambda: weights)
+        for op, name in zip((dispatch_op, grouped_gemm_op, combine_op), stages(impl).values(), strict=True)
+    )
     # rows of no expert hold anything; a function with parameters would make NaN gradients of them
     holds_R1 = (plan.pair_R >= 0).unsqueeze(1)
 
     def gemm(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        args = (x, w, plan, b)
-        return torch.where(holds_R1, pick(grouped_gemm_op, names["grouped_gemm"], args).run.run(*args), 0.0)
+        return torch.where(holds_R1, grouped_gemm(x, w, plan, b), 0.0)
 
-    x_RD = pick(dispatch_op, names["dispatch"], (x_TD, plan)).run.run(x_TD, plan)
-    h_RF = activation(gemm(x_RD, weights.w_in_EDG, weights.b_in_EG))
+    h_RF = activation(gemm(dispatch(x_TD, plan), weights.w_in_EDG, weights.b_in_EG))
     y_RD = gemm(h_RF, weights.w_out_EFD, weights.b_out_ED)
     y_RD = y_RD if after is None else after(y_RD)
-    return pick(combine_op, names["combine"], (y_RD, gate_TK, plan)).run.run(y_RD, gate_TK, plan)
+    return combine(y_RD, gate_TK, plan)
 
 
 # torch.compile cannot trace C++ called by address. Without gradients the call is one node of the graph, an

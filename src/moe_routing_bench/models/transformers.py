@@ -5,10 +5,10 @@
     model.set_experts_implementation("moe_routing_bench")   # or from_pretrained(experts_implementation=...)
     print(plugin.implementations(model))                    # what runs in each layer, and why
 
-"moe_routing_bench" is the measured winner if decisions are on (use_decisions), else `native` where it can
-run, else `staged`. "moe_routing_bench:<impl>" is that implementation of expert_ffn, or an error:
-"moe_routing_bench:native", "moe_routing_bench:native(store=int8)". Built-in names and their listed options
-are registered here; register("staged(combine=index_add,dispatch=native)") adds others.
+"moe_routing_bench" is impl="auto" as everywhere (ops/auto.py). "moe_routing_bench:<impl>" is that
+implementation of expert_ffn, or an error: "moe_routing_bench:native", "moe_routing_bench:native(store=int8)".
+Built-in names and their listed options are registered here;
+register("staged(combine=index_add,dispatch=native)") adds others.
 
 `native` packs the weights at the first call without gradients: as much memory again, and for gpt-oss two
 thirds more, because its alternating columns are first put into halves. release(model) gives it back. Weights
@@ -43,14 +43,15 @@ from moe_routing_bench.models.reading import (
     weights_of,
 )
 from moe_routing_bench.models.running import (
-    make_plan,
-    pick_ffn,
+    LAYOUT,
     run_around,
     run_experts,
     run_experts_for_training,
     stages,
 )
+from moe_routing_bench.ops.auto import pick
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
+from moe_routing_bench.ops.stand_ins import StandIns
 
 NAME = "moe_routing_bench"
 
@@ -105,7 +106,7 @@ class Running:
 
     Running(module="model.layers.0.mlp.experts", experts="E=8 D=64 F=32 swiglu float32",
     implementation="native",
-            why="decisions are off; native can run here")
+            why="preferred on amx (decisions are off): measurements/cpu_grid.txt")
     """
 
     module: str
@@ -156,15 +157,12 @@ def _running(path: str, module: nn.Module, tokens: int) -> Running:
     with torch.no_grad():
         weights = weights_of(module, reading)
         K = min(getattr(m.config, "num_experts_per_tok", 1), E)
-        x_TD = first.new_zeros(tokens, D)
-        expert_TK = torch.arange(K, device=first.device).expand(tokens, K)
-        gate_TK = x_TD.new_zeros(tokens, K)
-        gate_TK, plan = make_plan(expert_TK, gate_TK, E)
+        args = expert_ffn_op.arguments(StandIns(weights, K, LAYOUT, tokens))
         try:
-            picked = pick_ffn(impl, x_TD, gate_TK, plan, weights)
+            choice = pick(expert_ffn_op, impl, tuple(args.values()))
         except NotImplementedError as reason:
             return say(implementation="none", why=str(reason))
-    return say(implementation=picked.run.label, why=picked.why)
+    return say(implementation=choice.implementation.label, why=choice.why)
 
 
 def release(model: nn.Module) -> int:

@@ -1,4 +1,9 @@
-"""The one place where impl="auto" becomes a name: the measured winner if decisions are on, else the default.
+"""The one meaning of impl="auto": which implementation runs these arguments, and why.
+
+1. The measured winner, if decisions are on and were made for this machine, torch and these sizes.
+2. Else what the op prefers on this class of machine (`ops/<op>/preferences.py`), and last its default.
+3. Of these the first that can run the arguments. It is asked at every call, because tokens, dtype, device and
+   whether gradients are wanted belong to the call; what cannot run is passed over, and `Choice.why` says so.
 
 Decisions are on only when somebody says so, with the environment variable MRB_DECISIONS=<file> or with
 use_decisions(<file>); no file is looked for anywhere else.
@@ -8,93 +13,254 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from moe_routing_bench import native
+from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.machine import this_machine
-from moe_routing_bench.ops.decisions import Decisions, Facts, read_decisions
-from moe_routing_bench.ops.registry import Implementation, Op
+from moe_routing_bench.ops.decisions import Decisions, Entry, Facts, read_decisions
+from moe_routing_bench.ops.implementation import Implementation
+from moe_routing_bench.ops.preference import PLAIN, machine_of, preferences
+from moe_routing_bench.ops.registry import Op, all_ops
+from moe_routing_bench.ops.stand_ins import StandIns
+from moe_routing_bench.plan import Layout, RoutingPlan
+from moe_routing_bench.routing import Routing
 
+P = ParamSpec("P")
+R = TypeVar("R")
 VARIABLE = "MRB_DECISIONS"
+PROBED = (1, 16, 256, 4096)  # tokens for which `describe` looks at what runs
+
+
+class Choice(NamedTuple):
+    """Choice(implementation=<expert_ffn.native>, why="preferred on amx (decisions are off): ...")"""
+
+    implementation: Implementation
+    why: str
+    warning: str | None = None  # for the caller to give: something was expected that is not so
+
+
+class Auto:
+    """impl="auto" of one op, to be called like an Implementation: chooses anew at every call.
+
+    `weights` gives those of the layer it belongs to, for an op that is not handed them: a measured decision
+    is found by their sizes.
+    """
+
+    label = "auto"
+    config: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, op: Op, weights: Callable[[], ExpertWeights] | None = None):
+        self.op, self.weights = op, weights
+
+    def choice(self, *args: Any) -> Choice:
+        return _choose(self.op, args, self.weights)
+
+    def __call__(self, *args: Any) -> Any:
+        choice = self.choice(*args)
+        if choice.warning is not None:
+            _say(choice.warning)
+        return choice.implementation.run(*args)
+
+
+def describe(part: Implementation | Auto, weights: ExpertWeights, K: int, layout: Layout) -> str:
+    """What runs in a layer of these sizes; of "auto" also why, and for how many tokens if that matters."""
+    if isinstance(part, Implementation):
+        return f"{part.op}.{part.label}"
+    op = part.op
+
+    def arguments(T: int) -> tuple[Any, ...]:
+        return tuple(op.arguments(StandIns(weights, K, layout, T)).values())
+
+    rows = _rows(op, arguments(1), lambda: weights)
+    edges = [row.most_tokens for row in rows if row.most_tokens is not None]
+    tokens = sorted({*PROBED, *edges, *(edge + 1 for edge in edges)})
+    choices = [(T, choose(op, arguments(T), weights)) for T in tokens]
+    said = []
+    for label, group in groupby(choices, key=lambda one: one[1].implementation.label):
+        (first, choice), *more = group
+        last = more[-1][0] if more else first
+        which = f" from T={first}" if last == tokens[-1] else f" up to T={last}"
+        which = "" if (first, last) == (tokens[0], tokens[-1]) else which
+        said.append(f"{op.name}.{label}{which} (auto: {choice.why})")
+    return ", ".join(said)
+
+
+def resolve(op: Op, impl: str, weights: Callable[[], ExpertWeights] | None = None) -> Implementation | Auto:
+    """What to call for `impl`: the implementation of that name; for "auto" what chooses at every call."""
+    return Auto(op, weights) if impl == "auto" else op.get(impl)
+
+
+def pick(op: Op, impl: str, args: tuple[Any, ...], weights: ExpertWeights | None = None) -> Choice:
+    """What runs these arguments for `impl`, a name or "auto", and why. Raises NotImplementedError with the
+    reason if nothing does."""
+    if impl == "auto":
+        choice = choose(op, args, weights)
+        if choice.warning is not None:
+            _say(choice.warning)
+        return choice
+    named = op.get(impl)
+    if (reason := named.why_not(*args)) is not None:
+        raise NotImplementedError(f"{op.name}.{named.label}: {reason}")
+    return Choice(implementation=named, why="asked for by name")
+
+
+def choose(op: Op, args: tuple[Any, ...], weights: ExpertWeights | None = None) -> Choice:
+    """What "auto" is for these arguments, and why. Says nothing aloud. Without weights, given or among the
+    arguments, there are no sizes to find a decision by."""
+    return _choose(op, args, None if weights is None else lambda: weights)
+
+
+def _choose(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | None) -> Choice:
+    tokens = _tokens(args)
+    for row in _rows(op, args, weights):
+        if row.most_tokens is None or tokens <= row.most_tokens:
+            break
+    warning, passed = row.warning, ""
+    for spec, why in row.candidates:
+        implementation = op.get(spec)
+        if (reason := implementation.why_not(*args)) is None:
+            return Choice(implementation=implementation, why=why + passed, warning=warning)
+        passed += f"; {spec} cannot run: {reason}"
+        if row.measured:
+            warning = _passed_over(op, passed)
+    raise NotImplementedError(f"{op.name}: nothing can run this{passed}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Choice(spec="staged", why="the default of expert_ffn: decisions are off", warning=None)"""
+class _Row:
+    """What to try for at most so many tokens, in this order, with the reason of each."""
 
-    spec: str
-    why: str
-    warning: str | None = None
-    decisions: Decisions | None = None  # those that named it; None: it is the default
+    most_tokens: int | None
+    candidates: tuple[tuple[str, str], ...]
+    measured: bool  # the first is a measured winner
+    warning: str | None
 
 
 @dataclass
 class _State:
     """What use_decisions said, and what the environment's file held when it was last read."""
 
-    told: bool = False  # by use_decisions, which outranks the environment
+    switched: bool = False  # by use_decisions, which outranks the environment
     decisions: Decisions | None = None
     read: tuple[tuple[str, int, int], Decisions] | None = None
-    warned: set[str] = field(default_factory=set)
+    ranked: dict[tuple[object, ...], tuple[_Row, ...]] = field(default_factory=dict)
+    said: set[str] = field(default_factory=set)
 
 
 _state = _State()
 
 
 def use_decisions(path: Path | str | None) -> None:
-    """From now on impl="auto" follows the file that `mrb decide` wrote; None: the named defaults again,
-    whatever MRB_DECISIONS says. Layers that are already built keep what they have."""
+    """From now on impl="auto" follows the file that `mrb decide` wrote; None: the ops' preferences again,
+    whatever MRB_DECISIONS says. A forward that torch.compile has traced keeps what it has."""
     _state.decisions = None if path is None else read_decisions(path)
-    _state.told = True
-    _state.warned.clear()
+    _state.switched = True
+    _state.ranked.clear()
+    _state.said.clear()
 
 
-def resolve(op: Op, impl: str, shape: Facts | None = None) -> Implementation:
-    """`impl` as given; for "auto" the measured winner for this shape, or the op's named default.
-
-    Layers resolve once, when they are built, so a compiled forward holds no choice and a record can name what
-    ran. Without a shape, as in a call of a single operation, "auto" is the default.
-    """
-    if impl != "auto":
-        return op.get(impl)
-    if shape is None:
-        return op.get(op.default)
-    choice = choose(op, shape)
-    if choice.warning is not None and choice.warning not in _state.warned:
-        _state.warned.add(choice.warning)
-        warnings.warn(choice.warning, UserWarning, stacklevel=3)
-    return op.get(choice.spec)
+def _rows(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | None) -> tuple[_Row, ...]:
+    """What to try, by tokens: the last row is for any number of them."""
+    follows = _follows_decisions()
+    sizes = _sizes(args, None if weights is None else weights()) if follows else None
+    return _ranked(op.name, _device(args), follows, sizes)
 
 
-def why(op: Op, shape: Facts | None = None) -> str:
-    """Why "auto" is what it is, as part of a sentence."""
-    return choose(op, shape).why
+def _while_tracing(function: Callable[P, R]) -> Callable[P, R]:
+    """torch.compile shall call this function when it traces, and keep the answer. The mark is what
+    torch.compiler.assume_constant_result sets; that one takes a second to import all of torch.compile."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
-def choose(op: Op, shape: Facts | None = None) -> Choice:
-    """What "auto" means for this shape, and why. Says nothing aloud: `warning` is for the caller to give."""
-    default = f"the default of {op.name}"
-    decisions = _decisions()
-    if decisions is None:
-        return Choice(spec=op.default, why=f"{default}: decisions are off")
-    if shape is None:
-        return Choice(spec=op.default, why=f"{default}: a choice without sizes follows no decisions")
-    if (mismatch := _mismatch(decisions)) is not None:
-        advice = (
-            f'{mismatch}, so impl="auto" uses the defaults; make decisions here with `mrb decide`, '
-            f"or switch these off (unset {VARIABLE}, or use_decisions(None))"
+@_while_tracing
+def _follows_decisions() -> bool:
+    return _state.decisions is not None if _state.switched else bool(os.environ.get(VARIABLE))
+
+
+@_while_tracing
+def _ranked(
+    op_name: str, device: torch.device, follows: bool, sizes: tuple[int | str, ...] | None
+) -> tuple[_Row, ...]:
+    decisions = _decisions() if follows else None
+    threads = torch.get_num_threads() if follows else 0
+    key = (op_name, device, sizes, threads)
+    if (rows := _state.ranked.get(key)) is None:
+        facts = None if sizes is None else Facts(*sizes)  # type: ignore[arg-type]
+        rows = _rank(all_ops()[op_name], machine_of(device), facts, decisions, threads)
+        _state.ranked[key] = rows
+    return rows
+
+
+@_while_tracing
+def _say(warning: str) -> None:
+    if warning not in _state.said:
+        _state.said.add(warning)
+        warnings.warn(warning, UserWarning, stacklevel=4)
+
+
+def _rank(
+    op: Op, machine: str, facts: Facts | None, decisions: Decisions | None, threads: int
+) -> tuple[_Row, ...]:
+    entry, because, warning = None, "decisions are off", None
+    if decisions is not None:
+        because = "a choice without sizes follows no decisions"
+        if (mismatch := _mismatch(decisions)) is not None:
+            because = mismatch
+            warning = (
+                f'{mismatch}, so impl="auto" goes by the preferences of the ops; make decisions here with '
+                f"`mrb decide`, or switch these off (unset {VARIABLE}, or use_decisions(None))"
+            )
+        elif facts is not None and (entry := decisions.find(op.name, facts, threads)) is None:
+            because = f"no measured decision for these sizes ({facts})"
+    table = list(preferences(op, machine))
+    tool = native.missing_tool() if machine == PLAIN else None
+    if tool is not None and next(preferences(op, native.best_level() or PLAIN)).order != table[0].order:
+        because = f"{because}; {tool}"
+        warning = warning or f'impl="auto" would run compiled C++ here; until then plain torch: {tool}'
+
+    edges = sorted({*(row.most_tokens or 0 for row in table), *(entry.bounds if entry else ())} - {0})
+    rows = []
+    for edge in (*edges, None):
+        tokens = edge or (edges[-1] + 1 if edges else 1)
+        wanted = _winner(op, decisions, entry, tokens) if decisions and entry else {}
+        preferred = next(row for row in table if row.most_tokens is None or tokens <= row.most_tokens)
+        for spec in preferred.order:
+            wanted.setdefault(spec, f"preferred on {machine} ({because}): {preferred.evidence}")
+        wanted.setdefault(op.default, f"the last resort of {op.name} ({because})")
+        candidates, passed = [], ""
+        for spec, why in wanted.items():
+            try:
+                op.get(spec)
+                candidates.append((spec, why + passed))
+            except NotImplementedError as absent:
+                passed += f"; {spec} cannot run: {str(absent).partition(': ')[2]}"
+        lost = entry is not None and candidates[0][0] != next(iter(wanted))
+        rows.append(
+            _Row(
+                most_tokens=edge,
+                candidates=tuple(candidates),
+                measured=entry is not None and not lost,
+                warning=_passed_over(op, passed) if lost else warning,
+            )
         )
-        return Choice(spec=op.default, why=f"{default}: {mismatch}", warning=advice)
-    entry = decisions.find(op.name, shape, torch.get_num_threads())
-    if entry is None:
-        return Choice(spec=op.default, why=f"{default}: no measured decision for these sizes ({shape})")
-    spec, measured_T = entry.winner(shape.tokens)
+    return tuple(rows)
+
+
+def _winner(op: Op, decisions: Decisions, entry: Entry, tokens: int) -> dict[str, str]:
+    """The measured winner, and what makes it one."""
+    spec, measured_T = entry.winner(tokens)
     try:
         op.get(spec)
     except NotImplementedError:
-        pass  # it exists, and a library it needs is absent: resolve raises that, `mrb explain` shows it
+        pass  # it exists, and a library it needs is absent
     except ValueError as error:
         raise ValueError(
             f"the decisions in {decisions.path} name {op.name}.{spec}, which cannot be used: {error}; "
@@ -102,16 +268,16 @@ def choose(op: Op, shape: Facts | None = None) -> Choice:
         ) from None
     at = "over all measured T" if measured_T is None else f"at T={measured_T}"
     threads = "1 thread" if entry.threads == 1 else f"{entry.threads} threads"
-    return Choice(
-        spec=spec,
-        why=f"measured winner for {entry.facts}, {at}, {entry.workload}, {threads}, on this machine, "
-        f"from {decisions.source}",
-        decisions=decisions,
-    )
+    where = f"{entry.workload}, {threads}, on this machine, from {decisions.source}"
+    return {spec: f"measured winner for {entry.facts}, {at}, {where}"}
+
+
+def _passed_over(op: Op, passed: str) -> str:
+    return f"{op.name}: the measured winner is passed over{passed}"
 
 
 def _decisions() -> Decisions | None:
-    if _state.told:
+    if _state.switched:
         return _state.decisions
     path = os.environ.get(VARIABLE)
     if not path:
@@ -123,6 +289,7 @@ def _decisions() -> Decisions | None:
     version = (path, status.st_mtime_ns, status.st_size)
     if _state.read is None or _state.read[0] != version:
         _state.read = (version, read_decisions(path))
+        _state.ranked.clear()
     return _state.read[1]
 
 
@@ -137,3 +304,35 @@ def _mismatch(decisions: Decisions) -> str | None:
             f"the decisions in {decisions.path} were made with torch {decisions.torch}, this is {here.torch}"
         )
     return None
+
+
+def _device(args: tuple[Any, ...]) -> torch.device:
+    first = args[0]
+    return first.expert_TK.device if isinstance(first, Routing) else first.device
+
+
+def _tokens(args: tuple[Any, ...]) -> int:
+    for value in args:
+        if isinstance(value, (Routing, RoutingPlan)):
+            return value.num_tokens
+    return args[0].shape[0]
+
+
+def _sizes(args: tuple[Any, ...], weights: ExpertWeights | None) -> tuple[int | str, ...] | None:
+    """Facts as a plain tuple, which torch.compile takes for a constant; None if not all of them are known."""
+    K = layout = None
+    for value in args:
+        if isinstance(value, ExpertWeights):
+            weights = value
+        elif isinstance(value, Layout):
+            layout = value
+        elif isinstance(value, Routing):
+            K = value.num_choices
+        elif isinstance(value, RoutingPlan):
+            K, layout = value.num_choices, value.layout
+    if weights is None or K is None:
+        return None
+    like = weights.w_in_EDG
+    dtype = str(like.dtype).removeprefix("torch.")
+    sizes = (weights.D, weights.F, weights.num_experts, K)
+    return (*sizes, dtype, str(layout), weights.activation, like.device.type)

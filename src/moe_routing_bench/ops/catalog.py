@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from moe_routing_bench.ops.registry import BUILT_IN, Implementation, Op
+from moe_routing_bench.ops.implementation import Implementation
+from moe_routing_bench.ops.registry import BUILT_IN, Op
 
 
 @dataclass(frozen=True, kw_only=True)

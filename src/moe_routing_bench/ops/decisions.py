@@ -10,8 +10,9 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_routing_bench.plan import Layout
 
@@ -25,10 +26,9 @@ MAX_TEXT = 1_000
 MAX_SIZE = 2**40
 
 
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What a choice is wanted for: Facts(D=2048, F=768, E=128, K=8, dtype="bfloat16", layout="compact",
-    activation="swiglu", tokens=16). Without tokens the choice must do for any number of them."""
+class Facts(NamedTuple):
+    """What a choice is wanted for, whatever the number of tokens: Facts(D=2048, F=768, E=128, K=8,
+    dtype="bfloat16", layout="compact", activation="swiglu", device="cpu")"""
 
     D: int
     F: int
@@ -37,7 +37,6 @@ class Facts:
     dtype: str
     layout: str
     activation: str
-    tokens: int | None = None
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -74,9 +73,15 @@ class Entry:
     regret_worst: float | None
     by_tokens: tuple[Winner, ...]
 
-    def winner(self, tokens: int | None) -> tuple[str, int | None]:
+    @property
+    def bounds(self) -> list[int]:
+        """Up to how many tokens each measured T but the largest is the nearest one, by ratio."""
+        measured = sorted(one.T for one in self.by_tokens)
+        return [math.isqrt(few * many) for few, many in pairwise(measured)]
+
+    def winner(self, tokens: int) -> tuple[str, int | None]:
         """The implementation, and the T at which it was measured; None for the overall one."""
-        if tokens is None or not self.by_tokens:
+        if not self.by_tokens:
             return self.overall, None
         nearest = min(self.by_tokens, key=lambda one: abs(math.log(one.T / max(tokens, 1))))
         return nearest.impl, nearest.T
@@ -100,8 +105,7 @@ class Decisions:
     def find(self, op: str, facts: Facts, threads: int) -> Entry | None:
         """The entry of exactly these sizes, dtype, layout, activation and device; of several, measured with
         different threads or workloads, one with this many threads first, then the first in the file."""
-        wanted = _key(facts)
-        fits = [entry for entry in self.entries if entry.op == op and _key(entry.facts) == wanted]
+        fits = [entry for entry in self.entries if entry.op == op and entry.facts == facts]
         return min(fits, key=lambda entry: entry.threads != threads, default=None)
 
 
@@ -131,11 +135,6 @@ def read_decisions(path: Path | str) -> Decisions:
         ) from None
 
 
-def _key(facts: Facts) -> tuple[object, ...]:
-    sizes = (facts.D, facts.F, facts.E, facts.K)
-    return (*sizes, facts.dtype, facts.layout, facts.activation, facts.device)
-
-
 def _decisions(path: Path, document: Any) -> Decisions:
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise ValueError(f"its schema is not {SCHEMA!r}")
@@ -149,7 +148,7 @@ def _decisions(path: Path, document: Any) -> Decisions:
     )
     seen: set[object] = set()
     for i, entry in enumerate(entries):
-        key = (entry.op, _key(entry.facts), entry.threads, entry.workload)
+        key = (entry.op, entry.facts, entry.threads, entry.workload)
         if key in seen:
             raise ValueError(f"entry {i} repeats an earlier one")
         seen.add(key)

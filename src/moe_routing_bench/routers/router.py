@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_routing_bench.names import did_you_mean
-from moe_routing_bench.ops.auto import resolve
-from moe_routing_bench.ops.registry import Implementation
+from moe_routing_bench.ops.auto import Auto, resolve
+from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 from moe_routing_bench.ops.score_topk.op import op as score_topk_op
 from moe_routing_bench.ops.topk.op import op as topk_op
@@ -63,7 +63,7 @@ class Router(nn.Module):
     groups: str = "uneven"  # a key of GROUPS; an option may take a promise of the class back
     controller: ClassVar[str | None] = None  # the balance controller it was published with
     host_sync: ClassVar[str] = ""  # why forward reads device values on the host; empty: it does not
-    fused: Implementation | None = None  # of op score_topk, if it chooses and weighs; see fuse
+    fused: Implementation | Auto | None = None  # of op score_topk, if it chooses and weighs; see fuse
     score_rule: ScoreRule = PLAIN  # what `fused` computes
 
     def __init__(
@@ -140,7 +140,7 @@ class Router(nn.Module):
 
     def fuse(self, impl: str, rule: ScoreRule) -> None:
         """Choices and gates shall come from one call of op score_topk, which computes `rule`."""
-        if self.topk.label != resolve(topk_op, "auto").label:
+        if not isinstance(self.topk, Auto):
             raise ValueError(
                 f"topk={self.topk.label!r} and fused={impl!r}: both choose experts; leave one of them out"
             )

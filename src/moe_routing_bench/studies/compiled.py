@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_routing_bench.ops.gpu import Compilation, Target
-from moe_routing_bench.ops.registry import Implementation
+from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.published import model
 
 TOKENS = 4096

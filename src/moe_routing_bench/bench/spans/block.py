@@ -24,10 +24,11 @@ from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.layer import MoE
 from moe_routing_bench.models.decoder import DecoderBlock, Rotary, TransformersBlock, rotary
-from moe_routing_bench.models.running import pick
+from moe_routing_bench.ops.auto import pick
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
+from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
-from moe_routing_bench.ops.registry import BUILT_IN, Implementation
+from moe_routing_bench.ops.registry import BUILT_IN
 from moe_routing_bench.published import MODELS, AttentionShape
 from moe_routing_bench.routing import TokenInfo
 from moe_routing_bench.workloads.cases import BenchCase, cases
@@ -169,22 +170,29 @@ def _subject_block(subject: Subject, inputs: Inputs) -> tuple[DecoderBlock | Tra
     name, options = parse_block(subject.spec)
     if name == "ours":
         moe = _our_moe(subject, inputs, options["impl"])
-        runs = f"{options['attention']} attention, {moe.implementation}"
+        parts = f"make_plan.{moe.make_plan.label} + expert_ffn.{moe.expert_ffn.label}"
+        runs = f"{options['attention']} attention, {parts}"
         return _block(moe, options["attention"], inputs), runs
-    moe = moe_of(layer_of(subject, inputs, expert_ffn_op.get("staged"), make_plan_op.get("counting")))
+    moe = _plain_moe(subject, inputs)
     theirs = TransformersBlock.of(_block(moe, "sdpa", inputs), **options)
     attention, experts = options["attention"], options["experts"]
     return theirs, f"Transformers' Qwen3MoeDecoderLayer, {attention} attention, {experts} experts"
 
 
 def _our_moe(subject: Subject, inputs: Inputs, impl: str) -> MoE:
-    layer = moe_of(layer_of(subject, inputs, expert_ffn_op.get("staged"), make_plan_op.get("counting")))
+    layer = _plain_moe(subject, inputs)
     call = inputs.at(0, 0, subject.layout)
     asked = (call.x_TD, call.gate_TK, call.plan, layer.experts.weights())
     with torch.no_grad():
-        layer.expert_ffn = pick(expert_ffn_op, impl, asked).run
-        layer.make_plan = pick(make_plan_op, "auto", (call.routing, call.layout)).run
+        layer.expert_ffn = pick(expert_ffn_op, impl, asked).implementation
+        plan = pick(make_plan_op, "auto", (call.routing, call.layout), layer.experts.weights())
+        layer.make_plan = plan.implementation
     return layer
+
+
+def _plain_moe(subject: Subject, inputs: Inputs) -> MoE:
+    staged, counting = expert_ffn_op.get("staged"), make_plan_op.get("counting")
+    return moe_of(layer_of(subject, inputs, staged, counting, topk="sort"))
 
 
 def _rotary(inputs: Inputs, dtype: torch.dtype) -> Rotary:

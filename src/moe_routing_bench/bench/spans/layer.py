@@ -31,18 +31,26 @@ from moe_routing_bench.bench.layers import (
     plain_layer,
 )
 from moe_routing_bench.bench.spans.op import STAGED, staged_stages
-from moe_routing_bench.bench.spans.span import PACKAGE, STORED, Computation, Load, Span, Stage, facts_of
+from moe_routing_bench.bench.spans.span import (
+    PACKAGE,
+    STORED,
+    Computation,
+    Load,
+    Span,
+    Stage,
+    auto_label,
+    stand_ins,
+)
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.layer import MoE
 from moe_routing_bench.load import LoadStatistics
 from moe_routing_bench.models.decoder import transformers_moe
 from moe_routing_bench.models.hand_ordered import hand_ordered
-from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
+from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
-from moe_routing_bench.ops.registry import BUILT_IN, Implementation
-from moe_routing_bench.ops.topk.op import op as topk_op
+from moe_routing_bench.ops.registry import BUILT_IN
 from moe_routing_bench.routers.router import parse_spec, router_named
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 from moe_routing_bench.workloads.cases import BenchCase
@@ -86,15 +94,18 @@ class LayerSpan(Span):
         return {"x_TD": call.x_TD if by_own_router else call.planted_TD, "info": info}
 
     def built(self, subject: Subject, inputs: Inputs) -> Computation:
-        make_plan = resolve(make_plan_op, "auto", facts_of(subject, inputs.case))
         if whole := WHOLE.fullmatch(subject.spec):
-            layer = layer_of(subject, inputs, expert_ffn_op.get("staged"), make_plan)
-            return _whole(layer, *whole.groups())
+            return _whole(self._layer(subject, inputs, expert_ffn_op.get("staged")), *whole.groups())
         (ffn,) = self.parts(subject.spec)
-        layer = layer_of(subject, inputs, ffn, make_plan)
-        moe = moe_of(layer)
-        runs = f"topk.{moe.router.topk.label} + make_plan.{make_plan.label} + expert_ffn.{ffn.label}"
+        layer = self._layer(subject, inputs, ffn)
+        named = [*self.resolved(subject, inputs), ("expert_ffn", ffn.label)]
+        runs = " + ".join(f"{op}.{label}" for op, label in named)
         return Computation(run=_runner(layer), parameters=_wanting(layer), runs=runs, owner=layer)
+
+    def _layer(self, subject: Subject, inputs: Inputs, ffn: Implementation) -> nn.Module:
+        """With everything that is not the subject's as "auto" has it for these sizes."""
+        picked = dict(self.resolved(subject, inputs))
+        return layer_of(subject, inputs, ffn, make_plan_op.get(picked["make_plan"]), topk=picked["topk"])
 
     def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
         try:
@@ -103,7 +114,7 @@ class LayerSpan(Span):
                 differs = inputs.case.direction != "forward"
                 return "layers that are not ours are measured forward alone" if differs else None
             (ffn,) = self.parts(subject.spec)
-            layer = moe_of(layer_of(subject, inputs, ffn, make_plan_op.get("counting")))
+            layer = moe_of(layer_of(subject, inputs, ffn, make_plan_op.get("counting"), topk="sort"))
             with torch.no_grad():
                 routing = layer.router(args["x_TD"], args["info"])
                 x_TD, settled, plan, weights = experts_arguments(layer, args["x_TD"], routing)
@@ -115,7 +126,7 @@ class LayerSpan(Span):
         if WHOLE.fullmatch(subject.spec):
             return
         (ffn,) = self.parts(subject.spec)
-        layer = layer_of(subject, inputs, ffn, resolve(make_plan_op, "auto", facts_of(subject, inputs.case)))
+        layer = self._layer(subject, inputs, ffn)
         if not isinstance(layer, MoE):
             return
         x_TD, held = args["x_TD"], dict[str, Any]()
@@ -155,8 +166,10 @@ class LayerSpan(Span):
         return [PACKAGE / "bench" / "spans" / "layer.py", Path(inspect.getfile(rule))]
 
     def resolved(self, subject: Subject, inputs: Inputs) -> list[tuple[str, str]]:
-        plan = resolve(make_plan_op, "auto", facts_of(subject, inputs.case))
-        return [("topk", resolve(topk_op, "auto").label), ("make_plan", plan.label)]
+        source = stand_ins(subject, inputs.case, choices_of(subject, inputs))
+        source.score_TE = source.logits_TE  # routers choose in float32
+        adapters = ("dispatch", "grouped_gemm", "combine") if layer_kind(subject)[0] == "perft" else ()
+        return [(op, auto_label(op, source)) for op in ("topk", "make_plan", *adapters)]
 
 
 def _runner(layer: nn.Module) -> Callable[[Tensor, TokenInfo], Tensor]:

@@ -20,13 +20,17 @@ from torch import Tensor
 
 from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
 from moe_routing_bench.bench.inputs import Call, Inputs
+from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
+from moe_routing_bench.experts import GATED, ExpertWeights
 from moe_routing_bench.names import did_you_mean
-from moe_routing_bench.ops.auto import resolve
+from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.catalog import find_all
-from moe_routing_bench.ops.decisions import Facts
-from moe_routing_bench.ops.registry import BUILT_IN, Implementation, all_ops
+from moe_routing_bench.ops.implementation import Implementation
+from moe_routing_bench.ops.registry import BUILT_IN, all_ops
+from moe_routing_bench.ops.score_topk.op import PLAIN
+from moe_routing_bench.ops.stand_ins import StandIns
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.workloads.cases import BenchCase
 
@@ -103,9 +107,8 @@ class Span:
         """The subject with "auto" replaced by what it means for this case."""
         if subject.spec != "auto":
             return subject
-        facts = facts_of(subject, case)
-        names = [resolve(all_ops()[name], "auto", facts).label for name in self.ops]
-        return replace(subject, spec="+".join(names))
+        source = stand_ins(subject, case)
+        return replace(subject, spec="+".join(auto_label(name, source) for name in self.ops))
 
     def specs(self) -> list[str]:
         """Everything worth trying: the defaults first, then one part varied at a time. Code from outside is
@@ -184,13 +187,29 @@ class Span:
         return []
 
 
-def facts_of(subject: Subject, case: BenchCase) -> Facts:
-    """What a choice of implementations is made by."""
-    s = case.shape
-    return Facts(
-        D=s.D, F=s.F, E=s.E, K=s.K, dtype=case.dtype, layout=str(Layout.parse(subject.layout)),
-        activation=case.activation, tokens=max(1, s.T),
-    )  # fmt: skip
+def stand_ins(subject: Subject, case: BenchCase, K: int | None = None) -> StandIns:
+    """Arguments of the case's sizes, to ask what "auto" means for them. Memory is never touched."""
+    s, G = case.shape, (2 if case.activation in GATED else 1) * case.shape.F
+
+    def floats(*size: int) -> Tensor:
+        return torch.empty(size, dtype=DTYPES[case.dtype]).requires_grad_(case.direction != "forward")
+
+    weights = ExpertWeights(
+        w_in_EDG=floats(s.E, s.D, G),
+        w_out_EFD=floats(s.E, s.F, s.D),
+        b_in_EG=floats(s.E, G) if case.bias else None,
+        b_out_ED=floats(s.E, s.D) if case.bias else None,
+        activation=case.activation,
+    )
+    train = case.direction != "forward"
+    return StandIns(weights, K or s.K, Layout.parse(subject.layout), s.T, train=train, rule=PLAIN)
+
+
+def auto_label(op: str, source: StandIns) -> str:
+    """What "auto" is for these arguments, with its options."""
+    args = all_ops()[op].arguments(source)
+    with torch.set_grad_enabled(source.x_TD.requires_grad):
+        return choose(all_ops()[op], tuple(args.values()), source.weights).implementation.label
 
 
 def is_ours(origin: str) -> bool:

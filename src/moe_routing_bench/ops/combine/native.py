@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_routing_bench import native
 from moe_routing_bench.ops import rows
@@ -39,7 +38,7 @@ class _Combine(torch.autograd.Function):
         return _combine(y_RD, gate_TK, row_TK, level)
 
     @staticmethod
-    @once_differentiable
+    @native.differentiable_once
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         y_RD, gate_TK, row_TK, pair_R = ctx.saved_tensors
         wants_y, wants_gate = ctx.needs_input_grad[:2]

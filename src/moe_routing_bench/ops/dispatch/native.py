@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_routing_bench import native
 from moe_routing_bench.ops import rows
@@ -37,7 +36,7 @@ class _Dispatch(torch.autograd.Function):
         return _dispatch(x_TD, row_TK, pair_R, level)
 
     @staticmethod
-    @once_differentiable
+    @native.differentiable_once
     def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor, None, None, None]:
         (row_TK,) = ctx.saved_tensors
         return _sum_rows(dx_RD, row_TK, ctx.level), None, None, None

@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_routing_bench import native
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.ops.expert_ffn.op import op
-from moe_routing_bench.ops.registry import tensors_in
+from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.prepared import Prepared
 from moe_routing_bench.recycled import recycled
@@ -162,7 +162,8 @@ def unsupported(
         return f"these weights are {store} anyway; leave store out"
     if x_TD.dtype not in (torch.bfloat16, torch.float32) or weights.w_in_EDG.dtype != x_TD.dtype:
         return f"it computes bfloat16 or float32 throughout, not {x_TD.dtype} with {weights.w_in_EDG.dtype}"
-    return native.unsupported(SOURCE, level, x_TD, plan.pair_R, weights.w_in_EDG)
+    reason = native.unsupported(SOURCE, level, x_TD, plan.pair_R, weights.w_in_EDG)
+    return reason or native.why_not_cast(x_TD.dtype)
 
 
 def run(

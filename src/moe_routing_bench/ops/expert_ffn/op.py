@@ -17,7 +17,8 @@ from moe_routing_bench.cost import INDEX_BYTES, Cost, counts, tokens_with_a_row
 from moe_routing_bench.experts import ExpertWeights, activate
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.combine.op import judge
-from moe_routing_bench.ops.registry import Implementation, Op, tensors_in
+from moe_routing_bench.ops.implementation import Implementation, tensors_in
+from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.plan import RoutingPlan
 
 

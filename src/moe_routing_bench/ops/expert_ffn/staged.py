@@ -5,11 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_routing_bench.experts import ExpertWeights, activate
-from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
-from moe_routing_bench.ops.registry import Implementation
+from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.plan import RoutingPlan
 
 # one operation varied at a time; each name is an implementation of the operation of that name
@@ -26,12 +25,13 @@ CONFIGS: tuple[dict[str, str], ...] = (
 
 
 def parts(
-    *, dispatch: str = "auto", grouped_gemm: str = "auto", combine: str = "auto"
+    *, dispatch: str = "index_select", grouped_gemm: str = "expert_loop", combine: str = "gather_sum"
 ) -> dict[str, Implementation]:
+    """Parts that are not named are plain torch and run wherever torch does."""
     return {
-        "dispatch": resolve(dispatch_op, dispatch),
-        "grouped_gemm": resolve(grouped_gemm_op, grouped_gemm),
-        "combine": resolve(combine_op, combine),
+        "dispatch": dispatch_op.get(dispatch),
+        "grouped_gemm": grouped_gemm_op.get(grouped_gemm),
+        "combine": combine_op.get(combine),
     }
 
 
@@ -41,20 +41,20 @@ def unsupported(
     plan: RoutingPlan,
     weights: ExpertWeights,
     *,
-    dispatch: str = "auto",
-    grouped_gemm: str = "auto",
-    combine: str = "auto",
+    dispatch: str,
+    grouped_gemm: str,
+    combine: str,
 ) -> str | None:
     # stand-ins with the sizes, dtype and device of the tensors between the stages, without their memory
     def rows(width: int) -> Tensor:
         return x_TD.new_empty(1, width).expand(plan.num_rows, width)
 
-    gemm = resolve(grouped_gemm_op, grouped_gemm)
+    gemm = grouped_gemm_op.get(grouped_gemm)
     for stage, args in (
-        (resolve(dispatch_op, dispatch), (x_TD, plan)),
+        (dispatch_op.get(dispatch), (x_TD, plan)),
         (gemm, (rows(weights.D), weights.w_in_EDG, plan, weights.b_in_EG)),
         (gemm, (rows(weights.F), weights.w_out_EFD, plan, weights.b_out_ED)),
-        (resolve(combine_op, combine), (rows(weights.D), gate_TK, plan)),
+        (combine_op.get(combine), (rows(weights.D), gate_TK, plan)),
     ):
         if (reason := stage.why_not(*args)) is not None:
             return f"{stage.op}.{stage.label}: {reason}"
@@ -67,13 +67,13 @@ def run(
     plan: RoutingPlan,
     weights: ExpertWeights,
     *,
-    dispatch: str = "auto",
-    grouped_gemm: str = "auto",
-    combine: str = "auto",
+    dispatch: str,
+    grouped_gemm: str,
+    combine: str,
 ) -> Tensor:
-    gemm = resolve(grouped_gemm_op, grouped_gemm).run
-    x_RD = resolve(dispatch_op, dispatch).run(x_TD, plan)
+    gemm = grouped_gemm_op.get(grouped_gemm).run
+    x_RD = dispatch_op.get(dispatch).run(x_TD, plan)
     h_RG = gemm(x_RD, weights.w_in_EDG, plan, weights.b_in_EG)
     h_RF = activate(h_RG, weights.activation)
     y_RD = gemm(h_RF, weights.w_out_EFD, plan, weights.b_out_ED)
-    return resolve(combine_op, combine).run(y_RD, gate_TK, plan)
+    return combine_op.get(combine).run(y_RD, gate_TK, plan)

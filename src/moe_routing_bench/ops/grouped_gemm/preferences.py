@@ -1,0 +1,28 @@
+"""What impl="auto" prefers for grouped_gemm: see ops/preference.py."""
+
+from moe_routing_bench.ops.preference import GPUS, NO_GPU, PLAIN, Preference
+
+PREFERENCES = (
+    Preference(
+        machines=("amx",),
+        order=("native",),
+        evidence="measurements/auto.txt: 0.88 of expert_loop's time in bfloat16, 1.02 in float32; for "
+        "training measurements/cpu_training.json",
+    ),
+    Preference(
+        machines=("avx512",),
+        order=("native",),
+        evidence="measurements/auto.txt: 0.35 of expert_loop's time in bfloat16, 1.03 in float32",
+    ),
+    Preference(
+        machines=("avx2",),
+        order=("native",),
+        evidence="measurements/auto.txt: 0.04 of expert_loop's time in bfloat16, 1.37 in float32",
+    ),
+    Preference(
+        machines=(PLAIN,),
+        order=("expert_loop",),
+        evidence="measurements/first_answer.txt: torch_grouped_mm could not be told from it",
+    ),
+    Preference(machines=GPUS, order=("expert_loop",), evidence=NO_GPU),
+)

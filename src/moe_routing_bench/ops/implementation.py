@@ -1,0 +1,106 @@
+"""Implementation: one way to compute an operation, ready to call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """One way to compute an op, ready to call.
+
+    expert_ffn.op.get("staged(combine=index_add)") gives
+      op="expert_ffn", name="staged", config={"combine": "index_add"}, label="staged(combine=index_add)"
+    """
+
+    op: str
+    name: str
+    origin: str  # "built in", "package <name>" or "file <path>"
+    summary: str
+    run: Callable[..., Any]
+    unsupported: Callable[..., str | None]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    configs: Sequence[Mapping[str, Any]] = ()  # what a tuner may try
+    forward_only: bool = False  # no gradients; refuses inputs that want them
+    host_sync: str = ""  # why it must read device values on the host
+    deterministic: bool = True  # same input, same bits
+    reuses_output: bool = False  # the result is overwritten by the next call on the same thread
+    # computes with other weights than it is given (option store=): these; results are judged against them
+    stored: Callable[..., Any] | None = None
+    ties: str = "lower id first"  # topk only: "any" if equal scores may be picked in any order
+
+    @property
+    def label(self) -> str:
+        """The name with its configuration: what a record says really ran."""
+        if not self.config:
+            return self.name
+        return f"{self.name}({','.join(f'{k}={v}' for k, v in sorted(self.config.items()))})"
+
+    def why_not(self, *args: Any) -> str | None:
+        """Why these arguments cannot be computed here, in words; None if they can."""
+        if self.forward_only and torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args)):
+            return "it has no backward; call it under torch.no_grad() or choose another implementation"
+        return self.unsupported(*args)
+
+    def __call__(self, *args: Any) -> Any:
+        if (reason := self.why_not(*args)) is not None:
+            raise NotImplementedError(f"{self.op}.{self.label}: {reason}")
+        return self.run(*args)
+
+    def composed_of(
+        self, parts: Mapping[str, Implementation], config: Mapping[str, Any]
+    ) -> tuple[Implementation, dict[str, Any]]:
+        """The same with the flags of its parts, and the config that names them: the label says what runs."""
+        composed = replace(
+            self,
+            forward_only=self.forward_only or any(part.forward_only for part in parts.values()),
+            deterministic=self.deterministic and all(part.deterministic for part in parts.values()),
+            host_sync="; ".join(
+                f"{part.op}.{part.name}: {part.host_sync}" for part in parts.values() if part.host_sync
+            ),
+        )
+        return composed, {**config, **{option: part.label for option, part in parts.items()}}
+
+    def configured(self, config: Mapping[str, Any], op_parameters: Sequence[str]) -> Implementation:
+        """The same with its options set; `unsupported` gets those it takes."""
+        takes_run, takes_unsupported = (
+            set(inspect.signature(function).parameters) - set(op_parameters)
+            for function in (self.run, self.unsupported)
+        )
+        if unknown := set(config) - takes_run:
+            raise ValueError(
+                f"{self.op}.{self.name} has no option {', '.join(sorted(unknown))}; "
+                f"it has {', '.join(sorted(takes_run)) or 'none'}"
+            )
+        seen = {name: value for name, value in config.items() if name in takes_unsupported}
+        stored = self.stored if self.stored is None else partial(self.stored, store=config.get("store"))
+        return replace(
+            self,
+            config=config,
+            run=partial(self.run, **config) if config else self.run,
+            unsupported=partial(self.unsupported, **seen) if seen else self.unsupported,
+            stored=stored if config.get("store") else None,
+            forward_only=self.forward_only or bool(config.get("store")),
+        )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside nested tuples, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif is_dataclass(value):
+        for f in fields(value):
+            yield from tensors_in(getattr(value, f.name))

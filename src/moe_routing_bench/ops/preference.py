@@ -1,0 +1,70 @@
+"""What impl="auto" tries on which class of machine, best first, and how that order is known.
+
+The table of an operation is `ops/<op>/preferences.py`:
+
+    PREFERENCES = (Preference(machines=("amx",), order=("native",), evidence="measurements/..."), ...)
+
+An implementation that is not in it is run by name, or by a measured decision; adding one changes no table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from moe_routing_bench import native
+from moe_routing_bench.ops.registry import OURS, Op
+
+COMPILED = tuple(native.LEVELS)  # processors for which C++ is compiled, and can be: amx, avx512, avx2
+PLAIN = "plain"  # torch's own operations: another processor, no compiler, a device of another sort
+GPUS = ("sm_80", "sm_90a", "sm_100a", "gfx942")  # A100, H100, B200, MI300X
+MACHINES = (*COMPILED, PLAIN, *GPUS)
+NO_GPU = (
+    "not timed: plain torch runs on every GPU; the Triton kernels are verified and compiled, but no GPU has "
+    "run them (docs/gpu.md)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference:
+    """One row. The first of `order` that can run the arguments does; after the last comes the op's default.
+
+    Preference(machines=("amx",), order=("native",), evidence="measurements/...", most_tokens=64)
+    is for calls of at most 64 tokens; of several rows for a machine the first that allows so many counts.
+    """
+
+    machines: tuple[str, ...]
+    order: tuple[str, ...]
+    evidence: str  # the records it was read from, or "not timed: " and why this order all the same
+    most_tokens: int | None = None
+
+
+def machine_of(device: torch.device) -> str:
+    """The class of machine that computes on a device."""
+    if device.type == "cpu":
+        return PLAIN if native.why_not() is not None else native.best_level() or PLAIN
+    return _gpu(device.index) if device.type == "cuda" else PLAIN
+
+
+@cache
+def _gpu(index: int | None) -> str:
+    """The oldest NVIDIA architecture if the device is absent or not listed, as ops/gpu.py has it."""
+    if not torch.cuda.is_available():
+        return "sm_80"
+    if torch.version.hip is not None:
+        return "gfx942"
+    return {9: "sm_90a", 10: "sm_100a"}.get(torch.cuda.get_device_capability(index)[0], "sm_80")
+
+
+def preferences(op: Op, machine: str) -> Iterator[Preference]:
+    """The rows for a machine, in their order; the last has nothing but the default, for any tokens."""
+    if Path(op.file).with_name("preferences.py").is_file() and op.package.startswith(f"{OURS}."):
+        for row in import_module(f"{op.package}.preferences").PREFERENCES:
+            if machine in row.machines:
+                yield row
+    yield Preference(machines=MACHINES, order=(), evidence="no preference is noted for this machine")

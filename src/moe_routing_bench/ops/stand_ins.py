@@ -1,0 +1,49 @@
+"""Arguments of every operation with the sizes of real ones and no memory: to ask what would run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.plan import Layout, RoutingPlan
+from moe_routing_bench.routing import Routing
+
+
+class StandIns:
+    """What a layer with these weights hands to operations, by name: StandIns(weights, K, layout, T).x_TD
+
+    Gates and logits are float32, as routers have them. With `train` the activations want gradients; the
+    weights are as they are.
+    """
+
+    def __init__(
+        self, weights: ExpertWeights, K: int, layout: Layout, T: int, *, train: bool = False,
+        rule: object = None,
+    ):  # fmt: skip
+        E, D, like = weights.num_experts, weights.D, weights.w_in_EDG
+        R = layout.num_rows(T, K, E)
+
+        def one(dtype: torch.dtype, *size: int) -> Tensor:
+            """Of two dimensions, one row seen as many; of one, a number."""
+            seen = torch.empty((1, *size[1:]), dtype=dtype, device=like.device).expand(size)
+            return seen.requires_grad_(train and dtype.is_floating_point)
+
+        self.K, self.layout, self.rule = K, layout, rule
+        self.score_TE, self.logits_TE = one(like.dtype, T, E), one(torch.float32, T, E)
+        self.bias_E = torch.empty(E, device=like.device)
+        self.gate_TK, expert_TK = one(torch.float32, T, K), one(torch.int64, T, K)
+        self.routing = Routing(expert_TK=expert_TK, gate_TK=self.gate_TK, num_experts=E, ragged=False)
+        self.plan = RoutingPlan(
+            row_TK=expert_TK,
+            pair_R=one(torch.int64, R),
+            offset_E1=one(torch.int64, E + 1),
+            count_E=one(torch.int64, E),
+            dropped_E=one(torch.int64, E),
+            layout=layout,
+            filled=layout.kind == "compact",
+        )
+        self.x_TD, self.x_RD = one(like.dtype, T, D), one(like.dtype, R, D)
+        self.y_RD = self.x_RD
+        # of the two projections the first
+        self.weights, self.w_EDF, self.b_EF = weights, weights.w_in_EDG, weights.b_in_EG
