@@ -122,6 +122,7 @@ def test_labels_and_order() -> None:
     assert torch.equal(found.routing(2).expert_TK[15:], heard[0].expert_TK)
 
 
+@torch.no_grad()  # as the recorder runs it: with gradients other kernels do
 def test_our_own_layers_are_heard_and_left_as_they_were() -> None:
     model = Own()
     model.blocks[1].eval()

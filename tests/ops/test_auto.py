@@ -26,10 +26,10 @@ from moe_routing_bench.ops import auto, preference
 from moe_routing_bench.ops.auto import choose, pick, resolve
 from moe_routing_bench.ops.preference import GPUS, MACHINES, PLAIN, Preference, machine_of, preferences
 from moe_routing_bench.ops.stand_ins import StandIns
+from repository import ROOT
 
 OPS = all_ops()
 FFN, PLAN = OPS["expert_ffn"], OPS["make_plan"]
-ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 TABLES = "moe_routing_bench.ops.{}.preferences"
 needs_compiler = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))

@@ -41,7 +41,7 @@ def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | No
     cell, s = outcome.cell, outcome.cell.case.shape
     span = cell.case.span if outcome.direction == "forward" else f"{cell.case.span} {outcome.direction}"
     sizes = f"T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}"
-    show("", heading(cell.case.name, f"{span}, {sizes}, {cell.case.dtype}, {cell.workload}"))
+    show("", heading(cell.case.name, f"{span}, {sizes}, {cell.case.dtype}, {cell.workload or 'own router'}"))
     ranked = sorted((o for o in outcome.subjects if o.samples), key=_ratio)
     if ranked:
         show(_ranking(outcome, ranked))
