@@ -67,10 +67,10 @@ def test_no_tokens_cost_nothing_to_compute() -> None:
 
 
 def test_both_bandwidth_conventions() -> None:
-    # SPEC section 7: 32 KiB and 48 KiB per token at K=2, D=4096, 2 bytes
+    # 32 KiB and 48 KiB per token at K=2, D=4096, 2 bytes
     assert pack_bytes("bw_2pass", 1, 2, 4096, 2) == 32 * 1024
     assert pack_bytes("bw_strict", 1, 2, 4096, 2) == 48 * 1024
-    # SPEC section 11: 3.37 ms is 159.5 and about 239 GB/s at 16384 tokens
+    # 3.37 ms is 159.5 and about 239 GB/s at 16384 tokens
     assert pack_bytes("bw_2pass", 16384, 2, 4096, 2) / 3.37e-3 / 1e9 == pytest.approx(159.5, rel=2e-3)
     assert pack_bytes("bw_strict", 16384, 2, 4096, 2) / 3.37e-3 / 1e9 == pytest.approx(239, rel=2e-3)
     with pytest.raises(ValueError, match="there are bw_2pass, bw_strict"):
