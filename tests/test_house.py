@@ -14,6 +14,13 @@ from child_process import python
 from repository import ROOT, SOURCE
 
 FILES = sorted(SOURCE.rglob("*.py"))
+MEASUREMENTS = ROOT / "measurements"
+DOCUMENTS = [
+    "README.md",
+    "DESIGN.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
+]
 
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
 FLOORS = [
@@ -152,13 +159,34 @@ def test_the_design_names_every_room() -> None:
     assert not missing, f"DESIGN.md, The rooms, does not name {missing}"
 
 
-@pytest.mark.parametrize("document", ["README.md", "DESIGN.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_documents_name_only_files_that_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     folders = r"src|tests|examples|measurements|docs|\.ci|" + "|".join(p.name for p in SOURCE.iterdir())
-    for path in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
-        homes = (ROOT / path, SOURCE / path)
-        assert any(home.exists() for home in homes), f"{document} names {path}, which does not exist"
+    named = set(re.findall(rf"[`(/ ]((?:{folders})/[\w./-]*\w/?)[`) ]", text))
+    homes = (ROOT, SOURCE, ROOT / "measurements")
+    missing = sorted(path for path in named if not any((home / path).exists() for home in homes))
+    assert named and not missing, f"{document} names {missing}, which do not exist"
+
+
+def test_the_index_names_every_measurement() -> None:
+    named = set(re.findall(r"`(\w+/[\w./]+)", (MEASUREMENTS / "README.md").read_text()))
+    files = {str(p.relative_to(MEASUREMENTS)) for p in MEASUREMENTS.glob("*/*.*") if p.suffix != ".pyc"}
+    assert files - named == {"cpu/cpu_subjects.py"}, "which others there share"
+
+
+@pytest.mark.parametrize("path", sorted(MEASUREMENTS.rglob("*.py")), ids=lambda path: path.name)
+def test_measurements_use_public_names_alone(path: Path) -> None:
+    neighbours = {beside.stem for beside in path.parent.glob("*.py")}
+    tests = {test.stem for test in (ROOT / "tests").rglob("*.py")} - neighbours
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("moe_routing_bench"):
+            assert not [name.name for name in node.names if name.name.startswith("_")], (
+                f"{path.name}: private"
+            )
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [n.name for n in node.names]
+            assert not tests & set(names), f"{path.name} imports tests"
 
 
 def test_the_public_names_are_all_there() -> None:

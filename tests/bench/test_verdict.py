@@ -23,7 +23,7 @@ from moe_routing_bench.bench.verdict import (
 )
 from repository import ROOT
 
-POWER = runpy.run_path(str(ROOT / "measurements" / "verdict_power.py"))
+POWER = runpy.run_path(str(ROOT / "measurements" / "bench" / "verdict_power.py"))
 simulate, share = POWER["simulate"], POWER["share"]
 OPPOSITE = {"FASTER": "SLOWER", "SLOWER": "FASTER", "SAME": "SAME", "UNDECIDED": "UNDECIDED"}
 

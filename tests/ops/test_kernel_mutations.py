@@ -1,4 +1,4 @@
-"""The table of faults that measurements/kernel_mutations.py plants fits the kernels as they are now."""
+"""The table of faults that measurements/gpu/kernel_mutations.py plants fits the kernels as they are now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from repository import ROOT, SOURCE
 
 OPS = SOURCE / "ops"
-SCRIPT = runpy.run_path(str(ROOT / "measurements" / "kernel_mutations.py"))
+SCRIPT = runpy.run_path(str(ROOT / "measurements" / "gpu" / "kernel_mutations.py"))
 MUTATIONS = SCRIPT["mutations"]()
 KERNELS = {str(path.relative_to(OPS)) for path in [*OPS.rglob("triton_*.py"), *OPS.glob("gpu*.py")]}
 KINDS = {
@@ -24,7 +24,7 @@ KINDS = {
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.file}-{m.kind}-{m.key()}")
 def test_the_text_occurs_once_and_python_can_read_what_it_becomes(mutation) -> None:
     text = (OPS / mutation.file).read_text()
-    assert text.count(mutation.old) == 1, "the kernel has changed: change the row in kernel_mutations.toml"
+    assert text.count(mutation.old) == 1, "change the row in tests/data/kernel_mutations.toml"
     mutated = text.replace(mutation.old, mutation.new)
     assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(text))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -20,9 +20,11 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.results import sweep
 from moe_routing_bench.results.store import iterate
 from moe_routing_bench.results.sweep import plan_sweep, run_sweep
-from sweep_driver import make_cells
+from repository import ROOT
 
-DRIVER = Path(__file__).parent / "sweep_driver.py"
+DRIVER = ROOT / "measurements" / "bench" / "sweep_driver.py"
+DRIVEN = runpy.run_path(str(DRIVER))
+make_cells, cells_in, workers_of = (DRIVEN[name] for name in ("make_cells", "cells_in", "workers_of"))
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -40,23 +42,6 @@ def wait_for(process: subprocess.Popen, cells: int) -> list[str]:
         if len(seen) >= cells:
             break
     return seen
-
-
-def cells_in(folder: Path) -> Counter:
-    """How often each cell was committed: sessions are folders, records of one cell share key and session."""
-    return Counter(key for key, _ in {(r.cell_key, r.session) for r in iterate(folder)})
-
-
-def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    found = []
-    for child in children:
-        try:
-            if os.getsid(child.pid) == child.pid:  # a worker leads a session of its own
-                found.append(child)
-        except (ProcessLookupError, psutil.Error):
-            continue
-    return found
 
 
 def test_a_killed_parent_costs_the_cell_in_flight_and_leaves_no_process(tmp_path):

@@ -27,7 +27,7 @@ def table(heading: str) -> dict[str, list[str]]:
 
 
 def cost_script() -> ModuleType:
-    path = ROOT / "measurements" / "router_cost.py"
+    path = ROOT / "measurements" / "routers" / "router_cost.py"
     spec = importlib.util.spec_from_file_location("router_cost", path)
     assert spec is not None and spec.loader is not None
     module = sys.modules["router_cost"] = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Cases and models: what SPEC section 8 lists is there, and twins fit."""
+"""Cases and models: what was asked for is there, and twins fit."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ The rule, for B against the baseline A, with the ratio B / A taken within each r
 2. SAME needs the whole interval, and the twin, within `delta` of 1.
 3. Everything else is UNDECIDED, with the reason and about how many more rounds would settle it.
 
-Why these, with numbers of `measurements/verdict_power.py` (a round shuffles the order of implementations):
+Why these, by `measurements/bench/verdict_power.py` (a round shuffles the order of implementations):
 
 - Median of paired ratios, not ratio of medians: what a round does to both cancels. Its standard deviation
   over 80 rounds is 0.58 % against 0.92 % under drift and 0.69 % against 1.49 % under all noises at once; it

@@ -55,8 +55,8 @@ def compile_command(
       mrb compile --arch sm_90a --model qwen3-30b-a3b
       mrb compile --op grouped_gemm --json
       mrb compile --impl "triton_fused*" --configs --arch sm_90a
-      mrb compile --out measurements/compile.json
-      mrb compile --against measurements/compile.json
+      mrb compile --out tests/data/compile.json
+      mrb compile --against tests/data/compile.json
 
     \b
     Fails (exit 1) on spilled registers, on more shared memory than the GPU has, on what a kernel promises and

@@ -106,7 +106,7 @@ class Running:
 
     Running(module="model.layers.0.mlp.experts", experts="E=8 D=64 F=32 swiglu float32",
     implementation="native",
-            why="preferred on amx (decisions are off): measurements/cpu_grid.txt")
+            why="preferred on amx (decisions are off): measurements/cpu/cpu_grid.txt")
     """
 
     module: str

@@ -7,9 +7,9 @@ so there are no pairs of samples between them. Two methods, and every row says w
   compared. What the machine did to both at the time cancels.
 - "times": else the raw times. They also hold what the machine did between the two runs, which no statistic
   can tell from a change of the code: with runs 2 % apart by chance (standard deviation, simulated, 40 rounds)
-  this method alone calls 41 % of equal pairs different, the other 0.5 % (measurements/unpaired_runs.json). So
-  by times unchanged code is never FASTER or SLOWER, and changed code only beyond the furthest that unchanged
-  code moved.
+  this method alone calls 41 % of equal pairs different, the other 0.5 %
+  (`measurements/bench/unpaired_runs.json`). So by times unchanged code is never FASTER or SLOWER, and changed
+  code only beyond the furthest that unchanged code moved.
 
 The rule is that of bench/verdict.py with the tests for unpaired samples: a bootstrap interval of the ratio of
 medians, Mann-Whitney's p-value, corrected for the number of rows, and the larger noise floor of the two runs.
@@ -176,7 +176,7 @@ def _changes(
         except ValueError as error:
             unreadable.append(f"{b.name}: {error}")
             continue
-        rows.append((a, b, method, logs, _p_value(*logs), _interval(*logs)))
+        rows.append((a, b, method, logs, p_value_of(*logs), interval_of(*logs)))
         if tell is not None:
             tell(number + 1, len(both))
     adjusted = stats.false_discovery_control([row[4] for row in rows]).tolist() if rows else []
@@ -185,7 +185,7 @@ def _changes(
         centre = round(float(np.median(log_b) - np.median(log_a)), DIGITS)
         floor = max(a.cell.aa_floor, b.cell.aa_floor)
         by_times = method == "times"
-        verdict, why = _decide(centre, interval, q, floor, delta, drift if by_times else 0.0)
+        verdict, why = verdict_of(centre, interval, q, floor, delta, drift if by_times else 0.0)
         if by_times and not moved and verdict in ("FASTER", "SLOWER"):
             why += "; no unchanged code was timed in both runs, so the machine's part in it is not known"
         same_code = a.record.implementation.source_hash == b.record.implementation.source_hash
@@ -254,13 +254,15 @@ def _samples(one: Measured, record: Record) -> Floats:
     return times
 
 
-def _p_value(log_a: Floats, log_b: Floats) -> float:
+def p_value_of(log_a: Floats, log_b: Floats) -> float:
+    """Of a rank test on the logarithms of two runs' times."""
     from scipy import stats  # a second to import
 
     return float(stats.mannwhitneyu(np.round(log_a, DIGITS), np.round(log_b, DIGITS), axis=None).pvalue)
 
 
-def _interval(log_a: Floats, log_b: Floats) -> tuple[float, float] | None:
+def interval_of(log_a: Floats, log_b: Floats) -> tuple[float, float] | None:
+    """Around the difference of the medians, by the bootstrap."""
     from scipy import stats  # a second to import
 
     if min(len(log_a), len(log_b)) < FEWEST_ROUNDS:
@@ -273,7 +275,7 @@ def _interval(log_a: Floats, log_b: Floats) -> tuple[float, float] | None:
     return round(float(found.low), DIGITS), round(float(found.high), DIGITS)
 
 
-def _decide(
+def verdict_of(
     centre: float, interval: tuple[float, float] | None, q: float, floor: float, delta: float, drift: float
 ) -> tuple[Verdict, str]:
     """drift: the logarithm of how far unchanged code moved; a change must count beyond it."""

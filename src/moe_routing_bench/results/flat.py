@@ -2,8 +2,8 @@
 
 session=<id>/records.parquet holds one row for each good line of records.jsonl beside it. It is a copy: the
 lines stay the truth, and a Parquet file that does not match them is made anew. Making it costs one validation
-of each line, one to three minutes for 10^6 records (`measurements/results_scale.json`), once; later lines are
-added to it.
+of each line, one to three minutes for 10^6 records (`measurements/bench/results_scale.json`), once; later
+lines are added to it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Rows come from the Parquet copies that flat.py keeps and, for lines newer than t
 may read these files and nothing else: no other file, no network, no writing, no settings.
 
 Cost: a query reads the columns it names of all rows, so time grows linearly: 10^8 records take about a
-hundred times what `measurements/results_scale.json` shows for 10^6; a median holds 8 bytes for each row.
+hundred times what `measurements/bench/results_scale.json` shows for 10^6; a median holds 8 bytes a row.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ PREFERENCES = (
     Preference(
         machines=COMPILED,
         order=("native",),
-        evidence="measurements/auto.txt: 0.37 of gather_sum's time at 16 tokens, 0.02 to 0.03 at 4096",
+        evidence="measurements/cpu/auto.txt: 0.37 of gather_sum's time at 16 tokens, 0.02 to 0.03 at 4096",
     ),
     Preference(
         machines=(PLAIN,),
         order=("gather_sum",),
-        evidence="measurements/first_answer.txt: index_add could not be told from it",
+        evidence="measurements/bench/first_answer.txt: index_add could not be told from it",
     ),
     Preference(machines=GPUS, order=("gather_sum",), evidence=NO_GPU),
 )

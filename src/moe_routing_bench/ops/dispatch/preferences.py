@@ -6,7 +6,7 @@ PREFERENCES = (
     Preference(
         machines=COMPILED,
         order=("native",),
-        evidence="measurements/auto.txt: 0.06 to 0.13 of index_select's time at 4096 tokens, 1.15 at 16",
+        evidence="measurements/cpu/auto.txt: 0.06 to 0.13 of index_select's time at 4096 tokens, 1.15 at 16",
     ),
     Preference(
         machines=(PLAIN,),

@@ -6,23 +6,23 @@ PREFERENCES = (
     Preference(
         machines=("amx",),
         order=("native",),
-        evidence="measurements/auto.txt: 0.88 of expert_loop's time in bfloat16, 1.02 in float32; for "
-        "training measurements/cpu_training.json",
+        evidence="measurements/cpu/auto.txt: 0.88 of expert_loop's time in bfloat16, 1.02 in float32; for "
+        "training measurements/cpu/cpu_training.json",
     ),
     Preference(
         machines=("avx512",),
         order=("native",),
-        evidence="measurements/auto.txt: 0.35 of expert_loop's time in bfloat16, 1.03 in float32",
+        evidence="measurements/cpu/auto.txt: 0.35 of expert_loop's time in bfloat16, 1.03 in float32",
     ),
     Preference(
         machines=("avx2",),
         order=("native",),
-        evidence="measurements/auto.txt: 0.04 of expert_loop's time in bfloat16, 1.37 in float32",
+        evidence="measurements/cpu/auto.txt: 0.04 of expert_loop's time in bfloat16, 1.37 in float32",
     ),
     Preference(
         machines=(PLAIN,),
         order=("expert_loop",),
-        evidence="measurements/first_answer.txt: torch_grouped_mm could not be told from it",
+        evidence="measurements/bench/first_answer.txt: torch_grouped_mm could not be told from it",
     ),
     Preference(machines=GPUS, order=("expert_loop",), evidence=NO_GPU),
 )

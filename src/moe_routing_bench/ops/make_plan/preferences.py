@@ -6,12 +6,12 @@ PREFERENCES = (
     Preference(
         machines=COMPILED,
         order=("native",),
-        evidence="measurements/auto.txt: 0.14 to 0.16 of argsort's time at 16 tokens, 0.09 to 0.11 at 4096",
+        evidence="measurements/cpu/auto.txt: 0.14 to 0.16 of argsort's time at 16 tokens, 0.09 to 0.11 at 4096",
     ),
     Preference(
         machines=(PLAIN,),
         order=("argsort",),
-        evidence="measurements/auto.txt: counting takes 1.2 to 4 times as long",
+        evidence="measurements/cpu/auto.txt: counting takes 1.2 to 4 times as long",
     ),
     Preference(machines=GPUS, order=("argsort",), evidence=NO_GPU),
 )

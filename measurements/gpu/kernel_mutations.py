@@ -1,10 +1,10 @@
 """Does our test bench notice every fault in a Triton kernel? Plant them one at a time, and look.
 
-    TRITON=/where/triton/is python measurements/kernel_mutations.py     about 50 minutes; go on after Ctrl-C
-    ... --only 'gpu.py' --again                                         those of one file, once more
+    TRITON=/where/triton/is python measurements/gpu/kernel_mutations.py   50 minutes; go on after Ctrl-C
+    ... --only 'gpu.py' --again                                           those of one file, once more
 
-The faults stand in kernel_mutations.toml. For each, the sources are copied, the fault is put in, and a
-process of its own interprets the kernels, first the conformance kit's cells of that implementation (as
+The faults stand in tests/data/kernel_mutations.toml. For each, the sources are copied, the fault is put in,
+and a process of its own interprets the kernels, first the conformance kit's cells of that implementation (as
 tests/interpreted/test_kit.py has them: watched memory, programs in random order; every case once, cheap ones
 first, then every case in another dtype or layout, and so on), then, if the kit noticed nothing, the tests in
 tests/interpreted of that family. It ends at the first failure. `first` in the table names tests to begin
@@ -38,7 +38,7 @@ from typing import Annotated, Any
 import typer
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent
+ROOT = HERE.parent.parent
 OPS = Path("src/moe_routing_bench/ops")
 RESULTS = HERE / "kernel_mutations.json"
 MOST_SECONDS = 900.0
@@ -73,7 +73,7 @@ class Mutation:
 
 
 def mutations() -> list[Mutation]:
-    rows = tomllib.loads((HERE / "kernel_mutations.toml").read_text())["mutation"]
+    rows = tomllib.loads((ROOT / "tests" / "data" / "kernel_mutations.toml").read_text())["mutation"]
     return [Mutation(**{"look": _implementation(row["file"]), **row}) for row in rows]
 
 
@@ -231,7 +231,7 @@ def write(done: dict[str, dict[str, Any]]) -> None:
     known = {mutation.key(): mutation for mutation in [*mutations(), *controls()]}
     rows = {key: done[key] for key in known if key in done}
     about = {
-        "command": "python measurements/kernel_mutations.py",
+        "command": "python measurements/gpu/kernel_mutations.py",
         "machine": platform.platform(),
         "python": platform.python_version(),
     }

@@ -1,6 +1,6 @@
 """How often `mrb compare` calls equal code different if runs were not interleaved; writes unpaired_runs.json.
 
-    python measurements/unpaired_runs.py
+    python measurements/bench/unpaired_runs.py
 
 Simulated: 40 rounds in each run, 3 % of jitter, each run as a whole faster or slower by chance (drift,
 standard deviation 0 or 2 %), the same for baseline and candidate. By raw times the drift passes for a change
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_routing_bench.bench.verdict import DELTA
-from moe_routing_bench.results.comparing import _decide, _interval, _p_value
+from moe_routing_bench.results.comparing import interval_of, p_value_of, verdict_of
 
 RUNS, ROUNDS, JITTER = 400, 40, 0.03
 
@@ -34,7 +34,7 @@ def share(rng: np.random.Generator, drift: float, effect: float, by_ratio: bool)
         (base_a, cand_a), (base_b, cand_b) = run(rng, drift, 0.0), run(rng, drift, effect)
         a, b = (cand_a - base_a, cand_b - base_b) if by_ratio else (cand_a, cand_b)
         centre = float(np.median(b) - np.median(a))
-        verdict, _ = _decide(centre, _interval(a, b), _p_value(a, b), 0.0, DELTA, 0.0)
+        verdict, _ = verdict_of(centre, interval_of(a, b), p_value_of(a, b), 0.0, DELTA, 0.0)
         called += verdict in ("FASTER", "SLOWER")
     return called / RUNS
 
@@ -51,7 +51,7 @@ def main() -> None:
         for drift, effect in ((0.0, 0.0), (0.02, 0.0), (0.02, 0.05))
     ]
     document = {
-        "command": "python measurements/unpaired_runs.py",
+        "command": "python measurements/bench/unpaired_runs.py",
         "runs": RUNS, "rounds": ROUNDS, "jitter": JITTER, "delta": DELTA, "rows": rows,
     }  # fmt: skip
     (Path(__file__).parent / "unpaired_runs.json").write_text(json.dumps(document, indent=1) + "\n")

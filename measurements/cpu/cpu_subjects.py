@@ -4,7 +4,7 @@ Imported by cpu_grid.py and cpu_more.py, which lie beside it; it measures nothin
 
 Two layers are scaled, because a whole one leaves no room for packed copies in 23 GB: mixtral-8x7b has half of
 both widths, deepseek-v3 half of both widths and a quarter of the experts. What is measured on them says
-nothing about the full sizes. seed-qwen is the block of SPEC section 8.
+nothing about the full sizes.
 """
 
 from __future__ import annotations

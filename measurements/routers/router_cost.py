@@ -1,7 +1,7 @@
 """What routing costs: the forward time of every router beside its operation model, paired with softmax_topk.
 
-    python measurements/router_cost.py             writes router_cost.json and router_cost.txt beside it
-    python measurements/router_cost.py --quick     small sizes, seconds, writes nothing
+    python measurements/routers/router_cost.py           writes router_cost.json and router_cost.txt beside it
+    python measurements/routers/router_cost.py --quick   small sizes, seconds, writes nothing
 
 T 4096 tokens of width 2048 in float32, (E, K) = (8, 2), (64, 8), (256, 8), one thread, no gradients, in
 training mode (where rules do all they do) and in eval mode. In a round every router is timed once on the same
@@ -192,7 +192,7 @@ def main() -> None:
         )
     if not options.quick:
         record = {
-            "command": "python measurements/router_cost.py",
+            "command": "python measurements/routers/router_cost.py",
             "machine": {"cpu": _cpu(), "threads": torch.get_num_threads(), "platform": platform.platform()},
             "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
             "rows": found,

@@ -1,8 +1,8 @@
 """Generation with a Qwen3-MoE of a billion parameters on this CPU: our plug-in against Transformers' own
 experts.
 
-    python measurements/generation.py             about 5 minutes, 6 GB; writes generation.json and .txt
-    python measurements/generation.py --quick     a tiny model, written to /tmp, to see that it works
+    python measurements/cpu/generation.py             about 5 minutes, 6 GB; writes generation.json and .txt
+    python measurements/cpu/generation.py --quick     a tiny model, written to /tmp, to see that it works
 
 The model has the layers of Qwen3-30B-A3B (D=2048, F=768, 8 experts a token, 32 heads of 128, 4 of them for
 keys and values), 64 experts instead of 128 and 3 layers instead of 48, random weights in bfloat16. The

@@ -1,10 +1,10 @@
 """The CPU grid: `auto` against Transformers, bare oneDNN and the roofline.
 
-    python measurements/cpu_grid.py                  210 cells, about 38 minutes; writes cpu_grid.jsonl
-    python measurements/cpu_grid.py --resume         leaves out the cells that are in the file
-    python measurements/cpu_grid.py --only "qwen3*/bfloat16/16/*"
-    python measurements/cpu_grid.py --summary        reads cpu_grid.jsonl, writes cpu_grid.txt
-    python measurements/cpu_grid.py --quick          a tiny layer, to see that it works
+    python measurements/cpu/cpu_grid.py                  210 cells, about 38 minutes; writes cpu_grid.jsonl
+    python measurements/cpu/cpu_grid.py --resume         leaves out the cells that are in the file
+    python measurements/cpu/cpu_grid.py --only "qwen3*/bfloat16/16/*"
+    python measurements/cpu/cpu_grid.py --summary        reads cpu_grid.jsonl, writes cpu_grid.txt
+    python measurements/cpu/cpu_grid.py --quick          a tiny layer, to see that it works
 
 In a cell every subject is judged first. Then come rounds: one sample of each subject, in a new order, all
 with the same x and routing; four routings take turns. Where the weights of a call would fit the last cache,

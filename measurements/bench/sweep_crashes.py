@@ -1,6 +1,6 @@
 """A sweep of 60 cells through everything that can happen to it; writes sweep_crashes.json.
 
-    python measurements/sweep_crashes.py
+    python measurements/bench/sweep_crashes.py
 
 Five cells hold kernels of the red team (memory, hang, segfault, SIGKILL to itself, silent exit) beside an
 honest one. Meanwhile the sweep itself is killed with SIGKILL three times and a worker of it three times, at
@@ -11,7 +11,6 @@ over and no honest kernel has a bad state but for the workers that were killed f
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -21,33 +20,19 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+from sweep_driver import cells_in, workers_of
 
 from moe_routing_bench.bench.weather import weather
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.results.store import iterate
 
 HERE = Path(__file__).parent
-DRIVER = HERE.parent / "tests" / "results" / "sweep_driver.py"
+DRIVER = HERE / "sweep_driver.py"
 BAD = {
     "allocates_until_oom": "OOM", "loops_forever": "TIMEOUT", "segfaults": "CRASHED",
     "kills_its_process": "CRASHED", "exits_in_silence": "CRASHED",
 }  # fmt: skip
 CELLS, KILLS = 60, 3
-
-
-def committed(folder: Path) -> Counter:
-    return Counter(key for key, _ in {(r.cell_key, r.session) for r in iterate(folder)})
-
-
-def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
-        try:
-            if os.getsid(child.pid) == child.pid:
-                found.append(child)
-        except (ProcessLookupError, psutil.Error):
-            continue
-    return found
 
 
 def some_worker(process: subprocess.Popen) -> list[psutil.Process]:
@@ -80,17 +65,17 @@ def main() -> None:
             if len(parent_kills) < KILLS and told == stop_after:
                 time.sleep(rng.random())
                 alive = workers_of(process)
-                before = len(committed(folder))
+                before = len(cells_in(folder))
                 process.kill()
                 process.wait()
                 time.sleep(2)
                 left_over += sum(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in alive)
-                parent_kills.append({"told": told, "on_disk": before, "still_there": len(committed(folder))})
+                parent_kills.append({"told": told, "on_disk": before, "still_there": len(cells_in(folder))})
                 break
         process.stdout.close()
         if process.wait() == 0:
             break
-    counts = committed(folder)
+    counts = cells_in(folder)
     records = list(iterate(folder))
     bad = {
         r.implementation.label: str(r.correctness.status) for r in records if r.implementation.label in BAD
@@ -100,7 +85,7 @@ def main() -> None:
         {r.correctness.reason for r in records if r.correctness.reason and r.implementation.label not in BAD}
     )
     document = {
-        "command": "python measurements/sweep_crashes.py",
+        "command": "python measurements/bench/sweep_crashes.py",
         "machine": this_machine().to_dict(),
         "load_1min_after": weather().load_1min,
         "seconds": round(time.time() - started),

@@ -1,6 +1,6 @@
 """What a results folder costs at 10^6 records: appending, making the copy for queries, an aggregate query.
 
-    PYTHONPATH=src python measurements/results_scale.py [RECORDS]    5 minutes; writes results_scale.json
+    python measurements/bench/results_scale.py [RECORDS]     5 minutes; writes results_scale.json
 
 Ten sessions of 10^5 records. `append_ms`: one record with 40 samples, synced, in a session open beside them.
 `query_seconds`: count and median by implementation and span, each on a new connection.
@@ -20,12 +20,15 @@ from statistics import median
 import duckdb
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from moe_routing_bench.bench.cell import Cell, Policy, Subject
+from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.results.flat import compact
 from moe_routing_bench.results.query import keys, run_query
-from moe_routing_bench.results.record import Timing, content_hash, parse_record
+from moe_routing_bench.results.record import Record, Timing, parse_record
 from moe_routing_bench.results.store import Session, iterate
-from sample_records import SESSION, a_record
+from moe_routing_bench.results.sweep import run_sweep
+from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
 
 SESSIONS = 10
 QUERY = "SELECT impl, span, count(*), median(median_ms) FROM records GROUP BY impl, span ORDER BY ALL"
@@ -33,27 +36,45 @@ LATEST = "SELECT impl, count(*), median(ratio) FROM latest GROUP BY impl"
 APPENDS = 1_000
 
 
-def fill(folder: Path, records: int) -> None:
+def measured() -> Record:
+    """A record as a sweep writes it, of two implementations of combine on a few tokens."""
+    case = BenchCase(
+        name="own/x", span="combine", shape=MoEShape(T=16, D=32, F=32, E=4, K=2), dtype="float32"
+    )
+    cell = Cell(
+        case=case,
+        workload="uniform",
+        subjects=(Subject(spec="gather_sum"), Subject(spec="index_add")),
+        policy=Policy(min_rounds=40, max_rounds=40),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        list(run_sweep([cell], Path(folder), LocalExecutor()))
+        return next(r for r in iterate(Path(folder)) if r.implementation.role == "candidate")
+
+
+def fill(folder: Path, record: Record, records: int) -> None:
     """Lines as a session writes them, without its sync after each cell."""
-    template = a_record().line().decode()
     digits = random.Random(0)
     number = 0
     for part in range(SESSIONS):
         session = f"20261115T0247{part:02d}000-{part:08x}"
         path = folder / f"session={session}"
         path.mkdir(parents=True)
-        with (path / "records.jsonl").open("w") as file:
+        with (path / "records.jsonl").open("wb") as file:
             for _ in range(records // SESSIONS):
-                scale = digits.lognormvariate(0, 0.3)
-                line = template.replace(SESSION, session).replace("-000001", f"-{number % 1_000_000:06d}")
-                line = line.replace('"label":"staged"', f'"label":"impl{number % 12}"')
-                line = line.replace('"span":"expert_ffn"', f'"span":"span{number % 5}"')
-                line = line.replace('"cell_key":"0123456789abcdef', f'"cell_key":"{number // 4:016x}')
-                for field in ("0.0115", "0.01", "0.013", "0.0101", "0.0107", "0.0122", "0.0128"):
-                    line = line.replace(f":{field},", f":{float(field) * scale!r},")
+                whole = json.loads(record.line())
+                whole |= {"session": session, "record_id": f"{session}-{number % 1_000_000:06d}"}
+                whole["cell_key"] = f"{number // 4:064x}"
+                whole["implementation"]["label"] = f"impl{number % 12}"
+                whole["what"]["span"] = f"span{number % 5}"
+                scale, timing = digits.lognormvariate(0, 0.3), whole["timing"]
+                timing["samples"]["file"] = f"session={session}/samples.f64"
+                for name in ("median", "mean", "least", "most", "p05", "p25", "p75", "p95"):
+                    timing[name] *= scale
+                line = json.dumps(whole, separators=(",", ":")).encode() + b"\n"
                 file.write(line)
                 number += 1
-        parse_record(line.encode())
+        parse_record(line)
 
 
 def timed(call: object, times: int = 1) -> list[float]:
@@ -65,19 +86,16 @@ def timed(call: object, times: int = 1) -> list[float]:
     return seconds
 
 
-def appends(folder: Path) -> list[float]:
+def appends(folder: Path, record: Record) -> list[float]:
     samples = np.linspace(0.01, 0.013, 40)
     milliseconds = []
     with Session.start(folder) as session:
         session.put_environment({"name": "synthetic"})
         for _ in range(APPENDS):
-            base = a_record(session=session.id, record_id=session.new_record_id(), timing=None,
-                            comparison=None, correctness__status="OOM", correctness__reason="x")  # fmt: skip
-            good = a_record().correctness
             started = time.perf_counter()
             timing = Timing.of(samples, 0.1, session.put_samples(samples), {})
-            parts = {**dict(base), "timing": timing, "correctness": good}
-            session.append([type(base)(**parts)])
+            named = {"session": session.id, "record_id": session.new_record_id(), "timing": timing}
+            session.append([Record(**{**dict(record), **named})])
             milliseconds.append(1e3 * (time.perf_counter() - started))
     return milliseconds
 
@@ -85,10 +103,10 @@ def appends(folder: Path) -> list[float]:
 def main() -> None:
     records = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
     with tempfile.TemporaryDirectory(dir=Path.cwd().parent) as scratch:
-        folder = Path(scratch)
-        fill(folder, records)
+        folder, record = Path(scratch), measured()
+        fill(folder, record, records)
         (compacting,) = timed(lambda: compact(folder))
-        milliseconds = appends(folder)
+        milliseconds = appends(folder, record)
         query = timed(lambda: run_query(folder, QUERY), 5)
         latest = timed(lambda: run_query(folder, LATEST), 3)
         known = timed(lambda: keys(folder))
@@ -99,7 +117,7 @@ def main() -> None:
         }
         counted = run_query(folder, "SELECT count(*), count(DISTINCT cell_key) FROM records")[1][0]
     found = {
-        "command": f"python measurements/results_scale.py {records}",
+        "command": f"python measurements/bench/results_scale.py {records}",
         "machine": {"platform": platform.platform(), "cpu": _cpu()},
         "versions": {"python": sys.version.split()[0], "duckdb": duckdb.__version__, "numpy": np.__version__},
         "records": counted[0],
@@ -117,7 +135,7 @@ def main() -> None:
         "compact_seconds": compacting,
         "iterate_seconds": reading,
         "bytes": sizes,
-        "template": content_hash(json.loads(a_record().line())),
+        "line_bytes": len(record.line()),
     }
     print(json.dumps(found, indent=1))
     Path(__file__).with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")

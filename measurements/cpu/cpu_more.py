@@ -1,13 +1,13 @@
-"""The other CPU measurements of issue 4, one subcommand each; every one writes cpu_<name>.json beside it.
+"""The other CPU measurements, one subcommand each; every one writes cpu_<name>.json beside it.
 
-    python measurements/cpu_more.py pack         dispatch + combine against sort + index, and against a copy
-    python measurements/cpu_more.py fused        the ten cases of seed-fused against the naive loop; 13 GB
-    python measurements/cpu_more.py imbalance    skewed loads against a balanced one
-    python measurements/cpu_more.py threads      1 thread against 2
-    python measurements/cpu_more.py memory       peak memory over the weights
-    python measurements/cpu_more.py prepack      what packing the weights costs, once
-    python measurements/cpu_more.py stored       float32 activations on weights kept as bfloat16 or int8
-    python measurements/cpu_more.py training     forward + backward against Transformers
+    python measurements/cpu/cpu_more.py pack       dispatch + combine against sort + index, and against a copy
+    python measurements/cpu/cpu_more.py fused      the ten cases of seed-fused against the naive loop; 13 GB
+    python measurements/cpu/cpu_more.py imbalance  skewed loads against a balanced one
+    python measurements/cpu/cpu_more.py threads    1 thread against 2
+    python measurements/cpu/cpu_more.py memory     peak memory over the weights
+    python measurements/cpu/cpu_more.py prepack    what packing the weights costs, once
+    python measurements/cpu/cpu_more.py stored     float32 activations on weights kept as bfloat16 or int8
+    python measurements/cpu/cpu_more.py training   forward + backward against Transformers
 
 --quick runs each on tiny sizes and writes to /tmp. Samples are interleaved and paired as in cpu_grid.py: a
 ratio is the median over rounds of one subject's time over another's in the same round.

@@ -1,6 +1,6 @@
 """The whole conformance kit on every Triton implementation and all options, interpreted, memory watched.
 
-    TRITON_INTERPRET=1 OPENBLAS_NUM_THREADS=1 python measurements/interpreted_kit.py     15 minutes, 2 cores
+    TRITON_INTERPRET=1 OPENBLAS_NUM_THREADS=1 python measurements/gpu/interpreted_kit.py   15 minutes, 2 cores
 
 Writes interpreted_kit.txt: for every implementation the cells that passed, those it says it cannot
 do, and what was watched. CI runs fewer cells of the options (tests/interpreted/test_kit.py).

@@ -1,6 +1,6 @@
 """Where the time goes in the worst cells of cpu_grid: float32 of Mixtral's size, at 4096 tokens and at one.
 
-    python measurements/cpu_worst.py          about 3 minutes; writes cpu_worst.json and cpu_worst.txt
+    python measurements/cpu/cpu_worst.py          about 3 minutes; writes cpu_worst.json and cpu_worst.txt
 
 The virtual machine has no hardware counters, so this is by parts: each is timed alone, all of them in turn in
 every round, beside what limits it. GEMMs are held to torch.mm of the same sizes (MKL, what Transformers'

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SPEC section 11's three-way table on this machine: 128 tokens through a Qwen MoE block (seed-qwen/e64),
+# The three-way table on this machine: 128 tokens through a Qwen MoE block (seed-qwen/e64),
 # Transformers' block against a hand-ordered torch path and ours. Writes profile_qwen_<dtype>.{txt,png}.
 # Full size needs about 8 GB; two threads only on a machine where nothing else runs:
 #   ./profile_qwen.sh --full --threads 2

@@ -1,25 +1,30 @@
-"""A sweep of tiny cells for tests of crashes: python sweep_driver.py FOLDER CELLS [bad kernels...]
+"""A sweep of tiny cells that others kill: python sweep_driver.py FOLDER CELLS [bad kernels...]
 
 Prints a line for each cell that is on disk. Bad kernels stand in cells of their own, beside an honest one.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import psutil
 import torch
 
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.ops.registry import include
+from moe_routing_bench.results.store import iterate
 from moe_routing_bench.results.sweep import plan_sweep, run_sweep
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
-KERNELS = Path(__file__).parent.parent / "red_team" / "kernels"
+KERNELS = Path(__file__).parent.parent.parent / "tests" / "red_team" / "kernels"
 POLICY = Policy(min_rounds=8, max_rounds=8, step_seconds=8, memory_gib=2, checked=2, target=0.5)
 
 
@@ -41,6 +46,22 @@ def make_cells(count: int, bad: list[str]) -> list[Cell]:
         )
         for i in range(count)
     ]
+
+
+def cells_in(folder: Path) -> Counter[str]:
+    """How often each cell was committed: sessions are folders, records of one cell share key and session."""
+    return Counter(key for key, _ in {(r.cell_key, r.session) for r in iterate(folder)})
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if os.getsid(child.pid) == child.pid:  # a worker leads a session of its own
+                found.append(child)
+        except (ProcessLookupError, psutil.Error):
+            continue
+    return found
 
 
 def main(folder: Path, count: int, bad: list[str]) -> None:

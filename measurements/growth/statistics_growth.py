@@ -1,6 +1,6 @@
 """What RoutingStatistics costs as tokens and experts grow, in time and in memory.
 
-    python measurements/statistics_growth.py         about a minute; writes statistics_growth.json beside it
+    python measurements/growth/statistics_growth.py    about a minute; writes statistics_growth.json beside it
 
 Every size in a process of its own, so that its peak memory is its own. All statistics are asked for: a plan,
 the routing before, labels and logits. Times are of the processor, so that a busy machine matters less;
@@ -68,7 +68,7 @@ def main() -> None:
         rows.append(json.loads(ran.stdout))
         print(rows[-1])
     document = {
-        "command": "python measurements/statistics_growth.py",
+        "command": "python measurements/growth/statistics_growth.py",
         "machine": this_machine().to_dict(),
         "threads": 1,
         "labels": LABELS,

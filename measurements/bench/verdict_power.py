@@ -1,6 +1,6 @@
 """How often the verdict is wrong, and how many rounds it needs, on simulated noise.
 
-    python measurements/verdict_power.py            about 10 minutes; writes verdict_power.json beside it
+    python measurements/bench/verdict_power.py       about 10 minutes; writes verdict_power.json beside it
 
 Every round times A, its twin and B once, in shuffled order; the times are 1 (B: the effect) times the noise:
 
@@ -173,7 +173,7 @@ def main() -> None:
         # the costly cases first, so that both processes finish together
         rows = pool.map(verdicts, sorted(cases, key=lambda case: -case[1]), chunksize=1)
         record: dict[str, Any] = {
-            "command": "python measurements/verdict_power.py",
+            "command": "python measurements/bench/verdict_power.py",
             "seed": SEED,
             "machine": {"platform": platform.platform()},
             "versions": {

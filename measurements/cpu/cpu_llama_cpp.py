@@ -1,4 +1,6 @@
-"""llama.cpp's mul_mat_id on the same weights, against ours: `python measurements/cpu_llama_cpp.py BUILD/bin`.
+"""llama.cpp's mul_mat_id on the same weights, against ours.
+
+    python measurements/cpu/cpu_llama_cpp.py BUILD/bin
 
 ggml's CPU library, driven through ctypes on torch's memory: gate, up, swiglu, down, gates, sum as one graph.
 It wants float32 activations and gives float32; weights are bfloat16 or float32 as they are. To build it, in 2

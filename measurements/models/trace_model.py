@@ -72,7 +72,7 @@ def mrb(*words: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--corpora", type=Path, default=HERE.parent.parent / "shared" / "corpora")
+    parser.add_argument("--corpora", type=Path, default=HERE.parent.parent.parent / "shared" / "corpora")
     parser.add_argument("--work", type=Path, default=Path("/tmp/trace_model"))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=24576)
@@ -95,7 +95,7 @@ def main() -> None:
     seconds, cpu = time.perf_counter() - started, time.process_time() - before
     model.save_pretrained(given.work / "trained")
     lines = [
-        f"python measurements/trace_model.py --steps {given.steps} --tokens {given.tokens}",
+        f"python measurements/models/trace_model.py --steps {given.steps} --tokens {given.tokens}",
         f"{platform.machine()}, 1 thread, torch {torch.__version__}; {count:,} parameters",
         f"{given.steps} steps of 2,048 bytes in {seconds:.0f} s ({cpu:.0f} s of CPU time); loss "
         f"{losses[0]:.3f} to {sum(losses[-20:]) / len(losses[-20:]):.3f} nats per byte (mean of the last 20)",

@@ -1,6 +1,6 @@
 """How the cost of make_plan grows with pairs and experts.
 
-    python measurements/make_plan_growth.py            about 6 minutes; writes make_plan_growth.json beside it
+    python measurements/growth/make_plan_growth.py     about 6 minutes; writes make_plan_growth.json beside it
 
 For each implementation, layout and number of experts, make_plan is timed from 10^4 to 4 * 10^6 pairs in
 shuffled rounds. A sample of a size is as many calls as make 4 * 10^6 pairs, so all sizes see the machine for
@@ -88,7 +88,7 @@ def main() -> None:
     for what, growth in worst.items():
         print(f"{what}: at most {growth:.2f}x linear, from any size to {PAIRS[-1]:,} pairs")
     record = {
-        "command": "python measurements/make_plan_growth.py",
+        "command": "python measurements/growth/make_plan_growth.py",
         "machine": {"cpu": _cpu(), "threads": torch.get_num_threads(), "platform": platform.platform()},
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
         "worst_growth": worst,
