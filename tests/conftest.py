@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe_routing_bench import native
+from moe_routing_bench import cpp
 from moe_routing_bench.ops import registry
 from moe_routing_bench.routers import router as routers
 
@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     for name in FORGOTTEN:
         os.environ.pop(name, None)
-    if native.missing_tool() is not None:  # on such a machine every layer says so; test_auto.py sees to it
+    if cpp.missing_tool() is not None:  # on such a machine every layer says so; test_auto.py sees to it
         config.addinivalue_line("filterwarnings", 'ignore:impl="auto" would run compiled C')
 
 

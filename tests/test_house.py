@@ -24,7 +24,7 @@ DOCUMENTS = [
 
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
 FLOORS = [
-    ["shapes", "names", "published", "machine", "native", "recycled", "accuracy", "routing"],
+    ["shapes", "names", "published", "machine", "cpp", "recycled", "accuracy", "routing"],
     ["plan", "experts", "prepared", "load", "cost"],
     ["ops.implementation", "ops.registry"],
     ["ops.decisions", "ops.preference", "ops.stand_ins", "ops.auto", "ops.catalog"],

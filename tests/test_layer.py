@@ -297,7 +297,7 @@ def test_shared_experts_with_a_gate_are_those_of_transformers() -> None:
 @pytest.mark.parametrize("part", ["router", "experts", "all"])
 def test_what_is_frozen_has_no_gradient(monkeypatch, part: str, impl: str) -> None:
     native_gemm = import_module("moe_routing_bench.ops.grouped_gemm.native")
-    if impl == "native" and (reason := native.why_not()) is not None:
+    if impl == "native" and (reason := cpp.why_not()) is not None:
         pytest.skip(reason)
     of_weights = []
     gradient = native_gemm._weight_gradient

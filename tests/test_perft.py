@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_routing_bench import MoE, TokenInfo, native
+from moe_routing_bench import MoE, TokenInfo, cpp
 from moe_routing_bench.free_experts import FreeExperts
 from moe_routing_bench.perft import ADAPTERS, KINDS, Perft
 from tiny_layers import assert_gradients
@@ -173,7 +173,7 @@ def test_no_device_values_are_read(kind: str) -> None:
 
 @pytest.mark.parametrize("kind,adapter", EVERY)
 def test_a_new_one_is_the_frozen_layer_in_c_plus_plus(kind: str, adapter: str) -> None:
-    if (reason := native.why_not()) is not None:
+    if (reason := cpp.why_not()) is not None:
         pytest.skip(reason)
     moe = MoE(D, H, E, K, impl="native", plan_impl="native", dtype=torch.bfloat16).requires_grad_(False)
     x_TD = torch.randn(T, D).to(torch.bfloat16)

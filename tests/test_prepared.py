@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import tiny_layers
-from moe_routing_bench import ExpertWeights, MoE, Routing, native
+from moe_routing_bench import ExpertWeights, MoE, Routing, cpp
 from moe_routing_bench.ops.expert_ffn import native as launcher
 from moe_routing_bench.prepared import Prepared
 from tiny_layers import MAKE_PLAN, weights_of
 
-COMPILES = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+COMPILES = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 

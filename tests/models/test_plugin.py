@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import use_experts_implementation
 
 import moe_routing_bench.models.transformers as plugin
-from moe_routing_bench import native, use_decisions
+from moe_routing_bench import cpp, use_decisions
 from moe_routing_bench.accuracy import judge
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.models.reading import experts_modules, read
@@ -29,7 +29,7 @@ from moe_routing_bench.ops.expert_ffn.native import packed
 from tiny_models import MODELS, gradients, make, tokens
 
 OURS = "moe_routing_bench"
-needs_compiler = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+needs_compiler = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -217,7 +217,7 @@ def test_ids_past_the_experts_add_exactly_nothing(name: str, grad: bool) -> None
             return (y, *(torch.autograd.grad(y, wanted, d_y) if grad else ()))
 
     for impl in ("native", "staged"):
-        if impl == "native" and native.why_not():
+        if impl == "native" and cpp.why_not():
             continue
         y, *found = run(ids, gates, impl)
         assert torch.equal(y[2], torch.zeros(32))
@@ -388,7 +388,7 @@ def test_compiled(name: str) -> None:
         close(whole(x, chosen, gates), want)
         whole(x, chosen, gates)
         made = list(packed._kept.values())
-        assert made or native.why_not()
+        assert made or cpp.why_not()
         close(whole(x, chosen, gates), want)
         assert list(packed._kept.values()) == made  # a compiled model packs once too
     with pytest.raises(torch._dynamo.exc.Unsupported, match="with gradients wanted the experts run kernels"):

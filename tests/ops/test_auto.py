@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from typer.testing import CliRunner
 
 import moe_routing_bench as mrb
-from moe_routing_bench import MoE, all_ops, native
+from moe_routing_bench import MoE, all_ops, cpp
 from moe_routing_bench.cli import app
 from moe_routing_bench.ops import auto, preference
 from moe_routing_bench.ops.auto import choose, pick, resolve
@@ -32,7 +32,7 @@ OPS = all_ops()
 FFN, PLAN = OPS["expert_ffn"], OPS["make_plan"]
 CPU = torch.device("cpu")
 TABLES = "moe_routing_bench.ops.{}.preferences"
-needs_compiler = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+needs_compiler = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +45,14 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def forget() -> None:
-    for question in (native.best_level, native.missing_tool, native._granted, preference._gpu):
+    for question in (cpp.best_level, cpp.missing_tool, cpp._granted, preference._gpu):
         question.cache_clear()
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *instructions: str, granted: bool = True) -> None:
-    machine = replace(native.this_machine(), instructions=instructions)
-    monkeypatch.setattr(native, "this_machine", lambda: machine)
-    monkeypatch.setattr(native, "_tiles_granted", lambda: granted)
+    machine = replace(cpp.this_machine(), instructions=instructions)
+    monkeypatch.setattr(cpp, "this_machine", lambda: machine)
+    monkeypatch.setattr(cpp, "_tiles_granted", lambda: granted)
     forget()
 
 
@@ -66,9 +66,9 @@ def arguments(layer: MoE, T: int) -> tuple[Any, ...]:
 
 
 def lacking(monkeypatch: pytest.MonkeyPatch, tool: str) -> None:
-    which = native.shutil.which
+    which = cpp.shutil.which
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(native.shutil, "which", lambda name: None if name == tool else which(name))
+    monkeypatch.setattr(cpp.shutil, "which", lambda name: None if name == tool else which(name))
     forget()
 
 
@@ -116,7 +116,7 @@ def test_every_default_runs_anything() -> None:
     ],
 )
 def test_the_class_of_a_processor(anew, instructions: tuple[str, ...], granted: bool, machine: str) -> None:
-    anew.setattr(native.shutil, "which", lambda name: f"/usr/bin/{name}")
+    anew.setattr(cpp.shutil, "which", lambda name: f"/usr/bin/{name}")
     pretend(anew, *instructions, granted=granted)
     assert machine_of(CPU) == machine
     assert machine_of(torch.device("meta")) == PLAIN
@@ -359,12 +359,12 @@ def test_compiling_is_said_once_with_its_seconds(anew, tmp_path: Path, capfd) ->
     anew.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     source = tiny(tmp_path, TINY)
     for _ in range(2):
-        assert native.load(source, "avx2").answer() == 42
-    native._load.cache_clear()
-    assert native.load(source, "avx2").answer() == 42
+        assert cpp.load(source, "avx2").answer() == 42
+    cpp._load.cache_clear()
+    assert cpp.load(source, "avx2").answer() == 42
     said = capfd.readouterr().err
     assert re.fullmatch(r"moe_routing_bench: compiling an_op/native.cpp for avx2, once: \d+ s\n", said)
-    native._load.cache_clear()
+    cpp._load.cache_clear()
 
 
 @needs_compiler
@@ -373,10 +373,10 @@ def test_a_file_that_does_not_compile_is_said_and_tried_once(anew, tmp_path: Pat
     source = tiny(tmp_path, "this is no C++\n")
     for _ in range(3):
         with pytest.raises(NotImplementedError, match=r"it did not compile here: ."):
-            native.load(source, "avx2")
+            cpp.load(source, "avx2")
     said = capfd.readouterr().err
     assert re.fullmatch(r"moe_routing_bench: compiling an_op/native.cpp .* once: \d+ s, in vain\n", said)
-    native._load.cache_clear()
+    cpp._load.cache_clear()
 
 
 def test_pick_says_what_auto_would_say(anew) -> None:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from child_process import python
-from moe_routing_bench import ExpertWeights, Layout, MoE, Routing, all_ops, native
+from moe_routing_bench import ExpertWeights, Layout, MoE, Routing, all_ops, cpp
 from moe_routing_bench.accuracy import judge
 from moe_routing_bench.ops import auto
 from moe_routing_bench.ops.expert_ffn import native as launcher
 from tiny_layers import EXPERT_FFN, MAKE_PLAN, Arguments, arguments, assert_right
 
-if (reason := native.why_not()) is not None:
+if (reason := cpp.why_not()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 OPS = all_ops()
@@ -36,7 +36,7 @@ TINY = 'extern "C" int answer() { return 42; }\n'
 def forget_libraries() -> None:
     having = [name for name, op in OPS.items() if "native" in op.names()]
     modules = (import_module(f"moe_routing_bench.ops.{name}.native") for name in having)
-    for module in (native, *modules):
+    for module in (cpp, *modules):
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
@@ -72,17 +72,17 @@ def run(args: Arguments, spec: str = "native") -> Tensor:
     [("g++", "no C++ compiler was found; install g"), ("ninja", "ninja was not found; pip install")],
 )
 def test_a_missing_tool_is_a_reason(absent: str, sentence: str, anew: pytest.MonkeyPatch) -> None:
-    which = native.shutil.which
+    which = cpp.shutil.which
     anew.delenv("CXX", raising=False)
-    anew.setattr(native.shutil, "which", lambda name: None if name == absent else which(name))
+    anew.setattr(cpp.shutil, "which", lambda name: None if name == absent else which(name))
     x_RD, args = torch.randn(18, 40), arguments()
-    assert sentence in str(native.why_not())
+    assert sentence in str(cpp.why_not())
     assert EXPERT_FFN.why_not("native", *args) == GEMM.why_not("native", x_RD, args[3].w_in_EDG, args[2])
-    assert EXPERT_FFN.get("native").why_not(*args) == native.why_not()
+    assert EXPERT_FFN.get("native").why_not(*args) == cpp.why_not()
     with pytest.raises(NotImplementedError, match=re.escape(sentence)):
         run(args)
     with pytest.raises(NotImplementedError, match=re.escape(sentence)):
-        native.load(launcher.SOURCE, "avx2")
+        cpp.load(launcher.SOURCE, "avx2")
     layer = MoE(40, 24, 5, 2, impl="native")  # to be built is no call
     with (
         pytest.warns(UserWarning, match=re.escape(sentence)),  # of the plan, which is "auto"
@@ -111,7 +111,7 @@ def test_a_file_that_does_not_compile_is_a_reason(anew: pytest.MonkeyPatch, tmp_
     source = tiny(tmp_path, "this is no C++\n")
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=r"it did not compile here: ."):
-            native.load(source, "avx2")
+            cpp.load(source, "avx2")
     assert list((tmp_path / "built" / "moe_routing_bench").iterdir()) == []
 
 
@@ -119,37 +119,37 @@ def test_a_compiler_that_fails_is_a_reason(anew: pytest.MonkeyPatch, tmp_path: P
     anew.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     anew.setenv("CXX", "/bin/false")
     with pytest.raises(NotImplementedError, match=r"it did not compile here: ."):
-        native.load(tiny(tmp_path), "avx2")
+        cpp.load(tiny(tmp_path), "avx2")
 
 
 def test_what_is_built_is_kept_and_a_change_is_built(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
     built = tmp_path / "built"
     anew.setenv("TORCH_EXTENSIONS_DIR", str(built))
     source = tiny(tmp_path)
-    assert native.load(source, "avx2").answer() == 42
+    assert cpp.load(source, "avx2").answer() == 42
     (library,) = (built / "moe_routing_bench").iterdir()
     before = library.stat()
-    native._load.cache_clear()
-    assert native.load(source, "avx2").answer() == 42
+    cpp._load.cache_clear()
+    assert cpp.load(source, "avx2").answer() == 42
     assert library.stat().st_mtime_ns == before.st_mtime_ns and library.stat().st_ino == before.st_ino
 
     (source.parent.parent / "shared.h").write_text("enum { ANSWER = 43 };\n")
-    native._load.cache_clear()
+    cpp._load.cache_clear()
     source.write_text('#include "../shared.h"\nextern "C" int answer() { return ANSWER; }\n')
-    assert native.load(source, "avx2").answer() == 43
+    assert cpp.load(source, "avx2").answer() == 43
     (source.parent.parent / "shared.h").write_text("enum { ANSWER = 44 };\n")
-    native._load.cache_clear()
-    assert native.load(source, "avx2").answer() == 44
+    cpp._load.cache_clear()
+    assert cpp.load(source, "avx2").answer() == 44
 
 
 def test_a_library_that_was_deleted_is_built_again(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
     anew.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     source = tiny(tmp_path)
-    native.load(source, "avx2")
+    cpp.load(source, "avx2")
     (library,) = (tmp_path / "built" / "moe_routing_bench").iterdir()
     library.unlink()
-    native._load.cache_clear()
-    assert native.load(source, "avx2").answer() == 42
+    cpp._load.cache_clear()
+    assert cpp.load(source, "avx2").answer() == 42
 
 
 def test_two_threads_may_build_at_once(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_two_threads_may_build_at_once(anew: pytest.MonkeyPatch, tmp_path: Path)
 
     def work(_: int) -> int:
         start.wait()
-        return native.load(source, "avx2").answer()
+        return cpp.load(source, "avx2").answer()
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(work, range(2))) == [42, 42]
@@ -167,8 +167,8 @@ def test_two_threads_may_build_at_once(anew: pytest.MonkeyPatch, tmp_path: Path)
 def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     source = tiny(tmp_path)
     code = (
-        "import sys; from pathlib import Path; from moe_routing_bench import native\n"
-        "print(native.load(Path(sys.argv[1]), 'avx2').answer())"
+        "import sys; from pathlib import Path; from moe_routing_bench import cpp\n"
+        "print(cpp.load(Path(sys.argv[1]), 'avx2').answer())"
     )
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
     both = [
@@ -186,14 +186,14 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *instructions: str) -> None:
-    machine = replace(native.this_machine(), instructions=instructions)
-    monkeypatch.setattr(native, "this_machine", lambda: machine)
+    machine = replace(cpp.this_machine(), instructions=instructions)
+    monkeypatch.setattr(cpp, "this_machine", lambda: machine)
 
 
 @DTYPES
 def test_without_avx512_it_runs_on_avx2(dtype: torch.dtype, anew: pytest.MonkeyPatch) -> None:
     pretend(anew, "avx2")
-    assert native.best_level() == "avx2"
+    assert cpp.best_level() == "avx2"
     args = arguments(T=33, D=72, F=40, dtype=dtype, bias=True)
     assert_right(run(args), *args)
     assert "_avx2_" in launcher._library(None)._name
@@ -215,12 +215,12 @@ def test_levels_follow_the_processor(anew: pytest.MonkeyPatch) -> None:
     ):
         with anew.context() as patch:
             pretend(patch, *instructions)
-            patch.setattr(native, "_tiles_granted", lambda: True)
-            native.best_level.cache_clear()
-            assert native.best_level() == level
-    native.best_level.cache_clear()
+            patch.setattr(cpp, "_tiles_granted", lambda: True)
+            cpp.best_level.cache_clear()
+            assert cpp.best_level() == level
+    cpp.best_level.cache_clear()
     with pytest.raises(ValueError, match="no level 'sse'; there are amx, avx512, avx2"):
-        native.load(launcher.SOURCE, "sse")
+        cpp.load(launcher.SOURCE, "sse")
 
 
 def test_no_avx2_is_a_reason(anew: pytest.MonkeyPatch) -> None:

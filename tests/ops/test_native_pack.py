@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_routing_bench import Layout, Routing, all_ops, native
+from moe_routing_bench import Layout, Routing, all_ops, cpp
 from moe_routing_bench.conformance.cases import Cell
 from moe_routing_bench.conformance.check import cells_of, check
 from tiny_layers import MAKE_PLAN, assert_same_plan, routing_of
@@ -22,7 +22,7 @@ EVERY = (
     ("make_plan", "native"), ("dispatch", "native"), ("dispatch", "native_reused"), ("combine", "native"),
 )  # fmt: skip
 
-if (reason := native.why_not()) is not None:
+if (reason := cpp.why_not()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 
@@ -149,14 +149,14 @@ def test_no_compiler_is_a_reason(op: str, name: str, monkeypatch: pytest.MonkeyP
     args = arguments_of(op)
     assert OPS[op].why_not(name, *args) is None
     monkeypatch.setenv("CXX", "no-such-compiler")
-    native.missing_tool.cache_clear()
+    cpp.missing_tool.cache_clear()
     try:
         assert "no C++ compiler was found" in str(OPS[op].why_not(name, *args))
         with pytest.raises(NotImplementedError, match="install g"):
             OPS[op].get(name)(*args)
     finally:
         monkeypatch.undo()
-        native.missing_tool.cache_clear()
+        cpp.missing_tool.cache_clear()
 
 
 @pytest.mark.parametrize("op,name", EVERY[1:])

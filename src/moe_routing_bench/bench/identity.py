@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from moe_routing_bench import native
+from moe_routing_bench import cpp
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.sources import PACKAGE, closure, distribution_version, files_hash, libraries
@@ -88,7 +88,7 @@ def compiler_version(files: Sequence[Path]) -> str:
 
 @cache
 def _compiler_says() -> str:
-    if (compiler := native.compiler()) is None:
+    if (compiler := cpp.compiler()) is None:
         return ""
     ran = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     return ran.stdout.partition("\n")[0]

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from moe_routing_bench.native import with_includes
+from moe_routing_bench.cpp import with_includes
 
 PACKAGE = Path(__file__).parents[1]
 OURS = PACKAGE.name

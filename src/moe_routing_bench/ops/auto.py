@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from moe_routing_bench import native
+from moe_routing_bench import cpp
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.decisions import Decisions, Entry, Facts, read_decisions
@@ -221,8 +221,8 @@ def _rank(
         elif facts is not None and (entry := decisions.find(op.name, facts, threads)) is None:
             because = f"no measured decision for these sizes ({facts})"
     table = list(preferences(op, machine))
-    tool = native.missing_tool() if machine == PLAIN else None
-    if tool is not None and next(preferences(op, native.best_level() or PLAIN)).order != table[0].order:
+    tool = cpp.missing_tool() if machine == PLAIN else None
+    if tool is not None and next(preferences(op, cpp.best_level() or PLAIN)).order != table[0].order:
         because = f"{because}; {tool}"
         warning = warning or f'impl="auto" would run compiled C++ here; until then plain torch: {tool}'
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from moe_routing_bench import native
+from moe_routing_bench import cpp
 from moe_routing_bench.ops.registry import OURS, Op
 
-COMPILED = tuple(native.LEVELS)  # processors for which C++ is compiled, and can be: amx, avx512, avx2
+COMPILED = tuple(cpp.LEVELS)  # processors for which C++ is compiled, and can be: amx, avx512, avx2
 PLAIN = "plain"  # torch's own operations: another processor, no compiler, a device of another sort
 GPUS = ("sm_80", "sm_90a", "sm_100a", "gfx942")  # A100, H100, B200, MI300X
 MACHINES = (*COMPILED, PLAIN, *GPUS)
@@ -47,7 +47,7 @@ class Preference:
 def machine_of(device: torch.device) -> str:
     """The class of machine that computes on a device."""
     if device.type == "cpu":
-        return PLAIN if native.why_not() is not None else native.best_level() or PLAIN
+        return PLAIN if cpp.why_not() is not None else cpp.best_level() or PLAIN
     return _gpu(device.index) if device.type == "cuda" else PLAIN
 
 

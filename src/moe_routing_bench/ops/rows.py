@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_routing_bench import native
+from moe_routing_bench import cpp
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.recycled import recycled
 
@@ -48,7 +48,7 @@ class KeptBuffers(threading.local):
 
 
 def dispatch_unsupported(x_TD: Tensor, plan: RoutingPlan, level: str) -> str | None:
-    if (reason := native.unsupported(DISPATCH, level, x_TD, plan.row_TK, plan.pair_R)) is not None:
+    if (reason := cpp.unsupported(DISPATCH, level, x_TD, plan.row_TK, plan.pair_R)) is not None:
         return reason
     if x_TD.dtype not in KINDS:
         return f"it computes in bfloat16, float16 and float32, not {x_TD.dtype}"
@@ -84,7 +84,7 @@ def check_tokens(x_TD: Tensor, plan: RoutingPlan) -> None:
 
 
 def combine_unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str) -> str | None:
-    if (reason := native.unsupported(COMBINE, level, y_RD, gate_TK, plan.row_TK, plan.pair_R)) is not None:
+    if (reason := cpp.unsupported(COMBINE, level, y_RD, gate_TK, plan.row_TK, plan.pair_R)) is not None:
         return reason
     if y_RD.dtype not in KINDS:
         return f"it computes in bfloat16, float16 and float32, not {y_RD.dtype}"
@@ -130,7 +130,7 @@ def threads_for(size: int) -> int:
 
 @cache
 def _dispatch(level: str) -> Callable[..., int]:
-    function = native.load(DISPATCH, level).mrb_dispatch
+    function = cpp.load(DISPATCH, level).mrb_dispatch
     function.argtypes = [
         MEMORY, NUMBER, NUMBER, MEMORY, NUMBER, NUMBER, MEMORY, NUMBER, NUMBER, NUMBER, MEMORY,
     ]  # fmt: skip
@@ -140,7 +140,7 @@ def _dispatch(level: str) -> Callable[..., int]:
 
 @cache
 def _combine(level: str) -> Callable[..., int]:
-    function = native.load(COMBINE, level).mrb_combine
+    function = cpp.load(COMBINE, level).mrb_combine
     function.argtypes = [MEMORY, NUMBER, NUMBER, MEMORY, MEMORY, *[NUMBER] * 5, MEMORY]
     function.restype = ctypes.c_int
     return function

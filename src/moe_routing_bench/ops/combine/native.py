@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench import native
+from moe_routing_bench import cpp
 from moe_routing_bench.ops import rows
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.recycled import recycled
@@ -38,7 +38,7 @@ class _Combine(torch.autograd.Function):
         return _combine(y_RD, gate_TK, row_TK, level)
 
     @staticmethod
-    @native.differentiable_once
+    @cpp.differentiable_once
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         y_RD, gate_TK, row_TK, pair_R = ctx.saved_tensors
         wants_y, wants_gate = ctx.needs_input_grad[:2]
@@ -90,7 +90,7 @@ def _backward(
 
 @cache
 def _backward_function(level: str) -> Callable[..., int]:
-    function = native.load(rows.COMBINE, level).mrb_combine_backward
+    function = cpp.load(rows.COMBINE, level).mrb_combine_backward
     number, memory = rows.NUMBER, rows.MEMORY
     function.argtypes = [
         memory, number, number, memory, memory, memory, memory, *[number] * 6, memory, memory,

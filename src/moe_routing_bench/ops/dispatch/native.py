@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench import native
+from moe_routing_bench import cpp
 from moe_routing_bench.ops import rows
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.recycled import recycled
@@ -36,7 +36,7 @@ class _Dispatch(torch.autograd.Function):
         return _dispatch(x_TD, row_TK, pair_R, level)
 
     @staticmethod
-    @native.differentiable_once
+    @cpp.differentiable_once
     def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor, None, None, None]:
         (row_TK,) = ctx.saved_tensors
         return _sum_rows(dx_RD, row_TK, ctx.level), None, None, None
@@ -70,7 +70,7 @@ def _sum_rows(dx_RD: Tensor, row_TK: Tensor, level: str) -> Tensor:
 
 @cache
 def _sum_rows_function(level: str) -> Callable[..., int]:
-    function = native.load(rows.DISPATCH, level).mrb_sum_rows
+    function = cpp.load(rows.DISPATCH, level).mrb_sum_rows
     function.argtypes = [rows.MEMORY, rows.NUMBER, rows.NUMBER, rows.MEMORY, *[rows.NUMBER] * 5, rows.MEMORY]
     function.restype = ctypes.c_int
     return function

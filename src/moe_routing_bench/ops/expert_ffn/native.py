@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench import native
+from moe_routing_bench import cpp
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.ops.expert_ffn.op import op
 from moe_routing_bench.ops.implementation import tensors_in
@@ -80,7 +80,7 @@ class Packed:
 
 @cache
 def _library(level: str | None) -> ctypes.CDLL:
-    library = native.load(SOURCE, level)
+    library = cpp.load(SOURCE, level)
     library.mrb_packed_elements.restype = ctypes.c_int64
     library.mrb_packed_elements.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     library.mrb_pack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 6 + [ctypes.c_int] * 3
@@ -162,8 +162,8 @@ def unsupported(
         return f"these weights are {store} anyway; leave store out"
     if x_TD.dtype not in (torch.bfloat16, torch.float32) or weights.w_in_EDG.dtype != x_TD.dtype:
         return f"it computes bfloat16 or float32 throughout, not {x_TD.dtype} with {weights.w_in_EDG.dtype}"
-    reason = native.unsupported(SOURCE, level, x_TD, plan.pair_R, weights.w_in_EDG)
-    return reason or native.why_not_cast(x_TD.dtype)
+    reason = cpp.unsupported(SOURCE, level, x_TD, plan.pair_R, weights.w_in_EDG)
+    return reason or cpp.why_not_cast(x_TD.dtype)
 
 
 def run(

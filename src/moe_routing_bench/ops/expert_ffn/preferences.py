@@ -12,12 +12,14 @@ PREFERENCES = (
     Preference(
         machines=("avx512",),
         order=("native",),
-        evidence="measurements/cpu/auto.txt: 0.23 to 0.32 of staged's time in bfloat16, 0.49 to 0.75 in float32",
+        evidence="measurements/cpu/auto.txt: 0.23 to 0.32 of staged's time in bfloat16, 0.49 to 0.75 in "
+        "float32",
     ),
     Preference(
         machines=("avx2",),
         order=("native",),
-        evidence="measurements/cpu/auto.txt: 0.03 to 0.05 of staged's time in bfloat16, 0.62 to 0.97 in float32",
+        evidence="measurements/cpu/auto.txt: 0.03 to 0.05 of staged's time in bfloat16, 0.62 to 0.97 in "
+        "float32",
     ),
     Preference(
         machines=(PLAIN,),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench import native
+from moe_routing_bench import cpp
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.recycled import recycled
 
@@ -37,7 +37,7 @@ class _Gradient(ctypes.Structure):
 
 @cache
 def _library(level: str) -> ctypes.CDLL:
-    library = native.load(SOURCE, level)
+    library = cpp.load(SOURCE, level)
     library.mrb_multiply.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int]
     library.mrb_gradient.argtypes = [ctypes.POINTER(_Gradient), ctypes.c_int]
     return library
@@ -48,7 +48,7 @@ def unsupported(
 ) -> str | None:
     if x_RD.dtype not in (torch.bfloat16, torch.float32) or w_EDF.dtype != x_RD.dtype:
         return f"it computes bfloat16 or float32 throughout, not {x_RD.dtype} with {w_EDF.dtype}"
-    return native.unsupported(SOURCE, level, x_RD, w_EDF, plan.offset_E1) or native.why_not_cast(x_RD.dtype)
+    return cpp.unsupported(SOURCE, level, x_RD, w_EDF, plan.offset_E1) or cpp.why_not_cast(x_RD.dtype)
 
 
 def run(
@@ -75,7 +75,7 @@ class _GroupedGemm(torch.autograd.Function):
         return _multiply(x_RD, w_EDF, b_EF, offset_E1, count_E, level)
 
     @staticmethod
-    @native.differentiable_once
+    @cpp.differentiable_once
     def backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, ...]:
         x_RD, w_EDF, offset_E1, count_E = ctx.saved_tensors
         dx_RD = dw_EDF = db_EF = None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from moe_routing_bench import native
+from moe_routing_bench import cpp
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.recycled import recycled
 from moe_routing_bench.routing import Routing
@@ -25,7 +25,7 @@ def unsupported(routing: Routing, layout: Layout, level: str = "") -> str | None
         return f"it reads int64 ids, not {expert_TK.dtype}"
     if layout.kind == "padded" and layout.drop == "probs":
         return "it drops by position only; drop=probs needs a sort by gate"
-    return native.unsupported(SOURCE, level, expert_TK)
+    return cpp.unsupported(SOURCE, level, expert_TK)
 
 
 def run(routing: Routing, layout: Layout, level: str = "") -> RoutingPlan:
@@ -66,7 +66,7 @@ def run(routing: Routing, layout: Layout, level: str = "") -> RoutingPlan:
 
 @cache
 def _make_plan(level: str) -> Callable[..., int]:
-    function = native.load(SOURCE, level).mrb_make_plan
+    function = cpp.load(SOURCE, level).mrb_make_plan
     number, memory = ctypes.c_int64, ctypes.c_void_p
     function.argtypes = [memory, *[number] * 6, *[memory] * 5]
     function.restype = ctypes.c_int

@@ -6,7 +6,8 @@ PREFERENCES = (
     Preference(
         machines=COMPILED,
         order=("native",),
-        evidence="measurements/cpu/auto.txt: 0.14 to 0.16 of argsort's time at 16 tokens, 0.09 to 0.11 at 4096",
+        evidence="measurements/cpu/auto.txt: 0.14 to 0.16 of argsort's time at 16 tokens, 0.09 to 0.11 at "
+        "4096",
     ),
     Preference(
         machines=(PLAIN,),
