@@ -16,9 +16,9 @@ from moe_routing_bench import (
     SoftRouting,
     TokenInfo,
     all_routers,
+    cpp,
     from_expert_list,
     from_transformers,
-    native,
 )
 from moe_routing_bench.free_experts import FreeExperts
 from moe_routing_bench.routers.router import build
