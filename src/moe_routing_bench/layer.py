@@ -34,8 +34,8 @@ class Routings:
     @property
     def aux_loss(self) -> Tensor | None:
         """The sum over the routers that have one."""
-        found = [routing.aux_loss for routing in self.each if routing.aux_loss is not None]
-        return torch.stack(found).sum() if found else None
+        losses = [routing.aux_loss for routing in self.each if routing.aux_loss is not None]
+        return torch.stack(losses).sum() if losses else None
 
     def __len__(self) -> int:
         return len(self.each)
@@ -67,11 +67,11 @@ class Experts(nn.Module):
         super().__init__()
         self.activation = activation
         G = 2 * F if activation in GATED else F
-        kind = {"device": device, "dtype": dtype}
-        self.w_in_EDG = nn.Parameter(torch.empty(E, D, G, **kind))  # type: ignore[arg-type]
-        self.w_out_EFD = nn.Parameter(torch.empty(E, F, D, **kind))  # type: ignore[arg-type]
-        self.b_in_EG = nn.Parameter(torch.empty(E, G, **kind)) if bias else None  # type: ignore[arg-type]
-        self.b_out_ED = nn.Parameter(torch.empty(E, D, **kind)) if bias else None  # type: ignore[arg-type]
+        options = {"device": device, "dtype": dtype}
+        self.w_in_EDG = nn.Parameter(torch.empty(E, D, G, **options))  # type: ignore[arg-type]
+        self.w_out_EFD = nn.Parameter(torch.empty(E, F, D, **options))  # type: ignore[arg-type]
+        self.b_in_EG = nn.Parameter(torch.empty(E, G, **options)) if bias else None  # type: ignore[arg-type]
+        self.b_out_ED = nn.Parameter(torch.empty(E, D, **options)) if bias else None  # type: ignore[arg-type]
         self.weights().validate()
         self.reset_parameters()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 SMALLEST = 4 << 20  # bytes: what is smaller the C library keeps and recycles by itself
 PAGE = 2 << 20  # of the large kind
-CAN = hasattr(mmap, "MADV_FREE") and hasattr(mmap, "MADV_HUGEPAGE")
+CAN_RECYCLE = hasattr(mmap, "MADV_FREE") and hasattr(mmap, "MADV_HUGEPAGE")
 
 
 class Recycled:
@@ -37,7 +37,7 @@ class Recycled:
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
-        if size < SMALLEST or not CAN:
+        if size < SMALLEST or not CAN_RECYCLE:
             return torch.empty(shape, dtype=dtype)
         memory = self._take(-(-size // PAGE) * PAGE)
         view = memoryview(memory)

@@ -1,4 +1,4 @@
-"""What a worker may answer, kind by kind. Whoever answers anything else is not believed."""
+"""What a worker may answer to each request. Any other answer is not believed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Described(Answer):
 
 
 class Called(Answer):
-    """One call whose result is in files. kind: what is wrong with its type, in words; print: of its inputs
+    """One call whose result is in files. wrong_type: what is wrong with its type, in words; print: of its inputs
     afterwards; runs: what really ran, in words; changed: settings of torch that are not what they were."""
 
     unsupported: Text | None = None
     seconds: Seconds = 1.0
-    kind: Text = ""
+    wrong_type: Text = ""
     print: Text = ""
     runs: Text = ""
     aliases: bool = False
@@ -45,7 +45,7 @@ class Called(Answer):
 
 
 class HandedOver(Answer):
-    kind: Text
+    wrong_type: Text
     print: Text
 
 

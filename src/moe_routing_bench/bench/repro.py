@@ -61,7 +61,7 @@ def _is_named(cell: Cell) -> bool:
     if group not in SUITES and group not in MODELS:
         return False
     try:
-        (found,) = cases(cell.case.name)
+        (named,) = cases(cell.case.name)
     except ValueError:
         return False
-    return found.shape == cell.case.shape and found.dtype == cell.case.dtype
+    return named.shape == cell.case.shape and named.dtype == cell.case.dtype

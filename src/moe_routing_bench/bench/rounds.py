@@ -79,7 +79,7 @@ class Measured:
 def measure(setup: Setup, alive: list[int], trials: Mapping[int, Trial], tell: Tell) -> Measured:
     """All rounds, in as many sets of processes as the policy says. BlamedError if a subject fails."""
     apart = [s for s in alive[1:] if {s, alive[0]} & setup.outside]
-    found = Measured(
+    measured = Measured(
         samples={series: [] for series in (*alive, TWIN, *map(beside, apart))},
         calls=calls_of(alive, trials),
         checked=dict.fromkeys(alive, 0),
@@ -87,10 +87,10 @@ def measure(setup: Setup, alive: list[int], trials: Mapping[int, Trial], tell: T
     policy = setup.cell.policy
     for repeat in range(policy.processes):
         before = repeat * policy.max_rounds
-        _Repeat(setup, alive, trials, found).run(
+        _Repeat(setup, alive, trials, measured).run(
             lambda rounds, before=before: tell(before + rounds)  # type: ignore[misc]
         )
-    return found
+    return measured
 
 
 def beside(s: int) -> int:
@@ -117,12 +117,12 @@ class _Repeat:
     """One set of processes. A series is what gets one sample in every round: a subject, the baseline's TWIN,
     or the baseline beside a subject from outside (beside(s))."""
 
-    def __init__(self, setup: Setup, alive: list[int], trials: Mapping[int, Trial], found: Measured):
-        self.setup, self.alive, self.trials, self.found = setup, alive, trials, found
+    def __init__(self, setup: Setup, alive: list[int], trials: Mapping[int, Trial], measured: Measured):
+        self.setup, self.alive, self.trials, self.measured = setup, alive, trials, measured
         self.cell, self.judge, self.baseline = setup.cell, setup.judge, alive[0]
         self.numbers = Numbers()
         self.random = random.SystemRandom()  # what a subject could predict it could prepare for
-        self.here: dict[int, list[float]] = {series: [] for series in found.samples}
+        self.here: dict[int, list[float]] = {series: [] for series in measured.samples}
         self.spans: dict[int, list[tuple[float, float]]] = {series: [] for series in self.here}
         self.grown = dict.fromkeys(self.here, 0)
         self.warm = False  # what first calls keep, such as packed weights, is no leak
@@ -151,9 +151,9 @@ class _Repeat:
             for s in self.alive:
                 self._finish(s)
         for series, samples in self.here.items():
-            self.found.samples[series] += samples
-        self.found.rounds_by_process.append(len(self.here[TWIN]))
-        self.found.stop_reason = reason
+            self.measured.samples[series] += samples
+        self.measured.rounds_by_process.append(len(self.here[TWIN]))
+        self.measured.stop_reason = reason
 
     def _move_in(self, stack: ExitStack) -> None:
         together = [s for s in self.alive if beside(s) not in self.here]
@@ -180,7 +180,7 @@ class _Repeat:
     def _sample(self, series: int, done: int, *, check: bool) -> float:
         """Seconds per call; with `check` the result of one of the calls is judged."""
         subject, (worker, place_in_worker) = self._subject(series), self.homes[series]
-        calls, step = self.found.calls[subject], done % ROUTINGS
+        calls, step = self.measured.calls[subject], done % ROUTINGS
         place = self.random.randrange(calls) if check else -1
         if check and self.trials[subject].about.reuses_output:
             place = calls - 1  # earlier results are overwritten, as it says
@@ -198,7 +198,7 @@ class _Repeat:
                     number=first + place, step=(step + place) % ROUTINGS,
                     subject=self.cell.subjects[subject], about=self.trials[subject].about,
                 )  # fmt: skip
-                self.found.checked[subject] += series >= 0
+                self.measured.checked[subject] += series >= 0
             self._look_after(series, before, worker.vitals())
         except SubjectError as failure:
             raise self._blame(series, failure) from None
@@ -208,15 +208,17 @@ class _Repeat:
         """If the baseline fails beside code from outside, it is not the baseline's doing."""
         for s in self.alive:
             if beside(s) == series:
-                told = f"the baseline beside it is {failure.status}: {failure.reason}"
-                return BlamedError(s, SubjectError(Status.SUSPECT, told))
+                reason = f"the baseline beside it is {failure.status}: {failure.reason}"
+                return BlamedError(s, SubjectError(Status.SUSPECT, reason))
         return BlamedError(self._subject(series), failure)
 
     def _look_after(self, series: int, before: Vitals, after: Vitals) -> None:
         self.grown[series] += after.rss_bytes - before.rss_bytes
         if self.warm and self.grown[series] > LEAK_BYTES:
-            told = f"it keeps memory from call to call: {self.grown[series] / 2**30:.1f} GiB over the rounds"
-            raise SubjectError(Status.SUSPECT, told)
+            reason = (
+                f"it keeps memory from call to call: {self.grown[series] / 2**30:.1f} GiB over the rounds"
+            )
+            raise SubjectError(Status.SUSPECT, reason)
         if (touched := self.setup.watch()) is not None:
             raise SubjectError(Status.SUSPECT, touched)
         if after.threads > before.threads:
@@ -232,7 +234,7 @@ class _Repeat:
                 )
             except SubjectError as failure:
                 raise BlamedError(s, failure) from None
-            self.found.stages.setdefault(s, []).append(answer.stages)
+            self.measured.stages.setdefault(s, []).append(answer.stages)
 
     def _why_stop(self, seconds: float) -> str | None:
         policy = self.cell.policy
@@ -247,7 +249,7 @@ class _Repeat:
         reason = None
         for s in self.alive[1:] or [TWIN]:
             reason = stop_reason(
-                self.here[self.found.against(s)],
+                self.here[self.measured.against(s)],
                 self.here[s],
                 target=policy.target,
                 min_rounds=policy.min_rounds,
@@ -272,8 +274,8 @@ class _Repeat:
                 apart = compare(self.here[self.baseline], self.here[beside(s)])
                 low, high = apart.interval
                 if low > MOST_APART or high < 1 / MOST_APART:
-                    told = f"the baseline takes {apart.ratio:.2f} times as long beside it as elsewhere"
-                    raise SubjectError(Status.SUSPECT, told)
+                    reason = f"the baseline takes {apart.ratio:.2f} times as long beside it as elsewhere"
+                    raise SubjectError(Status.SUSPECT, reason)
         except SubjectError as failure:
             raise BlamedError(s, failure) from None
 

@@ -37,7 +37,7 @@ class Progress:
 
 
 Tell = Callable[[Progress], None]
-Facts = tuple[Cost, Load]  # of a question: the least work, and how it is loaded
+WorkAndLoad = tuple[Cost, Load]  # of a question
 TRIAL_SHARE = 0.4  # of a cell's time, about
 
 
@@ -107,7 +107,7 @@ def run_cell(
     )
 
 
-def _cannot(cell: Cell, reason: str, sky: WeatherSpan) -> CellOutcome:
+def _cannot(cell: Cell, reason: str, weather_span: WeatherSpan) -> CellOutcome:
     """A workload these sizes cannot have is a state of the cell, not the end of a sweep."""
     return CellOutcome(
         cell=cell,
@@ -123,16 +123,16 @@ def _cannot(cell: Cell, reason: str, sky: WeatherSpan) -> CellOutcome:
             for subject in cell.subjects
         ),
         stop_reason="there is no such workload for these sizes",
-        weather=sky,
+        weather=weather_span,
     )
 
 
 def _outcomes(
     cell: Cell, trials: dict[int, Trial], measured: Measured | None, alive: list[int],
-    facts: Mapping[tuple[str, str, str], Facts], roofs: Roofs | None,
+    facts: Mapping[tuple[str, str, str], WorkAndLoad], roofs: Roofs | None,
 ) -> tuple[SubjectOutcome, ...]:  # fmt: skip
     inputs = cell.inputs()
-    found = []
+    outcomes = []
     for index, subject in enumerate(cell.subjects):
         trial, (cost, load) = trials[index], facts[subject.question]
         about: dict[str, Any] = {
@@ -163,34 +163,34 @@ def _outcomes(
             }
             if trial.verdict is not None:
                 about |= {"max_error": trial.verdict.max_error, "max_bound": trial.verdict.max_bound}
-        found.append(SubjectOutcome(**about))
+        outcomes.append(SubjectOutcome(**about))
     if measured is None:
-        return tuple(found)
-    baseline = found[alive[0]]
-    found.append(
+        return tuple(outcomes)
+    baseline = outcomes[alive[0]]
+    outcomes.append(
         replace(
             baseline, role="twin", samples=tuple(measured.samples[TWIN]), stages={}, checked_timed_calls=0
         )
     )
-    floor = aa_floor(baseline.samples, found[-1].samples)
+    floor = aa_floor(baseline.samples, outcomes[-1].samples)
     pairs = {place: measured.samples[measured.against(place)] for place in alive[1:]}
-    pairs[len(found) - 1] = measured.samples[alive[0]]
+    pairs[len(outcomes) - 1] = measured.samples[alive[0]]
     comparisons = compare_cells(
-        [(against, found[place].samples) for place, against in pairs.items()], aa_floor=floor
+        [(against, outcomes[place].samples) for place, against in pairs.items()], aa_floor=floor
     )
     for place, comparison in zip(pairs, comparisons, strict=True):
-        found[place] = replace(found[place], comparison=comparison)
+        outcomes[place] = replace(outcomes[place], comparison=comparison)
     for s in alive[1:]:
         if beside(s) in measured.samples:
-            found[s] = _held_to_both(found[s], baseline, floor)
-            told = f"the baseline beside {found[s].subject.spec}, in its process"
+            outcomes[s] = _held_to_both(outcomes[s], baseline, floor)
+            reason = f"the baseline beside {outcomes[s].subject.spec}, in its process"
             samples = tuple(measured.samples[beside(s)])
-            found.append(
+            outcomes.append(
                 replace(
-                    baseline, role="beside", reason=told, samples=samples, stages={}, checked_timed_calls=0
+                    baseline, role="beside", reason=reason, samples=samples, stages={}, checked_timed_calls=0
                 )
             )
-    return tuple(found)
+    return tuple(outcomes)
 
 
 def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -> SubjectOutcome:
@@ -204,7 +204,7 @@ def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -
     return replace(one, comparison=replace(said, verdict="UNDECIDED", more_rounds=None, reason=reason))
 
 
-def _facts(span: Span, subject: Subject, inputs: Inputs) -> Facts:
+def _facts(span: Span, subject: Subject, inputs: Inputs) -> WorkAndLoad:
     """A subject that cannot exist has no work; its trial says why."""
     try:
         cost, load = span.facts(subject, inputs)

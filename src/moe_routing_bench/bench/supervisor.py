@@ -89,11 +89,11 @@ class Worker:
         assert self._process.pid is not None
         return self._process.pid
 
-    def ask(self, what: str, kind: type[A], **details: Any) -> A:
-        """The answer to a request, of the kind that belongs to it; SubjectError if there is none."""
+    def ask(self, what: str, answer_type: type[A], **details: Any) -> A:
+        """The answer to a request, of the type that belongs to it; SubjectError if there is none."""
         self._asked = what
         self._send({"do": what, **details})
-        return self._answer(kind)
+        return self._answer(answer_type)
 
     def sample(self, **details: Any) -> tuple[float, float]:
         """Seconds of a timed span: by the worker's clock, which is precise, and by this process's, which also
@@ -125,11 +125,11 @@ class Worker:
             text = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
             return Vitals(rss_bytes=0, peak_bytes=0, threads=0)
-        found = dict(re.findall(r"^(VmRSS|VmHWM|Threads):\s+(\d+)", text, re.M))
+        fields = dict(re.findall(r"^(VmRSS|VmHWM|Threads):\s+(\d+)", text, re.M))
         return Vitals(
-            rss_bytes=1024 * int(found.get("VmRSS", 0)),
-            peak_bytes=1024 * int(found.get("VmHWM", 0)),
-            threads=int(found.get("Threads", 0)),
+            rss_bytes=1024 * int(fields.get("VmRSS", 0)),
+            peak_bytes=1024 * int(fields.get("VmHWM", 0)),
+            threads=int(fields.get("Threads", 0)),
         )
 
     def log_tail(self) -> str:
@@ -160,7 +160,7 @@ class Worker:
         except OSError:
             raise self._died() from None
 
-    def _answer(self, kind: type[A]) -> A:
+    def _answer(self, answer_type: type[A]) -> A:
         seconds = self.cell.policy.step_seconds
         ready = wait([self._pipe, self._process.sentinel], timeout=seconds)
         if not ready:
@@ -177,9 +177,9 @@ class Worker:
                 raise self._died() from None
             raise SubjectError(Status.SUSPECT, "it wrote into the pipe of the benchmark") from None
         if isinstance(answer, dict) and "error" in answer:
-            raise _error(self._asked, str(answer["error"])[:4000], str(answer.get("kind")))
+            raise _error(self._asked, str(answer["error"])[:4000], str(answer.get("error_type")))
         try:
-            return kind.model_validate(answer)
+            return answer_type.model_validate(answer)
         except ValidationError:
             raise SubjectError(Status.SUSPECT, f"its answer to {self._asked} is not one") from None
 
@@ -198,13 +198,19 @@ class Worker:
         )
 
 
-def _error(asked: str, told: str, kind: str) -> SubjectError:
+def _error(asked: str, message: str, error_type: str) -> SubjectError:
     # an absent library shows when the implementation is loaded; later it is an error like any other
-    if kind == "NotImplementedError" and asked == "describe":
-        return SubjectError(Status.UNSUPPORTED, told.partition(": ")[2] or told)
-    if kind == "MemoryError" or "can't allocate memory" in told or "Cannot allocate memory" in told:
-        return SubjectError(Status.OOM, f"it needed more memory than the cap: {told.splitlines()[0][:300]}")
-    return SubjectError(Status.RUNTIME_ERROR, f"raised {told}")
+    if error_type == "NotImplementedError" and asked == "describe":
+        return SubjectError(Status.UNSUPPORTED, message.partition(": ")[2] or message)
+    if (
+        error_type == "MemoryError"
+        or "can't allocate memory" in message
+        or "Cannot allocate memory" in message
+    ):
+        return SubjectError(
+            Status.OOM, f"it needed more memory than the cap: {message.splitlines()[0][:300]}"
+        )
+    return SubjectError(Status.RUNTIME_ERROR, f"raised {message}")
 
 
 def quiet_cores(threads: int) -> tuple[int, ...]:

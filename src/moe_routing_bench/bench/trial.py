@@ -88,13 +88,13 @@ def try_alone(setup: Setup, index: int) -> Trial:
     cell, judge = setup.cell, setup.judge
     subject = cell.subjects[index]
     about = Described(label=subject.spec)
-    found: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
     worker: Worker | None = None
     try:
         worker = setup.worker(index)
         about = worker.ask("describe", Described, subject=0)
-        found |= _gate(worker, subject, judge, about)
-        found["calls"], found["call_seconds"] = _calibrate(worker, Numbers())
+        seen |= _gate(worker, subject, judge, about)
+        seen["calls"], seen["call_seconds"] = _calibrate(worker, Numbers())
         check_threads(worker)
         if (touched := setup.watch()) is not None:
             raise SubjectError(Status.SUSPECT, touched)
@@ -102,10 +102,10 @@ def try_alone(setup: Setup, index: int) -> Trial:
     except SubjectError as failure:
         status, reason = failure.status, failure.reason
     if worker is not None:
-        found["peak_rss_bytes"] = worker.vitals().peak_bytes or None
-        found["log_tail"] = worker.log_tail()
+        seen["peak_rss_bytes"] = worker.vitals().peak_bytes or None
+        seen["log_tail"] = worker.log_tail()
         worker.close()
-    return Trial(status=status, reason=reason, about=about, **found)
+    return Trial(status=status, reason=reason, about=about, **seen)
 
 
 def _gate(worker: Worker, subject: Subject, judge: Judge, about: Described) -> dict[str, Any]:
@@ -139,15 +139,15 @@ def check_call(
     worker: Worker, judge: Judge, answer: Called | HandedOver, *,
     name: str, number: int, step: int, subject: Subject, about: Described,
 ) -> Verdict | None:  # fmt: skip
-    """One call whose result the worker handed over: its kind, its inputs afterwards, its values."""
-    if answer.kind:
-        raise SubjectError(Status.WRONG_STRUCTURE, answer.kind)
+    """One call whose result the worker handed over: its type, its inputs afterwards, its values."""
+    if answer.wrong_type:
+        raise SubjectError(Status.WRONG_STRUCTURE, answer.wrong_type)
     if answer.print != judge.input_print(number, step, subject):
         raise SubjectError(Status.MUTATED_INPUT, "its inputs were not the same after the call")
-    found = judge.judge(worker.file(name), number, step, subject, about.ties)
-    if found.status is not Status.PASSED:
-        raise SubjectError(found.status, found.reason)
-    return found.verdict
+    finding = judge.judge(worker.file(name), number, step, subject, about.ties)
+    if finding.status is not Status.PASSED:
+        raise SubjectError(finding.status, finding.reason)
+    return finding.verdict
 
 
 def _same_files(one: Path, other: Path) -> bool:

@@ -289,11 +289,11 @@ def _rounds_for_p(rounds: int, p: float, q: float, alpha: float) -> float:
 def _interval(log: Floats, confidence: float, seed: int) -> tuple[float, float]:
     from scipy import stats
 
-    found = stats.bootstrap(
+    interval = stats.bootstrap(
         (log,), np.median, n_resamples=RESAMPLES, confidence_level=confidence, method="percentile",
         vectorized=True, rng=np.random.default_rng(seed),
     ).confidence_interval  # fmt: skip
-    return round(float(found.low), DIGITS), round(float(found.high), DIGITS)
+    return round(float(interval.low), DIGITS), round(float(interval.high), DIGITS)
 
 
 def _log_ratios(a: ArrayLike, b: ArrayLike) -> Floats:

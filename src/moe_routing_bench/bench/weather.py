@@ -32,16 +32,16 @@ class Weather:
         return 100 * self.steal_seconds / self.cpu_seconds if self.cpu_seconds > 0 else 0.0
 
     def complaints(self, cores: int) -> list[str]:
-        found = []
+        complaints = []
         if self.load_1min > MOST_LOAD_PER_CORE * cores:
-            found.append(f"load {self.load_1min:.1f} on {cores} cores: something else is running")
+            complaints.append(f"load {self.load_1min:.1f} on {cores} cores: something else is running")
         if self.steal_percent > MOST_STEAL_PERCENT:
-            found.append(
+            complaints.append(
                 f"{self.steal_percent:.1f} % of time since boot was taken by other guests of the host"
             )
         if self.throttle_count:
-            found.append("the processor has throttled since boot")
-        return found
+            complaints.append("the processor has throttled since boot")
+        return complaints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,23 +79,23 @@ class WeatherSpan:
 
     def complaints(self, cores: int, threads: int = 1) -> list[str]:
         """In words. `threads` is what the run itself kept busy: that much load afterwards is its own."""
-        found = []
+        complaints = []
         if self.load_before > MOST_LOAD_PER_CORE * cores:
-            found.append(
+            complaints.append(
                 f"load {self.load_before:.1f} on {cores} cores before the run: something else was running"
             )
         if self.load_after > threads + MOST_LOAD_PER_CORE * cores:
-            found.append(
+            complaints.append(
                 f"load {self.load_after:.1f} on {cores} cores after a run of {threads} threads: "
                 "something else was running"
             )
         if self.steal_percent > MOST_STEAL_PERCENT:
-            found.append(
+            complaints.append(
                 f"{self.steal_percent:.1f} % of time was taken by other guests of the host during the run"
             )
         if self.throttles:
-            found.append(f"the processor throttled {self.throttles} times during the run")
-        return found
+            complaints.append(f"the processor throttled {self.throttles} times during the run")
+        return complaints
 
     def to_dict(self) -> dict[str, float | int | None]:
         return {

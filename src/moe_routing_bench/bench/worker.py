@@ -48,7 +48,7 @@ def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]
     try:
         worker = _Worker(cell, Path(scratch))
     except BaseException as error:
-        _send(pipe, {"error": _tell(error), "kind": type(error).__name__})
+        _send(pipe, {"error": _tell(error), "error_type": type(error).__name__})
         return
     _send(pipe, {"ready": True})
     requests: dict[str, Any] = {
@@ -71,7 +71,7 @@ def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]
             try:
                 answer = requests[what](**request)
             except BaseException as error:  # also SystemExit: a kernel does not end the worker
-                answer = {"error": _tell(error), "kind": type(error).__name__}
+                answer = {"error": _tell(error), "error_type": type(error).__name__}
             _send(pipe, answer)
 
 
@@ -123,14 +123,14 @@ class _Worker:
         with poisoned_memory() if poison else nullcontext():
             seconds = self.clock.span([partial(_keep, caller.ready(call, args), holder)])
         result = caller.result(holder[0], args)
-        answer: dict[str, Any] = {"seconds": seconds, "kind": wrong_type(result.out), "print": ""}
-        if not answer["kind"]:
+        answer: dict[str, Any] = {"seconds": seconds, "wrong_type": wrong_type(result.out), "print": ""}
+        if not answer["wrong_type"]:
             save_file(named_tensors(result), self.scratch / f"{name}.safetensors")
             answer["aliases"] = _aliases(result.out, args)
         answer["print"] = fingerprint(activations(args))
         answer["runs"] = caller.computation.runs
         caller.ready(*self._call(subject, number + 1, step))()
-        if not answer["kind"]:
+        if not answer["wrong_type"]:
             save_file(named_tensors(result), self.scratch / f"{name}-later.safetensors")
         changed = [name for name, now in _global_state().items() if now != state[name]]
         return {**answer, "changed": changed}
@@ -170,8 +170,8 @@ class _Worker:
 
     def hand_over(self, subject: int, name: str) -> dict[str, Any]:
         result = self._caller(subject).result(self._kept[0], self._kept_args)
-        answer: dict[str, Any] = {"kind": wrong_type(result.out), "print": ""}
-        if not answer["kind"]:
+        answer: dict[str, Any] = {"wrong_type": wrong_type(result.out), "print": ""}
+        if not answer["wrong_type"]:
             save_file(named_tensors(result), self.scratch / f"{name}.safetensors")
         answer["print"] = fingerprint(activations(self._kept_args))
         return answer

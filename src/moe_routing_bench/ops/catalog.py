@@ -49,9 +49,9 @@ def find_all(op: Op, *, configs: bool, only: str | None = None) -> Iterator[Foun
     for name in op.names():
         if only not in (None, op.origin(name)):
             continue
-        found = find(op, name)
-        yield found
-        if configs and found.implementation is not None:
-            for config in found.implementation.configs:
+        one = find(op, name)
+        yield one
+        if configs and one.implementation is not None:
+            for config in one.implementation.configs:
                 if config:
                     yield find(op, name, config)

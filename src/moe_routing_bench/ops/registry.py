@@ -124,10 +124,10 @@ class Op:
             if absent.partition(".")[0] in (OURS, source.owner):
                 raise  # a bug in that code, not an absent library
             raise NotImplementedError(f"{self.name}.{name}: needs {absent}, which is not installed") from None
-        found = self._implementation(name, source.origin, module)
-        ready = found.configured(config, self.parameters())
+        plain = self._implementation(name, source.origin, module)
+        ready = plain.configured(config, self.parameters())
         if parts := getattr(module, "parts", None):
-            composed, config = found.composed_of(parts(**config), config)
+            composed, config = plain.composed_of(parts(**config), config)
             ready = composed.configured(config, self.parameters())
         self._ready[spec] = ready
         return ready
@@ -189,14 +189,14 @@ class Op:
         return sources[name]
 
     def _sources(self) -> dict[str, _Source]:
-        found: dict[str, _Source] = {}
+        sources: dict[str, _Source] = {}
 
         def add(name: str, source: _Source) -> None:
-            if name in found:
+            if name in sources:
                 raise ValueError(
-                    f"{self.name}.{name} exists twice: {found[name].origin} and {source.origin}; rename one"
+                    f"{self.name}.{name} exists twice: {sources[name].origin} and {source.origin}; rename one"
                 )
-            found[name] = source
+            sources[name] = source
 
         if self.package.partition(".")[0] == OURS:
             package = importlib.import_module(self.package)
@@ -213,7 +213,7 @@ class Op:
                 if path.stem in NO_IMPLEMENTATIONS:
                     continue
                 add(path.stem, _Source(f"file {path}", "", _file_importer(self.name, path)))
-        return found
+        return sources
 
     def _implementation(self, name: str, origin: str, module: ModuleType) -> Implementation:
         for required in ("run", "unsupported"):

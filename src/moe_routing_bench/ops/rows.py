@@ -31,19 +31,19 @@ class KeptBuffers(threading.local):
     """
 
     def __init__(self) -> None:
-        self.by_kind: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self.by_type: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def get(self, rows: int, width: int, like: Tensor) -> Tensor:
-        kind = (like.device, like.dtype)
+        key = (like.device, like.dtype)
         if type(like) not in (Tensor, torch.nn.Parameter):
             return like.new_empty(
                 rows, width
             )  # a fake one must not be kept: the next real call would find it
-        buffer = self.by_kind.get(kind)
+        buffer = self.by_type.get(key)
         if buffer is None or buffer.numel() < rows * width:
             on_cpu = like.device.type == "cpu"
             buffer = (recycled.empty if on_cpu else like.new_empty)(rows * width, dtype=like.dtype)
-            self.by_kind[kind] = buffer
+            self.by_type[key] = buffer
         return buffer[: rows * width].view(rows, width)
 
 

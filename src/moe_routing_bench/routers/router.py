@@ -203,15 +203,15 @@ def _load(path: Path) -> ModuleType:
 
 def router_in(module: ModuleType) -> type[Router]:
     """The one Router subclass that a file defines."""
-    found = [
+    rules = [
         thing
         for thing in vars(module).values()
         if isinstance(thing, type) and issubclass(thing, Router) and thing.__module__ == module.__name__
     ]
-    if len(found) != 1:
-        names = ", ".join(sorted(cls.__name__ for cls in found)) or "none"
+    if len(rules) != 1:
+        names = ", ".join(sorted(cls.__name__ for cls in rules)) or "none"
         raise ValueError(f"{module.__name__} must define exactly one subclass of Router; it has {names}")
-    return found[0]
+    return rules[0]
 
 
 def router_named(name: str) -> type[Router]:

@@ -74,10 +74,10 @@ class SoftmaxTopkRouter(Router):
     def logits(self, x_TD: Tensor) -> Tensor:
         if self.logits_dtype is None and self.b_E is None:
             return self.project(x_TD, self.w_DE)
-        kind = self.logits_dtype or self.dtype
+        dtype = self.logits_dtype or self.dtype
         with torch.autocast(x_TD.device.type, enabled=False):
-            b_E = None if self.b_E is None else self.b_E.to(kind)
-            return F.linear(x_TD.to(kind), self.w_DE.t().to(kind), b_E).to(self.dtype)
+            b_E = None if self.b_E is None else self.b_E.to(dtype)
+            return F.linear(x_TD.to(dtype), self.w_DE.t().to(dtype), b_E).to(self.dtype)
 
     def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         logits_TE = self.logits(self.prepare(x_TD, info))

@@ -126,8 +126,8 @@ class _Recomputed(torch.autograd.Function):
         if not y_TD.requires_grad:  # nothing was computed from them
             return (None,) * len(ctx.needs_input_grad)
         wanting = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        found = iter(torch.autograd.grad(y_TD, wanting, dy_TD, allow_unused=True))
-        return None, None, None, None, *(next(found) if wants else None for wants in wanted)
+        gradients_left = iter(torch.autograd.grad(y_TD, wanting, dy_TD, allow_unused=True))
+        return None, None, None, None, *(next(gradients_left) if wants else None for wants in wanted)
 
 
 def _arguments(
