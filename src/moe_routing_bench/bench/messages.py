@@ -32,8 +32,13 @@ class Described(Answer):
 
 
 class Called(Answer):
-    """One call whose result is in files. wrong_type: what is wrong with its type, in words; print: of its inputs
-    afterwards; runs: what really ran, in words; changed: settings of torch that are not what they were."""
+    """One call whose result is in files.
+
+    wrong_type  what is wrong with the result's type, in words
+    print       of the inputs after the call
+    runs        what really ran, in words
+    changed     settings of torch that are not what they were
+    """
 
     unsupported: Text | None = None
     seconds: Seconds = 1.0
