@@ -36,7 +36,8 @@ class SpanCommands(TyperGroup):
         if (known := super().get_command(ctx, cmd_name)) is not None:
             return known
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        app.command(cmd_name, help=HELP.format(span=cmd_name))(_command(cmd_name))
+        summary = span_named(cmd_name).summary if cmd_name in span_names() else cmd_name
+        app.command(cmd_name, help=HELP.format(span=cmd_name), short_help=summary)(_command(cmd_name))
         return typer.main.get_command(app)
 
 

@@ -27,6 +27,10 @@ class OpSpan(Span):
         self.decides = op.name
         self.weights, self.differentiable, self.exact = bool(op.weights), op.differentiable, op.exact
 
+    @property
+    def summary(self) -> str:
+        return self.op.summary
+
     def arguments(self, call: Call) -> dict[str, Any]:
         return self.op.arguments(call)
 

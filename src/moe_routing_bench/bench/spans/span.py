@@ -8,8 +8,10 @@ names are never compared: a matmul against a whole layer says nothing.
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,6 +74,11 @@ class Span:
     exact = False  # is the reference in the dtype itself the oracle?
     decides = ""  # the op whose implementations its subjects are compared as
     case = ""  # the case or suite that is meant if nobody says a size
+
+    @property
+    def summary(self) -> str:
+        """In one line: the first of its file."""
+        return (inspect.getdoc(sys.modules[type(self).__module__]) or "").partition("\n")[0]
 
     # what a subject is
 
