@@ -37,7 +37,8 @@ class SpanCommands(TyperGroup):
             return known
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         summary = span_named(cmd_name).summary if cmd_name in span_names() else cmd_name
-        app.command(cmd_name, help=HELP.format(span=cmd_name), short_help=summary)(_command(cmd_name))
+        short = summary.removeprefix(f"{cmd_name}: ").partition("   ")[0]
+        app.command(cmd_name, help=HELP.format(span=cmd_name), short_help=short)(_command(cmd_name))
         return typer.main.get_command(app)
 
 
