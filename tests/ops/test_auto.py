@@ -340,6 +340,7 @@ def test_nothing_is_said_where_no_tool_would_help(anew) -> None:
         warnings.simplefilter("error")
         resolve(OPS["topk"], "auto")(x, 2)  # it has no kernel in C++
         MoE(12, 8, 5, 2, impl="staged", plan_impl="argsort")(x)
+        assert choose(FFN, arguments(MoE(12, 8, 5, 2, device="meta"), 3)).warning is None
         pretend(anew, "asimd")
         MoE(12, 8, 5, 2)(x)
 

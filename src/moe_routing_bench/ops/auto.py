@@ -78,10 +78,10 @@ def describe(part: Implementation | Auto, weights: ExpertWeights, K: int, layout
     def arguments(T: int) -> tuple[Any, ...]:
         return tuple(op.arguments(StandIns(weights, K, layout, T)).values())
 
-    rows = _rows(op, arguments(1), lambda: weights)
+    rows = _rows(op, arguments(1), part.weights)
     edges = [row.most_tokens for row in rows if row.most_tokens is not None]
     tokens = sorted({*PROBED, *edges, *(edge + 1 for edge in edges)})
-    choices = [(T, choose(op, arguments(T), weights)) for T in tokens]
+    choices = [(T, part.choice(*arguments(T))) for T in tokens]
     said = []
     for label, group in groupby(choices, key=lambda one: one[1].implementation.label):
         (first, choice), *more = group
@@ -194,7 +194,7 @@ def _ranked(
     key = (op_name, device, sizes, threads)
     if (rows := _state.ranked.get(key)) is None:
         facts = None if sizes is None else Facts(*sizes)  # type: ignore[arg-type]
-        rows = _rank(all_ops()[op_name], machine_of(device), facts, decisions, threads)
+        rows = _rank(all_ops()[op_name], device, facts, decisions, threads)
         _state.ranked[key] = rows
     return rows
 
@@ -207,7 +207,7 @@ def _say(warning: str) -> None:
 
 
 def _rank(
-    op: Op, machine: str, facts: Facts | None, decisions: Decisions | None, threads: int
+    op: Op, device: torch.device, facts: Facts | None, decisions: Decisions | None, threads: int
 ) -> tuple[_Row, ...]:
     entry, because, warning = None, "decisions are off", None
     if decisions is not None:
@@ -220,8 +220,9 @@ def _rank(
             )
         elif facts is not None and (entry := decisions.find(op.name, facts, threads)) is None:
             because = f"no measured decision for these sizes ({facts})"
+    machine = machine_of(device)
     table = list(preferences(op, machine))
-    tool = cpp.missing_tool() if machine == PLAIN else None
+    tool = cpp.missing_tool() if device.type == "cpu" else None
     if tool is not None and next(preferences(op, cpp.best_level() or PLAIN)).order != table[0].order:
         because = f"{because}; {tool}"
         warning = warning or f'impl="auto" would run compiled C++ here; until then plain torch: {tool}'
