@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,13 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     for name in FORGOTTEN:
         os.environ.pop(name, None)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With -m "not slow" a file that is slow as a whole is not even imported."""
+    if config.getoption("markexpr") != "not slow" or collection_path.suffix != ".py":
+        return None
+    return bool(re.search(r"^pytestmark = \[?pytest\.mark\.slow", collection_path.read_text(), re.M)) or None
 
 
 @pytest.fixture(autouse=True)

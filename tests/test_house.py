@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -194,6 +195,15 @@ def test_the_public_names_are_all_there() -> None:
     imported = {n for n, v in vars(mrb).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
     assert sorted(imported) == sorted(mrb.__all__)
     assert all(hasattr(mrb, name) for name in mrb.__all__)
+
+
+def test_every_dependency_is_imported_somewhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["hf"], *extras["triton"]]
+    names = {re.split(r"[^\w-]", one)[0].replace("-", "_") for one in needed}
+    source = "\n".join(path.read_text() for path in FILES)
+    assert {name for name in names if not re.search(rf"^\s*(import|from) {name}\b", source, re.M)} == set()
 
 
 def test_the_outside_example_is_short() -> None:

@@ -16,6 +16,8 @@ from moe_routing_bench.routers.losses import hf_loss
 from moe_routing_bench.routers.router import Router, all_routers
 from moe_routing_bench.workloads.models import MODELS
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 T, D, E, K = 300, 64, 32, 4
 SIZES = {"D": D, "E": E, "K": K}

@@ -36,6 +36,8 @@ from moe_routing_bench.studies.profiles import (
 from moe_routing_bench.workloads.cases import BenchCase, cases, scaled
 from moe_routing_bench.workloads.models import MODELS
 
+pytestmark = pytest.mark.slow
+
 SIZES = ["--tokens", "24", "--width", "32", "--hidden", "16", "--experts", "4", "--choices", "2"]
 QUICK = ["--rounds", "8", "--seconds", "3", "--dtype", "float32"]
 CASE = BenchCase(

@@ -21,6 +21,8 @@ from moe_routing_bench.ops.registry import Implementation, all_ops
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.routing import Routing
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Fault:

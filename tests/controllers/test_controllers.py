@@ -24,6 +24,8 @@ from moe_routing_bench.controllers.controller import (
 from moe_routing_bench.routers.router import Router, all_routers, build
 from moe_routing_bench.routing import Routing, TokenInfo
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("centred_bias", "l1_strength", "p_threshold", "quantile", "sign_bias", "threshold_ema")
 E, K = 4, 2
 
@@ -243,7 +245,6 @@ def rank_main(rank: int, meeting: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_two_gloo_processes_move_alike(tmp_path: Path) -> None:
     mp.spawn(rank_main, args=(str(tmp_path / "meeting"), str(tmp_path)), nprocs=2)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))

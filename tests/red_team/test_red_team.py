@@ -24,7 +24,7 @@ from moe_routing_bench.results.sweep import run_sweep
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 POLICY = Policy(
     min_rounds=12, max_rounds=12, max_seconds=20, step_seconds=10, memory_gib=3, checked=12, target=0.5
 )

@@ -20,6 +20,8 @@ from moe_routing_bench.results.record import content_hash
 from moe_routing_bench.results.store import Session
 from sample_records import SESSION, document, failed, line
 
+pytestmark = pytest.mark.slow
+
 OTHER = "20261116T000000000-00000000"
 
 
