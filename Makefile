@@ -1,7 +1,7 @@
 .PHONY: fast lint ci
 
 fast: lint  # the inner loop
-	pytest -n 2 -q -p no:cacheprovider -m "not slow"
+	pytest -n 2 --dist worksteal -q -p no:cacheprovider -m "not slow"
 
 lint:
 	ruff check . && ruff format --check . && mypy
