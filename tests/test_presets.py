@@ -18,7 +18,7 @@ from moe_routing_bench.workloads.models import MODELS
 
 pytestmark = pytest.mark.slow
 
-torch.set_num_threads(1)
+pytest.importorskip("transformers")
 T, D, E, K = 300, 64, 32, 4
 SIZES = {"D": D, "E": E, "K": K}
 
@@ -78,12 +78,6 @@ PEERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }  # fmt: skip
 IN_FLOAT32 = ("deepseek-v3", "deepseek-v2", "deepseek-v2-lite", "glm4-moe")
 IN_MODEL_DTYPE = ("qwen3-moe", "qwen2-moe", "olmoe", "mixtral", "gpt-oss", "granite-moe")
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    pytest.importorskip("transformers")
-    torch.manual_seed(0)
 
 
 def peer(name: str, seed: int = 0) -> nn.Module:

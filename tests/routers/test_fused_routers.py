@@ -27,7 +27,6 @@ from moe_routing_bench.workloads.cases import BenchCase
 
 pytestmark = pytest.mark.slow
 
-torch.set_num_threads(1)
 RULES = ("softmax_topk", "sigmoid_bias", "group_limited")
 NAMES = [name for name, preset in PRESETS.items() if preset.rule in RULES]
 SIZES = {"D": 16, "E": 32, "K": 4}

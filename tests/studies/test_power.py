@@ -172,10 +172,8 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests must not find them."""
-    monkeypatch.setattr(registry, "_included", [power.KERNELS])
-    monkeypatch.setattr(combine, "_ready", {})
+def kernels() -> None:
+    registry.include(power.KERNELS)
 
 
 @pytest.mark.usefixtures("kernels")
