@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(name, None)
     if cpp.missing_tool() is not None:  # on such a machine every layer says so; test_auto.py sees to it
         config.addinivalue_line("filterwarnings", 'ignore:impl="auto" would run compiled C')
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With -m "not slow" a file that is slow as a whole is not even imported."""
+    if config.getoption("markexpr") != "not slow" or collection_path.suffix != ".py":
+        return None
+    return bool(re.search(r"^pytestmark = \[?pytest\.mark\.slow", collection_path.read_text(), re.M)) or None
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -52,6 +54,7 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imports_of(path: Path) -> list[str]:
     """Our own modules that a file imports, relative to the package, wherever in the file it does so."""
     found = []
@@ -195,6 +198,15 @@ def test_the_public_names_are_all_there() -> None:
     imported = {n for n, v in vars(mrb).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
     assert sorted(imported) == sorted(mrb.__all__)
     assert all(hasattr(mrb, name) for name in mrb.__all__)
+
+
+def test_every_dependency_is_imported_somewhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["hf"], *extras["triton"]]
+    names = {re.split(r"[^\w-]", one)[0].replace("-", "_") for one in needed}
+    source = "\n".join(path.read_text() for path in FILES)
+    assert {name for name in names if not re.search(rf"^\s*(import|from) {name}\b", source, re.M)} == set()
 
 
 def test_the_outside_example_is_short() -> None:

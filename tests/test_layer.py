@@ -258,6 +258,7 @@ def test_one_expert_is_a_dense_network(router: str, options: dict, impl: str, dt
     assert torch.equal(y_TD, swiglu(x_TD, layer.experts.w_in_EDG[0], layer.experts.w_out_EFD[0]))
 
 
+@pytest.mark.slow
 def test_shared_experts_with_a_gate_are_those_of_transformers() -> None:
     modeling = pytest.importorskip("transformers.models.qwen2_moe.modeling_qwen2_moe")
     config = modeling.Qwen2MoeConfig(

@@ -14,6 +14,8 @@ import moe_routing_bench.ops.make_plan.op as make_plan_op
 from moe_routing_bench import Layout, Routing, make_plan
 from moe_routing_bench.ops.make_plan.op import op
 
+pytestmark = pytest.mark.slow
+
 IMPLEMENTATIONS = op.names()
 
 

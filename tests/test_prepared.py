@@ -20,6 +20,8 @@ from moe_routing_bench.ops.expert_ffn import native as launcher
 from moe_routing_bench.prepared import Prepared
 from tiny_layers import MAKE_PLAN, weights_of
 
+pytestmark = pytest.mark.slow
+
 COMPILES = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 

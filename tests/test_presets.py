@@ -16,7 +16,9 @@ from moe_routing_bench.published import FAMILIES, MODELS
 from moe_routing_bench.routers.losses import hf_loss
 from moe_routing_bench.routers.router import Router, all_routers
 
-torch.set_num_threads(1)
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("transformers")
 T, D, E, K = 300, 64, 32, 4
 SIZES = {"D": D, "E": E, "K": K}
 
@@ -76,12 +78,6 @@ PEERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }  # fmt: skip
 IN_FLOAT32 = ("deepseek-v3", "deepseek-v2", "deepseek-v2-lite", "glm4-moe")
 IN_MODEL_DTYPE = ("qwen3-moe", "qwen2-moe", "olmoe", "mixtral", "gpt-oss", "granite-moe")
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    pytest.importorskip("transformers")
-    torch.manual_seed(0)
 
 
 def peer(name: str, seed: int = 0) -> nn.Module:

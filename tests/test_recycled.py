@@ -82,6 +82,7 @@ def test_threads_never_share_a_block() -> None:
     assert len(pool._free) + len(pool._returned) <= 12  # three at a time in each thread
 
 
+@pytest.mark.slow
 def test_the_end_of_a_process_is_quiet() -> None:
     code = (
         "import torch; from moe_routing_bench.recycled import recycled\n"

@@ -21,6 +21,8 @@ from moe_routing_bench.results.store import iterate
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase, cases
 
+pytestmark = pytest.mark.slow
+
 SHAPE = MoEShape(T=16, D=16, F=8, E=8, K=2)
 
 

@@ -42,8 +42,7 @@ def kernels(tmp_path: Path):
     (tmp_path / "combine").mkdir()
     (tmp_path / "combine" / "mine.py").write_text(KERNEL)
     registry.include(tmp_path)
-    yield tmp_path
-    registry._included.clear()
+    return tmp_path
 
 
 def a_cell() -> Cell:

@@ -46,6 +46,7 @@ def test_calls_share_no_memory_but_weights(span):
     assert (one & other) <= weights
 
 
+@pytest.mark.slow
 def test_another_process_makes_the_same():
     code = (
         "from moe_routing_bench.workloads.cases import BenchCase\n"

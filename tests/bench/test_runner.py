@@ -21,7 +21,7 @@ from moe_routing_bench.cost import Cost
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 POLICY = Policy(min_rounds=8, max_rounds=8, checked=2, target=0.5, memory_gib=4)
 
 

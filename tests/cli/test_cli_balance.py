@@ -23,6 +23,8 @@ from moe_routing_bench.studies.drift import (
     study_balance,
 )
 
+pytestmark = pytest.mark.slow
+
 SMALL = Stream(steps=12, T=64, D=16, E=8, topics=6)
 BY_NAME = {subject.name: subject for subject in SUBJECTS}
 

@@ -26,7 +26,7 @@ from moe_routing_bench.workloads.cases import BenchCase
 SIZES = "--tokens 24 --width 32 --hidden 16 --experts 4 --topk 2".split()
 QUICK = "--rounds 8 --seconds 3 --dtype float32".split()
 CASE = BenchCase(name="own/24x32", span="layer", shape=MoEShape(T=24, D=32, F=16, E=4, K=2), dtype="float32")
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
 def layer_inputs(**changes: Any) -> Inputs:

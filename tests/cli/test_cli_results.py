@@ -13,6 +13,8 @@ from command_line import mrb, mrb_json, refused
 from moe_routing_bench.ops.decisions import read_decisions
 from sample_runs import OTHER_MACHINE, make_run
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "[red]case[/red] \x9b31m \u202egnp.exe :smile: [link=file:///etc/passwd]x[/link]"
 TWO = {"eager_loop": 1.0, "staged": 0.8}
 

@@ -20,6 +20,8 @@ pytest.importorskip("transformers")
 
 import tiny_models
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -22,6 +22,8 @@ from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.routing import Routing
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Fault:

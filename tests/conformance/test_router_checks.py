@@ -19,6 +19,8 @@ from moe_routing_bench.routers.soft_moe import SoftMoERouter
 from moe_routing_bench.routers.softmax_topk import ORDERS, SoftmaxTopkRouter
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 
+pytestmark = pytest.mark.slow
+
 
 def leaning(lean: Callable[[Router, Tensor], Any] = lambda router, x_TD: 0, **claims: Any) -> type[Router]:
     """An honest router that adds something to x, and may declare something else."""

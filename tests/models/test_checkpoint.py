@@ -24,6 +24,8 @@ pytest.importorskip("transformers")
 
 import tiny_models
 
+pytestmark = pytest.mark.slow
+
 D, F, E = 32, 24, 8
 MODELS = ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v3")
 

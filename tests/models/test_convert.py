@@ -16,6 +16,8 @@ from moe_routing_bench import MoE, all_routers
 from moe_routing_bench.models.convert import ConvertedBlock, convert, revert
 from tiny_models import gradients, make, tokens
 
+pytestmark = pytest.mark.slow
+
 HAS_SIGMOID = "sigmoid_bias" in all_routers()
 BLOCKS = ["qwen3_moe", "mixtral", "olmoe", *(["deepseek_v3"] if HAS_SIGMOID else [])]
 

@@ -18,6 +18,8 @@ from moe_routing_bench.models.decoder import (
     why_not_transformers,
 )
 
+pytestmark = pytest.mark.slow
+
 D, F, E, K, B, N = 32, 24, 8, 2, 2, 11
 
 

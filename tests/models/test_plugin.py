@@ -28,6 +28,8 @@ from moe_routing_bench.ops.decisions import SCHEMA, VERSION
 from moe_routing_bench.ops.expert_ffn.native import packed
 from tiny_models import MODELS, gradients, make, tokens
 
+pytestmark = pytest.mark.slow
+
 OURS = "moe_routing_bench"
 needs_compiler = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
 

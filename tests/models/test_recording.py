@@ -21,6 +21,8 @@ pytest.importorskip("transformers")
 
 import tiny_models
 
+pytestmark = pytest.mark.slow
+
 # where their MoE layers stand; the first layer of DeepSeek is dense
 MODELS = {
     "qwen3_moe": [0, 1, 2],

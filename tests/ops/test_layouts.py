@@ -15,6 +15,8 @@ from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.registry import Op
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = (
     "compact",
     "padded(capacity=24)",

@@ -24,6 +24,8 @@ from moe_routing_bench.ops import auto
 from moe_routing_bench.ops.expert_ffn import native as launcher
 from tiny_layers import EXPERT_FFN, MAKE_PLAN, Arguments, arguments, assert_right
 
+pytestmark = pytest.mark.slow
+
 if (reason := cpp.why_not()) is not None:
     pytest.skip(reason, allow_module_level=True)
 

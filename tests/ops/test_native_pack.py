@@ -15,6 +15,8 @@ from moe_routing_bench.conformance.cases import Cell
 from moe_routing_bench.conformance.check import cells_of, check
 from tiny_layers import MAKE_PLAN, assert_same_plan, routing_of
 
+pytestmark = pytest.mark.slow
+
 OPS = all_ops()
 PLAN, DISPATCH, COMBINE = OPS["make_plan"], OPS["dispatch"], OPS["combine"]
 LAYOUTS = ("compact", "padded(capacity=3)", "padded(capacity_factor=1.25)", "block(4)", "block(64)")

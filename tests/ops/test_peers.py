@@ -20,6 +20,8 @@ from moe_routing_bench.ops.expert_ffn import hf_batched_mm, hf_eager, hf_grouped
 from moe_routing_bench.ops.expert_ffn.op import reference
 from tiny_layers import Arguments
 
+pytestmark = pytest.mark.slow
+
 T, D, F, E, K = 11, 16, 8, 5, 2
 PEERS = [hf_eager, hf_grouped_mm, hf_batched_mm]
 

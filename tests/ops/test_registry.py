@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,11 +23,9 @@ def run(y_RD, gate_TK, plan, *, twist=1): return theirs(y_RD, gate_TK, plan)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "combine").mkdir()
-    yield tmp_path
-    registry._included.clear()
-    combine_op._ready.clear()
+    return tmp_path
 
 
 def put(folder: Path, text: str, name: str = "mine") -> None:

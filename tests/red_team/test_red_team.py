@@ -18,23 +18,16 @@ from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.ops import registry
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.results.store import iterate
 from moe_routing_bench.results.sweep import run_sweep
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 POLICY = Policy(
     min_rounds=12, max_rounds=12, max_seconds=20, step_seconds=10, memory_gib=3, checked=12, target=0.5
 )
-
-
-@pytest.fixture(autouse=True)
-def _forget_the_red_team():
-    yield
-    registry._included.clear()
 
 
 def cell_of(op: str, name: str, at: Sizes) -> Cell:

@@ -17,6 +17,8 @@ from moe_routing_bench.results.runs import read_run
 from moe_routing_bench.results.store import Session
 from sample_runs import ENVIRONMENT, OTHER_MACHINE, OTHER_TORCH, ROUNDS, add_cell, make_run
 
+pytestmark = pytest.mark.slow
+
 
 def by_name(found: RunComparison) -> dict[str, Change]:
     return {change.implementation: change for change in found.changes}

@@ -22,6 +22,8 @@ from moe_routing_bench.results.deciding import Decided, decide, write_decisions
 from moe_routing_bench.results.store import Session
 from sample_runs import ENVIRONMENT, OTHER_MACHINE, OTHER_TORCH, ROUNDS, add_cell, make_run
 
+pytestmark = pytest.mark.slow
+
 HERE = {"machine": this_machine().to_dict()}
 
 

@@ -19,6 +19,8 @@ from moe_routing_bench.results.record import Record, parse_record
 from moe_routing_bench.results.store import iterate, samples_of
 from sample_records import SESSION, document, failed, line
 
+pytestmark = pytest.mark.slow
+
 EACH = 160
 TEXTS = (
     "'; DROP VIEW records; --",

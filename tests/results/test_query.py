@@ -22,6 +22,8 @@ from moe_routing_bench.results.store import Session
 from repository import ROOT
 from sample_records import SESSION, document, failed, line
 
+pytestmark = pytest.mark.slow
+
 OTHER = "20261116T000000000-00000000"
 
 

@@ -19,6 +19,8 @@ from moe_routing_bench.results.record import Record, Timing, parse_record
 from moe_routing_bench.results.store import Session, iterate, samples_of
 from sample_records import document, failed, line
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = [0.010, 0.011, 0.012, 0.013]
 
 

@@ -25,7 +25,7 @@ from repository import ROOT
 DRIVER = ROOT / "measurements" / "bench" / "sweep_driver.py"
 DRIVEN = runpy.run_path(str(DRIVER))
 make_cells, cells_in, workers_of = (DRIVEN[name] for name in ("make_cells", "cells_in", "workers_of"))
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def start(folder: Path, cells: int, *bad: str) -> subprocess.Popen:

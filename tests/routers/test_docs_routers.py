@@ -15,7 +15,6 @@ from moe_routing_bench.routers.router import all_routers, build
 from moe_routing_bench.routing import Routing
 from repository import ROOT
 
-torch.set_num_threads(1)
 TEXT = (ROOT / "docs" / "routers.md").read_text()
 
 

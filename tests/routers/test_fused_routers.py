@@ -28,7 +28,8 @@ from moe_routing_bench.routers.router import Router, build
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
-torch.set_num_threads(1)
+pytestmark = pytest.mark.slow
+
 RULES = ("softmax_topk", "sigmoid_bias", "group_limited")
 NAMES = [name for name in FAMILIES if ROUTED[name].routing.rule in RULES]
 SIZES = {"D": 16, "E": 32, "K": 4}
@@ -172,7 +173,6 @@ def test_a_layer_passes_the_option_on() -> None:
     torch.testing.assert_close(fused(x_TD)[0], plain(x_TD)[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_it_compiles_without_graph_breaks(rule: str) -> None:
     router = build(rule, 16, 8, 2, fused="eager", loss_weights={"switch": 0.1}).eval()

@@ -16,6 +16,8 @@ from moe_routing_bench.routers.router import GATE_SUMS, Router, all_routers, bui
 from moe_routing_bench.routing import SoftRouting, TokenInfo
 from plain_loops import assert_finite_gradients
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", all_routers())
 def test_conforms(name: str) -> None:
@@ -72,7 +74,6 @@ def test_autocast_does_not_reach_the_router(name: str) -> None:
         assert torch.equal(getattr(plain, field), getattr(cast, field))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor's own
 @pytest.mark.parametrize("name", all_routers())
 def test_compiles_without_graph_breaks(name: str) -> None:

@@ -33,6 +33,8 @@ from moe_routing_bench.studies.compiled import (
 )
 from repository import ROOT, SOURCE
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -31,6 +31,8 @@ from moe_routing_bench.studies.power import (
     study_power,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def made_up(percents: Sequence[int], noise: float = 0.002, seed: int | None = None) -> Times:
     draw = random.Random(seed if seed is not None else percents[0])
@@ -171,10 +173,8 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests must not find them."""
-    monkeypatch.setattr(registry, "_included", [power.KERNELS])
-    monkeypatch.setattr(combine, "_ready", {})
+def kernels() -> None:
+    registry.include(power.KERNELS)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -254,7 +254,6 @@ def test_ctrl_c_shows_and_writes_what_there_is(tmp_path: Path, monkeypatch: pyte
     assert "nothing was measured" in mrb(*words, code=2).stderr
 
 
-@pytest.mark.slow
 def test_a_real_study_of_two_trials() -> None:
     policy = Policy(min_rounds=8, max_rounds=8)
     study = study_power({0: 1, 300: 1}, policy=policy)

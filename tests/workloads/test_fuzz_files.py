@@ -24,6 +24,8 @@ from moe_routing_bench.bench.roofs import Roofs, roofs_path, store_roofs, stored
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.workloads.trace import DTYPES, ENTRY, Trace, ids_checksum, read_trace
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = [
     *(None, True, False, -1, 0, 1, 2**31, 2**63, 2**64, 10**30, 10**400, 1.5, 1e308, [], {}, [[]], {"a": []}),
     *("", "I64", "F64", "BOOL", "x" * 9000, "\x1b[2J", "\ud800", "a\nb", "__import__('os')", "[" * 5000),

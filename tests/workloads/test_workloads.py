@@ -22,6 +22,8 @@ from moe_routing_bench.workloads.assignment import Draws, apportion, assign, dis
 from moe_routing_bench.workloads.families import FAMILIES, Batch, lognormal
 from moe_routing_bench.workloads.workload import ALIASES, EXAMPLES, Workload, make_workload
 
+pytestmark = pytest.mark.slow
+
 MANY = settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SOME = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 REFERENCE = {"T": 512, "E": 32, "K": 2, "W": 8}
@@ -510,7 +512,6 @@ def test_statistics_do_not_wait_for_the_device():
     assert all(getattr(found, name).shape == () for name in found.__dataclass_fields__)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["uniform", "balanced", "lognormal(maxvio=8)", "source_ragged", "one_expert"]
 )
