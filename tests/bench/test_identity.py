@@ -120,7 +120,7 @@ CANNOT_MATTER = {
     "conformance/": "the kit's tests of other things; what the harness uses of it is noticed",
     "controllers/": "step between optimiser steps, which no timed call does",
     "models/convert.py": "no span runs a converted model",
-    "models/recording.py": "makes traces, whose bytes are in the key",
+    "models/tracing.py": "makes traces, whose bytes are in the key",
     "models/transformers.py": "no span runs the plug-in",
     "presets.py": "routers by the names of models; a subject names the rule",
     "statistics.py": "describes a routing afterwards",
