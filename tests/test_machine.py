@@ -144,7 +144,7 @@ def test_doctor_measures_once_and_remembers(monkeypatch: pytest.MonkeyPatch) -> 
             seconds=1,
         )
 
-    monkeypatch.setattr("moe_routing_bench.cli.doctoring.measure_roofs", fake)
+    monkeypatch.setattr("moe_routing_bench.cli.doctor.measure_roofs", fake)
     mrb("doctor")
     document = mrb_json("doctor")
     assert len(measured) == 1

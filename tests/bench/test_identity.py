@@ -122,7 +122,7 @@ CANNOT_MATTER = {
     "conformance/": "the kit's tests of other things; what the harness uses of it is noticed",
     "controllers/": "step between optimiser steps, which no timed call does",
     "models/convert.py": "no span runs a converted model",
-    "models/recording.py": "makes traces, whose bytes are in the key",
+    "models/tracing.py": "makes traces, whose bytes are in the key",
     "models/reading.py": "reads experts for the plug-in, which no span runs",
     "models/running.py": "runs them",
     "models/transformers.py": "the plug-in",

@@ -246,7 +246,7 @@ def test_check_is_not_content_with_nothing(folder, name):
 
 def test_check_notices_an_op_without_implementations(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(all_ops()["topk"], "names", list)
-    monkeypatch.setattr("moe_routing_bench.cli.checking.routers_found", lambda: {"switch": None})
+    monkeypatch.setattr("moe_routing_bench.cli.check.routers_found", lambda: {"switch": None})
     assert "Nothing selected of topk could run" in mrb("check", "--op", "[rt]*", code=1).stdout
 
 

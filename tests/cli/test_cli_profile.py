@@ -16,7 +16,7 @@ from command_line import mrb, mrb_json, refused
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.layer import span as layer_span
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cli.profiling import operations_table
+from moe_routing_bench.cli.profile import operations_table
 from moe_routing_bench.results.store import iterate
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.studies import profiles

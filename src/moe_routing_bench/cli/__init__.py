@@ -9,18 +9,18 @@ from typing import Annotated
 import torch
 import typer
 
-from moe_routing_bench.cli.benching import bench_app
-from moe_routing_bench.cli.checking import check_command
-from moe_routing_bench.cli.comparing import compare_command, gate_command
-from moe_routing_bench.cli.compiling import compile_command
-from moe_routing_bench.cli.deciding import decide_command
-from moe_routing_bench.cli.doctoring import doctor_command
-from moe_routing_bench.cli.explaining import explain_command
-from moe_routing_bench.cli.listing import list_command
-from moe_routing_bench.cli.profiling import profile_app
-from moe_routing_bench.cli.querying import export_command, results_command
-from moe_routing_bench.cli.sweeping import sweep_command
-from moe_routing_bench.cli.tracing import trace_app
+from moe_routing_bench.cli.bench import bench_app
+from moe_routing_bench.cli.check import check_command
+from moe_routing_bench.cli.compare import compare_command, gate_command
+from moe_routing_bench.cli.compile import compile_command
+from moe_routing_bench.cli.decide import decide_command
+from moe_routing_bench.cli.doctor import doctor_command
+from moe_routing_bench.cli.explain import explain_command
+from moe_routing_bench.cli.list import list_command
+from moe_routing_bench.cli.profile import profile_app
+from moe_routing_bench.cli.results import export_command, results_command
+from moe_routing_bench.cli.sweep import sweep_command
+from moe_routing_bench.cli.trace import trace_app
 
 app = typer.Typer(
     no_args_is_help=True,

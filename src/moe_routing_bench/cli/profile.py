@@ -15,7 +15,7 @@ from rich.text import Text
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.spans.span import span_named
-from moe_routing_bench.cli.benching import measured
+from moe_routing_bench.cli.bench import measured
 from moe_routing_bench.cli.block_pictures import draw_shares
 from moe_routing_bench.cli.choosing import chosen_cases, made_cells
 from moe_routing_bench.cli.finding import include_all

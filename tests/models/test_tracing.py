@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_routing_bench.layer import MoE
 from moe_routing_bench.load import LoadStatistics
-from moe_routing_bench.models.recording import listening, moe_layers, pieces, record
+from moe_routing_bench.models.tracing import listening, moe_layers, pieces, record
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.workloads.trace import read_trace, write_trace
 from moe_routing_bench.workloads.workload import make_workload

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from moe_routing_bench.cli.querying import left_out_json, printable, reading, table_of, tell_left_out
+from moe_routing_bench.cli.results import left_out_json, printable, reading, table_of, tell_left_out
 from moe_routing_bench.cli.terminal import Json, show, show_json
 from moe_routing_bench.results.comparing import Change, RunComparison, Turned, compare_runs
 from moe_routing_bench.results.matching import LIKE

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from moe_routing_bench.bench.verdict import Regret
-from moe_routing_bench.cli.querying import left_out_json, printable, reading, table_of, tell_left_out
+from moe_routing_bench.cli.results import left_out_json, printable, reading, table_of, tell_left_out
 from moe_routing_bench.cli.terminal import Json, show, show_json
 from moe_routing_bench.ops.auto import VARIABLE
 from moe_routing_bench.results.deciding import Answer, Decided, decide, write_decisions

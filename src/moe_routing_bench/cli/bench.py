@@ -15,7 +15,7 @@ from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
 from moe_routing_bench.bench.spans.span import span_named, span_names
-from moe_routing_bench.cli.balancing import balance_command
+from moe_routing_bench.cli.balance import balance_command
 from moe_routing_bench.cli.choosing import check_device, chosen_cases, made_cells
 from moe_routing_bench.cli.finding import include_all
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options

@@ -31,7 +31,7 @@ from moe_routing_bench.cli.terminal import (
     user_mistakes,
 )
 from moe_routing_bench.cli.trace_pictures import draw_trace
-from moe_routing_bench.models.recording import Recording, pieces, record
+from moe_routing_bench.models.tracing import Recording, pieces, record
 from moe_routing_bench.workloads.trace import Trace, read_trace, write_trace
 from moe_routing_bench.workloads.trace_summary import LayerSummary, summarise
 
