@@ -49,14 +49,14 @@ def cells_in(folder: Path) -> Counter:
 
 def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
     children = psutil.Process(process.pid).children(recursive=True)
-    found = []
+    workers = []
     for child in children:
         try:
             if os.getsid(child.pid) == child.pid:  # a worker leads a session of its own
-                found.append(child)
+                workers.append(child)
         except (ProcessLookupError, psutil.Error):
             continue
-    return found
+    return workers
 
 
 def test_a_killed_parent_costs_the_cell_in_flight_and_leaves_no_process(tmp_path):

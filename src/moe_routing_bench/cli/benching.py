@@ -110,7 +110,7 @@ def measured(
         if out is None:
             source: Any = executor.run(cells, roofs=roofs, tell=progress.tell, watch=lambda: None)
         else:
-            source = run_sweep(cells, out, executor, suite=suite, roofs=roofs, tell=progress.tell)
+            source = run_sweep(cells, out, executor, suite=suite, roofs=roofs, on_progress=progress.tell)
         with user_mistakes():
             for outcome in source:
                 progress.cell_done()

@@ -158,7 +158,7 @@ def _power(trials: int, out: Path, as_json: bool) -> None:
                 if not screen.is_terminal and done % max(1, total // 10) == 0:
                     screen.print(f"{done} of {total} comparisons")
 
-            study = study_power(planned, command=shlex.join(["mrb", *sys.argv[1:]]), tell=tell)
+            study = study_power(planned, command=shlex.join(["mrb", *sys.argv[1:]]), on_progress=tell)
     except KeyboardInterrupt:
         fail("stopped before the first comparison was done; nothing was measured")
     beside = out.with_suffix(".json")

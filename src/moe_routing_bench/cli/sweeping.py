@@ -26,7 +26,10 @@ from moe_routing_bench.workloads.cases import SUITES
 @with_options
 def sweep_command(
     suite: Annotated[
-        str, typer.Argument(help=f"{', '.join(SUITES)}, a model, one case, or a span with sizes.")
+        str,
+        typer.Argument(
+            help=f"{', '.join(SUITES)} (`mrb list cases` explains), a model, a case, or a span with sizes."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The folder of results; made if it is not there.")],
     sizes: SizeOptions,
@@ -73,7 +76,9 @@ def sweep_command(
         show(_sentence(plan))
     outcomes: list[CellOutcome] = []
     with shown_progress(len(plan.todo)) as progress, user_mistakes():
-        source = run_sweep(plan.todo, out, ENGINES[engine](), suite=suite, roofs=roofs, tell=progress.tell)
+        source = run_sweep(
+            plan.todo, out, ENGINES[engine](), suite=suite, roofs=roofs, on_progress=progress.tell
+        )
         for outcome in source:
             progress.cell_done()
             outcomes.append(outcome)
