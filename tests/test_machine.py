@@ -132,7 +132,7 @@ def test_a_spoilt_file_is_refused_in_words(text: str) -> None:
 def test_doctor_measures_once_and_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
 
-    def fake(machine: str, threads: tuple[int, ...], tell: object) -> Roofs:
+    def fake(machine: str, threads: tuple[int, ...], on_step: object) -> Roofs:
         measured.append(machine)
         names = ("float32", "bfloat16", "float16")
         rates = {n: 1e10 for n in threads}

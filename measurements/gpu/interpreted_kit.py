@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import triton
 
-from moe_routing_bench.conformance.cases import Cell
+from moe_routing_bench.conformance.cases import KitCell
 from moe_routing_bench.conformance.check import cells, check
 from moe_routing_bench.conformance.instrumented import instrumented
 from moe_routing_bench.machine import this_machine
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 
 
 @cache
-def wanted() -> list[Cell]:
+def wanted() -> list[KitCell]:
     return list(cells(specs="triton_*"))
 
 

@@ -164,13 +164,13 @@ def to_transformers(
         w_in_EDG = torch.stack(w_in_EDG.chunk(2, dim=-1), dim=-1).flatten(-2)
         if b_in_EG is not None:
             b_in_EG = torch.stack(b_in_EG.chunk(2, dim=-1), dim=-1).flatten(-2)
-    found = {
+    tensors = {
         "gate_up_proj": w_in_EDG if is_transposed else w_in_EDG.transpose(1, 2),
         "down_proj": weights.w_out_EFD if is_transposed else weights.w_out_EFD.transpose(1, 2),
         "gate_up_proj_bias": b_in_EG,
         "down_proj_bias": weights.b_out_ED,
     }
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def from_expert_list(

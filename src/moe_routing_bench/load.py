@@ -51,7 +51,7 @@ class LoadStatistics:
         E, W = routing.num_experts, num_ranks
         if W < 1 or E % W:
             raise ValueError(
-                f"{E} experts cannot be placed on {W} ranks in equal blocks; choose a divisor of {E}"
+                f"{E} experts cannot be placed on {W} ranks in equal shares; choose a divisor of {E}"
             )
         load_E = routing.load_E()
         total = load_E.sum()

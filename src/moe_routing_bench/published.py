@@ -23,12 +23,12 @@ from moe_routing_bench.shapes import MoEShape
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Names in the config.json and checkpoints of one model_type; without one for F they are not read."""
+    """Names in the config.json and checkpoints of one model_type; without a name for F they are not read."""
 
     model_type: str
     E: tuple[str, ...] = ()  # the first that is there counts
     F: str = ""
-    block: str = "mlp"
+    module: str = "mlp"  # the MoE layer's
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
     router_bias: str = ""
@@ -56,11 +56,11 @@ class AttentionShape:
     qk_norm: bool = False
     bias: bool = False
     theta: float = 10_000.0
-    note: str = ""  # what the model has and the block here has not
-    missing: str = ""  # why the block here cannot stand for the model at all
+    note: str = ""  # what the model has and our decoder block has not
+    missing: str = ""  # why our decoder block cannot stand for the model at all
 
     def scaled(self, factor: float) -> AttentionShape:
-        """Fewer heads of the same width, for a block of `factor` times the width."""
+        """Fewer heads of the same width, for a decoder block of `factor` times the width."""
         kv_heads = max(1, round(self.kv_heads * factor))
         return replace(self, kv_heads=kv_heads, heads=kv_heads * (self.heads // self.kv_heads))
 
@@ -92,7 +92,7 @@ FAMILIES = {
     ),
     "olmoe": Family(model_type="olmoe", E=("num_experts", "num_local_experts"), F="intermediate_size"),
     "mixtral": Family(
-        model_type="mixtral", E=("num_local_experts",), F="intermediate_size", block="block_sparse_moe",
+        model_type="mixtral", E=("num_local_experts",), F="intermediate_size", module="block_sparse_moe",
         parts=("w1", "w3", "w2"), renormalises=True,
     ),
     "deepseek-v3": Family(
@@ -116,7 +116,7 @@ RAW = PublishedRouting(rule="softmax_topk", options={"order": "softmax_then_topk
 RENORMALISED = PublishedRouting(rule="softmax_topk", options={"order": "softmax_then_topk_renormalised"})
 QWEN3 = replace(
     RENORMALISED,
-    note="Transformers' Qwen3MoeConfig does not renormalise unless told to; the published models do",
+    note="Transformers' Qwen3MoeConfig does not renormalise unless asked to; the published models do",
 )
 TOPK_FIRST = PublishedRouting(rule="softmax_topk", options={"order": "topk_then_softmax"})
 GPT_OSS = replace(TOPK_FIRST, options={**TOPK_FIRST.options, "bias": True})
@@ -126,8 +126,8 @@ SINKS = AttentionShape(
 )  # fmt: skip
 CLAMPED = "the model clamps its gated activation; plain swiglu stands in for it"
 LATENT = (
-    "the model has latent attention, and the block here grouped-query attention; `mrb bench layer` measures "
-    "its MoE alone"
+    "the model has latent attention, our decoder block grouped-query attention; `mrb bench layer` "
+    "measures its MoE alone"
 )
 
 MODELS = {
@@ -223,7 +223,7 @@ MODELS = {
             ),
             attention=AttentionShape(
                 heads=12, kv_heads=12, head_dim=64,
-                missing="the model has T5's relative positions, and the block here rotary ones; `mrb bench "
+                missing="the model has T5's relative positions, our decoder block rotary ones; `mrb bench "
                 "layer` measures its MoE alone",
             ),
         ),

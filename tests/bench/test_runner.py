@@ -93,7 +93,7 @@ def test_faster_must_hold_against_both_copies_of_the_baseline():
 
 def test_progress_goes_up_to_one():
     seen: list[Progress] = []
-    run_cell(cell_of("combine", "gather_sum"), tell=seen.append)
+    run_cell(cell_of("combine", "gather_sum"), on_progress=seen.append)
     shares = [one.share for one in seen]
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0)
 

@@ -105,7 +105,7 @@ def test_a_study_leaves_the_threads_alone_and_repeats() -> None:
     torch.set_num_threads(2)
     told: list[tuple[int, int]] = []
     subjects = SUBJECTS[:2]
-    first = study_balance(SMALL, subjects, tell=lambda done, total: told.append((done, total)))
+    first = study_balance(SMALL, subjects, on_progress=lambda done, total: told.append((done, total)))
     assert torch.get_num_threads() == 2
     torch.set_num_threads(usual)
     assert told[0] == (1, 24) and told[-1] == (24, 24)

@@ -329,8 +329,8 @@ def check_fault(planted: Fault) -> list:
 @pytest.mark.parametrize("planted", FAULTS, ids=str)
 def test_the_kit_catches(planted: Fault) -> None:
     failed = [outcome for outcome in check_fault(planted) if outcome.status == "failed"]
-    told = [sentence for outcome in failed for sentence in outcome.sentences]
-    assert any(planted.symptom in sentence for sentence in told), f"{planted.case} says {told[:3]}"
+    sentences = [sentence for outcome in failed for sentence in outcome.sentences]
+    assert any(planted.symptom in sentence for sentence in sentences), f"{planted.case} says {sentences[:3]}"
 
 
 def test_there_are_enough_faults() -> None:

@@ -252,9 +252,9 @@ LIARS: dict[str, tuple[type[Router], list[str]]] = {
 @pytest.mark.parametrize("name", LIARS)
 def test_the_checker_sees_through(name: str) -> None:
     liar, sentences = LIARS[name]
-    found = check_router(liar)
+    wrong = check_router(liar)
     for sentence in sentences:
-        assert any(sentence in line for line in found), (sentence, found)
+        assert any(sentence in line for line in wrong), (sentence, wrong)
 
 
 @pytest.mark.parametrize(

@@ -235,12 +235,12 @@ def test_reduce_may_overwrite_what_it_is_given() -> None:
 def rank_main(rank: int, meeting: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    found = {}
+    buffers = {}
     for name in NAMES:
         router, counts = shares(name)[rank]
         controller_for(router, name, reduce=all_reduce_sum()).step(counts)
-        found[name] = dict(router.named_buffers())
-    torch.save(found, Path(folder) / f"rank{rank}.pt")
+        buffers[name] = dict(router.named_buffers())
+    torch.save(buffers, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -278,8 +278,8 @@ def test_what_a_controller_remembers_is_saved() -> None:
 
 def test_controllers_are_found_by_file() -> None:
     assert tuple(sorted(all_controllers())) == NAMES
-    for kind in all_controllers().values():
-        assert kind.moves and kind.source
+    for controller in all_controllers().values():
+        assert controller.moves and controller.source
     assert type(controller_for(StandIn())) is all_controllers()["sign_bias"]
     empty = types.ModuleType("empty")
     with pytest.raises(ValueError, match="empty must define exactly one subclass of Controller; it has none"):

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 from moe_routing_bench.conformance.arguments import arguments
-from moe_routing_bench.conformance.cases import Cell
+from moe_routing_bench.conformance.cases import KitCell
 from moe_routing_bench.conformance.check import cells, check
 from moe_routing_bench.conformance.instrumented import instrumented
 from moe_routing_bench.ops.registry import all_ops
@@ -22,7 +22,7 @@ FOR_CONFIGS = ("plain", "odd_widths", "ragged_rows", "biased")
 PATTERNS = [pattern for pattern in os.environ.get("MRB_CHECK", "").split(",") if pattern]
 
 
-def wanted(cell: Cell) -> bool:
+def wanted(cell: KitCell) -> bool:
     if PATTERNS and not any(fnmatchcase(f"{cell.op}.{cell.spec}", pattern) for pattern in PATTERNS):
         return False
     if (
@@ -38,7 +38,7 @@ CELLS = [cell for cell in cells(specs="triton_*") if wanted(cell)]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_conforms(cell: Cell) -> None:
+def test_conforms(cell: KitCell) -> None:
     with instrumented(order="random", seed=1) as seen:
         outcome = check(cell)
     if outcome.status == "unsupported":
@@ -54,7 +54,7 @@ def test_conforms(cell: Cell) -> None:
     [c for c in CELLS if c.case.name == "plain" and c.dtype == "bfloat16" and "(" not in c.spec],
     ids=str,
 )
-def test_conforms_in_order_and_backwards(cell: Cell, order: str) -> None:
+def test_conforms_in_order_and_backwards(cell: KitCell, order: str) -> None:
     with instrumented(order=order):  # type: ignore[arg-type]
         outcome = check(cell)
     if outcome.status == "unsupported":

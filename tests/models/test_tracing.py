@@ -171,7 +171,7 @@ def test_memory_is_bounded() -> None:
             seen += 1
             yield one
 
-    found = record(model, counted(), max_tokens=23, tell=told.append)
+    found = record(model, counted(), max_tokens=23, on_tokens=told.append)
     assert found.num_tokens == 23 and told == [10, 20, 23] and seen == 3
     assert found.expert_TK[0].shape == (23, 3)
     # no view that would keep a whole batch

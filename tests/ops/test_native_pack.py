@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench import Layout, Routing, all_ops, cpp
-from moe_routing_bench.conformance.cases import Cell
+from moe_routing_bench.conformance.cases import KitCell
 from moe_routing_bench.conformance.check import cells_of, check
 from tiny_layers import MAKE_PLAN, assert_same_plan, routing_of
 
@@ -199,7 +199,7 @@ def test_a_wrong_plan_is_an_error_and_no_crash(op: str, name: str) -> None:
 def test_avx2_passes_the_kit(op: str, name: str) -> None:
     """What a processor without AVX-512 runs. Exact operations are held to the same bits by the kit."""
 
-    def cells() -> list[Cell]:
+    def cells() -> list[KitCell]:
         return [cell for cell in cells_of(op, f"{name}(level=avx2)") if not cell.case.beyond_int32]
 
     failed = [outcome for outcome in map(check, cells()) if outcome.status == "failed"]

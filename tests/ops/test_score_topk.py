@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_routing_bench import all_ops
-from moe_routing_bench.conformance.cases import CASES, Case, Cell
+from moe_routing_bench.conformance.cases import CASES, Case, KitCell
 from moe_routing_bench.conformance.check import check_implementation
 from moe_routing_bench.ops.score_topk.op import ScoreRule, reference, score_topk
 from moe_routing_bench.routers.router import build
@@ -128,7 +128,7 @@ def broken(change: str):
     ],
 )
 def test_the_judge_sees(change: str, case: str, told: str) -> None:
-    cell = Cell(op="score_topk", spec=change, case=case_named(case), layout="-", dtype="float32")
+    cell = KitCell(op="score_topk", spec=change, case=case_named(case), layout="-", dtype="float32")
     outcome = check_implementation(replace(EAGER, run=broken(change)), cell)
     assert outcome.status == "failed" and told in outcome.sentences[0], outcome
 
@@ -141,7 +141,7 @@ def test_the_judge_lets_a_choice_differ_by_rounding_alone() -> None:
         gate_TK, expert_TK = reference(logits_TE, bias_E, K, rule)
         return gate_TK.flip(1), expert_TK.flip(1)
 
-    cell = Cell(op="score_topk", spec="swapped", case=case, layout="-", dtype="float32")
+    cell = KitCell(op="score_topk", spec="swapped", case=case, layout="-", dtype="float32")
     assert check_implementation(replace(EAGER, run=swapped), cell).status == "failed", (
         "far apart: not allowed"
     )

@@ -81,7 +81,7 @@ def test_forged_results_are_undone_and_the_forger_is_named(tmp_path: Path) -> No
     honest, forger = outcomes[1].subjects
     assert honest.status is Status.PASSED
     assert forger.status is Status.SUSPECT, forger.reason
-    assert "records.jsonl" in forger.reason and "no other process has business there" in forger.reason
+    assert "records.jsonl" in forger.reason and "no other process may write there" in forger.reason
     records = list(iterate(tmp_path))
     assert len(records) == 5  # two of the first cell (with the twin), three of the second: the forger failed
     first = next(r for r in records if r.implementation.role == "baseline")

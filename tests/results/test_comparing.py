@@ -20,8 +20,8 @@ from sample_runs import ENVIRONMENT, OTHER_MACHINE, OTHER_TORCH, ROUNDS, add_cel
 pytestmark = pytest.mark.slow
 
 
-def by_name(found: RunComparison) -> dict[str, Change]:
-    return {change.implementation: change for change in found.changes}
+def by_name(comparison: RunComparison) -> dict[str, Change]:
+    return {change.implementation: change for change in comparison.changes}
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def a(tmp_path: Path) -> Path:
 def test_a_change_is_found_although_the_machine_drifted(a: Path, tmp_path: Path) -> None:
     # everything takes 1.3 times as long, and `fast` 1.1 times beyond that
     b = make_run(tmp_path / "b", {"base": 1.0, "fast": 0.88}, drift=1.3, seed=1, sources={"fast": "new"})
-    found = by_name(compare_runs(a, b))
-    fast, base = found["fast"], found["base"]
+    changes = by_name(compare_runs(a, b))
+    fast, base = changes["fast"], changes["base"]
     assert fast.method == "ratio to baseline" and fast.verdict == "SLOWER"
     assert fast.ratio == pytest.approx(1.1, rel=0.01)
     assert fast.interval and fast.interval[0] < 1.1 < fast.interval[1] and not fast.same_code
@@ -53,18 +53,18 @@ def test_swapping_the_runs_turns_the_answer_round(a: Path, tmp_path: Path) -> No
 
 def test_the_same_again_is_the_same(a: Path, tmp_path: Path) -> None:
     b = make_run(tmp_path / "b", {"base": 1.0, "fast": 0.8}, seed=1)
-    found = compare_runs(a, b)
-    assert by_name(found)["fast"].verdict == "SAME"
-    assert found.count("SLOWER") == found.count("FASTER") == 0
-    assert found.geometric_mean == pytest.approx(1, rel=0.05)
+    comparison = compare_runs(a, b)
+    assert by_name(comparison)["fast"].verdict == "SAME"
+    assert comparison.count("SLOWER") == comparison.count("FASTER") == 0
+    assert comparison.geometric_mean == pytest.approx(1, rel=0.05)
 
 
 def test_a_baseline_with_other_code_is_no_yardstick(a: Path, tmp_path: Path) -> None:
     other = make_run(tmp_path / "b", {"base": 1.0, "fast": 0.8}, sources={"base": "rewritten"})
     assert by_name(compare_runs(a, other))["fast"].method == "times"
     swapped = make_run(tmp_path / "c", {"fast": 0.8, "base": 1.0})
-    found = by_name(compare_runs(a, swapped))
-    assert {change.method for change in found.values()} == {"times"}
+    changes = by_name(compare_runs(a, swapped))
+    assert {change.method for change in changes.values()} == {"times"}
     moved = make_run(tmp_path / "d", {"base": 1.0, "fast": 0.8}, layouts={"base": "block(64)"})
     assert by_name(compare_runs(a, moved))["fast"].method == "times"
 
@@ -74,8 +74,8 @@ def test_a_noisy_run_decides_nothing_within_its_noise(a: Path, tmp_path: Path) -
     noisy = make_run(tmp_path / "noisy", {"base": 1.0, "fast": 0.84}, seed=1, floor=0.08)
     assert by_name(compare_runs(a, b))["fast"].verdict == "SLOWER"
     for one, other in ((a, noisy), (noisy, a)):
-        found = by_name(compare_runs(one, other))["fast"]
-        assert found.verdict == "UNDECIDED" and "own twin is 8.0 % away" in found.reason
+        change = by_name(compare_runs(one, other))["fast"]
+        assert change.verdict == "UNDECIDED" and "own twin is 8.0 % away" in change.reason
 
 
 def test_few_samples_decide_nothing(tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_by_times_a_change_must_go_beyond_the_drift_of_unchanged_code(a: Path, t
     for folder, factor, verdict in (("b", 1.0, "UNDECIDED"), ("c", 1.04, "SLOWER")):
         new = {"base": factor, "fast": 0.8}
         b = make_run(tmp_path / folder, new, sources={"base": "new"}, drift=1.05, seed=0)
-        found = by_name(compare_runs(a, b))
-        assert (found["base"].method, found["base"].verdict) == ("times", verdict)
-        assert found["fast"].verdict == "UNDECIDED"
+        changes = by_name(compare_runs(a, b))
+        assert (changes["base"].method, changes["base"].verdict) == ("times", verdict)
+        assert changes["fast"].verdict == "UNDECIDED"
     alone = make_run(tmp_path / "alone", {"base": 1.1}, sources={"base": "new"})
     (change,) = compare_runs(make_run(tmp_path / "before", {"base": 1.0}), alone).changes
     assert change.verdict == "SLOWER" and "no unchanged code was timed in both" in change.reason
@@ -145,8 +145,8 @@ def test_unlike_is_not_compared_unless_told(a: Path, tmp_path: Path, dimension: 
     other = next(name for name in LIKE if name != dimension)
     with pytest.raises(ValueError, match=f"--allow {dimension}"):
         compare_runs(a, b, allow=[other])
-    found = compare_runs(a, b, allow=[dimension])
-    assert len(found.changes) == 2 and any(words in note for note in found.notes)
+    comparison = compare_runs(a, b, allow=[dimension])
+    assert len(comparison.changes) == 2 and any(words in note for note in comparison.notes)
 
 
 SWITCH = {"implementation__label": "fast", "implementation__spec": "fast", "what__router": "switch"}
@@ -160,12 +160,13 @@ def test_another_router_or_layer_is_another_contender(tmp_path: Path, other: dic
     a = make_run(tmp_path / "a", both, each={"fast again": other})
     b = make_run(tmp_path / "b", {**both, "fast again": 0.8}, each={"fast again": other}, seed=1)
     assert len(read_run(a, LeftOut()).cells[0].records) == 4
-    found = {change.contender: change for change in compare_runs(a, b).changes}
+    changes = {change.contender: change for change in compare_runs(a, b).changes}
     name = f"fast | compact | {other['what__router'] or other['what__layer']}"
-    assert {"base | compact", "fast | compact", name} == {*found}
-    assert found["fast | compact"].ratio == pytest.approx(1, rel=0.02)
-    assert found[name].ratio == pytest.approx(2, rel=0.02)
-    assert (found[name].router, found[name].layer) == (other["what__router"], other.get("what__layer", ""))
+    assert {"base | compact", "fast | compact", name} == {*changes}
+    assert changes["fast | compact"].ratio == pytest.approx(1, rel=0.02)
+    assert changes[name].ratio == pytest.approx(2, rel=0.02)
+    router, layer = changes[name].router, changes[name].layer
+    assert (router, layer) == (other["what__router"], other.get("what__layer", ""))
     # and alone it is not what the other run has
     alone = make_run(tmp_path / "c", {"fast again": 0.4}, each={"fast again": other}, twin=False)
     default = make_run(tmp_path / "d", {"fast": 0.8}, twin=False)
@@ -175,14 +176,14 @@ def test_another_router_or_layer_is_another_contender(tmp_path: Path, other: dic
 
 def test_the_default_router_is_what_older_records_ran(a: Path, tmp_path: Path) -> None:
     b = make_run(tmp_path / "b", {"base": 1.0, "fast": 0.8}, seed=1, what__router="softmax_topk")
-    found = by_name(compare_runs(a, b))
-    assert found["fast"].method == "ratio to baseline" and found["fast"].verdict == "SAME"
+    changes = by_name(compare_runs(a, b))
+    assert changes["fast"].method == "ratio to baseline" and changes["fast"].verdict == "SAME"
 
 
 def test_a_baseline_with_another_router_is_no_yardstick(a: Path, tmp_path: Path) -> None:
     b = make_run(tmp_path / "b", {"base": 1.0, "fast": 0.8}, each={"base": {"what__router": "switch"}})
-    found = compare_runs(a, b)
-    assert [(change.contender, change.method) for change in found.changes] == [("fast | compact", "times")]
+    (change,) = compare_runs(a, b).changes
+    assert (change.contender, change.method) == ("fast | compact", "times")
 
 
 def test_names_tell_the_direction(tmp_path: Path) -> None:
@@ -201,8 +202,8 @@ def test_of_many_only_the_like_are_compared(tmp_path: Path) -> None:
     for folder, threads in zip(folders, ((1, 2), (1,)), strict=True):
         for number in threads:
             make_run(folder, {"base": 1.0}, protocol__threads=number)
-    found = compare_runs(*folders)
-    assert len(found.changes) == 1 and len(found.only_a) == 1 and not found.only_b
+    comparison = compare_runs(*folders)
+    assert len(comparison.changes) == 1 and len(comparison.only_a) == 1 and not comparison.only_b
 
 
 def test_two_differences_are_both_named(a: Path, tmp_path: Path) -> None:
@@ -235,8 +236,8 @@ def test_the_newest_run_of_a_cell_counts(a: Path, tmp_path: Path) -> None:
     assert by_name(compare_runs(a, b))["fast"].verdict == "SAME"
     # also if its code changed in between, so that the cell has another key
     make_run(b, {"base": 1.0, "fast": 1.6}, sources={"fast": "new"}, created_at="2026-11-16T00:00:00Z")
-    found = compare_runs(a, b)
-    assert by_name(found)["fast"].ratio == pytest.approx(2, rel=0.02) and not found.only_b
+    comparison = compare_runs(a, b)
+    assert by_name(comparison)["fast"].ratio == pytest.approx(2, rel=0.02) and not comparison.only_b
 
 
 def test_records_of_two_sessions_are_never_one_run(a: Path) -> None:
@@ -254,12 +255,12 @@ def test_what_broke_what_was_fixed_and_what_is_missing(a: Path, tmp_path: Path) 
     b = make_run(tmp_path / "b", {"base": 1.0, "fast": "WRONG_VALUE"})
     make_run(b, {"base": 1.0, "late": 0.5}, workload__T=64)
     make_run(b, {"base": 1.0}, workload__T=256)
-    found = compare_runs(a, b)
-    assert [(one.status, one.reason) for one in found.broken] == [("WRONG_VALUE", "why")]
-    assert "fast" in found.broken[0].name and found.broken[0].repro.endswith("--impl fast")
-    assert [one.status for one in found.fixed] == ["OOM"]
-    assert len(found.only_a) == len(found.only_b) == 1
-    assert {change.implementation for change in found.changes} == {"base"}
+    comparison = compare_runs(a, b)
+    assert [(one.status, one.reason) for one in comparison.broken] == [("WRONG_VALUE", "why")]
+    assert "fast" in comparison.broken[0].name and comparison.broken[0].repro.endswith("--impl fast")
+    assert [one.status for one in comparison.fixed] == ["OOM"]
+    assert len(comparison.only_a) == len(comparison.only_b) == 1
+    assert {change.implementation for change in comparison.changes} == {"base"}
 
 
 def test_a_worker_that_died_early_is_still_recognised(a: Path, tmp_path: Path) -> None:
@@ -267,8 +268,8 @@ def test_a_worker_that_died_early_is_still_recognised(a: Path, tmp_path: Path) -
     with Session.start(tmp_path / "b") as session:
         for name in ("base", "fast"):
             add_cell(session, {name: "CRASHED"}, twin=False, **dead, implementation__spec=name)
-    found = compare_runs(a, tmp_path / "b")
-    assert [one.status for one in found.broken] == ["CRASHED"] * 2 and not found.changes
+    comparison = compare_runs(a, tmp_path / "b")
+    assert [one.status for one in comparison.broken] == ["CRASHED"] * 2 and not comparison.changes
 
 
 def test_the_twin_is_no_contender(a: Path, tmp_path: Path) -> None:
@@ -280,9 +281,9 @@ def test_changed_samples_are_not_used(a: Path, tmp_path: Path) -> None:
     b = make_run(tmp_path / "b", {"base": 1.0, "fast": 0.8})
     (path,) = b.glob("session=*/samples.f64")
     path.write_bytes(np.full(3 * ROUNDS, 1e-6).tobytes())
-    found = compare_runs(a, b)
-    assert not found.changes and len(found.unreadable) == 2
-    assert "are not those that were written" in found.unreadable[0]
+    comparison = compare_runs(a, b)
+    assert not comparison.changes and len(comparison.unreadable) == 2
+    assert "are not those that were written" in comparison.unreadable[0]
 
 
 def test_a_torn_line_is_left_out_and_told(a: Path, tmp_path: Path) -> None:
@@ -290,9 +291,9 @@ def test_a_torn_line_is_left_out_and_told(a: Path, tmp_path: Path) -> None:
     (path,) = b.glob("session=*/records.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + lines[1][:500])
-    found = compare_runs(a, b)
-    assert found.left_out.count == 1 and "cut off" in found.left_out.first[0]
-    assert len(found.changes) == 1 and len(found.only_a) == 1
+    comparison = compare_runs(a, b)
+    assert comparison.left_out.count == 1 and "cut off" in comparison.left_out.first[0]
+    assert len(comparison.changes) == 1 and len(comparison.only_a) == 1
 
 
 def test_folders_with_nothing_to_compare_get_a_sentence(a: Path, tmp_path: Path) -> None:
@@ -326,6 +327,6 @@ def test_the_same_code_is_seldom_called_different(tmp_path: Path) -> None:
                     routing__seed=cell,
                     drift=drift,
                 )
-    found = [change for change in compare_runs(*folders).changes if change.implementation == "x"]
-    assert len(found) == 40 and {change.method for change in found} == {"ratio to baseline"}
-    assert sum(change.verdict in ("FASTER", "SLOWER") for change in found) == 0
+    changes = [change for change in compare_runs(*folders).changes if change.implementation == "x"]
+    assert len(changes) == 40 and {change.method for change in changes} == {"ratio to baseline"}
+    assert sum(change.verdict in ("FASTER", "SLOWER") for change in changes) == 0

@@ -44,8 +44,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def entry(decided: Decided, target: Path) -> dict[str, Any]:
-    (found,) = write_decisions(decided, "results", target)["entries"]
-    return found
+    (only,) = write_decisions(decided, "results", target)["entries"]
+    return only
 
 
 def test_winners_ties_and_regret(folder: Path, tmp_path: Path) -> None:
@@ -63,10 +63,10 @@ def test_winners_ties_and_regret(folder: Path, tmp_path: Path) -> None:
         "dense_all_experts": pytest.approx(3, rel=0.05),
     }
     assert "T=4" in decided.regrets["expert_ffn"][0].worst_cell
-    found = entry(decided, tmp_path / "decisions.json")
-    assert found["overall"] == "eager_loop" and found["regret_worst"] == pytest.approx(0.25, rel=0.05)
-    assert found["regret_median"] == pytest.approx(0.125, rel=0.05)
-    assert [one["T"] for one in found["by_tokens"]] == [4, 64]
+    written = entry(decided, tmp_path / "decisions.json")
+    assert written["overall"] == "eager_loop" and written["regret_worst"] == pytest.approx(0.25, rel=0.05)
+    assert written["regret_median"] == pytest.approx(0.125, rel=0.05)
+    assert [one["T"] for one in written["by_tokens"]] == [4, 64]
 
 
 def test_impl_auto_follows_the_file(folder: Path, tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_one_that_did_not_pass_everywhere_is_no_choice_for_all(tmp_path: Path) -
     # nobody passed everywhere: the fewest holes, and no figure for a regret that has none
     make_run(tmp_path, {"eager_loop": "OOM", "staged": 1.0}, workload__T=128)
     make_run(tmp_path, {"eager_loop": "OOM", "staged": 1.0}, workload__T=256)
-    found = entry(decide(tmp_path), tmp_path / "decisions.json")
-    assert found["overall"] == "staged" and found["regret_worst"] is found["regret_median"] is None
+    written = entry(decide(tmp_path), tmp_path / "decisions.json")
+    assert written["overall"] == "staged" and written["regret_worst"] is written["regret_median"] is None
 
 
 def test_the_choice_for_all_is_the_one_with_the_least_worst_loss(tmp_path: Path) -> None:
@@ -277,6 +277,6 @@ def test_a_file_is_whole_or_not_there(folder: Path, tmp_path: Path, monkeypatch:
 def test_the_file_holds_what_the_reader_knows(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "decisions.json"
     assert write_decisions(decide(folder), folder, path) == json.loads(path.read_text())
-    found = read_decisions(path)
-    assert (found.machine, found.torch) == (this_machine().name, torch.__version__)
+    decisions = read_decisions(path)
+    assert (decisions.machine, decisions.torch) == (this_machine().name, torch.__version__)
     assert decide(folder).machine != ENVIRONMENT["machine"]["name"]

@@ -118,16 +118,16 @@ def doubled(draw: random.Random) -> bytes:
     data = line(base(draw)).decode()
     key = draw.choice(("status", "timing", "median", "schema_version", "session", "correctness", "role"))
     other = json.dumps(draw.choice((*VALUES[:14], "PASSED", "OOM", {}, SESSION)))
-    found, again = f'"{key}":', f'"{key}": {other},'
+    once, again = f'"{key}":', f'"{key}": {other},'
     if draw.random() < 0.5:
-        return data.replace(found, f"{again} {found}", 1).encode()
+        return data.replace(once, f"{again} {once}", 1).encode()
     return data.replace('"schema_version"', f'{again} "schema_version"', 1).encode()
 
 
 def numbers(draw: random.Random) -> bytes:
     given = base(draw)
-    found = [(parent, key) for parent, key in places(given) if isinstance(parent[key], int | float)]
-    for parent, key in draw.sample(found, draw.choice((1, 2, 5))):
+    numeric = [(parent, key) for parent, key in places(given) if isinstance(parent[key], int | float)]
+    for parent, key in draw.sample(numeric, draw.choice((1, 2, 5))):
         parent[key] = "HERE"
     text = line(given).decode()
     odd = ("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "00", "+1", ".5", "0x10", "1_0")
@@ -139,14 +139,14 @@ def numbers(draw: random.Random) -> bytes:
 
 def encoded(draw: random.Random) -> bytes:
     text = line(base(draw)).decode()
-    kind = draw.choice(("utf-16", "utf-32", "utf-8-sig", "bad", "bad", "surrogate", "control"))
-    if kind == "bad":
+    encoding = draw.choice(("utf-16", "utf-32", "utf-8-sig", "bad", "bad", "surrogate", "control"))
+    if encoding == "bad":
         bad = draw.choice((b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"\x00"))
         at = draw.randrange(len(text))
         return text.encode()[:at] + bad + text.encode()[at:]
-    if kind in ("surrogate", "control"):
-        return text.replace("staged", r"\ud800" if kind == "surrogate" else r"\u0000\u001b", 1).encode()
-    return text.encode(kind)
+    if encoding in ("surrogate", "control"):
+        return text.replace("staged", r"\ud800" if encoding == "surrogate" else r"\u0000\u001b", 1).encode()
+    return text.encode(encoding)
 
 
 def traversing(draw: random.Random) -> bytes:

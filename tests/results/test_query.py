@@ -381,8 +381,8 @@ def test_csv_has_the_same_columns_and_no_formulas(folder: Path) -> None:
     assert json.loads(first["stage_seconds"]) == {"route": 0.001, "grouped_gemm": 0.01}
     assert first["created_at"] == "2026-11-15 02:47:34.123456" and first["router"] == ""
     assert failed_row["status"] == "TIMEOUT" and failed_row["median_ms"] == failed_row["stage_seconds"] == ""
-    told = [value for row in rows for value in row.values()]
-    assert not [value for value in told if value.startswith(("=", "+", "-", "@", "\t", "\r", " ", "\uff1d"))]
+    texts = [value for row in rows for value in row.values()]
+    assert not [value for value in texts if value.startswith(("=", "+", "-", "@", "\t", "\r", " ", "\uff1d"))]
 
 
 def test_text_that_only_holds_signs_is_left_alone(folder: Path) -> None:

@@ -172,9 +172,9 @@ def test_timing_of_samples() -> None:
 def test_a_comparison_is_taken_over_as_it_was_found() -> None:
     rng = np.random.default_rng(0)
     a = 0.01 * rng.lognormal(0, 0.01, 40)
-    found = compare(a, 1.1 * a * rng.lognormal(0, 0.01, 40), aa_floor=0.003)
-    part = Comparison.of("eager_loop", found, 0.003)
-    assert (part.verdict, part.ratio, part.low, part.high) == ("SLOWER", found.ratio, *found.interval)
+    compared = compare(a, 1.1 * a * rng.lognormal(0, 0.01, 40), aa_floor=0.003)
+    part = Comparison.of("eager_loop", compared, 0.003)
+    assert (part.verdict, part.ratio, part.low, part.high) == ("SLOWER", compared.ratio, *compared.interval)
     assert get_args(Comparison.model_fields["verdict"].annotation) == get_args(Verdict)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from moe_routing_bench.machine import this_machine
-from moe_routing_bench.results.recording import environment_document
 from moe_routing_bench.results.source import source_version
+from moe_routing_bench.results.writing import environment_document
 
 NOTHING = {"commit": "", "dirty": False}
 

@@ -130,10 +130,10 @@ def test_kill_9_loses_at_most_the_cell_in_flight(tmp_path: Path) -> None:
     for _ in range(10):
         process.stdout.readline()
     process.send_signal(signal.SIGKILL)
-    told = 10 + process.stdout.read().count("cell")
+    cells = 10 + process.stdout.read().count("cell")
     process.wait()
     process.stdout.close()
-    assert len(list(iterate(tmp_path))) in (2 * told, 2 * told + 1, 2 * told + 2)
+    assert len(list(iterate(tmp_path))) in (2 * cells, 2 * cells + 1, 2 * cells + 2)
 
 
 def test_bad_lines_and_strangers_are_told(session: Session) -> None:
@@ -224,13 +224,13 @@ def doubled(session: Session) -> None:
         (doubled, "bytes were added"),
     ],
 )
-@pytest.mark.parametrize("how", ["told", "append", "close"])
+@pytest.mark.parametrize("how", ["asked", "append", "close"])
 def test_tampering_is_found_and_undone(session: Session, tamper: Any, words: str, how: str) -> None:
     assert session.tampered() is None and session.tampered(thorough=True) is None
     own = records_file(session).read_bytes().splitlines(keepends=True)
     tamper(session)
     more = 0
-    if how == "told":
+    if how == "asked":
         sentence = session.tampered()
         assert sentence is not None and words in sentence
         session.repair()

@@ -120,14 +120,14 @@ def copying(step: str, expects: tuple[str, ...] = ("vector_load",)) -> Compilati
 @pytest.mark.parametrize("arch", TARGETS)
 def test_a_matmul_becomes_tensor_core_code_without_spills(arch: str) -> None:
     target = Target.named(arch)
-    found = compile_kernel(gemm_compilation(target), target)
-    assert found.wrong == ()
-    assert found.tensor_core > 0 and found.wide_loads > 0 and found.spill_bytes == 0
-    assert 32 <= found.registers <= 255 and 0 < found.shared_bytes <= target.shared_per_program
-    assert 1000 < found.code_bytes < 100_000 and 1 <= found.programs_per_unit <= 8
-    assert found.intensity == pytest.approx(60, abs=5)
+    code = compile_kernel(gemm_compilation(target), target)
+    assert code.wrong == ()
+    assert code.tensor_core > 0 and code.wide_loads > 0 and code.spill_bytes == 0
+    assert 32 <= code.registers <= 255 and 0 < code.shared_bytes <= target.shared_per_program
+    assert 1000 < code.code_bytes < 100_000 and 1 <= code.programs_per_unit <= 8
+    assert code.intensity == pytest.approx(60, abs=5)
     # 1024 / 64 turns; pipelining may copy a turn or two before and after the loop
-    assert 5 <= found.passes <= 16 or (arch == "sm_100a" and found.passes == 0)
+    assert 5 <= code.passes <= 16 or (arch == "sm_100a" and code.passes == 0)
 
 
 def test_the_work_of_instructions_is_in_their_names() -> None:
@@ -138,36 +138,36 @@ def test_the_work_of_instructions_is_in_their_names() -> None:
 
 def test_spills_are_seen() -> None:
     target = Target.named("sm_80")
-    found = compile_kernel(gemm_compilation(target, options={"maxnreg": 64}), target)
-    assert found.registers <= 64 and found.spill_bytes > 0
-    assert any("spills" in sentence for sentence in found.wrong)
+    code = compile_kernel(gemm_compilation(target, options={"maxnreg": 64}), target)
+    assert code.registers <= 64 and code.spill_bytes > 0
+    assert any("spills" in sentence for sentence in code.wrong)
 
 
 def test_too_much_shared_memory_is_seen_though_the_compiler_is_silent() -> None:
     target = Target.named("sm_80")
-    found = compile_kernel(gemm_compilation(target, stages=5, num_stages=8), target)
-    assert found.shared_bytes > target.shared_per_program
-    assert any("shared memory" in sentence for sentence in found.wrong)
+    code = compile_kernel(gemm_compilation(target, stages=5, num_stages=8), target)
+    assert code.shared_bytes > target.shared_per_program
+    assert any("shared memory" in sentence for sentence in code.wrong)
 
 
 def test_missing_tensor_cores_and_narrow_loads_are_seen() -> None:
     target = Target.named("sm_90a")
     assert compile_kernel(copying("i32:1"), target).wrong == ()
-    told = compile_kernel(copying("i32", ("tensor_core", "vector_load")), target).wrong
-    assert told[0] == r"has no tensor-core instruction (wgmma\.mma_async)"
-    assert told[1] == "loads nothing 128 bits at a time"
-    assert "nobody can check" in compile_kernel(copying("i32:1", ("speed",)), target).wrong[0]
+    wrong = compile_kernel(copying("i32", ("tensor_core", "vector_load")), target).wrong
+    assert wrong[0] == r"has no tensor-core instruction (wgmma\.mma_async)"
+    assert wrong[1] == "loads nothing 128 bits at a time"
+    assert "not a known check" in compile_kernel(copying("i32:1", ("speed",)), target).wrong[0]
 
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_one_stage_is_not_taken_for_three(arch: str) -> None:
     target = Target.named(arch)
     ahead = gemm_compilation(target, expects=("pipelined",))
-    found = compile_kernel(ahead, target)
-    assert found.wrong == () and found.overlap == f"{ahead.num_stages} stages"
-    found = compile_kernel(replace(ahead, num_stages=1), target)
-    assert found.overlap == ""
-    assert found.wrong == ("has 1 stages and only 0 tiles on their way",)
+    code = compile_kernel(ahead, target)
+    assert code.wrong == () and code.overlap == f"{ahead.num_stages} stages"
+    code = compile_kernel(replace(ahead, num_stages=1), target)
+    assert code.overlap == ""
+    assert code.wrong == ("has 1 stages and only 0 tiles on their way",)
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -180,20 +180,20 @@ def test_the_next_tile_is_fetched_before_this_one_is_stored_or_that_is_told(arch
         constexprs={"N": 512, "D": 1024, "SIZE": 64, "FLATTEN": True, "CARRIED": False},
         num_warps=launch["num_warps"], num_stages=launch["num_stages"], expects=("next_tile",),
     )  # fmt: skip
-    found = compile_kernel(made, target)
-    assert found.wrong == () and found.overlap == f"{made.num_stages} stages, next tile"
-    assert found.fetches_ahead >= 2 * (made.num_stages - 1)
+    code = compile_kernel(made, target)
+    assert code.wrong == () and code.overlap == f"{made.num_stages} stages, next tile"
+    assert code.fetches_ahead >= 2 * (made.num_stages - 1)
     nested = compile_kernel(replace(made, constexprs={**made.constexprs, "FLATTEN": False}), target)
     missing = "does not fetch all of the next tile before it stores this one"
     assert nested.wrong == (missing,)
     if target.backend == "cuda":
         # one loop, and still b waits: its mask's alignment is lost, so it is not copied asynchronously
         late = replace(made, constexprs={**made.constexprs, "CARRIED": True})
-        told = compile_kernel(replace(late, expects=("pipelined", "next_tile")), target).wrong
-        assert told[-2:] == ("has 3 stages and only 2 tiles on their way", missing)
+        wrong = compile_kernel(replace(late, expects=("pipelined", "next_tile")), target).wrong
+        assert wrong[-2:] == ("has 3 stages and only 2 tiles on their way", missing)
     if target.name == "sm_80":
         # Triton does not pipeline this one here: it copies asynchronously and waits at once
-        signature = {name: kind for name, kind in made.signature.items() if name != "first"}
+        signature = {name: dtype for name, dtype in made.signature.items() if name != "first"}
         alone = replace(made, signature=signature, constexprs={**made.constexprs, "first": None})
         at_once = compile_kernel(replace(alone, expects=("pipelined", "next_tile")), target)
         assert at_once.wide_loads and at_once.overlap == "" and len(at_once.wrong) == 2
@@ -223,17 +223,17 @@ def test_descriptors_and_dependent_launches_are_seen_where_they_are_and_missed_w
     assert [bool(one.starts_next) for one in (first, second, third)] == [True, True, False]
     assert [bool(one.waits_for_previous) for one in (first, second, third)] == [False, True, True]
     assert second.overlap == "3 stages, pdl"
-    told = compile_kernel(copying("i32:1", ("starts_next", "waits_for_previous")), target).wrong
-    assert told[0] == "never lets the next kernel start (griddepcontrol.launch_dependents)"
-    assert told[1] == "is started early and never waits for the kernel before (griddepcontrol.wait)"
+    wrong = compile_kernel(copying("i32:1", ("starts_next", "waits_for_previous")), target).wrong
+    assert wrong[0] == "never lets the next kernel start (griddepcontrol.launch_dependents)"
+    assert wrong[1] == "is started early and never waits for the kernel before (griddepcontrol.wait)"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
 def test_the_prefetch_of_the_fused_experts_is_one(arch: str) -> None:
     spec = "triton_fused(block_n=64,persistent=1,prefetch=1)"
     for kernel in ("hidden", "weighted"):
-        (found,) = of("expert_ffn", spec, arch, kernel)
-        assert found.wrong == () and "next tile" in found.overlap
+        (code,) = of("expert_ffn", spec, arch, kernel)
+        assert code.wrong == () and "next tile" in code.overlap
 
 
 def test_few_rows_take_the_small_multiply() -> None:
@@ -241,10 +241,10 @@ def test_few_rows_take_the_small_multiply() -> None:
     expects = target.compiled(rows=16, num_warps=4, num_stages=3)["expects"]
     small = gemm_compilation(target, expects=expects, num_warps=4)
     small = replace(small, constexprs={**small.constexprs, "M_": 16})
-    found = compile_kernel(small, target)
-    assert found.wrong == () and found.tensor_core == 0 and found.small_multiplies > 0
-    told = compile_kernel(copying("i32:1", ("small_multiply",)), target).wrong
-    assert told == ("has no tensor-core instruction (mma.sync)",)
+    code = compile_kernel(small, target)
+    assert code.wrong == () and code.tensor_core == 0 and code.small_multiplies > 0
+    wrong = compile_kernel(copying("i32:1", ("small_multiply",)), target).wrong
+    assert wrong == ("has no tensor-core instruction (mma.sync)",)
 
 
 def test_a_configuration_that_is_not_for_an_architecture_is_a_row_with_a_reason() -> None:
@@ -356,15 +356,15 @@ def test_the_table_in_the_repository_is_of_this_code() -> None:
         "from moe_routing_bench.ops.gpu import TARGETS\n"
         "from moe_routing_bench.ops.registry import all_ops\n"
         "for op in all_ops().values():\n"
-        "    for found in find_all(op, configs=True, only='built in'):\n"
-        "        for target in TARGETS.values() if found.spec.startswith('triton_') else ():\n"
+        "    for listed in find_all(op, configs=True, only='built in'):\n"
+        "        for target in TARGETS.values() if listed.spec.startswith('triton_') else ():\n"
         "            try:\n"
-        "                names = [one.name for one in compilations_of(found.implementation, "
+        "                names = [one.name for one in compilations_of(listed.implementation, "
         "'qwen3-30b-a3b', target)]\n"
         "            except NotImplementedError:\n"
         "                names = ['']\n"
         "            for name in names:\n"
-        "                print(f'{op.name}.{found.spec}.{name}.{target.name}')\n"
+        "                print(f'{op.name}.{listed.spec}.{name}.{target.name}')\n"
     )
     ran = python(code)
     rows = [row for row in kept["kernels"] if row["model"] == "qwen3-30b-a3b"]

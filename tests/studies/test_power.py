@@ -162,12 +162,12 @@ def interrupted(after: int):
 
 
 def test_ctrl_c_keeps_what_was_measured() -> None:
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     study = study_power(
-        {5: 30}, take_times=interrupted(4), tell=lambda done, total: told.append((done, total))
+        {5: 30}, take_times=interrupted(4), on_progress=lambda done, total: reports.append((done, total))
     )
     assert not study.finished and study.rows[0].trials == 28 and study.planned == {5: 30}
-    assert told == [(7 * n, 30) for n in range(5)]
+    assert reports == [(7 * n, 30) for n in range(5)]
     with pytest.raises(KeyboardInterrupt):
         study_power({5: 10}, take_times=interrupted(0))
 

@@ -1,4 +1,4 @@
-"""Cases and models: what was asked for is there, and twins fit."""
+"""Cases and models: the sizes of the original plan are there, suites are explained, and twins fit."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def test_the_suites_have_their_sizes() -> None:
         "topk-grid": 27,
         "gpu-quick": 10,
     }
+    assert all(suite.__doc__ and "\n" not in suite.__doc__ for suite in SUITES.values())
     fused = [(c.shape.T, c.shape.D, c.shape.F, c.shape.E, c.shape.K) for c in cases("seed-fused")]
     assert fused == [
         *((T, 7168, 256, 256, 8) for T in (1, 2, 4, 8, 16, 32)),

@@ -117,10 +117,10 @@ def nothing_of_everything(draw: random.Random) -> bytes:
 def wrong_dtype(draw: random.Random) -> bytes:
     tensors = good_trace()
     name = draw.choice(list(tensors))
-    kind = draw.choice(
+    dtype = draw.choice(
         [torch.float64, torch.bool, torch.int8, torch.uint8, torch.float16, torch.int32, torch.bfloat16]
     )
-    return whole({**tensors, name: tensors[name].to(kind)})
+    return whole({**tensors, name: tensors[name].to(dtype)})
 
 
 def wrong_value(draw: random.Random) -> bytes:

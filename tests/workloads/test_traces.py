@@ -47,8 +47,8 @@ def test_a_trace_comes_back_as_it_was(recorded):
 def test_a_trace_is_replayed_around_its_end(recorded, tmp_path):
     path, routing = recorded
     first, second = (make_workload(f"trace({path})", T=40, E=8, K=2, W=4, step=step) for step in (0, 1))
-    found = torch.cat([first.routing.expert_TK, second.routing.expert_TK])
-    starts = [s for s in range(50) if torch.equal(found, routing.expert_TK.repeat(3, 1)[s : s + 80])]
+    replayed_TK = torch.cat([first.routing.expert_TK, second.routing.expert_TK])
+    starts = [s for s in range(50) if torch.equal(replayed_TK, routing.expert_TK.repeat(3, 1)[s : s + 80])]
     assert len(starts) == 1
     assert torch.equal(first.routing.gate_TK, routing.gate_TK.repeat(2, 1)[starts[0] :][:40])
     assert first.name == f"trace({path})" == make_workload(first.name, T=1, E=8, K=2).name
@@ -56,9 +56,9 @@ def test_a_trace_is_replayed_around_its_end(recorded, tmp_path):
     assert len(seeds) > 4
     moved = path.rename(tmp_path / "moved")
     assert make_workload(f"trace({moved})", T=40, E=8, K=2, W=4).checksum == first.checksum
-    for size, said in (({"E": 16, "K": 2}, "E=8 and K=2, not E=16"), ({"E": 8, "K": 3}, "ask for the sizes")):
-        with pytest.raises(ValueError, match=said):
-            make_workload(f"trace({moved})", T=4, **size)
+    for E, K, reason in ((16, 2, "E=8 and K=2, not E=16"), (8, 3, "ask for the sizes")):
+        with pytest.raises(ValueError, match=reason):
+            make_workload(f"trace({moved})", T=4, E=E, K=K)
     write_trace(moved, make_workload("balanced", T=0, E=8, K=2).routing, source="empty")
     with pytest.raises(ValueError, match="holds no tokens"):
         make_workload(f"trace({moved})", T=4, E=8, K=2)
@@ -103,23 +103,23 @@ WRONG_WORDS = {
 }
 
 
-@pytest.mark.parametrize(("change", "said"), WRONG_TENSORS.values(), ids=WRONG_TENSORS)
-def test_wrong_tensors_are_refused(change, said, tmp_path):
+@pytest.mark.parametrize(("change", "reason"), WRONG_TENSORS.values(), ids=WRONG_TENSORS)
+def test_wrong_tensors_are_refused(change, reason, tmp_path):
     tensors = {"expert_TK": IDS, "gate_TK": GATES, **change}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(tensors, tmp_path / "trace", metadata=about(tensors))
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=reason) as caught:
         read_trace(tmp_path / "trace")
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("change", "said"), WRONG_WORDS.values(), ids=WRONG_WORDS)
-def test_wrong_metadata_is_refused(change, said, tmp_path):
+@pytest.mark.parametrize(("change", "reason"), WRONG_WORDS.values(), ids=WRONG_WORDS)
+def test_wrong_metadata_is_refused(change, reason, tmp_path):
     tensors = {"expert_TK": IDS, "gate_TK": GATES}
     save_file(tensors, tmp_path / "trace", metadata=about(tensors))
     read_trace(tmp_path / "trace")
     save_file(tensors, tmp_path / "trace", metadata=about(tensors, **change))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=reason):
         read_trace(tmp_path / "trace")
 
 
@@ -147,13 +147,13 @@ def _flip_an_id(data: bytes) -> bytes:
     return data[:begin] + struct.pack("<q", 5) + data[begin + 8 :]
 
 
-@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
-def test_damaged_files_are_refused(damage, said, tmp_path):
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_files_are_refused(damage, reason, tmp_path):
     tensors = {"expert_TK": IDS, "gate_TK": GATES}
     save_file(tensors, tmp_path / "trace", metadata=about(tensors))
     data = (tmp_path / "trace").read_bytes()
     (tmp_path / "trace").write_bytes(damage(data))
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=reason) as caught:
         read_trace(tmp_path / "trace")
     assert "\n" not in str(caught.value)
 
@@ -168,13 +168,13 @@ def test_what_is_no_trace_is_not_written(tmp_path):
     good = make_workload("balanced", T=4, E=8, K=2).routing
     other = make_workload("balanced", T=4, E=16, K=2).routing
     ragged = good.masked(torch.tensor([True, True, False, True]))
-    for routings, labels, said in (
+    for routings, labels, reason in (
         ((), {}, "at least one routing"),
         ((good, other), {}, "write a file for each"),
         ((ragged,), {}, "chose expert -1, outside"),
         ((good,), {"layer_T": torch.zeros(3).long()}, r"layer_T has shape \[3\] for 4 tokens"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=reason):
             write_trace(tmp_path / "trace", *routings, source="test", **labels)
     assert not [*tmp_path.iterdir()]
 
@@ -194,7 +194,7 @@ def labelled(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reason"),
     [
         ("layer=7", "no layer 7; there are 0, 1, 2"),
         ("document=2", "no document 2; there are 0, 1"),
@@ -203,8 +203,8 @@ def labelled(tmp_path: Path) -> Path:
         ("layer=1,layer=2", "each once"),
     ],
 )
-def test_parts_that_are_not_there_are_refused(labelled: Path, words: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as caught:
+def test_parts_that_are_not_there_are_refused(labelled: Path, words: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
         make_workload(f"trace({labelled},{words})", T=4, E=8, K=3)
     assert "\n" not in str(caught.value)
 
@@ -241,7 +241,7 @@ def test_one_changed_bit_anywhere_is_noticed(labelled: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "reason"),
     [
         ("source", "another", "not those it was written with"),
         ("documents", ["one", "three"], "not those it was written with"),
@@ -253,12 +253,12 @@ def test_one_changed_bit_anywhere_is_noticed(labelled: Path, name: str) -> None:
         ("num_experts", 9, "changed or damaged"),
     ],
 )
-def test_changed_words_are_noticed(labelled: Path, key: str, value: Any, said: str) -> None:
+def test_changed_words_are_noticed(labelled: Path, key: str, value: Any, reason: str) -> None:
     header, data = apart(labelled.read_bytes())
     words = json.loads(header["__metadata__"][ENTRY])
     header["__metadata__"][ENTRY] = json.dumps({**words, key: value})
     labelled.write_bytes(joined(header, data))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=reason):
         read_trace(labelled)
 
 
@@ -339,20 +339,20 @@ def test_overlap_against_a_loop_over_pairs() -> None:
     position_T = torch.cat([torch.randperm(20, generator=draw) * (2 if d == 1 else 1) for d in range(3)])
     position_T = position_T.view(3, 20).T.flatten()
     routing = Routing(expert_TK=ids, gate_TK=torch.ones(T, K), num_experts=E, ragged=False)
-    found = Overlap.of(routing, position_T, document_T)
+    overlap = Overlap.of(routing, position_T, document_T)
     sets = [set(row) for row in ids.tolist()]
     where = [*zip(document_T.tolist(), position_T.tolist(), strict=True)]
     both = [(a, b) for a in range(T) for b in range(T) if a != b]
     share = {(a, b): len(sets[a] & sets[b]) / K for a, b in both}
     beside = [(a, b) for a, b in both if where[a][0] == where[b][0] and where[b][1] == where[a][1] + 1]
-    assert found is not None and found.neighbours == len(beside) == 38  # document 1 has gaps everywhere
-    assert found.kept == pytest.approx(sum(share[pair] for pair in beside) / len(beside))
-    assert found.by_chance == pytest.approx(sum(share.values()) / len(both))
+    assert overlap is not None and overlap.neighbours == len(beside) == 38  # document 1 has gaps everywhere
+    assert overlap.kept == pytest.approx(sum(share[pair] for pair in beside) / len(beside))
+    assert overlap.by_chance == pytest.approx(sum(share.values()) / len(both))
     within = {
         d: [share[a, b] for a, b in both if where[a][0] == where[b][0] == d] for d in {d for d, _ in where}
     }
     wanted = sum(sum(within[where[a][0]]) / len(within[where[a][0]]) for a, _ in beside) / len(beside)
-    assert found.by_document == pytest.approx(wanted)
+    assert overlap.by_document == pytest.approx(wanted)
     assert Overlap.of(routing, position_T * 5, document_T) is None
 
 

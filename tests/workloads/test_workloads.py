@@ -201,8 +201,8 @@ def test_different_names_draw_differently():
 
 
 def test_golden_checksums():
-    found = {name: make_workload(name, **REFERENCE, seed=1, step=2).checksum[:16] for name in NAMES}
-    assert found == GOLDEN, "the suite changed: raise SUITE_VERSION and say so"
+    checksums = {name: make_workload(name, **REFERENCE, seed=1, step=2).checksum[:16] for name in NAMES}
+    assert checksums == GOLDEN, "the suite changed: raise SUITE_VERSION and say so"
 
 
 @SOME
@@ -242,8 +242,8 @@ def test_lognormal_within_one_percent(maxvio, T):
     for seed in range(3):
         workload = make_workload(f"maxvio({maxvio})", T=T, E=128, K=8, W=8, seed=seed)
         half_a_pair = 0.5 / (T * 8 / 128)
-        found = workload.statistics().max_violation.item()
-        assert found == pytest.approx(maxvio, rel=0.01, abs=half_a_pair + 1e-12)
+        violation = workload.statistics().max_violation.item()
+        assert violation == pytest.approx(maxvio, rel=0.01, abs=half_a_pair + 1e-12)
 
 
 def test_lognormal_is_lognormal_with_one_sigma_for_all():
@@ -358,7 +358,7 @@ def test_empty_and_smallest_batches(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "reason"),
     [
         ("zipff(1)", "did you mean 'zipf'"),
         ("ballanced", "did you mean 'balanced'"),
@@ -388,14 +388,14 @@ def test_empty_and_smallest_batches(name):
         ("trace(/no/such.safetensors)", "there is no trace file /no/such.safetensors"),
     ],
 )
-def test_mistakes_in_names_get_a_sentence(name, said):
+def test_mistakes_in_names_get_a_sentence(name, reason):
     with pytest.raises(ValueError) as caught:
         make_workload(name, **REFERENCE)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         ({"K": 33}, "K must be between 1 and E"),
         ({"K": 0}, "K must be between 1 and E"),
@@ -404,8 +404,8 @@ def test_mistakes_in_names_get_a_sentence(name, said):
         ({"W": 0}, "choose a divisor of 32"),
     ],
 )
-def test_mistakes_in_sizes_get_a_sentence(change, said):
-    with pytest.raises(ValueError, match=said):
+def test_mistakes_in_sizes_get_a_sentence(change, reason):
+    with pytest.raises(ValueError, match=reason):
         make_workload("balanced", **{**REFERENCE, **change})
 
 
@@ -470,10 +470,10 @@ def plain_statistics(load: list[int], W: int) -> dict[str, float]:
 @given(sizes(), st.integers(0, 99))
 def test_statistics_are_the_textbooks(size, seed):
     workload = make_workload("zipf(1)", **{**size, "T": size["T"] + 1}, seed=seed)
-    found = workload.statistics().to_dict()
+    numbers = workload.statistics().to_dict()
     for name, value in plain_statistics(load_of(workload), size["W"]).items():
-        assert found[name] == pytest.approx(value, abs=1e-12), name
-    assert found["dropped_pairs"] is found["padded_rows"] is found["tile_efficiency"] is None
+        assert numbers[name] == pytest.approx(value, abs=1e-12), name
+    assert numbers["dropped_pairs"] is numbers["padded_rows"] is numbers["tile_efficiency"] is None
 
 
 def routing_of(load: list[int]) -> Routing:
@@ -484,11 +484,11 @@ def routing_of(load: list[int]) -> Routing:
 def test_the_example_in_the_docstring_is_true():
     routing = routing_of([5, 2, 1, 0])
     plan = make_plan(routing, Layout.block(4))
-    found = LoadStatistics.of(routing, plan, num_ranks=2).to_dict()
+    numbers = LoadStatistics.of(routing, plan, num_ranks=2).to_dict()
     text = LoadStatistics.__doc__ or ""
-    for name, value in found.items():
-        said = next(line for line in text.splitlines() if line.strip().startswith(f"{name} "))
-        assert float(said.split("=")[1].split()[0]) == pytest.approx(value, abs=5e-5), name
+    for name, value in numbers.items():
+        documented = next(line for line in text.splitlines() if line.strip().startswith(f"{name} "))
+        assert float(documented.split("=")[1].split()[0]) == pytest.approx(value, abs=5e-5), name
     padded = LoadStatistics.of(routing, make_plan(routing, Layout.padded(capacity=2))).to_dict()
     assert (padded["dropped_pairs"], padded["padded_rows"], padded["tile_efficiency"]) == (3, 3, 5 / 8)
 
@@ -496,9 +496,9 @@ def test_the_example_in_the_docstring_is_true():
 @pytest.mark.parametrize("layout", [Layout.compact(), Layout.block(4), Layout.padded(capacity=0)])
 def test_statistics_of_nothing_are_finite(layout):
     routing = routing_of([0, 0, 0, 0])
-    found = LoadStatistics.of(routing, make_plan(routing, layout), num_ranks=2).to_dict()
-    assert found == {
-        **dict.fromkeys(found, 0), "zero_experts": 4, "max_over_mean": 1, "tile_efficiency": 1,
+    numbers = LoadStatistics.of(routing, make_plan(routing, layout), num_ranks=2).to_dict()
+    assert numbers == {
+        **dict.fromkeys(numbers, 0), "zero_experts": 4, "max_over_mean": 1, "tile_efficiency": 1,
     }  # fmt: skip
     with pytest.raises(ValueError, match="choose a divisor of 4"):
         LoadStatistics.of(routing, num_ranks=3)
@@ -508,8 +508,9 @@ def test_statistics_do_not_wait_for_the_device():
     with FakeTensorMode():
         expert_TK = torch.zeros(6, 2, dtype=torch.int64)
         routing = Routing(expert_TK=expert_TK, gate_TK=torch.zeros(6, 2), num_experts=4)
-        found = LoadStatistics.of(routing, make_plan(routing, Layout.block(4), impl="argsort"), num_ranks=2)
-    assert all(getattr(found, name).shape == () for name in found.__dataclass_fields__)
+        plan = make_plan(routing, Layout.block(4), impl="argsort")
+        statistics = LoadStatistics.of(routing, plan, num_ranks=2)
+    assert all(getattr(statistics, name).shape == () for name in statistics.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(

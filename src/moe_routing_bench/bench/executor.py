@@ -16,14 +16,14 @@ from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress, run_cell
 from moe_routing_bench.bench.trial import Watch
 
-Tell = Callable[[Cell, Progress], None]
+OnCellProgress = Callable[[Cell, Progress], None]
 
 
 class Executor(Protocol):
     name: str
 
     def run(
-        self, cells: Sequence[Cell], *, roofs: Roofs | None, tell: Tell, watch: Watch
+        self, cells: Sequence[Cell], *, roofs: Roofs | None, on_progress: OnCellProgress, watch: Watch
     ) -> Iterator[CellOutcome]: ...
 
 
@@ -33,10 +33,10 @@ class LocalExecutor:
     name = "local"
 
     def run(
-        self, cells: Sequence[Cell], *, roofs: Roofs | None, tell: Tell, watch: Watch
+        self, cells: Sequence[Cell], *, roofs: Roofs | None, on_progress: OnCellProgress, watch: Watch
     ) -> Iterator[CellOutcome]:
         for cell in cells:
-            yield run_cell(cell, roofs=roofs, tell=partial(tell, cell), watch=watch)
+            yield run_cell(cell, roofs=roofs, on_progress=partial(on_progress, cell), watch=watch)
 
 
 ENGINES: dict[str, type[LocalExecutor]] = {"local": LocalExecutor}

@@ -70,21 +70,21 @@ class Roofs(BaseModel):
 
 
 def measure_roofs(
-    machine: str, threads: tuple[int, ...], tell: Callable[[str], None] = lambda what: None
+    machine: str, threads: tuple[int, ...], on_step: Callable[[str], None] = lambda what: None
 ) -> Roofs:
-    """About ten seconds. `tell` hears what is being measured."""
+    """About ten seconds. `on_step` is called with what is being measured."""
     started = time.perf_counter()
     read: dict[int, float] = {}
     copy: dict[int, float] = {}
     gemm: dict[str, dict[int, float]] = {name: {} for name in DTYPES}
     for n in threads:
         with _threads(n):
-            tell(f"memory, {n} threads")
+            on_step(f"memory, {n} threads")
             source, target = torch.ones(2, MEMORY_BYTES // 4)
             read[n] = MEMORY_BYTES / _best(source.sum)
             copy[n] = 2 * MEMORY_BYTES / _best(partial(target.copy_, source))
             for name, dtype in DTYPES.items():
-                tell(f"{name} matmul, {n} threads")
+                on_step(f"{name} matmul, {n} threads")
                 gemm[name][n] = max(_gemm_rate(size, dtype) for size in GEMM_SIZES)
     return Roofs(
         machine=machine,

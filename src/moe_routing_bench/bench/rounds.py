@@ -45,7 +45,7 @@ NEAR = 4.0
 # colder caches
 MOST_APART = 1.5
 
-Tell = Callable[[int], None]  # rounds so far
+OnRound = Callable[[int], None]  # rounds so far
 
 
 class BlamedError(Exception):
@@ -76,7 +76,7 @@ class Measured:
         return {name: median(one.get(name, 0.0) for one in seen) for name in seen[0]} if seen else {}
 
 
-def measure(setup: Setup, alive: list[int], trials: Mapping[int, Trial], tell: Tell) -> Measured:
+def measure(setup: Setup, alive: list[int], trials: Mapping[int, Trial], on_round: OnRound) -> Measured:
     """All rounds, in as many sets of processes as the policy says. BlamedError if a subject fails."""
     apart = [s for s in alive[1:] if {s, alive[0]} & setup.outside]
     measured = Measured(
@@ -88,7 +88,7 @@ def measure(setup: Setup, alive: list[int], trials: Mapping[int, Trial], tell: T
     for repeat in range(policy.processes):
         before = repeat * policy.max_rounds
         _Repeat(setup, alive, trials, measured).run(
-            lambda rounds, before=before: tell(before + rounds)  # type: ignore[misc]
+            lambda rounds, before=before: on_round(before + rounds)  # type: ignore[misc]
         )
     return measured
 
@@ -129,7 +129,7 @@ class _Repeat:
         self.homes: dict[int, tuple[Worker, int]] = {}  # a worker, and the subject's number in it
         self.next_look = 0
 
-    def run(self, tell: Tell) -> None:
+    def run(self, on_round: OnRound) -> None:
         policy = self.cell.policy
         to_check = self._choose_rounds_to_check()
         with ExitStack() as stack:
@@ -146,7 +146,7 @@ class _Repeat:
                     self.here[series].append(self._sample(series, done, check=check))
                 if policy.stages:
                     self._take_stages(done)
-                tell(done + 1)
+                on_round(done + 1)
                 reason = self._why_stop(time.perf_counter() - started)
             for s in self.alive:
                 self._finish(s)

@@ -36,7 +36,7 @@ class Progress:
     share: float
 
 
-Tell = Callable[[Progress], None]
+OnProgress = Callable[[Progress], None]
 WorkAndLoad = tuple[Cost, Load]  # of a question
 TRIAL_SHARE = 0.4  # of a cell's time, about
 
@@ -45,7 +45,7 @@ def run_cell(
     cell: Cell,
     *,
     roofs: Roofs | None = None,
-    tell: Tell = lambda progress: None,
+    on_progress: OnProgress = lambda progress: None,
     watch: Watch = lambda: None,
 ) -> CellOutcome:
     """Measure one cell. Never raises for what an implementation does; that is a status of its outcome."""
@@ -70,7 +70,7 @@ def run_cell(
     )
     trials = {}
     for index, subject in enumerate(cell.subjects):
-        tell(Progress(what=f"trying {subject.spec}", share=TRIAL_SHARE * index / len(cell.subjects)))
+        on_progress(Progress(what=f"trying {subject.spec}", share=TRIAL_SHARE * index / len(cell.subjects)))
         trials[index] = try_alone(setup, index)
 
     measured: Measured | None = None
@@ -80,7 +80,7 @@ def run_cell(
         try:
             measured = measure(
                 setup, alive, trials,
-                lambda done: tell(Progress(what="rounds", share=TRIAL_SHARE + per_round * done)),
+                lambda done: on_progress(Progress(what="rounds", share=TRIAL_SHARE + per_round * done)),
             )  # fmt: skip
             for index in alive:
                 cost, _ = facts[cell.subjects[index].question]

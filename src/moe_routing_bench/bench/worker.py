@@ -48,7 +48,7 @@ def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]
     try:
         worker = _Worker(cell, Path(scratch))
     except BaseException as error:
-        _send(pipe, {"error": _tell(error), "error_type": type(error).__name__})
+        _send(pipe, {"error": _described(error), "error_type": type(error).__name__})
         return
     _send(pipe, {"ready": True})
     requests: dict[str, Any] = {
@@ -71,7 +71,7 @@ def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]
             try:
                 answer = requests[what](**request)
             except BaseException as error:  # also SystemExit: a kernel does not end the worker
-                answer = {"error": _tell(error), "error_type": type(error).__name__}
+                answer = {"error": _described(error), "error_type": type(error).__name__}
             _send(pipe, answer)
 
 
@@ -247,7 +247,7 @@ def _aliases(out: Any, args: Mapping[str, Any]) -> bool:
     return bool(mine & {t.untyped_storage().data_ptr() for t in tensors_in(args) if t.numel()})
 
 
-def _tell(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:2000]
 
 

@@ -61,7 +61,7 @@ def balance_command(
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
         task = progress.add_task("following controllers", total=None)
         study = study_balance(
-            stream, tell=lambda done, total: progress.update(task, completed=done, total=total)
+            stream, on_progress=lambda done, total: progress.update(task, completed=done, total=total)
         )
     document = study.to_dict(command=shlex.join(["mrb", *sys.argv[1:]]))
     if out is not None:

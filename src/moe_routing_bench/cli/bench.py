@@ -110,9 +110,9 @@ def measured(
     executor = LocalExecutor()
     with shown_progress(len(cells)) as progress:
         if out is None:
-            source: Any = executor.run(cells, roofs=roofs, tell=progress.tell, watch=lambda: None)
+            source: Any = executor.run(cells, roofs=roofs, on_progress=progress.update, watch=lambda: None)
         else:
-            source = run_sweep(cells, out, executor, suite=suite, roofs=roofs, tell=progress.tell)
+            source = run_sweep(cells, out, executor, suite=suite, roofs=roofs, on_progress=progress.update)
         with user_mistakes():
             for outcome in source:
                 progress.cell_done()

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from moe_routing_bench.cli.finding import ROUTERS, IncludePath, include_all, routers_found
 from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json
-from moe_routing_bench.conformance.cases import DTYPES, Cell
+from moe_routing_bench.conformance.cases import DTYPES, KitCell
 from moe_routing_bench.conformance.check import Outcome, cells_of, check, matches
 from moe_routing_bench.conformance.router_checks import check_router
 from moe_routing_bench.names import did_you_mean
@@ -40,7 +40,7 @@ class Row:
     spec: str
     origin: str = BUILT_IN
     broken: bool = False
-    cells: list[Cell] = field(default_factory=list)
+    cells: list[KitCell] = field(default_factory=list)
     passed: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     unsupported: Counter[str] = field(default_factory=Counter)

@@ -45,7 +45,10 @@ def compare_command(
     """
     with reading() as status:
         found = compare_runs(
-            a, b, allow=allow or (), tell=lambda done, total: status.update(f"{done} of {total} compared")
+            a,
+            b,
+            allow=allow or (),
+            on_progress=lambda done, total: status.update(f"{done} of {total} compared"),
         )
     if as_json:
         show_json({"a": str(a), "b": str(b), **_document(found)})
@@ -86,7 +89,7 @@ def gate_command(
         limit = _fraction(max_regression)
         found = compare_runs(
             baseline, current, allow=allow or (), delta=limit,
-            tell=lambda done, total: status.update(f"{done} of {total} compared"),
+            on_progress=lambda done, total: status.update(f"{done} of {total} compared"),
         )  # fmt: skip
     regressions = tuple(change for change in reversed(found.changes) if change.verdict == "SLOWER")
     missing = require_all and bool(found.only_a or found.unreadable)

@@ -153,12 +153,12 @@ def _power(trials: int, out: Path, as_json: bool) -> None:
         ) as progress:  # fmt: skip
             task = progress.add_task("comparing (Ctrl-C shows what there is)", total=sum(planned.values()))
 
-            def tell(done: int, total: int) -> None:
+            def on_step(done: int, total: int) -> None:
                 progress.update(task, completed=done)
                 if not screen.is_terminal and done % max(1, total // 10) == 0:
                     screen.print(f"{done} of {total} comparisons")
 
-            study = study_power(planned, command=shlex.join(["mrb", *sys.argv[1:]]), tell=tell)
+            study = study_power(planned, command=shlex.join(["mrb", *sys.argv[1:]]), on_progress=on_step)
     except KeyboardInterrupt:
         fail("stopped before the first comparison was done; nothing was measured")
     beside = out.with_suffix(".json")

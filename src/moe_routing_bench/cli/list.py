@@ -26,9 +26,9 @@ from moe_routing_bench.workloads.workload import (
     ALIASES,
     EXAMPLES,
     SUITE_VERSION,
-    kind_of,
     make_workload,
     parameters_of,
+    type_of,
 )
 
 KINDS = ("ops", "routers", "workloads", "models", "cases")
@@ -94,7 +94,8 @@ def list_command(
         show(heading("models", summary), _model_table(document["models"]), "")
     if "cases" in document:
         summary = (
-            "suites of sizes to measure; a case is SUITE/CASE, a model's are MODEL/decode-1 ... prefill-16384"
+            "suites of sizes to measure (seed-...: those of the project's original plan); a case is "
+            "SUITE/CASE, a model's are MODEL/decode-1 ... prefill-16384"
         )
         show(heading("cases", summary), _case_table(document["cases"]))
 
@@ -158,7 +159,7 @@ def _describe_router(rule: type[Router]) -> dict[str, Any]:
 def _describe_workload(family: str) -> dict[str, Any]:
     parameters = {
         parameter.name: {
-            "type": kind_of(parameter).__name__,
+            "type": type_of(parameter).__name__,
             "default": None if parameter.default is parameter.empty else parameter.default,
         }
         for parameter in parameters_of(family)
@@ -310,19 +311,21 @@ def _model_table(models: dict[str, Any]) -> Table:
 
 def _case_table(suites: dict[str, Any]) -> Table:
     table = two_columns(first_width=26)
-    for name, found in suites.items():
-        span, dtype = found[0]["span"], found[0]["dtype"]
+    for name, listed in suites.items():
+        spans, dtype = ", ".join(dict.fromkeys(case["span"] for case in listed)), listed[0]["dtype"]
         ranges = ", ".join(
-            f"{letter} {_range(case['shape'][letter] for case in found)}" for letter in "TDFEK"
+            f"{letter} {_range(case['shape'][letter] for case in listed)}" for letter in "TDFEK"
         )
-        big = sum(not case["fits_a_laptop"] for case in found)
+        big = sum(not case["fits_a_laptop"] for case in listed)
         twins = f"; {big} of them have a scaled twin (append ~scaled)" if big else ""
-        first = f"{found[0]['name']} ... {found[-1]['name']}" if len(found) > 1 else found[0]["name"]
-        lines = [Text(f"{len(found)} cases of {span}, {dtype}: {ranges}"), Text(f"{first}{twins}", "dim")]
+        first = f"{listed[0]['name']} ... {listed[-1]['name']}" if len(listed) > 1 else listed[0]["name"]
+        summary = inspect.getdoc(SUITES[name]) or ""
+        sizes = f"{len(listed)} cases of {spans}, {dtype}: {ranges}"
+        lines = [Text(summary), Text(sizes), Text(f"{first}{twins}", "dim")]
         table.add_row(Text(f"  {name}", "bold"), Text("\n").join(lines))
     return table
 
 
 def _range(values: Iterable[int]) -> str:
-    found = sorted(set(values))
-    return str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"
+    ordered = sorted(set(values))
+    return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]}-{ordered[-1]}"

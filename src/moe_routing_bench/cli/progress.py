@@ -13,13 +13,13 @@ from moe_routing_bench.cli.terminal import console
 
 
 class ShownProgress:
-    """Over all cells: tell() is called often while one is measured, cell_done() after each."""
+    """Over all cells: update() is called often while one is measured, cell_done() after each."""
 
     def __init__(self, bar: Progress, cells: int):
         self._bar, self._cells, self._done = bar, cells, 0
         self._task: TaskID = bar.add_task("starting", total=max(cells, 1))
 
-    def tell(self, cell: Cell, progress: CellProgress) -> None:
+    def update(self, cell: Cell, progress: CellProgress) -> None:
         where = f"{self._done + 1}/{self._cells} " if self._cells > 1 else ""
         self._bar.update(
             self._task,

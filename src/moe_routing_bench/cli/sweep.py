@@ -26,7 +26,10 @@ from moe_routing_bench.workloads.cases import SUITES
 @with_options
 def sweep_command(
     suite: Annotated[
-        str, typer.Argument(help=f"{', '.join(SUITES)}, a model, one case, or a span with sizes.")
+        str,
+        typer.Argument(
+            help=f"{', '.join(SUITES)} (`mrb list cases` explains), a model, a case, or a span with sizes."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The folder of results; made if it is not there.")],
     sizes: SizeOptions,
@@ -65,7 +68,7 @@ def sweep_command(
             plan = SweepPlan(todo=tuple(cells), done=0, failed=0)
         roofs = stored_roofs(this_machine().name)
     if dry_run:
-        _tell_plan(plan, as_json)
+        _show_plan(plan, as_json)
         return
     with user_mistakes():
         check_device(policy)
@@ -73,7 +76,9 @@ def sweep_command(
         show(_sentence(plan))
     outcomes: list[CellOutcome] = []
     with shown_progress(len(plan.todo)) as progress, user_mistakes():
-        source = run_sweep(plan.todo, out, ENGINES[engine](), suite=suite, roofs=roofs, tell=progress.tell)
+        source = run_sweep(
+            plan.todo, out, ENGINES[engine](), suite=suite, roofs=roofs, on_progress=progress.update
+        )
         for outcome in source:
             progress.cell_done()
             outcomes.append(outcome)
@@ -86,7 +91,7 @@ def sweep_command(
         show(f"Results are in {out}: `mrb results --folder {out}`, `mrb decide {out}`.")
 
 
-def _tell_plan(plan: SweepPlan, as_json: bool) -> None:
+def _show_plan(plan: SweepPlan, as_json: bool) -> None:
     if as_json:
         show_json({**_numbers(plan), "todo": [cell.name for cell in plan.todo]})
         return

@@ -84,13 +84,13 @@ def record_command(
         share = math.ceil(tokens / len(text))
         documents = [_tokens_of(path, share, tokenizer or model, loaded) for path in text]
         total = min(tokens, sum(document.numel() for document in documents))
-        with _bar(total, f"reading {len(text)} text{'s' if len(text) > 1 else ''}") as tell:
+        with _bar(total, f"reading {len(text)} text{'s' if len(text) > 1 else ''}") as on_tokens:
             found = record(
                 loaded,
                 pieces(documents, batch=batch, sequence=sequence),
                 layers=wanted,
                 max_tokens=total,
-                tell=tell,
+                on_tokens=on_tokens,
             )
         names = [path.name for path in text]
         words = _source(model, tokenizer, dtype, names, batch, sequence)

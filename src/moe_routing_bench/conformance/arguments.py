@@ -190,20 +190,20 @@ def fresh_arguments(
         tensor = on_device(tensor.double() if double and tensor.is_floating_point() else tensor, device)
         return tensor.requires_grad_(with_grad and tensor.is_floating_point())
 
-    found: dict[str, Any] = {}
+    made: dict[str, Any] = {}
     for name, value in arguments(op_name, case, layout, dtype, seed).items():
         if isinstance(value, Tensor):
-            found[name] = leaf(value)
+            made[name] = leaf(value)
         elif isinstance(value, ExpertWeights):
             leaves: dict[str, Any] = {n: leaf(t) for n, t in value.tensors().items()}
-            found[name] = replace(value, **leaves)
+            made[name] = replace(value, **leaves)
         elif isinstance(value, (Routing, RoutingPlan)):
             tensors = {f.name: getattr(value, f.name) for f in fields(value)}
             moved: Any = {n: on_device(t, device) for n, t in tensors.items() if isinstance(t, Tensor)}
-            found[name] = replace(value, **moved)
+            made[name] = replace(value, **moved)
         else:
-            found[name] = value
-    return found
+            made[name] = value
+    return made
 
 
 def memory_of(tensor: Tensor) -> Tensor:
@@ -219,10 +219,10 @@ def on_device(tensor: Tensor, device: str) -> Tensor:
 
 
 def leaves_of(args: Mapping[str, Any]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    leaves: dict[str, Tensor] = {}
     for name, value in args.items():
         if isinstance(value, ExpertWeights):
-            found.update(value.tensors())
+            leaves.update(value.tensors())
         elif isinstance(value, Tensor) and value.is_floating_point():
-            found[name] = value
-    return found
+            leaves[name] = value
+    return leaves

@@ -51,10 +51,10 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class KitCell:
     """One implementation on one case: what a line of `mrb check` sums up.
 
-    Cell(op="combine", spec="index_add", case=<plain>, layout="block(4)", dtype="bfloat16")
+    KitCell(op="combine", spec="index_add", case=<plain>, layout="block(4)", dtype="bfloat16")
     """
 
     op: str

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.conformance.arguments import fresh_arguments, leaves_of, memory_of, upstream
-from moe_routing_bench.conformance.cases import DTYPES, Cell, cases_for, layouts_for
+from moe_routing_bench.conformance.cases import DTYPES, KitCell, cases_for, layouts_for
 from moe_routing_bench.conformance.judging import (
     differentiable,
     differentiable_part,
@@ -36,29 +36,29 @@ from moe_routing_bench.plan import RoutingPlan
 class Outcome:
     """passed, failed (sentences say how) or unsupported (one sentence says why)."""
 
-    cell: Cell
+    cell: KitCell
     status: Literal["passed", "failed", "unsupported"]
     sentences: tuple[str, ...] = ()
 
 
 def cells(
     ops: str = "*", specs: str = "*", dtypes: Sequence[str] = tuple(DTYPES), device: str = "cpu"
-) -> list[Cell]:
+) -> list[KitCell]:
     """All cells whose op and implementation match; the patterns are as in a shell. Configurations that a
     tuner may try are implementations too."""
     return [
         cell
         for op in all_ops().values()
         if fnmatchcase(op.name, ops)
-        for found in find_all(op, configs=True)
-        if matches(found.spec, specs)
-        for cell in cells_of(op.name, found.spec, dtypes, device)
+        for listed in find_all(op, configs=True)
+        if matches(listed.spec, specs)
+        for cell in cells_of(op.name, listed.spec, dtypes, device)
     ]
 
 
-def cells_of(op: str, spec: str, dtypes: Sequence[str] = tuple(DTYPES), device: str = "cpu") -> list[Cell]:
+def cells_of(op: str, spec: str, dtypes: Sequence[str] = tuple(DTYPES), device: str = "cpu") -> list[KitCell]:
     return [
-        Cell(op=op, spec=spec, case=case, layout=layout, dtype=dtype, device=device)
+        KitCell(op=op, spec=spec, case=case, layout=layout, dtype=dtype, device=device)
         for case in cases_for(all_ops()[op])
         for layout in layouts_for(all_ops()[op], case)
         for dtype in dtypes
@@ -71,15 +71,15 @@ def matches(spec: str, pattern: str) -> bool:
     return fnmatchcase(spec, pattern) or fnmatchcase(spec.partition("(")[0], pattern)
 
 
-def check(cell: Cell) -> Outcome:
-    found = find(all_ops()[cell.op], cell.spec)
-    if found.implementation is None:
-        status: Literal["failed", "unsupported"] = "failed" if found.state == "broken" else "unsupported"
-        return Outcome(cell=cell, status=status, sentences=(found.reason,))
-    return check_implementation(found.implementation, cell)
+def check(cell: KitCell) -> Outcome:
+    listed = find(all_ops()[cell.op], cell.spec)
+    if listed.implementation is None:
+        status: Literal["failed", "unsupported"] = "failed" if listed.state == "broken" else "unsupported"
+        return Outcome(cell=cell, status=status, sentences=(listed.reason,))
+    return check_implementation(listed.implementation, cell)
 
 
-def check_implementation(implementation: Implementation, cell: Cell) -> Outcome:
+def check_implementation(implementation: Implementation, cell: KitCell) -> Outcome:
     """As check(), for an implementation that need not be installed."""
     try:
         with_grad = differentiable(cell.op, cell.case) and not implementation.forward_only
@@ -91,8 +91,8 @@ def check_implementation(implementation: Implementation, cell: Cell) -> Outcome:
     except Exception as error:
         wrong = [f"raised {type(error).__name__}: {error}"]
     if wrong:
-        told = tuple(f"{sentence}. Must hold: {cell.case.guards}" for sentence in wrong)
-        return Outcome(cell=cell, status="failed", sentences=told)
+        sentences = tuple(f"{sentence}. Must hold: {cell.case.guards}" for sentence in wrong)
+        return Outcome(cell=cell, status="failed", sentences=sentences)
     return Outcome(cell=cell, status="passed")
 
 
@@ -105,7 +105,7 @@ def _right_interpreter() -> AbstractContextManager[None]:
     return repaired()
 
 
-def _whats_wrong(implementation: Implementation, cell: Cell, args: Mapping[str, Any]) -> list[str]:
+def _whats_wrong(implementation: Implementation, cell: KitCell, args: Mapping[str, Any]) -> list[str]:
     host_args = fresh_arguments(cell.op, cell.case, cell.layout, cell.dtype)
     before = [memory_of(tensor).clone() for tensor in tensors_in(args)]
     with poisoned_memory():
@@ -137,7 +137,7 @@ def _whats_wrong(implementation: Implementation, cell: Cell, args: Mapping[str, 
     other_bits = "a second run on the same input gave other bits; say DETERMINISTIC = False?"
     if implementation.deterministic and not _all_same_bits(kept, run_again(with_grad=wants_grad)):
         wrong.append(other_bits)
-    # without gradients an implementation may go another way: that one is judged too
+    # without gradients an implementation may take another path, which is judged too
     plain = run_again(with_grad=False) if wants_grad else kept
     if wants_grad and not _all_same_bits(kept, plain):
         wrong += judge_output(implementation, cell, plain, host_args)
@@ -167,14 +167,14 @@ def poisoned_memory() -> Iterator[None]:
             torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
-def _fresh(cell: Cell, *, with_grad: bool = False, seed: int = 0) -> dict[str, Any]:
+def _fresh(cell: KitCell, *, with_grad: bool = False, seed: int = 0) -> dict[str, Any]:
     return fresh_arguments(
         cell.op, cell.case, cell.layout, cell.dtype, with_grad=with_grad, seed=seed, device=cell.device
     )
 
 
 def _on_host(out: Any) -> Any:
-    """A copy of the values on the host; what is no result at all stays as it is, to be complained about."""
+    """A copy of the values on the host; what is no result at all stays as it is, for the judge."""
     if isinstance(out, Tensor):
         return out.detach().to("cpu", copy=True)
     if isinstance(out, tuple):
@@ -183,14 +183,14 @@ def _on_host(out: Any) -> Any:
 
 
 def _names_of_tensors(args: Mapping[str, Any]) -> list[str]:
-    found = []
+    names = []
     for name, value in args.items():
         if isinstance(value, Tensor):
-            found.append(name)
+            names.append(name)
         elif value is not None and not isinstance(value, int):
             inner = [f.name for f in fields(value) if isinstance(getattr(value, f.name), Tensor)]
-            found += [f"{name}.{inner_name}" for inner_name in inner]
-    return found
+            names += [f"{name}.{inner_name}" for inner_name in inner]
+    return names
 
 
 def _all_same_bits(one: Any, other: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Memory that watches: every load and store of an interpreted Triton kernel, in any order of programs.
+"""Checks every load and store of an interpreted Triton kernel, with its programs in any order.
 
 The interpreter runs programs one after the other and reads whatever an address holds, so a kernel that reads
-past its tensor, or whose programs get in each other's way, gives the right numbers there, garbage on a GPU.
+past its tensor, or whose programs overwrite each other, gives right numbers there and garbage on a GPU.
 Inside `instrumented` these raise instead:
 
   OutOfBoundsError    a lane touches memory that is no element of an argument; gaps of a strided view included
@@ -36,7 +36,7 @@ Order = Literal["forward", "reversed", "random"]
 
 
 class KernelMemoryError(Exception):
-    """What a kernel did to memory that it must not."""
+    """A kernel used memory in a way it must not."""
 
 
 class OutOfBoundsError(KernelMemoryError):
@@ -56,7 +56,7 @@ class OrderError(KernelMemoryError):
 
 
 class _Region:
-    """One stretch of memory that arguments share: for every byte, whose it is and who used it."""
+    """One stretch of memory that arguments share: for every byte, whether it is theirs and who used it."""
 
     def __init__(self, start: int, stop: int):
         size = stop - start
@@ -108,7 +108,7 @@ class _Watch:
         self.program = (linear // (ny * nz), linear // nz % ny, linear % nz)
         return self.program
 
-    def access(self, pointers: Any, mask: Any, kind: str) -> None:
+    def access(self, pointers: Any, mask: Any, use: str) -> None:
         address = np.asarray(pointers.data).astype(np.int64)
         if mask is not None:
             address = address[np.broadcast_to(np.asarray(mask.data, dtype=bool), address.shape)]
@@ -120,17 +120,20 @@ class _Watch:
         index = np.searchsorted(self.starts, address, side="right") - 1
         if self.starts.size == 0 or (index < 0).any():
             self.fail(
-                OutOfBoundsError, kind, int((index < 0).sum()) or address.size, "are before every argument"
+                OutOfBoundsError,
+                use,
+                int((index < 0).sum()) or address.size,
+                "are before every argument",
             )
         for number in np.unique(index):
             region = self.regions[number]
             at = address[index == number] - region.start
             beyond = at + width > region.stop - region.start
             if beyond.any():
-                self.fail(OutOfBoundsError, kind, int(beyond.sum()), "are past the end of their argument")
+                self.fail(OutOfBoundsError, use, int(beyond.sum()), "are past the end of their argument")
             if not region.valid[at].all():
-                self.fail(OutOfBoundsError, kind, int((~region.valid[at]).sum()), "are in the gaps of a view")
-            getattr(self, f"_{kind}")(region, at, width)
+                self.fail(OutOfBoundsError, use, int((~region.valid[at]).sum()), "are in the gaps of a view")
+            getattr(self, f"_{use}")(region, at, width)
 
     def _load(self, region: _Region, at: np.ndarray, width: int) -> None:
         writer = region.writer[at]
@@ -169,17 +172,17 @@ class _Watch:
         before = region.atomic[at]
         region.atomic[at] = np.where((before == NOBODY) | (before == self.linear), self.linear, MANY)
 
-    def others(self, users: np.ndarray, kind: str, why: str) -> None:
+    def others(self, users: np.ndarray, use: str, why: str) -> None:
         theirs = (users != NOBODY) & (users != self.linear)
         if theirs.any():
-            self.fail(RaceError, kind, int(theirs.sum()), f"meet another program: {why}")
+            self.fail(RaceError, use, int(theirs.sum()), f"meet another program: {why}")
 
     def written(self, region: _Region, at: np.ndarray, width: int) -> None:
         for byte in range(width):
             region.unwritten[at + byte] = False
 
-    def fail(self, fault: type[KernelMemoryError], kind: str, lanes: int, why: str) -> None:
-        raise fault(f"{self.kernel}, program {self.program}, {kind}: {lanes} lanes {why}")
+    def fail(self, fault: type[KernelMemoryError], use: str, lanes: int, why: str) -> None:
+        raise fault(f"{self.kernel}, program {self.program}, {use}: {lanes} lanes {why}")
 
 
 def _regions(tensors: list[Tensor], empty: dict[int, np.ndarray]) -> list[_Region]:

@@ -2,8 +2,8 @@
 
 The stock interpreter (3.7.1 and 3.9.0) keeps bfloat16 as 16-bit integers and computes with the integers, so
 a product of 1.5 and 2 is nonsense; float32 becomes bfloat16 by cutting, not by rounding (triton-lang/triton
-issue 11584). And its float32 products are exact where a GPU would use TF32 unless told
-`input_precision="ieee"`, so a kernel that forgets to say so looks better than it is.
+issue 11584). And its float32 products are exact where a GPU would use TF32 unless asked for
+`input_precision="ieee"`, so a kernel that forgets it looks better than it is.
 Needs TRITON_INTERPRET=1 before triton is imported.
 
     with repaired():
@@ -118,8 +118,8 @@ def _builder_functions(stock: Any) -> dict[str, Callable[..., Any]]:
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         if not _is_bfloat16(lhs):
             return binary(self, lhs, rhs, op)
-        found = binary(self, _wide(lhs), _wide(rhs), op)
-        return TensorHandle(found.data, tl.int1) if found.data.dtype == np.bool_ else _narrow(found)
+        result = binary(self, _wide(lhs), _wide(rhs), op)
+        return TensorHandle(result.data, tl.int1) if result.data.dtype == np.bool_ else _narrow(result)
 
     def unary_op(self: Any, arg: Any, op: Any) -> Any:
         return _narrow(unary(self, _wide(arg), op)) if _is_bfloat16(arg) else unary(self, arg, op)

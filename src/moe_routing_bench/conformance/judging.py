@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_routing_bench.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.conformance.arguments import fresh_arguments, leaves_of, upstream
-from moe_routing_bench.conformance.cases import Case, Cell
+from moe_routing_bench.conformance.cases import Case, KitCell
 from moe_routing_bench.ops.implementation import Implementation, tensors_in
 from moe_routing_bench.ops.registry import all_ops
 
@@ -31,9 +31,9 @@ def differentiable(op: str, case: Case) -> bool:
     return all_ops()[op].differentiable and not case.beyond_int32
 
 
-def reference_of(cell: Cell, seed: int = 0, implementation: Implementation | None = None) -> Reference:
-    """The same for every implementation and device, so it is computed once; but with the weights that an
-    implementation really computes with, if it stores them in another type."""
+def reference_of(cell: KitCell, seed: int = 0, implementation: Implementation | None = None) -> Reference:
+    """Computed once for all implementations and devices. An implementation that stores its weights in another
+    type has its own, computed with those weights."""
     if implementation is None or implementation.stored is None:
         return _reference(cell.op, cell.case, cell.layout, cell.dtype, seed)
     plain = fresh_arguments(cell.op, cell.case, cell.layout, cell.dtype, seed=seed)
@@ -80,7 +80,9 @@ def differentiable_part(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def judge_output(implementation: Implementation, cell: Cell, out: Any, args: Mapping[str, Any]) -> list[str]:
+def judge_output(
+    implementation: Implementation, cell: KitCell, out: Any, args: Mapping[str, Any]
+) -> list[str]:
     right = reference_of(cell, implementation=implementation)
 
     def more(n: int) -> list[tuple[Any, Any]]:
@@ -91,7 +93,7 @@ def judge_output(implementation: Implementation, cell: Cell, out: Any, args: Map
 
 
 def judge_gradients(
-    cell: Cell, out: Any, grads: Mapping[str, Tensor | None], args: Mapping[str, Any]
+    cell: KitCell, out: Any, grads: Mapping[str, Tensor | None], args: Mapping[str, Any]
 ) -> list[str]:
     right, op = reference_of(cell), all_ops()[cell.op]
     d_out = upstream(cell.op, cell.case, differentiable_part(out).shape, args)
@@ -112,13 +114,13 @@ def judge_gradients(
     return wrong
 
 
-def _others(cell: Cell, n: int, implementation: Implementation | None = None) -> list[Reference]:
+def _others(cell: KitCell, n: int, implementation: Implementation | None = None) -> list[Reference]:
     """The same case on other data, for results of so few elements that the baseline's error is luck."""
     # the largest of 128 errors is about 2.7 standard deviations, and luck passes twice that 1 time in 10^7;
-    # with 18 numbers honest implementations were rejected in 14 of 31,057 cells. The errors of one pair hang
-    # together, so a gradient of many numbers that comes from one token is luck as well
-    telling = min(n, 8 * cell.case.T * cell.case.K)
-    enough = min(63, 128 // telling) if telling else 0
+    # with 18 numbers honest implementations were rejected in 14 of 31,057 cells. The errors of one pair are
+    # correlated, so a gradient of many numbers that comes from one token is luck as well
+    independent = min(n, 8 * cell.case.T * cell.case.K)
+    enough = min(63, 128 // independent) if independent else 0
     return [reference_of(cell, seed, implementation) for seed in range(1, 1 + enough)]
 
 

@@ -1,4 +1,4 @@
-"""Hold one router to its contract and say in words what it breaks.
+"""Checks one router against its contract and says in words what it breaks.
 
 Validity, gate sums, dtypes, gradients (against slopes in float64 too, and where all tokens or all scores are
 the same), no tokens and one token, masks, losses, the order of tokens, and the leak test: the flags
@@ -36,15 +36,15 @@ def check_router(router: str | type[Router], **options: Any) -> list[str]:
     def make(**more: Any) -> Router:
         return rule(D, E, rule.fixed_K or K, **{"loss_weights": weights, **options, **more})
 
-    found: list[str] = []
+    wrong: list[str] = []
     with torch.random.fork_rng(devices=[]):
         for check in CHECKS:
             torch.manual_seed(0)
             try:
-                found += check(make)
+                wrong += check(make)
             except Exception as error:  # whatever a router raises is a finding about it
-                found.append(f"checking {check.__name__[1:]}: it raised {type(error).__name__}: {error}")
-    return list(dict.fromkeys(found))
+                wrong.append(f"checking {check.__name__[1:]}: it raised {type(error).__name__}: {error}")
+    return list(dict.fromkeys(wrong))
 
 
 def _declarations(make: Make) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_routing_bench.conformance.cases import CASES, Cell
+from moe_routing_bench.conformance.cases import CASES, KitCell
 from moe_routing_bench.conformance.check import cells, check
 from moe_routing_bench.conformance.router_checks import check_router
 from moe_routing_bench.ops.registry import all_ops, include
@@ -26,7 +26,7 @@ if folder := os.environ.get("MRB_INCLUDE_PATH"):
 PATTERNS = [pattern for pattern in os.environ.get("MRB_CHECK", "").split(",") if pattern]
 
 
-def _wanted(cell: Cell) -> bool:
+def _wanted(cell: KitCell) -> bool:
     return not PATTERNS or any(fnmatch.fnmatchcase(f"{cell.op}.{cell.spec}", p) for p in PATTERNS)
 
 
@@ -38,7 +38,7 @@ def test_something_is_checked() -> None:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_conforms(cell: Cell) -> None:
+def test_conforms(cell: KitCell) -> None:
     outcome = check(cell)
     if outcome.status == "unsupported":
         pytest.skip(outcome.sentences[0])

@@ -105,8 +105,8 @@ class Controller:
         if self.reduce is None:
             return list(tensors)
         # cat copies, so reduce may overwrite what it is given
-        packed = self.reduce(torch.cat([tensor.flatten() for tensor in tensors]))
-        parts = packed.split([tensor.numel() for tensor in tensors])
+        sums = self.reduce(torch.cat([tensor.flatten() for tensor in tensors]))
+        parts = sums.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def total_counts(self, counts: Counts) -> Counts:
@@ -152,15 +152,15 @@ def all_controllers() -> dict[str, type[Controller]]:
 
 def controller_in(module: ModuleType) -> type[Controller]:
     """The one Controller subclass that a file defines."""
-    found = [
+    controllers = [
         thing
         for thing in vars(module).values()
         if isinstance(thing, type) and issubclass(thing, Controller) and thing.__module__ == module.__name__
     ]
-    if len(found) != 1:
-        names = ", ".join(sorted(cls.__name__ for cls in found)) or "none"
+    if len(controllers) != 1:
+        names = ", ".join(sorted(cls.__name__ for cls in controllers)) or "none"
         raise ValueError(f"{module.__name__} must define exactly one subclass of Controller; it has {names}")
-    return found[0]
+    return controllers[0]
 
 
 def controller_for(router: Router, name: str | None = None, **options: Any) -> Controller:
@@ -182,13 +182,13 @@ def controller_for(router: Router, name: str | None = None, **options: Any) -> C
     return controllers[name](router, **options)
 
 
-def name_of(kind: type[Controller]) -> str:
-    return kind.__module__.rpartition(".")[2]
+def name_of(controller: type[Controller]) -> str:
+    return controller.__module__.rpartition(".")[2]
 
 
 def _who_has(buffers: list[str]) -> str:
     """Routers whose own controller moves one of these buffers: found without building any."""
-    movers = {name for name, kind in all_controllers().items() if set(kind.moves) & set(buffers)}
+    movers = {name for name, controller in all_controllers().items() if set(controller.moves) & set(buffers)}
     routers = sorted(name for name, rule in all_routers().items() if rule.controller in movers)
     if not routers:
         return "no router here has it"

@@ -251,7 +251,7 @@ class _Reader:
     def __init__(self, about: _About, tensors: _Tensors):
         self.about, self.tensors = about, tensors
         home = f"model.layers.{about.layer}"
-        block = f"{home}.{about.family.block}"
+        block = f"{home}.{about.family.module}"
         # Transformers 5 calls it mlp everywhere when it is told not to save in the original format
         self.block = block if f"{block}.{about.family.router}.weight" in tensors else f"{home}.mlp"
 

@@ -200,14 +200,14 @@ def record(
     max_tokens: int = 1 << 16,
     max_bytes: int = 4 << 30,
     call: Callable[[nn.Module, Tensor], Any] | None = None,
-    tell: Callable[[int], None] = lambda tokens: None,
+    on_tokens: Callable[[int], None] = lambda tokens: None,
 ) -> Recording:
     """Run the model over the pieces and keep what its MoE layers chose, of the first max_tokens tokens.
 
     layers     by number as in moe_layers; None: all
     max_bytes  of the trace file this would become, checked when the first sizes are known
     call       how the model is given token_BN; None: model(token_BN), for Transformers without cache
-    tell       is called with the number of tokens kept so far
+    on_tokens  is called with the number of tokens kept so far
 
     The model runs in evaluation mode, without gradients, and is left as it was. All layers must have the same
     number of experts and of choices: record those of one size at a time.
@@ -240,7 +240,7 @@ def record(
                     kept.setdefault(layer, []).append(_compact(routing, names[layer], take))
                 where.append(_where(batch, take))
                 tokens += take
-                tell(tokens)
+                on_tokens(tokens)
                 if tokens == max_tokens:
                     break
     finally:

@@ -69,7 +69,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Turned:
-    """PASSED in one run and not in the other, whose status and reason these are; repro is B's."""
+    """Passed in one run and failed in the other: status and reason are the failure's, repro is B's."""
 
     name: str
     status: str
@@ -109,11 +109,11 @@ def compare_runs(
     *,
     allow: Collection[str] = (),
     delta: float = DELTA,
-    tell: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> RunComparison:
     """B against A. ValueError if what was measured in both was measured unlike, unless `allow` names how.
 
-    delta: the smallest difference that counts. tell hears (rows done, rows in all).
+    delta: the smallest difference that counts. on_progress gets (rows done, rows in all).
     """
     if not 0 < delta < math.inf:
         raise ValueError(f"the smallest difference that counts must be above zero, not {delta}")
@@ -122,22 +122,22 @@ def compare_runs(
     left_out = LeftOut()
     runs = [read_run(folder, left_out) for folder in (folder_a, folder_b)]
     all_a, all_b = (latest(run) for run in runs)
-    for run, found in zip(runs, (all_a, all_b), strict=True):
-        if not found:
+    for run, measured in zip(runs, (all_a, all_b), strict=True):
+        if not measured:
             raise ValueError(f"{run.folder} holds no records; mrb bench --out {run.folder} makes some")
     pairs, notes = match(all_a, all_b, allow)
     both = [(a, b) for a, b in pairs if a.passed and b.passed]
     matched = {question(one) for pair in pairs for one in pair}
     only_a, only_b = (
-        tuple(sorted({m.name for m in found if m.passed and question(m) not in matched}))
-        for found in (all_a, all_b)
+        tuple(sorted({m.name for m in measured if m.passed and question(m) not in matched}))
+        for measured in (all_a, all_b)
     )
     if not any(a.passed or b.passed for a, b in pairs):
         raise ValueError(
             f"nothing that passed is in both folders: {folder_a} has {_some(only_a)}; "
             f"{folder_b} has {_some(only_b)}"
         )
-    changes, unreadable = _changes(both, delta, tell)
+    changes, unreadable = _changes(both, delta, on_progress)
     harness = {m.record.harness_hash for pair in both for m in pair}
     if len(harness) > 1:
         notes.append("the code that measures is not the same in all of these records")
@@ -154,8 +154,8 @@ def compare_runs(
 
 
 def _turned(failed: Measured, b: Measured) -> Turned:
-    found = failed.record.correctness
-    return Turned(name=b.name, status=str(found.status), reason=found.reason, repro=b.record.repro)
+    why = failed.record.correctness
+    return Turned(name=b.name, status=str(why.status), reason=why.reason, repro=b.record.repro)
 
 
 def _some(names: tuple[str, ...]) -> str:
@@ -163,7 +163,7 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def _changes(
-    both: list[tuple[Measured, Measured]], delta: float, tell: Callable[[int, int], None] | None
+    both: list[tuple[Measured, Measured]], delta: float, on_progress: Callable[[int, int], None] | None
 ) -> tuple[list[Change], list[str]]:
     from scipy import stats  # a second to import
 
@@ -177,8 +177,8 @@ def _changes(
             unreadable.append(f"{b.name}: {error}")
             continue
         rows.append((a, b, method, logs, p_value_of(*logs), interval_of(*logs)))
-        if tell is not None:
-            tell(number + 1, len(both))
+        if on_progress is not None:
+            on_progress(number + 1, len(both))
     adjusted = stats.false_discovery_control([row[4] for row in rows]).tolist() if rows else []
     changes = []
     for (a, b, method, (log_a, log_b), p, interval), q in zip(rows, adjusted, strict=True):
@@ -267,12 +267,12 @@ def interval_of(log_a: Floats, log_b: Floats) -> tuple[float, float] | None:
 
     if min(len(log_a), len(log_b)) < FEWEST_ROUNDS:
         return None
-    found = stats.bootstrap(
+    interval = stats.bootstrap(
         (log_a, log_b), lambda a, b, axis: np.median(b, axis=axis) - np.median(a, axis=axis),
         n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", vectorized=True,
         rng=np.random.default_rng(0),
     ).confidence_interval  # fmt: skip
-    return round(float(found.low), DIGITS), round(float(found.high), DIGITS)
+    return round(float(interval.low), DIGITS), round(float(interval.high), DIGITS)
 
 
 def verdict_of(
@@ -280,15 +280,15 @@ def verdict_of(
 ) -> tuple[Verdict, str]:
     """drift: the logarithm of how far unchanged code moved; a change must count beyond it."""
     limit, counts, alpha = math.log1p(delta), math.log1p(max(delta, floor)) + drift, 1 - CONFIDENCE
-    said = f"a difference of more than {100 * math.expm1(counts):.1f} %"
+    difference = f"a difference of more than {100 * math.expm1(counts):.1f} %"
     if interval is None:
         return "UNDECIDED", f"fewer than {FEWEST_ROUNDS} samples in one of the runs"
     low, high = interval
     if abs(centre) > counts:
         if (low > 0 or high < 0) and q <= alpha:
-            return ("SLOWER" if centre > 0 else "FASTER"), f"{said}, with p = {q:.2g}"
+            return ("SLOWER" if centre > 0 else "FASTER"), f"{difference}, with p = {q:.2g}"
         cause = "the interval holds 1" if low <= 0 <= high else f"p = {q:.2g} is above {alpha:.2g}"
-        return "UNDECIDED", f"perhaps {said}, but {cause}"
+        return "UNDECIDED", f"perhaps {difference}, but {cause}"
     if floor > delta:
         return "UNDECIDED", f"in one of the runs the baseline's own twin is {100 * floor:.1f} % away from it"
     if drift > limit:

@@ -60,8 +60,8 @@ class Contest:
     @property
     def ties(self) -> tuple[str, ...]:
         """Not shown to be slower than the winner, nearest first."""
-        found = [name for name, one in self.against_winner.items() if one.verdict != "SLOWER"]
-        return tuple(sorted(found, key=lambda name: self.ratios[name]))
+        names = [name for name, one in self.against_winner.items() if one.verdict != "SLOWER"]
+        return tuple(sorted(names, key=lambda name: self.ratios[name]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +95,21 @@ def decide(folder: Path | str, *, cache: str | None = None) -> Decided:
     cells = _cells(run, cache, notes)
     machine, torch = _one_of_each(run, cells)
     fields = [_field(run, *one, notes) for one in _chosen(cells, notes)]
-    found = _contests([field for field in fields if field is not None])
+    by_question = _contests([field for field in fields if field is not None])
     answers = []
-    for question, contests in sorted(found.items(), key=lambda item: str(item[0])):
+    for question, contests in sorted(by_question.items(), key=lambda item: str(item[0])):
         contests.sort(key=lambda contest: contest.T)
         ranked = _regret({f"T={contest.T}": contest for contest in contests})
         answers.append(Answer(question=question, contests=tuple(contests), overall=ranked[0]))
     if not answers:
-        why = "; ".join(notes.said()) or "it has no record with status PASSED"
+        why = "; ".join(notes.sentences()) or "it has no record with status PASSED"
         raise ValueError(f"{folder} decides nothing: {why}")
     return Decided(
         machine=machine,
         torch=torch,
         answers=tuple(answers),
         regrets={op: _regret(contests) for op, contests in _by_op(answers).items()},
-        notes=tuple(notes.said()),
+        notes=tuple(notes.sentences()),
         left_out=left_out,
     )
 
@@ -149,13 +149,13 @@ class _Notes:
     def add(self, reason: str, count: int = 1) -> None:
         self._counts[reason] = self._counts.get(reason, 0) + count
 
-    def said(self) -> list[str]:
+    def sentences(self) -> list[str]:
         return [f"{reason} ({count})" if count > 1 else reason for reason, count in self._counts.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Field:
-    """Who runs in a contest, before it is decided; names are specs."""
+    """The contenders of a contest before it is decided, by spec."""
 
     question: Question
     cell: CellRun
@@ -166,16 +166,16 @@ class _Field:
 
 def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, list[Record]]]:
     """Cells with something that passed, and those records."""
-    found = []
+    cells = []
     for cell in run.cells:
         passed = [r for r in cell.records if r.correctness.status is Status.PASSED]
         passed = [r for r in passed if r.implementation.role not in ("twin", "beside")]
         if passed := [r for r in passed if _is_asked(r, notes)]:
-            found.append((cell, passed))
-    if not found:
-        why = "; ".join(notes.said()) or "it has no record with status PASSED"
+            cells.append((cell, passed))
+    if not cells:
+        why = "; ".join(notes.sentences()) or "it has no record with status PASSED"
         raise ValueError(f"{run.folder} decides nothing: {why}")
-    policies = sorted({r.protocol.cache for _, records in found for r in records})
+    policies = sorted({r.protocol.cache for _, records in cells for r in records})
     if cache is None and len(policies) > 1:
         raise ValueError(
             f"{run.folder} mixes the cache policies {', '.join(policies)}; choose one with --cache"
@@ -184,15 +184,15 @@ def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, li
         raise ValueError(
             f"{run.folder} has nothing with the cache policy {cache!r}; it has {', '.join(policies)}"
         )
-    kept = [(cell, records) for cell, records in found if cache in (None, records[0].protocol.cache)]
-    if len(kept) < len(found):
-        notes.add(f"cells not used: measured with another cache policy than {cache}", len(found) - len(kept))
+    kept = [(cell, records) for cell, records in cells if cache in (None, records[0].protocol.cache)]
+    if len(kept) < len(cells):
+        notes.add(f"cells not used: measured with another cache policy than {cache}", len(cells) - len(kept))
     return kept
 
 
 def _is_asked(record: Record, notes: _Notes) -> bool:
-    """impl="auto" asks for an operation going forward. Another router or kind of layer changes what the
-    operation sees, and no decision says which it was: the plain layer with the default router counts."""
+    """impl="auto" asks for an operation going forward. Another router or layer changes what the
+    operation sees, and decisions do not name it: only the plain layer with the default router counts."""
     what = record.what
     _, router, layer = what.setting
     unlike = {
@@ -207,7 +207,7 @@ def _is_asked(record: Record, notes: _Notes) -> bool:
 
 
 def _one_of_each(run: Run, cells: list[tuple[CellRun, list[Record]]]) -> tuple[str, str]:
-    records = [record for _, found in cells for record in found]
+    records = [record for _, passed in cells for record in passed]
     environments = {record.environment: run.environment(record) for record in records}
     for record in records:
         if not environments[record.environment].known:
@@ -233,7 +233,7 @@ def _chosen(
     cells: list[tuple[CellRun, list[Record]]], notes: _Notes
 ) -> Iterable[tuple[Question, CellRun, list[Record]]]:
     """One cell for each question and number of tokens: the op itself before a layer, then the newest."""
-    found: dict[tuple[Question, int], tuple[tuple[object, ...], CellRun, list[Record]]] = {}
+    best: dict[tuple[Question, int], tuple[tuple[object, ...], CellRun, list[Record]]] = {}
     for cell, records in cells:
         by_question: dict[Question, list[Record]] = {}
         for record in records:
@@ -242,11 +242,11 @@ def _chosen(
         for question, asked in by_question.items():
             key = (question, asked[0].workload.T)
             rank = (asked[0].what.span == question.op, max(r.created_at for r in asked), cell.session)
-            if key in found:
+            if key in best:
                 notes.add("cells not used: a newer or closer measurement has the same sizes")
-            if key not in found or found[key][0] < rank:
-                found[key] = (rank, cell, asked)
-    return [(question, cell, asked) for (question, _), (_, cell, asked) in found.items()]
+            if key not in best or best[key][0] < rank:
+                best[key] = (rank, cell, asked)
+    return [(question, cell, asked) for (question, _), (_, cell, asked) in best.items()]
 
 
 def _question(record: Record, notes: _Notes) -> Question | None:
@@ -256,7 +256,7 @@ def _question(record: Record, notes: _Notes) -> Question | None:
         notes.add(f"records not used: the span {span} is several operations and decides none of them")
         return None
     if not measured.named(record.implementation.spec):
-        notes.add("records not used: a whole layer that is not ours is no implementation")
+        notes.add("records not used: a layer of another library is no implementation of an operation")
         return None
     sizes = (w.T, w.D, w.F, w.E, w.K, record.protocol.threads)
     words = (w.dtype, w.activation, record.protocol.device, record.implementation.spec)
@@ -279,11 +279,11 @@ def _question(record: Record, notes: _Notes) -> Question | None:
 def _field(
     run: Run, question: Question, cell: CellRun, records: list[Record], notes: _Notes
 ) -> _Field | None:
-    """None if the samples are not those that were written: a contest with someone missing decides nothing."""
+    """None if samples cannot be read or paired: a contest that lacks a contender decides nothing."""
     by_name: dict[str, Record] = {}
     for record in records:
         one = record.implementation
-        # "auto" is no choice; what it was then is
+        # "auto" is not a choice; what it stood for then is
         by_name.setdefault(one.label if one.spec == "auto" else one.spec, record)
         if one.origin != BUILT_IN:
             notes.add(f"{question.op}.{one.spec} is not built in: whoever uses the decisions needs it too")
@@ -302,14 +302,14 @@ def _field(
     if not all((np.isfinite(samples) & (samples > 0)).all() for samples in times.values()):
         notes.add("cells not used: samples that are not positive and finite")
         return None
-    # without a baseline that passed there are only the times, which share their rounds as well
+    # without a baseline that passed the times are compared, which share their rounds too
     baselines = [r for r in cell.records if r.implementation.role == "baseline" and r.timing is not None]
     unit = baselines[0].timing.median if baselines and baselines[0].timing else 1.0
     ratios = {}
     for name, record in by_name.items():
         assert record.timing is not None  # it passed
-        found = record.comparison
-        ratios[name] = found.ratio if found is not None else record.timing.median / unit
+        comparison = record.comparison
+        ratios[name] = comparison.ratio if comparison is not None else record.timing.median / unit
     return _Field(question=question, cell=cell, records=by_name, times=times, ratios=ratios)
 
 
@@ -327,8 +327,8 @@ def _contests(fields: list[_Field]) -> dict[Question, list[Contest]]:
         aa_floor=[fields[number].cell.aa_floor for number, _ in asked],
     )
     against: list[dict[str, Comparison]] = [{} for _ in fields]
-    for (number, name), found in zip(asked, compared, strict=True):
-        against[number][name] = found
+    for (number, name), comparison in zip(asked, compared, strict=True):
+        against[number][name] = comparison
     contests: dict[Question, list[Contest]] = {}
     for field, winner, others in zip(fields, winners, against, strict=True):
         workload = field.records[winner].workload
@@ -341,18 +341,18 @@ def _contests(fields: list[_Field]) -> dict[Question, list[Contest]]:
 
 
 def _by_op(answers: list[Answer]) -> dict[str, dict[str, Contest]]:
-    found: dict[str, dict[str, Contest]] = {}
+    by_op: dict[str, dict[str, Contest]] = {}
     for answer in answers:
         for contest in answer.contests:
-            asked, cells = answer.question, found.setdefault(answer.question.op, {})
+            asked, cells = answer.question, by_op.setdefault(answer.question.op, {})
             facts = f"{asked.facts.dtype} {asked.facts.layout} {asked.workload}, threads={asked.threads}"
             place = f"{contest.case} T={contest.T} {facts}"
             cells[place if place not in cells else f"{place}, {asked.facts}"] = contest
-    return found
+    return by_op
 
 
 def _regret(contests: dict[str, Contest]) -> list[Regret]:
-    """Best first; where no choice has a time everywhere, the one with the fewest holes."""
+    """Best first; where no choice has a time everywhere, the one that lacks the fewest."""
     rows = regret(
         {cell: contest.ratios for cell, contest in contests.items()},
         {cell: contest.against_winner for cell, contest in contests.items()},

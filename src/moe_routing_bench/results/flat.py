@@ -1,9 +1,9 @@
 """Records as flat rows in Parquet: what queries read instead of parsing JSON each time.
 
 session=<id>/records.parquet holds one row for each good line of records.jsonl beside it. It is a copy: the
-lines stay the truth, and a Parquet file that does not match them is made anew. Making it costs one validation
-of each line, one to three minutes for 10^6 records (`measurements/bench/results_scale.json`), once; later
-lines are added to it.
+lines count, and a Parquet file that does not match them is made anew. Making it costs one validation of each
+line, one to three minutes for 10^6 records (`measurements/bench/results_scale.json`), once;
+later lines are added.
 """
 
 from __future__ import annotations
@@ -169,17 +169,17 @@ class Source:
         return LeftOut(lines, list(self.cover.sentences[:lines]))
 
 
-def compact(folder: Path | str, progress: Callable[[int, int], None] | None = None) -> int:
-    """Bring the Parquet file of every session up to date; how many were behind. progress hears (bytes done,
-    bytes in all) after each."""
+def compact(folder: Path | str, on_progress: Callable[[int, int], None] | None = None) -> int:
+    """Bring the Parquet file of every session up to date; how many were behind. on_progress gets (bytes
+    done, bytes in all) after each."""
     with duckdb.connect() as connection:
         behind = [source for source in sources(connection, Path(folder)) if not source.is_current]
         total, done = sum(source.size - source.start for source in behind), 0
         for source in behind:
             fold(connection, source)
             done += source.size - source.start
-            if progress is not None:
-                progress(done, total)
+            if on_progress is not None:
+                on_progress(done, total)
     return len(behind)
 
 
@@ -193,7 +193,7 @@ def _source(session: str, folder: Path, cover: Cover | None) -> Source:
     parquet, lines = folder / PARQUET, (folder / RECORDS).stat()
     same_age = cover is not None and parquet.stat().st_mtime_ns >= lines.st_mtime_ns
     if cover is not None and not (same_age and lines.st_size == cover.seen):
-        # as with make, an older copy is doubted; the hash tells a copied folder from changed lines
+        # a copy older than its lines is not trusted, as in make; the hash shows whether the lines changed
         if lines.st_size < cover.seen or _sha256(folder / RECORDS, cover.covered) != cover.sha256:
             cover = None
         elif lines.st_size == cover.seen:
@@ -251,16 +251,16 @@ def select_rows(rows: Path) -> str:
         for parent in parents:
             part = part.setdefault(parent, {})
         part[last] = column.type
-    types = ", ".join(f"{quoted(name)}: {quoted(_sql_type(kind))}" for name, kind in nested.items())
+    types = ", ".join(f"{quoted(name)}: {quoted(_sql_type(inner))}" for name, inner in nested.items())
     columns = ", ".join(f'{_sql_path(column)} AS "{column.name}"' for column in COLUMNS)
     options = f"format = 'newline_delimited', columns = {{{types}}}"
     return f"SELECT {columns} FROM read_json({quoted(rows)}, {options})"
 
 
-def _sql_type(kind: str | dict[str, Any]) -> str:
-    if isinstance(kind, str):
-        return kind
-    fields = ", ".join(f'"{name}" {_sql_type(inner)}' for name, inner in kind.items())
+def _sql_type(sql_type: str | dict[str, Any]) -> str:
+    if isinstance(sql_type, str):
+        return sql_type
+    fields = ", ".join(f'"{name}" {_sql_type(inner)}' for name, inner in sql_type.items())
     return f"STRUCT({fields})"
 
 
@@ -292,13 +292,13 @@ def _read_covers(connection: duckdb.DuckDBPyConnection, parquets: list[Path]) ->
     try:
         listed = ", ".join(quoted(name) for name in names)
         rows = connection.execute(query.format(f"[{listed}]"), [ENTRY]).fetchall()
-    except duckdb.Error:  # one of them is damaged: ask each
+    except duckdb.Error:  # one of them is damaged: read each alone
         if len(present) == 1:
             return {}
-        found: dict[Path, Cover] = {}
+        covers: dict[Path, Cover] = {}
         for path in present:
-            found |= _read_covers(connection, [path])
-        return found
+            covers |= _read_covers(connection, [path])
+        return covers
     return {Path(name): cover for name, text in rows if (cover := _parse_cover(text)) is not None}
 
 
@@ -334,7 +334,7 @@ def _end_of_last_line(path: Path, size: int) -> int:
         while size > 0:
             begin = max(0, size - (1 << 16))
             file.seek(begin)
-            if (found := file.read(size - begin).rfind(b"\n")) >= 0:
-                return begin + found + 1
+            if (newline := file.read(size - begin).rfind(b"\n")) >= 0:
+                return begin + newline + 1
             size = begin
     return 0

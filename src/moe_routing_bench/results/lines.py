@@ -68,12 +68,12 @@ def session_folders(folder: Path) -> dict[str, Path]:
     """Session id -> its folder, oldest first, if it has a records file. Links are not followed."""
     if not folder.is_dir():
         raise ValueError(f"there is no results folder {folder}; mrb bench --out {folder} makes one")
-    found = {}
+    folders = {}
     for path in sorted(folder.iterdir()):
         name = re.fullmatch(f"session=({SESSION})", path.name)
         if name and stat.S_ISDIR(path.lstat().st_mode) and is_plain_file(path / RECORDS):
-            found[name[1]] = path
-    return found
+            folders[name[1]] = path
+    return folders
 
 
 def is_plain_file(path: Path) -> bool:

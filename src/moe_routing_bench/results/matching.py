@@ -25,7 +25,7 @@ class Measured:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """What was computed on, without the routing, which a worker that died may not have told."""
+        """Sizes and setting, without the routing, which a worker that died early may not have reported."""
         w, sizes = self.record.workload, "TDFEKW"
         letters = tuple(getattr(w, letter) for letter in sizes)
         rest = (w.shared_F, w.heads, w.sequences, w.activation, w.bias)
@@ -69,16 +69,16 @@ LIKE: dict[str, tuple[str, Callable[[Measured], str]]] = {
 
 def latest(run: Run) -> list[Measured]:
     """The newest record of everything that was measured, whatever came of it; twins are no contenders."""
-    found: dict[object, Measured] = {}
+    newest: dict[object, Measured] = {}
     for cell in run.cells:
         for record in cell.records:
             if record.implementation.role in ("twin", "beside"):
                 continue
             one = Measured(run=run, cell=cell, record=record)
             key = (one.identity, _likeness(one))
-            if key not in found or _age(found[key]) < _age(one):
-                found[key] = one
-    return sorted(found.values(), key=_age)
+            if key not in newest or _age(newest[key]) < _age(one):
+                newest[key] = one
+    return sorted(newest.values(), key=_age)
 
 
 def _age(one: Measured) -> tuple[object, str]:
@@ -90,7 +90,7 @@ def _likeness(one: Measured) -> tuple[str, ...]:
 
 
 def question(one: Measured) -> tuple[object, ...]:
-    """What a user asked for. Older answers to it, made with other versions, are not missing elsewhere."""
+    """What a user asked for, whatever the versions: a run that answers it with others lacks nothing."""
     versions = ("torch", "python", "settings", "contract", "routing")
     asked = tuple(value(one) for name, (_, value) in LIKE.items() if name not in versions)
     return (*one.identity, *asked)
@@ -99,8 +99,8 @@ def question(one: Measured) -> tuple[object, ...]:
 def match(
     all_a: list[Measured], all_b: list[Measured], allow: Collection[str]
 ) -> tuple[list[tuple[Measured, Measured]], list[str]]:
-    """Pairs of records of A and B, and notes. Those that agree in everything find each other first, then
-    those that differ only in what is allowed. ValueError if the same was measured unlike in another way."""
+    """Pairs of records of A and B, and notes. Those that agree in everything are paired first, then those
+    that differ only in what is allowed. ValueError if some differ in anything else."""
     for name in allow:
         if name not in LIKE:
             raise ValueError(
@@ -127,9 +127,9 @@ def match(
         a = min(reversed(others), key=lambda one: len(differences(one, b)))
         differing = differences(a, b)
         if refused := [name for name in differing if name not in allow]:
-            said = "; ".join(_difference(name, a, b) for name in refused)
+            sentence = "; ".join(_difference(name, a, b) for name in refused)
             options = " ".join(f"--allow {name}" for name in refused)
-            raise ValueError(f"{said}; add {options} to compare all the same (seen at {b.name})")
+            raise ValueError(f"{sentence}; add {options} to compare all the same (seen at {b.name})")
         notes |= dict.fromkeys(f"compared all the same: {_difference(name, a, b)}" for name in differing)
         others.remove(a)
         pairs.append((a, b))
@@ -138,7 +138,7 @@ def match(
 
 
 def _match_failed(left_a: list[Measured], failed_b: list[Measured]) -> list[tuple[Measured, Measured]]:
-    """What died early may have told neither its routing nor its full label: its spec and place must do."""
+    """A worker that died early may have reported neither routing nor full label: match spec and place."""
     pairs = []
     for a in left_a:
         for b in failed_b:
@@ -152,10 +152,10 @@ def _match_failed(left_a: list[Measured], failed_b: list[Measured]) -> list[tupl
 
 
 def differences(a: Measured, b: Measured) -> list[str]:
-    found = {name: (value(a), value(b)) for name, (_, value) in LIKE.items()}
+    values = {name: (value(a), value(b)) for name, (_, value) in LIKE.items()}
     if a.record.routing is None or b.record.routing is None:
-        del found["routing"]  # one of them died before it was known
-    return [name for name, (of_a, of_b) in found.items() if of_a != of_b]
+        del values["routing"]  # one of them died before it was known
+    return [name for name, (of_a, of_b) in values.items() if of_a != of_b]
 
 
 def _difference(name: str, a: Measured, b: Measured) -> str:

@@ -44,7 +44,7 @@ FORMULA = r"^(\s*[=+@\x{FF1D}\x{FF0B}\x{FF20}\x{FF0D}-]|[\t\r\n'])"
 
 
 def connect(folder: Path | str) -> duckdb.DuckDBPyConnection:
-    """A locked connection with the views. `SELECT * FROM left_out` tells which lines are no records."""
+    """A locked connection with the views. `SELECT * FROM left_out` shows which lines are no records."""
     connection, parquets = _open(Path(folder).resolve())
     allowed = ", ".join(quoted(name) for path in parquets for name in {str(path), glob_free(path)})
     for setting in (
@@ -81,20 +81,20 @@ def run_query(
         if len(rows) > MOST_ROWS:
             raise ValueError(f"the answer has over {MOST_ROWS:,} rows; add a LIMIT or use mrb export")
         if left_out is not None:
-            _tell(connection, left_out)
+            _add_left_out(connection, left_out)
     return columns, rows
 
 
 def keys(folder: Path | str) -> dict[str, set[Status]]:
     """cell_key -> the states it has ended in, over all sessions: what a resumed sweep need not repeat."""
-    found: dict[str, set[Status]] = {}
+    states: dict[str, set[Status]] = {}
     known = {str(status): status for status in Status}
     with connect(folder) as connection:
         answer = connection.execute("SELECT DISTINCT cell_key, status FROM records")
         while rows := answer.fetchmany(100_000):
             for key, status in rows:
-                found.setdefault(key, set()).add(known[status])
-    return found
+                states.setdefault(key, set()).add(known[status])
+    return states
 
 
 def export_parquet(folder: Path | str, target: Path | str) -> int:
@@ -105,15 +105,15 @@ def export_parquet(folder: Path | str, target: Path | str) -> int:
 def export_csv(folder: Path | str, target: Path | str) -> int:
     """The same as CSV: lists and maps as JSON, and a ' before text that a spreadsheet may take for a formula,
     or that begins with one."""
-    found = []
-    for name, kind in (*((column.name, column.type) for column in COLUMNS), *JOINED):
+    columns = []
+    for name, sql_type in (*((column.name, column.type) for column in COLUMNS), *JOINED):
         cell = f'"{name}"'
-        if "(" in kind or "[" in kind:
+        if "(" in sql_type or "[" in sql_type:
             cell = f"to_json({cell})::VARCHAR"
-        elif kind == "VARCHAR":
+        elif sql_type == "VARCHAR":
             cell = f"if(regexp_matches({cell}, {quoted(FORMULA)}), chr(39), '') || {cell}"
-        found.append(f'{cell} AS "{name}"')
-    return _export(folder, Path(target), ", ".join(found), "FORMAT csv, HEADER")
+        columns.append(f'{cell} AS "{name}"')
+    return _export(folder, Path(target), ", ".join(columns), "FORMAT csv, HEADER")
 
 
 def _export(folder: Path | str, target: Path, columns: str, form: str) -> int:
@@ -149,7 +149,7 @@ def _open(folder: Path) -> tuple[duckdb.DuckDBPyConnection, list[Path]]:
     parquets = [
         source.parquet for given in sources(connection, folder) if (source := _load(connection, given)).cover
     ]
-    joined = ", ".join(f"{name} {kind}" for name, kind in JOINED)
+    joined = ", ".join(f"{name} {sql_type}" for name, sql_type in JOINED)
     connection.execute(f"CREATE TABLE environments (environment VARCHAR, {joined})")
     if known := [(key, *_joined(document, machine)) for key, document, machine in environments(folder)]:
         connection.executemany("INSERT INTO environments VALUES (?, ?, ?, ?)", known)
@@ -197,12 +197,12 @@ def _load(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
             write_rows(rows, read_records(source.lines, source.session, left_out, start=source.start))
             connection.execute(f"INSERT INTO fresh {select_rows(rows)}")
     if left_out.count:
-        told = [source.session, left_out.count, left_out.first]
-        connection.execute("INSERT INTO left_out VALUES (?, ?, ?)", told)
+        row = [source.session, left_out.count, left_out.first]
+        connection.execute("INSERT INTO left_out VALUES (?, ?, ?)", row)
     return source
 
 
-def _tell(connection: duckdb.DuckDBPyConnection, left_out: LeftOut) -> None:
+def _add_left_out(connection: duckdb.DuckDBPyConnection, left_out: LeftOut) -> None:
     for lines, sentences in connection.execute("SELECT lines, sentences FROM left_out").fetchall():
         left_out.add(sentences[0], lines)
         for sentence in sentences[1:]:

@@ -74,7 +74,7 @@ class What(_Part):
     excluded: Annotated[tuple[Name, ...], Field(max_length=64)]
     layout: Name
     router: Name = ""  # the rule with its options: "switch"; "" where the span has none
-    layer: Name = ""  # its kind: "chain(iterations=2)"; "" is the plain one
+    layer: Name = ""  # "chain(iterations=2)"; "" is the plain one
 
     @property
     def setting(self) -> tuple[str, str, str]:
@@ -235,16 +235,16 @@ class Comparison(_Part):
     aa_floor: Amount
 
     @classmethod
-    def of(cls, baseline: str, found: Compared, aa_floor: float) -> Comparison:
+    def of(cls, baseline: str, compared: Compared, aa_floor: float) -> Comparison:
         return cls(
             baseline=baseline,
-            ratio=found.ratio,
-            low=found.interval[0],
-            high=found.interval[1],
-            p_adjusted=found.p_adjusted,
-            verdict=found.verdict,
-            reason=one_line(found.reason),
-            more_rounds=found.more_rounds,
+            ratio=compared.ratio,
+            low=compared.interval[0],
+            high=compared.interval[1],
+            p_adjusted=compared.p_adjusted,
+            verdict=compared.verdict,
+            reason=one_line(compared.reason),
+            more_rounds=compared.more_rounds,
             aa_floor=aa_floor,
         )
 
@@ -276,7 +276,7 @@ class Work(_Part):
 class Correctness(_Part):
     """status=WRONG_VALUE, reason="error 0.3 above the bound 0.01", checks=("shape", "value"), ..."""
 
-    # a file holds text; in Python both Status.PASSED and "PASSED" are taken
+    # a file holds text; Python may give Status.PASSED or "PASSED"
     status: Annotated[Status, Field(strict=False)]
     reason: Sentence
     checks: Annotated[tuple[Name, ...], Field(max_length=64)]
@@ -356,7 +356,7 @@ class Record(_Part):
 
 
 def parse_record(line: bytes) -> Record:
-    """A record, or ValueError with one sentence. Of a key given twice the last counts, everywhere alike."""
+    """A record, or ValueError with one sentence. If a key occurs twice, the last one counts."""
     if len(line) > MOST_LINE_BYTES:
         raise ValueError(f"the line has over {MOST_LINE_BYTES:,} bytes, which no record has")
     try:

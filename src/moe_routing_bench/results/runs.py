@@ -15,7 +15,7 @@ from moe_routing_bench.results.store import environments, iterate
 @dataclass(frozen=True, kw_only=True)
 class Environment:
     """Environment(machine="xeon-2-cores-24-gib-1f3a9c02", torch="2.13.0+cpu", python="3.12.3",
-    settings="OMP_NUM_THREADS=1"); known is False if the folder lacks the document, and the words say so."""
+    settings="OMP_NUM_THREADS=1"); known is False if the folder lacks the document; the fields then say so."""
 
     machine: str
     torch: str
@@ -40,15 +40,15 @@ class CellRun:
 
     @cached_property
     def aa_floor(self) -> float:
-        """How far the baseline was from its own twin; 0 if nothing says."""
+        """How far the baseline was from its own twin; 0 if no record says."""
         return max((r.comparison.aa_floor for r in self.records if r.comparison is not None), default=0.0)
 
     def baseline_of(self, record: Record) -> Record | None:
         """The record of the baseline it was compared with; None for the baseline, or if it is not here."""
         if record.comparison is None:
             return None
-        found = [r for r in self.records if r.implementation.role == "baseline" and r.timing is not None]
-        named = [r for r in found if r.implementation.label == record.comparison.baseline]
+        baselines = [r for r in self.records if r.implementation.role == "baseline" and r.timing is not None]
+        named = [r for r in baselines if r.implementation.label == record.comparison.baseline]
         return named[0] if len(named) == 1 else None
 
 
@@ -67,35 +67,35 @@ class Run:
 def read_run(folder: Path | str, left_out: LeftOut) -> Run:
     """The newest run of every cell. Those records are held in memory; older ones are dropped."""
     newest: dict[str, str] = {}
-    found: dict[str, dict[object, Record]] = {}
+    by_cell: dict[str, dict[object, Record]] = {}
     for record in iterate(folder, left_out):  # oldest session first
         one, key = record.implementation, record.cell_key
         if newest.get(key) != record.session:
-            newest[key], found[key] = record.session, {}
+            newest[key], by_cell[key] = record.session, {}
         if one.role != "beside":
-            found[key][one.label, one.spec, one.role, record.what.setting] = record
+            by_cell[key][one.label, one.spec, one.role, record.what.setting] = record
     cells = [
         CellRun(key=key, session=newest[key], records=tuple(records.values()))
-        for key, records in found.items()
+        for key, records in by_cell.items()
     ]
     return Run(folder=Path(folder), cells=tuple(cells), environments=_environments(Path(folder)))
 
 
 def _environments(folder: Path) -> dict[str, Environment]:
-    found = {}
+    known = {}
     for key, document, machine in environments(folder):
         settings = document.get("settings")
         given = settings if isinstance(settings, dict) else {}
-        said = {k: v for k, v in given.items() if isinstance(v, str)}
-        found[key] = Environment(
+        texts = {k: v for k, v in given.items() if isinstance(v, str)}
+        known[key] = Environment(
             machine=_text(machine, "name"),
             torch=_text(machine, "torch"),
             python=_text(machine, "python"),
-            settings=one_line(" ".join(f"{k}={v}" for k, v in sorted(said.items()))) or "none",
+            settings=one_line(" ".join(f"{k}={v}" for k, v in sorted(texts.items()))) or "none",
         )
-    return found
+    return known
 
 
 def _text(document: dict[str, Any], name: str) -> str:
     value = document.get(name)
-    return one_line(value, 300) if isinstance(value, str) else "not told"
+    return one_line(value, 300) if isinstance(value, str) else "not known"

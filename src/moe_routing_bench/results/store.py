@@ -7,7 +7,7 @@
 
 A killed writer leaves at most one line cut off, in its own file, which readers leave out. The code being
 measured runs as the same user and may try to write a better time into the file, so a session keeps a nameless
-copy of what it wrote, finds what is not its own, puts that aside and writes its own again.
+copy of what it wrote; a file that differs from it is put aside and written again.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ PIECE_BYTES = 1 << 20
 
 
 class OwnFile:
-    """A file that only this process should write to, appended to block by block.
+    """A file that only this process should write to, appended to piece by piece.
 
-    A second copy without a name, which nobody else can open by path, holds the same bytes: what was written
-    can always be told from what others did to it, and put back. It goes when the session ends.
+    A second copy without a name, which nobody else can open by path, holds the same bytes: what others
+    change is noticed and undone. The copy is deleted when the session ends.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,7 +109,7 @@ class OwnFile:
             try:
                 self._fd = self._create()
                 break
-            except FileExistsError:  # what was found, or what a tamperer still running puts there meanwhile
+            except FileExistsError:  # the changed file, or what a tamperer still running puts there
                 while (aside := self.path.with_name(f"{self.path.name}.tampered-{number}")).exists():
                     number += 1
                 self.path.rename(aside)
@@ -127,10 +127,10 @@ class OwnFile:
 
     def _look(self) -> tuple[int, ...] | None:
         try:
-            found = self.path.lstat()
+            status = self.path.lstat()
         except OSError:
             return None
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 class Session:
@@ -169,7 +169,7 @@ class Session:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
     ) -> None:
         self.close()
 
@@ -208,8 +208,8 @@ class Session:
 
     def append(self, records: Sequence[Record]) -> None:
         """All records of one cell, in one write, on disk when this returns."""
-        strangers = [record.record_id for record in records if record.session != self.id]
-        assert not strangers, f"records of another session: {strangers}"
+        foreign = [record.record_id for record in records if record.session != self.id]
+        assert not foreign, f"records of another session: {foreign}"
         if not records:
             return
         lines = [record.line() for record in records]
@@ -225,8 +225,8 @@ class Session:
 
     def tampered(self, *, thorough: bool = False) -> str | None:
         """What somebody else did to this session's files, in a sentence. thorough reads every byte."""
-        found = [file.changed(thorough=thorough) for file in (self._records, self._samples)]
-        return "; ".join(sentence for sentence in found if sentence) or None
+        sentences = [file.changed(thorough=thorough) for file in (self._records, self._samples)]
+        return "; ".join(sentence for sentence in sentences if sentence) or None
 
     def repair(self) -> None:
         """Put changed files aside as *.tampered-N and write again what this session wrote."""
@@ -256,7 +256,7 @@ class Session:
 
 
 def iterate(folder: Path | str, left_out: LeftOut | None = None) -> Iterator[Record]:
-    """Every record, streamed, oldest session first. Lines that are no records are told to left_out."""
+    """Every record, streamed, oldest session first. Lines that are no records are added to left_out."""
     left_out = LeftOut() if left_out is None else left_out
     for session, path in session_folders(Path(folder)).items():
         yield from read_records(path / RECORDS, session, left_out)

@@ -1,4 +1,4 @@
-"""Sweeps: many cells into one results folder, in any number of sittings.
+"""Sweeps: many cells into one results folder, stopped and resumed at will.
 
 What is already there is not measured again: a cell is known by the hash of everything that could change its
 answer (bench/identity.py). Its records are written together, in one synced write, so whatever happens at most
@@ -20,10 +20,10 @@ from moe_routing_bench.bench.runner import Progress
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.results.query import connect
-from moe_routing_bench.results.recording import environment_document, record_outcome
 from moe_routing_bench.results.store import Session
+from moe_routing_bench.results.writing import environment_document, record_outcome
 
-# for estimates before anything was measured: what 2 cores do in a second, and what a worker costs
+# for estimates before anything is measured: what 2 cores do in a second, and what a worker costs
 FLOPS, BYTES = 5e10, 5e9
 TRIAL_SECONDS = 1.5
 GPU_TRIAL_SECONDS = 6.0  # a guess: starting CUDA and compiling a kernel; nobody has measured it
@@ -67,13 +67,13 @@ def latest_states(folder: Path) -> dict[str, set[Status]]:
     """cell_key -> how its implementations ended when it was last measured."""
     if not folder.is_dir() or not any(folder.glob("session=*")):
         return {}
-    found: dict[str, set[Status]] = {}
+    states: dict[str, set[Status]] = {}
     query = """SELECT cell_key, status FROM records JOIN
         (SELECT cell_key, max(session) AS session FROM records GROUP BY cell_key) USING (cell_key, session)"""
     with connect(folder) as connection:
         for key, status in connection.execute(query).fetchall():
-            found.setdefault(key, set()).add(Status[status])
-    return found
+            states.setdefault(key, set()).add(Status[status])
+    return states
 
 
 def run_sweep(
@@ -83,9 +83,9 @@ def run_sweep(
     *,
     suite: str = "",
     roofs: Roofs | None = None,
-    tell: Callable[[Cell, Progress], None] = lambda cell, progress: None,
+    on_progress: Callable[[Cell, Progress], None] = lambda cell, progress: None,
 ) -> Iterator[CellOutcome]:
-    """Measure the cells; each outcome is on disk before it is given on."""
+    """Measure the cells; each outcome is on disk before it is yielded."""
     if not cells:
         return
     with Session.start(folder) as session:
@@ -95,9 +95,9 @@ def run_sweep(
             if (touched := session.tampered()) is None:
                 return None
             session.repair()
-            return f"{touched} while it ran; no other process has business there"
+            return f"{touched} while it ran; no other process may write there"
 
-        for outcome in executor.run(cells, roofs=roofs, tell=tell, watch=watch):
+        for outcome in executor.run(cells, roofs=roofs, on_progress=on_progress, watch=watch):
             record_outcome(outcome, session, suite=suite, environment=environment)
             yield outcome
 

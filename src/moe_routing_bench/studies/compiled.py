@@ -11,7 +11,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class Compiled:
     stages: int = 0
     programs_per_unit: int = 0
     occupancy: float = 0.0
-    tensor_core: int = 0  # multiply instructions in the text, of the architecture's own kind
+    tensor_core: int = 0  # multiply instructions of the architecture's own in the text
     small_multiplies: int = 0  # mma.sync, which every NVIDIA architecture has
     text_flops: int = 0  # what they do if each runs once in every warp; 0 if their text does not say
     wide_loads: int = 0
@@ -143,19 +143,19 @@ def compile_implementation(
 ) -> Iterator[Compiled]:
     """Every kernel of an implementation with the constants of a model; nothing if it is not in Triton.
 
-    Of a configuration, the kernels that differ from the default's; one row with a reason if the architecture
-    is not for it.
+    A configuration gives the kernels that differ from the default's, or one row with a reason if it makes no
+    sense on the architecture.
     """
-    told = (implementation.op, implementation.label, model_name)
+    names = (implementation.op, implementation.label, model_name)
     try:
-        found = compilations_of(implementation, model_name, target)
+        compilations = compilations_of(implementation, model_name, target)
     except NotImplementedError as reason:
         yield Compiled(
-            op=told[0], impl=told[1], kernel="", model=told[2], arch=target.name, not_made=str(reason)
+            op=names[0], impl=names[1], kernel="", model=names[2], arch=target.name, not_made=str(reason)
         )
         return
-    for compilation in found:
-        yield compile_kernel(compilation, target, *told)
+    for compilation in compilations:
+        yield compile_kernel(compilation, target, *names)
 
 
 def compilations_of(implementation: Implementation, model_name: str, target: Target) -> list[Compilation]:
@@ -173,7 +173,7 @@ def compilations_of(implementation: Implementation, model_name: str, target: Tar
 def compile_kernel(
     compilation: Compilation, target: Target, op: str = "", impl: str = "", model_name: str = ""
 ) -> Compiled:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "op": op, "impl": impl, "kernel": compilation.name, "model": model_name, "arch": target.name,
         "warps": compilation.num_warps, "stages": compilation.num_stages, "flops": compilation.flops,
         "bytes": compilation.bytes,
@@ -187,11 +187,11 @@ def compile_kernel(
         )
     except Exception as error:  # whatever a compiler raises is an answer here
         last = [line for line in str(error).splitlines() if line.strip()][-1:] or [""]
-        return Compiled(**told, wrong=(f"does not compile: {type(error).__name__}: {last[0][:300]}",))
+        return Compiled(**fields, wrong=(f"does not compile: {type(error).__name__}: {last[0][:300]}",))
     text = made.asm["ptx" if target.backend == "cuda" else "amdgcn"]
     read = _read_cuda if target.backend == "cuda" else _read_hip
-    told |= read(made, text, target)
-    told |= {
+    fields |= read(made, text, target)
+    fields |= {
         "tensor_core": len(re.findall(target.matrix_instruction, text)),
         "small_multiplies": len(re.findall(r"\bmma\.sync", text)),
         "text_flops": text_flops(text, made.metadata.num_warps),
@@ -204,27 +204,28 @@ def compile_kernel(
         "warps": made.metadata.num_warps,
     }
     fits = programs_per_unit(
-        target, told["registers"], told["shared_bytes"], told["warps"], told["tensor_memory"]
+        target, fields["registers"], fields["shared_bytes"], fields["warps"], fields["tensor_memory"]
     )
-    found = Compiled(**told, programs_per_unit=fits, occupancy=fits * told["warps"] / target.warps_per_unit)
-    return Compiled(**{**vars(found), "wrong": tuple(whats_wrong(found, target, compilation.expects))})
+    occupancy = fits * fields["warps"] / target.warps_per_unit
+    code = Compiled(**fields, programs_per_unit=fits, occupancy=occupancy)
+    return replace(code, wrong=tuple(whats_wrong(code, target, compilation.expects)))
 
 
-def whats_wrong(found: Compiled, target: Target, expects: tuple[str, ...]) -> Iterator[str]:
-    if found.spill_bytes:
-        yield f"spills {found.spill_bytes} bytes of registers to memory"
-    if found.shared_bytes > target.shared_per_program:
-        yield f"needs {found.shared_bytes:,} bytes of shared memory; there are {target.shared_per_program:,}"
-    elif not found.programs_per_unit:
-        yield f"no program fits: {found.warps} warps of {found.registers} registers are too many"
+def whats_wrong(code: Compiled, target: Target, expects: tuple[str, ...]) -> Iterator[str]:
+    if code.spill_bytes:
+        yield f"spills {code.spill_bytes} bytes of registers to memory"
+    if code.shared_bytes > target.shared_per_program:
+        yield f"needs {code.shared_bytes:,} bytes of shared memory; there are {target.shared_per_program:,}"
+    elif not code.programs_per_unit:
+        yield f"no program fits: {code.warps} warps of {code.registers} registers are too many"
     for expected in expects:
         if expected not in EXPECTED:
-            yield f"expects {expected}, which nobody can check"
+            yield f"expects {expected}, which is not a known check"
             continue
         field, sentence = EXPECTED[expected]
-        if not getattr(found, field):
+        if not getattr(code, field):
             instruction = target.matrix_instruction.strip("\\b")
-            yield sentence.format(instruction=instruction, **vars(found))
+            yield sentence.format(instruction=instruction, **vars(code))
 
 
 def programs_per_unit(target: Target, registers: int, shared: int, warps: int, tensor_memory: int = 0) -> int:
@@ -304,12 +305,12 @@ def _source(compilation: Compilation) -> ASTSource:
         if name in constants:
             signature[name] = "constexpr"
             continue
-        kind, _, value = compilation.signature[name].partition(":")
+        dtype, _, value = compilation.signature[name].partition(":")
         if value == "1":
             signature[name], constants[name] = "constexpr", 1
             continue
-        signature[name] = kind
-        if value == "16" or (kind.startswith("*") and not value):
+        signature[name] = dtype
+        if value == "16" or (dtype.startswith("*") and not value):
             attributes[(place,)] = ALIGNED
     return ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
 
@@ -320,9 +321,9 @@ def _read_cuda(made: Any, ptx: str, target: Target) -> dict[str, int]:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(cubin)
         usage = _output(BINARIES / "cuobjdump", "-res-usage", str(binary))
-        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-        assert found is not None, f"cuobjdump says {usage!r}"
-        registers, stack = int(found[1]), int(found[2])
+        match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        assert match is not None, f"cuobjdump says {usage!r}"
+        registers, stack = int(match[1]), int(match[2])
         # spilled registers live on the stack, so without one there are none
         spill = _spilled(ptx, target, Path(folder)) if stack else 0
     return {
@@ -339,17 +340,17 @@ def _spilled(ptx: str, target: Target, folder: Path) -> int:
 
     source = folder / "kernel.ptx"
     source.write_text(ptx)
-    told = _output(
+    output = _output(
         get_ptxas(target.arch).path, "-v", f"--gpu-name={target.name}", str(source), "-o", str(folder / "out")
     )
-    return max((int(number) for number in re.findall(r"(\d+) bytes spill", told)), default=0)
+    return max((int(number) for number in re.findall(r"(\d+) bytes spill", output)), default=0)
 
 
 def _read_hip(made: Any, assembly: str, target: Target) -> dict[str, int]:
     def number(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", assembly)
-        assert found is not None, f"the assembly does not say {name}"
-        return int(found[1])
+        match = re.search(rf"\.{name}:\s+(\d+)", assembly)
+        assert match is not None, f"the assembly does not say {name}"
+        return int(match[1])
 
     return {
         "registers": number("vgpr_count"),
@@ -367,9 +368,9 @@ def code_size(elf: bytes) -> int:
     size, count = struct.unpack_from("<HH", elf, 0x3A)
     total = 0
     for index in range(count):
-        kind, flags = struct.unpack_from("<IQ", elf, table + index * size + 4)
+        section_type, flags = struct.unpack_from("<IQ", elf, table + index * size + 4)
         (length,) = struct.unpack_from("<Q", elf, table + index * size + 0x20)
-        total += length if kind == 1 and flags & 4 else 0  # SHT_PROGBITS, SHF_EXECINSTR
+        total += length if section_type == 1 and flags & 4 else 0  # SHT_PROGBITS, SHF_EXECINSTR
     return total
 
 

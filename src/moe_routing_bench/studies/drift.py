@@ -1,17 +1,16 @@
-"""Do balance controllers keep up when the data changes? One stream of drifting topics, seen by each.
+"""Do balance controllers keep up when the data changes? Each sees the same stream of drifting topics.
 
 A token is 0.8 * the centre of its topic + 0.6 * noise. How often each topic occurs drifts all the time and is
 drawn anew at two jumps. All subjects start from the same router weights W_0 and see the same tokens. A batch
 is routed, looked at, and only then does the controller step. The padded plan has the capacity ceil(1.25 T K /
 E) for everyone, also for rules whose rows are wider than K.
 
-There is no model behind the router. What it would want is stood in for by a pull back to W_0: weights move by
+There is no model behind the router. A pull back to W_0 stands in for what it would want: weights move by
 
     W -= LEARNING_RATE * (gradient of the router's own losses + PULL * (W - W_0))
 
-so weights without a loss stay at W_0 and a subject with one settles between it and its own wishes. The study
-says how fast load is brought back to balance and how many choices that changes; it says nothing of a model's
-quality.
+so weights without a loss stay at W_0, and those with one settle between W_0 and the loss. The study says how
+fast load is brought back to balance and how many choices that changes; it says nothing of a model's quality.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ SERIES = {
     "agreement": "mean over tokens of experts shared with the router without control, over experts of either",
     "label_share": "information the experts carry about the topic, over the topic's entropy",
 }
-Tell = Callable[[int, int], None]
+OnStep = Callable[[int, int], None]  # steps done, steps in all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +209,7 @@ class BalanceStudy:
 
 
 def study_balance(
-    stream: Stream, subjects: Sequence[Subject] = SUBJECTS, *, tell: Tell = lambda done, total: None
+    stream: Stream, subjects: Sequence[Subject] = SUBJECTS, *, on_progress: OnStep = lambda done, total: None
 ) -> BalanceStudy:
     """One subject after the other over the whole stream. Single-threaded: the matrices are small."""
     started, threads = time.perf_counter(), torch.get_num_threads()
@@ -218,19 +217,19 @@ def study_balance(
     tracks: list[Track] = []
     try:
         for number, subject in enumerate(subjects):
-            tell_step = partial(_tell_step, tell, number * stream.steps, len(subjects) * stream.steps)
-            tracks.append(follow(stream, subject, tell=tell_step))
+            before, total = number * stream.steps, len(subjects) * stream.steps
+            tracks.append(follow(stream, subject, on_step=partial(_step_done, on_progress, before, total)))
     finally:
         torch.set_num_threads(threads)
     seconds = time.perf_counter() - started
     return BalanceStudy(stream=stream, chance=_chance(stream), tracks=tuple(tracks), seconds=seconds)
 
 
-def _tell_step(tell: Tell, before: int, total: int, step: int) -> None:
-    tell(before + step, total)
+def _step_done(on_progress: OnStep, before: int, total: int, step: int) -> None:
+    on_progress(before + step, total)
 
 
-def follow(stream: Stream, subject: Subject, *, tell: Callable[[int], None] = lambda step: None) -> Track:
+def follow(stream: Stream, subject: Subject, *, on_step: Callable[[int], None] = lambda step: None) -> Track:
     started = time.perf_counter()
     D, E, K = stream.D, stream.E, stream.K
     start_DE = stream.w_DE()
@@ -258,7 +257,7 @@ def follow(stream: Stream, subject: Subject, *, tell: Callable[[int], None] = la
             w_DE.data.sub_(LEARNING_RATE * (slope_DE + PULL * (w_DE.data - start_DE)))
         if controller is not None:
             controller.step(Counts.of(routing))
-        tell(step + 1)
+        on_step(step + 1)
     series = {name: [_number(statistics, name) for statistics in seen] for name in SERIES}
     return Track(subject=subject, series=series, seconds=time.perf_counter() - started)
 
@@ -270,12 +269,12 @@ def _number(statistics: RoutingStatistics, name: str) -> float:
 
 def _chance(stream: Stream, draws: int = 200) -> float:
     dice = torch.Generator().manual_seed(stream.seed)
-    found = []
+    violations = []
     for _ in range(draws):
         expert_TK = torch.rand(stream.T, stream.E, generator=dice).argsort(1)[:, : stream.K]
         count_E = torch.bincount(expert_TK.flatten(), minlength=stream.E)
-        found.append(float(count_E.max() / (stream.T * stream.K / stream.E) - 1))
-    return fmean(found)
+        violations.append(float(count_E.max() / (stream.T * stream.K / stream.E) - 1))
+    return fmean(violations)
 
 
 def _short(value: float) -> float:

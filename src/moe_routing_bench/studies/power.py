@@ -50,7 +50,7 @@ MOST_TRIALS = 100_000
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Called = Literal["FASTER", "SLOWER", "SAME", "UNDECIDED", "FAILED"]
+TrialVerdict = Literal["FASTER", "SLOWER", "SAME", "UNDECIDED", "FAILED"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,8 @@ class FailedTrialError(Exception):
     """The benchmark refused honest code in the middle of a trial; the sentence says why."""
 
 
-TakeTimes = Callable[[Sequence[int]], Times]  # of candidates slowed by so many percent
-Tell = Callable[[int, int], None]  # trials done, trials in all
+TakeTimes = Callable[[Sequence[int]], Times]  # of candidates slowed by these percents
+OnStep = Callable[[int, int], None]  # trials done, trials in all
 
 
 class _Document(BaseModel):
@@ -87,7 +87,7 @@ class PowerTrial(_Document):
     """
 
     percent: int = Field(ge=0, le=1000)
-    verdict: Called
+    verdict: TrialVerdict
     ratio: Positive | None = None
     interval: tuple[Positive, Positive] | None = None
     aa_floor: Annotated[Finite, Field(ge=0)] | None = None
@@ -110,13 +110,13 @@ class PowerRow(_Document):
     PowerRow(percent=5, trials=100, verdicts={"SLOWER": 97, "UNDECIDED": 3}, share=0.97,
              interval=(0.915, 0.994), median_ratio=1.050, median_rounds=40, median_seconds=1.9)
 
-    share: of all trials those that were SLOWER. At 0 %, where nothing is to be found: FASTER or SLOWER, of
-    the trials that did not fail. interval: Clopper and Pearson's, 95 %.
+    share: of all trials those that were SLOWER. At 0 %, where the code is the same: FASTER or SLOWER,
+    of the trials that did not fail. interval: Clopper and Pearson's, 95 %.
     """
 
     percent: int
     trials: int
-    verdicts: dict[Called, int]
+    verdicts: dict[TrialVerdict, int]
     share: Share
     interval: tuple[Share, Share]
     median_ratio: Positive | None
@@ -187,25 +187,25 @@ def study_power(
     seed: int = 0,
     command: str = "",
     take_times: TakeTimes | None = None,
-    tell: Tell = lambda done, total: None,
+    on_progress: OnStep = lambda done, total: None,
 ) -> PowerStudy:
     """All trials in one shuffled order, so that a busy minute meets every percent alike. Ctrl-C ends it with
     what there is. planned: trials by percent. take_times: real rounds unless a test gives its own."""
     policy = policy or Policy()
-    order = [percent for percent, trials in planned.items() for _ in range(trials)]
+    order = [percent for percent, number in planned.items() for _ in range(number)]
     random.Random(seed).shuffle(order)
     started, before = time.perf_counter(), weather()
-    found: list[PowerTrial] = []
+    trials: list[PowerTrial] = []
     finished = False
     try:
-        tell(0, len(order))
+        on_progress(0, len(order))
         take = take_times or RealTimes(policy, seed)
         for begin in range(0, len(order), PER_SITTING):
-            found += _one_sitting(order[begin : begin + PER_SITTING], take)
-            tell(len(found), len(order))
+            trials += _one_sitting(order[begin : begin + PER_SITTING], take)
+            on_progress(len(trials), len(order))
         finished = True
     except KeyboardInterrupt:
-        if not found:
+        if not trials:
             raise
     return PowerStudy(
         command=command,
@@ -217,8 +217,8 @@ def study_power(
         finished=finished,
         seconds=time.perf_counter() - started,
         weather=WeatherSpan(before=before, after=weather()).to_dict(),
-        rows=count(found),
-        trials=tuple(found),
+        rows=count(trials),
+        trials=tuple(trials),
     )
 
 
@@ -253,8 +253,8 @@ def share_interval(hits: int, of: int) -> tuple[float, float]:
 
     if of == 0:
         return 0.0, 1.0
-    found = stats.binomtest(hits, of).proportion_ci(0.95, method="exact")
-    return float(found.low), float(found.high)
+    interval = stats.binomtest(hits, of).proportion_ci(0.95, method="exact")
+    return float(interval.low), float(interval.high)
 
 
 def _as_in_json(document: dict[str, Any]) -> dict[str, Any]:
@@ -268,14 +268,14 @@ def _one_sitting(percents: Sequence[int], take: TakeTimes) -> list[PowerTrial]:
         times = take(percents)
     except FailedTrialError as failure:
         seconds = (time.perf_counter() - started) / len(percents)
-        told = str(failure)[:2000]
+        reason = str(failure)[:2000]
         return [
-            PowerTrial(percent=percent, verdict="FAILED", rounds=0, seconds=seconds, reason=told)
+            PowerTrial(percent=percent, verdict="FAILED", rounds=0, seconds=seconds, reason=reason)
             for percent in percents
         ]
     floor = aa_floor(times.a, times.twin)
     # the twin is compared too, as in runner.py: the correction for many comparisons counts it
-    found = compare_cells([(times.a, b) for b in (*times.b, times.twin)], aa_floor=floor)
+    comparisons = compare_cells([(times.a, b) for b in (*times.b, times.twin)], aa_floor=floor)
     return [
         PowerTrial(
             percent=percent,
@@ -288,7 +288,7 @@ def _one_sitting(percents: Sequence[int], take: TakeTimes) -> list[PowerTrial]:
             seconds=(time.perf_counter() - started) / len(percents),
             reason=times.stop_reason,
         )
-        for percent, one in zip(percents, found[:-1], strict=True)
+        for percent, one in zip(percents, comparisons[:-1], strict=True)
     ]
 
 
@@ -326,15 +326,15 @@ class RealTimes:
                 self.gates[percent] = _gate(setup, place)
         trials = {place: self.gates[percent] for place, percent in enumerate((0, *percents))}
         try:
-            found = measure(setup, list(trials), trials, tell=lambda rounds: None)
+            measured = measure(setup, list(trials), trials, lambda rounds: None)
         except BlamedError as blame:
             raise FailedTrialError(f"{blame.failure.status}: {blame.failure.reason}") from None
         return Times(
-            a=found.samples[0],
-            twin=found.samples[TWIN],
-            b=[found.samples[place] for place in trials if place],
-            stop_reason=found.stop_reason,
-            calls=found.calls[0],
+            a=measured.samples[0],
+            twin=measured.samples[TWIN],
+            b=[measured.samples[place] for place in trials if place],
+            stop_reason=measured.stop_reason,
+            calls=measured.calls[0],
         )
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a MoE block goes: torch.profiler over Transformers' block, a hand-ordered path, and ours.
+"""Where the time of a MoE layer goes: torch.profiler over Transformers' layer, a hand-ordered path, and ours.
 
 Four shares, the same for all: route (logits, top-k, gates), pack (where every pair goes, rows gathered), GEMM
 (both projections and the activation between), combine (weighted rows back to tokens). Our stages and the
@@ -137,7 +137,7 @@ def _with_shared(layer: MoE, x_TD: Tensor, y_TD: Tensor, in_range: Stage) -> Ten
 @torch.no_grad()
 def profile(one: Profiled, inputs: Inputs, *, calls: int, chrome: Path | None = None) -> Profile:
     """torch.profiler over `calls` calls, each on inputs of its own, after two that are not seen."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every start and stop on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports every start and stop on stderr
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -181,7 +181,7 @@ def _hooked(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 def read_profile(averages: Iterable[Any], events: Iterable[Any], *, calls: int, width: int) -> Profile:
-    """A Profile from what torch.profiler gives; `width` is D, to tell rows of the model from hidden ones."""
+    """A Profile from what torch.profiler gives; `width` is D and tells model rows from hidden ones."""
     rows = [
         OpRow(
             name=one.key,
@@ -227,18 +227,18 @@ def share_of(operations: Sequence[Any], width: int) -> list[str]:
     products = [place for place, one in enumerate(operations) if MULTIPLIES.match(one.name)]
     if not products:
         return ["pack"] * len(operations)
-    found = []
+    shares = []
     for place, one in enumerate(operations):
         if MULTIPLIES.match(one.name):
-            found.append("gemm")
+            shares.append("gemm")
         elif place > products[-1] or SUMS.match(one.name):
-            found.append("combine")
+            shares.append("combine")
         elif place < products[0]:
-            found.append("pack")
+            shares.append("pack")
         elif ACTIVATES.match(one.name):
             shape = (one.input_shapes or [[]])[0] or [0]
             weighs = shape[-1] == width and one.name.startswith("aten::mul")
-            found.append("combine" if weighs else "gemm")
+            shares.append("combine" if weighs else "gemm")
         else:
-            found.append("pack")
-    return found
+            shares.append("pack")
+    return shares

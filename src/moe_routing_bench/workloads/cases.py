@@ -1,7 +1,7 @@
 """Named cases to measure: pure data. A suite is a list of cases; a big case has a scaled twin.
 
-A case says what is timed (`span`), at which sizes, dtype and layout. The routing workload is another axis and
-chosen beside it. Where SPEC section 8 leaves a size open, the choice is ours and said so here.
+A case says what is timed (`span`), at which sizes, dtype and layout. The routing workload is another axis. A
+suite named seed-... has the sizes of the project's original plan; its docstring is what `mrb list` shows.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class BenchCase:
 
     BenchCase(name="seed-fused/32x7168", span="expert_ffn", shape=MoEShape(T=32, D=7168, F=256, E=256, K=8),
               dtype="float32")
-    span: an op; or pack (dispatch and combine), routing (top-k, plan, pack), layer, block (with attention).
-    weights: do the experts' take part? checkpoint: a saved model whose weights are used, layer: which of its.
+    span: an op; or pack (dispatch and combine), routing (top-k, plan, pack), layer, block (a decoder block).
+    weights: whether experts' weights take part. checkpoint: a saved model to take them from, from this layer.
     """
 
     name: str
@@ -48,7 +48,7 @@ class BenchCase:
     activation: str = "swiglu"
     bias: bool = False
     shared_F: int = 0
-    heads: int = 0  # of the attention in a block
+    heads: int = 0  # of the attention in a decoder block
     sequences: int = 1
     weights: bool = True
     direction: str = "forward"
@@ -123,6 +123,7 @@ def scaled(case: BenchCase) -> BenchCase:
 
 
 def seed_fused() -> list[BenchCase]:
+    """Expert FFN in float32, sizes of the original plan: decoding with 256 experts, small batches with 8."""
     sizes = [(T, 7168, 256, 256, 8) for T in (1, 2, 4, 8, 16, 32)]
     sizes += [(T, 8192, F, 8, 2) for F in (6144, 16384) for T in (32, 128)]
     return [
@@ -137,6 +138,7 @@ def seed_fused() -> list[BenchCase]:
 
 
 def seed_qwen() -> list[BenchCase]:
+    """Layers of the original plan at 128 tokens: Qwen3-30B-A3B, the same with 64 experts, Qwen1.5-MoE."""
     qwen3, qwen2 = MODELS["qwen3-30b-a3b"], MODELS["qwen1.5-moe-a2.7b"]
     models = {"e64": replace(qwen3, E=64), "qwen3-30b-a3b": qwen3, "qwen1.5-moe": qwen2}
     return [
@@ -146,7 +148,7 @@ def seed_qwen() -> list[BenchCase]:
 
 
 def seed_pack() -> list[BenchCase]:
-    # F plays no part in packing
+    """Moving rows to experts and back in float16, a grid of the original plan."""
     return [
         BenchCase(
             name=f"seed-pack/{T}x{D}-e{E}-k{K}",
@@ -160,7 +162,7 @@ def seed_pack() -> list[BenchCase]:
 
 
 def seed_grid() -> list[BenchCase]:
-    # K = 2 and F = 4 D are our choice
+    """Padded layers, a grid of the original plan: batches, experts, widths, capacities; K and F are ours."""
     return [
         BenchCase(
             name=f"seed-grid/{B}x{N}-e{E}-d{D}-c{factor}",
@@ -177,6 +179,7 @@ def seed_grid() -> list[BenchCase]:
 
 
 def seed_routing() -> list[BenchCase]:
+    """A layer without its experts (top-k, plan, pack), a grid of the original plan."""
     return [
         BenchCase(
             name=f"seed-routing/{T}-e{E}",
@@ -189,7 +192,7 @@ def seed_routing() -> list[BenchCase]:
 
 
 def seed_decoder() -> list[BenchCase]:
-    # E = 8 and K = 2 are our choice
+    """Decoder blocks, attention included, batches and widths of the original plan; E and K are ours."""
     return [
         BenchCase(
             name=f"seed-decoder/{B}x{N}",
@@ -203,12 +206,12 @@ def seed_decoder() -> list[BenchCase]:
 
 
 def gpu_quick() -> list[BenchCase]:
-    """Every op and the layer once or twice, small enough that judging on the CPU takes seconds."""
+    """Every op and the layer, for a GPU: sizes of our own, which a CPU judges in seconds."""
     scored = MoEShape(T=4096, D=1, F=1, E=128, K=8)
     moved = MoEShape(T=4096, D=2048, F=1, E=64, K=4)
     prefill = MoEShape(T=512, D=1024, F=512, E=32, K=4)
     decode = MoEShape(T=8, D=2048, F=512, E=32, K=8)
-    found = [
+    suite = [
         BenchCase(name="gpu-quick/topk", span="topk", shape=scored, weights=False),
         BenchCase(name="gpu-quick/score_topk", span="score_topk", shape=scored, weights=False),
         BenchCase(name="gpu-quick/make_plan", span="make_plan", shape=moved, weights=False),
@@ -220,8 +223,8 @@ def gpu_quick() -> list[BenchCase]:
         BenchCase(name="gpu-quick/ffn-decode", span="expert_ffn", shape=decode),
         BenchCase(name="gpu-quick/layer-prefill", span="layer", shape=prefill),
     ]
-    assert all(case.fits_a_laptop for case in found)
-    return found
+    assert all(case.fits_a_laptop for case in suite)
+    return suite
 
 
 def model_cases(name: str, tokens: Sequence[int] = (*DECODE_TOKENS, *PREFILL_TOKENS)) -> list[BenchCase]:
@@ -240,6 +243,7 @@ def model_cases(name: str, tokens: Sequence[int] = (*DECODE_TOKENS, *PREFILL_TOK
 
 
 def topk_grid() -> list[BenchCase]:
+    """Choosing the K largest scores, a grid of our own over tokens, experts and K."""
     return [
         BenchCase(
             name=f"topk-grid/{T}-e{E}-k{K}", span="topk", shape=MoEShape(T=T, D=1, F=1, E=E, K=K),
@@ -250,15 +254,11 @@ def topk_grid() -> list[BenchCase]:
 
 
 SUITES: dict[str, Callable[[], list[BenchCase]]] = {
-    "seed-fused": seed_fused,
-    "seed-qwen": seed_qwen,
-    "seed-pack": seed_pack,
-    "seed-grid": seed_grid,
-    "seed-routing": seed_routing,
-    "seed-decoder": seed_decoder,
-    "topk-grid": topk_grid,
-    "gpu-quick": gpu_quick,
-}
+    suite.__name__.replace("_", "-"): suite
+    for suite in (
+        seed_fused, seed_qwen, seed_pack, seed_grid, seed_routing, seed_decoder, topk_grid, gpu_quick,
+    )
+}  # fmt: skip
 
 
 def cases(name: str) -> list[BenchCase]:
@@ -268,17 +268,17 @@ def cases(name: str) -> list[BenchCase]:
         raise ValueError(f"cannot read {name!r}; a name may end in ~scaled")
     group = wanted.partition("/")[0]
     if group in SUITES:
-        found = SUITES[group]()
+        chosen = SUITES[group]()
     elif group in MODELS:
-        found = model_cases(group)
+        chosen = model_cases(group)
     else:
         raise ValueError(_no_such(group, [*SUITES, *MODELS]))
     if wanted != group:
-        names = [case.name for case in found]
-        found = [case for case in found if case.name == wanted]
-        if not found:
+        names = [case.name for case in chosen]
+        chosen = [case for case in chosen if case.name == wanted]
+        if not chosen:
             raise ValueError(_no_such(wanted, names))
-    return [scaled(case) for case in found] if twin else found
+    return [scaled(case) for case in chosen] if twin else chosen
 
 
 def _no_such(name: str, known: list[str]) -> str:

@@ -240,19 +240,19 @@ def _check_header(path: Path, header: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"expert_TK in {path} has shape {_short(shape)}; it must be tokens x choices")
     if shape[1] > num_experts:
         raise ValueError(f"{path} has {_short(shape[1])} choices per token of only {num_experts} experts")
-    for name, found in shapes.items():
+    for name, given in shapes.items():
         wanted = shape if name.endswith("_TK") else shape[:1]
-        if found != wanted:
+        if given != wanted:
             raise ValueError(
-                f"{name} in {path} has shape {_short(found)}; beside {shape} ids it must be {wanted}"
+                f"{name} in {path} has shape {_short(given)}; beside {shape} ids it must be {wanted}"
             )
     return about
 
 
 def _check_words(path: Path | str, about: dict[str, Any]) -> None:
-    for key, kind in (("num_experts", int), ("checksum", str), ("source", str)):
-        if type(about.get(key)) is not kind:
-            raise ValueError(f"the {ENTRY} entry of {path} must have {key} ({kind.__name__})")
+    for key, wanted in (("num_experts", int), ("checksum", str), ("source", str)):
+        if type(about.get(key)) is not wanted:
+            raise ValueError(f"the {ENTRY} entry of {path} must have {key} ({wanted.__name__})")
     documents = about.get("documents", [])
     if not isinstance(documents, list) or not all(isinstance(name, str) for name in documents):
         raise ValueError(f"documents in the {ENTRY} entry of {path} must be a list of names")

@@ -89,12 +89,12 @@ class LayerSummary:
 def summarise(trace: Trace) -> list[LayerSummary]:
     """A summary of each layer, by number. ValueError if the file asks for tables beyond all reason."""
     routing = trace.routing
-    for what, found, most in (
+    for what, number, most in (
         ("experts", routing.num_experts, MAX_EXPERTS),
         ("choices per token", routing.num_choices, MAX_CHOICES),
     ):
-        if found > most:
-            raise ValueError(f"the trace has {found:,} {what}; a summary is made of at most {most:,}")
+        if number > most:
+            raise ValueError(f"the trace has {number:,} {what}; a summary is made of at most {most:,}")
     if routing.num_tokens == 0:
         raise ValueError("the trace holds no tokens to show; record some")
     if trace.layer_T is None:
@@ -113,7 +113,7 @@ def _summary(trace: Trace, layer: int | None) -> LayerSummary:
         num_labels = documents.numel()
         if num_labels < 2 or num_labels * routing.num_experts > MAX_CELLS:
             label_T = num_labels = None
-    found = RoutingStatistics.of(routing, label_T=label_T, num_labels=num_labels)
+    statistics = RoutingStatistics.of(routing, label_T=label_T, num_labels=num_labels)
     overlap = None
     if trace.position_T is not None and trace.document_T is not None:
         overlap = Overlap.of(routing, trace.position_T, trace.document_T)
@@ -125,12 +125,12 @@ def _summary(trace: Trace, layer: int | None) -> LayerSummary:
         layer=layer,
         tokens=routing.num_tokens,
         load_E=tuple(routing.load_E().tolist()),
-        max_over_mean=found.load.max_over_mean.item(),
-        entropy_bits=found.load.entropy_bits.item(),
-        dead_experts=int(found.load.zero_experts),
-        gini=found.load.gini.item(),
+        max_over_mean=statistics.load.max_over_mean.item(),
+        entropy_bits=statistics.load.entropy_bits.item(),
+        dead_experts=int(statistics.load.zero_experts),
+        gini=statistics.load.gini.item(),
         top_gate=top_T.mean().item(),
-        document_bits=None if found.label_bits is None else found.label_bits.item(),
+        document_bits=None if statistics.label_bits is None else statistics.label_bits.item(),
         overlap=overlap,
     )
 

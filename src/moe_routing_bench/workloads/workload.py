@@ -49,7 +49,7 @@ EXAMPLES = {
     "trace": "trace(routing.safetensors)",
 }
 
-_KINDS = {int: "a whole number", float: "a number", str: "a file"}
+_TYPES = {int: "a whole number", float: "a number", str: "a file"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def make_workload(name: str, *, T: int, E: int, K: int, W: int = 1, seed: int = 
         raise ValueError(f"K={K} distinct choices among E={E} experts; K must be between 1 and E")
     if W < 1 or E % W:
         raise ValueError(
-            f"{E} experts cannot be placed on {W} ranks in equal blocks; choose a divisor of {E}"
+            f"{E} experts cannot be placed on {W} ranks in equal shares; choose a divisor of {E}"
         )
     family, given = _parse(_plain_name(name, E=E, K=K, W=W))
     name = _canonical(family, given)
@@ -123,10 +123,10 @@ def parameters_of(family: str) -> list[inspect.Parameter]:
     return [*inspect.signature(FAMILIES[family], eval_str=True).parameters.values()][1:]
 
 
-def kind_of(parameter: inspect.Parameter) -> type:
+def type_of(parameter: inspect.Parameter) -> type:
     """int of `int | None`: what is written in the brackets, if anything is."""
-    kinds = [kind for kind in get_args(parameter.annotation) if kind is not type(None)]
-    return kinds[0] if kinds else parameter.annotation
+    types = [one for one in get_args(parameter.annotation) if one is not type(None)]
+    return types[0] if types else parameter.annotation
 
 
 def file_of(name: str) -> Path | None:
@@ -156,7 +156,7 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
         hint = did_you_mean(family, known)
         raise ValueError(f"there is no workload {family!r}; {hint}there are {', '.join(known)}")
     allowed = {parameter.name: parameter for parameter in parameters_of(family)}
-    one_text = bool(allowed) and kind_of(next(iter(allowed.values()))) is str
+    one_text = bool(allowed) and type_of(next(iter(allowed.values()))) is str
     words = _file_and_rest(inside or "", [*allowed][1:]) if one_text else (inside or "").split(",")
     given: dict[str, Any] = {}
     for place, word in enumerate(words if inside and inside.strip() else []):
@@ -171,7 +171,7 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
     for key, parameter in allowed.items():
         if key not in given and parameter.default is parameter.empty:
             raise ValueError(
-                f"the workload {family} needs {key} ({_KINDS[kind_of(parameter)]}): {_example(family)}"
+                f"the workload {family} needs {key} ({_TYPES[type_of(parameter)]}): {_example(family)}"
             )
         given.setdefault(key, parameter.default)
     return family, given
@@ -188,12 +188,12 @@ def _file_and_rest(inside: str, keys: list[str]) -> list[str]:
 
 def _read(family: str, parameter: inspect.Parameter, value: str) -> Any:
     try:
-        read = kind_of(parameter)(value)
+        read = type_of(parameter)(value)
     except ValueError:
         read = None
     if read is None or read == "" or (isinstance(read, float) and not math.isfinite(read)):
         raise ValueError(
-            f"{family}'s {parameter.name} is {value!r}; it must be {_KINDS[kind_of(parameter)]}: "
+            f"{family}'s {parameter.name} is {value!r}; it must be {_TYPES[type_of(parameter)]}: "
             f"{_example(family)}"
         )
     return read

@@ -1,4 +1,4 @@
-"""From the outcome of a cell to its records."""
+"""Writes the outcome of a cell as records."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from moe_routing_bench.workloads.workload import SUITE_VERSION
 
 
 def environment_document(machine: Machine) -> dict[str, object]:
-    """What was the same for the whole session, stored once by its hash. The source's commit is for people:
-    what is measured again is decided by the resume key, which has hashes of the files themselves."""
+    """What was the same for the whole session, stored once by its hash. The commit is for readers: what is
+    measured again is decided by the resume key, which has hashes of the files themselves."""
     known = {"machine": machine.to_dict(), "versions": versions(), "settings": settings()}
     return {**known, "source": source_version()}
 
