@@ -198,7 +198,7 @@ def files_of(span: str, spec: str, **more: str) -> set[str]:
 @pytest.mark.parametrize(
     ("span", "spec", "files"),
     [
-        ("combine", "native", ["ops/combine/native.cpp", "ops/numbers.h", "native.py"]),
+        ("combine", "native", ["ops/combine/native.cpp", "ops/numbers.h", "cpp.py"]),
         ("combine", "native_reused", ["ops/combine/native.cpp", "ops/rows.py"]),
         ("dispatch", "index_select_reused", ["ops/rows.py"]),
         ("combine", "triton_gather_sum", ["ops/gpu.py", "ops/combine/triton_gather_sum.py"]),

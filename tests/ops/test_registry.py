@@ -159,7 +159,7 @@ def test_a_reused_buffer_is_per_thread_and_can_be_released() -> None:
         elsewhere = pool.submit(index_select_reused.run, y_RD, plan).result()
     assert elsewhere.data_ptr() != first.data_ptr()
     index_select_reused.release()
-    assert not index_select_reused._buffers.by_kind
+    assert not index_select_reused._buffers.by_type
 
 
 def test_what_cannot_run_says_why() -> None:
