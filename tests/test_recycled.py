@@ -13,7 +13,7 @@ from moe_routing_bench import recycled as module
 from moe_routing_bench.recycled import Recycled
 
 MB = 1 << 20
-pytestmark = pytest.mark.skipif(not module.CAN, reason="the system has no MADV_FREE")
+pytestmark = pytest.mark.skipif(not module.CAN_RECYCLE, reason="the system has no MADV_FREE")
 
 
 def test_memory_comes_back_when_the_last_view_is_gone() -> None:

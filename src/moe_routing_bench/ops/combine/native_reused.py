@@ -17,7 +17,7 @@ _buffers = rows.KeptBuffers()
 
 
 def release() -> None:
-    _buffers.by_kind.clear()
+    _buffers.by_type.clear()
 
 
 def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "") -> str | None:

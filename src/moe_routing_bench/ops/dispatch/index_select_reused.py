@@ -20,7 +20,7 @@ _buffers = KeptBuffers()
 
 
 def release() -> None:
-    _buffers.by_kind.clear()
+    _buffers.by_type.clear()
 
 
 def unsupported(x_TD: Tensor, plan: RoutingPlan) -> str | None:
