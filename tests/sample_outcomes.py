@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.identity import Identity
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
@@ -38,7 +39,7 @@ def an_outcome(
     found: list[SubjectOutcome] = []
     base: tuple[float, ...] = ()
     for subject, time in zip(subjects, times, strict=True):
-        label, source = subject.spec, HASH
+        label = subject.spec
         if isinstance(time, str):
             about: dict[str, Any] = {"status": Status[time], "reason": "why"}
         else:
@@ -48,9 +49,11 @@ def an_outcome(
             about["comparison"] = compare(base, samples) if base else None
             about["peak_rss_bytes"] = 300 * 2**20
             base = base or samples
-        found.append(SubjectOutcome(subject=subject, label=label, source_hash=source, cost=cost, **about))
+        found.append(SubjectOutcome(subject=subject, label=label, cost=cost, **about))
+    hashes = dict.fromkeys(subjects, HASH)
+    identity = Identity(key=HASH, harness=HASH, contracts=hashes, sources=hashes)
     now = weather()
     return CellOutcome(
-        cell=cell, key=HASH, outcomes=tuple(found), rounds=ROUNDS + 1, aa_floor=0.001, routing_checksum=HASH,
-        weather=WeatherSpan(before=now, after=now), stop_reason="precision reached",
+        cell=cell, identity=identity, outcomes=tuple(found), rounds=ROUNDS + 1, aa_floor=0.001,
+        routing_checksum=HASH, weather=WeatherSpan(before=now, after=now), stop_reason="precision reached",
     )  # fmt: skip

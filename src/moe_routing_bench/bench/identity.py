@@ -12,8 +12,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,31 @@ SETTINGS = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "TORCH", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD",
     "TRITON_INTERPRET",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Hashes of a cell, taken before it is measured.
+
+    key        what a sweep knows the cell by
+    contracts  by subject: the code that says what is right
+    sources    by subject: the code that runs
+    """
+
+    key: str
+    harness: str
+    contracts: Mapping[Subject, str]
+    sources: Mapping[Subject, str]
+
+
+def identify(cell: Cell, machine: Machine) -> Identity:
+    fields = key_fields(cell, machine)
+    return Identity(
+        key=digest_of(fields),
+        harness=fields["harness"],
+        contracts={subject: contract_hash(cell.span, subject) for subject in cell.subjects},
+        sources={s: code for s, (_, code) in zip(cell.subjects, fields["subjects"], strict=True)},
+    )
 
 
 def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:

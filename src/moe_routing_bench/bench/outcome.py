@@ -8,6 +8,7 @@ from statistics import median
 from typing import Literal, TypeAlias, cast
 
 from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.identity import Identity
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.verdict import Comparison
@@ -46,7 +47,6 @@ class SubjectOutcome:
     runs: str = ""  # what really ran, if that is more than the label
     origin: str = ""
     role: str = "candidate"  # baseline, candidate, twin or beside (see rounds.py)
-    source_hash: str = ""
     deterministic: bool = True
     host_sync: str = ""
     checks: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class CellOutcome:
     """
 
     cell: Cell
-    key: str
+    identity: Identity
     outcomes: tuple[SubjectOutcome, ...]
     rounds: int = 0
     rounds_by_process: tuple[int, ...] = ()

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.clock import last_level_cache_bytes
-from moe_routing_bench.bench.identity import cell_key, source_hash
+from moe_routing_bench.bench.identity import Identity, identify
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
@@ -52,13 +52,13 @@ def run_cell(
     started, before = time.perf_counter(), weather()
     for folder in cell.include:
         include(folder)  # only names them here; workers load
-    span = cell.span
+    span, identity = cell.span, identify(cell, this_machine())
     try:
         inputs = cell.inputs()
         workload = inputs.workload(0)
         facts = {s.question: _facts(span, s, inputs) for s in cell.subjects}
     except (ValueError, NotImplementedError) as reason:
-        return _cannot(cell, str(reason), WeatherSpan(before=before, after=weather()))
+        return _cannot(cell, identity, str(reason), WeatherSpan(before=before, after=weather()))
     judge = Judge(span, inputs)
     ours = [all(map(is_ours, span.origins(subject.spec))) for subject in cell.subjects]
     setup = Setup(
@@ -94,7 +94,7 @@ def run_cell(
             measured = None
     return CellOutcome(
         cell=cell,
-        key=cell_key(cell, this_machine()),
+        identity=identity,
         outcomes=_outcomes(cell, trials, measured, alive, facts, roofs),
         rounds=len(measured.samples[TWIN]) if measured else 0,
         rounds_by_process=tuple(measured.rounds_by_process) if measured else (),
@@ -107,18 +107,17 @@ def run_cell(
     )
 
 
-def _cannot(cell: Cell, reason: str, weather_span: WeatherSpan) -> CellOutcome:
+def _cannot(cell: Cell, identity: Identity, reason: str, weather_span: WeatherSpan) -> CellOutcome:
     """A workload these sizes cannot have is a state of the cell, not the end of a sweep."""
     return CellOutcome(
         cell=cell,
-        key=cell_key(cell, this_machine()),
+        identity=identity,
         outcomes=tuple(
             SubjectOutcome(
                 subject=subject,
                 label=subject.spec,
                 status=Status.UNSUPPORTED,
                 reason=reason,
-                source_hash=source_hash(cell.span, subject, None),
             )
             for subject in cell.subjects
         ),
@@ -131,7 +130,6 @@ def _outcomes(
     cell: Cell, trials: dict[int, Trial], measured: Measured | None, alive: list[int],
     facts: Mapping[tuple[str, str, str], WorkAndLoad], roofs: Roofs | None,
 ) -> tuple[SubjectOutcome, ...]:  # fmt: skip
-    inputs = cell.inputs()
     outcomes = []
     for index, subject in enumerate(cell.subjects):
         trial, (cost, load) = trials[index], facts[subject.question]
@@ -141,7 +139,6 @@ def _outcomes(
             "status": trial.status,
             "reason": trial.reason,
             "origin": trial.about.origin,
-            "source_hash": source_hash(cell.span, subject, inputs),
             "runs": trial.runs,
             "deterministic": trial.about.deterministic,
             "host_sync": trial.about.host_sync,

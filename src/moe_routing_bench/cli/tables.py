@@ -263,7 +263,7 @@ def outcome_document(outcome: CellOutcome) -> dict[str, Any]:
         "dtype": cell.case.dtype,
         "workload": cell.workload,
         "seed": cell.seed,
-        "cell_key": outcome.key,
+        "cell_key": outcome.identity.key,
         "policy": vars(cell.policy),
         "rounds": outcome.rounds,
         "stop_reason": outcome.stop_reason,

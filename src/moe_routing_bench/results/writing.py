@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 
 from moe_routing_bench.bench.identity import (
-    contract_hash,
-    harness_hash,
     package_version,
     settings,
     versions,
@@ -58,17 +56,17 @@ def _record(
     return Record(
         schema_version=1,
         record_id=session.new_record_id(),
-        cell_key=outcome.key,
+        cell_key=outcome.identity.key,
         session=session.id,
         suite=suite,
         suite_version=SUITE_VERSION,
         created_at=datetime.now(UTC),
         harness_version=package_version(),
-        harness_hash=harness_hash(),
+        harness_hash=outcome.identity.harness,
         what=schema.What(
             span=span.name,
             direction=outcome.direction,
-            contract_hash=contract_hash(span, one.subject),
+            contract_hash=outcome.identity.contracts[one.subject],
             included=span.included,
             excluded=span.excluded,
             layout=one.subject.layout,
@@ -93,7 +91,7 @@ def _record(
             label=one_line(one.label, 300),
             spec=one_line(one.subject.spec, 300),
             origin=one_line(one.origin, 300),
-            source_hash=one.source_hash,
+            source_hash=outcome.identity.sources[one.subject],
             role=one.role,  # type: ignore[arg-type]
             deterministic=one.deterministic,
             host_sync=one_line(one.host_sync),
