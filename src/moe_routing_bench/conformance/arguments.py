@@ -103,7 +103,7 @@ class HardArguments:
             first_T, second_T = plan.row_TK[:, 0], plan.row_TK[:, 1]
             ratio_T1 = (gate_TK[:, 0].double() / gate_TK[:, 1].double()).unsqueeze(1)
             y_RD[second_T] = (-y_RD[first_T].double() * ratio_T1).to(self.dtype)
-        # nobody may read these
+        # rows that must never be read
         return y_RD.masked_fill_((plan.pair_R < 0).unsqueeze(1), float("nan"))
 
     @property

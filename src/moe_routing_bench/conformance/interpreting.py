@@ -1,4 +1,4 @@
-"""Triton's CPU interpreter made right: bfloat16 as numbers, and TF32 where a kernel asks for it.
+"""Triton's CPU interpreter repaired: bfloat16 as numbers, and TF32 where a kernel asks for it.
 
 The stock interpreter (3.7.1 and 3.9.0) keeps bfloat16 as 16-bit integers and computes with the integers, so
 a product of 1.5 and 2 is nonsense; float32 becomes bfloat16 by cutting, not by rounding (triton-lang/triton

@@ -42,7 +42,7 @@ def check_router(router: str | type[Router], **options: Any) -> list[str]:
             torch.manual_seed(0)
             try:
                 wrong += check(make)
-            except Exception as error:  # whatever a router raises is a finding about it
+            except Exception as error:  # whatever a router raises is reported
                 wrong.append(f"checking {check.__name__[1:]}: it raised {type(error).__name__}: {error}")
     return list(dict.fromkeys(wrong))
 
@@ -157,7 +157,7 @@ def _backward(router: Router, x_TD: Tensor, info: TokenInfo, where: str) -> Iter
 
 
 def _extremes(make: Make) -> Iterator[str]:
-    """Where derivatives like to be 0 / 0: no opinion at all, no difference between tokens, no doubt."""
+    """Where derivatives tend to be 0 / 0: equal logits, equal tokens, one expert far ahead of the others."""
     _, info = _tokens()
     flat, same, sure = make(), make(), make()
     with torch.no_grad():
@@ -322,7 +322,7 @@ def _matters(router: Router, x_TD: Tensor, info: TokenInfo, changed_T: Tensor, *
 
 
 def _tokens(num_tokens: int = T, num_sequences: int = 1) -> tuple[Tensor, TokenInfo]:
-    # large vectors, so that a freshly initialised router has opinions
+    # large vectors, so that a freshly initialised router has clear preferences
     x_TD = 4 * torch.randn(num_tokens, D)
     return x_TD, TokenInfo(token_id_T=torch.randint(50_000, (num_tokens,)), num_sequences=num_sequences)
 

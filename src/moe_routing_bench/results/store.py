@@ -58,7 +58,7 @@ class OwnFile:
         return os.open(self.path, flags, 0o644)
 
     def append(self, data: bytes) -> None:
-        """In one write, so that a reader or a crash sees all or, of the last line, a part."""
+        """In one write: a reader, or a crash, sees all lines, or the last one cut off."""
         self._copy.write(data)
         self._write(data)
         self.size += len(data)
@@ -190,7 +190,7 @@ class Session:
         return name
 
     def put_samples(self, samples: ArrayLike) -> Samples:
-        """Append raw samples; where they are, for `Timing.of`. On disk when the cell's records are."""
+        """Append raw samples; where they are, for `Timing.of`. On disk once the cell's records are."""
         values = np.ascontiguousarray(samples, dtype="<f8").ravel()
         if not values.size:
             raise ValueError("there are no samples to store")

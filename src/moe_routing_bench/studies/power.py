@@ -42,7 +42,7 @@ CASE = BenchCase(
     dtype="float32",
 )
 PER_SITTING = 7
-# sittings between two gates: a gate also settles the calls in a sample, and that luck belongs to the study
+# sittings between two gates: a gate also chooses the calls in a sample, so its luck is part of the study
 GATE_EVERY = 10
 MOST_FILE_BYTES = 2**26
 MOST_TRIALS = 100_000
@@ -67,7 +67,7 @@ class Times:
 
 
 class FailedTrialError(Exception):
-    """The benchmark refused honest code in the middle of a trial; the sentence says why."""
+    """The benchmark refused honest code during a trial; the sentence says why."""
 
 
 TakeTimes = Callable[[Sequence[int]], Times]  # of candidates slowed by these percents
@@ -189,8 +189,8 @@ def study_power(
     take_times: TakeTimes | None = None,
     on_progress: OnStep = lambda done, total: None,
 ) -> PowerStudy:
-    """All trials in one shuffled order, so that a busy minute meets every percent alike. Ctrl-C ends it with
-    what there is. planned: trials by percent. take_times: real rounds unless a test gives its own."""
+    """All trials in one shuffled order, so that a busy minute affects every percent alike. Ctrl-C ends it and
+    keeps what there is. planned: trials by percent. take_times: real rounds unless a test gives its own."""
     policy = policy or Policy()
     order = [percent for percent, number in planned.items() for _ in range(number)]
     random.Random(seed).shuffle(order)

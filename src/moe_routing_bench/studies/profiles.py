@@ -87,7 +87,7 @@ def stage(name: str, nvtx: Any = None) -> Iterator[None]:
 
 
 def profiled(subject: Subject, inputs: Inputs, nvtx: Any = None) -> Profiled:
-    """A subject of the span `layer` with its stages in named ranges; whole layers of others by hooks."""
+    """A subject of the span `layer` with its stages in named ranges; layers of other libraries by hooks."""
     in_range = partial(stage, nvtx=nvtx)
     computation = layer_span.built(subject, inputs)
     owner = computation.owner
@@ -136,7 +136,7 @@ def _with_shared(layer: MoE, x_TD: Tensor, y_TD: Tensor, in_range: Stage) -> Ten
 
 @torch.no_grad()
 def profile(one: Profiled, inputs: Inputs, *, calls: int, chrome: Path | None = None) -> Profile:
-    """torch.profiler over `calls` calls, each on inputs of its own, after two that are not seen."""
+    """torch.profiler over `calls` calls, each on inputs of its own, after two that are not profiled."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports every start and stop on stderr
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():

@@ -12,7 +12,7 @@ from moe_routing_bench.routing import Routing
 from moe_routing_bench.statistics import RoutingStatistics
 from moe_routing_bench.workloads.trace import Trace
 
-# a file may claim more, but tables of E x E or K x K numbers would then be the harm it does
+# a file may claim more, and tables of E x E or K x K numbers would then fill the memory
 MAX_EXPERTS, MAX_CHOICES, MAX_LAYERS, MAX_CELLS = 4096, 64, 1024, 1 << 24
 
 
@@ -87,7 +87,7 @@ class LayerSummary:
 
 
 def summarise(trace: Trace) -> list[LayerSummary]:
-    """A summary of each layer, by number. ValueError if the file asks for tables beyond all reason."""
+    """A summary of each layer, by number. ValueError if its tables would be too large."""
     routing = trace.routing
     for what, number, most in (
         ("experts", routing.num_experts, MAX_EXPERTS),
