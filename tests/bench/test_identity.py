@@ -16,8 +16,8 @@ import pytest
 
 from moe_routing_bench.bench import identity
 from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.identity import cell_key, key_fields, subject_files
-from moe_routing_bench.bench.sources import PACKAGE, closure
+from moe_routing_bench.bench.identity import cell_key, key_fields, subject_code
+from moe_routing_bench.bench.sources import PACKAGE
 from moe_routing_bench.bench.spans.layer import span as layer_span
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.machine import this_machine
@@ -135,8 +135,8 @@ CANNOT_MATTER = {
 CHANGE_EACH_FILE = """
 import json
 from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.identity import HARNESS, key_fields, subject_files
-from moe_routing_bench.bench.sources import PACKAGE, closure
+from moe_routing_bench.bench.identity import HARNESS, key_fields, subject_code
+from moe_routing_bench.bench.sources import PACKAGE, Code
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.spans.layer import span as layer_span
 from moe_routing_bench.bench.subject import Subject
@@ -154,8 +154,8 @@ ops, machine = all_ops(), this_machine()
 names = {name: ops[name].names() if name in ops else span_named(name).specs() for name in span_names()}
 cells = [cell(span, spec) for span, specs in names.items() for spec in specs]
 cells += [cell("layer", "staged", router=rule) for rule in all_routers()]
-harness = closure(PACKAGE / name for name in HARNESS)
-needed = {id(c): {*harness, *closure(subject_files(c.span, c.subjects[0], c.inputs()))} for c in cells}
+harness = Code.of(PACKAGE / name for name in HARNESS).files
+needed = {id(c): {*harness, *subject_code(c.span, c.subjects[0], c.inputs()).files} for c in cells}
 unnoticed = []
 for path in sorted(p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".cpp", ".h")):
     one = next((c for c in cells if path in needed[id(c)]), cells[0])
@@ -191,8 +191,8 @@ def files_of(span: str, spec: str, **more: str) -> set[str]:
     subject = Subject(spec=spec, **more)
     case = BenchCase(name="own/x", span=span, shape=MoEShape(T=8, D=32, F=16, E=8, K=2))
     cell = Cell(case=case, workload="uniform", subjects=(subject,))
-    files = closure(subject_files(cell.span, subject, cell.inputs()))
-    return {path.relative_to(PACKAGE).as_posix() for path in files}
+    code = subject_code(cell.span, subject, cell.inputs())
+    return {path.relative_to(PACKAGE).as_posix() for path in code.files}
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_versions_of_what_a_subject_imports_are_in_the_key():
         return key_fields(cell, this_machine())["versions"]
 
     assert "transformers" in versions_of("hf_eager") and "transformers" not in versions_of("eager_loop")
-    assert versions_of("native")["compiler"] and not versions_of("eager_loop")["compiler"]
+    assert versions_of("native")["compiler"] and "compiler" not in versions_of("eager_loop")
 
 
 def test_decisions_that_pick_another_plan_change_the_key(monkeypatch):
@@ -244,7 +244,7 @@ def test_decisions_that_pick_another_plan_change_the_key(monkeypatch):
 
 OUTSIDE = {
     "contract": lambda m: m.setattr(identity, "contract_hash", lambda span, subject: "0" * 64),
-    "harness": lambda m: m.setattr(identity, "harness_hash", lambda: "0" * 64),
+    "harness": lambda m: m.setattr(identity, "HARNESS", ("bench/status.py",)),
     "torch": lambda m: m.setattr("torch.__version__", "9.9.9"),
     "python": lambda m: m.setattr("sys.version", "3.99.0 (main)"),
     "numpy": lambda m: m.setattr(identity, "distribution_version", lambda name: "9.9.9"),

@@ -10,20 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_routing_bench import cpp
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.sources import PACKAGE, closure, distribution_version, files_hash, libraries
+from moe_routing_bench.bench.sources import PACKAGE, Code, distribution_version
 from moe_routing_bench.bench.spans.span import Span
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.machine import Machine
@@ -58,14 +55,14 @@ def identify(cell: Cell, machine: Machine) -> Identity:
         key=digest_of(fields),
         harness=fields["harness"],
         contracts={subject: contract_hash(cell.span, subject) for subject in cell.subjects},
-        sources={s: code for s, (_, code) in zip(cell.subjects, fields["subjects"], strict=True)},
+        sources={s: source for s, (_, source) in zip(cell.subjects, fields["subjects"], strict=True)},
     )
 
 
 def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
     """What goes into the key, by name: each field alone changes it."""
     inputs = cell.inputs()
-    files = [path for subject in cell.subjects for path in subject_files(cell.span, subject, inputs)]
+    codes = {subject: subject_code(cell.span, subject, inputs) for subject in cell.subjects}
     return {
         "case": asdict(cell.case),
         "contract": contract_hash(cell.span, cell.subjects[0]),
@@ -76,10 +73,10 @@ def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
             "ranks": cell.W,
             "recorded": recorded_hash(cell.workload, cell.case.checkpoint),
         },
-        "subjects": [[s.name, source_hash(cell.span, s, inputs)] for s in cell.subjects],
+        "subjects": [[s.name, _source_hash(cell.span, s, inputs, code)] for s, code in codes.items()],
         "policy": asdict(cell.policy),
-        "harness": harness_hash(),
-        "versions": {**libraries(closure(files)), **versions(), "compiler": compiler_version(files)},
+        "harness": Code.of(PACKAGE / name for name in HARNESS).hash,
+        "versions": {**{n: v for code in codes.values() for n, v in code.versions.items()}, **versions()},
         "machine": machine.name,
         "settings": settings(),
     }
@@ -106,19 +103,6 @@ def settings() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
 
 
-def compiler_version(files: Sequence[Path]) -> str:
-    """Of the C++ compiler, if any of the files is for it."""
-    return _compiler_says() if any(path.suffix == ".cpp" for path in closure(files)) else ""
-
-
-@cache
-def _compiler_says() -> str:
-    if (compiler := cpp.compiler()) is None:
-        return ""
-    ran = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    return ran.stdout.partition("\n")[0]
-
-
 def recorded_hash(workload: str, checkpoint: str) -> str:
     """Of a trace's bytes, and of a checkpoint's sizes and times: another recording under the same name is
     another workload."""
@@ -136,32 +120,21 @@ def recorded_hash(workload: str, checkpoint: str) -> str:
 
 def contract_hash(span: Span, subject: Subject) -> str:
     """The reference code that says what is right."""
-    ops = [Path(all_ops()[name].file) for name in span.ops]
-    return files_hash(closure([*ops, *span.roots(subject)]))
+    return Code.of([*(Path(all_ops()[name].file) for name in span.ops), *span.roots(subject)]).hash
 
 
-def harness_hash() -> str:
-    """The code that measures and judges."""
-    return files_hash(closure(PACKAGE / name for name in HARNESS))
+def _source_hash(span: Span, subject: Subject, inputs: Inputs, code: Code) -> str:
+    """What runs for a subject: its words, what is picked for it, the code, packages from outside."""
+    return digest_of([subject.name, span.resolved(subject, inputs), code.hash, _packages(span, subject)])
 
 
-def source_hash(span: Span, subject: Subject, inputs: Inputs | None) -> str:
-    """The source of a subject's implementations, with those inside them and those picked for it, and their
-    options."""
-    picked = [] if inputs is None else span.resolved(subject, inputs)
-    code = files_hash(closure(subject_files(span, subject, inputs)))
-    return digest_of([subject.name, picked, code, _packages(span, subject)])
-
-
-def subject_files(span: Span, subject: Subject, inputs: Inputs | None) -> list[Path]:
-    """The files of everything that runs for a subject: span, operations, implementations named or picked."""
-    ops = all_ops()
-    picked = [] if inputs is None else span.resolved(subject, inputs)
-    used = [*span.named(subject.spec), *_inside(span, subject.spec), *picked]
-    files = list(span.roots(subject))
+def subject_code(span: Span, subject: Subject, inputs: Inputs) -> Code:
+    """Everything that runs for a subject: span, operations, implementations named or picked."""
+    ops, files = all_ops(), list(span.roots(subject))
+    used = [*span.named(subject.spec), *_inside(span, subject.spec), *span.resolved(subject, inputs)]
     for op, spec in used:
         files += [Path(ops[op].file), *ops[op].source_files(spec.partition("(")[0].strip())]
-    return files
+    return Code.of(files)
 
 
 def _inside(span: Span, spec: str) -> list[tuple[str, str]]:

@@ -10,34 +10,48 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.metadata
+import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from moe_routing_bench.cpp import with_includes
+from moe_routing_bench.cpp import compiler, with_includes
 
 PACKAGE = Path(__file__).parents[1]
 OURS = PACKAGE.name
 CODE = (".cpp", ".h", ".cu", ".cuh")
 
 
-def closure(roots: Iterable[Path]) -> tuple[Path, ...]:
-    """The roots and all files of ours that they need, in order."""
-    seen: set[Path] = set()
-    waiting = [path.resolve() for path in roots]
-    while waiting:
-        path = waiting.pop()
-        if path not in seen:
-            seen.add(path)
-            waiting += needs(path)[0]
-    return tuple(sorted(seen))
+@dataclass(frozen=True)
+class Code:
+    """Files, and all files of ours that they need: Code.of([path]).hash"""
 
+    files: tuple[Path, ...]
 
-def libraries(files: Iterable[Path]) -> dict[str, str]:
-    """The versions of the packages that files import from elsewhere: {"torch": "2.13.0+cpu", ...}."""
-    names = {name for path in files for name in needs(path)[1]}
-    return {name: distribution_version(name) for name in sorted(names)}
+    @staticmethod
+    def of(roots: Iterable[Path]) -> Code:
+        seen: set[Path] = set()
+        waiting = [path.resolve() for path in roots]
+        while waiting:
+            path = waiting.pop()
+            if path not in seen:
+                seen.add(path)
+                waiting += needs(path)[0]
+        return Code(tuple(sorted(seen)))
+
+    @property
+    def hash(self) -> str:
+        return _hash_of(tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in self.files))
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of the packages that it imports from elsewhere, and of the compiler if some of it is C++."""
+        names = {name for path in self.files for name in needs(path)[1]}
+        compiled = any(path.suffix in CODE for path in self.files)
+        compiler = {"compiler": compiler_version()} if compiled else {}
+        return {**{name: distribution_version(name) for name in sorted(names)}, **compiler}
 
 
 def needs(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
@@ -81,10 +95,6 @@ def _files_of(module: str, package: Path) -> list[Path]:
     return [path.resolve()] if path.is_file() else []
 
 
-def files_hash(paths: Iterable[Path]) -> str:
-    return _hash_of(tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in paths))
-
-
 @cache
 def _hash_of(stamped: tuple[tuple[Path, int, int], ...]) -> str:
     digest = hashlib.sha256()
@@ -99,3 +109,11 @@ def distribution_version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "?"
+
+
+@cache
+def compiler_version() -> str:
+    if (path := compiler()) is None:
+        return ""
+    ran = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    return ran.stdout.partition("\n")[0]
