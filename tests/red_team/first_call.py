@@ -7,18 +7,17 @@ python first_call.py symptom op.name ...       prints {"op.name": the state a si
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
+import expectations
 from moe_routing_bench.accuracy import judge, judge_exact
 from moe_routing_bench.bench import clock  # noqa: F401  (as in a worker, there before any kernel is)
 from moe_routing_bench.experts import ExpertWeights
@@ -33,13 +32,7 @@ EQUAL = torch.equal  # a kernel may replace it later
 
 def main(what: str, names: list[str]) -> None:
     torch.set_num_threads(1)
-    path = Path(__file__).parent / "expectations.py"
-    spec = importlib.util.spec_from_file_location("red_team_expectations", path)
-    assert spec is not None and spec.loader is not None
-    table = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = table
-    spec.loader.exec_module(table)
-    include(table.KERNELS)
+    include(expectations.KERNELS)
     ops = all_ops()
     said = {}
     for label in names:
@@ -48,7 +41,7 @@ def main(what: str, names: list[str]) -> None:
             ops[op].get(name)
             said[label] = "loaded"
         else:
-            row = table.EXPECTED[op, name]
+            row = expectations.EXPECTED[op, name]
             said[label] = in_a_fork(
                 partial(symptom, ops[op], name, row.at)
                 if what == "symptom"

@@ -5,39 +5,33 @@ Nothing is included or called in this process: a child does both, and the other 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import expectations
+from expectations import EXPECTED
+from repository import SOURCE
+
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
-CHILD = HERE / "first_call.py"
+CHILD = Path(__file__).parent / "first_call.py"
 
 
-def table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("red_team_expectations", HERE / "expectations.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
-
-
-EXPECTATIONS = table()
-EXPECTED = EXPECTATIONS.EXPECTED
 IDS = {f"{op}.{name}": (op, name) for op, name in EXPECTED}
 
 
 def child(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    source = str(HERE.parent.parent / "src")
-    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(SOURCE.parent),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path),
+    }
     return subprocess.run(
         [sys.executable, str(CHILD), *words],
         capture_output=True, text=True, timeout=100, env=environment, cwd=tmp_path,
@@ -45,13 +39,13 @@ def child(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_kernel_has_an_expectation_and_every_expectation_a_kernel() -> None:
-    files = {(path.parent.name, path.stem) for path in EXPECTATIONS.KERNELS.glob("*/*.py")}
+    files = {(path.parent.name, path.stem) for path in expectations.KERNELS.glob("*/*.py")}
     assert files == set(EXPECTED)
     assert len(files) >= 30
 
 
 def test_every_kernel_loads(tmp_path: Path) -> None:
-    fine = [name for name, key in IDS.items() if key not in EXPECTATIONS.BREAK_ON_IMPORT]
+    fine = [name for name, key in IDS.items() if key not in expectations.BREAK_ON_IMPORT]
     ran = child(tmp_path, "load", *fine)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert json.loads(ran.stdout) == {name: "loaded" for name in fine}

@@ -3,13 +3,10 @@ the honest kernel measured beside it is not harmed."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from statistics import median
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from expectations import EXPECTED, KERNELS, MARKER, Sizes
 from moe_routing_bench.bench.cell import Cell, Policy
