@@ -379,8 +379,8 @@ def _sentence(error: ValidationError) -> str:
 
 
 def one_line(text: str, most: int = 2_000) -> str:
-    """Any text as a field takes it: control characters become spaces, and what is too long is cut."""
-    text = re.sub(r"[\x00-\x1f\x7f]+", " ", _encodable(text)).strip()
+    """Any text as a field takes it: what cannot be printed becomes a space, what is too long is cut."""
+    text = re.sub(r"\n+", " ", "".join(c if c.isprintable() else "\n" for c in _encodable(text))).strip()
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
