@@ -71,7 +71,7 @@ def test_list_json_holds_every_op_implementation_and_router():
 
 def test_list_says_what_matters():
     text = mrb("list").stdout
-    for said in (
+    for words in (
         f"sort (preferred on {machine_of(torch.device('cpu'))}, default)",
         "ties in any order",
         "forward only; reuses its output",
@@ -80,7 +80,7 @@ def test_list_says_what_matters():
         "not causal: later tokens matter; depends on the batch",
         "arXiv:2308.00951",
     ):
-        assert said in text, said
+        assert words in text, words
     assert "\x1b" not in text and not any(line != line.rstrip() for line in text.splitlines())
 
 
@@ -221,7 +221,7 @@ def test_check_finds_wrong_numbers(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "sentence"),
     [
         ("bad_import", "cannot import name 'nonsense'"),
         ("bad_signature", "run takes (y)"),
@@ -229,11 +229,11 @@ def test_check_finds_wrong_numbers(folder):
         ("asks_the_gpu", "raised RuntimeError: no GPU here"),
     ],
 )
-def test_check_counts_broken_code_from_outside_as_failed(folder, name, said):
+def test_check_counts_broken_code_from_outside_as_failed(folder, name, sentence):
     words = ["check", "--op", "combine", "--dtype", "float32", "--include-path", folder(name)]
     # the rest of the op is still checked
     text = mrb(*words, "--impl", "[!e]*", code=1).stdout
-    assert said in text and "gather_sum" in text and " 0 failed" not in text
+    assert sentence in text and "gather_sum" in text and " 0 failed" not in text
 
 
 @pytest.mark.parametrize("name", ["absent", "never"])
@@ -253,9 +253,7 @@ def test_check_notices_an_op_without_implementations(monkeypatch: pytest.MonkeyP
 def test_check_routers(monkeypatch: pytest.MonkeyPatch):
     assert [one["implementation"] for one in mrb_json("check", "--impl", "switch")["results"]] == ["switch"]
     checked: list[str] = []  # each of them really: tests/routers/test_routers.py
-    monkeypatch.setattr(
-        "moe_routing_bench.cli.checking.check_router", lambda name: checked.append(name) or []
-    )
+    monkeypatch.setattr("moe_routing_bench.cli.check.check_router", lambda name: checked.append(name) or [])
     assert f"{len(all_routers())} cases passed, 0 failed" in mrb("check", "--op", "routers").stdout
     assert checked == list(all_routers())
 
@@ -268,7 +266,7 @@ def test_check_reports_a_router_that_breaks_its_contract(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "sentence"),
     [
         (["list", "op"], "did you mean 'ops'?"),
         (["list", "--include-path", "/no/such/folder"], "/no/such/folder is not a folder"),
@@ -288,8 +286,8 @@ def test_check_reports_a_router_that_breaks_its_contract(monkeypatch: pytest.Mon
         (["check", "--dtype", "float31"], "did you mean 'float32'?"),
     ],
 )
-def test_mistakes_get_one_sentence(words, said):
-    assert said in refused(*words)
+def test_mistakes_get_one_sentence(words, sentence):
+    assert sentence in refused(*words)
 
 
 def test_a_name_that_exists_twice_is_a_mistake(folder):

@@ -169,6 +169,6 @@ def test_a_sweep_over_sizes(tmp_path: Path):
 
 
 def test_twins_that_are_the_same_are_measured_once():
-    found = scaled_once(cases("seed-grid"))
-    assert len(found) == 12 and all(case.scaled_from for case in found)
-    assert len({(case.shape, case.layout) for case in found}) == 12
+    twins = scaled_once(cases("seed-grid"))
+    assert len(twins) == 12 and all(case.scaled_from for case in twins)
+    assert len({(case.shape, case.layout) for case in twins}) == 12

@@ -180,9 +180,9 @@ def test_device_columns_appear_when_a_device_worked() -> None:
         key="aten::mm", count=2, self_cpu_time_total=5.0, cpu_time_total=6.0, self_device_time_total=7e6,
         device_time_total=8.0,
     )  # fmt: skip
-    found = read_profile([average], [call, route], calls=2, width=32)
-    assert found.shares == {"route": 0.5, "python": 0.5} and found.seconds == pytest.approx(50e-6)
-    table = operations_table(found, rows=5)
+    one = read_profile([average], [call, route], calls=2, width=32)
+    assert one.shares == {"route": 0.5, "python": 0.5} and one.seconds == pytest.approx(50e-6)
+    table = operations_table(one, rows=5)
     assert [column.header for column in table.columns][4:6] == ["self CUDA", "CUDA total"]
 
 

@@ -61,12 +61,12 @@ def trace(checkpoint: Path, two_texts: tuple[Path, Path], tmp_path_factory: pyte
 
 
 def test_record_writes_what_was_asked_for(trace: Path, checkpoint: Path) -> None:
-    found = read_trace(trace)
-    assert found.routing.num_tokens == 900 and found.documents == ("one.txt", "two.txt")
-    assert found.layer_T is not None and found.layer_T.unique().tolist() == [0, 1, 2]
-    one = found.part(layer=1, document=1)
+    written = read_trace(trace)
+    assert written.routing.num_tokens == 900 and written.documents == ("one.txt", "two.txt")
+    assert written.layer_T is not None and written.layer_T.unique().tolist() == [0, 1, 2]
+    one = written.part(layer=1, document=1)
     assert one.position_T is not None and one.position_T.tolist() == [*range(150)]
-    assert str(checkpoint) in found.source and "bytes" in found.source and "transformers" in found.source
+    assert all(word in written.source for word in (str(checkpoint), "bytes", "transformers"))
 
 
 def test_layers_and_short_texts(checkpoint: Path, two_texts: tuple[Path, Path], tmp_path: Path) -> None:
@@ -74,9 +74,9 @@ def test_layers_and_short_texts(checkpoint: Path, two_texts: tuple[Path, Path], 
         "trace", "record", "--model", checkpoint, "--tokenizer", "bytes", "--text", two_texts[0], "--layers",
         "0,2", "--tokens", 100_000, "--dtype", "bfloat16", "--out", tmp_path / "t",
     )  # fmt: skip
-    found = read_trace(tmp_path / "t")
-    assert found.routing.num_tokens == 2 * 480  # all there is
-    assert found.layer_T is not None and found.layer_T.unique().tolist() == [0, 2]
+    written = read_trace(tmp_path / "t")
+    assert written.routing.num_tokens == 2 * 480  # all there is
+    assert written.layer_T is not None and written.layer_T.unique().tolist() == [0, 2]
 
 
 def test_show_tells_the_numbers(trace: Path) -> None:
@@ -191,8 +191,8 @@ def test_mistakes_in_record_get_a_sentence(
 
 def test_a_small_vocabulary_is_refused_before_it_fails(two_texts: tuple[Path, Path], tmp_path: Path) -> None:
     tiny_models.make("qwen3_moe", vocab_size=100).save_pretrained(tmp_path / "m")
-    said = refused(*record(tmp_path / "m", two_texts[0], "--out", tmp_path / "t"))
-    assert "bytes gives token 116, but the model knows 0 to 99" in said
+    sentence = refused(*record(tmp_path / "m", two_texts[0], "--out", tmp_path / "t"))
+    assert "bytes gives token 116, but the model knows 0 to 99" in sentence
 
 
 def test_layers_are_read_as_people_write_them() -> None:

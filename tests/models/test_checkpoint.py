@@ -30,9 +30,9 @@ D, F, E = 32, 24, 8
 MODELS = ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v3")
 
 
-def saved(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
-    shared = {"n_shared_experts": 2} if kind == "deepseek_v3" else {}
-    model = tiny_models.make(kind, **shared).to(dtype)
+def saved(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
+    shared = {"n_shared_experts": 2} if name == "deepseek_v3" else {}
+    model = tiny_models.make(name, **shared).to(dtype)
     model.save_pretrained(folder, **{"max_shard_size": "8KB", **how})
     return model
 
@@ -42,13 +42,13 @@ def moe_of(model: Any) -> Any:
     return layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", [{}, {"max_shard_size": "1GB"}, {"save_original_format": False}], ids=str)
-def test_a_layer_read_computes_what_the_model_does(kind: str, how: dict[str, Any], tmp_path: Path) -> None:
-    model = saved(kind, tmp_path, **how)
+def test_a_layer_read_computes_what_the_model_does(name: str, how: dict[str, Any], tmp_path: Path) -> None:
+    model = saved(name, tmp_path, **how)
     assert (tmp_path / "model.safetensors.index.json").exists() == ("max_shard_size" not in how)
     layer = read_layer(tmp_path, 1)
-    assert (layer.model_type, layer.weights.num_experts, layer.weights.D, layer.weights.F) == (kind, E, D, F)
+    assert (layer.model_type, layer.weights.num_experts, layer.weights.D, layer.weights.F) == (name, E, D, F)
     x_TD = torch.randn(50, D)
     routing = layer.route(x_TD)
     y_TD = expert_ffn(x_TD, routing.gate_TK, make_plan(routing, Layout.compact()), layer.weights)
@@ -58,7 +58,7 @@ def test_a_layer_read_computes_what_the_model_does(kind: str, how: dict[str, Any
         out = moe_of(model)(x_TD.unsqueeze(0))
     expected = (out[0] if isinstance(out, tuple) else out).view(50, D)
     assert torch.allclose(y_TD, expected, atol=1e-5, rtol=1e-4)
-    assert kind != "deepseek_v3" or layer.shared is not None
+    assert name != "deepseek_v3" or layer.shared is not None
 
 
 def shared(weights: ExpertWeights, x_TD: torch.Tensor) -> torch.Tensor:
@@ -146,9 +146,9 @@ def test_what_is_not_read_here_says_why(folder: Path, changes: dict[str, Any], s
 )  # fmt: skip
 def test_an_index_may_not_leave_the_folder(folder: Path, shard: Any) -> None:
     index = folder / "model.safetensors.index.json"
-    found = json.loads(index.read_text())["weight_map"]
-    found["model.layers.1.block_sparse_moe.gate.weight"] = shard
-    change_json(index, weight_map=found)
+    shard_of = json.loads(index.read_text())["weight_map"]
+    shard_of["model.layers.1.block_sparse_moe.gate.weight"] = shard
+    change_json(index, weight_map=shard_of)
     assert "not a .safetensors file of this folder" in refused(folder)
 
 
@@ -206,7 +206,7 @@ def test_four_bit_blocks_and_dense_layers_say_so(tmp_path: Path) -> None:
     assert "MXFP4" in refused(tmp_path / "oss", error=NotImplementedError)
     (tmp_path / "deep").mkdir()
     saved("deepseek_v3", tmp_path / "deep")
-    said = refused(tmp_path / "deep", 0)
-    assert "layer 0 of" in said and "the first that has is 1" in said
+    sentence = refused(tmp_path / "deep", 0)
+    assert "layer 0 of" in sentence and "the first that has some is 1" in sentence
     change_json(tmp_path / "deep" / "config.json", n_group=3)
     assert "groups" in refused(tmp_path / "deep")

@@ -97,21 +97,21 @@ def test_gradients_equal_those_of_transformers() -> None:
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)], ids=str)
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_sdpa_equals_attention_written_out_with_gradients(heads, qk_norm) -> None:
-    both = [Attention(D, *heads, 8, kind=kind, qk_norm=qk_norm).double() for kind in ("sdpa", "naive")]
+    both = [Attention(D, *heads, 8, method=method, qk_norm=qk_norm).double() for method in ("sdpa", "naive")]
     both[1].load_state_dict(both[0].state_dict())
-    found = []
+    results = []
     for one in both:
         x_BND = tokens(torch.float64).requires_grad_()
         y_BND = one(x_BND)
         y_BND.square().sum().backward()
-        found.append([y_BND, x_BND.grad, *(p.grad for p in one.parameters())])
-    for a, b in zip(*found, strict=True):
+        results.append([y_BND, x_BND.grad, *(p.grad for p in one.parameters())])
+    for a, b in zip(*results, strict=True):
         assert torch.allclose(a, b, atol=1e-12, rtol=1e-9)
 
 
 def test_a_token_does_not_see_later_ones_nor_other_sequences() -> None:
-    for kind in ("sdpa", "naive"):
-        made, x_BND = block(kind=kind).double(), tokens(torch.float64)
+    for method in ("sdpa", "naive"):
+        made, x_BND = block(method=method).double(), tokens(torch.float64)
         other = x_BND.clone()
         other[0, 5:] += 1
         with torch.no_grad():
@@ -132,11 +132,11 @@ def test_attention_depends_on_distance_not_on_place() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["sdpa", "naive"])
-def test_within_the_judges_bound_of_a_float64_oracle(dtype, kind) -> None:
+@pytest.mark.parametrize("method", ["sdpa", "naive"])
+def test_within_the_judges_bound_of_a_float64_oracle(dtype, method) -> None:
     """Attention alone: behind it a router may choose other experts in other precision."""
-    made = block(dtype=dtype, kind=kind, qk_norm=True).attention
-    plain = block(dtype=dtype, kind="naive", qk_norm=True).attention
+    made = block(dtype=dtype, method=method, qk_norm=True).attention
+    plain = block(dtype=dtype, method="naive", qk_norm=True).attention
     x_BND = tokens(dtype)
     with torch.no_grad():
         got, baseline = made(x_BND), plain(x_BND)
@@ -173,7 +173,7 @@ def test_what_transformers_block_cannot_be_is_said(moe, sentence) -> None:
     [
         ({"kv_heads": 3}, "equal parts"),
         ({"head_dim": 7}, "even width"),
-        ({"kind": "flash"}, "there is no attention 'flash'"),
+        ({"method": "flash"}, "there is no attention 'flash'"),
         ({"moe": {"layout": "padded(capacity_factor=1.0,drop=probs)"}}, "not causal"),
     ],
 )

@@ -59,23 +59,23 @@ def test_logits_and_all_gradients_are_those_of_eager(name: str, impl: str) -> No
 
 
 def choices(model: Any, ids: Tensor) -> list[Tensor]:
-    found: list[Tensor] = []
+    chosen: list[Tensor] = []
     hooks = [
-        module.register_forward_pre_hook(lambda _, args: found.append(args[1].sort(-1).values))
+        module.register_forward_pre_hook(lambda _, args: chosen.append(args[1].sort(-1).values))
         for _, module in experts_modules(model)
     ]
     with torch.no_grad():
         model(ids)
     for hook in hooks:
         hook.remove()
-    return found
+    return chosen
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16_is_as_precise_as_eager(name: str) -> None:
     """Judged on texts for which float64 and bfloat16 choose the same experts: rounding may choose others."""
     exact, model = make(name).bfloat16().double(), make(name).bfloat16()
-    found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    compared: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
     texts = 0
     for seed in range(60):
         ids = tokens(1, 4, seed)
@@ -89,16 +89,16 @@ def test_bfloat16_is_as_precise_as_eager(name: str) -> None:
             without = model(ids).logits
         model.set_experts_implementation("eager")
         plain, plain_gradient = gradients(model, ids)
-        found.setdefault("logits", []).append((ours, oracle, plain))
-        found.setdefault("logits without gradients", []).append((without, oracle, plain))
+        compared.setdefault("logits", []).append((ours, oracle, plain))
+        compared.setdefault("logits without gradients", []).append((without, oracle, plain))
         for path in true_gradient:
             numbers = our_gradient[path], true_gradient[path], plain_gradient[path]
-            found.setdefault(path, []).append(numbers)
+            compared.setdefault(path, []).append(numbers)
         texts += 1
         if texts == 6:
             break
     assert texts == 6
-    for what, numbers in found.items():
+    for what, numbers in compared.items():
         verdict = judge(*(torch.stack(each) for each in zip(*numbers, strict=True)))
         assert verdict.passed, f"{what}: {verdict.sentence}"
 
@@ -136,10 +136,10 @@ def test_names() -> None:
 def test_what_runs_is_said() -> None:
     model = make("gpt_oss")
     model.set_experts_implementation(OURS)
-    told = plugin.implementations(model)
-    assert [one.module for one in told] == [path for path, _ in experts_modules(model)] and len(told) == 2
-    assert told[0].implementation == "native"
-    assert "swiglu_oai" in str(told) and "decisions are off" in str(told)
+    rows = plugin.implementations(model)
+    assert [one.module for one in rows] == [path for path, _ in experts_modules(model)] and len(rows) == 2
+    assert rows[0].implementation == "native"
+    assert "swiglu_oai" in str(rows) and "decisions are off" in str(rows)
     model.double()
     assert plugin.implementations(model)[0].implementation.startswith("staged(")
     assert "native cannot run: it computes bfloat16 or float32" in str(plugin.implementations(model))
@@ -221,14 +221,14 @@ def test_ids_past_the_experts_add_exactly_nothing(name: str, grad: bool) -> None
     for impl in ("native", "staged"):
         if impl == "native" and cpp.why_not():
             continue
-        y, *found = run(ids, gates, impl)
+        y, *gradient = run(ids, gates, impl)
         assert torch.equal(y[2], torch.zeros(32))
-        assert all(one.isfinite().all() for one in (y, *found))
+        assert all(one.isfinite().all() for one in (y, *gradient))
         # the same with the absent pairs given to an expert at gate 0
         zero = torch.where(there, gates, 0.0).detach().requires_grad_(grad)
         want, *expected = run(torch.where(there, ids, (ids[:, :1] + 4) % 8), zero, impl)
         close(y, want)
-        for i, (got, true) in enumerate(zip(found, expected, strict=True)):
+        for i, (got, true) in enumerate(zip(gradient, expected, strict=True)):
             close(got, torch.where(there, true, 0.0) if i == 1 else true)
 
 
@@ -309,7 +309,7 @@ def test_autocast_computes_in_the_dtype_of_the_weights(dtype: torch.dtype, impl:
 
 @use_experts_implementation(has_post_expert_norm=True)
 class NormedExperts(nn.Module):
-    """As muse_spark's: what an expert gives is normalised before the gates."""
+    """As in muse_spark: an expert's output is normalised before the gates."""
 
     def __init__(self, config: Any):
         super().__init__()
@@ -324,8 +324,8 @@ class NormedExperts(nn.Module):
         for t, k in torch.cartesian_prod(torch.arange(len(y)), torch.arange(top_k_index.shape[1])).tolist():
             if (e := int(top_k_index[t, k])) < 4:
                 gate, up = (self.gate_up_proj[e] @ hidden_states[t]).chunk(2)
-                found = self.post_expert_norm(self.down_proj[e] @ (self.act_fn(gate) * up))
-                y[t] = y[t] + top_k_weights[t, k] * found
+                y_D = self.post_expert_norm(self.down_proj[e] @ (self.act_fn(gate) * up))
+                y[t] = y[t] + top_k_weights[t, k] * y_D
         return y
 
 
@@ -417,12 +417,12 @@ def test_one_graph_serves_no_layer_of_another_kind() -> None:
         ],
         "gpt_oss": [{}, {"limit": 0.5}],
     }
-    for name, kinds in changes.items():
+    for name, variants in changes.items():
         torch._dynamo.reset()
         compiled = torch.compile(lambda module, *args: module(*args), backend="aot_eager")
-        for kind in kinds:
+        for variant in variants:
             module = experts_of(name)
-            for attribute, value in kind.items():
+            for attribute, value in variant.items():
                 setattr(module, attribute, value)
             with torch.no_grad():
                 module.config._experts_implementation = "grouped_mm"

@@ -1,4 +1,4 @@
-"""Recording a model's routing: the model is left alone, the file holds what was chosen, replay too."""
+"""Traces of a model: the model is left as it was, and file and replay hold what was chosen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_routing_bench.layer import MoE
 from moe_routing_bench.load import LoadStatistics
-from moe_routing_bench.models.tracing import listening, moe_layers, pieces, record
+from moe_routing_bench.models.tracing import listening, moe_layers, pieces, record_trace
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.workloads.trace import read_trace, write_trace
 from moe_routing_bench.workloads.workload import make_workload
@@ -65,82 +65,81 @@ class Own(nn.Module):
 def test_results_stay_the_same_and_choices_are_the_routers_own(name: str) -> None:
     model, numbers = made(name), MODELS[name]
     token_BN = texts(24)[0].view(2, 12)
-    # what the model's routers return, seen in another way than the recorder's
-    said: list[tuple[Tensor, ...]] = []
+    # what the model's routers return, seen without record_trace's hooks
+    returned: list[tuple[Tensor, ...]] = []
     experts = [module for _, module in moe_layers(model).values()]
     blocks = [block for block in model.modules() if any(child in experts for child in block.children())]
     assert len(blocks) == len(experts) == len(numbers)
     handles = [
-        module.register_forward_hook(lambda module, given, result: said.append((given[0], *result)))
+        module.register_forward_hook(lambda module, given, result: returned.append((given[0], *result)))
         for block in blocks
         for child, module in block.named_children()
         if child in ("gate", "router") and name != "deepseek_v3"
     ]
     with torch.no_grad():
         before = model(token_BN).logits
-        heard: list[tuple[int, Routing]] = []
-        said.clear()
-        with listening(model, lambda layer, routing: heard.append((layer, routing))):
+        routings: list[tuple[int, Routing]] = []
+        returned.clear()
+        with listening(model, lambda layer, routing: routings.append((layer, routing))):
             during = model(token_BN).logits
         for handle in handles:
             handle.remove()
         after = model(token_BN).logits
     assert torch.equal(before, during) and torch.equal(before, after)
-    assert [layer for layer, _ in heard] == numbers and hooks_of(model) == 0
-    for place, (_, routing) in enumerate(heard):
+    assert [layer for layer, _ in routings] == numbers and hooks_of(model) == 0
+    for place, (_, routing) in enumerate(routings):
         assert routing.expert_TK.shape == (24, 3) and routing.num_experts == 8
         if name != "deepseek_v3":
-            _, _, gate_TK, expert_TK = said[place]
+            _, _, gate_TK, expert_TK = returned[place]
             assert torch.equal(routing.expert_TK, expert_TK) and torch.equal(routing.gate_TK, gate_TK)
         replace(routing, ragged=False).validate()
 
 
-def test_every_function_of_transformers_is_heard() -> None:
+def test_every_experts_function_of_transformers_is_seen() -> None:
     model, token_BN = made("qwen3_moe"), texts(24)[0].view(2, 12)
-    found = {}
+    chosen = {}
     for name in ("eager", "grouped_mm", "batched_mm"):
         model.set_experts_implementation(name)
-        one = record(model, pieces([token_BN.flatten()], batch=2, sequence=12))
-        found[name] = torch.cat([*one.expert_TK.values()])
-    assert torch.equal(found["eager"], found["grouped_mm"])
-    assert torch.equal(found["eager"], found["batched_mm"])
+        one = record_trace(model, pieces([token_BN.flatten()], batch=2, sequence=12))
+        chosen[name] = torch.cat([*one.expert_TK.values()])
+    assert torch.equal(chosen["eager"], chosen["grouped_mm"])
+    assert torch.equal(chosen["eager"], chosen["batched_mm"])
 
 
 def test_labels_and_order() -> None:
     model = made("deepseek_v3")
     documents = texts(11, 7)
-    found = record(model, pieces(documents, batch=2, sequence=4))
-    assert found.position_T.tolist() == [*range(11), *range(7)]
-    assert found.document_T.tolist() == [0] * 11 + [1] * 7
-    assert found.names == {n: f"model.layers.{n}.mlp.experts" for n in (1, 2)}
-    labels = found.labels()
+    trace = record_trace(model, pieces(documents, batch=2, sequence=4))
+    assert trace.position_T.tolist() == [*range(11), *range(7)]
+    assert trace.document_T.tolist() == [0] * 11 + [1] * 7
+    assert trace.names == {n: f"model.layers.{n}.mlp.experts" for n in (1, 2)}
+    labels = trace.labels()
     assert labels["layer_T"].tolist() == [1] * 18 + [2] * 18
-    assert labels["position_T"].tolist() == found.position_T.tolist() * 2
-    assert found.expert_TK[1].dtype == torch.int16 and found.gate_TK[1].dtype == torch.float32
+    assert labels["position_T"].tolist() == trace.position_T.tolist() * 2
+    assert trace.expert_TK[1].dtype == torch.int16 and trace.gate_TK[1].dtype == torch.float32
     # each token alone: piece by piece the rows are those of one call with the same context
-    heard: list[Routing] = []
-    with torch.no_grad(), listening(model, lambda layer, routing: heard.append(routing), layers=[2]):
+    routings: list[Routing] = []
+    with torch.no_grad(), listening(model, lambda layer, routing: routings.append(routing), layers=[2]):
         model(documents[1][4:].unsqueeze(0))
-    assert torch.equal(found.routing(2).expert_TK[15:], heard[0].expert_TK)
+    assert torch.equal(trace.routing(2).expert_TK[15:], routings[0].expert_TK)
 
 
-@torch.no_grad()  # as the recorder runs it: with gradients other kernels do
-def test_our_own_layers_are_heard_and_left_as_they_were() -> None:
+@torch.no_grad()  # as record_trace runs it: with gradients other kernels run
+def test_our_own_layers_are_seen_and_left_as_they_were() -> None:
     model = Own()
     model.blocks[1].eval()
     model.blocks[0].train()
     modes = [module.training for module in model.modules()]
     token_BN = texts(12)[0].view(1, 12)
     before = model(token_BN)
-    found = record(model, pieces([token_BN[0]], batch=1, sequence=12), layers=[1])
+    trace = record_trace(model, pieces([token_BN[0]], batch=1, sequence=12), layers=[1])
     assert [module.training for module in model.modules()] == modes and hooks_of(model) == 0
-    assert found.names == {1: "blocks.1.router"}
+    assert trace.names == {1: "blocks.1.router"}
     assert torch.equal(model(token_BN), before)
     x = model.embed(token_BN)
-    with torch.no_grad():  # as it is recorded: with gradients wanted other kernels run, and round otherwise
-        routing = model.blocks[1].router((x + model.blocks[0](x)[0]).view(12, 16))
-    assert torch.equal(found.routing(1).expert_TK, routing.expert_TK)
-    assert torch.equal(found.gate_TK[1], routing.gate_TK)
+    routing = model.blocks[1].router((x + model.blocks[0](x)[0]).view(12, 16))
+    assert torch.equal(trace.routing(1).expert_TK, routing.expert_TK)
+    assert torch.equal(trace.gate_TK[1], routing.gate_TK)
 
 
 def test_hooks_go_after_an_error() -> None:
@@ -151,19 +150,19 @@ def test_hooks_go_after_an_error() -> None:
         raise KeyError("in the middle")
 
     with pytest.raises(KeyError, match="in the middle"):
-        record(model, pieces(texts(8), batch=1, sequence=4), call=call)
+        record_trace(model, pieces(texts(8), batch=1, sequence=4), call=call)
     assert hooks_of(model) == 0 and all(module.training for module in model.modules())
 
-    def take(layer: int, routing: Routing) -> None:
+    def fail(layer: int, routing: Routing) -> None:
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), listening(model, take):
+    with pytest.raises(ZeroDivisionError), listening(model, fail):
         model(texts(4)[0].unsqueeze(0))
     assert hooks_of(model) == 0
 
 
 def test_memory_is_bounded() -> None:
-    model, told, seen = made("qwen3_moe"), [], 0
+    model, counts, seen = made("qwen3_moe"), [], 0
 
     def counted() -> Any:
         nonlocal seen
@@ -171,13 +170,13 @@ def test_memory_is_bounded() -> None:
             seen += 1
             yield one
 
-    found = record(model, counted(), max_tokens=23, on_tokens=told.append)
-    assert found.num_tokens == 23 and told == [10, 20, 23] and seen == 3
-    assert found.expert_TK[0].shape == (23, 3)
+    trace = record_trace(model, counted(), max_tokens=23, on_tokens=counts.append)
+    assert trace.num_tokens == 23 and counts == [10, 20, 23] and seen == 3
+    assert trace.expert_TK[0].shape == (23, 3)
     # no view that would keep a whole batch
-    assert found.gate_TK[0].untyped_storage().nbytes() == 23 * 3 * 4
+    assert trace.gate_TK[0].untyped_storage().nbytes() == 23 * 3 * 4
     with pytest.raises(ValueError, match=r"1,000 tokens in 3 layers make 144,000 bytes.*at most 694 tokens"):
-        record(model, pieces(texts(9), batch=1, sequence=9), max_tokens=1000, max_bytes=100_000)
+        record_trace(model, pieces(texts(9), batch=1, sequence=9), max_tokens=1000, max_bytes=100_000)
 
 
 class Chatty(Own):
@@ -213,11 +212,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("make", "options", "kind", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_recorded_says_why(make, options, kind, said) -> None:
+@pytest.mark.parametrize(("make", "options", "error", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_recorded_says_why(make, options, error, sentence) -> None:
     model = make()
-    with pytest.raises(kind, match=said) as caught:
-        record(model, pieces(texts(8), batch=1, sequence=8), **options)
+    with pytest.raises(error, match=sentence) as caught:
+        record_trace(model, pieces(texts(8), batch=1, sequence=8), **options)
     assert "\n" not in str(caught.value) and hooks_of(model) == 0
 
 
@@ -237,26 +236,26 @@ def test_absent_experts_and_unknown_calls_are_refused() -> None:
             return self.experts(torch.zeros(2, 3), *self.given)
 
     ids, gates = torch.tensor([[0, 4], [1, 2]]), torch.ones(2, 2)
-    for given, said in (
+    for given, sentence in (
         ((ids, gates), "fewer than 2 experts with weights"),
         ((ids - 1, gates), "fewer than 2"),
         ((), "its choices cannot be seen"),
         ((ids, gates[:1]), "its choices cannot be seen"),
     ):
-        with pytest.raises(NotImplementedError, match=said):
-            record(Odd(*given), pieces(texts(2), batch=1, sequence=2))
-    assert record(Odd(gates, ids.clamp(max=3)), pieces(texts(2), batch=1, sequence=2)).num_tokens == 2
+        with pytest.raises(NotImplementedError, match=sentence):
+            record_trace(Odd(*given), pieces(texts(2), batch=1, sequence=2))
+    assert record_trace(Odd(gates, ids.clamp(max=3)), pieces(texts(2), batch=1, sequence=2)).num_tokens == 2
 
 
 def test_a_router_in_training_is_recorded_as_in_use() -> None:
     model = Own(MoE(D=16, F=8, E=8, K=3, router="noisy_topk")).train()
-    found = record(model, pieces(texts(64), batch=1, sequence=64))
+    trace = record_trace(model, pieces(texts(64), batch=1, sequence=64))
     with torch.no_grad():
         quiet = model.eval().blocks[0].router(model.embed(texts(64)[0]))
-    assert torch.equal(found.routing(0).expert_TK, quiet.expert_TK)
+    assert torch.equal(trace.routing(0).expert_TK, quiet.expert_TK)
 
 
-def test_what_was_heard_does_not_change_later() -> None:
+def test_a_trace_does_not_change_later() -> None:
     class ReusedExperts(nn.Module):
         num_experts = 4
 
@@ -274,8 +273,8 @@ def test_what_was_heard_does_not_change_later() -> None:
             self.gates += 1
             return self.experts(torch.zeros(2, 3), torch.tensor([[0, 1], [2, 3]]), self.gates)
 
-    found = record(Reused(), pieces(texts(6), batch=1, sequence=2))
-    assert found.gate_TK[0][:, 0].tolist() == [1, 1, 2, 2, 3, 3]
+    trace = record_trace(Reused(), pieces(texts(6), batch=1, sequence=2))
+    assert trace.gate_TK[0][:, 0].tolist() == [1, 1, 2, 2, 3, 3]
 
 
 def test_pieces_lose_and_repeat_nothing() -> None:
@@ -292,14 +291,14 @@ def test_pieces_lose_and_repeat_nothing() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         next(pieces(documents, batch=0, sequence=1))
     with pytest.raises(ValueError, match="no text to record"):
-        record(Own(), pieces(texts(0), batch=1, sequence=1))
+        record_trace(Own(), pieces(texts(0), batch=1, sequence=1))
 
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    found = record(made("qwen3_moe"), pieces(texts(40, 25), batch=2, sequence=16))
+    trace = record_trace(made("qwen3_moe"), pieces(texts(40, 25), batch=2, sequence=16))
     path = tmp_path / "a, b=(1).safetensors"
-    write_trace(path, *found.routings(), source="a test", documents=["one", "two"], **found.labels())
+    write_trace(path, *trace.routings(), source="a test", documents=["one", "two"], **trace.labels())
     return path
 
 

@@ -326,9 +326,9 @@ def test_the_command_writes_compares_and_fails_on_more(tmp_path: Path) -> None:
     assert "registers" in mrb(*QUICK, "--against", file, code=1).output
     document["triton"] = "1.0"
     file.write_text(json.dumps(document))
-    assert "nothing to compare" in mrb(*QUICK, "--against", file, code=2).output
+    assert "cannot be compared" in mrb(*QUICK, "--against", file, code=2).output
     file.write_text("[]")
-    assert "is not what" in mrb(*QUICK, "--against", file, code=2).output
+    assert "is not a file that" in mrb(*QUICK, "--against", file, code=2).output
 
 
 def test_mistakes_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,17 +60,17 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _top(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and stop.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and exit.")
     ] = False,
 ) -> None:
-    """Which Mixture-of-Experts router, layout and kernel is right and fastest for your shapes.
+    """Find the Mixture-of-Experts router, layout and kernel that are correct and fastest for your sizes.
 
     \b
     Examples:
       mrb list                              what there is
-      mrb explain expert_ffn --tokens 16    what would run for these sizes, and why
-      mrb check --op combine                is it right?
-      mrb doctor                            what this machine is and can do at most
+      mrb explain expert_ffn --tokens 16    what would run, and why
+      mrb check --op combine                is it correct?
+      mrb doctor                            what this machine can do at most
       mrb bench layer --model olmoe-1b-7b   which is fastest?
     """
 

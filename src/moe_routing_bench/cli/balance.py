@@ -16,7 +16,7 @@ from rich.table import Table
 from moe_routing_bench.cli.terminal import Json, console, show, show_json, user_mistakes
 from moe_routing_bench.studies.drift import EVEN_WITHIN, SERIES, BalanceStudy, Stream, study_balance
 
-# a colour for each subject, kin in kindred colours; a dashed line lies on one it cannot be told from
+# a colour for each subject, related ones in similar colours; a dashed line lies on top of another line
 STYLES = {
     "no control": ("#222222", "-"),
     "switch loss, weight 0.1": ("#f0a35e", "-"),
@@ -36,21 +36,21 @@ PANELS = {
     "entropy_bits": ("Entropy of the load", 1, "bits"),
     "experts_per_token": ("Experts per token", 1, "mean"),
     "agreement": ("Choices shared with no control", 100, "% of the experts of either"),
-    "label_share": ("What experts tell about the topic", 100, "% of the topic's entropy"),
+    "label_share": ("Information of the experts about the topic", 100, "% of the topic's entropy"),
 }
 STARTS_FAR_OFF = ("drop_rate", "experts_per_token")  # the ReLU router, until its regulariser has grown
 SMOOTH = 9  # steps whose mean is a point of a line
 
 
 def balance_command(
-    steps: Annotated[int, typer.Option(help="Batches.")] = Stream.steps,
-    seed: Annotated[int, typer.Option(help="Seed of tokens and routers.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write a table, numbers and a picture there.")] = None,
+    steps: Annotated[int, typer.Option(help="Number of batches.")] = Stream.steps,
+    seed: Annotated[int, typer.Option(help="Random seed of tokens and routers.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write table, numbers and picture here.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Which balance controller keeps up when the data changes? Times nothing; about a minute.
+    """Which balance controller keeps up when the data changes? Measures no times; takes about a minute.
 
-    Follows every controller through one stream of tokens whose topics drift and jump.
+    Runs every controller on the same stream of tokens, whose topics drift and jump.
     """
     with user_mistakes():
         stream = Stream(steps=steps, seed=seed)
@@ -65,7 +65,7 @@ def balance_command(
         )
     document = study.to_dict(command=shlex.join(["mrb", *sys.argv[1:]]))
     if out is not None:
-        # numbers of a list on one line: an indented file would have a line for each
+        # compact, because indentation would put every number on a line of its own
         (out / "balance.json").write_text(json.dumps(document, separators=(",", ":")) + "\n")
         (out / "balance.txt").write_text(_text(study, document))
         draw_balance(study, out / "balance.png")
@@ -74,14 +74,14 @@ def balance_command(
         return
     show(_table(study), "", *_notes(study))
     if out is not None:
-        show(f"written: {', '.join(str(out / f'balance.{kind}') for kind in ('json', 'txt', 'png'))}")
+        show(f"written: {', '.join(str(out / f'balance.{suffix}') for suffix in ('json', 'txt', 'png'))}")
 
 
 def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{out} cannot be made a folder: {error.strerror}; give another --out") from None
+        raise ValueError(f"cannot create the folder {out}: {error.strerror}; give another --out") from None
 
 
 def _table(study: BalanceStudy) -> Table:
@@ -95,14 +95,14 @@ def _table(study: BalanceStudy) -> Table:
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for track in study.tracks:
-        found = study.summary(track)
-        settled, jump = found.settled, found.after_jump
+        summary = study.summary(track)
+        settled, jump = summary.settled, summary.after_jump
         table.add_row(
             track.subject.name,
             track.subject.router,
             f"{settled['max_violation']:.2f}",
             f"{jump['max_violation']:.2f}",
-            ", ".join("never" if steps is None else str(steps) for steps in found.steps_to_even),
+            ", ".join("never" if steps is None else str(steps) for steps in summary.steps_to_even),
             f"{settled['entropy_bits']:.3f}",
             f"{100 * settled['drop_rate']:.1f} %",
             f"{100 * jump['drop_rate']:.1f} %",
@@ -120,14 +120,14 @@ def _notes(study: BalanceStudy) -> list[str]:
         f"{stream.steps} steps of T={stream.T} tokens, D={stream.D}, E={stream.E}, K={stream.K}, "
         f"{stream.topics} topics, seed {stream.seed}; jumps at steps {first} and {second}; "
         f"{study.seconds:.0f} s",
-        "Means over the last steps of each third; `after a jump`: over the first steps after one.",
+        "Means over the last steps of each third; `after a jump`: over the first steps after each jump.",
         "steps to even: after each jump, until the mean max violation of ten steps is at most "
         f"{study.chance + EVEN_WITHIN:.2f}; experts drawn at random have {study.chance:.2f}. entropy: bits, "
         f"at most {math.log2(stream.E):g}.",
         "shared: experts in common with the router without control, of the experts of either. topic: "
         "information about the topic, of its entropy.",
-        "There is no model behind the router: this says nothing of quality. Loss weights stand against a "
-        "pull back to the first weights.",
+        "There is no model behind the router, so this says nothing about quality. Losses work against "
+        "a pull back to the first weights.",
     ]
 
 
@@ -196,7 +196,7 @@ def draw_balance(study: BalanceStudy, path: Path) -> None:
 
 
 def _look_past_the_start(study: BalanceStudy, axes: Any, name: str) -> None:
-    """Show the range of the last two thirds; what leaves it before is said in words."""
+    """Show the range of the last two thirds; a note says which lines start above it, and where."""
     _, factor, _ = PANELS[name]
     first = study.stream.jumps[0]
     lines = {track.subject.name: _smoothed(track.series[name]) for track in study.tracks}
@@ -214,7 +214,7 @@ def _look_past_the_start(study: BalanceStudy, axes: Any, name: str) -> None:
 
 
 def _smoothed(values: list[float]) -> tuple[list[float], list[float]]:
-    """Means of SMOOTH steps, three to a window: more points would only make the files larger."""
+    """Means of SMOOTH steps, three points per window: more would only make the files larger."""
     width = min(SMOOTH, len(values))
     places = range(0, len(values) - width + 1, max(1, width // 3))
     return [place + (width - 1) / 2 for place in places], [

@@ -1,4 +1,4 @@
-"""mrb bench: which implementation is fastest here, for these sizes, under this routing? A command a span."""
+"""mrb bench: which implementation is fastest for these sizes under this routing? One command per span."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moe_routing_bench.results.sweep import run_sweep
 
 
 class SpanCommands(TyperGroup):
-    """A command for every span; one that a folder from outside brings is not known before it is included."""
+    """A command for every name, because spans of --include-path are known only after it has been read."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*span_names(), "balance"]
@@ -44,8 +44,8 @@ class SpanCommands(TyperGroup):
 
 HELP = """Which implementation of {span} is fastest here? Each is checked, then all are timed in turns.
 
-\b
-The first implementation is the baseline. A ratio below 1 is faster. Only what is right gets a time.
+The first implementation is the baseline; a ratio below 1 is faster. Only correct ones get a time. A LIST is
+separated by commas, and every combination is measured.
 """
 
 bench_app = typer.Typer(
@@ -56,13 +56,13 @@ bench_app = typer.Typer(
 \b
 Examples:
   mrb bench layer --model olmoe-1b-7b
-  mrb bench layer --router switch,softmax_topk,soft_moe --direction forward,train
-  mrb bench expert_ffn --tokens 64,512 --workload "zipf(1.2),balanced" --impl staged,eager_loop
-  mrb bench layer --case seed-grid~scaled --layout "compact,block(64)" --stages
+  mrb bench layer --router switch,soft_moe --direction forward,train --stages
+  mrb bench expert_ffn --tokens 64,512 --impl staged,eager_loop --dtype float32
+  mrb bench layer --case seed-grid~scaled --layout "compact,block(64)"
   mrb bench pack --case seed-pack/16384x4096-e128-k2 --out results
-  mrb bench block --model qwen3-30b-a3b             a whole decoder block, beside Transformers'
   mrb bench layer --checkpoint ./Qwen3-30B-A3B --layer 12
-  mrb bench balance --out balance                   no times: balance controllers, about a minute
+  mrb bench block --model qwen3-30b-a3b   our decoder block and Transformers'
+  mrb bench balance --out balance         balance controllers, no times
 """,
 )
 bench_app.command("balance")(balance_command)
@@ -74,8 +74,8 @@ def _command(span: str) -> Callable[..., None]:
         sizes: SizeOptions,
         what: WhatOptions,
         measure: MeasureOptions,
-        out: Annotated[Path | None, typer.Option(help="Keep records and samples in this folder.")] = None,
-        repro: Annotated[bool, typer.Option("--repro", help="Show the command for each row.")] = False,
+        out: Annotated[Path | None, typer.Option(help="Write records and samples into this folder.")] = None,
+        repro: Annotated[bool, typer.Option("--repro", help="Show the command that repeats a row.")] = False,
         as_json: Json = False,
     ) -> None:
         include_all(what.include_path)
@@ -103,7 +103,7 @@ def _command(span: str) -> Callable[..., None]:
 def measured(
     cells: Sequence[Cell], out: Path | None, *, suite: str, show: Callable[[CellOutcome], None] | None = None
 ) -> list[CellOutcome]:
-    """All cells, with a bar; each is shown as soon as it is there, and kept in `out` if that is given."""
+    """Measure all cells, with a progress bar; show each when it is done, and write it to `out` if given."""
     with user_mistakes():
         roofs = stored_roofs(this_machine().name)
     outcomes = []

@@ -1,4 +1,4 @@
-"""Stacked shares of a block's time, a bar for each way to compute it. matplotlib is imported to draw one."""
+"""Where the time of a MoE block goes, as stacked bars. matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from textwrap import fill
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.machine import this_machine
 
-# of a palette that colour-blind people can tell apart (Okabe and Ito 2008)
+# colours that colour-blind people can tell apart (Okabe and Ito 2008)
 COLOURS = {
     "route": "#56B4E9", "pack": "#E69F00", "gemm": "#0072B2", "combine": "#009E73", "fused": "#CC79A7",
     "shared": "#F0E442", "attention": "#E69F00", "norms": "#009E73", "experts": "#0072B2",
@@ -47,9 +47,9 @@ def draw_shares(outcome: CellOutcome, shares: Mapping[str, Mapping[str, float]],
                 )  # fmt: skip
             start += width
         ratio = row.comparison.ratio if row.comparison is not None else 1.0
-        told = f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
-        told += "" if row.comparison is None else f" ({1 / ratio:.2f}x)"
-        axes.text(start + 0.01 * longest, place, told, va="center", fontsize=10)
+        label = f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
+        label += "" if row.comparison is None else f" ({1 / ratio:.2f}x)"
+        axes.text(start + 0.01 * longest, place, label, va="center", fontsize=10)
     axes.set_yticks(
         range(len(rows)), [fill(row.subject.spec.replace(",", ", "), 36) for row in rows], fontsize=9
     )

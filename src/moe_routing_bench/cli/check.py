@@ -34,7 +34,7 @@ STYLES = {"passed": "green", "failed": "bold red", "broken": "bold red", "not su
 
 @dataclass(kw_only=True)
 class Row:
-    """One implementation or router: a line of the table. Counts are by dtype; NO_DTYPE for what has none."""
+    """One implementation or router: a line of the table. Counts are by dtype; routers count as NO_DTYPE."""
 
     op: str
     spec: str
@@ -73,10 +73,10 @@ class Row:
 
 def check_command(
     op: Annotated[
-        str, typer.Option(metavar="PATTERN", help="Operations, as a shell pattern; or routers.")
+        str, typer.Option(metavar="PATTERN", help="Operations, as a shell pattern, or `routers`.")
     ] = "*",
     impl: Annotated[
-        str, typer.Option(metavar="PATTERN", help="Implementations (or routers), as a shell pattern.")
+        str, typer.Option(metavar="PATTERN", help="Implementations or routers, as a shell pattern.")
     ] = "*",
     dtype: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help=f"{', '.join(DTYPES)}. Repeatable. Default: all.")
@@ -84,11 +84,11 @@ def check_command(
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1.")] = "cpu",
     as_json: Json = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Every failure, and why something is not supported.")
+        bool, typer.Option("--verbose", "-v", help="Show every failure, and why something is not supported.")
     ] = False,
     include_path: IncludePath = None,
 ) -> None:
-    """Is it right? Hard cases for every implementation and router: results, gradients, memory, repeatability.
+    """Is it correct? Checks results, gradients and memory of every implementation and router on hard cases.
 
     \b
     Examples:
@@ -97,11 +97,10 @@ def check_command(
       mrb check --include-path my_kernels --impl mine --verbose
       mrb check --op routers --impl "soft*"
 
-    \b
-    Exit code: 0 if all is well, 1 if something failed or an operation had nothing that could run,
-    2 if nothing was selected.
+    Exit code 0: all passed. 1: something failed, or nothing of an operation
+    could run. 2: nothing was selected.
     """
-    # the cases are tiny: two threads that hand work to each other took 343 s where one takes 33 s
+    # the cases are tiny: two threads took 343 s, because they wait for each other; one takes 33 s
     torch.set_num_threads(1)
     dtypes = tuple(dict.fromkeys(pick("dtype", name, DTYPES) for name in dtype or DTYPES))
     include_all(include_path)
@@ -133,31 +132,31 @@ def _must_exist(device: str) -> None:
 def _select(
     op_pattern: str, impl_pattern: str, dtypes: tuple[str, ...], device: str
 ) -> tuple[list[str], list[Row]]:
-    """The ops that must show something, and what to run."""
+    """The ops of which something must run, and the rows to check."""
     ops = [op for op in all_ops().values() if fnmatchcase(op.name, op_pattern)]
     routers = [*routers_found()] if fnmatchcase(ROUTERS, op_pattern) else []
     if not ops and not routers:
         pick("op", op_pattern, [*all_ops(), ROUTERS])
-    everything = [(op.name, found) for op in ops for found in find_all(op, configs=True)]
-    names = [found.spec for _, found in everything] + routers
-    chosen = [(op_name, found) for op_name, found in everything if matches(found.spec, impl_pattern)]
-    rows = [_row(op_name, found, dtypes, device) for op_name, found in chosen]
+    everything = [(op.name, entry) for op in ops for entry in find_all(op, configs=True)]
+    names = [entry.spec for _, entry in everything] + routers
+    chosen = [(op_name, entry) for op_name, entry in everything if matches(entry.spec, impl_pattern)]
+    rows = [_row(op_name, entry, dtypes, device) for op_name, entry in chosen]
     rows += [Row(op=ROUTERS, spec=name) for name in routers if fnmatchcase(name, impl_pattern)]
     if not rows:
         where = "" if op_pattern == "*" else f" of {op_pattern}"
         hint = did_you_mean(impl_pattern, names) or "see `mrb list`"
         fail(f"nothing to check: no implementation{where} is called {impl_pattern!r}; {hint}".rstrip())
-    # a full run must not pass over an op that has no implementation at all
+    # a full run must not skip an op that has no implementation at all
     wanted = [op.name for op in ops] if impl_pattern == "*" else [row.op for row in rows]
     return list(dict.fromkeys(wanted)), rows
 
 
-def _row(op: str, found: Found, dtypes: tuple[str, ...], device: str) -> Row:
-    row = Row(op=op, spec=found.spec, origin=found.origin, broken=found.state == "broken")
+def _row(op: str, entry: Found, dtypes: tuple[str, ...], device: str) -> Row:
+    row = Row(op=op, spec=entry.spec, origin=entry.origin, broken=entry.state == "broken")
     if row.broken:
-        row.take_sentences([found.reason])
+        row.take_sentences([entry.reason])
         return row
-    row.cells = cells_of(op, found.spec, dtypes, device)
+    row.cells = cells_of(op, entry.spec, dtypes, device)
     return row
 
 
@@ -173,7 +172,7 @@ def _run(row: Row, advance: Callable[[str], None]) -> None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[Row, float], None]]]:
-    """A bar on a terminal, else a line per implementation; on stderr, so that stdout is the result alone."""
+    """A bar on a terminal, else a line for each implementation; on stderr, because stdout is for results."""
     out = console(stderr=True)
     if not out.is_terminal:
 

@@ -1,4 +1,4 @@
-"""From the words of a command to cells: which case, which implementations, how to measure."""
+"""From options of a command to cells: which cases, which implementations, how to measure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.spans.span import Span, span_named, span_names
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cli.options import ON_A_GPU, SizeOptions, WhatOptions
+from moe_routing_bench.cli.options import ON_A_GPU, WORKLOAD, SizeOptions, WhatOptions
 from moe_routing_bench.models.checkpoint import read_layer
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.shapes import MoEShape
@@ -23,12 +23,11 @@ MODEL_TOKENS = 128
 SIZES = {"T": 128, "D": 512, "F": 256, "E": 16, "K": 2}
 # left out of suites for a GPU unless named: C++ for CPUs, and what is known to be slow anywhere
 NOT_QUICK = re.compile(r"native|hf_|one_hot|dense_all_experts|eager_loop")
-WORKLOAD = "zipf(1.2)"  # uniform routing flatters every kernel
 
 
 def chosen_cases(span: Span, sizes: SizeOptions, what: WhatOptions) -> list[BenchCase]:
-    """The cases asked for by a model, a name, a checkpoint or sizes, in every direction; those too big for
-    here as their scaled twins."""
+    """The cases that a model, a name, a checkpoint or sizes stand for, in every direction. Those too big for
+    a laptop become their scaled twins, except with --full."""
     given = sizes.lists()
     if sizes.model and sizes.case:
         raise ValueError("give either --model or --case, not both")
@@ -82,17 +81,17 @@ def _of_checkpoint(span: Span, sizes: SizeOptions) -> list[BenchCase]:
     if sizes.model or sizes.case or sizes.dtype or sizes.activation or set(given) - {"T"}:
         raise ValueError("--checkpoint fixes all sizes but --tokens")
     assert folder is not None
-    read = read_layer(folder, sizes.layer)
-    weights = read.weights
+    layer = read_layer(folder, sizes.layer)
+    weights = layer.weights
     return [
         BenchCase(
             name=f"{folder.name} layer {sizes.layer}/{T}",
             span="",
-            shape=MoEShape(T=T, D=weights.D, F=weights.F, E=weights.num_experts, K=read.K),
+            shape=MoEShape(T=T, D=weights.D, F=weights.F, E=weights.num_experts, K=layer.K),
             dtype=str(weights.w_in_EDG.dtype).removeprefix("torch."),
             activation=weights.activation,
             bias=weights.b_in_EG is not None,
-            shared_F=0 if read.shared is None else read.shared.F,
+            shared_F=0 if layer.shared is None else layer.shared.F,
             checkpoint=str(folder.resolve()),
             layer=sizes.layer,
         )
@@ -101,7 +100,7 @@ def _of_checkpoint(span: Span, sizes: SizeOptions) -> list[BenchCase]:
 
 
 def scaled_once(chosen: Sequence[BenchCase]) -> list[BenchCase]:
-    """The cases, or their twins where they are too big; of twins that differ only by name, the first."""
+    """The cases, or their twins if they are too big; of twins that differ only by name, the first."""
     kept: dict[BenchCase, BenchCase] = {}
     for twin in map(scaled, chosen):
         nameless = replace(twin, name="", scaled_from="", sequences=1)
@@ -112,20 +111,20 @@ def scaled_once(chosen: Sequence[BenchCase]) -> list[BenchCase]:
 def check_device(policy: Policy) -> None:
     if policy.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            "torch finds no GPU here; --dry-run says what would be done, --device pretend takes the same "
+            "torch finds no GPU here; --dry-run shows what would be done, --device pretend takes the same "
             "steps on the CPU, and --device cpu measures the CPU"
         )
 
 
 def chosen_subjects(span: Span, case: BenchCase, what: WhatOptions) -> tuple[Subject, ...]:
-    """Implementations as asked for, `name` or `name @ layout`, in every layout, router and kind of layer; all
-    there are without any. The layout `case` is the case's own."""
+    """The implementations of --impl (`name` or `name @ layout`; none given: all), in every layout, router and
+    kind of layer. The layout `case` is the case's own."""
     words = split_all(what.layout) or ["case"]
     rules = [str(Layout.parse(case.layout if word == "case" else word)) for word in words]
-    routers, kinds = split_all(what.router) or [""], split_all(what.layer_kind) or [""]
-    named = split_all(what.impl) or _worth_trying(span, case, several=len(routers) * len(kinds) > 1)
+    routers, layers = split_all(what.router) or [""], split_all(what.layer_kind) or [""]
+    named = split_all(what.impl) or _default_specs(span, case, several=len(routers) * len(layers) > 1)
     subjects = []
-    for text, router, layer in product(named, routers, kinds):
+    for text, router, layer in product(named, routers, layers):
         spec, at, layout = (part.strip() for part in text.partition("@"))
         own = [str(Layout.parse(case.layout if layout == "case" else layout))] if at else rules
         for rule in own:
@@ -136,8 +135,8 @@ def chosen_subjects(span: Span, case: BenchCase, what: WhatOptions) -> tuple[Sub
     return tuple(dict.fromkeys(subjects))
 
 
-def _worth_trying(span: Span, case: BenchCase, *, several: bool) -> list[str]:
-    if several:  # routers or kinds of layer are compared, each as a layer would run it
+def _default_specs(span: Span, case: BenchCase, *, several: bool) -> list[str]:
+    if several:  # routers or kinds of layer are compared, not implementations
         return ["auto"]
     quick = case.name.partition("/")[0] in ON_A_GPU
     return [spec for spec in span.specs() if not (quick and NOT_QUICK.search(spec))]
@@ -174,7 +173,7 @@ def _workloads(case: BenchCase, what: WhatOptions) -> list[str]:
 
 
 def suite_cases(suite: str, sizes: SizeOptions, what: WhatOptions) -> list[BenchCase]:
-    """Of a sweep: a suite, a model or a case by name, or a span with sizes."""
+    """The cases of a sweep: a suite, a model or a case by name, or a span with sizes."""
     if suite in span_names():
         return chosen_cases(span_named(suite), sizes, what)
     if sizes.lists() or sizes.model or sizes.case or sizes.checkpoint:

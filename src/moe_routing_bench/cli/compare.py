@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from moe_routing_bench.cli.results import left_out_json, printable, reading, table_of, tell_left_out
+from moe_routing_bench.cli.results import left_out_json, printable, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, show, show_json
 from moe_routing_bench.results.comparing import Change, RunComparison, Turned, compare_runs
 from moe_routing_bench.results.matching import LIKE
@@ -23,19 +23,19 @@ Allow = Annotated[
     list[str] | None,
     typer.Option(
         "--allow",
-        metavar="DIM",
-        help=f"Compare although this differs; again for more. One of {', '.join(LIKE)}.",
+        metavar="NAME",
+        help=f"Compare although this differs. Repeatable. One of {', '.join(LIKE)}.",
     ),
 ]
 
 
 def compare_command(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A results folder: before.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one: after.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="The earlier results folder.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The later results folder.")],
     allow: Allow = None,
     as_json: Json = False,
 ) -> None:
-    """What became faster or slower from A to B? Only like is compared with like, unless --allow says so.
+    """What became faster or slower from A to B? Runs that differ in more than code need --allow.
 
     \b
     Examples:
@@ -44,58 +44,58 @@ def compare_command(
       mrb compare old new --json | jq '.changes[] | select(.verdict == "SLOWER")'
     """
     with reading() as status:
-        found = compare_runs(
+        runs = compare_runs(
             a,
             b,
             allow=allow or (),
             on_progress=lambda done, total: status.update(f"{done} of {total} compared"),
         )
     if as_json:
-        show_json({"a": str(a), "b": str(b), **_document(found)})
+        show_json({"a": str(a), "b": str(b), **_document(runs)})
         return
-    if found.changes:
-        show(_table(found.changes), "")
-    _show_turned("PASSED in A and not in B", found.broken)
-    _show_turned("PASSED in B and not in A", found.fixed)
-    _show_rest(found)
-    show(_summary(found))
-    tell_left_out(found.left_out)
+    if runs.changes:
+        show(_table(runs.changes), "")
+    _show_turned("PASSED in A and not in B", runs.broken)
+    _show_turned("PASSED in B and not in A", runs.fixed)
+    _show_rest(runs)
+    show(_summary(runs))
+    show_left_out(runs.left_out)
 
 
 def gate_command(
     current: Annotated[Path, typer.Argument(metavar="CURRENT", help="The results to judge.")],
-    baseline: Annotated[Path, typer.Option("--baseline", metavar="A", help="The results to hold it to.")],
+    baseline: Annotated[Path, typer.Option("--baseline", metavar="DIR", help="The results to compare with.")],
     max_regression: Annotated[
-        str, typer.Option("--max-regression", metavar="PERCENT", help="How much slower is still fine.")
+        str, typer.Option("--max-regression", metavar="PERCENT", help="How much slower is still accepted.")
     ] = "3%",
     require_all: Annotated[
-        bool, typer.Option("--require-all", help="Fail also if something of A was not measured.")
+        bool, typer.Option("--require-all", help="Also fail if something in the baseline was not measured.")
     ] = False,
     allow: Allow = None,
     as_json: Json = False,
 ) -> None:
-    """Is anything slower than before, or broken? The answer is the exit code: 0 no, 1 yes, 2 a mistake.
+    """Is anything slower than before, or broken? Exit code 0: no, 1: yes, 2: a mistake in the command.
 
     \b
     Examples:
       mrb gate --baseline results/main results/branch
-      mrb gate --baseline results/main results/branch --max-regression 5% --require-all
+      mrb gate --baseline results/main results/branch --max-regression 5%
 
-    \b
-    Only what is confirmed fails: the ratio above the limit and above the noise of either run, the 99 %
-    interval on one side of 1, and p at most 1 % after correction. UNDECIDED is counted and does not fail.
+    Only a confirmed slow-down fails: a ratio above the limit and above the noise
+    of both runs, a 99 % interval that excludes 1, and p at most 1 % after
+    correction. UNDECIDED results are counted, but do not fail.
     """
     with reading() as status:
         limit = _fraction(max_regression)
-        found = compare_runs(
+        runs = compare_runs(
             baseline, current, allow=allow or (), delta=limit,
             on_progress=lambda done, total: status.update(f"{done} of {total} compared"),
         )  # fmt: skip
-    regressions = tuple(change for change in reversed(found.changes) if change.verdict == "SLOWER")
-    missing = require_all and bool(found.only_a or found.unreadable)
-    failed = bool(regressions or found.broken or missing)
+    regressions = tuple(change for change in reversed(runs.changes) if change.verdict == "SLOWER")
+    missing = require_all and bool(runs.only_a or runs.unreadable)
+    failed = bool(regressions or runs.broken or missing)
     if as_json:
-        document = _document(found)
+        document = _document(runs)
         judged = {"passed": not failed, "max_regression": limit, "require_all": require_all}
         show_json({"baseline": str(baseline), "current": str(current), **judged, **document})
     else:
@@ -104,20 +104,20 @@ def gate_command(
             for change in regressions:
                 show(Text(printable(f"  {change.repro}"), "dim"))
             show("")
-        _show_turned("PASSED in the baseline and not now", found.broken)
-        _show_rest(found)
-        show(_summary(found))
-        why = f"{len(regressions)} slower, {len(found.broken)} broken"
+        _show_turned("PASSED in the baseline and not now", runs.broken)
+        _show_rest(runs)
+        show(_summary(runs))
+        why = f"{len(regressions)} slower, {len(runs.broken)} broken"
         if missing:
-            why += f", {len(found.only_a) + len(found.unreadable)} missing"
+            why += f", {len(runs.only_a) + len(runs.unreadable)} missing"
         show(Text(f"gate: failed: {why}", "bold red") if failed else Text("gate: passed", "bold green"))
-        tell_left_out(found.left_out)
+        show_left_out(runs.left_out)
     if failed:
         raise typer.Exit(1)
 
 
 def _fraction(text: str) -> float:
-    """3%, 3 % and 3.0% are 0.03. A bare 0.03 could mean either, so the sign is needed."""
+    """3%, 3 % and 3.0% are 0.03. A bare 0.03 could mean either, so the % is required."""
     given = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*%\s*", text)
     if given is None or not 0 < float(given[1]) <= 1000:
         raise ValueError(
@@ -126,16 +126,16 @@ def _fraction(text: str) -> float:
     return float(given[1]) / 100
 
 
-def _document(found: RunComparison) -> dict[str, Any]:
-    verdicts = {verdict: found.count(verdict) for verdict in COLOURS}  # type: ignore[arg-type]
+def _document(runs: RunComparison) -> dict[str, Any]:
+    verdicts = {verdict: runs.count(verdict) for verdict in COLOURS}  # type: ignore[arg-type]
     return {
         "method": "runs were not interleaved: samples of A and B are not paired",
         "counts": verdicts,
-        "geometric_mean": found.geometric_mean,
-        "compared": len(found.changes),
-        **{name: [asdict(one) for one in getattr(found, name)] for name in ("changes", "broken", "fixed")},
-        **{name: list(getattr(found, name)) for name in ("only_a", "only_b", "unreadable", "notes")},
-        "left_out": left_out_json(found.left_out),
+        "geometric_mean": runs.geometric_mean,
+        "compared": len(runs.changes),
+        **{name: [asdict(one) for one in getattr(runs, name)] for name in ("changes", "broken", "fixed")},
+        **{name: list(getattr(runs, name)) for name in ("only_a", "only_b", "unreadable", "notes")},
+        "left_out": left_out_json(runs.left_out),
     }
 
 
@@ -166,16 +166,16 @@ def _show_turned(title: str, turned: tuple[Turned, ...]) -> None:
     show("")
 
 
-def _show_rest(found: RunComparison) -> None:
+def _show_rest(runs: RunComparison) -> None:
     undecided = [
-        f"{one.where}: {one.contender}: {one.reason}" for one in found.changes if one.verdict == "UNDECIDED"
+        f"{one.where}: {one.contender}: {one.reason}" for one in runs.changes if one.verdict == "UNDECIDED"
     ]
     for title, names in (
         ("Undecided", undecided),
-        ("Only in A", found.only_a),
-        ("Only in B", found.only_b),
-        ("Not compared, because samples cannot be read", found.unreadable),
-        ("Note", found.notes),
+        ("Only in A", runs.only_a),
+        ("Only in B", runs.only_b),
+        ("Not compared, because samples cannot be read", runs.unreadable),
+        ("Note", runs.notes),
     ):
         if not names:
             continue
@@ -187,26 +187,26 @@ def _show_rest(found: RunComparison) -> None:
         show("")
 
 
-def _summary(found: RunComparison) -> Text:
-    if found.geometric_mean is None:
+def _summary(runs: RunComparison) -> Text:
+    if runs.geometric_mean is None:
         return Text("Nothing passed in both, so no times were compared.")
-    counts = ", ".join(f"{found.count(verdict)} {verdict}" for verdict in COLOURS)  # type: ignore[arg-type]
-    growth = f"geometric mean of {len(found.changes)} ratios {found.geometric_mean:.3f}"
+    counts = ", ".join(f"{runs.count(verdict)} {verdict}" for verdict in COLOURS)  # type: ignore[arg-type]
+    growth = f"geometric mean of {len(runs.changes)} ratios {runs.geometric_mean:.3f}"
     lines = [f"{counts}; {growth}."]
-    raw = sum(change.method == "times" for change in found.changes)
+    raw = sum(change.method == "times" for change in runs.changes)
     lines.append("The two runs were not interleaved, so samples of A and B are not paired.")
     if raw:
         lines.append(
-            f"{raw} by times alone: what the machine did between the runs is in them, so unchanged code "
-            "there is never FASTER or SLOWER."
+            f"{raw} by times alone, which also show what changed on the machine: unchanged code there is "
+            "never called FASTER or SLOWER."
         )
-    moved = sum(change.same_code and change.verdict in ("FASTER", "SLOWER") for change in found.changes)
+    moved = sum(change.same_code and change.verdict in ("FASTER", "SLOWER") for change in runs.changes)
     if moved:
         lines.append(
-            f"Of the FASTER and SLOWER, {moved} with the same source in both: look at what it calls."
+            f"{moved} of the FASTER and SLOWER have the same source in both runs: look at what they call."
         )
     drift = [
-        math.log(change.ratio) for change in found.changes if change.same_code and change.method == "times"
+        math.log(change.ratio) for change in runs.changes if change.same_code and change.method == "times"
     ]
     if drift:
         ratio = math.exp(math.fsum(drift) / len(drift))

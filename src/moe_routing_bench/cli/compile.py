@@ -1,4 +1,4 @@
-"""mrb compile: every Triton kernel as machine code for the GPUs people have, without a GPU."""
+"""mrb compile: compiles every Triton kernel for common GPUs, without a GPU."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ DEFAULT_MODELS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3")
 
 
 def compile_command(
-    arch: Annotated[str, typer.Option(help=f"Some of {', '.join(ARCHITECTURES)}, with commas.")] = ",".join(
+    arch: Annotated[str, typer.Option(help="GPU architectures, separated by commas.")] = ",".join(
         ARCHITECTURES
     ),
-    model: Annotated[str, typer.Option(help="Whose sizes become constants, with commas.")] = ",".join(
+    model: Annotated[str, typer.Option(help="Models whose sizes are compiled in.")] = ",".join(
         DEFAULT_MODELS
     ),
-    op: Annotated[str, typer.Option(help="Pattern: which operations.")] = "*",
-    impl: Annotated[str, typer.Option(help="Pattern: which implementations.")] = "*",
+    op: Annotated[str, typer.Option(help="Operations, as a shell pattern.")] = "*",
+    impl: Annotated[str, typer.Option(help="Implementations, as a shell pattern.")] = "*",
     configs: Annotated[
-        bool, typer.Option("--configs", help="Every configuration a tuner may try, too.")
+        bool, typer.Option("--configs", help="Also compile every configuration a tuner may try.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep the answer as JSON, and the table beside it.")
+        Path | None, typer.Option(metavar="FILE", help="Write the answer as JSON, and the tables beside it.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Fail if a kernel needs more than this file says.")
+        Path | None, typer.Option(metavar="FILE", help="Fail if a kernel needs more than in this --out file.")
     ] = None,
     as_json: Json = False,
     include_path: IncludePath = None,
 ) -> None:
-    """Compile every Triton implementation ahead of time and read what its machine code needs. Runs nothing.
+    """Compile Triton implementations without a GPU and show what their machine code needs. Runs nothing.
 
     \b
     Examples:
@@ -58,9 +58,9 @@ def compile_command(
       mrb compile --out tests/data/compile.json
       mrb compile --against tests/data/compile.json
 
-    \b
-    Fails (exit 1) on spilled registers, on more shared memory than the GPU has, on what a kernel promises and
-    its code has not (tensor cores, 128-bit loads, fetches ahead), and on what --against finds to be worse.
+    Fails (exit code 1) if a kernel spills registers, needs more shared memory
+    than the GPU has, lacks what it promises (tensor cores, 128-bit loads, loads
+    ahead of use), or needs more than in the file of --against.
     """
     include_all(include_path)
     if importlib.util.find_spec("triton") is None:
@@ -102,14 +102,14 @@ def _compile_all(
         for operation in all_ops().values():
             if not matches(operation.name, op):
                 continue
-            for found in find_all(operation, configs=configs):
-                if found.implementation is None or not matches(found.spec, impl):
+            for entry in find_all(operation, configs=configs):
+                if entry.implementation is None or not matches(entry.spec, impl):
                     continue
                 for name in models:
                     for architecture in architectures:
-                        status.update(f"compiling {operation.name}.{found.spec} for {architecture}, {name}")
+                        status.update(f"compiling {operation.name}.{entry.spec} for {architecture}, {name}")
                         target = Target.named(architecture)
-                        rows += compile_implementation(found.implementation, name, target)
+                        rows += compile_implementation(entry.implementation, name, target)
     return rows
 
 
@@ -124,7 +124,7 @@ def _document(rows: list[Compiled]) -> dict[str, Any]:
 
 
 def _as_lines(document: dict[str, Any]) -> str:
-    """JSON with a line for each kernel, so that a change of one shows as one; without what is 0 or empty."""
+    """JSON with a line for each kernel, so that changes show in a diff; without what is 0 or empty."""
     head = {name: value for name, value in document.items() if name != "kernels"}
     kernels = [{name: value for name, value in row.items() if value} for row in document["kernels"]]
     lines = ",\n".join(json.dumps({"kernel": "", **row}, separators=(",", ":")) for row in kernels)
@@ -136,7 +136,7 @@ def _read(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text())
         assert isinstance(document["triton"], str) and isinstance(document["kernels"], list)
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        fail(f"{path} is not what `mrb compile --out` writes: {type(error).__name__} {error}")
+        fail(f"{path} is not a file that `mrb compile --out` wrote: {type(error).__name__} {error}")
     return document
 
 
@@ -145,15 +145,15 @@ def _compared(before: dict[str, Any], rows: list[Compiled], document: dict[str, 
 
     if before["triton"] != document["triton"]:
         fail(
-            f"the file was made with triton {before['triton']}, this is {document['triton']}: "
-            "compilers differ, so there is nothing to compare; write another file with --out"
+            f"the file was made with triton {before['triton']}, this is {document['triton']}, so their code "
+            "cannot be compared; write another file with --out"
         )
     known = [Compiled(**{**row, "wrong": tuple(row.get("wrong", ()))}) for row in before["kernels"]]
     by_key = {row.key: row for row in known}
     return [
-        f"{row.key}: {'; '.join(found)}"
+        f"{row.key}: {'; '.join(reasons)}"
         for row in rows
-        if row.key in by_key and (found := worse_than(by_key[row.key], row))
+        if row.key in by_key and (reasons := worse_than(by_key[row.key], row))
     ]
 
 
@@ -184,8 +184,8 @@ def _tables(rows: list[Compiled]) -> list[Any]:
         shown += [Text(f"{row.name}: not compiled, {row.not_made}", "dim") for row in here if row.not_made]
     notes = (
         "MFLOP, KiB and FLOP/byte: what one program does at least, by the kernel's own estimate.",
-        "overlap: what the code fetches ahead of its use, how, and whether kernels start before others end.",
-        "passes: how often the tensor-core instructions of the text must run for that, as turns of its loop.",
+        "overlap: what the code loads ahead of its use, how, and whether kernels start before others end.",
+        "passes: how often the loop around the tensor-core instructions must run for that.",
     )
     return [*shown, "", *(Text(note, "dim") for note in notes)]
 

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from moe_routing_bench.bench.verdict import Regret
-from moe_routing_bench.cli.results import left_out_json, printable, reading, table_of, tell_left_out
+from moe_routing_bench.cli.results import left_out_json, printable, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, show, show_json
 from moe_routing_bench.ops.auto import VARIABLE
 from moe_routing_bench.results.deciding import Answer, Decided, decide, write_decisions
@@ -24,7 +24,7 @@ def decide_command(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Default: DIR/decisions.json.")
     ] = None,
     cache: Annotated[
-        str | None, typer.Option("--cache", help="Which cache policy counts: hot, cold or weights-cold.")
+        str | None, typer.Option("--cache", help="Use results with these caches: hot, cold or weights-cold.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -62,7 +62,7 @@ def decide_command(
             )
         )
     )
-    tell_left_out(decided.left_out)
+    show_left_out(decided.left_out)
 
 
 def _table(answer: Answer) -> Any:
@@ -82,7 +82,7 @@ def _table(answer: Answer) -> Any:
 
 def _sentence(row: Regret) -> str:
     if row.missing:
-        return f"{row.implementation} everywhere is no choice: it has no time in {_cells(row.missing)}"
+        return f"{row.implementation} everywhere is impossible: it has no time in {_cells(row.missing)}"
     if row.worst_loss == 0:
         return f"{row.implementation} everywhere loses nothing"
     return (

@@ -1,4 +1,4 @@
-"""mrb doctor: what this machine is, what it can do at most, and what cannot run on it."""
+"""mrb doctor: what this machine is, how fast it can be at most, and what cannot run on it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ DEFAULT_TRIALS = 24
 
 def doctor_command(
     again: Annotated[
-        bool, typer.Option("--again", help="Measure the roofs anew, even if they are known.")
+        bool, typer.Option("--again", help="Measure the roofs again, even if they are known.")
     ] = False,
     power: Annotated[
-        bool, typer.Option("--power", help="Instead: how small a slow-down does a benchmark here find?")
+        bool, typer.Option("--power", help="Instead, measure how small a slow-down is found here.")
     ] = False,
     trials: Annotated[
         int | None,
         typer.Option(
-            help=f"Of --power: comparisons of the same code, {DEFAULT_TRIALS} unless given; half as many of "
-            "each slow-down.",
+            help=f"With --power: how often the same code is compared (default {DEFAULT_TRIALS}); each "
+            "slow-down half as often.",
             show_default=False,
         ),
     ] = None,
@@ -45,22 +45,21 @@ def doctor_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Of --power: the picture, power.png unless given; a JSON file goes beside it.",
+            help="With --power: the picture (default power.png); a JSON file is written beside it.",
         ),
     ] = None,
     as_json: Json = False,
     include_path: IncludePath = None,
 ) -> None:
-    """What is this machine, and what can it do at most? Measures its roofs once and remembers them.
+    """What is this machine, and how fast can it be at most? Measures its peak rates (roofs) once.
 
     \b
     Examples:
       mrb doctor
       mrb doctor --again --json
-      mrb doctor --power                                  about 4 minutes
-      mrb doctor --power --trials 200 --out power.png     about 30 minutes, for a published figure
+      mrb doctor --power                                about 4 minutes
+      mrb doctor --power --trials 200 --out power.png   about 30 minutes
 
-    \b
     The roofs are kept in ~/.cache/moe-routing-bench (or MRB_HOME), a file per machine.
     """
     if power:
@@ -87,10 +86,10 @@ def doctor_command(
 
 def _cannot_run() -> dict[str, str]:
     return {
-        f"{op.name}.{found.spec}": found.reason
+        f"{op.name}.{entry.spec}": entry.reason
         for op in all_ops().values()
-        for found in find_all(op, configs=False)
-        if found.implementation is None
+        for entry in find_all(op, configs=False)
+        if entry.implementation is None
     }
 
 
@@ -151,7 +150,7 @@ def _power(trials: int, out: Path, as_json: bool) -> None:
             *columns, console=screen, transient=True, disable=not screen.is_terminal,
             speed_estimate_period=600,
         ) as progress:  # fmt: skip
-            task = progress.add_task("comparing (Ctrl-C shows what there is)", total=sum(planned.values()))
+            task = progress.add_task("comparing (Ctrl-C shows results so far)", total=sum(planned.values()))
 
             def on_step(done: int, total: int) -> None:
                 progress.update(task, completed=done)
@@ -189,13 +188,13 @@ def _show_power(study: PowerStudy, *files: Path) -> None:
             f"{row.median_seconds:.1f}",
             ", ".join(f"{count} {verdict}" for verdict, count in row.verdicts.items()),
         )
-    sky = study.weather
+    weather = study.weather
     show(table, "")
-    show("called different: of a slow-down SLOWER, of the same code FASTER or SLOWER; ratio, rounds and "
-         "seconds are medians")  # fmt: skip
+    show("called different: a slow-down was called SLOWER, or the same code FASTER or SLOWER; ratio, rounds "
+         "and seconds are medians")  # fmt: skip
     show(
-        f"load {sky['load_before']:.1f} before and {sky['load_after']:.1f} after, "
-        f"{sky['steal_percent']:.1f} % of time stolen, {study.seconds / 60:.1f} minutes"
+        f"load {weather['load_before']:.1f} before and {weather['load_after']:.1f} after, "
+        f"{weather['steal_percent']:.1f} % of time stolen, {study.seconds / 60:.1f} minutes"
     )
     if not study.finished:
         planned = sum(study.planned.values())

@@ -1,4 +1,4 @@
-"""The ops, routers and folders a command was given, read from the user's words."""
+"""Ops and routers by name, and folders of --include-path."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def op_named(name: str) -> Op:
 
 
 def routers_found() -> dict[str, type[Router]]:
-    """Every router; what is wrong with a file of an included folder is its author's mistake."""
+    """Every router. An error in an included folder is shown as the user's mistake."""
     with user_mistakes():
         return all_routers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -16,35 +17,37 @@ from moe_routing_bench.cli.finding import IncludePath
 from moe_routing_bench.workloads.cases import DIRECTIONS
 
 ON_A_GPU = ("gpu-quick",)  # suites that are measured there unless somebody says otherwise
+WORKLOAD = "zipf(1.2)"  # the default; uniform routing flatters every kernel
 Words = list[str] | None  # each may hold several, split at commas
 
 
-def _option(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, **more)
+_option, _list = typer.Option, partial(typer.Option, metavar="LIST")
+
+
+def _explained(choices: dict[str, str]) -> str:
+    return ". ".join(f"{name}: {meaning}" for name, meaning in choices.items()) + "."
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeOptions:
-    """Which sizes: of a model, a named case or a checkpoint, or given one by one."""
+    """Sizes: of a model, of a named case, of a checkpoint, or given one by one."""
 
     model: Annotated[str | None, _option(help="Sizes of a published model (`mrb list models`).")] = None
-    case: Annotated[str | None, _option(help="A named case or suite (`mrb list cases`).")] = None
-    tokens: Annotated[str | None, _option(help="T, tokens in the batch; 128,512 measures both")] = None
-    width: Annotated[str | None, _option(help="D, the model's width; a list too")] = None
-    hidden: Annotated[str | None, _option(help="F, an expert's hidden width; a list too")] = None
-    experts: Annotated[str | None, _option(help="E, experts of the layer; a list too")] = None
-    topk: Annotated[str | None, _option("--topk", "--choices", help="K, experts per token; a list too")] = (
-        None
-    )
-    dtype: Annotated[str | None, _option(help="float32, bfloat16 or float16")] = None
-    activation: Annotated[str | None, _option(help="swiglu, gelu, ...")] = None
-    bias: Annotated[bool, _option("--bias/--no-bias", help="Experts with biases.")] = False
-    shared: Annotated[int, _option(help="Hidden width of a shared expert.")] = 0
+    case: Annotated[str | None, _option(help="A case or suite by name (`mrb list cases`).")] = None
+    tokens: Annotated[str | None, _list(help="T, tokens in the batch; 128,512 measures both.")] = None
+    width: Annotated[str | None, _list(help="D, width of the model.")] = None
+    hidden: Annotated[str | None, _list(help="F, hidden width of an expert.")] = None
+    experts: Annotated[str | None, _list(help="E, experts of the layer.")] = None
+    topk: Annotated[str | None, _list("--topk", "--choices", help="K, experts per token.")] = None
+    dtype: Annotated[str | None, _option(help="float32, bfloat16 or float16.")] = None
+    activation: Annotated[str | None, _option(help="Of the experts: swiglu, gelu, ...")] = None
+    bias: Annotated[bool, _option("--bias/--no-bias", help="Give the experts biases.")] = False
+    shared: Annotated[int, _option(help="Hidden width of a shared expert; 0: none.")] = 0
     checkpoint: Annotated[
-        Path | None, _option(metavar="DIR", help="Weights and router of a saved model.")
+        Path | None, _option(metavar="DIR", help="Use weights and router of a saved model.")
     ] = None
     layer: Annotated[int, _option(help="With --checkpoint: which layer, from 0.")] = 0
-    full: Annotated[bool, _option("--full", help="Full size even if it is too big for a laptop.")] = False
+    full: Annotated[bool, _option("--full", help="Full size, even if too big for a laptop.")] = False
 
     def lists(self) -> dict[str, list[int]]:
         """The sizes that were given, by letter."""
@@ -56,58 +59,56 @@ class SizeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WhatOptions:
-    """What is measured for these sizes: the axes of a sweep."""
+    """What is measured for these sizes; options with a list can also be repeated."""
 
     impl: Annotated[
         Words,
-        _option(
-            help="Implementations, first the baseline: a,b or a name with options; `name @ block(64)` fixes "
-            "its layout; auto: what a layer would take. Repeatable. Without it: all there are."
+        _list(
+            help="Implementations, the baseline first; `name @ block(64)` fixes the layout, `auto` is what a "
+            "layer would use. Default: all."
         ),
     ] = None
     workload: Annotated[
-        Words, _option(help="Routing: zipf(1.2), uniform, ... (`mrb list workloads`). Repeatable.")
+        Words, _list(help=f"Routing, such as uniform (`mrb list workloads`). Default: {WORKLOAD}.")
     ] = None
     layout: Annotated[
-        Words, _option(help="compact, padded(capacity_factor=1.25), block(64), or case: its own. Repeatable.")
+        Words, _list(help="compact, padded(capacity_factor=2) or block(64). Default: the case's own.")
     ] = None
     router: Annotated[
-        Words, _option(help="layer: rules to compare, switch,top_p(p=0.8) (`mrb list routers`). Repeatable.")
+        Words, _list(help="For layer: routers to compare, such as switch,top_p(p=0.8) (`mrb list routers`).")
     ] = None
     layer_kind: Annotated[
-        Words, _option(help="layer: moe, chain(iterations=2), perft(kind=R,rank=8). Repeatable.")
+        Words, _list(help="For layer: moe, chain(iterations=2) or perft(kind=R,rank=8).")
     ] = None
-    direction: Annotated[
-        Words, _option(help="; ".join(f"{name}: {what}" for name, what in DIRECTIONS.items()))
-    ] = None
-    seed: Annotated[int, _option(help="Seed of routing and data.")] = 0
-    ranks: Annotated[int, _option("--ranks", help="W, ranks the experts are placed on.")] = 1
+    direction: Annotated[Words, _list(help=_explained(DIRECTIONS))] = None
+    seed: Annotated[int, _option(help="Random seed of routing and data.")] = 0
+    ranks: Annotated[int, _option("--ranks", help="W, ranks that share the experts.")] = 1
     include_path: IncludePath = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """How it is measured: a Policy in a person's words."""
+    """How it is measured: the fields of a Policy."""
 
     device: Annotated[
         str | None,
         _option(
-            help="cpu; cuda: a GPU, AMD's too; pretend: a GPU's steps on the CPU. cuda for gpu-quick, else "
-            "cpu.",
+            help="cpu, cuda (AMD's GPUs too), or pretend: a GPU's steps on the CPU. Default: cuda for "
+            "gpu-quick, else cpu.",
             show_default=False,
         ),
     ] = None
-    threads: Annotated[int, _option(help="Threads, pinned to as many cores.")] = 1
-    cache: Annotated[str, _option(help="; ".join(f"{name}: {what}" for name, what in CACHES.items()))] = "hot"
-    processes: Annotated[int, _option(help="Repeat in so many processes; 3 for a published figure.")] = 1
-    rounds: Annotated[int, _option(help="Rounds at most.")] = 1000
-    min_rounds: Annotated[int, _option(help="Rounds at least.")] = 20
-    seconds: Annotated[float, _option(help="Seconds of rounds at most, for each case.")] = 15.0
-    target: Annotated[float, _option(help="Stop when every ratio is known to this fraction.")] = 0.01
-    limit: Annotated[float, _option(help="Seconds until a call counts as hanging.")] = 120.0
-    memory: Annotated[float, _option(help="GiB a worker may allocate.")] = 12.0
-    checked: Annotated[int, _option(help="Timed results to judge, for each implementation.")] = 3
-    stages: Annotated[bool, _option("--stages", help="Also time the stages inside.")] = False
+    threads: Annotated[int, _option(help="Number of threads, pinned to as many cores.")] = 1
+    cache: Annotated[str, _option(help=_explained(CACHES))] = "hot"
+    processes: Annotated[int, _option(help="Repeat in this many processes; 3 for a published figure.")] = 1
+    rounds: Annotated[int, _option(help="Most rounds of a case.")] = 1000
+    min_rounds: Annotated[int, _option(help="Fewest rounds of a case.")] = 20
+    seconds: Annotated[float, _option(help="Most seconds for the rounds of a case.")] = 15.0
+    target: Annotated[float, _option(help="Stop when every ratio is known this precisely.")] = 0.01
+    limit: Annotated[float, _option(help="Seconds after which a call counts as hanging.")] = 120.0
+    memory: Annotated[float, _option(help="GiB that a worker may allocate.")] = 12.0
+    checked: Annotated[int, _option(help="Timed results to check, for each implementation.")] = 3
+    stages: Annotated[bool, _option("--stages", help="Also time the stages.")] = False
 
     def policy(self, suite: str = "") -> Policy:
         device = self.device or ("cuda" if suite.partition("/")[0] in ON_A_GPU else "cpu")
@@ -129,7 +130,7 @@ class MeasureOptions:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameters may be groups: each field of a group becomes an option of its own."""
+    """Replace each group among a command's parameters by its fields, one option each."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters = []
@@ -163,4 +164,4 @@ def _numbers(letter: str, text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise ValueError(f"cannot read {letter} = {text!r}; write a number, or several: 128,512") from None
+        raise ValueError(f"cannot read {letter} = {text!r}; write one or more numbers: 128,512") from None

@@ -1,4 +1,4 @@
-"""Pictures of results, drawn without a screen. matplotlib is imported only when one is drawn."""
+"""Pictures of results, drawn without a screen. matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ BLUE, RED, GREY = "#1f5fa8", "#b3261e", "#666666"
 
 
 def check_picture_path(path: Path) -> None:
-    """Before anything is measured: a picture that cannot be written later is a run lost."""
+    """Called before measuring, so that no run is lost because its picture cannot be written."""
     if path.suffix not in FORMATS:
-        raise ValueError(f"{path} should end in {', '.join(FORMATS)}: a picture is written there")
+        raise ValueError(f"{path} should end in {', '.join(FORMATS)}, because it will be a picture")
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is not a folder; make it first")
 
@@ -79,7 +79,7 @@ def draw_power(study: PowerStudy, path: Path) -> None:
 
 
 def _title(study: PowerStudy) -> str:
-    policy, sky = study.policy, study.weather
+    policy, weather = study.policy, study.weather
     unfinished = "" if study.finished else f" Stopped after {len(study.trials)} trials."
     threads = "1 thread" if policy["threads"] == 1 else f"{policy['threads']} threads"
     return (
@@ -87,7 +87,7 @@ def _title(study: PowerStudy) -> str:
         f"{policy['min_rounds']} to {policy['max_rounds']} rounds, at most {policy['max_seconds']:g} s, "
         f"until the ratio is known to {100 * policy['target']:g} %; {policy['cache']} caches, {threads}; "
         f"median {median(trial.rounds for trial in study.trials):.0f} rounds\n"
-        f"{study.case}; load {sky['load_before']:.1f} before and {sky['load_after']:.1f} after, "
-        f"{sky['steal_percent']:.1f} % of time stolen; "
+        f"{study.case}; load {weather['load_before']:.1f} before and {weather['load_after']:.1f} after, "
+        f"{weather['steal_percent']:.1f} % of time stolen; "
         f"{len(study.trials)} trials in {study.seconds / 60:.1f} min"
     )

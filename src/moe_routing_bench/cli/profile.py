@@ -45,29 +45,29 @@ def profile_block_command(
     measure: MeasureOptions,
     name: Annotated[
         str | None,
-        typer.Argument(metavar="CASE", help=f"A case, suite or model (`mrb list cases`); else {CASE}."),
+        typer.Argument(metavar="CASE", help=f"A case, suite or model (`mrb list cases`). Default: {CASE}."),
     ] = None,
-    calls: Annotated[int, typer.Option(help="Calls under the profiler.", min=1, max=1000)] = 10,
-    rows: Annotated[int, typer.Option(help="Rows of each table.", min=1)] = 10,
-    out: Annotated[Path | None, typer.Option(help="Keep records and samples in this folder.")] = None,
+    calls: Annotated[int, typer.Option(metavar="N", help="Calls to profile.", min=1, max=1000)] = 10,
+    rows: Annotated[int, typer.Option(metavar="N", help="Rows of each table.", min=1)] = 10,
+    out: Annotated[Path | None, typer.Option(help="Write records and samples into this folder.")] = None,
     chrome: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Chrome traces: FILE with each name before .json.")
+        Path | None, typer.Option(metavar="FILE", help="Profiler traces: FILE with each name before .json.")
     ] = None,
-    nvtx: Annotated[bool, typer.Option("--nvtx", help="NVTX ranges around the stages, for nsys.")] = False,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Stacked shares as .png.")] = None,
+    nvtx: Annotated[bool, typer.Option("--nvtx", help="Mark the stages with NVTX, for nsys.")] = False,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the shares as .png.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Where does the time go? torch.profiler over Transformers' block, a hand-ordered torch path, and ours.
+    """Where does the time go? Profiles Transformers' MoE block, a hand-ordered one in torch, and ours.
 
     \b
     Examples:
-      mrb profile block                                  128 tokens through a Qwen MoE block
+      mrb profile block                        128 tokens through a Qwen MoE block
       mrb profile block seed-qwen --full --dtype float32
-      mrb profile block olmoe-1b-7b --tokens 512 --chrome trace.json --picture shares.png
+      mrb profile block olmoe-1b-7b --tokens 512 --chrome t.json --picture t.png
 
-    \b
-    --impl takes transformers(eager|grouped_mm|batched_mm), hand-ordered, auto and every implementation of
-    expert_ffn. Times in the first table are those of `mrb bench layer`, taken without the profiler.
+    --impl takes transformers(eager|grouped_mm|batched_mm), hand-ordered, auto
+    and every implementation of expert_ffn. The first table has the times of
+    `mrb bench layer`, taken without the profiler.
     """
     include_all(what.include_path)
     with user_mistakes():
@@ -103,7 +103,7 @@ def profile_block_command(
 
 
 def _profiles(outcome: CellOutcome, *, calls: int, chrome: Path | None, nvtx: Any) -> dict[str, Profile]:
-    """Of everything that passed, in this process, on the threads that were measured."""
+    """Profiles everything that passed, in this process, with as many threads as were measured."""
     before = torch.get_num_threads()
     torch.set_num_threads(outcome.cell.policy.threads)
     try:
@@ -123,7 +123,7 @@ def _profiles(outcome: CellOutcome, *, calls: int, chrome: Path | None, nvtx: An
 
 
 def _nvtx() -> Any:
-    """torch.cuda.nvtx if it works here; a sentence if not."""
+    """torch.cuda.nvtx; fails with a sentence if it does not work here."""
     try:
         torch.cuda.nvtx.range_push("mrb")
         torch.cuda.nvtx.range_pop()
@@ -144,11 +144,11 @@ def _show(outcome: CellOutcome, profiles: dict[str, Profile], rows: int, chrome:
         show("", heading(name, f"{one.calls} calls under the profiler, {1e3 * one.seconds:.2f} ms each"))
         show(operations_table(one, rows))
     if chrome is not None:
-        show("", f"Chrome traces are beside {chrome}; open them in chrome://tracing or ui.perfetto.dev.")
+        show("", f"Profiler traces are beside {chrome}; open them in chrome://tracing or ui.perfetto.dev.")
 
 
 def _shares_table(profiles: dict[str, Profile]) -> Table:
-    """One row for each: how its time under the profiler is divided."""
+    """One row for each profile: how its time is divided."""
     names = [name for name in SHARES if any(name in one.shares for one in profiles.values())]
     titles = {"gemm": "GEMM", "fused": "one kernel", "python": "Python"}
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -162,7 +162,7 @@ def _shares_table(profiles: dict[str, Profile]) -> Table:
 
 
 def operations_table(one: Profile, rows: int) -> Table:
-    """The familiar form: name, self, total, calls; device columns if a device did anything."""
+    """Columns as in torch's tables: name, self, total, calls; device columns if a device did anything."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("operation", overflow="fold", min_width=30)
     on_device = any(row.self_device_us for row in one.rows)

@@ -1,4 +1,4 @@
-"""A bar with time left, on stderr, for people; nothing in a pipe."""
+"""A progress bar with the time left, on stderr; nothing in a pipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_routing_bench.cli.terminal import console
 
 
 class ShownProgress:
-    """Over all cells: update() is called often while one is measured, cell_done() after each."""
+    """Progress over all cells: update() is called often while a cell is measured, cell_done() after it."""
 
     def __init__(self, bar: Progress, cells: int):
         self._bar, self._cells, self._done = bar, cells, 0
@@ -32,7 +32,7 @@ class ShownProgress:
         self._bar.update(self._task, completed=self._done)
 
     def pause(self, show: Callable[[], None]) -> None:
-        """Text on stdout without tearing the bar."""
+        """Show text on stdout without disturbing the bar."""
         self._bar.stop()
         show()
         if self._done < self._cells:

@@ -1,4 +1,4 @@
-"""mrb results and mrb export: questions to a results folder, in SQL or as an overview; Parquet and CSV."""
+"""mrb results and mrb export: an overview of a results folder, SQL queries, Parquet and CSV."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, 
 
 MOST_SHOWN = 1_000
 MOST_CASES = 40
-# the newest run of every case under the same conditions, and of its implementations the nearest to the front
+# the newest run of every case under the same conditions, and the best implementation in it
 SAME = (
     'span, direction, router, layer, "case", T, D, F, E, K, W, dtype, activation, workload, routing_seed, '
     "threads, cache, view, machine"
 )
 COUNTS = """
 SELECT span, status, count(*) AS records FROM records
-WHERE role IN ('baseline', 'candidate') AND {asked} GROUP BY ALL ORDER BY ALL"""
+WHERE role IN ('baseline', 'candidate') AND {condition} GROUP BY ALL ORDER BY ALL"""
 BEST = f"""
 WITH passed AS (
   SELECT *, max(created_at) OVER (PARTITION BY {SAME}, session, cell_key) AS run_at
-  FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate') AND {{asked}}
+  FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate') AND {{condition}}
 ), newest AS (
   SELECT * FROM passed
   QUALIFY dense_rank() OVER (PARTITION BY {SAME} ORDER BY run_at DESC, session DESC, cell_key) = 1
@@ -49,25 +49,25 @@ ORDER BY ALL
 
 
 def results_command(
-    sql: Annotated[str | None, typer.Argument(metavar="[SQL]", help="One SELECT over records.")] = None,
+    sql: Annotated[str | None, typer.Argument(metavar="SQL", help="One SELECT over records.")] = None,
     folder: Annotated[
-        Path | None, typer.Option("--folder", "-f", help="The results folder; default: ./results.")
+        Path | None, typer.Option("--folder", "-f", help="The results folder. Default: ./results.")
     ] = None,
-    router: Annotated[str | None, typer.Option(help="Only this router; its options may be left out.")] = None,
+    router: Annotated[str | None, typer.Option(help="Only this router, with or without its options.")] = None,
     layer: Annotated[str | None, typer.Option(help="Only this kind of layer: moe, chain, ...")] = None,
     direction: Annotated[str | None, typer.Option(help="Only forward, backward or train.")] = None,
-    columns: Annotated[bool, typer.Option("--columns", help="Show what a SELECT can ask for.")] = False,
+    columns: Annotated[bool, typer.Option("--columns", help="Show the columns a SELECT can use.")] = False,
     as_json: Json = False,
 ) -> None:
-    """What was measured: an overview, or any question in SQL. A query may read, and nothing else.
+    """What was measured? Shows an overview, or answers a query in SQL, which can only read.
 
     \b
     Examples:
       mrb results
       mrb results --columns
       mrb results --direction train --router switch
-      mrb results "SELECT impl, median(ratio) FROM records GROUP BY impl ORDER BY 2"
-      mrb results "SELECT \\"case\\", impl, reason FROM records WHERE status = 'OOM'" --folder sweeps/monday
+      mrb results "SELECT impl, median(ratio) FROM records GROUP BY impl"
+      mrb results "SELECT impl FROM records WHERE status = 'OOM'" --folder monday
       mrb results "SELECT * FROM left_out" --json
     """
     if columns:
@@ -76,19 +76,19 @@ def results_command(
     if folder is None:
         folder = Path("results")
         if not folder.is_dir():
-            fail("there is no folder ./results; name one with --folder, or make one: mrb bench --out results")
+            fail("there is no folder ./results; name one with --folder, or run mrb bench layer --out results")
     left_out = LeftOut()
     filters = {"router": router, "layer": layer, "direction": direction}
     wanted = {name: value for name, value in filters.items() if value is not None}
     if sql is not None and wanted:
-        fail(f"--{next(iter(wanted))} is for the overview; in a query say it with WHERE")
+        fail(f"--{next(iter(wanted))} is for the overview; in a query use WHERE")
     with reading():
         if sql is not None:
             names, rows = run_query(folder, sql, left_out)
         else:
-            asked = " AND ".join(_asked(folder, *one) for one in wanted.items()) or "true"
-            counts = run_query(folder, COUNTS.format(asked=asked), left_out)
-            best = run_query(folder, BEST.format(asked=asked))
+            condition = " AND ".join(_condition(folder, *one) for one in wanted.items()) or "true"
+            counts = run_query(folder, COUNTS.format(condition=condition), left_out)
+            best = run_query(folder, BEST.format(condition=condition))
     if as_json:
         if sql is not None:
             show_json({"columns": names, "rows": _plain(rows), "left_out": left_out_json(left_out)})
@@ -100,29 +100,28 @@ def results_command(
         _show_rows(names, rows)
     else:
         _show_overview(folder, counts, best)
-    tell_left_out(left_out)
+    show_left_out(left_out)
 
 
 def export_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A results folder.")],
     parquet: Annotated[
         Path | None,
-        typer.Option("--parquet", metavar="FILE", help="Write Parquet."),
+        typer.Option("--parquet", metavar="FILE", help="The Parquet file to write."),
     ] = None,
-    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write CSV.")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="The CSV file to write.")] = None,
     as_json: Json = False,
 ) -> None:
-    """All records of a folder as one file, a row each, for pandas, DuckDB or a spreadsheet.
+    """Write all records of a folder into one file, a row each, for pandas, DuckDB or a spreadsheet.
 
     \b
     Examples:
       mrb export results --parquet results.parquet
       mrb export results --csv results.csv
-      python -c "import duckdb; print(duckdb.sql(\\"SELECT * FROM 'results.parquet' LIMIT 5\\"))"
+      python -c "import duckdb; print(duckdb.read_parquet('results.parquet'))"
 
-    \b
-    In CSV, lists and maps are JSON, and text that begins with = + - @ ' or a tab has one more ' before it, so
-    that no spreadsheet runs it as a formula.
+    In CSV, lists and maps are JSON. Text that begins with = + - @ ' or a tab
+    gets a ' in front, so that no spreadsheet runs it as a formula.
     """
     left_out = LeftOut()
     with reading():
@@ -141,12 +140,12 @@ def export_command(
         show_json({"file": str(target), "records": count, "left_out": left_out_json(left_out)})
         return
     show(printable(f"{count:,} records in {target}"))
-    tell_left_out(left_out)
+    show_left_out(left_out)
 
 
 @contextmanager
 def reading() -> Iterator[Status]:
-    """Around what reads results: a wheel that turns on a terminal, and mistakes as one sentence."""
+    """Around code that reads results: a spinner on a terminal, and one sentence for a mistake."""
     try:
         with console(stderr=True).status("reading") as status:
             yield status
@@ -155,7 +154,7 @@ def reading() -> Iterator[Status]:
 
 
 def printable(text: object) -> str:
-    """Records and queries come from anybody: what would steer a terminal or turn text around becomes ?."""
+    """Records and queries come from anybody: characters that could steer a terminal become ?."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(text))
 
 
@@ -172,12 +171,12 @@ def table_of(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
     return table
 
 
-def tell_left_out(left_out: LeftOut) -> None:
+def show_left_out(left_out: LeftOut) -> None:
     if not left_out.count:
         return
     lines = "1 line was" if left_out.count == 1 else f"{left_out.count:,} lines were"
     out = console(stderr=True)
-    out.print(Text(f"{lines} left out because they are no records:", "yellow"))
+    out.print(Text(f"{lines} left out as invalid:", "yellow"))
     for sentence in left_out.first:
         out.print(Text(f"  {printable(sentence)}", "dim"))
 
@@ -186,15 +185,15 @@ def left_out_json(left_out: LeftOut) -> dict[str, Any]:
     return {"lines": left_out.count, "first": left_out.first}
 
 
-def _asked(folder: Path, column: str, wanted: str) -> str:
-    """A condition in SQL: the column is as wanted, or its name before the options is."""
-    there = "if(layer = '', 'moe', layer)" if column == "layer" else column
-    known = [value for (value,) in run_query(folder, f"SELECT DISTINCT {there} FROM records ORDER BY 1")[1]]
-    names = dict.fromkeys(value for one in known for value in (one, one.partition("(")[0]) if value)
+def _condition(folder: Path, column: str, wanted: str) -> str:
+    """In SQL: the column is `wanted`, with or without options."""
+    value = "if(layer = '', 'moe', layer)" if column == "layer" else column
+    known = [name for (name,) in run_query(folder, f"SELECT DISTINCT {value} FROM records ORDER BY 1")[1]]
+    names = dict.fromkeys(name for one in known for name in (one, one.partition("(")[0]) if name)
     if wanted not in names:
         has = f"has {', '.join(filter(None, known))}" if any(known) else "has none"
         raise ValueError(f"{folder} has no {column} {wanted!r}; {did_you_mean(wanted, names)}it {has}")
-    return f"{quoted(wanted)} IN ({there}, split_part({there}, '(', 1))"
+    return f"{quoted(wanted)} IN ({value}, split_part({value}, '(', 1))"
 
 
 def _cell(value: object) -> str:
@@ -206,7 +205,7 @@ def _cell(value: object) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can hold it: no NaN, no infinity."""
+    """A value that JSON can hold: no NaN, no infinity."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -238,7 +237,7 @@ def _show_overview(
     best: tuple[list[str], list[tuple[Any, ...]]],
 ) -> None:
     if not counts[1]:
-        show(printable(f"{folder} holds no records; mrb bench --out {folder} makes some"))
+        show(printable(f"{folder} holds no records; mrb bench layer --out {folder} writes some"))
         return
     show(table_of(*counts), "")
     names, rows = best
@@ -263,12 +262,12 @@ def _best(row: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _show_columns(as_json: bool) -> None:
-    found = [*((column.name, column.type) for column in COLUMNS), *JOINED]
+    columns = [*((column.name, column.type) for column in COLUMNS), *JOINED]
     if as_json:
-        show_json([{"name": name, "type": kind} for name, kind in found])
+        show_json([{"name": name, "type": sql_type} for name, sql_type in columns])
         return
     show("records: one row for each implementation in each cell")
-    show("latest: of those the newest of each cell and implementation")
-    show("left_out: lines that are no records (session, lines, sentences)", "")
-    show(table_of(("column", "type"), found))
-    show("", Text('case is a word of SQL: write "case" with double quotes.', "dim"))
+    show("latest: the newest record of each cell and implementation")
+    show("left_out: lines that are not valid records (session, lines, sentences)", "")
+    show(table_of(("column", "type"), columns))
+    show("", Text('case is a keyword of SQL: write "case" with double quotes.', "dim"))

@@ -1,4 +1,4 @@
-"""mrb sweep: many cases, workloads and layouts into one folder of results, in any number of sittings."""
+"""mrb sweep: measures many cases, workloads and layouts into one folder; can be stopped and resumed."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ def sweep_command(
             help=f"{', '.join(SUITES)} (`mrb list cases` explains), a model, a case, or a span with sizes."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The folder of results; made if it is not there.")],
+    out: Annotated[Path, typer.Option(help="The results folder; it is created if needed.")],
     sizes: SizeOptions,
     what: WhatOptions,
     measure: MeasureOptions,
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Leave out what the folder already holds.")
+        bool, typer.Option("--resume/--no-resume", help="Skip what the folder already holds.")
     ] = True,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Measure cells again in which something did not pass.")
+        bool, typer.Option("--retry-failed", help="Repeat cells in which something did not pass.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and how long.")] = False,
-    engine: Annotated[str, typer.Option(help=", ".join(ENGINES))] = "local",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show cells and time, measure nothing.")] = False,
+    engine: Annotated[str, typer.Option(help=f"What runs the cells: {', '.join(ENGINES)}.")] = "local",
     as_json: Json = False,
 ) -> None:
-    """Measure a suite. Stop it whenever you like: run it again and it goes on where it was.
+    """Measure many cases into one folder. Stop it at any time; the same command continues it.
 
     \b
     Examples:
       mrb sweep seed-fused~scaled --out results --dry-run
-      mrb sweep olmoe-1b-7b~scaled --out results --workload uniform --workload "zipf(1.2)"
-      mrb sweep layer --tokens 128,512 --experts 32,64 --topk 1,2,4 --width 2048 --out results
-      mrb sweep seed-grid~scaled --out results --layout "compact,block(64)" --retry-failed
-      mrb sweep gpu-quick --out gpu                 on a machine with a GPU, under 15 minutes
+      mrb sweep olmoe-1b-7b~scaled --out results --workload "uniform,zipf(1.2)"
+      mrb sweep layer --tokens 128,512 --experts 32,64 --topk 1,2 --out results
+      mrb sweep seed-grid~scaled --out results --layout "compact,block(64)"
+      mrb sweep gpu-quick --out gpu           needs a GPU; takes under 15 minutes
 
-    \b
-    A cell is one case under one workload; its implementations are timed together and stored together.
+    A cell is one case under one workload; its implementations are timed
+    together. A LIST is separated by commas; every combination is measured.
     """
     include_all(what.include_path)
     pick("engine", engine, ENGINES)
@@ -107,14 +107,12 @@ def _numbers(plan: SweepPlan) -> dict[str, float]:
 def _sentence(plan: SweepPlan) -> str:
     minutes = plan.seconds / 60
     about = f"about {minutes:.0f} minutes" if minutes >= 2 else f"about {plan.seconds:.0f} seconds"
-    failed = (
-        f", {plan.failed} of all with something that did not pass (--retry-failed)" if plan.failed else ""
-    )
-    return f"{len(plan.todo)} cells to measure, {about}; {plan.done} are there already{failed}."
+    failed = f"; in {plan.failed} something did not pass (--retry-failed)" if plan.failed else ""
+    return f"{len(plan.todo)} cells to measure, {about}; {plan.done} are measured already{failed}."
 
 
 def _line(outcome: CellOutcome) -> Text:
-    """A cell in one line: the best, what it gains on the baseline, and what went wrong."""
+    """A cell in one line: the best implementation, its ratio to the baseline, and what went wrong."""
     passed = [one for one in outcome.subjects if one.samples]
     broken = [one for one in outcome.subjects if one.status not in (Status.PASSED, Status.UNSUPPORTED)]
     text = Text(f"{outcome.cell.name}: ")

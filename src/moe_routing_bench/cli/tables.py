@@ -1,4 +1,4 @@
-"""Outcomes as people read them: a cell best first, with what did not run; many cells in one ranking."""
+"""Tables of outcomes: one cell, best first, with what did not run; many cells in one ranking."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from moe_routing_bench.cli.terminal import console, heading, show, two_columns
 from moe_routing_bench.machine import this_machine
 
 STYLES = {"FASTER": "green", "SLOWER": "red", "SAME": "cyan", "UNDECIDED": "yellow"}
-NARROW = 100  # columns: memory is left out, names need the room
+NARROW = 100  # columns of a terminal in which memory is left out, to make room for names
 PLAIN_LAYER = "moe"
-# what may tell one row of a ranking from the others
+# what may differ between the rows of a ranking
 FACTS: dict[str, Callable[[CellOutcome, SubjectOutcome], str]] = {
     "span": lambda outcome, one: outcome.cell.case.span,
     "direction": lambda outcome, one: outcome.direction,
@@ -63,8 +63,8 @@ def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | No
 
 
 def show_summary(outcomes: Sequence[CellOutcome]) -> None:
-    """One ranking over several cells, most tokens a second first in each span and direction. What is the same
-    in every row stands above the table."""
+    """One ranking over several cells, most tokens a second first in each span and direction. What all rows
+    have in common stands above the table."""
     rows = [(outcome, one) for outcome in outcomes for one in outcome.subjects if one.samples]
     if not rows:
         show("", "Nothing was timed in any of the cells.")
@@ -88,7 +88,7 @@ def show_summary(outcomes: Sequence[CellOutcome]) -> None:
 
 
 def per_second(rate: float) -> str:
-    """12.3 k, 4.56 M: a time is not good for more digits."""
+    """12.3 k, 4.56 M: times are not more precise than three digits."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if rate >= 0.9995 * size:
             return f"{_digits(rate / size)} {letter}"
@@ -102,7 +102,7 @@ def _digits(value: float) -> str:
 
 
 def _table(*columns: str) -> Table:
-    """Columns of words, which fold, to the left; of numbers, which do not, to the right."""
+    """Words are on the left and may fold; numbers are on the right and do not."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in columns:
         words = (name in FACTS and len(name) > 1) or name in ("case", "time share of stages")
@@ -125,11 +125,10 @@ def _ratio(one: SubjectOutcome) -> float:
 
 def _compared(one: SubjectOutcome) -> tuple[str, str, Text]:
     """Ratio, interval, verdict."""
-    found = one.comparison
-    if found is None:
+    if (compared := one.comparison) is None:
         return "1", "", Text("baseline", "bold")
-    low, high = found.interval
-    return f"{found.ratio:.3f}", f"{low:.3f} to {high:.3f}", Text(found.verdict, STYLES[found.verdict])
+    (low, high), verdict = compared.interval, compared.verdict
+    return f"{compared.ratio:.3f}", f"{low:.3f} to {high:.3f}", Text(verdict, STYLES[verdict])
 
 
 def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> Table:
@@ -149,26 +148,25 @@ def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> Table:
 
 
 def _rates(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
-    """By column, those that say something: bytes by both conventions where it packs, operations where it has
-    weights to multiply with."""
+    """The rates worth a column: bytes by both conventions if the span packs, operations if it has weights."""
     rates = [outcome.rates(one) for one in ranked]
-    asked = {"tokens/s": "tokens_per_second"}
+    fields = {"tokens/s": "tokens_per_second"}
     if rates[0].bw_2pass is not None:
-        asked |= {"bw_2pass\nGB/s": "bw_2pass", "bw_strict\nGB/s": "bw_strict"}
+        fields |= {"bw_2pass\nGB/s": "bw_2pass", "bw_strict\nGB/s": "bw_strict"}
     elif rates[0].bytes_per_second is not None:
-        asked["GB/s"] = "bytes_per_second"
+        fields["GB/s"] = "bytes_per_second"
     if ranked[0].cost.weight_bytes:
-        asked["TFLOP/s"] = "flops_per_second"
+        fields["TFLOP/s"] = "flops_per_second"
     units = {"tokens/s": 1.0, "TFLOP/s": 1e12}
-    found = {}
-    for head, field in asked.items():
+    columns = {}
+    for head, field in fields.items():
         values = [(getattr(rate, field) or 0.0) / units.get(head, 1e9) for rate in rates]
-        found[head] = [per_second(value) if head == "tokens/s" else _digits(value) for value in values]
-    return found
+        columns[head] = [per_second(value) if head == "tokens/s" else _digits(value) for value in values]
+    return columns
 
 
 def _loads(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> Table | None:
-    """What each layout pads and drops, under each router, if there are several or one that does."""
+    """What each layout and router pads and drops; None if there is one only, and it does neither."""
     names = [name for name in ("router", "layer", "layout") if name == "layout" or _varies(name, outcome)]
     facts = {tuple(FACTS[name](outcome, one) for name in names): one.load for one in ranked}
     if len(facts) == 1 and not any(
@@ -176,11 +174,11 @@ def _loads(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> Table | None:
     ):
         return None
     table = _table(*names, "padding waste", "dropped pairs", "max / mean load")
-    for told, load in facts.items():
+    for values, load in facts.items():
         if load.get("tile_efficiency") is None:
             continue
         table.add_row(
-            *told,
+            *values,
             f"{100 * (1 - float(load['tile_efficiency'] or 0)):.1f} %",
             f"{load['dropped_pairs']:,}",
             f"{load['max_over_mean']:.2f}",
@@ -189,7 +187,7 @@ def _loads(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> Table | None:
 
 
 def _stages(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> Table | None:
-    """The share of each stage of their sum, and how the sum compares with the whole."""
+    """Each stage as a share of their sum, and the sum over the time of the whole."""
     names = list(dict.fromkeys(name for one in ranked for name in one.stages))
     if not names:
         return None
@@ -204,7 +202,7 @@ def _stages(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> Table | None:
 PLACES = {
     "cpu": "{}",
     "cuda": "a GPU, between CUDA events",
-    "pretend": "a pretended GPU (the CPU; no GPU was there, so these times say nothing about one)",
+    "pretend": "a pretended GPU (run on the CPU: these times say nothing about a GPU)",
 }
 
 
@@ -213,7 +211,7 @@ def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | No
     notes = list(outcome.notes)
     wanting = {_name(o, outcome): o.comparison.more_rounds for o in ranked if o.comparison is not None}
     if more := ", ".join(f"{rounds} for {name}" for name, rounds in wanting.items() if rounds):
-        notes.append(f"About so many more rounds would tell: {more}.")
+        notes.append(f"More rounds needed for a verdict, about: {more}.")
     if outcome.aa_floor is not None:
         checked = sum(one.checked_timed_calls for one in outcome.subjects)
         threads = "1 thread" if policy.threads == 1 else f"{policy.threads} threads"
@@ -224,21 +222,19 @@ def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | No
             f"{checked} timed results judged; {outcome.seconds:.0f} s in all."
         )
     if outcome.weather is not None:
-        notes += [
-            f"Weather: {told}." for told in outcome.weather.complaints(this_machine().cores, policy.threads)
-        ]
+        complaints = outcome.weather.complaints(this_machine().cores, policy.threads)
+        notes += [f"Weather: {complaint}." for complaint in complaints]
     if roofs is None:
-        notes.append("`mrb doctor` measures this machine's roofs; times are then also shares of them.")
+        notes.append("Run `mrb doctor` once to measure this machine's roofs and see times as shares of them.")
     return notes
 
 
 def _name(one: SubjectOutcome, outcome: CellOutcome) -> str:
-    """Its label and whatever of layout, router and layer tells it from the cell's others:
-    staged @ compact, switch."""
+    """Its label, and those of layout, router and layer that differ in the cell: staged @ compact, switch."""
     names = [name for name in ("layout", "router", "layer") if _varies(name, outcome)]
-    told = {name: FACTS[name](outcome, one) for name in names}
-    place = f" @ {told.pop('layout')}" if "layout" in told else ""
-    return ", ".join([f"{short_label(one.label)}{place}", *told.values()])
+    facts = {name: FACTS[name](outcome, one) for name in names}
+    place = f" @ {facts.pop('layout')}" if "layout" in facts else ""
+    return ", ".join([f"{short_label(one.label)}{place}", *facts.values()])
 
 
 def _varies(fact: str, outcome: CellOutcome) -> bool:
@@ -246,7 +242,7 @@ def _varies(fact: str, outcome: CellOutcome) -> bool:
 
 
 def short_label(label: str) -> str:
-    """Without the parts that are defaults: staged(combine=gather_sum,...) is plain staged."""
+    """The label without parts that are defaults: staged(combine=gather_sum,...) is plain staged."""
     for default in ("combine=gather_sum", "dispatch=index_select", "grouped_gemm=expert_loop"):
         label = label.replace(f"{default},", "").replace(f",{default}", "").replace(f"({default})", "")
     return label

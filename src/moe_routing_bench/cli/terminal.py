@@ -1,4 +1,4 @@
-"""What people see: text on a terminal or in a pipe, JSON, and one sentence for each of their mistakes."""
+"""Output: text for a terminal or a pipe, JSON, and one sentence for each mistake of the user."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rich.text import Text
 
 from moe_routing_bench.names import did_you_mean
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of text.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
-def pick(kind: str, name: str, choices: Iterable[str]) -> str:
+def pick(what: str, name: str, choices: Iterable[str]) -> str:
     """`name` if it is one of the choices, else an error that suggests one."""
     choices = list(choices)
     if name not in choices:
-        fail(f"there is no {kind} {name!r}; {did_you_mean(name, choices)}there are {', '.join(choices)}")
+        fail(f"there is no {what} {name!r}; {did_you_mean(name, choices)}there are {', '.join(choices)}")
     return name
 
 
@@ -32,7 +32,7 @@ def fail(sentence: str) -> NoReturn:
 
 @contextmanager
 def user_mistakes() -> Iterator[None]:
-    """Around what reads the user's words, and nothing else: a ValueError there is theirs, not ours."""
+    """Use only around code that reads the user's input: a ValueError there is the user's mistake."""
     try:
         yield
     except ValueError as error:
@@ -43,7 +43,7 @@ def console(*, stderr: bool = False) -> Console:
     # error messages are full of brackets, so nothing is read as markup
     shown = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
     if not shown.is_terminal:
-        shown.width = 1000  # whoever reads a pipe wraps lines themselves
+        shown.width = 1000  # lines are not wrapped in a pipe
     return shown
 
 

@@ -1,4 +1,4 @@
-"""mrb trace record, mrb trace show: the routing of a real model, kept in a file and looked at."""
+"""mrb trace record and mrb trace show: write the routing of a real model into a file, and look at it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from moe_routing_bench.cli.terminal import (
     user_mistakes,
 )
 from moe_routing_bench.cli.trace_pictures import draw_trace
-from moe_routing_bench.models.tracing import Recording, pieces, record
+from moe_routing_bench.models.tracing import ModelTrace, pieces, record_trace
 from moe_routing_bench.workloads.trace import Trace, read_trace, write_trace
 from moe_routing_bench.workloads.trace_summary import LayerSummary, summarise
 
 BYTES = "bytes"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# of text, for each token wanted: no tokenizer in use has longer ones on average
+# bytes of text read for each token wanted; the tokens of no common tokenizer are longer on average
 BYTES_PER_TOKEN = 64
 MAX_TOKENS = 1 << 24
 SHOWN_DOCUMENTS = 12
@@ -54,28 +54,29 @@ def record_command(
     model: Annotated[
         str, typer.Option(help="A folder with a Transformers checkpoint, or a name on the Hub.")
     ],
-    text: Annotated[list[Path], typer.Option(help="A text to read, UTF-8. Repeatable: each is a document.")],
-    out: Annotated[Path, typer.Option(help="The file to write; it should end in .safetensors.")],
-    tokens: Annotated[int, typer.Option(help="So many in all, shared evenly by the texts.")] = 8192,
-    batch: Annotated[int, typer.Option(help="Pieces that the model reads together.")] = 4,
-    sequence: Annotated[int, typer.Option(help="Tokens of a piece: what the model sees at once.")] = 512,
-    layers: Annotated[str | None, typer.Option(help="Only these: 0,4,8-11. Default: all MoE layers.")] = None,
+    text: Annotated[list[Path], typer.Option(help="A UTF-8 text to read. Repeatable: each is a document.")],
+    out: Annotated[Path, typer.Option(help="The file to write, usually NAME.safetensors.")],
+    tokens: Annotated[int, typer.Option(help="Number of tokens in all, shared evenly by the texts.")] = 8192,
+    batch: Annotated[int, typer.Option(help="Pieces of text that the model reads together.")] = 4,
+    sequence: Annotated[int, typer.Option(help="Tokens in a piece: what the model sees at once.")] = 512,
+    layers: Annotated[
+        str | None, typer.Option(help="Only these layers: 0,4,8-11. Default: all MoE layers.")
+    ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="A folder or name; `bytes`: a token for each byte. Default: the model's."),
+        typer.Option(help="A folder or name; `bytes`: each byte is a token. Default: the model's own."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto: the checkpoint's; float32, bfloat16, float16.")] = "auto",
 ) -> None:
-    """Run a model over texts and keep what every MoE layer chose, with gates, positions and documents.
+    """Run a model over texts and write down what every MoE layer chose, with gates, positions and documents.
 
     \b
     Examples:
-      mrb trace record --model ./Qwen3-30B-A3B --text novel.txt --out routing.safetensors
-      mrb trace record --model ./OLMoE-1B-7B --text law.txt --text code.txt --tokens 65536 --layers 0,7,15 \\
-          --out olmoe.safetensors
+      mrb trace record --model ./Qwen3-30B-A3B --text a.txt --out t.safetensors
+      mrb trace record --model ./OLMoE-1B-7B --text law.txt --text code.txt \\
+          --tokens 65536 --layers 0,7,15 --out olmoe.safetensors
 
-    \b
-    Replay it in any benchmark as the workload "trace(routing.safetensors,layer=3)".
+    Replay it in any benchmark: --workload "trace(t.safetensors,layer=3)".
     """
     with _mistakes():
         _check_record(text, out, tokens, batch, sequence, dtype)
@@ -85,7 +86,7 @@ def record_command(
         documents = [_tokens_of(path, share, tokenizer or model, loaded) for path in text]
         total = min(tokens, sum(document.numel() for document in documents))
         with _bar(total, f"reading {len(text)} text{'s' if len(text) > 1 else ''}") as on_tokens:
-            found = record(
+            trace = record_trace(
                 loaded,
                 pieces(documents, batch=batch, sequence=sequence),
                 layers=wanted,
@@ -93,27 +94,27 @@ def record_command(
                 on_tokens=on_tokens,
             )
         names = [path.name for path in text]
-        words = _source(model, tokenizer, dtype, names, batch, sequence)
-        write_trace(out, *found.routings(), source=words, documents=names, **found.labels())
-    show(_told(found, out))
+        source = _source(model, tokenizer, dtype, names, batch, sequence)
+        write_trace(out, *trace.routings(), source=source, documents=names, **trace.labels())
+    show(_written(trace, out))
 
 
 @trace_app.command("show")
 def show_command(
-    file: Annotated[Path, typer.Argument(help="What `mrb trace record` wrote.")],
-    picture: Annotated[Path | None, typer.Option(help="Also draw it: PNG, SVG or PDF.")] = None,
+    file: Annotated[Path, typer.Argument(help="A file that `mrb trace record` wrote.")],
+    picture: Annotated[Path | None, typer.Option(help="Also draw it into this .png, .svg or .pdf.")] = None,
     layer: Annotated[
-        int | None, typer.Option(help="Whose pairs of experts are drawn. Default: the middle one.")
+        int | None, typer.Option(help="The layer whose pairs of experts are drawn. Default: the middle one.")
     ] = None,
     document: Annotated[int | None, typer.Option(help="Only the tokens of this document.")] = None,
     as_json: Json = False,
 ) -> None:
-    """What a recorded routing looks like: load, entropy, dead experts, gates, experts kept between tokens.
+    """Show a recorded routing: load, entropy, dead experts, gates, experts kept from token to token.
 
     \b
     Examples:
-      mrb trace show routing.safetensors
-      mrb trace show routing.safetensors --document 1 --picture routing.png --layer 3
+      mrb trace show t.safetensors
+      mrb trace show t.safetensors --document 1 --picture t.png --layer 3
     """
     with _mistakes():
         if picture is not None:
@@ -148,13 +149,13 @@ def _mistakes() -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """Libraries explain themselves on many lines, the first of which says what happened."""
+    """Errors of libraries have many lines; the first says what happened."""
     return printable(str(error).strip().partition("\n")[0]) or type(error).__name__
 
 
 def read_layers(text: str) -> list[int]:
     """The text 0,4,8-11 as [0, 4, 8, 9, 10, 11]."""
-    found: list[int] = []
+    layers: list[int] = []
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", word)
         if match is None:
@@ -162,12 +163,12 @@ def read_layers(text: str) -> list[int]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"--layers goes from {first} down to {last}; write {last}-{first}")
-        found += range(first, last + 1)
-    return found
+        layers += range(first, last + 1)
+    return layers
 
 
 def printable(text: str) -> str:
-    """Words from a file as a terminal may show them."""
+    """Text from a file without what would steer a terminal, at most 500 letters of it."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:500])
 
 
@@ -186,7 +187,7 @@ def _check_record(text: list[Path], out: Path, tokens: int, batch: int, sequence
         if not path.is_file():
             raise ValueError(f"there is no text file {path}")
     if tokens < len(text):
-        raise ValueError(f"{tokens} tokens cannot be shared by {len(text)} texts; ask for more")
+        raise ValueError(f"{tokens} tokens cannot be shared by {len(text)} texts; give a larger --tokens")
     if not out.parent.is_dir():
         raise ValueError(f"{out.parent} is not a folder; make it first")
     if out.is_dir():
@@ -208,11 +209,11 @@ def _load_model(name: str, dtype: str) -> Any:
         logging.disable_progress_bar()
     where = str(folder) if folder.is_dir() else name
     try:
-        # a pickle may run anything, and so may code that comes with a model
+        # a pickle can run anything, and so can code that comes with a model
         return AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
-    except Exception as error:  # what a checkpoint can do wrong has no common class
+    except Exception as error:  # errors of checkpoints have no common class
         raise ValueError(f"cannot load the model {name}: {_first_line(error)}") from error
 
 
@@ -228,19 +229,19 @@ def _tokens_of(path: Path, count: int, tokenizer: str, model: Any) -> Tensor:
             reader = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         except Exception as error:  # as for the model
             raise ValueError(
-                f"cannot load the tokenizer {tokenizer}: {_first_line(error)}; name another in --tokenizer"
+                f"cannot load the tokenizer {tokenizer}: {_first_line(error)}; name another with --tokenizer"
             ) from error
         ids = reader(content.decode("utf-8", errors="replace"), verbose=False)["input_ids"][:count]
     if not content:
         raise ValueError(f"{path} holds no text")
     if not ids:
         # Transformers makes an empty tokenizer for a folder that has none
-        raise ValueError(f"the tokenizer {tokenizer} makes no token of {path}; name another in --tokenizer")
+        raise ValueError(f"the tokenizer {tokenizer} makes no token of {path}; name another with --tokenizer")
     known = model.get_input_embeddings().num_embeddings
     if max(ids) >= known:
         raise ValueError(
             f"the tokenizer {tokenizer} gives token {max(ids)}, but the model knows 0 to {known - 1}; name "
-            "the one it was trained with in --tokenizer"
+            "the one it was trained with: --tokenizer"
         )
     return torch.tensor(ids)
 
@@ -263,18 +264,18 @@ def _source(
 ) -> str:
     import transformers
 
-    words = (
+    source = (
         f"mrb trace record --model {model} --tokenizer {tokenizer or model} --dtype {dtype} --batch {batch} "
         f"--sequence {sequence}; texts {', '.join(names)}; transformers {transformers.__version__}, "
         f"torch {torch.__version__}"
     )
-    return printable(words)
+    return printable(source)
 
 
-def _told(found: Recording, out: Path) -> str:
-    K = next(iter(found.expert_TK.values())).shape[1]
+def _written(trace: ModelTrace, out: Path) -> str:
+    K = next(iter(trace.expert_TK.values())).shape[1]
     return (
-        f"{found.num_tokens:,} tokens in {len(found.names)} layers, {found.num_experts} experts, {K} per "
+        f"{trace.num_tokens:,} tokens in {len(trace.names)} layers, {trace.num_experts} experts, {K} per "
         f"token: {out.stat().st_size:,} bytes in {out}. `mrb trace show {out}` shows them."
     )
 
@@ -340,16 +341,16 @@ def _table(trace: Trace, summaries: list[LayerSummary]) -> Table:
 def _notes(trace: Trace, summaries: list[LayerSummary]) -> list[str]:
     E, K = trace.routing.num_experts, trace.routing.num_choices
     notes = [
-        f"max/mean: pairs of the busiest expert over the mean. entropy: of log2({E}) bits. top gate: the "
-        f"largest gate over the sum of a token's {K}."
+        f"max/mean: load of the busiest expert over the mean. entropy: 100 % is log2({E}) bits. top gate: "
+        f"the largest gate over the sum of a token's {K} gates."
     ]
     if summaries[0].overlap:
         notes.append(
-            "kept: experts shared with the token before. by document, by chance: shared by any two tokens of "
-            f"the document, of the layer; {100 * K / E:.1f} % if all experts were used alike."
+            "kept: experts a token shares with the token before. by document, by chance: the same for any "
+            f"two tokens of the document, of the layer; {100 * K / E:.1f} % if all experts were used alike."
         )
     if summaries[0].document_bits is not None:
-        notes.append("document bits: what an expert tells about the document, mutual information.")
+        notes.append("document bits: mutual information of expert and document.")
     return notes
 
 

@@ -12,7 +12,7 @@ from moe_routing_bench.cli.pictures import BLUE, GREY, RED
 from moe_routing_bench.workloads.trace import Trace
 from moe_routing_bench.workloads.trace_summary import LayerSummary, lift_EE
 
-# above this, ordering the experts by likeness takes longer than it helps the eye
+# above this, ordering the experts by similarity takes too long
 MOST_ORDERED = 512
 TICKS = 24
 
@@ -20,7 +20,7 @@ TICKS = 24
 def draw_trace(
     trace: Trace, summaries: list[LayerSummary], path: Path, *, title: str, layer: int | None = None
 ) -> None:
-    """`layer`: whose pairs of experts are drawn; None: the middle one."""
+    """`layer`: the layer whose pairs of experts are drawn; None: the middle one."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -92,7 +92,7 @@ def _pairs(figure: Any, axes: Any, lift: Any, layer: int | None, K: int) -> None
         return
     with np.errstate(divide="ignore"):
         bits = np.clip(np.log2(lift), -3, 3)  # never together: -3
-    order = _by_likeness(bits)
+    order = _by_similarity(bits)
     image = axes.imshow(bits[np.ix_(order, order)], cmap="PuOr_r", vmin=-3, vmax=3, interpolation="nearest")
     axes.set_facecolor("#a8a8a8")
     bar = figure.colorbar(image, ax=axes, shrink=0.9, ticks=[-3, -2, -1, 0, 1, 2, 3])
@@ -105,11 +105,11 @@ def _pairs(figure: Any, axes: Any, lift: Any, layer: int | None, K: int) -> None
         ):
             ticks(range(len(order)))
             labels([str(expert) for expert in order], fontsize=size)
-    axes.set_xlabel("expert, like ones side by side; expected: by popularity alone; grey: no pair")
+    axes.set_xlabel("expert, similar ones side by side; expected: by popularity alone; grey: no pair")
 
 
-def _by_likeness(bits: Any) -> list[int]:
-    """Experts with like rows side by side, those nobody chose last."""
+def _by_similarity(bits: Any) -> list[int]:
+    """Experts with similar rows side by side, those nobody chose last."""
     used = [expert for expert, row in enumerate(bits) if np.isfinite(row).any()]
     unused = sorted({*range(len(bits))} - {*used})
     if 2 < len(used) <= MOST_ORDERED:
@@ -122,8 +122,8 @@ def _by_likeness(bits: Any) -> list[int]:
 
 def _overlap(axes: Any, summaries: list[LayerSummary], trace: Trace) -> None:
     axes.set_title("Experts kept from one token to the next of a document", loc="left", fontsize=11)
-    found = [(place, one.overlap) for place, one in enumerate(summaries) if one.overlap is not None]
-    if not found:
+    overlaps = [(place, one.overlap) for place, one in enumerate(summaries) if one.overlap is not None]
+    if not overlaps:
         axes.set_axis_off()
         axes.text(
             0.5,
@@ -134,15 +134,15 @@ def _overlap(axes: Any, summaries: list[LayerSummary], trace: Trace) -> None:
             color=GREY,
         )
         return
-    place = [x for x, _ in found]
+    place = [x for x, _ in overlaps]
     lines: list[tuple[str, list[Any], dict[str, Any]]] = [
-        ("kept", [overlap.kept for _, overlap in found], {"color": BLUE, "marker": "o", "linewidth": 2}),
+        ("kept", [overlap.kept for _, overlap in overlaps], {"color": BLUE, "marker": "o", "linewidth": 2}),
         (
             "any two tokens of a document",
-            [overlap.by_document for _, overlap in found],
+            [overlap.by_document for _, overlap in overlaps],
             {"color": RED, "marker": "s"},
         ),
-        ("any two tokens", [overlap.by_chance for _, overlap in found], {"color": GREY, "marker": "."}),
+        ("any two tokens", [overlap.by_chance for _, overlap in overlaps], {"color": GREY, "marker": "."}),
     ]
     for label, values, style in lines:
         if all(value is not None for value in values):

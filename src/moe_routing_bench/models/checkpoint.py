@@ -1,18 +1,18 @@
-"""One MoE layer out of a checkpoint in safetensors shards: the weights of its experts, and how it routes.
+"""One MoE layer from a checkpoint in safetensors shards: the weights of its experts, and how it routes.
 
     layer = read_layer("Qwen3-30B-A3B", 12);  layer.weights -> ExpertWeights;  layer.route(x_TD) -> Routing
 
 A folder holds config.json and model.safetensors, or model.safetensors.index.json and shards. Files are mapped
-into memory and only the layer's tensors are read. Names in use, below model.layers.{i}.:
+into memory and only the layer's tensors are read. Their names, after model.layers.{i}.:
 
     qwen3_moe, olmoe, deepseek_v3   mlp.experts.{e}.gate_proj|up_proj|down_proj.weight, mlp.gate.weight
     mixtral                         block_sparse_moe.experts.{e}.w1|w3|w2.weight, block_sparse_moe.gate.weight
     gpt_oss                         mlp.experts.gate_up_proj (E, D, 2F; gate and up alternate), down_proj
                                     (E, F, D), both with biases, mlp.router.weight and bias
-    any, as Transformers 5 holds    mlp.experts.gate_up_proj (E, 2F, D), down_proj (E, D, F)
+    any, as in Transformers 5       mlp.experts.gate_up_proj (E, 2F, D), down_proj (E, D, F)
 
 A checkpoint is untrusted: nothing in it is executed or unpickled, names of files may not leave the folder,
-and every shape and type is compared with config.json before memory is asked for.
+and every shape and type is compared with config.json before memory is allocated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moe_routing_bench.routing import Routing
 
 MAX_CONFIG_BYTES = 4 * 2**20
 MAX_INDEX_BYTES = 256 * 2**20  # deepseek-v3's has 9 MB
-MOST = 2**24  # of any size in a config: a matrix of it and 1 fits 64 MB
+MOST = 2**24  # the largest size a config may name
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 GATED_AS = {"silu": "swiglu", "gelu": "geglu"}
 READ = {family.model_type: family for family in FAMILIES.values() if family.F}
@@ -45,7 +45,7 @@ READ = {family.model_type: family for family in FAMILIES.values() if family.F}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointLayer:
-    """Layer 12 of a Qwen3-30B-A3B: weights of 128 experts, router_ED 128 x 2048, K=8.
+    """For example layer 12 of Qwen3-30B-A3B: weights of 128 experts, router_ED 128 x 2048, K=8.
 
     bias_E: added to the logits (gpt-oss), or to the scores that choose (DeepSeek-V3).
     shared: DeepSeek-V3's shared experts as one.
@@ -62,7 +62,7 @@ class CheckpointLayer:
     shared: ExpertWeights | None = None
 
     def route(self, x_TD: Tensor) -> Routing:
-        """What the model's router chooses for these tokens, in float32; ties as our topk has them."""
+        """What the model's router chooses for these tokens, in float32; ties as in our topk."""
         logits_TE, bias_E = F.linear(x_TD.float(), self.router_ED.float()), self.bias_E
         if bias_E is not None and self.rule.score == "softmax":
             logits_TE, bias_E = logits_TE + bias_E.float(), None
@@ -93,8 +93,8 @@ class CheckpointLayer:
 
 
 def read_layer(folder: Path | str, layer: int) -> CheckpointLayer:
-    """Raises ValueError in one sentence for a folder that is damaged, hostile or no checkpoint, and
-    NotImplementedError with the reason for one that is stored in a way not read here."""
+    """Raises ValueError in one sentence if the folder is damaged, hostile or no checkpoint, and
+    NotImplementedError with the reason if it is stored in a way that is not read here."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give the folder that holds the checkpoint's config.json")
@@ -105,27 +105,27 @@ def read_layer(folder: Path | str, layer: int) -> CheckpointLayer:
 
 
 class _About:
-    """What config.json says of the layer, each number within bounds."""
+    """What config.json says about the layer, each number within bounds."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], layer: int):
         self.path, self.config, self.layer = folder / "config.json", config, layer
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in READ:
             raise NotImplementedError(
-                f"{self.path} is for model_type {_short(model_type)}; read here are {', '.join(READ)}"
+                f"{self.path} is for model_type {_short(model_type)}; this reads {', '.join(READ)}"
             )
         self.model_type, self.family = model_type, READ[model_type]
         method = config.get("quantization_config")
         if isinstance(method, dict) and method.get("quant_method") is not None:
             raise NotImplementedError(
-                f"{folder} is quantised ({_short(method['quant_method'])}), and only float32, bfloat16 and "
-                "float16 weights are read here; save a copy with Transformers' dequantize"
+                f"{folder} is quantised ({_short(method['quant_method'])}), but this reads only float32, "
+                "bfloat16 and float16; save a copy with Transformers' dequantize"
             )
         layers = self.number("num_hidden_layers")
         if not 0 <= layer < layers:
             raise ValueError(f"{folder} has layers 0 to {layers - 1}, not {layer}")
         if layer < (dense := self.number("first_k_dense_replace", 0, least=0)):
-            raise ValueError(f"layer {layer} of {folder} has no experts; the first that has is {dense}")
+            raise ValueError(f"layer {layer} of {folder} has no experts; the first that has some is {dense}")
         names = self.family.E
         self.E = self.number(next((name for name in names if name in config), names[0]))
         self.D, self.F = self.number("hidden_size"), self.number(self.family.F)
@@ -134,13 +134,13 @@ class _About:
         act = config.get("hidden_act")
         if not isinstance(act, str) or act not in GATED_AS:
             known = ", ".join(GATED_AS)
-            raise NotImplementedError(f"{self.path} has hidden_act {_short(act)}; read here are {known}")
+            raise NotImplementedError(f"{self.path} has hidden_act {_short(act)}; this reads {known}")
         self.activation = GATED_AS[act]
         if model_type == "gpt_oss":
             self.activation = "swiglu_oai"
             if (limit := config.get("swiglu_limit", OAI_LIMIT)) != OAI_LIMIT:
                 raise NotImplementedError(
-                    f"{self.path} has swiglu_limit {_short(limit)}; the activation here has {OAI_LIMIT}"
+                    f"{self.path} has swiglu_limit {_short(limit)}; our activation has {OAI_LIMIT}"
                 )
 
     def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
@@ -154,14 +154,14 @@ class _About:
         if K > self.E:
             raise ValueError(f"{self.path} has {K} choices per token of only {self.E} experts")
         if type(renormalise) is not bool:
-            told = _short(renormalise)
-            raise ValueError(f"norm_topk_prob in {self.path} is {told}; it must be true or false")
+            value = _short(renormalise)
+            raise ValueError(f"norm_topk_prob in {self.path} is {value}; it must be true or false")
         if self.family.score == "softmax":
             return ScoreRule(renormalise=self.family.renormalises or renormalise)
         groups, keep = self.number("n_group", 1), self.number("topk_group", 1)
         if self.E % groups or not keep <= groups or self.E // groups * keep < K or self.E < 2 * groups:
             raise ValueError(
-                f"{self.path} cannot choose {K} experts of {keep} of {groups} groups of {self.E} experts"
+                f"{self.path}: {K} experts cannot come from {keep} of {groups} groups of {self.E} experts"
             )
         scale = self.config.get("routed_scaling_factor", 1.0)
         if type(scale) not in (int, float) or not math.isfinite(scale) or scale <= 0:
@@ -173,7 +173,7 @@ class _About:
 
 
 class _Tensors:
-    """The tensors of all shards by name: shapes and types first, numbers when asked for."""
+    """The tensors of all shards by name: shapes and types at once, numbers when they are sliced."""
 
     def __init__(self, folder: Path, shard_of: Mapping[str, str] | None, stack: ExitStack):
         self.folder, self._shard_of, self._stack = folder, shard_of, stack
@@ -185,23 +185,23 @@ class _Tensors:
         return name in self._keys("model.safetensors")
 
     def slice(self, name: str, shape: tuple[int, ...]) -> Any:
-        """The tensor's place in its file, after its shape and type were found to be as expected."""
+        """The tensor in its file, not yet read; raises if it has another shape or type than expected."""
         shard = "model.safetensors" if self._shard_of is None else self._shard_of.get(name)
         if shard is None:
             raise ValueError(f"the index of {self.folder} has no tensor {name}, which config.json calls for")
         if name not in self._keys(shard):
             raise ValueError(f"{self.folder / shard} has no tensor {name}")
-        found = self._open[shard].get_slice(name)
-        if tuple(found.get_shape()) != shape:
+        tensor = self._open[shard].get_slice(name)
+        if tuple(tensor.get_shape()) != shape:
             raise ValueError(
-                f"{name} in {self.folder / shard} has shape {found.get_shape()}; config.json calls for "
+                f"{name} in {self.folder / shard} has shape {tensor.get_shape()}; config.json calls for "
                 f"{list(shape)}"
             )
-        if (kind := found.get_dtype()) not in DTYPES:
+        if (dtype := tensor.get_dtype()) not in DTYPES:
             raise NotImplementedError(
-                f"{name} in {self.folder / shard} is stored as {kind}; read here are {', '.join(DTYPES)}"
+                f"{name} in {self.folder / shard} is stored as {dtype}; this reads {', '.join(DTYPES)}"
             )
-        return found
+        return tensor
 
     def _keys(self, shard: str) -> Any:
         if shard not in self._open:
@@ -222,17 +222,16 @@ def _opened(folder: Path) -> Iterator[_Tensors]:
     index = folder / "model.safetensors.index.json"
     shard_of: dict[str, str] | None = None
     if index.is_file():
-        found = _json(index, MAX_INDEX_BYTES).get("weight_map")
-        if not isinstance(found, dict):
+        shard_of = _json(index, MAX_INDEX_BYTES).get("weight_map")
+        if not isinstance(shard_of, dict):
             raise ValueError(f"{index} has no weight_map from tensors to files")
-        for name, shard in found.items():
+        for name, shard in shard_of.items():
             # a plain name in this folder; the file itself may be a link, as in Hugging Face's cache
             if not isinstance(shard, str) or not _is_file_name(shard):
                 raise ValueError(
                     f"{index} puts {_short(name)} into {_short(shard)}, which is not a .safetensors file of "
                     "this folder"
                 )
-        shard_of = found
     elif not (folder / "model.safetensors").is_file():
         raise ValueError(
             f"{folder} has neither model.safetensors nor model.safetensors.index.json; files that would have "
@@ -295,7 +294,7 @@ class _Reader:
         E, D = len(experts), self.about.D
         gate, up, down = self.about.family.parts
         shapes = {gate: (F, D), up: (F, D), down: (D, F)}
-        # all of them are looked at before memory is asked for
+        # all shapes and types are checked before memory is allocated
         slices = [
             {part: self.tensors.slice(f"{name}.{part}.weight", shape) for part, shape in shapes.items()}
             for name in experts
@@ -321,35 +320,35 @@ class _Reader:
             shapes |= {"gate_up_proj_bias": (E, 2 * F), "down_proj_bias": (E, D)}
         slices = {part: self.tensors.slice(f"{home}.{part}", shape) for part, shape in shapes.items()}
         self._one_dtype(list(slices.values()))
-        # the file is mapped: a copy, so that the weights outlive it and start at an aligned address
-        found = {part: one[:].clone() for part, one in slices.items()}
+        # copies: the weights outlive the mapped file and start at an aligned address
+        tensors = {part: one[:].clone() for part, one in slices.items()}
         return from_transformers(
-            **found, activation=about.activation, is_transposed=oss, is_concatenated=not oss
+            **tensors, activation=about.activation, is_transposed=oss, is_concatenated=not oss
         )
 
     def _one_dtype(self, slices: list[Any]) -> torch.dtype:
-        kinds = {one.get_dtype() for one in slices}
-        if len(kinds) > 1:
-            told = ", ".join(sorted(kinds))
-            raise ValueError(f"the experts in {self.tensors.folder} have mixed types: {told}")
-        return DTYPES[kinds.pop()]
+        dtypes = {one.get_dtype() for one in slices}
+        if len(dtypes) > 1:
+            names = ", ".join(sorted(dtypes))
+            raise ValueError(f"the experts in {self.tensors.folder} have mixed types: {names}")
+        return DTYPES[dtypes.pop()]
 
 
 def _json(path: Path, most: int) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"there is no {path}; give the folder that a model was saved to")
     if (size := path.stat().st_size) > most:
-        raise ValueError(f"{path} has {size:,} bytes; one that is read has under {most:,}")
+        raise ValueError(f"{path} has {size:,} bytes; this reads at most {most:,}")
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         raise ValueError(f"{path} is not JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ValueError(f"{path} is not a JSON object")
-    return found
+    return document
 
 
 def _short(value: object) -> str:
-    """Words from a file as they may stand in a sentence: printable, and not pages of them."""
+    """A value from a file as text for a message: printable and short."""
     text = "".join(c if c.isprintable() else "?" for c in str(value)[:1000])
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -3,14 +3,14 @@
     h = x + attention(norm(x)),   y = h + moe(norm(h))
 
 attention  q, k, v = x Wq, x Wk, x Wv in heads of width A: H of q, J of k and v, each for H / J heads of q
-           qk_norm: q and k are normed over A (Qwen3)
+           qk_norm: q and k are normalised over A (Qwen3)
            rotary: the pair (j, j + A/2) of a head at position n is turned by the angle n * theta^(-2j/A)
            softmax(q k^T / sqrt(A)) over the tokens up to n, times v, times Wo
-"sdpa" is torch's scaled_dot_product_attention, "naive" repeats k and v for every head of q and writes the
-N x N matrix: what the first is measured against.
+The method "sdpa" is torch's scaled_dot_product_attention; "naive", its yardstick, repeats k and v for every
+head of q and writes the N x N matrix.
 
 Rotary pairs here are halves of a head, as in Llama, Qwen and Transformers; the paper and GPT-J pair
-neighbours, the same up to the order of columns in Wq and Wk.
+neighbours, which is the same up to the order of columns in Wq and Wk.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from moe_routing_bench.ops.hf import ACTIVATION, converted, why_not
 from moe_routing_bench.routers.softmax_topk import SoftmaxTopkRouter
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 
-KINDS = ("sdpa", "naive")
+METHODS = ("sdpa", "naive")
 Rotary = tuple[Tensor, Tensor]
 
 
 def rotary(N: int, A: int, theta: float, like: Tensor) -> Rotary:
-    """cos_NA and sin_NA of all angles, in the dtype and on the device of `like`. Angles are taken in float32
-    at least: in bfloat16 position 257 would be position 256."""
+    """cos_NA and sin_NA of all angles, in the dtype and on the device of `like`. Angles are computed in
+    float32 at least: in bfloat16 position 257 would be position 256."""
     wide = torch.promote_types(like.dtype, torch.float32)
     pair = torch.arange(0, A, 2, device=like.device, dtype=wide)
     turn = torch.outer(torch.arange(N, device=like.device, dtype=wide), theta ** (-pair / A))
@@ -67,19 +67,19 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, D: int, heads: int, kv_heads: int, head_dim: int, *, kind: str = "sdpa", qk_norm: bool = False,
-        bias: bool = False, theta: float = 10_000.0, eps: float = 1e-6,
+        self, D: int, heads: int, kv_heads: int, head_dim: int, *, method: str = "sdpa",
+        qk_norm: bool = False, bias: bool = False, theta: float = 10_000.0, eps: float = 1e-6,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
-        if kind not in KINDS:
-            raise ValueError(f"there is no attention {kind!r}; there are {', '.join(KINDS)}")
+        if method not in METHODS:
+            raise ValueError(f"there is no attention {method!r}; there are {', '.join(METHODS)}")
         if min(D, heads, kv_heads, head_dim) < 1 or heads % kv_heads:
             raise ValueError(f"{heads} heads cannot share {kv_heads} heads of keys and values in equal parts")
         if head_dim % 2:
             raise ValueError(f"rotary positions turn pairs, so heads have an even width, not {head_dim}")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.kind, self.theta = kind, theta
+        self.method, self.theta = method, theta
         on: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(D, heads * head_dim, bias=bias, **on)
         self.k_proj = nn.Linear(D, kv_heads * head_dim, bias=bias, **on)
@@ -99,7 +99,7 @@ class Attention(nn.Module):
             q_BNHA, k_BNJA = self.q_norm(q_BNHA), self.k_norm(k_BNJA)
         q_BHNA, k_BJNA = (turned(t.transpose(1, 2), by) for t in (q_BNHA, k_BNJA))
         v_BJNA = v_BNJA.transpose(1, 2)
-        if self.kind == "naive":
+        if self.method == "naive":
             y_BHNA = naive_attention(q_BHNA, k_BJNA, v_BJNA)
         else:
             y_BHNA = F.scaled_dot_product_attention(
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         return self.o_proj(y_BHNA.transpose(1, 2).reshape(B, N, -1))
 
     def extra_repr(self) -> str:
-        return f"{self.kind}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
+        return f"{self.method}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
 
 
 class DecoderBlock(nn.Module):
@@ -142,7 +142,7 @@ class DecoderBlock(nn.Module):
 
 
 def why_not_transformers(moe: MoE) -> str | None:
-    """Why Transformers' Qwen3-MoE block cannot be this layer, in words; None if it can."""
+    """Why Transformers' Qwen3-MoE block cannot compute this layer; None if it can."""
     if (reason := why_not(moe.experts.weights())) is not None:
         return reason
     if moe.shared is not None:
@@ -155,8 +155,8 @@ def why_not_transformers(moe: MoE) -> str | None:
 
 
 def transformers_moe(moe: MoE, *, experts: str = "grouped_mm") -> Any:
-    """Transformers' own Qwen3MoeSparseMoeBlock with the numbers of `moe`, its experts function by name.
-    (B, N, D) -> (B, N, D). Weights are in its layout, as a loaded model has them: a copy, if ours are not."""
+    """Transformers' own Qwen3MoeSparseMoeBlock with the weights of `moe`: (B, N, D) -> (B, N, D). `experts`
+    names its experts function. Weights are in the layout of a loaded model, copied if ours is another."""
     if (reason := why_not_transformers(moe)) is not None:
         raise NotImplementedError(reason)
     modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
@@ -175,7 +175,7 @@ def transformers_moe(moe: MoE, *, experts: str = "grouped_mm") -> Any:
 
 @dataclass(frozen=True)
 class TransformersBlock:
-    """Transformers' own Qwen3MoeDecoderLayer with the numbers of a DecoderBlock; called as that is.
+    """Transformers' own Qwen3MoeDecoderLayer with the weights of a DecoderBlock; called like one.
 
     TransformersBlock.of(block, attention="sdpa", experts="grouped_mm")(x_BND, by) -> y_BND
     """
@@ -207,8 +207,8 @@ class TransformersBlock:
         if ours.q_norm is None:
             layer.self_attn.q_norm = layer.self_attn.k_norm = nn.Identity()
         for name, value in ours.named_parameters():
-            part, _, kind = name.partition(".")
-            _put(getattr(layer.self_attn, part), kind, value)
+            part, _, suffix = name.partition(".")
+            _put(getattr(layer.self_attn, part), suffix, value)
         _put(layer.input_layernorm, "weight", block.input_norm.weight)
         _put(layer.post_attention_layernorm, "weight", block.post_norm.weight)
         return TransformersBlock(
@@ -222,7 +222,7 @@ class TransformersBlock:
         return self.layer(x_BND, **self._positions(x_BND, by))
 
     def attend(self, h_BND: Tensor, by: Rotary | None = None) -> Tensor:
-        """Its attention alone, on what its first norm gave."""
+        """Its attention alone, on the output of its first norm."""
         return self.layer.self_attn(h_BND, **self._positions(h_BND, by))[0]
 
     def _positions(self, x_BND: Tensor, by: Rotary | None) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def _config(modeling: Any, moe: MoE, experts: str, **sizes: Any) -> Any:
 
 
 def _put(module: nn.Module, name: str, value: Tensor) -> None:
-    """A parameter as it is, so that both blocks train the same one; else a copy in Transformers' layout."""
+    """A parameter is shared, so that both blocks train it; anything else becomes a contiguous parameter."""
     if not isinstance(value, nn.Parameter):
         value = nn.Parameter(value.detach().contiguous(), requires_grad=value.requires_grad)
     setattr(module, name, value)

@@ -1,4 +1,4 @@
-"""hand_ordered: a MoE layer as a careful person writes it in torch; what kernels are measured against."""
+"""hand_ordered: a MoE layer as a careful person writes it in torch; kernels are measured against it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Stage = Callable[[str], AbstractContextManager]
 
 
 def hand_ordered(layer: MoE, x_TD: Tensor, stage: Stage = lambda name: nullcontext()) -> Tensor:
-    """What a careful person writes in torch: one sort, rows in order, a matmul for each expert, index_add."""
+    """One sort, rows in the order of experts, a matmul for each expert, index_add; each in stage(name)."""
     weights, router = layer.experts.weights(), layer.router
     E, K, w_DE = router.E, router.K, router.get_parameter("w_DE")
     with stage("route"):

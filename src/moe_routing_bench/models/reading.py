@@ -1,8 +1,8 @@
-"""A Transformers experts module read: which of our activations it computes, and its weights as ExpertWeights.
+"""Reads Transformers' experts modules: which of our activations one computes, its weights as ExpertWeights.
 
-Transformers 5 keeps all experts of a layer in one module. What it computes stands in flags (is_transposed,
-has_bias, has_gate, has_post_expert_norm) and in the functions `_apply_gate` and `act_fn`, which models
-replace: they are recognised by the file and the name under which they were written.
+Transformers 5 keeps all experts of a layer in one module. Flags (is_transposed, has_bias, has_gate,
+has_post_expert_norm) and the functions `_apply_gate` and `act_fn` say what it computes. Models replace these
+functions; we recognise them by module and name.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from moe_routing_bench.prepared import Prepared, release
 # a gated expert's name for  act(gate) * up
 GATED_BY = {"silu": "swiglu", "gelu": "geglu"}
 FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
-# by module and name, so that Transformers need not be imported to compare; GELUActivation is the exact form
-# in both of its spellings
+# by module and name, so that Transformers need not be imported; GELUActivation is the exact form in both
+# of its spellings
 DEFAULT_GATE = "transformers.integrations.moe._default_apply_gate"
 CLASSES = {
     "torch.nn.modules.activation.SiLU": "silu",
@@ -71,11 +71,11 @@ class Reading:
 def read(module: nn.Module) -> Reading:
     """What an experts module computes, in our words; activation=None if we have no name for it.
 
-    torch.compile traces this and so guards what is asked here: one graph may serve many layers.
+    torch.compile guards every value read here: one graph may serve many layers.
     """
     m: Any = module
     if getattr(m, "has_post_expert_norm", False):
-        return Reading(activation=None, why="it normalises what an expert gives before the gates")
+        return Reading(activation=None, why="it normalises an expert's output before the gates")
     if not m.has_gate:
         plain = plain_activation(m.act_fn)
         return Reading(activation=plain, why="" if plain else f"its activation is {_name(m.act_fn)}")
@@ -104,9 +104,9 @@ def plain_activation(act_fn: Any) -> str | None:
 
 
 @torch.compiler.assume_constant_result
-def where(kind: type, attribute: str = "") -> str:
-    """Where a class, or a function of it, was written: module and name."""
-    thing = getattr(kind, attribute) if attribute else kind
+def where(cls: type, attribute: str = "") -> str:
+    """Where a class, or a function of it, was defined: module and name."""
+    thing = getattr(cls, attribute) if attribute else cls
     return f"{thing.__module__}.{thing.__qualname__}"
 
 
@@ -140,10 +140,10 @@ def make_weights(
     is_transposed: bool,
     interleaved: bool,
 ) -> ExpertWeights:
-    """The module's tensors as ExpertWeights: views, except that alternating columns are put into halves.
+    """The module's tensors as ExpertWeights: views, except that alternating columns are copied into halves.
 
-    That copy is kept while nobody wants gradients, and made anew when the tensor changes; with gradients it
-    is made in every call, as a part of the graph.
+    Without gradients the copy is kept until the tensor changes; with gradients it is made in every call, as a
+    part of the graph.
     """
     weights = ExpertWeights(
         w_in_EDG=w_in if is_transposed else w_in.transpose(1, 2),
@@ -167,7 +167,7 @@ def weights_of(module: nn.Module, reading: Reading) -> ExpertWeights:
     m: Any = module
     return make_weights(
         *tensors_of(module),
-        activation=reading.activation or "silu",  # of a function that has no name here nobody asks
+        activation=reading.activation or "silu",  # not read if we have no name for it
         is_transposed=m.is_transposed,
         interleaved=reading.interleaved,
     )
@@ -187,7 +187,7 @@ def _halves(weights: ExpertWeights) -> ExpertWeights:
 
 @dataclass(frozen=True)
 class Reordered:
-    """The first projection with gate and up in halves, and some numbers of the tensors it was made from:
+    """The first projection with gate and up in halves, and samples of the tensors it was made from, because
     torch does not count writes through `.data`."""
 
     w_in_EDG: Tensor
@@ -224,13 +224,13 @@ reordered = Prepared(_reorder, nbytes=lambda kept: kept.w_in_EDG.nbytes)
 
 
 def release_weights(module: nn.Module) -> int:
-    """Free what was made of a module's weights; answers how many bytes that frees."""
+    """Free what was prepared from a module's weights; returns how many bytes that frees."""
     reading = read(module)
     if reading.activation is None:
         return 0
     with torch.no_grad():
         weights = weights_of(module, replace(reading, interleaved=False))
         kept = reordered.peek(weights)
-        # what was packed of a reordered copy first, then the copy
+        # first what was prepared from the reordered copy, then the copy itself
         freed = 0 if kept is None else release(_in_halves(weights, kept))
         return freed + release(weights)

@@ -1,7 +1,7 @@
-"""What every MoE layer of a model chooses while it reads text: record, listening, moe_layers, pieces.
+"""Traces of a model: what its MoE layers choose while it reads text.
 
-Two kinds of modules tell it. Transformers' experts modules are called with (hidden_states, top_k_index,
-top_k_weights), whatever the router before them is and whichever function computes them; our routers return a
+The choices are read in two places. Transformers calls its experts modules with (hidden_states, top_k_index,
+top_k_weights), whatever the router is and whichever function computes the experts; our routers return a
 Routing. Hooks read these and change nothing.
 """
 
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing
 
-# ids as int32, gates as float32, three labels as int64: what a pair and a token take in a trace file
+# in a trace file: a pair is an int32 id and a float32 gate, a token has three int64 labels
 PAIR_BYTES, TOKEN_BYTES = 8, 24
+OnRouting = Callable[[int, Routing], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,8 @@ class Pieces:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recording:
-    """The choices of L layers for the same T tokens, kept small on the CPU.
+class ModelTrace:
+    """The choices of L layers for the same T tokens, in small dtypes on the CPU.
 
     Three tokens of document 0 in the layers 1 and 2 of a model, E=4 and K=2:
       names       = {1: "model.layers.1.mlp.experts", 2: "model.layers.2.mlp.experts"}
@@ -73,7 +74,7 @@ class Recording:
         )
 
     def routings(self) -> list[Routing]:
-        """Of all layers, in the order of `labels`."""
+        """The routings of all layers, in the order of `labels`."""
         return [self.routing(layer) for layer in self.names]
 
     def labels(self) -> dict[str, Tensor]:
@@ -89,7 +90,7 @@ class Recording:
 def pieces(documents: Sequence[Tensor], *, batch: int, sequence: int) -> Iterator[Pieces]:
     """Documents (1-dimensional token ids) cut into pieces of `sequence` tokens, `batch` of them together.
 
-    What is left at the end of a document is a shorter piece alone, so nothing is padded and nothing lost.
+    The rest at the end of a document is a shorter piece in a batch of its own: nothing is padded or lost.
     """
     if batch < 1 or sequence < 1:
         raise ValueError(f"batch={batch} and sequence={sequence}; both must be at least 1")
@@ -111,25 +112,25 @@ def pieces(documents: Sequence[Tensor], *, batch: int, sequence: int) -> Iterato
 
 
 def moe_layers(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
-    """{3: ("model.layers.3.mlp.experts", module), ...}: what can be listened to, by layer.
+    """{3: ("model.layers.3.mlp.experts", module), ...}: the modules that show choices, by layer.
 
-    The number is the one in the module's name where that tells all of them apart, else 0, 1, 2, ...
+    The layer is the number in the module's name if that is different for all of them, else 0, 1, 2, ...
     """
-    found = [
+    modules = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, Router) or _is_experts(module)
     ]
-    if not found:
+    if not modules:
         raise ValueError(
             f"{type(model).__name__} has no MoE layer that can be recorded: neither an experts module of "
-            "Transformers 5 nor a router of this library; convert blocks that hold a list of experts first"
+            "Transformers 5 nor a router of this library; first convert blocks that hold a list of experts"
         )
-    digits = [re.search(r"\d+", name) for name, _ in found]
+    digits = [re.search(r"\d+", name) for name, _ in modules]
     numbers = [int(digit[0]) for digit in digits if digit is not None]
-    if len(set(numbers)) < len(found):
-        numbers = [*range(len(found))]
-    return dict(zip(numbers, found, strict=True))
+    if len(set(numbers)) < len(modules):
+        numbers = [*range(len(modules))]
+    return dict(zip(numbers, modules, strict=True))
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -144,36 +145,36 @@ def _is_experts(module: nn.Module) -> bool:
 
 @contextmanager
 def listening(
-    model: nn.Module, take: Callable[[int, Routing], None], *, layers: Iterable[int] | None = None
+    model: nn.Module, on_routing: OnRouting, *, layers: Iterable[int] | None = None
 ) -> Iterator[dict[int, str]]:
-    """Inside the block take(layer, routing) is called whenever one of these layers (None: all) has routed.
+    """Inside `with`, on_routing(layer, routing) is called after each routing by these layers (None: all).
 
-    The block gets the layers' names. The hooks are removed at its end, after an error too.
+    `with` yields the layers' names. The hooks are removed at its end, after an error too.
     """
-    found = moe_layers(model)
-    wanted = [*found] if layers is None else sorted(set(layers))
-    if missing := [layer for layer in wanted if layer not in found]:
+    known = moe_layers(model)
+    wanted = [*known] if layers is None else sorted(set(layers))
+    if missing := [layer for layer in wanted if layer not in known]:
         raise ValueError(
-            f"the model has no MoE layer {', '.join(map(str, missing))}; it has {', '.join(map(str, found))}"
+            f"the model has no MoE layer {', '.join(map(str, missing))}; it has {', '.join(map(str, known))}"
         )
     if not wanted:
         raise ValueError("name at least one layer, or leave layers out to record all")
     handles = []
     try:
         for layer in wanted:
-            name, module = found[layer]
-            handles.append(_hook(layer, name, module, take))
-        yield {layer: found[layer][0] for layer in wanted}
+            name, module = known[layer]
+            handles.append(_hook(layer, name, module, on_routing))
+        yield {layer: known[layer][0] for layer in wanted}
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _hook(layer: int, name: str, module: nn.Module, take: Callable[[int, Routing], None]) -> Any:
+def _hook(layer: int, name: str, module: nn.Module, on_routing: OnRouting) -> Any:
     def after_router(router: nn.Module, arguments: Any, routing: Any) -> None:
         if not isinstance(routing, Routing):
             raise NotImplementedError(f"{name} mixes all tokens in every slot: there are no ids to record")
-        take(layer, routing)
+        on_routing(layer, routing)
 
     def before_experts(experts: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         given = [*arguments, *keywords.values()]
@@ -185,14 +186,14 @@ def _hook(layer: int, name: str, module: nn.Module, take: Callable[[int, Routing
                 "top_k_weights), so its choices cannot be seen"
             )
         count = int(experts.num_experts)  # type: ignore[arg-type]
-        take(layer, Routing(expert_TK=ids[0], gate_TK=gates[0], num_experts=count))
+        on_routing(layer, Routing(expert_TK=ids[0], gate_TK=gates[0], num_experts=count))
 
     if isinstance(module, Router):
         return module.register_forward_hook(after_router)
     return module.register_forward_pre_hook(before_experts, with_kwargs=True)
 
 
-def record(
+def record_trace(
     model: nn.Module,
     batches: Iterable[Pieces],
     *,
@@ -201,7 +202,7 @@ def record(
     max_bytes: int = 4 << 30,
     call: Callable[[nn.Module, Tensor], Any] | None = None,
     on_tokens: Callable[[int], None] = lambda tokens: None,
-) -> Recording:
+) -> ModelTrace:
     """Run the model over the pieces and keep what its MoE layers chose, of the first max_tokens tokens.
 
     layers     by number as in moe_layers; None: all
@@ -210,29 +211,29 @@ def record(
     on_tokens  is called with the number of tokens kept so far
 
     The model runs in evaluation mode, without gradients, and is left as it was. All layers must have the same
-    number of experts and of choices: record those of one size at a time.
+    number of experts and of choices; record layers of different sizes one size at a time.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; there must be at least one")
     call = call or _call
     modes = [(module, module.training) for module in model.modules()]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    heard: dict[int, list[Routing]] = {}
+    calls: dict[int, list[Routing]] = {}
     kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
     where: list[tuple[Tensor, Tensor]] = []
     tokens, num_experts = 0, 0
 
-    def hear(layer: int, routing: Routing) -> None:
-        heard.setdefault(layer, []).append(routing)
+    def collect(layer: int, routing: Routing) -> None:
+        calls.setdefault(layer, []).append(routing)
 
     try:
         model.eval()
-        with torch.no_grad(), listening(model, hear, layers=layers) as names:
+        with torch.no_grad(), listening(model, collect, layers=layers) as names:
             for batch in batches:
-                heard.clear()
+                calls.clear()
                 call(model, batch.token_BN.to(device))
                 B, N = batch.token_BN.shape
-                routings = {layer: _only(heard.get(layer, []), name, B * N) for layer, name in names.items()}
+                routings = {layer: _only(calls.get(layer, []), name, B * N) for layer, name in names.items()}
                 if not tokens:
                     num_experts = _check_sizes(routings, max_tokens, max_bytes)
                 take = min(B * N, max_tokens - tokens)
@@ -248,7 +249,7 @@ def record(
             module.training = mode
     if not tokens:
         raise ValueError("there was no text to record; give at least one token")
-    return Recording(
+    return ModelTrace(
         names=names,
         expert_TK={layer: torch.cat([ids for ids, _ in parts]) for layer, parts in kept.items()},
         gate_TK={layer: torch.cat([gates for _, gates in parts]) for layer, parts in kept.items()},
@@ -281,7 +282,7 @@ def _only(calls: list[Routing], name: str, tokens: int) -> Routing:
 
 
 def _check_sizes(routings: Mapping[int, Routing], max_tokens: int, max_bytes: int) -> int:
-    """The number of experts, after all layers were found to have the same, and a file of them all to fit."""
+    """The number of experts. Raises if layers differ in size, or if their file would be too large."""
     layers: dict[tuple[int, int], list[int]] = {}
     for layer, routing in routings.items():
         layers.setdefault((routing.num_experts, routing.num_choices), []).append(layer)
@@ -312,7 +313,7 @@ def _compact(routing: Routing, name: str, take: int) -> tuple[Tensor, Tensor]:
             "trace holds K real experts for every token"
         )
     small = torch.int16 if routing.num_experts < 2**15 else torch.int32
-    # a copy each: a view would keep the whole batch, and the model may write to its own tensors again
+    # copies: a view would keep the whole batch, and the model may write to its own tensors again
     return (
         expert_TK.to(small),
         routing.gate_TK[:take].detach().to("cpu", torch.float32, copy=True),

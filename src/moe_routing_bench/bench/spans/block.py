@@ -207,7 +207,7 @@ def _block(moe: MoE, attention: str, inputs: Inputs) -> DecoderBlock:
     dtype = moe.experts.w_in_EDG.dtype
     with torch.device("meta"):
         block = DecoderBlock(
-            D, a.heads, a.kv_heads, a.head_dim, moe=moe, kind=attention, qk_norm=a.qk_norm, bias=a.bias,
+            D, a.heads, a.kv_heads, a.head_dim, moe=moe, method=attention, qk_norm=a.qk_norm, bias=a.bias,
             theta=a.theta,
         )  # fmt: skip
     for name, value in _parameters(a, inputs).items():
