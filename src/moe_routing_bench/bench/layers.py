@@ -29,7 +29,7 @@ from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.perft import Perft
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routers.router import Router, build, parse_spec, router_named
-from moe_routing_bench.routing import Routing, SoftRouting
+from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 
 ROUTER = "softmax_topk"
 # kinds of layer, with what is meant if nothing is said
@@ -99,11 +99,33 @@ def plain_layer(subject: Subject, inputs: Inputs, dtype: torch.dtype) -> nn.Modu
         subject, inputs, reference_of(expert_ffn_op), make_plan_op.get("counting"), topk="sort", dtype=dtype,
         fused=False,
     )  # fmt: skip
+    if dtype == torch.float64:
+        for module in layer.modules():
+            if isinstance(module, Router):
+                _widen(module)
     if isinstance(layer, Perft):
         adapters = layer.adapters
         adapters.dispatch, adapters.grouped_gemm = reference_of(dispatch_op), reference_of(grouped_gemm_op)
         adapters.combine = reference_of(combine_op)
     return layer
+
+
+def _widen(router: Router) -> None:
+    """Gates in float64; where rounding alone would change a choice, the router's own float32 routing."""
+    plain = router.forward
+
+    def forward(x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing | SoftRouting:
+        narrow, before = plain(x_TD, info), router.dtype
+        router.dtype = torch.float64
+        try:
+            wide = plain(x_TD, info)
+        finally:
+            router.dtype = before
+        if isinstance(wide, SoftRouting) or isinstance(narrow, SoftRouting):
+            return wide
+        return wide if torch.equal(wide.expert_TK, narrow.expert_TK) else narrow
+
+    router.forward = forward  # type: ignore[method-assign]
 
 
 def reference_of(op: Op) -> Implementation:

@@ -148,6 +148,12 @@ class LayerSpan(Span):
         layer = plain_layer(subject, inputs, dtype)
         return Computation(run=_runner(layer), parameters=_wanting(layer))
 
+    def rows(self, subject: Subject, inputs: Inputs) -> int:
+        name, options = parse_spec(subject.router or ROUTER)
+        if router_named(name).groups == "dense":  # Soft-MoE computes slots, however many tokens there are
+            return inputs.case.shape.E * int(options.get("slots_per_expert", 1))
+        return inputs.case.shape.T * choices_of(subject, inputs)
+
     @torch.no_grad()
     def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
         args = self.arguments(self.call(subject, inputs, 0, 0))

@@ -159,6 +159,10 @@ class Span:
         """The same in plain torch: the oracle in float64, the baseline in the case's dtype."""
         raise NotImplementedError
 
+    def rows(self, subject: Subject, inputs: Inputs) -> int:
+        """How many rows the result is made of. The errors of one row's numbers hang together."""
+        return inputs.case.shape.num_pairs
+
     def judge(self, out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
         return judge_result(out, expected, args)
 
