@@ -209,7 +209,7 @@ BROKEN = {
     "shape": lambda p: replace(p, offset_E1=p.offset_E1[:-1]),
     "upwards": lambda p: replace(p, offset_E1=p.offset_E1.flip(0)),
     "count": lambda p: replace(p, count_E=p.count_E + 100),
-    "less than nothing": lambda p: replace(p, dropped_E=p.dropped_E - 1),
+    "cannot be negative": lambda p: replace(p, dropped_E=p.dropped_E - 1),
     "only the padded": lambda p: replace(p, dropped_E=p.dropped_E + 1),
     "pairs first": lambda p: replace(p, pair_R=p.pair_R.roll(1)),
     "filled=True": lambda p: replace(p, filled=True),

@@ -1,9 +1,9 @@
 """What counts as correct: one judge for tests and benchmark.
 
-A result may err, against a float64 oracle, at most twice as much as plain torch errs in the same dtype,
-plus one floor. Both the largest error and the root mean square are held to it: the first catches a single
-wrong element, the second a loss of precision spread over all of them. Integers and pure data movement are
-held to equality.
+The error of a result against a float64 oracle may be at most twice that of plain torch in the same dtype,
+plus a floor. This bounds both the largest error, which shows a single wrong element, and the root mean
+square, which shows a loss of precision spread over all elements. Integers and pure data movement must be
+equal.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 FACTOR = 2.0
 # the floor, in units of the dtype's eps times the oracle's size: a correctly rounded result errs up to
-# 0.5 eps per element and at most 0.29 eps in the mean square, even where plain torch happens to be exact;
-# sums in another order err a little more, and at 1.0 a matmul in place of a sum was rejected now and then
+# 0.5 eps per element and at most 0.29 eps in root mean square, even where plain torch happens to be exact;
+# sums in another order err a little more, and a floor of 1.0 sometimes rejected a matmul in place of a sum
 FLOOR_MAX = 2.0
 FLOOR_RMS = 0.5
-# with 2 elements, 2 % of honest results have a mean square over the bound; with 32, fewer than 1 in 10^9
+# with 2 elements, 2 % of right results exceed the bound of the mean square; with 32, fewer than 1 in 10^9
 RMS_ELEMENTS = 32
 
 
@@ -43,16 +43,16 @@ class Verdict:
     rms_bound: float = 0.0
 
     def of(self, what: str) -> Verdict:
-        """The same about a named part of a result."""
+        """The same verdict with the sentence about a named part of a result."""
         return self if self.passed else replace(self, sentence=f"{what}: {self.sentence}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a result is held to: the reference in float64 (oracle) and in the dtype itself (baseline).
+    """What a result is compared with: the reference in float64 (oracle) and in the dtype itself (baseline).
 
     more(n)   (oracle, baseline) of the same call on other data, if a result of n elements needs them
-    ties      what the implementation promises of equal scores (topk)
+    ties      what the implementation promises about equal scores (topk)
     """
 
     oracle: Any
@@ -63,26 +63,26 @@ class Expected:
 
 
 def judge_result(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
-    """The judge of an operation whose result is one tensor that means something everywhere."""
+    """The judge of an operation whose result is one tensor in which every element matters."""
     more = expected.more(out.numel()) if isinstance(out, Tensor) else ()
     return [judge(out, expected.oracle, expected.baseline, more, few_rows=expected.few_rows)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientOf:
-    """The gradient of one argument of a call, and all that is known of the call.
+    """Which argument of a call a gradient belongs to, and what is known about the call.
 
     GradientOf(name="y_RD", args={"y_RD": ..., "plan": ...}, out=y_TD, d_out=dy_TD)
     """
 
     name: str
     args: Mapping[str, Any]
-    out: Any  # what the call returned, judged already
-    d_out: Tensor  # what came back to it, in float64
+    out: Any  # what the call returned, judged before
+    d_out: Tensor  # the upstream gradient of `out`, in float64
 
 
 def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
-    """The judge of a gradient that means something everywhere."""
+    """The judge of a gradient in which every element matters."""
     more = expected.more(gradient.numel())
     return [judge(gradient, expected.oracle, expected.baseline, more, few_rows=expected.few_rows)]
 
@@ -97,8 +97,8 @@ def judge(
 ) -> Verdict:  # fmt: skip
     """out: what to judge. oracle: the same in float64. baseline: plain torch in the dtype out should have.
 
-    more: (oracle, baseline) of the same computation on other data. A result of few elements needs it: on
-    them plain torch may err little by luck, which says nothing about how much it errs.
+    more: (oracle, baseline) of the same computation on other data. A result of few elements needs it,
+    because plain torch's error on few elements may be small by luck.
     """
     if (mismatch := _type_mismatch(out, baseline)) is not None:
         return mismatch
@@ -116,7 +116,7 @@ def judge(
             sentence=f"{got[tuple(place)].item()} at {place} in {_share(broken)} where the oracle is finite: "
             "memory that was never written, or padding that should not have been read",
         )
-    # where the true result overflows the dtype there is nothing to compare; what is not finite must agree
+    # where the true result overflows the dtype, infinities and NaN must be those of plain torch
     if not torch.equal(got[~finite].nan_to_num(0.5), plain[~finite].nan_to_num(0.5)):
         return Verdict(
             passed=False, fault=_fault(out), sentence="not the same infinities or NaN as plain torch"
@@ -128,7 +128,7 @@ def judge(
     for other_true, other_plain in more:
         other_true, other_plain = (x.detach().to("cpu", torch.float64) for x in (other_true, other_plain))
         other_error = (other_plain - other_true).abs()
-        # exact zeros are padding, and would water the mean down
+        # exact zeros are padding and would lower the mean
         telling = other_error.isfinite() & ((other_true != 0) | (other_plain != 0))
         plain_error = torch.cat((plain_error, other_error[telling]))
     info = torch.finfo(out.dtype)
@@ -162,7 +162,7 @@ def judge(
 
 
 def judge_exact(out: Tensor, expected: Tensor) -> Verdict:
-    """Structure and data movement: equality, and a sentence that shows the first difference."""
+    """For structure and data movement: all elements must be equal. The sentence shows the first wrong one."""
     if (mismatch := _type_mismatch(out, expected)) is not None:
         return mismatch
     same = (out == expected) | ((out != out) & (expected != expected))
@@ -206,7 +206,7 @@ def _share(wrong: Tensor) -> str:
 
 
 def _common_ratio(got: Tensor, true: Tensor) -> str:
-    """A factor common to most elements is a symptom: 0.5 is one of two pairs missing, 2 one counted twice."""
+    """A factor common to most elements hints at the bug: 0.5 if one of two pairs is missing, 2 if doubled."""
     large = true.abs() > 0.1 * true.abs().max()
     ratio = got[large] / true[large]
     middle = ratio.median()

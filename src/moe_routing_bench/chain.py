@@ -1,14 +1,14 @@
-"""ChainOfExperts (arXiv:2506.18945): the same experts several times in a row, a router for each time.
+"""ChainOfExperts (arXiv:2506.18945): the same experts several times in a row, each time with a new router.
 
     x_0 = x
     x_c = sum over the K / C experts chosen by router c of gate * E(x_(c-1))  +  x_(c-1)      c = 1 .. C
     y   = x_C
 
 The last term, the inner residual, can be switched off. Shared experts are part of every iteration and read
-its input, as in the authors' code (ZihanWang314/coe). With the inner residual y contains x: their decoder
-layer then adds no residual of its own around the block, and x is what came out of the norm. Their
-configuration gives the experts of one iteration; K here is the sum over all of them, as in the paper. Their
-gates are probabilities that are not renormalised: router_options={"order": "softmax_then_topk"}.
+its input, as in the authors' code (ZihanWang314/coe). With the inner residual y contains x, the output of the
+norm, and their decoder layer adds no residual of its own around the block. Their configuration gives the
+experts per iteration; K here is the sum over all iterations, as in the paper. Their gates are probabilities
+that are not renormalised: router_options={"order": "softmax_then_topk"}.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from moe_routing_bench.routing import TokenInfo
 class ChainOfExperts(nn.Module):
     """y, routings = ChainOfExperts(D=64, F=128, E=8, K=4, iterations=2)(x): two experts, then two more.
 
-    Takes what MoE takes; `router` is a name, because every iteration has a router of its own.
-    With iterations=1 and inner_residual=False it is MoE, to the bit.
+    Takes the arguments of MoE; `router` must be a name, because every iteration builds its own router.
+    With iterations=1 and inner_residual=False it equals MoE, to the bit.
 
     state_dict: layer.* as in MoE (its router is the first one), later_routers.0.* for the second, and so on.
     """

@@ -1,11 +1,11 @@
-"""What a call has to do at least: floating-point operations and bytes, from the actual plan.
+"""The least work of a call: floating-point operations and bytes, from the actual plan.
 
-Each operation's own stands in its op.py.
+The cost of each operation is in its op.py.
 
-Useful work counts pairs, executed work the rows that spans own (padding in). Bytes count a tensor once, and
-weights only of experts that have pairs: an expert nobody chose is not loaded. These are the denominators of
-every rate, so they are models of the work, not of an implementation; `dense_all_experts` executes more.
-Reads counts on the host: for benchmarks, not for the hot path.
+Useful work counts pairs; executed work counts the rows that spans own, padding included. Bytes count each
+tensor once, and only the weights of experts with pairs: an expert that no token chose is not loaded. All
+rates are computed from this, so it models the work, not an implementation; `dense_all_experts` executes more.
+Reads counts on the host, so it is for benchmarks, not for the hot path.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Cost:
 
     @property
     def intensity(self) -> float:
-        """Useful operations per byte: left of machine balance, memory limits; right of it, arithmetic."""
+        """Useful operations per byte: below the machine balance memory limits, above it arithmetic."""
         return self.useful_flops / self.bytes if self.bytes else 0.0
 
     def times(self, *, flops: int, bytes: int) -> Cost:
-        """As often as a direction needs it."""
+        """The cost multiplied, as for a backward pass."""
         return Cost(
             useful_flops=flops * self.useful_flops,
             executed_flops=flops * self.executed_flops,
@@ -68,7 +68,7 @@ class Cost:
 def pack_bytes(convention: str, T: int, K: int, D: int, element_size: int) -> int:
     """Bytes of dispatch and combine together by the two conventions in use, by name:
     bw_2pass    2 * K * D per token: K rows written, K rows read
-    bw_strict   2 * (K + 1) * D per token: the token read and the result written as well
+    bw_strict   2 * (K + 1) * D per token: also the token read and the result written
     """
     rows = {"bw_2pass": 2 * K, "bw_strict": 2 * (K + 1)}
     if convention not in rows:

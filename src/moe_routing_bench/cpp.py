@@ -1,8 +1,8 @@
-"""C++ files beside their launchers: compiled on first use for this processor, kept, loaded.
+"""Compiles C++ files on first use for this processor, keeps the libraries and loads them.
 
-Built with torch's extension loader in a folder of its own and moved into place when whole, so a process that
-is killed while it builds leaves nothing that another would wait for. No compiler is a reason, not an error.
-Compiling takes seconds, so it is said on stderr, once for each file.
+torch's extension loader builds each one in its own folder, and the finished library is moved into place, so a
+process killed while building leaves nothing that another would wait for. Without a compiler, implementations
+are unsupported; that is not an error. Compiling takes seconds, so stderr says so, once for each file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moe_routing_bench.machine import this_machine
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# best first: what the processor must have (words of /proc/cpuinfo), what the compiler is told
+# best first: the flags of /proc/cpuinfo that the processor must have, the options for the compiler
 LEVELS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "amx": (
         frozenset({"amx_bf16", "avx512f", "avx512_bf16"}),
@@ -42,10 +42,9 @@ LEVELS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 
 
-@cache  # the processor's answer is read from /proc, which takes 0.2 ms
+@cache  # reading /proc takes 0.2 ms
 def best_level() -> str | None:
-    """The best level this processor has and the system grants; None: none of them (not x86 with AVX2, on
-    Linux)."""
+    """The best level that processor and system support; None without AVX2 or Linux."""
     has = set(this_machine().instructions) if sys.platform == "linux" else set()
     fits = [name for name, (needs, _) in LEVELS.items() if needs <= has]
     return next((name for name in fits if name != "amx" or _tiles_granted()), None)
@@ -53,14 +52,14 @@ def best_level() -> str | None:
 
 @cache
 def missing_tool() -> str | None:
-    """What is not installed that compiling needs, and how to get it; None if all is there."""
+    """Which tool for compiling is not installed, and how to get it; None if all are."""
     if compiler() is None:
         return "no C++ compiler was found; install g++ (apt install g++), or name one in CXX"
     return "ninja was not found; pip install ninja" if shutil.which("ninja") is None else None
 
 
 def why_not() -> str | None:
-    """Why nothing can be compiled and run here, in words; None if it can."""
+    """Why C++ cannot be compiled and run here, in words; None if it can."""
     if best_level() is None:
         return "it is written for x86 processors with AVX2 or better, on Linux"
     return None if missing_tool() is None else f"it is compiled on first use and {missing_tool()}"
@@ -71,7 +70,7 @@ def compiler() -> str | None:
 
 
 def unsupported(source: Path, level: str | None, *tensors: Tensor) -> str | None:
-    """Why the file cannot work on these tensors here, in words; None if it can, and then it is loaded."""
+    """Why the file cannot work on these tensors here, in words; None if it can, and then it was loaded."""
     if torch.compiler.is_compiling():
         return "it calls C++ by address, which torch.compile cannot trace"
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -91,7 +90,7 @@ def unsupported(source: Path, level: str | None, *tensors: Tensor) -> str | None
 
 def differentiable_once(backward: Callable[P, R]) -> Callable[P, R]:
     """For the backward of a torch.autograd.Function. torch's once_differentiable raises only if its own node
-    is reached: torch.autograd.grad passes around it, and second derivatives come out wrong in silence."""
+    is reached: torch.autograd.grad bypasses it, and second derivatives are silently wrong."""
 
     @wraps(backward)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -107,13 +106,13 @@ def differentiable_once(backward: Callable[P, R]) -> Callable[P, R]:
 def why_not_cast(dtype: torch.dtype) -> str | None:
     """Why torch.autocast forbids a product of matrices of this dtype, in words; None if it does not."""
     if torch.is_autocast_enabled("cpu") and (wanted := torch.get_autocast_dtype("cpu")) != dtype:
-        return f"torch.autocast asks for {wanted}, and it computes in the dtype of its tensors, {dtype}"
+        return f"torch.autocast asks for {wanted}, but it computes in the dtype of its tensors, {dtype}"
     return None
 
 
 def load(source: Path, level: str | None = None) -> ctypes.CDLL:
-    """The file, compiled for `level`, or for the best this processor has. Raises NotImplementedError with the
-    reason if that cannot be."""
+    """The library compiled for `level`, by default the best of this processor. NotImplementedError with the
+    reason if that is impossible."""
     if (reason := why_not()) is not None:
         raise NotImplementedError(reason)
     library = _load(source, _granted(level))
@@ -139,11 +138,11 @@ def _granted(level: str | None) -> str:
 
 @cache
 def _tiles_granted() -> bool:
-    """Linux gives AMX's registers to a process that asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)."""
+    """On Linux a process must request AMX's registers: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)."""
     return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
-@cache  # a failure too: it takes seconds, and every call of a kernel asks
+@cache  # failures too: a build takes seconds, and every call of a kernel comes here
 def _load(source: Path, level: str) -> ctypes.CDLL | str:
     """The library, or why there is none."""
     flags = [*FLAGS, *LEVELS[level][1]]
@@ -158,14 +157,14 @@ def _load(source: Path, level: str) -> ctypes.CDLL | str:
         print(what, end="", file=sys.stderr, flush=True)
         began = time.monotonic()
         failed = _build(name, source, flags, library)
-        print(f"{time.monotonic() - began:.0f} s{failed and ', in vain'}", file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - began:.0f} s{failed and ', failed'}", file=sys.stderr, flush=True)
         if failed:
             return f"it did not compile here: {failed}"
     return ctypes.CDLL(str(library))
 
 
 def with_includes(source: Path) -> list[Path]:
-    """The file and all headers of ours that it includes, themselves or through others."""
+    """The file and all our headers that it includes, directly or indirectly."""
     seen: list[Path] = []
     waiting = [source.resolve()]
     while waiting:
@@ -187,7 +186,7 @@ def _folder() -> Path:
 
 
 def _build(name: str, source: Path, flags: list[str], library: Path) -> str:
-    """Makes the library; answers what went wrong, nothing if all went well."""
+    """Builds the library; returns what went wrong, "" if nothing did."""
     from torch.utils import cpp_extension
 
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="building-") as scratch:
@@ -196,13 +195,13 @@ def _build(name: str, source: Path, flags: list[str], library: Path) -> str:
                 name=name,
                 sources=[str(source)],
                 extra_cflags=flags,
-                extra_ldflags=["-fopenmp"],  # torch has loaded its libgomp already: one pool of threads
+                extra_ldflags=["-fopenmp"],  # finds the libgomp that torch has loaded: one pool of threads
                 build_directory=scratch,
                 is_python_module=False,
             )
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             return " ".join(str(error).strip().splitlines()[-1:]) or type(error).__name__
-        # torch names the second build of one name in one process name_v1
+        # torch calls a second build of the same name in one process name_v1
         (built,) = Path(scratch).glob("*.so")
         built.replace(library)
     return ""

@@ -4,12 +4,12 @@
     copy       E(x) = x
     constant   E(x) = a x + b v,   (a, b) = softmax(x W),  v a learned vector, W of D x 2
 
-The router chooses among the E experts and these; to the kernels an id from E upwards is "no expert", so a
-plan has no rows for them. The loss keeps experts and free experts apart: with f and P as in switch_loss,
+The router chooses among the E experts and these; for kernels an id of E or more means "no expert", so a plan
+has no rows for them. The loss weighs experts and free experts differently: with f and P as in switch_loss,
 
     L = N sum_e eta_e f_e P_e,   eta_e = 1 for an expert, tau for a free one,   N = E + free ones
 
-which is switch_loss if tau = 1; the paper's value lacks N / K. tau < 1 sends more tokens to the free ones.
+which is switch_loss if tau = 1; the paper omits the factor N / K. tau < 1 sends more tokens to free experts.
 
 Public variants. The authors' code (SkyworkAI/MoE-plus-plus) orders ids as experts, constant, copy, zero;
 gives the gate of a zero expert to the token's other choices (`zero_keeps_gate=False` here; the formula of
@@ -90,12 +90,12 @@ class FreeExpertPart(nn.Module):
             self.w_2De.uniform_(-bound, bound)
 
     def settle(self, routing: Routing, mask_T: Tensor | None) -> Routing:
-        """The router's choice with the gates and the loss that free experts ask for."""
+        """The router's choice with gates and loss adjusted for free experts."""
         if not self.free.zero_keeps_gate:
             zero_TK = (routing.expert_TK >= self.E) & (routing.expert_TK < self.first_copy)
             left_TK = torch.where(zero_TK, 0.0, routing.gate_TK)
             before_T1, after_T1 = routing.gate_TK.sum(1, keepdim=True), left_TK.sum(1, keepdim=True)
-            # a token with zero experts alone has nobody to give the gate to
+            # a token that chose only zero experts has no other choice to give the gate to
             gate_TK = left_TK * before_T1 / torch.where(after_T1 > 0, after_T1, 1.0)
             routing = replace(routing, gate_TK=gate_TK)
         if self.free.loss_weight is None:
@@ -117,7 +117,7 @@ class FreeExpertPart(nn.Module):
     def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """The sum over a token's free experts of gate * expert(x)."""
         free_T1 = (routing.expert_TK >= self.E).any(1, keepdim=True)
-        x_TD = torch.where(free_T1, x_TD, 0.0)  # what stands in masked tokens must not reach the result
+        x_TD = torch.where(free_T1, x_TD, 0.0)  # values of masked tokens must not reach the result
         keep_T1 = self._gates(routing, self.first_copy, self.free.copy).sum(1, keepdim=True)
         if self.v_eD is None or self.w_2De is None:
             return keep_T1 * x_TD
@@ -127,7 +127,7 @@ class FreeExpertPart(nn.Module):
         return keep_T1 * x_TD + (gate_Te * b_Te) @ self.v_eD.to(gate_Te.dtype)
 
     def _gates(self, routing: Routing, first: int, count: int) -> Tensor:
-        """gate_Te of the experts first .. first + count - 1; 0 where a token did not choose one."""
+        """gate_Te of the experts first .. first + count - 1; 0 if a token did not choose one."""
         id_e = torch.arange(first, first + count, device=routing.expert_TK.device)
         here_TKe = routing.expert_TK.unsqueeze(2) == id_e
         return torch.where(here_TKe, routing.gate_TK.unsqueeze(2), 0.0).sum(1)

@@ -23,7 +23,7 @@ TRAINABLE = ("router", "experts", "all")
 
 @dataclass(frozen=True)
 class Routings:
-    """What several routers of one layer chose, in the order they were asked.
+    """The choices of several routers of one layer, in the order in which they ran.
 
     Two routers, the first with aux_loss 0.01, the second with 0.02:
       len(routings) = 2,  routings[1].expert_TK is the second's choice,  routings.aux_loss = 0.03
@@ -126,15 +126,15 @@ class MoE(nn.Module):
     router       a name (`mrb list routers`) or a Router; router_options go to the named router
     layout       compact (default), padded(capacity_factor=1.25), block(64), or a Layout
     impl         an implementation of expert_ffn (`mrb list ops`): a name, a name with options such as
-                 "staged(grouped_gemm=padded_bmm)", or "auto": chosen at every call (ops/auto.py), so after
-                 .bfloat16() or .cuda() too. `implementation` says what runs, and why. On a CPU that may be
-                 `native`: compiled at the first call, and keeping as much memory again as the weights.
-    plan_impl    the same of make_plan
-    shared_F     hidden width of the experts every token passes through (0: none); n shared experts of
+                 "staged(grouped_gemm=padded_bmm)", or "auto": chosen at every call (ops/auto.py), so also
+                 after .bfloat16() or .cuda(). `implementation` says what runs, and why. On a CPU it may be
+                 `native`, which is compiled at the first call and keeps a second copy of the weights.
+    plan_impl    the same for make_plan
+    shared_F     hidden width of the expert that every token passes through (0: none); n shared experts of
                  width F are one of width n * F
     shared_gate  weigh the shared experts by sigmoid(x w), as Qwen2-MoE and Qwen3-Next do
     free_experts zero, copy and constant experts (see FreeExperts); the router chooses among E and these
-    dtype        of the experts; a router keeps its weights and mathematics in float32 (its own dtype option)
+    dtype        of the experts; a router stores and computes in float32 unless its own dtype option differs
 
     state_dict: router.* (the router's own), experts.* and shared.* (see Experts; shared has E = 1),
     shared_gate_D1, free.* (see FreeExpertPart).
@@ -193,7 +193,7 @@ class MoE(nn.Module):
 
     @property
     def implementation(self) -> str:
-        """What runs, and of what is chosen at every call also why, as of now: dtype, device, grad mode.
+        """What runs now, with the present dtype, device and grad mode; for "auto" also why.
 
         "make_plan.native (auto: preferred on amx (decisions are off): ...) + expert_ffn.staged(...)"
         """
@@ -202,7 +202,7 @@ class MoE(nn.Module):
 
     @property
     def causal(self) -> bool:
-        """False if a token's result can depend on later tokens: by the router, or by who is dropped."""
+        """False if a token's result can depend on later tokens, through the router or dropped pairs."""
         return self.router.causal and self.layout.causal
 
     @property
@@ -211,9 +211,9 @@ class MoE(nn.Module):
         return self.router.batch_dependent or self.layout.batch_dependent
 
     def train_only(self, part: str) -> MoE:
-        """Freeze the rest: "router" trains the router alone, "experts" everything but the router.
+        """Freeze the rest: "router" trains only the router, "experts" everything but the router.
 
-        No gradient of a frozen parameter is computed, by any implementation. "all" thaws everything.
+        No implementation computes gradients of frozen parameters. "all" trains everything again.
         """
         if part not in TRAINABLE:
             raise ValueError(f"train_only takes {', '.join(TRAINABLE)}, not {part!r}")
@@ -237,7 +237,7 @@ class MoE(nn.Module):
         return x.reshape(-1, self.D)
 
     def route(self, router: Router, x_TD: Tensor, info: TokenInfo) -> Routing | SoftRouting:
-        """What a router (this layer's, or another of the same sizes) chooses for this layer."""
+        """The routing by `router`, which is this layer's or another of the same sizes."""
         routing = router(x_TD, info)
         if self.free is None:
             return routing
@@ -246,13 +246,13 @@ class MoE(nn.Module):
         return self.free.settle(routing, info.mask_T)
 
     def plan(self, routing: Routing) -> RoutingPlan:
-        """Where every choice of one of the E experts lands; free experts have no rows."""
+        """The rows of all pairs of the E experts; free experts have no rows."""
         return self.make_plan(routing if self.free is None else self.free.for_kernels(routing), self.layout)
 
     def compute(
         self, x_TD: Tensor, routing: Routing | SoftRouting, plan: RoutingPlan | None = None
     ) -> Tensor:
-        """The layer's result for a routing; `plan` is plan(routing) if it was made already."""
+        """The layer's result for a routing; `plan` is plan(routing), if it exists already."""
         if isinstance(routing, SoftRouting):
             y_TD = self._mix_slots(x_TD, routing)
         else:
@@ -268,7 +268,7 @@ class MoE(nn.Module):
         return y_TD
 
     def _mix_slots(self, x_TD: Tensor, routing: SoftRouting) -> Tensor:
-        """Slots are tokens with one choice each; over all sequences every expert gets equally many."""
+        """Slots are computed as tokens with one choice each; every expert gets equally many."""
         B, N, S = routing.dispatch_BNS.shape
         E, s = routing.num_experts, routing.slots_per_expert
         slot_BSD = routing.dispatch_BNS.transpose(1, 2).to(x_TD.dtype) @ x_TD.view(B, N, self.D)
@@ -287,5 +287,5 @@ class MoE(nn.Module):
         return (routing.combine_BNS.to(x_TD.dtype) @ y_BSD).view(-1, self.D)
 
     def extra_repr(self) -> str:
-        # not `implementation`: to say why, it may have to compile
+        # not `implementation`, which may have to compile to say why
         return f"layout={self.layout}, make_plan={self.make_plan.label}, expert_ffn={self.expert_ffn.label}"

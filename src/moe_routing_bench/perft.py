@@ -8,10 +8,10 @@
     adapter "lora"      A(x) = alpha / rank * (x U) V                      U: D x rank,  V: rank x D
     adapter "parallel"  A(x) = silu(x U) V
 
-V starts at 0, so a new Perft computes what the frozen layer computes, exactly. In the authors' code
-(liuyilun2000/PERFUME) V starts at 1e-6 N(0, 1), U at N(0, 2 / rank), here as in LoRA's own code at
-U(-1, 1) / sqrt(D); alpha is twice the rank; the gates of "R" are renormalised after top-k for Mixtral, for
-OLMoE only if its configuration says so (`router_options={"order": ...}` here); dropout is not done here.
+V starts at 0, so a new Perft computes exactly what the frozen layer computes; U starts at U(-1, 1) / sqrt(D),
+as in LoRA's own code. In the authors' code (liuyilun2000/PERFUME) V starts at 1e-6 N(0, 1) and U at
+N(0, 2 / rank); alpha is twice the rank; the gates of "R" are renormalised after top-k for Mixtral, for OLMoE
+only if its configuration says so (here `router_options={"order": ...}`); there is dropout, which is not here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Adapters(nn.Module):
         return self.combine(y_RD, gate_TK, plan)
 
     def on_every_token(self, x_TD: Tensor) -> Tensor:
-        """The sum of all: one network of width E * rank."""
+        """The sum of all adapters, computed as one network of width E * rank."""
         h_TF = x_TD @ self.down_EDF.transpose(0, 1).flatten(1)
         return self._between(h_TF) @ self.up_EFD.flatten(0, 1)
 
@@ -69,12 +69,12 @@ class Perft(nn.Module):
     adapter       "lora" or "parallel"
     num_adapters  for R and D; E has one per expert, S one
     K             adapters per token, for R
-    alpha         of LoRA; None: no scaling, as alpha = rank
-    router        of R: a name, with router_options, or a Router
+    alpha         for LoRA; None: no scaling, like alpha = rank
+    router        for R: a name, with router_options, or a Router
     grouped_gemm  an implementation of grouped_gemm, for the adapters
 
-    The parameters of `moe` no longer want gradients; only the new ones train. routings[0] is the frozen
-    router's choice, routings[1] that of R's own router.
+    The parameters of `moe` are frozen; only the new ones train. routings[0] is the frozen router's choice,
+    routings[1] that of R's own router.
 
     state_dict: moe.* as in MoE, adapters.* (see Adapters), router.* with R. adapter_state_dict() is the new
     part alone.
@@ -156,7 +156,7 @@ class Perft(nn.Module):
         return y_TD.view(x.shape), Routings(routings)
 
     def adapter_state_dict(self) -> dict[str, Tensor]:
-        """The new parameters alone: what is worth saving of a fine-tuning."""
+        """Only the new parameters: what to save after fine-tuning."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith("moe.")}
 
     def load_adapter_state_dict(self, state: Mapping[str, Tensor]) -> None:

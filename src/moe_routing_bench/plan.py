@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How rows are given to experts. The weights are the same for all three.
+    """How rows are assigned to experts. The weights are the same for all three.
 
     With loads [3, 0, 1] over three experts:
       Layout.compact()            spans [3, 0, 1]   no padding, nothing dropped
@@ -110,12 +110,12 @@ class Layout:
 
     @property
     def causal(self) -> bool:
-        """False if what a token gets can depend on later tokens."""
+        """False if later tokens can decide whether a token's pairs are dropped."""
         return not (self.kind == "padded" and self.drop == "probs")
 
     @property
     def batch_dependent(self) -> bool:
-        """True if what a token gets can depend on other tokens."""
+        """True if other tokens can decide whether a token's pairs are dropped."""
         return self.kind == "padded"
 
     def capacity_for(self, T: int, K: int, E: int) -> int:
@@ -128,8 +128,8 @@ class Layout:
         return -(-T * K * above // (E * below))
 
     def num_rows(self, T: int, K: int, E: int) -> int:
-        """R, from sizes alone: the most rows any routing of this size can need. Asking the device for the
-        exact number would be a host synchronisation; rows beyond the last span belong to no expert."""
+        """R, from sizes alone: the most rows any routing of this size can need. Reading the exact number
+        would need a host synchronisation. Rows beyond the last span belong to no expert."""
         pairs = T * K
         if self.kind == "compact":
             return pairs
@@ -162,7 +162,7 @@ class RoutingPlan:
     count_E: Tensor
     dropped_E: Tensor
     layout: Layout
-    filled: bool = False  # promise that every row holds a pair, so that operations may skip masks
+    filled: bool = False  # promises that every row holds a pair, so that operations may skip masks
 
     @property
     def num_tokens(self) -> int:
@@ -181,17 +181,17 @@ class RoutingPlan:
         return self.count_E.shape[0]
 
     def token_R(self) -> Tensor:
-        """The token that fills each row; -1 where none does."""
+        """The token in each row; -1 if the row holds none."""
         token_R = torch.div(self.pair_R, max(self.num_choices, 1), rounding_mode="floor")
         return token_R if self.filled else torch.where(self.pair_R >= 0, token_R, -1)
 
     def expert_R(self) -> Tensor:
-        """The expert that owns each row; num_experts where none does."""
+        """The expert that owns each row; num_experts if none does."""
         row_R = torch.arange(self.num_rows, device=self.offset_E1.device)
         return torch.searchsorted(self.offset_E1[1:], row_R, right=True)
 
     def expert_TK(self) -> Tensor:
-        """The expert that computes each pair; -1 where none does."""
+        """The expert that computes each pair; -1 if none does."""
         expert_TK = torch.searchsorted(self.offset_E1[1:], self.row_TK.contiguous(), right=True)
         return expert_TK if self.filled else torch.where(self.row_TK >= 0, expert_TK, -1)
 
@@ -231,7 +231,7 @@ class RoutingPlan:
                 raise ValueError(f"expert {e} has {numbers}: {complaint}")
 
         each_expert((self.count_E < 0) | (self.count_E > span_E), "the count must fit its rows")
-        each_expert(self.dropped_E < 0, "nobody drops less than nothing")
+        each_expert(self.dropped_E < 0, "dropped pairs cannot be negative")
         if self.layout.kind == "padded":
             each_expert(span_E != self.layout.capacity_for(T, K, E), "each span must be the capacity")
             each_expert((self.dropped_E > 0) & (self.count_E < span_E), "it dropped pairs with rows to spare")
@@ -246,7 +246,7 @@ class RoutingPlan:
         owner_R = expert_R.clamp(max=E - 1)
         rank_R = here_R - self.offset_E1[owner_R]
         if not torch.equal(self.pair_R >= 0, owned_R & (rank_R < self.count_E[owner_R])):
-            raise ValueError("a span holds its pairs first and padding after, other rows hold nothing")
+            raise ValueError("a span must hold its pairs first and then padding; other rows hold nothing")
         later_R = (rank_R[1:] > 0) & (rank_R[1:] < self.count_E[owner_R[1:]]) & owned_R[1:]
         if bool((later_R & (self.pair_R[1:] <= self.pair_R[:-1])).any()):
             raise ValueError("the pairs of a span must be in (token, choice) order and distinct")

@@ -1,4 +1,4 @@
-"""Prepared: what an implementation makes of weights once (packed, converted), kept as long as they live."""
+"""Prepared: weights that an implementation packs or converts once, kept as long as the originals live."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Prepared(Generic[Made]):
     """A function of weights that remembers its result.
 
     packed = Prepared(pack, nbytes=lambda p: p.nbytes)
-    packed(weights)          makes it
-    packed(weights)          gives the same again, at the price of a dictionary look-up
+    packed(weights)          calls pack
+    packed(weights)          returns the same result, for the price of a dictionary look-up
     weights.w_in_EDG.add_(1)
-    packed(weights)          makes it anew: torch counts the writes to a tensor (its `_version`)
+    packed(weights)          calls pack again: torch counts the writes to a tensor (its `_version`)
 
-    What is kept dies with the tensors it was made from. torch does not count writes through `.data` or numpy;
-    who writes so calls forget(weights), and an implementation may look at values itself. Views made anew for
-    every call are recognised by the tensor they look at.
+    A result is freed with the tensors it was made from. torch does not count writes through `.data` or numpy:
+    call forget(weights) after them; an implementation may also compare values itself. Views that are made for
+    every call are recognised by their base tensor.
     """
 
     def __init__(self, make: Callable[[ExpertWeights], Made], *, nbytes: Callable[[Made], int]):
@@ -53,7 +53,7 @@ class Prepared(Generic[Made]):
     def preparation(self, weights: ExpertWeights) -> Preparation[Made]:
         tensors = tuple(weights.tensors().values())
         if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
-            return self._prepare(weights, ())  # a fake tensor has no memory to be recognised by
+            return self._prepare(weights, ())  # a fake tensor has no memory by which to recognise it
         key = _key(weights, tensors)
         state = tuple((tensor.data_ptr(), _version(tensor)) for tensor in tensors)
         kept = self._kept.get(key)
@@ -76,12 +76,12 @@ class Prepared(Generic[Made]):
         return Preparation(value=value, seconds=seconds, nbytes=self._nbytes(value), state=state)
 
     def peek(self, weights: ExpertWeights) -> Made | None:
-        """What is kept of these weights, or None: nothing is made."""
+        """The result kept for these weights, or None; nothing is made."""
         kept = self._kept.get(_key(weights, tuple(weights.tensors().values())))
         return None if kept is None else kept.value
 
     def forget(self, weights: ExpertWeights) -> int:
-        """Make it anew at the next call, whatever torch's counters say. Answers how many bytes that frees."""
+        """Make it again at the next call, whatever torch's counters say. Returns the bytes freed."""
         with self._lock:
             kept = self._kept.pop(_key(weights, tuple(weights.tensors().values())), None)
         return 0 if kept is None else kept.nbytes
@@ -94,8 +94,7 @@ _everyone: weakref.WeakSet[Prepared] = weakref.WeakSet()
 
 
 def release(weights: ExpertWeights) -> int:
-    """Free what anybody made of these weights; a later call makes it anew. Answers how many bytes that
-    frees."""
+    """Free all that was prepared from these weights; later calls make it again. Returns the bytes freed."""
     return sum(prepared.forget(weights) for prepared in _everyone)
 
 
@@ -108,7 +107,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _key(weights: ExpertWeights, tensors: tuple[Tensor, ...]) -> tuple:
-    # a dead owner takes its entry along, so an id is never that of another tensor
+    # an entry is removed with its owner, so an id never belongs to another tensor
     return (
         weights.activation,
         *((id(_owner(t)), t.storage_offset(), t.dtype, t.shape, t.stride()) for t in tensors),

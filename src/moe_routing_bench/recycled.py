@@ -1,8 +1,8 @@
-"""Memory for large results on the CPU that comes back when their tensors are gone, instead of new pages.
+"""Recycled memory for large results on the CPU: it is reused when their tensors are gone.
 
-The system zeroes every new page before it hands it out: writing 600 MB into a fresh tensor took 680 to 960
-ms, into recycled memory 160 to 310 ms (2-core Xeon VM). While nobody uses it the memory is marked free
-(MADV_FREE): the system takes it back when it is short of memory, and release() gives it back at once.
+The system zeroes every new page first: writing 600 MB into a fresh tensor took 680 to 960 ms, into recycled
+memory 160 to 310 ms (2-core Xeon VM). Unused memory is marked free (MADV_FREE), so the system may take it
+back when it is short of memory; release() gives it back at once.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from collections import deque
 import torch
 from torch import Tensor
 
-SMALLEST = 4 << 20  # bytes: what is smaller the C library keeps and recycles by itself
-PAGE = 2 << 20  # of the large kind
+SMALLEST = 4 << 20  # bytes; the C library recycles smaller blocks itself
+PAGE = 2 << 20  # bytes of a huge page
 CAN_RECYCLE = hasattr(mmap, "MADV_FREE") and hasattr(mmap, "MADV_HUGEPAGE")
 
 
 class Recycled:
     """recycled.empty(4096, 2048, dtype=torch.float32) is torch.empty(4096, 2048), in memory used before.
 
-    A tensor and its views own the memory as long as any of them lives. Never more is kept than was in use at
-    once. Safe under threads; the memory belongs to nobody in particular.
+    A tensor and its views own the memory as long as any of them lives. Memory in use and kept is never more
+    than was in use at once. Safe under threads, which all share the memory.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # filled by finalizers, which may run inside any allocation: they take no lock
+        # filled by finalizers, which take no lock because they may run inside any allocation
         self._returned: deque[mmap.mmap] = deque()
         self._free: list[mmap.mmap] = []
         self._in_use = self._most = 0
@@ -47,7 +47,7 @@ class Recycled:
     def _take(self, size: int) -> mmap.mmap:
         with self._lock:
             self._collect()
-            # of nearly the same size, so that a small result does not hold a large block
+            # only blocks of nearly the same size, so that a small result does not hold a large block
             fits = [block for block in self._free if size <= len(block) <= size + size // 4]
             best = min(fits, key=len, default=None)
             if best is not None:
@@ -67,7 +67,7 @@ class Recycled:
             self._in_use -= len(self._free[-1])
 
     def release(self) -> None:
-        """Give back to the system what no tensor uses."""
+        """Give all memory that no tensor uses back to the system."""
         with self._lock:
             self._collect()
             self._free.clear()

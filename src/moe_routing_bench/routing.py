@@ -34,12 +34,12 @@ class Routing:
       load_E()  = [1, 0, 1, 1]
 
     An id below 0 or >= num_experts means "no expert"; its gate is ignored. The experts of one token are
-    distinct. `ragged=False` is the router's promise that every id is a real expert, which lets later
-    stages skip masks without asking the device.
+    distinct. With `ragged=False` the router promises that every id is a real expert, so later stages skip
+    masks without a host synchronisation.
     """
 
     expert_TK: Tensor  # int64
-    gate_TK: Tensor  # floating point; float32 unless the router was told otherwise
+    gate_TK: Tensor  # floating point; float32 unless the router's dtype option differs
     num_experts: int
     ragged: bool = True
     logits_TE: Tensor | None = None  # router logits before any score function
@@ -112,7 +112,7 @@ class Routing:
         if bool(bad_gate_TK.any()):
             t, k = bad_gate_TK.nonzero()[0].tolist()
             raise ValueError(f"the gate of token {t}, choice {k} is {self.gate_TK[t, k].item()}")
-        # absent choices get distinct stand-ins beyond the experts, so only real repeats stay equal
+        # absent choices get distinct ids beyond the experts, so that only real repeats are equal
         stand_in_K = self.num_experts + torch.arange(self.num_choices, device=self.expert_TK.device)
         sorted_TK = torch.where(chosen_TK, self.expert_TK, stand_in_K).sort(dim=1).values
         repeat_TK = sorted_TK[:, 1:] == sorted_TK[:, :-1]
@@ -166,7 +166,7 @@ class SoftRouting:
             ("combine", self.combine_BNS, 2),
         ):
             total = weights.detach().double().sum(dim)
-            # zero is a token that was masked, or a slot of a sequence that was masked as a whole
+            # zero belongs to a masked token, or to a slot of a sequence whose tokens are all masked
             if not bool((((total - 1).abs() < 1e-2) | (total == 0)).all()):
                 who = "slot" if dim == 1 else "token"
                 raise ValueError(f"the {name} weights of a {who} must sum to 1, or to 0 if it is masked")

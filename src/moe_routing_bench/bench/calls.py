@@ -1,7 +1,7 @@
-"""A call in a direction: what of it is timed, and the result that is handed over and judged.
+"""A call in a direction: which part of it is timed, and the result that is handed over and judged.
 
 forward    run(*arguments)
-backward   gradients of everything that wants one; the forward before it is not timed
+backward   gradients of everything that requires one; the forward pass before it is not timed
 train      both
 """
 
@@ -34,7 +34,7 @@ class Result:
 
 
 def value_of(out: Any) -> Tensor:
-    """What a gradient comes back to: topk and score_topk return ids beside their values."""
+    """The tensor that has a gradient: topk and score_topk return values and ids."""
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -46,7 +46,7 @@ class Caller:
         self._shape: torch.Size | None = None
 
     def ready(self, call: Call, args: Mapping[str, Any]) -> Callable[[], Any]:
-        """What is timed; `result` reads what it returns. Everything before it happens here."""
+        """The function to time; `result` reads what it returns. All preparation happens here."""
         run = partial(self.computation.run, *args.values())
         if self.direction == "forward":
             return run
@@ -68,7 +68,7 @@ class Caller:
         return Result(out=out, gradients=dict(zip(self.leaves(args), gradients, strict=True)))
 
     def leaves(self, args: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What wants gradients, by name."""
+        """Tensors that require gradients, by name."""
         wanting: dict[str, Tensor] = {}
         for name, value in args.items():
             if isinstance(value, ExpertWeights):
@@ -90,7 +90,7 @@ def _backward(out: Any, leaves: list[Tensor], d_out: Tensor) -> tuple[Any, Any]:
 
 
 def named_tensors(result: Result) -> dict[str, Tensor]:
-    """A result as a file holds it."""
+    """The result's tensors by name, as a file stores them."""
     out = result.out
     if isinstance(out, RoutingPlan):
         tensors = {name: getattr(out, name) for name in PLAN}
@@ -104,7 +104,7 @@ def named_tensors(result: Result) -> dict[str, Tensor]:
 
 
 def result_from(tensors: Mapping[str, Tensor], expected: Result, args: Mapping[str, Any]) -> Result:
-    """What a file holds, put together as the expected result is; ValueError if that is not what it is."""
+    """The result from a file's tensors, of the same type as the expected one; ValueError if it is not."""
     plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(GRADIENT)}
     gradients = {name: tensors.get(GRADIENT + name) for name in expected.gradients}
     if isinstance(expected.out, RoutingPlan):
@@ -124,7 +124,7 @@ def result_from(tensors: Mapping[str, Tensor], expected: Result, args: Mapping[s
 
 
 def wrong_type(out: Any) -> str:
-    """What no result may be, in words; empty if nothing is wrong."""
+    """What is wrong with the type of a result, in words; empty if nothing is."""
     if type(out) not in (Tensor, tuple, RoutingPlan):
         return f"returned {type(out).__name__} instead of a plain Tensor"
     inside = list(out) if isinstance(out, tuple) else list(tensors_in(out))

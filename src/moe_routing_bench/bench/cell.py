@@ -1,4 +1,4 @@
-"""What is measured together, and how: Policy, Subject and Cell. Pure data, as it travels to a worker."""
+"""Cell and Policy: what is measured together, and how. Pure data, sent to workers as JSON."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Policy:
     max_rounds: int = 1000
     max_seconds: float = 15.0  # of rounds, in each process
     processes: int = 1
-    step_seconds: float = 120.0  # limit of one request to a worker; past it the subject is a TIMEOUT
-    memory_gib: float = 12.0  # a worker may allocate
-    checked: int = 3  # timed outputs judged per subject, beside those of the gate
-    stages: bool = False  # also time the stages inside
+    step_seconds: float = 120.0  # limit of one request to a worker; beyond it the subject is a TIMEOUT
+    memory_gib: float = 12.0  # limit of what a worker may allocate
+    checked: int = 3  # timed outputs judged per subject, besides those of the gate
+    stages: bool = False  # also time each stage
 
     def __post_init__(self) -> None:
         if self.cache not in CACHES:
@@ -61,7 +61,7 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One case under one routing workload: what is timed together, in interleaved rounds. The first subject
+    """One case under one routing workload. Its subjects are timed together, in interleaved rounds; the first
     is the baseline the others are compared with.
 
     Cell(case=cases("seed-pack/8192x2048-e32-k1~scaled")[0], workload="zipf(1.2)", subjects=(Subject(...),))

@@ -1,9 +1,8 @@
-"""How long a span of calls takes: one interface, several views of it, and a fake for tests.
+"""How long a span of calls takes: one interface, several views, and a fake for tests.
 
-A view is part of a result and views are never compared with one another: host wall includes launching, device
+A view is part of a result, and different views are never compared: host wall includes launching, device
 events do not, a graph has no launch gaps, a profiler's span begins with the first kernel. Each call of a span
-is a closure over its own inputs, from a pool made beforehand, so that nothing can be remembered from the call
-before.
+is a closure over its own inputs, made beforehand, so that no call can reuse results of an earlier one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 
 Call = Callable[[], object]
 
-# taken here, once: what a measured implementation does to the time module later changes nothing
+# bound at import, so that a measured implementation cannot change it by patching the time module
 _now_ns = time.perf_counter_ns
 
 LEAST_SAMPLE_SECONDS = 1e-3  # ten thousand times the timer's step of about 100 ns
@@ -26,7 +25,7 @@ MOST_CALLS = 10_000
 
 
 class Clock(Protocol):
-    """view names what the seconds mean; span runs the calls in order and returns their seconds together."""
+    """view names what the seconds mean; span runs the calls in order and returns their total seconds."""
 
     @property
     def view(self) -> str: ...
@@ -36,7 +35,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class HostClock:
-    """Wall time on the host, from before the first call to after the last has really finished."""
+    """Wall time on the host, from before the first call until the last has finished on the device."""
 
     device: str = "cpu"
     view: str = "host_wall"
@@ -67,7 +66,7 @@ class EventClock:
         start.record()
         for call in calls:
             call()
-        # what other streams still do belongs to the span, so all of them are waited for before it ends
+        # work on other streams belongs to the span, so it ends only when all streams are done
         self.cuda.synchronize()
         end.record()
         end.synchronize()
@@ -76,7 +75,7 @@ class EventClock:
 
 @dataclass
 class GraphClock:
-    """Time of replaying the calls as one CUDA graph: no launch gaps. The same calls are captured once."""
+    """Time of replaying the calls as one CUDA graph, without launch gaps. Equal calls are captured once."""
 
     cuda: Any = torch.cuda
     view: str = "cuda_graph"
@@ -95,7 +94,7 @@ class GraphClock:
             with self.cuda.graph(graph):
                 for call in calls:
                     call()
-            # the calls are kept, or their ids could be given to others
+            # keep the calls alive, so that no other object gets their ids
             self._captured[key] = (graph, list(calls))
         graph, _ = self._captured[key]
         return EventClock(cuda=self.cuda).span([graph.replay])
@@ -103,8 +102,8 @@ class GraphClock:
 
 @dataclass(frozen=True)
 class ProfilerClock:
-    """Device time from the start of the first kernel to the end of the last, as torch.profiler saw them: no
-    launch before the first, but the gaps between kernels. Copies and fills on the device count as kernels.
+    """Device time from the start of the first kernel to the end of the last, from torch.profiler: without the
+    first launch, with the gaps between kernels. Copies and fills on the device count as kernels.
 
     Two kernels at 100..140 us and 150..170 us are a span of 70 us.
     """
@@ -131,11 +130,11 @@ class ProfilerClock:
             raise ValueError(
                 "the profiler saw no kernel: the calls do nothing on the device, or another profiler holds it"
             )
-        first, last = min(one.start for one in kernels), max(one.end for one in kernels)
+        first, last = min(kernel.start for kernel in kernels), max(kernel.end for kernel in kernels)
         return (last - first) * 1e-6
 
     def _is_work(self, event: Any) -> bool:
-        # annotations are drawn on the device's line too, around kernels and the gaps beside them
+        # user annotations are device events too, but they also cover the gaps around kernels
         return event.device_type == self.profiler.DeviceType.CUDA and not event.is_user_annotation
 
 
@@ -172,8 +171,8 @@ def calls_per_sample(
 
 
 class CacheFlusher:
-    """Evicts what a call left in the caches by walking over twice their size. Runs outside the timed span, so
-    a cold sample is a single call."""
+    """Evicts all data from the caches by writing twice their size. Runs outside the timed span, so a cold
+    sample is a single call."""
 
     def __init__(self, num_bytes: int | None = None):
         size = 2 * last_level_cache_bytes() if num_bytes is None else num_bytes
@@ -188,7 +187,7 @@ class CacheFlusher:
 
 
 def last_level_cache_bytes() -> int:
-    """The largest cache the system tells of; 64 MiB if it tells of none."""
+    """The largest cache the system reports; 64 MiB if it reports none."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()

@@ -1,7 +1,7 @@
-"""Where a worker computes: the CPU, a GPU, or a stand-in with which all but the GPU itself is tested.
+"""Where a worker computes: the CPU, a GPU, or a stand-in that tests the GPU's code path without one.
 
-`pretend` takes every step a GPU would (inputs placed, events recorded, no roofs of the CPU), on the CPU.
-What is measured so says nothing about a GPU.
+`pretend` takes all steps of a GPU run (inputs placed, events recorded, no CPU roofs), but on the CPU. Its
+times say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_routing_bench.bench.clock import Clock, EventClock, HostClock
 
-# the views of each, the usual one first
+# the views of each device, the default first
 VIEWS = {"cpu": ("host_wall",), "cuda": ("cuda_events", "host_wall"), "pretend": ("cuda_events",)}
 
 
@@ -29,7 +29,7 @@ def check_place(device: str, view: str, cache: str) -> None:
 
 
 def memory_place(device: str) -> str:
-    """The torch device that tensors are on."""
+    """The torch device that holds the tensors."""
     return "cpu" if device == "pretend" else device
 
 
@@ -40,7 +40,7 @@ def clock_for(device: str, view: str) -> Clock:
 
 
 def placed(value: Any, where: str) -> Any:
-    """The same with every tensor inside on a torch device; what is there already stays the same object."""
+    """The value with all its tensors on a torch device; the same object if they are there already."""
     if isinstance(value, Tensor):
         return value.to(where)
     if isinstance(value, tuple):
@@ -55,7 +55,7 @@ def placed(value: Any, where: str) -> Any:
 
 
 class PretendCuda:
-    """torch.cuda as far as EventClock needs it, on the CPU: work is finished when it returns."""
+    """The part of torch.cuda that EventClock needs, on the CPU, where work is done when a call returns."""
 
     class Event:
         def __init__(self, enable_timing: bool = False):

@@ -1,7 +1,7 @@
-"""Who runs the cells of a sweep: the seam an engine for many machines fills.
+"""Executors run the cells of a sweep. An engine for many machines would be another executor.
 
-An executor takes cells and gives outcomes back in any order, each as soon as it is there. It writes nothing:
-results are the caller's, so a crash anywhere costs the cells in flight and no others.
+An executor takes cells and yields each outcome as soon as it is ready, in any order. It writes no files: the
+caller stores results, so a crash loses only the cells that are running.
 """
 
 from __future__ import annotations

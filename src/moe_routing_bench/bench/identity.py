@@ -1,8 +1,8 @@
-"""Everything that could change an answer, as one hash: the resume key of a cell.
+"""The resume key of a cell: one hash over everything that could change its result.
 
-If any of it differs the cell is measured again; if all of it is the same, the old answer stands. Code is the
-import closure of what runs (sources.py): harness, span, operations, implementations, the router, and those
-implementations that "auto" picks. Code from outside is hashed as files and never imported here.
+If anything in it differs, the cell is measured again; otherwise the old result is kept. The code in it is all
+that the run imports (sources.py): harness, span, operations, implementations, the router, and whatever "auto"
+picks. Code from outside is hashed as files and never imported here.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SETTINGS = (
 class Identity:
     """Hashes of a cell, taken before it is measured.
 
-    key        what a sweep knows the cell by
-    contracts  by subject: the code that says what is right
+    key        the name of the cell in a sweep
+    contracts  by subject: the code that defines the right result
     sources    by subject: the code that runs
     """
 
@@ -60,7 +60,7 @@ def identify(cell: Cell, machine: Machine) -> Identity:
 
 
 def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
-    """What goes into the key, by name: each field alone changes it."""
+    """The fields of the key, by name; a change in any of them changes the key."""
     inputs = cell.inputs()
     codes = {subject: subject_code(cell.span, subject, inputs) for subject in cell.subjects}
     return {
@@ -104,8 +104,8 @@ def settings() -> dict[str, str]:
 
 
 def recorded_hash(workload: str, checkpoint: str) -> str:
-    """Of a trace's bytes, and of a checkpoint's sizes and times: another recording under the same name is
-    another workload."""
+    """Hash of a trace's bytes and of the sizes and times of a checkpoint's files: a new recording under the
+    same name is another workload."""
     parts = []
     file = file_of(workload) if workload else None
     if file is not None and file.is_file():
@@ -119,17 +119,17 @@ def recorded_hash(workload: str, checkpoint: str) -> str:
 
 
 def contract_hash(span: Span, subject: Subject) -> str:
-    """The reference code that says what is right."""
+    """Hash of the reference code, which defines the right result."""
     return Code.of([*(Path(all_ops()[name].file) for name in span.ops), *span.roots(subject)]).hash
 
 
 def _source_hash(span: Span, subject: Subject, inputs: Inputs, code: Code) -> str:
-    """What runs for a subject: its words, what is picked for it, the code, packages from outside."""
+    """Hash of what runs for a subject: its name, what "auto" picks, the code, packages from outside."""
     return digest_of([subject.name, span.resolved(subject, inputs), code.hash, _packages(span, subject)])
 
 
 def subject_code(span: Span, subject: Subject, inputs: Inputs) -> Code:
-    """Everything that runs for a subject: span, operations, implementations named or picked."""
+    """All code that runs for a subject: span, operations, and implementations named or picked."""
     ops, files = all_ops(), list(span.roots(subject))
     used = [*span.named(subject.spec), *_inside(span, subject.spec), *span.resolved(subject, inputs)]
     for op, spec in used:
@@ -138,7 +138,7 @@ def subject_code(span: Span, subject: Subject, inputs: Inputs) -> Code:
 
 
 def _inside(span: Span, spec: str) -> list[tuple[str, str]]:
-    """Implementations that those of a subject are made of; of code from outside nothing is loaded to see."""
+    """Implementations inside those of a subject; none for code from outside, which is not loaded here."""
     if any(origin != BUILT_IN for origin in span.origins(spec)):
         return []
     try:

@@ -1,9 +1,9 @@
 """The arguments of every call of a cell: call number n is a pure function of case, workload, seed and n.
 
-`Inputs` holds what all calls share, `Call` makes what one of them reads, by the names that operations give
-their parameters. Parent and worker make them independently, to the same bits, so a worker cannot choose what
-it is judged on. No two calls have the same content, so nothing can be remembered from one to the next. Values
-are normally distributed, full entropy: zeros and round numbers run faster on some hardware.
+`Inputs` holds what all calls share. `Call` makes the arguments of one call, by the names of the operations'
+parameters. Parent and worker make the same bits independently, so a worker cannot choose what it is judged
+on. No two calls have the same content, so no call can reuse results of another. Values are normally
+distributed, with full entropy: zeros and round numbers run faster on some hardware.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 from moe_routing_bench.workloads.workload import Workload, make_workload
 
-# values are drawn once and read from a different place for every call; a prime, so that no two rows are alike
+# values are drawn once, and each call reads them from another place; a prime, so that no two rows are equal
 PERIOD = 1_048_573
 STRIDE = 611_953  # from one call to the next; prime too, so places repeat after PERIOD calls
 ROUTINGS = 4  # steps of the workload that calls take in turn
@@ -39,7 +39,7 @@ ROUTINGS = 4  # steps of the workload that calls take in turn
 class Inputs:
     """Inputs(case, "zipf(1.2)", seed=0).at(7, 0, "compact").x_TD: the tokens of the eighth call.
 
-    They are made on the CPU, to the same bits wherever they are `put`.
+    They are made on the CPU, so their bits do not depend on the device they are `put` on.
     """
 
     def __init__(self, case: BenchCase, workload: str, *, seed: int = 0, W: int = 1, put: str = "cpu"):
@@ -64,7 +64,7 @@ class Inputs:
         return self._workloads[step, K]
 
     def _by_own_router(self, step: int) -> Workload:
-        """What the checkpoint's router chooses for random tokens, about what an RMSNorm hands on."""
+        """What the checkpoint's router chooses for random tokens, scaled about like an RMSNorm's output."""
         assert self.checkpoint is not None
         s = self.case.shape
         x_TD = self.normal(s.T, s.D, place=step * STRIDE, dtype=torch.float32)
@@ -111,7 +111,7 @@ class Inputs:
 
     @cached_property
     def router_DE(self) -> Tensor:
-        """Each expert's logit is one column of x: x can be given any logits, exactly and in any dtype."""
+        """Each expert's logit is one column of x, so x can hold any logits, exactly and in any dtype."""
         s = self.case.shape
         router_DE = torch.zeros(s.D, s.E)
         router_DE[self.logit_columns, torch.arange(s.E)] = 1.0
@@ -188,20 +188,20 @@ class Call:
 
     @property
     def planted_TD(self) -> Tensor:
-        """x with x @ router_DE = the scores: the real router, on real data, chooses as the workload says."""
+        """x with x @ router_DE = the scores, so that the router itself chooses what the workload says."""
         x_TD = self._x()
         x_TD[:, self.inputs.logit_columns] = self._scores(self.inputs.dtype)
         return self._put(x_TD)
 
     @property
     def token_id_T(self) -> Tensor:
-        """Of a vocabulary of 2^16, for rules that read ids."""
+        """Ids from a vocabulary of 2^16, for rules that read them."""
         bits = self._normal(self._shape.T, place=self.number * STRIDE + 7, dtype=torch.float32)
         return (bits.abs() * 2**20).long().remainder_(2**16).to(self.inputs.put)
 
     @property
     def routing(self) -> Routing:
-        """The same choices by other tokens, with other gates: every load stays what it was."""
+        """The workload's choices moved to other tokens, with other gates: each expert's load is unchanged."""
         routing = self._workload.routing
         gate_TK = self._normal(*routing.gate_TK.shape, place=self.number * STRIDE, dtype=torch.float32)
         expert_TK = routing.expert_TK.roll(self.number // ROUTINGS * 7919, 0)
@@ -222,7 +222,7 @@ class Call:
 
     @property
     def y_RD(self) -> Tensor:
-        """As the experts write it: nobody may read rows without a pair."""
+        """As the experts write it: NaN in rows without a pair, which must not be read."""
         return self._put(self._rows(float("nan")))
 
     @property
@@ -238,7 +238,7 @@ class Call:
         return self.inputs.weights.b_in_EG
 
     def upstream(self, shape: torch.Size) -> Tensor:
-        """The gradient that comes back to a result of this shape."""
+        """The upstream gradient for a result of this shape."""
         return self._normal(*shape, place=self.number * STRIDE + 13).to(self.inputs.put)
 
     @property
@@ -264,7 +264,7 @@ class Call:
         return self._normal(self._shape.T, self._shape.D, place=self.number * STRIDE)
 
     def _scores(self, dtype: torch.dtype) -> Tensor:
-        """Scores whose K highest are the workload's choices, in its order and clear of the others."""
+        """Scores whose K highest are the workload's choices, in its order and well above the others."""
         s, K = self._shape, self.K
         place = self.number * STRIDE + 5
         score_TE = self._normal(s.T, s.E, place=place, dtype=torch.float32).clamp_(-5, 5)

@@ -1,7 +1,7 @@
-"""Is what a worker computed right? Asked in the parent, on inputs the parent made itself.
+"""The parent judges what a worker computed, on inputs the parent made itself.
 
-The worker runs code from outside; whatever it says about its own results counts for nothing here. It hands
-over tensors in a file, and they are held against a float64 oracle with the same judge as everywhere.
+The worker may run code from outside, so nothing it reports about its results is used. It writes its tensors
+to a file; the parent compares them with a float64 oracle, by the same rules as everywhere else.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from moe_routing_bench.ops.registry import all_ops
 FEW_ELEMENTS = 512
 # Soft-MoE with 4 slots: an honest kernel had a root mean square error over the bound in 1 of 200 calls
 FEW_ROWS = 8
-OTHER_DRAWS = 3_000_000  # call numbers no worker is asked for
-MOST_KEPT = 8  # expected results held at once; a gate call's is asked for by every subject in turn
+OTHER_DRAWS = 3_000_000  # call numbers from here on are never given to a worker
+MOST_KEPT = 8  # expected results kept, since every subject needs the same ones for its gate calls
 STATUS = {
     "structure": Status.WRONG_STRUCTURE,
     "shape": Status.WRONG_SHAPE,
@@ -53,7 +53,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class _Right:
-    """The reference in float64 and in the dtype itself; what came back to its result."""
+    """The reference's results in float64 and in the case's dtype, and the upstream gradient."""
 
     oracle: Result
     baseline: Result
@@ -87,7 +87,7 @@ class Judge:
     def judge(
         self, path: Path, number: int, step: int, subject: Subject, ties: str = "lower id first"
     ) -> Finding:
-        """The file a worker wrote for call `number`."""
+        """Judge the file a worker wrote for call `number`."""
         right, args = self._expect(number, step, subject), self._arguments(number, step, subject)
         try:
             result = read_result(path, right.baseline, args)
@@ -134,7 +134,7 @@ class Judge:
         return verdicts
 
     def same_bits(self, one: Path, other: Path, *, number: int, step: int, subject: Subject) -> bool:
-        """Two results of the same call, already judged, wherever their values mean something."""
+        """Do two judged results of the same call agree in all bits that mean something?"""
         right, args = self._expect(number, step, subject), self._arguments(number, step, subject)
         tensors = []
         for path in (one, other):
@@ -152,7 +152,7 @@ class Judge:
         return self.span.rows(subject, self.inputs) < FEW_ROWS
 
     def _more(self, subject: Subject, n: int) -> list[_Right]:
-        """For results of few elements: what plain torch errs on other data."""
+        """Results on other data, to know plain torch's usual error when a result has few elements."""
         telling = min(n, 8 * self.span.rows(subject, self.inputs))
         draws = min(16, -(-FEW_ELEMENTS // telling)) if 0 < telling < FEW_ELEMENTS else 0
         ready = self._others.setdefault(subject.question, [])
@@ -190,7 +190,7 @@ class Judge:
         key = (subject.question, dtype)
         if key not in self._callers:
             plain = self.span.plain(subject, self.inputs, dtype)
-            # gradients need the whole way, so the oracle's are those of training
+            # gradients need the forward pass too, so the oracle trains
             direction = "forward" if self.inputs.case.direction == "forward" else "train"
             self._callers[key] = Caller(self.span, plain, direction)
         return self._callers[key]
@@ -227,7 +227,7 @@ def weights_print(span: Span, inputs: Inputs) -> str:
 
 
 def read_result(path: Path, expected: Result, args: Mapping[str, Any]) -> Result:
-    """Tensors a worker wrote, put together as the span's result; ValueError if that is not what they are."""
+    """The result a worker wrote to a file; ValueError if it is not of the expected type."""
     sizes = [t.numel() for t in tensors_in((expected.out, dict(expected.gradients)))]
     room = 8 * sum(sizes) + 2**20
     if not path.exists():

@@ -1,9 +1,9 @@
 """Layers around a cell's weights, which all its subjects share: ours, and the same in plain torch.
 
-The router reads one column of x for each expert, and x is made so that it chooses as the workload says
-(`Call.planted_TD`). In a chain a later router reads what earlier experts wrote, so there experts write
-nothing into those columns: no subject chooses other experts than the oracle because of rounding, which would
-look like an error and is none.
+The router reads one column of x for each expert, and x is made so that the router follows the workload
+(`Call.planted_TD`). In a chain, later routers read what earlier experts wrote, so experts write nothing to
+those columns: rounding cannot make a subject choose other experts than the oracle, which would look like an
+error.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from moe_routing_bench.routers.router import Router, build, parse_spec, router_n
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 
 ROUTER = "softmax_topk"
-# kinds of layer, with what is meant if nothing is said
+# kinds of layer, with the defaults of their options
 KINDS: dict[str, dict[str, Any]] = {
     "moe": {},
     "chain": {"iterations": 2},
     "perft": {"kind": "R", "rank": 8},
 }
 ROUTED_ADAPTERS = {"num_adapters": 4, "K": 2}  # of perft kind R
-SEED = 20  # of routers' own weights, and of rules that draw in training
+SEED = 20  # for routers' own weights, and for rules that draw random numbers in training
 
 
 def layer_kind(subject: Subject) -> tuple[str, dict[str, Any]]:
@@ -52,7 +52,7 @@ def layer_kind(subject: Subject) -> tuple[str, dict[str, Any]]:
 
 
 def choices_of(subject: Subject, inputs: Inputs) -> int:
-    """K of one router of the subject: some rules have one K alone, and a chain shares it out."""
+    """K of each router of the subject: some rules fix it, and a chain divides K among its iterations."""
     kind, options = layer_kind(subject)
     name, _ = parse_spec(subject.router or ROUTER)
     K = inputs.case.shape.K // (options["iterations"] if kind == "chain" else 1)
@@ -63,8 +63,8 @@ def layer_of(
     subject: Subject, inputs: Inputs, ffn: Implementation, make_plan: Implementation, *, topk: str,
     dtype: torch.dtype | None = None, fused: bool = True,
 ) -> nn.Module:  # fmt: skip
-    """The subject's layer around the inputs' weights; in another dtype with the same numbers. A router may
-    have its option `fused`, or be told not to."""
+    """The subject's layer around the inputs' weights, converted if `dtype` is another. fused=False removes
+    the router's option `fused`."""
     s, case, (kind, options) = inputs.case.shape, inputs.case, layer_kind(subject)
     dtype = dtype or inputs.dtype
     name, router_options = parse_spec(subject.router or ROUTER)
@@ -94,7 +94,7 @@ def layer_of(
 
 
 def plain_layer(subject: Subject, inputs: Inputs, dtype: torch.dtype) -> nn.Module:
-    """The layer in plain torch, in `dtype`: everything but the router by the ops' references."""
+    """The layer in plain torch, in `dtype`: the ops' references compute everything but the router."""
     layer = layer_of(
         subject, inputs, reference_of(expert_ffn_op), make_plan_op.get("counting"), topk="sort", dtype=dtype,
         fused=False,
@@ -144,7 +144,7 @@ def moe_of(layer: nn.Module) -> MoE:
 def experts_arguments(
     layer: MoE, x_TD: Tensor, routing: Routing | SoftRouting
 ) -> tuple[Tensor, Routing, RoutingPlan, ExpertWeights]:
-    """What the layer's experts compute for a routing; of Soft-MoE its slots, without their values."""
+    """The arguments of expert_ffn for a routing; for Soft-MoE its slots, without their values."""
     layout = layer.layout
     if isinstance(routing, SoftRouting):
         B, E, slots = routing.dispatch_BNS.shape[0], routing.num_experts, routing.slots_per_expert
@@ -161,7 +161,7 @@ def experts_arguments(
 
 
 def _router(subject: Subject, inputs: Inputs, topk: str, fused: bool) -> Router:
-    """The rule, its projection reading the columns that hold the logits."""
+    """The router, with a projection that reads the columns that hold the logits."""
     s = inputs.case.shape
     if inputs.checkpoint is not None and not subject.router:
         return inputs.checkpoint.router(topk).to(inputs.put)
@@ -206,7 +206,7 @@ def _silent(weights: ExpertWeights, columns: Tensor) -> ExpertWeights:
 
 def _with_adapters(moe: MoE, inputs: Inputs, options: dict[str, Any]) -> Perft:
     layer = Perft(moe, **options)
-    # the second matrix starts at 0, and nothing would be seen of the adapters
+    # the second matrix starts at 0, where adapters would not change the result
     for place, name in enumerate(("down_EDF", "up_EFD")):
         value = getattr(layer.adapters, name)
         drawn = inputs.normal(*value.shape, place=31 + place, scale=value.shape[1] ** -0.5)

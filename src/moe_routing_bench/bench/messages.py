@@ -1,4 +1,4 @@
-"""What a worker may answer to each request. Any other answer is not believed."""
+"""The answers a worker may give to each request. All others are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Seconds = Annotated[float, Field(gt=0, lt=1e7, allow_inf_nan=False)]
 
 
 class Answer(BaseModel):
-    """Nothing to tell but that it is done."""
+    """The request is done; there is nothing else to say."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -21,7 +21,7 @@ class Ready(Answer):
 
 
 class Described(Answer):
-    """What an implementation says of itself: Described(label="index_add", origin="built in", ...)."""
+    """What an implementation declares: Described(label="index_add", origin="built in", ...)."""
 
     label: Text
     origin: Text = ""
@@ -35,9 +35,9 @@ class Called(Answer):
     """One call whose result is in files.
 
     wrong_type  what is wrong with the result's type, in words
-    print       of the inputs after the call
+    print       fingerprint of the inputs after the call
     runs        what really ran, in words
-    changed     settings of torch that are not what they were
+    changed     settings of torch that the call changed
     """
 
     unsupported: Text | None = None

@@ -1,4 +1,4 @@
-"""What measuring a cell gave: frozen values on their way from the runner to records and tables."""
+"""The outcome of a measured cell: frozen values that the runner makes for records and tables."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Direction: TypeAlias = Literal["forward", "backward", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What the median time of a subject is per second; None for what was not timed or has no such work.
+    """Rates from the median time of a subject; None if it was not timed or has no such work.
 
     A combine of 16 tokens, D=32, K=2 in 25 us: Rates(tokens_per_second=6.4e5, flops_per_second=8.2e7, ...).
     """
 
     tokens_per_second: float | None = None
-    flops_per_second: float | None = None  # useful ones
-    bytes_per_second: float | None = None  # of the cost: each tensor once
-    bw_2pass: float | None = None  # of the span pack, by the two conventions of cost.pack_bytes
+    flops_per_second: float | None = None  # only useful operations
+    bytes_per_second: float | None = None  # bytes of the cost: each tensor once
+    bw_2pass: float | None = None  # only for the span pack: the two conventions of cost.pack_bytes
     bw_strict: float | None = None
 
 
@@ -95,7 +95,7 @@ class CellOutcome:
         if not one.samples:
             return Rates()
         case, seconds = self.cell.case, median(one.samples)
-        forward = self.direction == "forward"  # the conventions count what goes forward
+        forward = self.direction == "forward"  # the conventions only count the forward pass
         return Rates(
             tokens_per_second=case.shape.T / seconds,
             flops_per_second=one.cost.useful_flops / seconds or None,
@@ -105,7 +105,7 @@ class CellOutcome:
 
     @property
     def subjects(self) -> tuple[SubjectOutcome, ...]:
-        """Without the further copies of the baseline."""
+        """The outcomes without the further copies of the baseline."""
         return tuple(o for o in self.outcomes if o.role in ("baseline", "candidate"))
 
     @property

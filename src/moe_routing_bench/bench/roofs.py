@@ -1,7 +1,7 @@
-"""What this machine can do at most, measured: the roofs that rates are held against.
+"""Roofs: the highest rates measured on this machine, with which other rates are compared.
 
-A roof is the best of several tries, never a datasheet's number. A rate above its roof is not a fast kernel
-but an error in the cost model or the timer, and is reported as one.
+A roof is the best of several tries, never a datasheet's number. A rate above its roof is an error in the cost
+model or the timer, not a fast kernel, and is reported as an error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TRIES = 5
 MEMORY_BYTES = 2**28  # per array; several times the caches of a server core
 GEMM_SIZES = (512, 1024, 2048)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# a rate may pass its roof by this much before it is called an error: the roof is itself a measurement
+# a rate above its roof by more than this factor is an error; less may be noise, since roofs are measured too
 TOLERANCE = 1.05
 
-# no machine has such a rate; a file with one would make every floor zero
+# no machine comes near 1e30; such a rate in a file would make every floor zero
 Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 ByThreads = Annotated[dict[Annotated[int, Field(ge=1, le=2**20)], Rate], Field(max_length=64)]
 
@@ -43,7 +43,7 @@ class Roofs(BaseModel):
     read_bytes: ByThreads
     copy_bytes: ByThreads
     gemm_flops: dict[str, ByThreads] = Field(max_length=16)
-    seconds: float = Field(ge=0, allow_inf_nan=False)  # what measuring took
+    seconds: float = Field(ge=0, allow_inf_nan=False)  # that measuring took
 
     @model_validator(mode="after")
     def _same_threads(self) -> Self:
@@ -54,12 +54,12 @@ class Roofs(BaseModel):
         return self
 
     def floor_seconds(self, cost: Cost, dtype: str, threads: int) -> float:
-        """No call can take less: its bytes at the best bandwidth, its useful operations at the best rate."""
+        """The least time of a call: its bytes at the best bandwidth, or its operations at the best rate."""
         memory = max(self.read_bytes[threads], self.copy_bytes[threads])
         return max(cost.bytes / memory, cost.useful_flops / self.gemm_flops[dtype][threads])
 
     def share(self, cost: Cost, seconds: float, dtype: str, threads: int) -> float:
-        """The floor over the time: 0.8 is four fifths of what the machine can do. Above 1 raises."""
+        """The floor divided by the time: 0.8 is four fifths of what the machine can do. Above 1 raises."""
         share = self.floor_seconds(cost, dtype, threads) / seconds
         if share > TOLERANCE:
             raise ValueError(
@@ -72,7 +72,7 @@ class Roofs(BaseModel):
 def measure_roofs(
     machine: str, threads: tuple[int, ...], on_step: Callable[[str], None] = lambda what: None
 ) -> Roofs:
-    """About ten seconds. `on_step` is called with what is being measured."""
+    """Takes about ten seconds. `on_step` is called with what is being measured."""
     started = time.perf_counter()
     read: dict[int, float] = {}
     copy: dict[int, float] = {}
@@ -96,12 +96,12 @@ def measure_roofs(
 
 
 def stored_roofs(machine: str) -> Roofs | None:
-    """What `mrb doctor` measured here before. A file that is not what it should be is refused in words."""
+    """What `mrb doctor` measured here before. ValueError says what is wrong with a bad file."""
     path = roofs_path(machine)
     if not path.exists():
         return None
     if not path.is_file() or path.stat().st_size > 2**20:
-        raise ValueError(f"{path} is no file, or too large to be a file of roofs; delete it")
+        raise ValueError(f"{path} is not a file, or is too large to be a file of roofs; delete it")
     try:
         roofs = Roofs.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -131,7 +131,7 @@ def roofs_path(machine: str) -> Path:
 
 
 def _short(text: str) -> str:
-    """Words from the file as they may stand in a sentence."""
+    """Text from the file, made printable and short enough for a sentence."""
     printable = "".join(c if c.isprintable() else "?" for c in text[:1000])
     return printable if len(printable) <= 120 else f"{printable[:120]}..."
 

@@ -1,13 +1,13 @@
 """Interleaved rounds over the subjects that passed their trial: shuffled, paired, with the baseline's twin.
 
-Our own implementations share one process: with a process each, caches are colder and a round ten times less
-telling (8 subjects of 0.3 ms: 463 against 45 ppm s of variance times time). Code from outside has a process
-of its own, beside a second copy of the baseline that it is compared with, so it can neither harm the others
-nor look better by slowing them: that copy must be about as fast as the baseline elsewhere, and FASTER must
-hold against both.
+Our own implementations share one process. With a process each, caches are colder and a round tells ten times
+less (8 subjects of 0.3 ms: 463 against 45 ppm s of variance times time). Code from outside runs in a process
+of its own and is compared with a second copy of the baseline there. So it cannot harm the others, nor look
+better by slowing them: that copy must be about as fast as the baseline elsewhere, and FASTER must hold
+against both.
 
-Every round takes one sample of each, in a new order. Now and then, at places a subject cannot know
-beforehand, the result of a timed call is handed over and judged.
+Every round takes one sample of each, in a new order. In random rounds, which a subject cannot predict, the
+result of a timed call is handed over and judged.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from moe_routing_bench.bench.verdict import compare, stop_reason
 
 TWIN = -1
 WARM_SAMPLES = 2
-LOOK_EVERY = 1.2  # looks at the precision, each after so many times the rounds of the last: they take time
+LOOK_EVERY = 1.2  # the precision is computed again after this factor more rounds: computing it takes time
 LEAK_BYTES = 2**29
 NEAR = 4.0
-# the same code in two processes: calls of 10 us were seen 1.29 apart, where one process had less to do and so
-# colder caches
+# largest ratio of times of the same code in two processes: 1.29 was seen for calls of 10 us, where one
+# process had less to do and so colder caches
 MOST_APART = 1.5
 
 OnRound = Callable[[int], None]  # rounds so far
@@ -60,7 +60,7 @@ class BlamedError(Exception):
 class Measured:
     """Seconds per call by series, a list with one number for each round; TWIN is the baseline again."""
 
-    samples: dict[int, list[float]]  # also of the baseline beside a subject s from outside: beside(s)
+    samples: dict[int, list[float]]  # beside(s): the baseline beside a subject s from outside
     calls: dict[int, int]  # in each sample
     stages: dict[int, list[dict[str, float]]] = field(default_factory=dict)
     checked: dict[int, int] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Measured:
 
     def stage_medians(self, subject: int) -> dict[str, float]:
         seen = self.stages.get(subject, [])
-        return {name: median(one.get(name, 0.0) for one in seen) for name in seen[0]} if seen else {}
+        return {name: median(times.get(name, 0.0) for times in seen) for name in seen[0]} if seen else {}
 
 
 def measure(setup: Setup, alive: list[int], trials: Mapping[int, Trial], on_round: OnRound) -> Measured:
@@ -99,10 +99,10 @@ def beside(s: int) -> int:
 
 
 def calls_of(alive: list[int], trials: Mapping[int, Trial]) -> dict[int, int]:
-    """Calls in a sample: as many as the baseline has, unless a subject is several times slower or faster.
+    """Calls in a sample: the baseline's number, unless a subject is several times slower or faster.
 
-    The first call of a sample is slower than the rest, so the same code measured with 16 and with 4 calls
-    differs by up to a tenth.
+    The first call of a sample is slower than the rest, so the times of the same code with 16 and with 4
+    calls differ by up to a tenth.
     """
     baseline = trials[alive[0]]
 
@@ -114,18 +114,18 @@ def calls_of(alive: list[int], trials: Mapping[int, Trial]) -> dict[int, int]:
 
 
 class _Repeat:
-    """One set of processes. A series is what gets one sample in every round: a subject, the baseline's TWIN,
+    """One set of processes. A series gets one sample in every round: it is a subject, the baseline's TWIN,
     or the baseline beside a subject from outside (beside(s))."""
 
     def __init__(self, setup: Setup, alive: list[int], trials: Mapping[int, Trial], measured: Measured):
         self.setup, self.alive, self.trials, self.measured = setup, alive, trials, measured
         self.cell, self.judge, self.baseline = setup.cell, setup.judge, alive[0]
         self.numbers = Numbers()
-        self.random = random.SystemRandom()  # what a subject could predict it could prepare for
+        self.random = random.SystemRandom()  # so that no subject can predict which calls are judged
         self.here: dict[int, list[float]] = {series: [] for series in measured.samples}
         self.spans: dict[int, list[tuple[float, float]]] = {series: [] for series in self.here}
         self.grown = dict.fromkeys(self.here, 0)
-        self.warm = False  # what first calls keep, such as packed weights, is no leak
+        self.warm = False  # memory kept by first calls, such as prepared weights, is no leak
         self.homes: dict[int, tuple[Worker, int]] = {}  # a worker, and the subject's number in it
         self.next_look = 0
 
@@ -183,7 +183,7 @@ class _Repeat:
         calls, step = self.measured.calls[subject], done % ROUTINGS
         place = self.random.randrange(calls) if check else -1
         if check and self.trials[subject].about.reuses_output:
-            place = calls - 1  # earlier results are overwritten, as it says
+            place = calls - 1  # the others are overwritten: it declares reuses_output
         first = self.numbers.take(calls)
         try:
             before = worker.vitals()
@@ -205,7 +205,7 @@ class _Repeat:
         return claimed / calls
 
     def _blame(self, series: int, failure: SubjectError) -> BlamedError:
-        """If the baseline fails beside code from outside, it is not the baseline's doing."""
+        """If the baseline fails in a process with code from outside, that code is blamed."""
         for s in self.alive:
             if beside(s) == series:
                 reason = f"the baseline beside it is {failure.status}: {failure.reason}"
@@ -239,7 +239,7 @@ class _Repeat:
     def _why_stop(self, seconds: float) -> str | None:
         policy = self.cell.policy
         rounds, late = len(self.here[TWIN]), seconds >= policy.max_seconds
-        # n rounds all on one side have the p-value 2 / 2^n; corrected for all comparisons it must reach 1 %
+        # n rounds all on one side have the p-value 2 / 2^n, which must reach 1 % after the correction
         fewest = math.ceil(math.log2(200 * len(self.alive)))
         if rounds < (min(fewest, policy.max_rounds) if late else policy.min_rounds):
             return None
@@ -262,7 +262,7 @@ class _Repeat:
         return reason
 
     def _finish(self, s: int) -> None:
-        """Once more after the last round: a judged call, the clocks, the weights, the baseline beside it."""
+        """After the last round, check again: one call, the clocks, the weights, the baseline beside it."""
         self._sample(s, 0, check=True)
         worker, place = self.homes[s]
         try:

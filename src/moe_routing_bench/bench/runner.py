@@ -1,4 +1,4 @@
-"""run_cell: from a cell to its outcome. Every subject alone first, then all that passed together."""
+"""run_cell measures a cell: first every subject alone, then all that passed together."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
-WorkAndLoad = tuple[Cost, Load]  # of a question
-TRIAL_SHARE = 0.4  # of a cell's time, about
+WorkAndLoad = tuple[Cost, Load]  # for one Subject.question
+TRIAL_SHARE = 0.4  # the trials take about this share of a cell's time
 
 
 def run_cell(
@@ -48,10 +48,10 @@ def run_cell(
     on_progress: OnProgress = lambda progress: None,
     watch: Watch = lambda: None,
 ) -> CellOutcome:
-    """Measure one cell. Never raises for what an implementation does; that is a status of its outcome."""
+    """Measure one cell. A failing implementation never raises here; its outcome has the status."""
     started, before = time.perf_counter(), weather()
     for folder in cell.include:
-        include(folder)  # only names them here; workers load
+        include(folder)  # only registers names; workers load the code
     span, identity = cell.span, identify(cell, this_machine())
     try:
         inputs = cell.inputs()
@@ -108,7 +108,7 @@ def run_cell(
 
 
 def _cannot(cell: Cell, identity: Identity, reason: str, weather_span: WeatherSpan) -> CellOutcome:
-    """A workload these sizes cannot have is a state of the cell, not the end of a sweep."""
+    """The outcome if these sizes cannot have the workload. It must not end a sweep."""
     return CellOutcome(
         cell=cell,
         identity=identity,
@@ -121,7 +121,7 @@ def _cannot(cell: Cell, identity: Identity, reason: str, weather_span: WeatherSp
             )
             for subject in cell.subjects
         ),
-        stop_reason="there is no such workload for these sizes",
+        stop_reason="these sizes cannot have this workload",
         weather=weather_span,
     )
 
@@ -191,32 +191,32 @@ def _outcomes(
 
 
 def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -> SubjectOutcome:
-    """Code from outside may have slowed the baseline beside it: FASTER must also hold elsewhere."""
-    said = one.comparison
-    if said is None or said.verdict != "FASTER":
+    """Code from outside may have slowed the baseline beside it, so FASTER must also hold elsewhere."""
+    comparison = one.comparison
+    if comparison is None or comparison.verdict != "FASTER":
         return one
     if compare(baseline.samples, one.samples, aa_floor=floor).verdict == "FASTER":
         return one
-    reason = f"{said.reason}; but it is not faster than the baseline in a process of its own"
-    return replace(one, comparison=replace(said, verdict="UNDECIDED", more_rounds=None, reason=reason))
+    reason = f"{comparison.reason}; but it is not faster than the baseline in another process"
+    return replace(one, comparison=replace(comparison, verdict="UNDECIDED", more_rounds=None, reason=reason))
 
 
 def _facts(span: Span, subject: Subject, inputs: Inputs) -> WorkAndLoad:
-    """A subject that cannot exist has no work; its trial says why."""
+    """Cost and load of a subject; empty if it cannot exist, and its trial says why."""
     try:
         cost, load = span.facts(subject, inputs)
     except (ValueError, NotImplementedError):
         return Cost(), {}
-    # backward multiplies twice as much as forward and moves about as much; a floor must not be too high
+    # backward has twice the products of forward and moves about as much; the floor must not be too high
     flops, moved = {"forward": (1, 1), "backward": (2, 1), "train": (3, 2)}[inputs.case.direction]
     return cost.times(flops=flops, bytes=moved), load
 
 
 def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
-    """No call can take less, if data is where the policy says; None where the roofs are not known: those
-    that are measured are the CPU's.
+    """The least time a call can take under the cell's cache policy. None if the roofs are not known: only
+    the CPU's are measured.
 
-    With hot caches bytes count only if they cannot all be in the caches.
+    With hot caches, bytes count only if the caches cannot hold them all.
     """
     threads, dtype = cell.policy.threads, cell.case.dtype
     if cell.policy.device != "cpu":
@@ -244,8 +244,8 @@ def _notes(cell: Cell, trials: dict[int, Trial], alive: list[int]) -> tuple[str,
     notes = cell.span.notes(cell.case)
     if cell.case.scaled_from:
         notes.append(
-            f"{cell.case.scaled_from} is too big for here; {cell.case.shape} stands in for it, and says "
-            "nothing about the full size"
+            f"{cell.case.scaled_from} is too big for this machine; {cell.case.shape} was measured instead, "
+            "which says nothing about the full size"
         )
     if alive and alive[0] != 0:
         notes.append(

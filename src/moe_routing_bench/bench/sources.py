@@ -1,8 +1,8 @@
-"""Which files an answer hangs on: everything that some files import, read from their text and never run.
+"""Which files a result depends on: everything that some files import, found by parsing, never by running.
 
-Imports count wherever they stand in a file, `#include "..."` in C++ too, and the C++ that a launcher names.
-An `__init__.py` of ours holds names for people and changes no answer. What is loaded by name at run time (an
-implementation, a span, a router) is for the caller to give as a root.
+All imports in a file count, also `#include "..."` in C++, and the C++ files that a launcher names. Our
+`__init__.py` files only re-export names, so they do not count. Code loaded by name at run time (an
+implementation, a span, a router) must be given as a root by the caller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CODE = (".cpp", ".h", ".cu", ".cuh")
 
 @dataclass(frozen=True)
 class Code:
-    """Files, and all files of ours that they need: Code.of([path]).hash"""
+    """Files and all files of this package that they need: Code.of([path]).hash"""
 
     files: tuple[Path, ...]
 
@@ -47,7 +47,7 @@ class Code:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of the packages that it imports from elsewhere, and of the compiler if some of it is C++."""
+        """Versions of the other packages it imports, and of the compiler if it has C++ files."""
         names = {name for path in self.files for name in needs(path)[1]}
         compiled = any(path.suffix in CODE for path in self.files)
         compiler = {"compiler": compiler_version()} if compiled else {}
@@ -55,7 +55,7 @@ class Code:
 
 
 def needs(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """Files of ours that a file needs itself, and the packages it imports from elsewhere."""
+    """Files of this package that a file needs directly, and the other packages it imports."""
     status = path.stat()
     return _needs(path, PACKAGE, status.st_mtime_ns, status.st_size)
 
@@ -80,7 +80,7 @@ def _needs(path: Path, package: Path, changed: int, size: int) -> tuple[tuple[Pa
 
 
 def _modules(node: ast.AST) -> list[str]:
-    """Names that are imported here; what is imported from a package may be a module itself."""
+    """Modules imported here; a name imported from a package may be a module too."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -1,4 +1,4 @@
-"""What became of one implementation in one cell: Status, each with its meaning."""
+"""Status: how one implementation ended in one cell, with the meaning of each status."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Status(StrEnum):
         return member
 
     PASSED = "PASSED", "right before, during and after it was timed"
-    WRONG_SHAPE = "WRONG_SHAPE", "the result has another shape than the oracle's"
-    WRONG_DTYPE = "WRONG_DTYPE", "the result has another dtype than the contract says"
+    WRONG_SHAPE = "WRONG_SHAPE", "the result does not have the oracle's shape"
+    WRONG_DTYPE = "WRONG_DTYPE", "the result does not have the contract's dtype"
     WRONG_VALUE = "WRONG_VALUE", "the error is above the bound"
-    WRONG_STRUCTURE = "WRONG_STRUCTURE", "the result is not the kind of value the contract says"
+    WRONG_STRUCTURE = "WRONG_STRUCTURE", "the result is not of the contract's type"
     NONFINITE = "NONFINITE", "NaN or infinity where the oracle is finite"
-    NONDETERMINISTIC = "NONDETERMINISTIC", "two runs differ in bits though it promises equal ones"
+    NONDETERMINISTIC = "NONDETERMINISTIC", "two runs gave different bits, though it promises equal ones"
     MUTATED_INPUT = "MUTATED_INPUT", "it wrote to its inputs"
     UNSUPPORTED = "UNSUPPORTED", "it says itself that it cannot run here"
     RUNTIME_ERROR = "RUNTIME_ERROR", "it raised an error"

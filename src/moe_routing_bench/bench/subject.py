@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """An implementation in a layout, and for a layer the routing rule and the kind of layer around it.
+    """An implementation in a layout; in the span layer also a router and the layer around it.
 
     Subject(spec="staged(combine=index_add)", layout="compact")        span expert_ffn
     Subject(spec="index_select+gather_sum", layout="block(64)")        span pack: dispatch + combine
@@ -16,8 +16,8 @@ class Subject:
 
     spec: str
     layout: str = "compact"
-    router: str = ""  # of a layer: a rule, with options in brackets; empty: softmax_topk
-    layer: str = ""  # moe, chain(...) or perft(...); empty: moe
+    router: str = ""  # a rule, with options in brackets; empty means softmax_topk
+    layer: str = ""  # moe, chain(...) or perft(...); empty means moe
 
     @property
     def name(self) -> str:
@@ -26,5 +26,5 @@ class Subject:
 
     @property
     def question(self) -> tuple[str, str, str]:
-        """What it is asked to compute: subjects with the same question have the same right answer."""
+        """What it must compute: subjects with the same question have the same right result."""
         return self.layout, self.router, self.layer

@@ -1,7 +1,7 @@
-"""The parent's side of a worker: start it, ask it, limit it, and say in words how it ended.
+"""The parent's side of a worker: start it, send requests, limit it, and say in words how it ended.
 
-Nothing a worker sends is trusted to be well formed: answers are JSON of bounded size, never unpickled. A
-worker that is late, dead or babbling is killed with everything it started.
+Every answer of a worker is validated: it is JSON of bounded size, never unpickled. A worker that is late,
+dead or sends anything else is killed with all processes it started.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ A = TypeVar("A", bound=Answer)
 
 
 class SubjectError(Exception):
-    """What became of a request that was not answered: a status, and a sentence."""
+    """Why a request has no valid answer: a status and a sentence."""
 
     def __init__(self, status: Status, reason: str):
         super().__init__(reason)
@@ -48,7 +48,7 @@ class SubjectError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Vitals:
-    """Vitals(rss_bytes=300_000_000, peak_bytes=512_000_000, threads=1): in memory now, at most so far."""
+    """Vitals(rss_bytes=300_000_000, peak_bytes=512_000_000, threads=1): memory now, and its peak so far."""
 
     rss_bytes: int
     peak_bytes: int
@@ -90,14 +90,14 @@ class Worker:
         return self._process.pid
 
     def ask(self, what: str, answer_type: type[A], **details: Any) -> A:
-        """The answer to a request, of the type that belongs to it; SubjectError if there is none."""
+        """The answer to a request, as `answer_type`; SubjectError if there is no valid one."""
         self._asked = what
         self._send({"do": what, **details})
         return self._answer(answer_type)
 
     def sample(self, **details: Any) -> tuple[float, float]:
-        """Seconds of a timed span: by the worker's clock, which is precise, and by this process's, which also
-        holds the way there and back, and which the worker cannot reach."""
+        """Seconds of a timed span by two clocks: the worker's, which is precise, and this process's, which
+        includes the time in the pipe and which the worker cannot change."""
         self.ask("prepare", Answer, **details)
         started = _now_ns()
         claimed = self.ask("go", Timed).seconds
@@ -112,7 +112,7 @@ class Worker:
         return self.scratch / f"{name}.safetensors"
 
     def count_threads(self) -> int:
-        """Of the worker and everything it started, as the system counts them."""
+        """Threads of the worker and all processes it started, by the system's count."""
         try:
             process = psutil.Process(self.pid)
             return sum(p.num_threads() for p in [process, *process.children(recursive=True)])
@@ -120,7 +120,7 @@ class Worker:
             return 0
 
     def vitals(self) -> Vitals:
-        """Of the worker itself, in one cheap look; zeros if the system does not tell."""
+        """Vitals of the worker itself, cheap to read; zeros if the system does not report them."""
         try:
             text = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
@@ -143,7 +143,7 @@ class Worker:
 
     def close(self) -> None:
         if self._process.is_alive():
-            # its whole group: children it forked must not stay; it made the group itself, at once
+            # kill its whole group, which it made when it started: no forked child may stay
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if os.getpgid(self.pid) == self.pid:
                     os.killpg(self.pid, signal.SIGKILL)
@@ -181,7 +181,7 @@ class Worker:
         try:
             return answer_type.model_validate(answer)
         except ValidationError:
-            raise SubjectError(Status.SUSPECT, f"its answer to {self._asked} is not one") from None
+            raise SubjectError(Status.SUSPECT, f"its answer to {self._asked} is not valid") from None
 
     def _died(self) -> SubjectError:
         self._process.join(5)
@@ -199,7 +199,7 @@ class Worker:
 
 
 def _error(asked: str, message: str, error_type: str) -> SubjectError:
-    # an absent library shows when the implementation is loaded; later it is an error like any other
+    # an absent library raises when the implementation is loaded; later this is an ordinary error
     if error_type == "NotImplementedError" and asked == "describe":
         return SubjectError(Status.UNSUPPORTED, message.partition(": ")[2] or message)
     if (
@@ -214,8 +214,7 @@ def _error(asked: str, message: str, error_type: str) -> SubjectError:
 
 
 def quiet_cores(threads: int) -> tuple[int, ...]:
-    """The cores that did least in the last tenth of a second, as many as there are threads; empty where the
-    system does not pin."""
+    """The least busy cores in a tenth of a second, one for each thread; empty if the system cannot pin."""
     if not hasattr(os, "sched_getaffinity"):
         return ()
     allowed = os.sched_getaffinity(0)
@@ -225,8 +224,8 @@ def quiet_cores(threads: int) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _without_main_module() -> Iterator[None]:
-    """multiprocessing would import the parent's main module again in every worker: seconds each, and a script
-    without a guard would run twice. Workers need nothing of it."""
+    """Keeps multiprocessing from importing the parent's main module in every worker: that takes seconds, and
+    a script without a guard would run twice. Workers do not need it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -239,10 +238,10 @@ _context_made: ForkServerContext | None = None
 
 
 def _context() -> ForkServerContext:
-    """Workers are forked from a server that has imported torch: 20 ms instead of 2 s."""
+    """Workers are forked from a server that has imported torch, which takes 20 ms instead of 2 s."""
     global _context_made
     if _context_made is None:
         _context_made = multiprocessing.get_context("forkserver")
-        # torch imports the second when memory is poisoned, which takes a second in every worker
+        # torch imports its inductor config when memory is poisoned: a second in every worker without this
         _context_made.set_forkserver_preload(["moe_routing_bench.bench.worker", "torch._inductor.config"])
     return _context_made

@@ -1,6 +1,6 @@
-"""Each subject alone in a process of its own: is it right, does it behave, is its clock to be believed?
+"""Tries each subject alone in its own process: are its results right, does it behave, is its clock honest?
 
-Only those that pass take part in the rounds.
+Only subjects that pass take part in the rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHECKS = (
     "earlier results left alone", "no threads left", "torch's settings left alone",
     "time agrees with the parent's clock",
 )  # fmt: skip
-# what the parent's clock may see beyond the worker's: the way there and back over the pipe, and a share
+# how much longer the parent's clock may run than the worker's: the time in the pipe, and a share of the span
 PIPE_SECONDS = 3e-4
 HIDDEN_SHARE = 0.05
 SECOND_CHANCES = 50
@@ -37,7 +37,7 @@ Watch = Callable[[], str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What the trial showed. Trial(status=Status.PASSED, about=Described(label="index_add"), calls=4, ...)"""
+    """The result of a trial: Trial(status=Status.PASSED, about=Described(label="index_add"), calls=4, ...)"""
 
     status: Status
     reason: str = ""
@@ -45,8 +45,8 @@ class Trial:
     verdict: Verdict | None = None
     first_call: float | None = None
     runs: str = ""  # what really ran, in words
-    calls: int = 1  # that make a sample long enough for the clock
-    call_seconds: float = 0.0  # about, at best
+    calls: int = 1  # enough to make a sample long enough for the clock
+    call_seconds: float = 0.0  # roughly, the best of a few samples
     peak_rss_bytes: int | None = None
     log_tail: str = ""
 
@@ -56,7 +56,7 @@ class Trial:
 
 
 class Numbers:
-    """Call numbers that nobody had before: take(3) gives the first of three."""
+    """Call numbers that were not used before: take(3) gives the first of three."""
 
     def __init__(self, first: int = 100):
         self._next = first
@@ -70,8 +70,8 @@ class Numbers:
 class Setup:
     """What stays the same for all trials and rounds of a cell.
 
-    watch: asked after every turn of a subject; a sentence if something outside was touched, such as the
-    results file.
+    watch: called after every turn of a subject; returns a sentence if the subject touched something outside,
+    such as the results file.
     """
 
     cell: Cell
@@ -109,7 +109,7 @@ def try_alone(setup: Setup, index: int) -> Trial:
 
 
 def _gate(worker: Worker, subject: Subject, judge: Judge, about: Described) -> dict[str, Any]:
-    """Right on two inputs, the first twice; inputs, weights and torch's settings as they were."""
+    """Checks results on two inputs, the first twice, and that inputs, weights and settings are unchanged."""
     seen: dict[str, Any] = {}
     calls = (("first", 0, 0, False), ("second", 10, 1, True), ("again", 0, 0, True))
     for name, number, step, poison in calls:
@@ -122,7 +122,7 @@ def _gate(worker: Worker, subject: Subject, judge: Judge, about: Described) -> d
         if not seen:
             seen = {"verdict": verdict, "first_call": answer.seconds, "runs": answer.runs}
         if answer.aliases:
-            raise SubjectError(Status.WRONG_STRUCTURE, "its result lies in the memory of an input")
+            raise SubjectError(Status.WRONG_STRUCTURE, "its result shares memory with an input")
         if answer.changed:
             changed = ", ".join(answer.changed)
             raise SubjectError(Status.SUSPECT, f"it changed {changed} for everybody in its process")
@@ -139,7 +139,7 @@ def check_call(
     worker: Worker, judge: Judge, answer: Called | HandedOver, *,
     name: str, number: int, step: int, subject: Subject, about: Described,
 ) -> Verdict | None:  # fmt: skip
-    """One call whose result the worker handed over: its type, its inputs afterwards, its values."""
+    """Checks a call whose result the worker handed over: type, inputs after the call, values."""
     if answer.wrong_type:
         raise SubjectError(Status.WRONG_STRUCTURE, answer.wrong_type)
     if answer.print != judge.input_print(number, step, subject):
@@ -167,7 +167,7 @@ def check_weights(worker: Worker, judge: Judge) -> None:
 
 
 def _calibrate(worker: Worker, numbers: Numbers) -> tuple[int, float]:
-    """How many calls make a sample, and that what the worker's clock says is what ours says."""
+    """Calls per sample and seconds per call; SubjectError if the worker's clock and ours disagree."""
     calls = worker.ask("calibrate", Calibrated, subject=0, first=numbers.take(3 * MOST_CALLS)).calls
 
     short = worker.sample(subject=0, first=numbers.take(calls), step=0, calls=calls, keep=-1)[0] / calls
@@ -175,7 +175,7 @@ def _calibrate(worker: Worker, numbers: Numbers) -> tuple[int, float]:
 
 
 def audit(worker: Worker, subject: int, call_seconds: float, numbers: Numbers) -> float:
-    """Spans so long that the way over the pipe is nothing: both clocks must agree. Seconds per call."""
+    """Seconds per call. Both clocks must agree, on spans so long that the time in the pipe is negligible."""
     calls = min(MOST_CALLS, max(1, math.ceil(AUDIT_SECONDS / call_seconds)))
 
     def again() -> tuple[float, float]:
@@ -187,8 +187,8 @@ def audit(worker: Worker, subject: int, call_seconds: float, numbers: Numbers) -
 
 
 def check_clocks(spans: Sequence[tuple[float, float]], again: Callable[[], tuple[float, float]]) -> None:
-    """(claimed, seen) of several spans: the least that was hidden must be next to nothing. A busy machine can
-    only make single spans worse, so more are taken before anybody is suspected."""
+    """Takes (claimed, seen) seconds of several spans: the smallest difference must be negligible. A busy
+    machine can only make single spans worse, so more are taken before a subject is called SUSPECT."""
     taken = list(spans)
     while True:
         hidden, seen = min((seen - claimed, seen) for claimed, seen in taken)

@@ -2,22 +2,22 @@
 
 The rule, for B against the baseline A, with the ratio B / A taken within each round:
 
-1. SLOWER (or FASTER) needs three things: the 99 % interval of the median ratio lies on one side of 1, the
-   ratio is further from 1 than `delta` and than the session put A's own twin from A, and the signed-rank
+1. SLOWER (or FASTER) has three conditions: the 99 % interval of the median ratio lies on one side of 1; the
+   ratio is further from 1 than `delta`, and than the ratio of A's twin to A in this session; the signed-rank
    p-value, corrected for the number of cells, is at most 1 %.
 2. SAME needs the whole interval, and the twin, within `delta` of 1.
-3. Everything else is UNDECIDED, with the reason and about how many more rounds would settle it.
+3. Everything else is UNDECIDED, with the reason and about how many more rounds would decide it.
 
-Why these, by `measurements/bench/verdict_power.py` (a round shuffles the order of implementations):
+Why these rules, by `measurements/bench/verdict_power.py` (a round shuffles the order of implementations):
 
-- Median of paired ratios, not ratio of medians: what a round does to both cancels. Its standard deviation
-  over 80 rounds is 0.58 % against 0.92 % under drift and 0.69 % against 1.49 % under all noises at once; it
-  loses only under spikes alone, by a twentieth.
-- Signed ranks: if A and B are the same, shuffling makes every sign of log(B / A) a fair coin of its own,
-  whatever spikes, drift and bursts do to the sizes, so the test keeps its level under all of them. The same
-  coins are why rounds are resampled singly and not in blocks: bursts lose no coverage.
-- Percentile bootstrap: BCa covers the same to 0.2 % and costs a jackknife. Of 99 % intervals 97 % hold the
-  truth at 10 rounds, 98 % at 20 and 98.5 % to 99 % from 40 on.
+- Median of paired ratios, not ratio of medians: noise that hits both in a round cancels. Its standard
+  deviation over 80 rounds is 0.58 % against 0.92 % under drift and 0.69 % against 1.49 % under all noises at
+  once; it is worse only under spikes alone, by a twentieth.
+- Signed ranks: if A and B are the same, shuffling makes every sign of log(B / A) an independent fair coin,
+  whatever spikes, drift and bursts do to its size, so the test keeps its level under all of them. For the
+  same reason rounds are resampled singly and not in blocks: bursts lose no coverage.
+- Percentile bootstrap: BCa has the same coverage to 0.2 % and costs a jackknife. Of the 99 % intervals, 97 %
+  hold the truth at 10 rounds, 98 % at 20 and 98.5 % to 99 % from 40 on.
 - With 3 % of jitter a difference of 5 % is found in 40 rounds (98 % of the time; under all noises at once it
   takes 80), and the same code is called different in at most 0.65 % of comparisons.
 
@@ -41,12 +41,12 @@ Floats: TypeAlias = NDArray[np.float64]
 DELTA = 0.02
 CONFIDENCE = 0.99
 FEWEST_ROUNDS = 5
-# the ends of a 99 % interval are then the 10th from either side
+# with 1999, the ends of a 99 % interval are the 10th smallest and the 10th largest
 RESAMPLES = 1_999
-# past this many rounds the ratio is at the threshold, and no patience will tell on which side
+# if more rounds are needed, the ratio is too close to the threshold to decide on which side it lies
 MOST_ROUNDS = 10_000
-# logarithms are rounded to a millionth of a millionth, so that 1.02 is on the threshold in whatever unit and
-# direction it was computed
+# logarithms are rounded to 1e-12, so that 1.02 is on the threshold whatever the unit of time and the
+# direction of the comparison
 DIGITS = 12
 
 
@@ -82,7 +82,7 @@ def compare(
     confidence: float = CONFIDENCE,
     seed: int = 0,
 ) -> Comparison:
-    """One cell: times of A and B, paired by round. aa_floor: what the function of that name gives."""
+    """One cell: times of A and B, paired by round. aa_floor: the result of the function of that name."""
     return compare_cells([(a, b)], aa_floor=aa_floor, delta=delta, confidence=confidence, seed=seed)[0]
 
 
@@ -119,10 +119,10 @@ def compare_cells(
 
 
 def aa_floor(a: ArrayLike, a_twin: ArrayLike) -> float:
-    """How far the session put the baseline from its own twin: 0.013 is 1.3 %, in either direction.
+    """How far the baseline was from its own twin in this session: 0.013 is 1.3 %, in either direction.
 
-    The chance part of it is in every interval already; this is for what shuffling cannot remove, such as the
-    luck of an allocation. One pair is one draw of that luck: of several cells' floors, use the largest.
+    Every interval already contains its random part. The floor adds what shuffling cannot remove, such as
+    lucky memory addresses. One pair is one draw of that luck: of several cells' floors, use the largest.
     """
     return math.expm1(abs(float(np.median(_log_ratios(a, a_twin)))))
 
@@ -130,7 +130,7 @@ def aa_floor(a: ArrayLike, a_twin: ArrayLike) -> float:
 def precision_reached(
     a: ArrayLike, b: ArrayLike, target: float, *, confidence: float = CONFIDENCE, seed: int = 0
 ) -> bool:
-    """Is the ratio known to within a factor of 1 + target? The ratio itself is not looked at."""
+    """Is the ratio known to within a factor of 1 + target? The ratio itself does not matter."""
     low, high = _interval(_log_ratios(a, b), confidence, seed)
     return (high - low) / 2 <= _log1p(target)
 
@@ -147,8 +147,8 @@ def stop_reason(
 ) -> str | None:
     """Why measuring may stop now, or None to go on.
 
-    It depends on the width of the interval and never on the verdict: to measure until a difference shows is
-    to find differences that are not there.
+    It depends on the width of the interval and never on the verdict: measuring until a difference shows
+    finds differences that do not exist.
     """
     rounds = np.size(a)
     if rounds >= max_rounds:
@@ -267,9 +267,9 @@ def _decide(
 
 
 def _signed_rank_p(log: Floats) -> float:
-    # "auto" is the normal law above 50 rounds, but permutes up to 13 tied ones for 5 s. "exact" takes
-    # the ties of a coarse clock for untied: at the 1 % level it then rejects 0 to 1.0 % (simulated, clock
-    # steps of 0.1 to 2 sigma). zsplit: two equal times count half for either side
+    # "auto" uses the normal law above 50 rounds, but with ties it permutes up to 13 rounds, which takes 5 s.
+    # "exact" ignores the ties of a coarse clock: at the 1 % level it then rejects 0 to 1.0 % (simulated,
+    # clock steps of 0.1 to 2 sigma). zsplit: two equal times count half for each side
     from scipy import stats
 
     method: Literal["exact", "auto"] = "exact" if len(log) <= 50 else "auto"
@@ -277,7 +277,7 @@ def _signed_rank_p(log: Floats) -> float:
 
 
 def _rounds_for_p(rounds: int, p: float, q: float, alpha: float) -> float:
-    """Rounds until p, multiplied as it is now by the correction for many cells, comes down to alpha."""
+    """Rounds until p, with the present correction factor for many cells, falls to alpha."""
     if q <= alpha:
         return 0.0
     from scipy import stats

@@ -16,19 +16,19 @@ class Weather:
     """The counters of one moment: load 2.1 on 2 cores is a busy machine.
 
     Weather(load_1min=0.3, cpu_seconds=2000.0, steal_seconds=40.0, available_gib=18.5, throttle_count=None):
-    quiet now; since boot, 2 % of the time of all cores went to other guests of the host; whether the
-    processor ever slowed itself down, this system does not tell.
+    quiet now; since boot, 2 % of the time of all cores went to other guests of the host; this system does
+    not report whether the processor ever slowed itself down.
     """
 
     load_1min: float
     cpu_seconds: float  # of all cores since boot, busy or idle
-    steal_seconds: float  # of these, what the host gave to somebody else
+    steal_seconds: float  # of these, what the host gave to other guests
     available_gib: float
-    throttle_count: int | None  # times a core slowed itself down since boot; None: this system does not tell
+    throttle_count: int | None  # times a core slowed itself down since boot; None if not reported
 
     @property
     def steal_percent(self) -> float:
-        """Since boot; WeatherSpan has the figure for a run."""
+        """The share since boot; WeatherSpan has the share during a run."""
         return 100 * self.steal_seconds / self.cpu_seconds if self.cpu_seconds > 0 else 0.0
 
     def complaints(self, cores: int) -> list[str]:
@@ -72,13 +72,13 @@ class WeatherSpan:
 
     @property
     def throttles(self) -> int | None:
-        """Times a core slowed itself down in between; None where the system does not tell."""
+        """Times a core slowed itself down in between; None if the system does not report it."""
         if self.before.throttle_count is None or self.after.throttle_count is None:
             return None
         return max(0, self.after.throttle_count - self.before.throttle_count)
 
     def complaints(self, cores: int, threads: int = 1) -> list[str]:
-        """In words. `threads` is what the run itself kept busy: that much load afterwards is its own."""
+        """Complaints in words. `threads` is the load that the run itself causes."""
         complaints = []
         if self.load_before > MOST_LOAD_PER_CORE * cores:
             complaints.append(

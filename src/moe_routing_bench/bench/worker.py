@@ -1,8 +1,8 @@
 """The worker: a process that runs implementations, good and bad, on request. It decides nothing.
 
-It answers requests of the parent (supervisor.py) over a pipe, in JSON: load inputs, call a subject and hand
-over the result in a file, time a sample. What it says is checked by the parent where it matters: results are
-judged there, inputs are made there again, and the parent's clock runs around every timed span.
+It answers requests of the parent (supervisor.py) over a pipe, in JSON: load inputs, call a subject and write
+its result to a file, time a sample. The parent checks what matters: it makes the inputs again, judges the
+results, and measures every timed span with its own clock too.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from moe_routing_bench.conformance.check import poisoned_memory
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.registry import BUILT_IN, include
 
-MOST_CALLS = 256  # of one sample: each has inputs of its own, and they are all made before
-# ten thousand steps of the timer. Longer samples are no better: noise here comes in bursts of many
-# milliseconds, so for the same time 16 calls a sample give twice the variance of 1 to 4 (0.3 ms calls)
+MOST_CALLS = 256  # in one sample: each has its own inputs, all made before the sample
+# five thousand steps of the timer. Longer samples are no better: noise comes in bursts of many milliseconds,
+# so in the same time, samples of 16 calls give twice the variance of 1 to 4 (calls of 0.3 ms)
 SAMPLE_SECONDS = 5e-4
 
 
 def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]) -> None:
-    """The life of a worker process. Everything it prints goes to a log in its scratch folder."""
+    """The main function of a worker process. Everything it prints goes to a log in its scratch folder."""
     cell = Cell.from_json(cell_json)
     _settle(cell, Path(scratch), pipe.fileno(), cores)
     try:
@@ -70,7 +70,7 @@ def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]
             what = request.pop("do")
             try:
                 answer = requests[what](**request)
-            except BaseException as error:  # also SystemExit: a kernel does not end the worker
+            except BaseException as error:  # also SystemExit: a kernel must not end the worker
                 answer = {"error": _described(error), "error_type": type(error).__name__}
             _send(pipe, answer)
 
@@ -89,13 +89,13 @@ class _Worker:
         self._timed: list[Any] = []
         self._kept: list[Any] = []
         self._kept_args: Mapping[str, Any] = {}
-        # OpenMP's threads start here, and a GPU driver's, so that threads counted later are a kernel's own
+        # start the threads of OpenMP and of a GPU driver now, so that threads counted later are a kernel's
         for place in {"cpu", memory_place(device)}:
             ones = torch.ones(512, 512, device=place)
             torch.mm(ones, ones).relu_().sum()
 
     def describe(self, subject: int) -> dict[str, Any]:
-        """What the implementation says of itself; loading it may already go wrong."""
+        """What the implementation declares; even loading it may fail."""
         spec = self.cell.subjects[subject].spec
         parts = self.span.parts(spec)
         return {
@@ -108,7 +108,7 @@ class _Worker:
         }
 
     def gate(self, subject: int, number: int, step: int, poison: bool, name: str) -> dict[str, Any]:
-        """One call on fresh inputs; its result goes to files, at once and again after a later call."""
+        """One call on fresh inputs. Its result is saved to a file at once, and again after the next call."""
         call, args = self._call(subject, number, step)
         backward = self.cell.case.direction != "forward"
         if backward and not self.span.differentiable:
@@ -144,12 +144,12 @@ class _Worker:
             return [caller.ready(*self._call(subject, number, number % ROUTINGS)) for number in calls]
 
         if self.flusher is not None:
-            return {"calls": 1}  # caches are cold only once
+            return {"calls": 1}  # caches are cold only for the first call
         return {"calls": min(MOST_CALLS, calls_per_sample(self.clock, make, SAMPLE_SECONDS))}
 
     def prepare(self, subject: int, first: int, step: int, calls: int, keep: int) -> dict[str, Any]:
-        """Everything for a sample: inputs never seen before, and caches as the policy says. keep: the call
-        whose result will be handed over, -1 for none."""
+        """Prepare a sample: new inputs, and caches as the policy says. keep: the call whose result will be
+        handed over, -1 for none."""
         caller = self._caller(subject)
         made = [self._call(subject, first + c, (step + c) % ROUTINGS) for c in range(calls)]
         self._kept, self._kept_args = [], made[keep][1]
@@ -165,7 +165,7 @@ class _Worker:
         return {}
 
     def go(self) -> dict[str, Any]:
-        """The timed span. The parent's clock runs around this request."""
+        """Run the timed span. The parent's clock also times this request."""
         return {"seconds": self.clock.span(self._timed)}
 
     def hand_over(self, subject: int, name: str) -> dict[str, Any]:
@@ -202,9 +202,9 @@ def _keep(run: Callable[[], Any], holder: list[Any]) -> None:
 
 
 def _settle(cell: Cell, scratch: Path, pipe: int, cores: tuple[int, ...]) -> None:
-    """Its own process group, its own log, pinned threads, capped memory; dies with its parent."""
+    """Its own process group and log, pinned threads, a memory cap; and it dies when its parent dies."""
     os.setsid()
-    # what the server of forks holds open is not for kernels to write to
+    # close the fork server's files, so that kernels cannot write to them
     for fd in [int(name) for name in os.listdir("/proc/self/fd")] if sys.platform == "linux" else []:  # noqa: PTH208
         if fd > 2 and fd != pipe:
             with contextlib.suppress(OSError):
@@ -217,7 +217,7 @@ def _settle(cell: Cell, scratch: Path, pipe: int, cores: tuple[int, ...]) -> Non
     os.dup2(log, 2)
     os.close(log)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # scipy's, which Transformers imports late: its threads would be taken for a kernel's
+    # Transformers imports scipy late, and the threads of its OpenBLAS would be taken for a kernel's
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     torch.set_num_threads(cell.policy.threads)
     if cores:
@@ -230,7 +230,7 @@ def _settle(cell: Cell, scratch: Path, pipe: int, cores: tuple[int, ...]) -> Non
 
 
 def _global_state() -> dict[str, Any]:
-    """What a kernel must leave as it found it: it would change other kernels' results or times."""
+    """Settings a kernel must not change, because they affect other kernels' results or times."""
     return {
         "torch's number of threads": torch.get_num_threads(),
         "torch's default dtype": torch.get_default_dtype(),
@@ -242,7 +242,7 @@ def _global_state() -> dict[str, Any]:
 
 
 def _aliases(out: Any, args: Mapping[str, Any]) -> bool:
-    """Does the result lie in memory of an input? What is done to it later would change the input."""
+    """Does the result share memory with an input? Later writes to it would change the input."""
     mine = {t.untyped_storage().data_ptr() for t in tensors_in(out) if t.numel()}
     return bool(mine & {t.untyped_storage().data_ptr() for t in tensors_in(args) if t.numel()})
 

@@ -1,12 +1,12 @@
-"""The one meaning of impl="auto": which implementation runs these arguments, and why.
+"""What impl="auto" means: which implementation runs these arguments, and why. The candidates are, in order:
 
 1. The measured winner, if decisions are on and were made for this machine, torch and these sizes.
-2. Else what the op prefers on this class of machine (`ops/<op>/preferences.py`), and last its default.
-3. Of these the first that can run the arguments. It is asked at every call, because tokens, dtype, device and
-   whether gradients are wanted belong to the call; what cannot run is passed over, and `Choice.why` says so.
+2. What the op prefers on this class of machine (`ops/<op>/preferences.py`), and last its default.
 
-Decisions are on only when somebody says so, with the environment variable MRB_DECISIONS=<file> or with
-use_decisions(<file>); no file is looked for anywhere else.
+The first candidate that can run the arguments is chosen, at every call, because tokens, dtype, device and the
+need for gradients may change from call to call. `Choice.why` names the candidates that could not run.
+Decisions are off unless the environment variable MRB_DECISIONS=<file> or use_decisions(<file>) turns them on;
+no file is looked for anywhere else.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Choice(NamedTuple):
 
     implementation: Implementation
     why: str
-    warning: str | None = None  # for the caller to give: something was expected that is not so
+    warning: str | None = None  # for the caller to issue: what was expected cannot run
 
 
 class Auto:
-    """impl="auto" of one op, to be called like an Implementation: chooses anew at every call.
+    """impl="auto" of one op. It is called like an Implementation, and chooses at every call.
 
-    `weights` gives those of the layer it belongs to, for an op that is not handed them: a measured decision
-    is found by their sizes.
+    `weights` returns the weights of its layer, for an op that does not take them: their sizes select the
+    measured decision.
     """
 
     label = "auto"
@@ -70,7 +70,7 @@ class Auto:
 
 
 def describe(part: Implementation | Auto, weights: ExpertWeights, K: int, layout: Layout) -> str:
-    """What runs in a layer of these sizes; of "auto" also why, and for how many tokens if that matters."""
+    """What runs in a layer of these sizes; for "auto" also why, and for how many tokens if that matters."""
     if isinstance(part, Implementation):
         return f"{part.op}.{part.label}"
     op = part.op
@@ -82,18 +82,18 @@ def describe(part: Implementation | Auto, weights: ExpertWeights, K: int, layout
     edges = [row.most_tokens for row in rows if row.most_tokens is not None]
     tokens = sorted({*PROBED, *edges, *(edge + 1 for edge in edges)})
     choices = [(T, part.choice(*arguments(T))) for T in tokens]
-    said = []
-    for label, group in groupby(choices, key=lambda one: one[1].implementation.label):
+    sentences = []
+    for label, group in groupby(choices, key=lambda item: item[1].implementation.label):
         (first, choice), *more = group
         last = more[-1][0] if more else first
         which = f" from T={first}" if last == tokens[-1] else f" up to T={last}"
         which = "" if (first, last) == (tokens[0], tokens[-1]) else which
-        said.append(f"{op.name}.{label}{which} (auto: {choice.why})")
-    return ", ".join(said)
+        sentences.append(f"{op.name}.{label}{which} (auto: {choice.why})")
+    return ", ".join(sentences)
 
 
 def resolve(op: Op, impl: str, weights: Callable[[], ExpertWeights] | None = None) -> Implementation | Auto:
-    """What to call for `impl`: the implementation of that name; for "auto" what chooses at every call."""
+    """What to call for `impl`: the implementation of that name, or for "auto" an Auto."""
     return Auto(op, weights) if impl == "auto" else op.get(impl)
 
 
@@ -112,8 +112,8 @@ def pick(op: Op, impl: str, args: tuple[Any, ...], weights: ExpertWeights | None
 
 
 def choose(op: Op, args: tuple[Any, ...], weights: ExpertWeights | None = None) -> Choice:
-    """What "auto" is for these arguments, and why. Says nothing aloud. Without weights, given or among the
-    arguments, there are no sizes to find a decision by."""
+    """What "auto" picks for these arguments, and why. Issues no warning. Without weights, given or among the
+    arguments, no measured decision can be found."""
     return _choose(op, args, None if weights is None else lambda: weights)
 
 
@@ -135,7 +135,7 @@ def _choose(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """What to try for at most so many tokens, in this order, with the reason of each."""
+    """The candidates for calls of at most `most_tokens` tokens, in order, with the reason for each."""
 
     most_tokens: int | None
     candidates: tuple[tuple[str, str], ...]
@@ -145,7 +145,7 @@ class _Row:
 
 @dataclass
 class _State:
-    """What use_decisions said, and what the environment's file held when it was last read."""
+    """What use_decisions set, and the content of the environment's file when it was last read."""
 
     switched: bool = False  # by use_decisions, which outranks the environment
     decisions: Decisions | None = None
@@ -158,8 +158,8 @@ _state = _State()
 
 
 def use_decisions(path: Path | str | None) -> None:
-    """From now on impl="auto" follows the file that `mrb decide` wrote; None: the ops' preferences again,
-    whatever MRB_DECISIONS says. A forward that torch.compile has traced keeps what it has."""
+    """From now on impl="auto" follows this file, written by `mrb decide`; None: only the ops' preferences,
+    whatever MRB_DECISIONS says. A forward that torch.compile has compiled keeps its choices."""
     _state.decisions = None if path is None else read_decisions(path)
     _state.switched = True
     _state.ranked.clear()
@@ -167,15 +167,15 @@ def use_decisions(path: Path | str | None) -> None:
 
 
 def _rows(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | None) -> tuple[_Row, ...]:
-    """What to try, by tokens: the last row is for any number of them."""
+    """The candidates by number of tokens; the last row is for any number."""
     follows = _follows_decisions()
     sizes = _sizes(args, None if weights is None else weights()) if follows else None
     return _ranked(op.name, _device(args), follows, sizes)
 
 
 def _while_tracing(function: Callable[P, R]) -> Callable[P, R]:
-    """torch.compile shall call this function when it traces, and keep the answer. The mark is what
-    torch.compiler.assume_constant_result sets; that one takes a second to import all of torch.compile."""
+    """Make torch.compile call this function while tracing, and keep the result. This sets the same mark as
+    torch.compiler.assume_constant_result, which takes a second to import all of torch.compile."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -256,12 +256,12 @@ def _rank(
 
 
 def _winner(op: Op, decisions: Decisions, entry: Entry, tokens: int) -> dict[str, str]:
-    """The measured winner, and what makes it one."""
+    """The measured winner, and the measurement behind it."""
     spec, measured_T = entry.winner(tokens)
     try:
         op.get(spec)
     except NotImplementedError:
-        pass  # it exists, and a library it needs is absent
+        pass  # it exists, but a library it needs is absent
     except ValueError as error:
         raise ValueError(
             f"the decisions in {decisions.path} name {op.name}.{spec}, which cannot be used: {error}; "
@@ -286,7 +286,7 @@ def _decisions() -> Decisions | None:
     try:
         status = Path(path).stat()
     except (OSError, ValueError):
-        return read_decisions(path)  # says in words what is wrong with it
+        return read_decisions(path)  # raises with a sentence that says what is wrong
     version = (path, status.st_mtime_ns, status.st_size)
     if _state.read is None or _state.read[0] != version:
         _state.read = (version, read_decisions(path))
@@ -320,7 +320,7 @@ def _tokens(args: tuple[Any, ...]) -> int:
 
 
 def _sizes(args: tuple[Any, ...], weights: ExpertWeights | None) -> tuple[int | str, ...] | None:
-    """Facts as a plain tuple, which torch.compile takes for a constant; None if not all of them are known."""
+    """Facts as a plain tuple, which torch.compile treats as constant; None if not all are known."""
     K = layout = None
     for value in args:
         if isinstance(value, ExpertWeights):

@@ -1,4 +1,4 @@
-"""Everything there is, those that cannot be loaded too: for listings, checks and benchmarks."""
+"""All implementations, also those that cannot be loaded: for listings, checks and benchmarks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Found:
 
 
 def find(op: Op, spec: str, config: Mapping[str, Any] | None = None) -> Found:
-    """`spec` with `config` on top. What is wrong with code from outside becomes part of the answer; errors of
-    built-in code are raised, and so is ValueError for a name that does not exist."""
+    """`spec` with `config` on top. Errors in code from outside are reported in the result; errors in built-in
+    code are raised, and so is ValueError for a name that does not exist."""
     try:
         implementation = op.get(spec)
         if config:
@@ -49,9 +49,9 @@ def find_all(op: Op, *, configs: bool, only: str | None = None) -> Iterator[Foun
     for name in op.names():
         if only not in (None, op.origin(name)):
             continue
-        one = find(op, name)
-        yield one
-        if configs and one.implementation is not None:
-            for config in one.implementation.configs:
+        plain = find(op, name)
+        yield plain
+        if configs and plain.implementation is not None:
+            for config in plain.implementation.configs:
                 if config:
                     yield find(op, name, config)

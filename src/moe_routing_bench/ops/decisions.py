@@ -1,7 +1,7 @@
 """Decisions: which implementation was measured to be fastest, read from the file that `mrb decide` writes.
 
-The file comes from outside: it is bounded, checked value by value, and names implementations that must exist
-here. Nothing in it is run.
+The file comes from outside: its size is limited, every value is checked, and the implementations it names
+must exist here. Nothing in it is run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_SIZE = 2**40
 
 
 class Facts(NamedTuple):
-    """What a choice is wanted for, whatever the number of tokens: Facts(D=2048, F=768, E=128, K=8,
+    """What a choice depends on, besides the number of tokens: Facts(D=2048, F=768, E=128, K=8,
     dtype="bfloat16", layout="compact", activation="swiglu", device="cpu")"""
 
     D: int
@@ -47,7 +47,7 @@ class Facts(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Winner:
     """Winner(T=16, impl="staged", ties=("eager_loop",), ratio=0.81): at 16 tokens it takes 0.81 of the
-    baseline's time, and eager_loop could not be told from it."""
+    baseline's time, and eager_loop is about as fast."""
 
     T: int
     impl: str
@@ -61,7 +61,7 @@ class Entry:
 
     Entry(op="expert_ffn", facts=Facts(D=2048, ...), threads=1, workload="zipf(1.2)", overall="staged",
           regret_median=0.0, regret_worst=0.04, by_tokens=(Winner(T=16, impl="eager_loop", ...),))
-    `overall` everywhere costs nothing at the median and 4 % at worst against the winner of each T.
+    Using `overall` for every T instead of each T's winner costs nothing at the median and 4 % at worst.
     """
 
     op: str
@@ -75,15 +75,15 @@ class Entry:
 
     @property
     def bounds(self) -> list[int]:
-        """Up to how many tokens each measured T but the largest is the nearest one, by ratio."""
-        measured = sorted(one.T for one in self.by_tokens)
+        """For each measured T but the largest: up to how many tokens it is the nearest one, by ratio."""
+        measured = sorted(winner.T for winner in self.by_tokens)
         return [math.isqrt(few * many) for few, many in pairwise(measured)]
 
     def winner(self, tokens: int) -> tuple[str, int | None]:
         """The implementation, and the T at which it was measured; None for the overall one."""
         if not self.by_tokens:
             return self.overall, None
-        nearest = min(self.by_tokens, key=lambda one: abs(math.log(one.T / max(tokens, 1))))
+        nearest = min(self.by_tokens, key=lambda winner: abs(math.log(winner.T / max(tokens, 1))))
         return nearest.impl, nearest.T
 
 
@@ -103,8 +103,8 @@ class Decisions:
     entries: tuple[Entry, ...]
 
     def find(self, op: str, facts: Facts, threads: int) -> Entry | None:
-        """The entry of exactly these sizes, dtype, layout, activation and device; of several, measured with
-        different threads or workloads, one with this many threads first, then the first in the file."""
+        """The entry for exactly these sizes, dtype, layout, activation and device. Of several, measured with
+        different threads or workloads, the first with this many threads, else the first in the file."""
         fits = [entry for entry in self.entries if entry.op == op and entry.facts == facts]
         return min(fits, key=lambda entry: entry.threads != threads, default=None)
 
@@ -212,7 +212,7 @@ def _only(value: Any, where: str, known: tuple[str, ...]) -> None:
 
 def _text(value: Mapping[str, Any], name: str, where: str) -> str:
     def good(it: Any) -> bool:
-        # printable: the words are shown in terminals
+        # printable, because it is shown in terminals
         return type(it) is str and 0 < len(it) <= MAX_TEXT and it.isprintable()
 
     return _checked(value, name, where, "a line of text", good)

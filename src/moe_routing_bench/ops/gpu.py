@@ -1,6 +1,6 @@
-"""What the Triton implementations share: which GPUs, what a compilation is, and a few device functions.
+"""What the Triton implementations share: the GPUs, Compilation, and a few device functions.
 
-Needs triton. Every `ops/<op>/triton_*.py` imports this file, and nothing else outside that family does.
+Needs triton. Only the Triton implementations, `ops/<op>/triton_*.py`, import this file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the matrix produ
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One GPU architecture: all numbers about it that a kernel or a check needs stand here.
+    """One GPU architecture, with all numbers about it that a kernel or a check needs.
 
     Target.named("sm_90a").launch(num_warps=8, num_stages=4) -> {"num_warps": 8, "num_stages": 4}
     Target.named("gfx942").launch(num_warps=8, num_stages=4) -> {"num_warps": 4, "num_stages": 2,
@@ -31,9 +31,9 @@ class Target:
     """
 
     name: str
-    backend: str  # "cuda" or "hip", as triton calls it
-    arch: int | str  # what triton calls it
-    lanes: int  # of one warp (NVIDIA) or wave (AMD)
+    backend: str  # triton's name for it, "cuda" or "hip"
+    arch: int | str  # triton's name or number for it
+    lanes: int  # in one warp (NVIDIA) or wave (AMD)
     shared_per_program: int  # bytes one program may use
     shared_per_unit: int  # bytes one multiprocessor (compute unit) has
     reserved_shared: int  # bytes the system takes for each program
@@ -55,7 +55,7 @@ class Target:
         return TARGETS[name]
 
     def warps(self, num_warps: int) -> int:
-        """As many lanes as so many warps of 32 have."""
+        """The number of warps of this GPU that have as many lanes as `num_warps` warps of 32."""
         return max(1, num_warps * 32 // self.lanes)
 
     def launch(self, *, num_warps: int, num_stages: int) -> dict[str, int]:
@@ -69,14 +69,14 @@ class Target:
         return options
 
     def moving(self, num_warps: int) -> dict[str, Any]:
-        """The same for a kernel without a pipelined matrix product, where stages mean nothing."""
+        """Launch options for a kernel without a pipelined matrix product, where stages mean nothing."""
         return {"num_warps": self.warps(num_warps), "num_stages": 1}
 
     def compiled(self, *, rows: int, num_warps: int, num_stages: int) -> dict[str, Any]:
-        """The same for the Compilation of a GEMM with tiles of so many rows, and what its code must have."""
+        """Fields of the Compilation of a GEMM with tiles of `rows` rows, and what its code must contain."""
         options = self.launch(num_warps=num_warps, num_stages=num_stages)
         warps, stages = options.pop("num_warps"), options.pop("num_stages")
-        # wgmma and tcgen05 multiply 64 rows or more; for fewer there is what sm_80 has
+        # wgmma and tcgen05 multiply 64 rows or more; fewer rows use sm_80's instruction
         multiply = "small_multiply" if rows < 64 and self.backend == "cuda" else "tensor_core"
         expects = (multiply, "pipelined") if stages > 1 else (multiply,)
         return {"num_warps": warps, "num_stages": stages, "options": options, "expects": expects}
@@ -135,19 +135,19 @@ class Compilation:
         signature={"x": "*bf16", "row": "*i64", "R": "i32", "stride": "i32:16"},
         constexprs={"D": 2048, "BLOCK": 256}, num_warps=4, num_stages=1, expects=("vector_load",),
     )
-    has pointers aligned to 16 bytes (torch's memory is), an integer of any value, and one that 16 divides.
+    has pointers aligned to 16 bytes (as torch's memory is), an integer of any value, and a multiple of 16.
     The signature names what is not a constexpr; "i32:1" is an integer that is 1, such as the last stride.
     """
 
     name: str
-    kernel: Any  # what @triton.jit made
+    kernel: Any  # a function decorated with @triton.jit
     signature: Mapping[str, str]
     constexprs: Mapping[str, Any]
     num_warps: int  # as given to the launch on this target: see Target.launch
     num_stages: int
-    expects: tuple[str, ...] = ()  # studies/compiled.py's EXPECTED says what there is
+    expects: tuple[str, ...] = ()  # keys of EXPECTED in studies/compiled.py
     options: Mapping[str, Any] | None = None  # further launch options, such as matrix_instr_nonkdim
-    # what one program does at least, for the static estimate: operations, bytes to and from device memory
+    # the least work of one program, for the static estimate: operations, bytes to and from device memory
     flops: int = 0
     bytes: int = 0
 
@@ -157,7 +157,7 @@ def why_not(*tensors: Tensor | None) -> str | None:
     given = [tensor for tensor in tensors if tensor is not None]
     if len({tensor.device for tensor in given}) > 1:
         return "its tensors must be on one device"
-    if all(tensor.device.type == "cuda" for tensor in given):  # what torch calls AMD's GPUs too
+    if all(tensor.device.type == "cuda" for tensor in given):  # torch's name for AMD's GPUs too
         return "interpreted with TRITON_INTERPRET=1 it needs CPU tensors" if INTERPRETING else None
     if any(tensor.device.type != "cpu" for tensor in given) or not INTERPRETING:
         return "it runs on a GPU; on a CPU it is only interpreted, slowly, with TRITON_INTERPRET=1"
@@ -169,7 +169,7 @@ def why_not(*tensors: Tensor | None) -> str | None:
 def why_not_layer(
     x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: experts.ExpertWeights
 ) -> str | None:
-    """The same for a kernel that is the whole of expert_ffn."""
+    """Why a kernel that is the whole of expert_ffn cannot run on these arguments; None if it can."""
     if (reason := why_not(x_TD, gate_TK, plan.pair_R, weights.w_in_EDG)) is not None:
         return reason
     matrices = (weights.w_in_EDG, weights.w_out_EFD)
@@ -180,19 +180,19 @@ def why_not_layer(
     if gate_TK.dtype not in (x_TD.dtype, torch.float32):
         return f"gates are float32 or of the rows' dtype {x_TD.dtype}, not {gate_TK.dtype}"
     if any((w.shape[1] - 1) * w.stride(1) + (w.shape[2] - 1) * w.stride(2) >= 2**31 for w in matrices):
-        return "one expert's matrix spans 2^31 elements or more, and places inside it are 32-bit numbers"
+        return "one expert's matrix spans 2^31 elements or more, and offsets inside it have 32 bits"
     return None
 
 
 def why_not_early(device: torch.device) -> str | None:
-    """Why a kernel cannot be launched before what it waits for has ended."""
+    """Why a kernel cannot be launched before the one it waits for has ended; None if it can."""
     if INTERPRETING or not target_of(device).pdl:
         return "programmatic dependent launch (pdl=1) needs an NVIDIA GPU from sm_90 on"
     return None
 
 
 def multiprocessors(device: torch.device) -> int:
-    """For persistent kernels. Interpreted, three, so that each takes several tiles even of a small case."""
+    """For persistent kernels. Three if interpreted, so that each takes several tiles even in a small case."""
     if INTERPRETING or device.type != "cuda":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -205,8 +205,8 @@ def check_powers_of_two(**options: int) -> None:
 
 
 def tile_sides(tall: int, wide: int, D: int) -> tuple[int, int]:
-    """Rows and columns of a program that moves rows: where D is narrower than a tile, the tile is taller and
-    as large."""
+    """Rows and columns of a tile for moving rows. If D is narrower than the tile, the tile gets taller and
+    keeps its size."""
     narrow = min(wide, triton.next_power_of_2(D))
     return tall * (wide // narrow), narrow
 
@@ -223,7 +223,7 @@ def activated(h, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == "swiglu_oai":
         h = tl.where(h > OAI_LIMIT, OAI_LIMIT, h)
         up = tl.where(up > OAI_LIMIT, OAI_LIMIT, tl.where(up < -OAI_LIMIT, -OAI_LIMIT, up))
-        return h * tl.sigmoid(h * OAI_ALPHA) * (up + 1.0)  # interpreted, a constexpr cannot stand on the left
+        return h * tl.sigmoid(h * OAI_ALPHA) * (up + 1.0)  # the interpreter needs a constexpr on the right
     elif ACTIVATION == "swiglu":
         return h * tl.sigmoid(h) * up
     elif ACTIVATION == "geglu":
@@ -241,7 +241,7 @@ def activated(h, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def expert_of_row(row, offset_E1, E: tl.constexpr, E_PADDED: tl.constexpr):
-    """The expert whose span holds a row; E or more where none does. E_PADDED: the next power of two."""
+    """The expert whose span holds a row; E or more if none does. E_PADDED: the next power of two."""
     expert_E = tl.arange(0, E_PADDED)
     end_E = tl.load(offset_E1 + 1 + expert_E, mask=expert_E < E, other=2**62)
     return tl.sum((end_E <= row).to(tl.int32), 0)
@@ -249,9 +249,9 @@ def expert_of_row(row, offset_E1, E: tl.constexpr, E_PADDED: tl.constexpr):
 
 @triton.jit
 def key_of(score, id, IDS: tl.constexpr):
-    """An integer that sorts as (score, lower id first) does; IDS, a power of two, is above every id.
+    """An integer that sorts like (score, lower id first); IDS, a power of two, is above every id.
 
-    score is float32. -0.0 is equal to 0.0, NaN is above infinity, as torch.sort has it. All are above NO_KEY.
+    score is float32. As in torch.sort, -0.0 equals 0.0 and NaN is above infinity. All are above NO_KEY.
     """
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     # the bits of negative floats run backwards

@@ -1,7 +1,7 @@
 """What the Triton grouped GEMMs share: a tile's product, the order of tiles, gradients of weights and biases.
 
-Needs triton, as gpu.py does. A tile is summed in float32 over the whole depth by one program, so results do
-not depend on the order in which programs run. float32 is multiplied as float32 ("ieee"), never as TF32.
+Needs triton, like gpu.py. One program sums a tile in float32 over the whole depth, so results do not depend
+on the order in which programs run. float32 is multiplied as float32 ("ieee"), never as TF32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_routing_bench.ops.gpu import Compilation, Target, target_of
 def grouped_order(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Tile number -> (row tile, column tile), going down GROUP_M row tiles before the next column.
 
-    Programs that run at the same time then read GROUP_M tiles of rows and few of columns, which stay in L2.
+    Programs that run at the same time then read GROUP_M row tiles and few column tiles, which stay in L2.
     With GROUP_M=2 and 3 x 2 tiles: (0,0) (1,0) (0,1) (1,1) (2,0) (2,1).
     """
     per_group = GROUP_M * tiles_n
@@ -41,7 +41,7 @@ def tile_product(
 
     x: the first row; live_M: rows that count, the others are read as zero; w: the expert's own matrix;
     depth: D, or 0 for a tile without a live row. Offsets inside a tile fit 32 bits; the pointers have 64.
-    Weights of another type (fp8) become x's, which holds all their values.
+    Weights of another type (fp8) are converted to x's type, which holds all their values.
     """
     k_K = tl.arange(0, BLOCK_K)
     x_MK = tl.arange(0, BLOCK_M)[:, None] * stride_xr + k_K[None, :]
@@ -102,7 +102,7 @@ def _outer_product(
     lower += first * stride_lr
     sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, count, BLOCK_K):
-        # both sides: a row that no expert owns may hold NaN, and 0 * NaN is NaN
+        # mask both sides: a row that no expert owns may hold NaN, and 0 * NaN is NaN
         live_K = rank_K < count - k
         mask_MK = live_K[None, :]
         mask_KN = live_K[:, None]
@@ -146,12 +146,12 @@ SUM_LAUNCH = {"num_warps": 4, "num_stages": 2}
 
 
 def in_rows(tensor: Tensor) -> Tensor:
-    """The tensor with the numbers of a row one after another, as kernels read them; a copy if it must be."""
+    """The tensor with contiguous rows, as kernels read it; a copy only if necessary."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
 def rows_too_far_apart(x_RD: Tensor) -> str | None:
-    """Inside a tile of up to 128 rows places are 32-bit numbers."""
+    """Why the rows are too far apart: offsets inside a tile of up to 128 rows have 32 bits."""
     if x_RD.stride(1) == 1 and 128 * x_RD.stride(0) >= 2**31:
         return f"rows {x_RD.stride(0)} elements apart are too far from each other; call contiguous() first"
     return None
@@ -168,7 +168,7 @@ def weight_gradient(x_RD: Tensor, dy_RF: Tensor, w_EDF: Tensor, offset_E1: Tenso
 def outer_product(upper_RA: Tensor, lower_RB: Tensor, offset_E1: Tensor, count_E: Tensor) -> Tensor:
     E, above, below = count_E.shape[0], upper_RA.shape[1], lower_RB.shape[1]
     out_EAB = torch.empty(E, above, below, dtype=upper_RA.dtype, device=upper_RA.device)
-    # the programs of a larger expert take longer, so they start first; in the forward all tiles take the same
+    # programs of a larger expert take longer, so they start first; in the forward pass all take the same time
     order_E = torch.argsort(count_E, descending=True, stable=True)
     tiles = triton.cdiv(above, OUTER["BLOCK_M"]) * triton.cdiv(below, OUTER["BLOCK_N"])
     wrap_triton(_outer_product)[(E * tiles,)](
@@ -194,9 +194,9 @@ def bias_gradient(dy_RF: Tensor, offset_E1: Tensor, count_E: Tensor) -> Tensor:
 
 
 def register_gradients(multiply: Any) -> None:
-    """Of an op (x_RD, w_EDF, b_EF, offset_E1, count_E, options) -> y_RF.
+    """Register the gradients of an op (x_RD, w_EDF, b_EF, offset_E1, count_E, options) -> y_RF.
 
-    The gradient of x is the op itself on the weights transposed, the others are those above.
+    The gradient of x is the op itself on the transposed weights; the others are the functions above.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -22,7 +22,7 @@ ACTIVATION = {"swiglu": "silu", "geglu": "gelu"}
 
 @dataclass(frozen=True)
 class Converted:
-    """The weights as a loaded model has them, gate_up_proj (E, 2F, D) and down_proj (E, D, F), and modules
+    """The weights in a loaded model's layout, gate_up_proj (E, 2F, D) and down_proj (E, D, F), and modules
     around them by the name of their function: {"grouped_mm": Qwen3MoeExperts, ...}."""
 
     gate_up_proj: Tensor
@@ -70,9 +70,9 @@ def experts(
 ) -> Tensor:
     """As a model calls its experts module: ids and gates straight from the router, no plan.
 
-    absent=True: an id of num_experts means no expert, Transformers' own sign under expert parallelism. It
-    costs passes over the rows, so a model on one machine runs without. With gradients wanted the module works
-    on views of our weights, so that they receive them; else on a copy in Transformers' layout, made once.
+    absent=True: the id num_experts means no expert, as in Transformers' expert parallelism. It costs passes
+    over the rows, so a model on one machine runs without it. If gradients are needed, the module works on
+    views of our weights, so that they receive them; else on a copy in Transformers' layout, made once.
     """
     if torch.is_grad_enabled() and any(w.requires_grad for w in weights.tensors().values()):
         module = _module(name, weights)
@@ -85,7 +85,7 @@ def experts(
             module.gate_up_proj, module.down_proj = kept.gate_up_proj, kept.down_proj
             kept.modules[name] = module
         module = kept.modules[name]
-    # one flag of a small object, not of the weights: a thread that wants the other has its own copy
+    # the flag is set on a copy of this small object (the weights are shared), so threads do not interfere
     if module._is_expert_parallel != absent:
         module = copy.copy(module)
         module._is_expert_parallel = absent
@@ -100,8 +100,8 @@ def _module(name: str, weights: ExpertWeights) -> Any:
 
 @cache
 def _without_weights(name: str, E: int, D: int, F: int, hidden_act: str) -> Any:
-    """Transformers' own experts module of Qwen3-MoE. Its class reads config._experts_implementation on
-    every call and so comes to the function of that name."""
+    """Transformers' own experts module of Qwen3-MoE. On every call it runs the function named by
+    config._experts_implementation."""
     modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
     config = modeling.Qwen3MoeConfig(
         num_experts=E, hidden_size=D, moe_intermediate_size=F, hidden_act=hidden_act
@@ -109,6 +109,6 @@ def _without_weights(name: str, E: int, D: int, F: int, hidden_act: str) -> Any:
     config._experts_implementation = name
     with torch.device("meta"):
         module = modeling.Qwen3MoeExperts(config)
-    # plain attributes take their place: a view of weights that are trained elsewhere is no parameter
+    # plain attributes replace them: a view of weights that are trained elsewhere is not a parameter
     del module.gate_up_proj, module.down_proj
     return module

@@ -28,17 +28,17 @@ class Implementation:
     unsupported: Callable[..., str | None]
     config: Mapping[str, Any] = field(default_factory=dict)
     configs: Sequence[Mapping[str, Any]] = ()  # what a tuner may try
-    forward_only: bool = False  # no gradients; refuses inputs that want them
+    forward_only: bool = False  # no gradients; refuses inputs that require them
     host_sync: str = ""  # why it must read device values on the host
     deterministic: bool = True  # same input, same bits
     reuses_output: bool = False  # the result is overwritten by the next call on the same thread
-    # computes with other weights than it is given (option store=): these; results are judged against them
+    # with the option store= it computes with other weights than given: these, which results are judged by
     stored: Callable[..., Any] | None = None
     ties: str = "lower id first"  # topk only: "any" if equal scores may be picked in any order
 
     @property
     def label(self) -> str:
-        """The name with its configuration: what a record says really ran."""
+        """The name with its configuration, as records store it."""
         if not self.config:
             return self.name
         return f"{self.name}({','.join(f'{k}={v}' for k, v in sorted(self.config.items()))})"
@@ -57,7 +57,7 @@ class Implementation:
     def composed_of(
         self, parts: Mapping[str, Implementation], config: Mapping[str, Any]
     ) -> tuple[Implementation, dict[str, Any]]:
-        """The same with the flags of its parts, and the config that names them: the label says what runs."""
+        """The same with the flags of its parts, and a config that names them, so that the label does too."""
         composed = replace(
             self,
             forward_only=self.forward_only or any(part.forward_only for part in parts.values()),
@@ -69,7 +69,7 @@ class Implementation:
         return composed, {**config, **{option: part.label for option, part in parts.items()}}
 
     def configured(self, config: Mapping[str, Any], op_parameters: Sequence[str]) -> Implementation:
-        """The same with its options set; `unsupported` gets those it takes."""
+        """The same with its options set; `unsupported` gets the options it takes."""
         takes_run, takes_unsupported = (
             set(inspect.signature(function).parameters) - set(op_parameters)
             for function in (self.run, self.unsupported)

@@ -1,10 +1,10 @@
-"""What impl="auto" tries on which class of machine, best first, and how that order is known.
+"""What impl="auto" tries on each class of machine, best first, and the evidence for that order.
 
 The table of an operation is `ops/<op>/preferences.py`:
 
     PREFERENCES = (Preference(machines=("amx",), order=("native",), evidence="measurements/..."), ...)
 
-An implementation that is not in it is run by name, or by a measured decision; adding one changes no table.
+An implementation outside the table runs only by name or by a measured decision.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from moe_routing_bench import cpp
 from moe_routing_bench.ops.registry import OURS, Op
 
-COMPILED = tuple(cpp.LEVELS)  # processors for which C++ is compiled, and can be: amx, avx512, avx2
-PLAIN = "plain"  # torch's own operations: another processor, no compiler, a device of another sort
+COMPILED = tuple(cpp.LEVELS)  # processors for which C++ is compiled: amx, avx512, avx2
+PLAIN = "plain"  # torch's own operations: other processors and devices, or no compiler
 GPUS = ("sm_80", "sm_90a", "sm_100a", "gfx942")  # A100, H100, B200, MI300X
 MACHINES = (*COMPILED, PLAIN, *GPUS)
 NO_GPU = (
@@ -32,15 +32,15 @@ NO_GPU = (
 
 @dataclass(frozen=True, kw_only=True)
 class Preference:
-    """One row. The first of `order` that can run the arguments does; after the last comes the op's default.
+    """One row. The first of `order` that can run the arguments runs; after the last comes the op's default.
 
     Preference(machines=("amx",), order=("native",), evidence="measurements/...", most_tokens=64)
-    is for calls of at most 64 tokens; of several rows for a machine the first that allows so many counts.
+    is for calls of at most 64 tokens; of several rows for a machine, the first that allows the call's tokens.
     """
 
     machines: tuple[str, ...]
     order: tuple[str, ...]
-    evidence: str  # the records it was read from, or "not timed: " and why this order all the same
+    evidence: str  # the records behind the order, or "not timed: " and the reason for the order
     most_tokens: int | None = None
 
 
@@ -53,7 +53,7 @@ def machine_of(device: torch.device) -> str:
 
 @cache
 def _gpu(index: int | None) -> str:
-    """The oldest NVIDIA architecture if the device is absent or not listed, as ops/gpu.py has it."""
+    """The oldest NVIDIA architecture if the device is absent or not listed, as in ops/gpu.py."""
     if not torch.cuda.is_available():
         return "sm_80"
     if torch.version.hip is not None:
@@ -62,7 +62,7 @@ def _gpu(index: int | None) -> str:
 
 
 def preferences(op: Op, machine: str) -> Iterator[Preference]:
-    """The rows for a machine, in their order; the last has nothing but the default, for any tokens."""
+    """The rows for a machine, in order; the last leaves only the default, for any number of tokens."""
     if Path(op.file).with_name("preferences.py").is_file() and op.package.startswith(f"{OURS}."):
         for row in import_module(f"{op.package}.preferences").PREFERENCES:
             if machine in row.machines:

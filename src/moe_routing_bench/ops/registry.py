@@ -8,12 +8,11 @@ It defines
     unsupported(*same arguments) -> str | None   a sentence why it cannot; looks at shapes, dtypes, devices
                                                  and layouts, never at values
 
-with its own options, if any, as keywords after the op's arguments (`unsupported` takes those it needs),
-if it is composed of other implementations `parts(**options) -> {option: Implementation}`,
-if it has an option `store`, a type to keep weights in, `stored(weights, *, store)`: what it computes with,
-and, if it needs to, FORWARD_ONLY, CONFIGS, HOST_SYNC, DETERMINISTIC, REUSES_OUTPUT or TIES (DESIGN.md).
-The first line of its docstring is what `mrb list` shows. Nothing here falls back: what cannot run raises
-NotImplementedError with the reason.
+with its own options, if any, as keywords after the op's arguments (`unsupported` takes those it needs). If it
+is composed of other implementations, it defines `parts(**options) -> {option: Implementation}`; if it has an
+option `store`, a type to keep weights in, `stored(weights, *, store)`: the weights it computes with. It may
+define FORWARD_ONLY, CONFIGS, HOST_SYNC, DETERMINISTIC, REUSES_OUTPUT or TIES (DESIGN.md). `mrb list` shows
+its docstring's first line. There is no fallback: what cannot run raises NotImplementedError with the reason.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ from moe_routing_bench.ops.implementation import Implementation
 OURS = __name__.partition(".")[0]
 GROUP = f"{OURS}.implementations"
 BUILT_IN = "built in"
-NO_IMPLEMENTATIONS = {"op", "preferences"}  # files of an op's folder: its meaning, what auto prefers
+NO_IMPLEMENTATIONS = {"op", "preferences"}  # files of an op's folder that are not implementations
 _included: list[Path] = []
 
 
 @dataclass(frozen=True)
 class _Source:
     origin: str
-    owner: str  # top-level package whose absence is a bug, not a missing library
+    owner: str  # its top-level package: if a module of it is absent, that is a bug, not a missing library
     load: Callable[[], ModuleType]
 
 
@@ -61,9 +60,9 @@ class Op:
 
     reference       plain torch, any float dtype; the oracle when given float64
     cost            the least work of a call, from its arguments
-    judge           is a result right? Its arguments by name are at hand
+    judge           is a result right? It also gets the arguments, by name
     judge_gradient  the same for the gradient of one argument
-    upstream        the gradient that comes back to the result, as it may really arrive
+    upstream        the gradient of the result, as it may arrive in a model
     meaningful      the part of a result that two runs must agree on
     weights         the parameter that holds weights, the same in every call; empty if there is none
     exact           structure or copies: the reference in the dtype itself is the oracle
@@ -103,7 +102,7 @@ class Op:
         return f"<op {self.name}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _op_named, (self.name,)  # copies and pickles of a layer mean this op, not one like it
+        return _op_named, (self.name,)  # copies and pickles of a layer refer to this very object
 
     def names(self) -> list[str]:
         return sorted(self._sources())
@@ -141,11 +140,11 @@ class Op:
         return implementation.why_not(*args)
 
     def origin(self, name: str) -> str:
-        """Where an implementation comes from, whether or not it can be loaded; nothing is."""
+        """Where an implementation comes from, even if it cannot be loaded; nothing is loaded."""
         return self._source(name).origin
 
     def source_files(self, name: str) -> list[Path]:
-        """The files an implementation is written in, and helpers beside it; nothing is loaded."""
+        """The files of an implementation, and helpers beside it; nothing is loaded."""
         source, _, where = self.origin(name).partition(" ")
         if self.origin(name) == BUILT_IN:
             return sorted(Path(self.file).parent.glob(f"{name}.py"))
@@ -167,16 +166,16 @@ class Op:
         return not {"plan", "layout"}.isdisjoint(self.parameters())
 
     def arguments(self, source: object) -> dict[str, Any]:
-        """Its arguments by name, attributes of `source`: the kit's hard cases, the benchmark's calls and
-        the shapes of `mrb explain` are such sources, so a new operation needs no code in any of them."""
+        """Its arguments by name, read from attributes of `source`: a hard case of the kit, a call of the
+        benchmark or shapes of `mrb explain`. So a new operation needs no code in any of them."""
         try:
             return {name: getattr(source, name) for name in self.parameters()}
         except AttributeError as missing:
             if missing.obj is not source:
                 raise
             raise NotImplementedError(
-                f"{self.name} takes {missing.name}, which {type(source).__name__} does not make; name the "
-                "arguments of an operation as those that exist are named (DESIGN.md)"
+                f"{self.name} takes {missing.name}, which {type(source).__name__} does not make; use the "
+                "argument names of the existing operations (DESIGN.md)"
             ) from None
 
     def _source(self, name: str) -> _Source:
@@ -249,8 +248,8 @@ class Op:
 
 
 def all_ops() -> dict[str, Op]:
-    """Every folder of ops/, or of a folder that was included, that holds an op.py: by name, in the order data
-    flows through them."""
+    """Every folder with an op.py in ops/ or in an included folder, by name, in the order in which data flows
+    through them."""
     package = importlib.import_module(f"{OURS}.ops")
     ops = {
         module.name: importlib.import_module(f"{OURS}.ops.{module.name}.op").op
@@ -270,7 +269,7 @@ def _ops_outside() -> list[Path]:
 
 @cache
 def _outside_op(path: Path) -> Op:
-    """An operation's meaning is trusted, wherever it stands: it says what is right."""
+    """An op.py from outside is loaded and believed, because it defines what is right."""
     return _file_importer(path.parent.name, path)().op
 
 
@@ -279,8 +278,8 @@ def _op_named(name: str) -> Op:
 
 
 def include(folder: Path | str) -> None:
-    """Also look for implementations in `<folder>/<op>/<name>.py`, for new ops in `<folder>/<op>/op.py`;
-    the folder may hold routers alone."""
+    """Also look for implementations in `<folder>/<op>/<name>.py` and new ops in `<folder>/<op>/op.py`. A
+    folder with nothing but routers is fine too."""
     path = Path(folder).resolve()
     if not path.is_dir():
         raise ValueError(

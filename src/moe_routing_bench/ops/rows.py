@@ -1,4 +1,4 @@
-"""The C++ dispatch and combine, called into memory that is given: what native and native_reused share."""
+"""The C++ dispatch and combine with a given output buffer: what native and native_reused share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.recycled import recycled
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# below this many bytes waking a second thread takes longer than moving them
+# moving fewer bytes than this takes less time than waking a second thread
 BYTES_FOR_THREADS = 2**17
-# results this large leave the caches anyway: written past them, a line is not read first
+# results this large do not stay in the caches anyway; streaming stores save reading each line first
 BYTES_TO_STREAM = 2**23
 DISPATCH, COMBINE = (Path(__file__).parent / name for name in ("dispatch/native.cpp", "combine/native.cpp"))
 NUMBER, MEMORY = ctypes.c_int64, ctypes.c_void_p
@@ -36,9 +36,8 @@ class KeptBuffers(threading.local):
     def get(self, rows: int, width: int, like: Tensor) -> Tensor:
         key = (like.device, like.dtype)
         if type(like) not in (Tensor, torch.nn.Parameter):
-            return like.new_empty(
-                rows, width
-            )  # a fake one must not be kept: the next real call would find it
+            # a fake tensor must not be kept: the next real call would get it
+            return like.new_empty(rows, width)
         buffer = self.by_type.get(key)
         if buffer is None or buffer.numel() < rows * width:
             on_cpu = like.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Arguments of every operation with the sizes of real ones and no memory: to ask what would run."""
+"""Arguments of every operation with real sizes but hardly any memory, to ask what would run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from moe_routing_bench.routing import Routing
 
 
 class StandIns:
-    """What a layer with these weights hands to operations, by name: StandIns(weights, K, layout, T).x_TD
+    """What a layer with these weights passes to operations, by name: StandIns(weights, K, layout, T).x_TD
 
-    Gates and logits are float32, as routers have them. With `train` the activations want gradients; the
-    weights are as they are.
+    Gates and logits are float32, as from routers. With `train` the activations require gradients; the weights
+    are unchanged.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class StandIns:
         R = layout.num_rows(T, K, E)
 
         def one(dtype: torch.dtype, *size: int) -> Tensor:
-            """Of two dimensions, one row seen as many; of one, a number."""
+            """A single row (or number) expanded to `size`."""
             seen = torch.empty((1, *size[1:]), dtype=dtype, device=like.device).expand(size)
             return seen.requires_grad_(train and dtype.is_floating_point)
 
@@ -45,5 +45,5 @@ class StandIns:
         )
         self.x_TD, self.x_RD = one(like.dtype, T, D), one(like.dtype, R, D)
         self.y_RD = self.x_RD
-        # of the two projections the first
+        # the first of the two projections
         self.weights, self.w_EDF, self.b_EF = weights, weights.w_in_EDG, weights.b_in_EG

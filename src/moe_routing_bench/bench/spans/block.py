@@ -1,9 +1,9 @@
 """block: a whole decoder block, attention and MoE, ours or Transformers'.
 
 A subject is ours(attention=sdpa|naive,impl=...) or transformers(attention=sdpa|eager,experts=grouped_mm|...).
-The router behind attention still chooses as the workload says: each expert's logit is one column of x, and
-the attention's last projection writes nothing to those columns. So no subject chooses other experts than
-the oracle because of rounding, which would look like an error and is none.
+The router after attention still follows the workload: each expert's logit is one column of x, and the
+attention's last projection writes nothing to those columns. So rounding cannot make a subject choose other
+experts than the oracle, which would look like an error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BlockSpan(Span):
         return list(SUBJECTS)
 
     def settled(self, subject: Subject, case: BenchCase) -> Subject:
-        attention_of(case)  # raises if the block here cannot stand for the model
+        attention_of(case)  # raises if this block cannot represent the model
         parse_block(subject.spec)
         return replace(subject, router=subject.router or ROUTER)
 
@@ -88,7 +88,7 @@ class BlockSpan(Span):
 
     def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
         if inputs.case.direction != "forward":
-            return "a block is measured forward alone"
+            return "only the forward pass of a block is measured"
         try:
             _subject_block(subject, inputs)
         except (NotImplementedError, ValueError) as reason:
@@ -153,7 +153,7 @@ def parse_block(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def attention_of(case: BenchCase) -> AttentionShape:
-    """The attention of a case. Ours, where it says nothing: heads of 64, four of q for one of k and v."""
+    """The attention of a case. By default heads of width 64, with four q heads for each k and v head."""
     group, D = case.name.partition("/")[0], case.shape.D
     full = cases(case.scaled_from)[0].shape.D if case.scaled_from else D
     if group in MODELS:
@@ -196,7 +196,7 @@ def _plain_moe(subject: Subject, inputs: Inputs) -> MoE:
 
 
 def _rotary(inputs: Inputs, dtype: torch.dtype) -> Rotary:
-    """Of one sequence; a model makes it once for all its layers, so it is not timed."""
+    """The angles for one sequence. A model makes them once for all layers, so they are not timed."""
     a, N = attention_of(inputs.case), inputs.case.shape.T // inputs.case.sequences
     return rotary(N, a.head_dim, a.theta, torch.empty((), dtype=dtype, device=inputs.put))
 
@@ -219,7 +219,7 @@ def _block(moe: MoE, attention: str, inputs: Inputs) -> DecoderBlock:
 
 
 def _parameters(a: AttentionShape, inputs: Inputs) -> dict[str, Tensor]:
-    """Of norms and attention: normal, norms about 1; the logits' columns pass through untouched."""
+    """Weights of norms and attention, normally distributed. The logits' columns pass through unchanged."""
     if inputs.case.shape.T % inputs.case.sequences:
         raise ValueError(
             f"{inputs.case.shape.T} tokens are not {inputs.case.sequences} sequences of equal length"

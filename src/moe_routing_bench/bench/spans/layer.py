@@ -1,9 +1,9 @@
 """layer: router, plan, experts and shared expert, as a model runs them.
 
 A subject names an implementation of expert_ffn, or a whole layer that is not ours: `transformers(EXPERTS)`,
-Transformers' Qwen3-MoE block, and `hand-ordered`, what a careful person writes in torch. Its router may be
-any rule of the zoo, its layer a plain MoE, a chain or one with adapters. The router's own code is trusted
-here (`mrb check --op routers` is for that): what it chooses in plain torch, every subject must follow.
+which is Transformers' Qwen3-MoE block, or `hand-ordered`, a careful layer in plain torch. The router may be
+any rule of the zoo; the layer is a plain MoE, a chain or one with adapters. The router itself is not judged
+here (`mrb check --op routers` does that): every subject must follow what it chooses in plain torch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LayerSpan(Span):
         layer_kind(subject)
 
     def settled(self, subject: Subject, case: BenchCase) -> Subject:
-        """Its router by name, unless a checkpoint brings its own; the plain layer has none."""
+        """With its router named, unless a checkpoint has its own; layer="" instead of "moe"."""
         router = subject.router or ("" if case.checkpoint else ROUTER)
         layer = "" if subject.layer == "moe" else subject.layer
         return super().settled(replace(subject, router=router, layer=layer), case)
@@ -103,7 +103,7 @@ class LayerSpan(Span):
         return Computation(run=_runner(layer), parameters=_wanting(layer), runs=runs, owner=layer)
 
     def _layer(self, subject: Subject, inputs: Inputs, ffn: Implementation) -> nn.Module:
-        """With everything that is not the subject's as "auto" has it for these sizes."""
+        """The layer; "auto" picks, for these sizes, all parts that the subject does not name."""
         picked = dict(self.resolved(subject, inputs))
         return layer_of(subject, inputs, ffn, make_plan_op.get(picked["make_plan"]), topk=picked["topk"])
 
@@ -112,7 +112,7 @@ class LayerSpan(Span):
             if WHOLE.fullmatch(subject.spec):
                 self.built(subject, inputs)
                 differs = inputs.case.direction != "forward"
-                return "layers that are not ours are measured forward alone" if differs else None
+                return "only the forward pass of layers that are not ours is measured" if differs else None
             (ffn,) = self.parts(subject.spec)
             layer = moe_of(layer_of(subject, inputs, ffn, make_plan_op.get("counting"), topk="sort"))
             with torch.no_grad():
@@ -180,7 +180,7 @@ class LayerSpan(Span):
 
 def _runner(layer: nn.Module) -> Callable[[Tensor, TokenInfo], Tensor]:
     def run(x_TD: Tensor, info: TokenInfo) -> Tensor:
-        if layer.training:  # some rules draw then: the same for everybody
+        if layer.training:  # some rules draw random numbers then: every subject gets the same
             torch.manual_seed(SEED)
         return layer(x_TD, info)[0]
 
@@ -193,7 +193,7 @@ def _wanting(layer: nn.Module) -> dict[str, Tensor]:
 
 def _whole(layer: nn.Module, name: str, option: str | None) -> Computation:
     if not isinstance(layer, MoE):
-        raise NotImplementedError(f"{name} is a plain MoE layer, no other")
+        raise NotImplementedError(f"{name} can only be a plain MoE layer")
     if name == "hand-ordered":
         runs = "sort, index, one matmul for each expert, index_add"
         return Computation(run=lambda x_TD, info: hand_ordered(layer, x_TD), runs=runs, owner=layer)
@@ -206,7 +206,7 @@ def _whole(layer: nn.Module, name: str, option: str | None) -> Computation:
 
 
 def _around(layer: MoE, x_TD: Tensor, routing: Routing | SoftRouting) -> Cost:
-    """The router's products, Soft-MoE's mixing and write-back, the shared expert."""
+    """The cost of the router's products, Soft-MoE's mixing and write-back, and the shared expert."""
     (T, D), size = x_TD.shape, x_TD.element_size()
     projections = [p for p in layer.router.parameters() if p.ndim == 2 and p.shape[0] == D]
     numbers = sum(p.numel() for p in projections)

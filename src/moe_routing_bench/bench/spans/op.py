@@ -1,4 +1,4 @@
-"""An operation by itself: what its op.py says, timed."""
+"""A single operation, as its op.py defines it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OpSpan(Span):
         return why_not_one_of(self.parts(subject.spec), {self.op.name: tuple(args.values())})
 
     def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
-        """An implementation made of others is taken apart."""
+        """The parts of an implementation that is made of others."""
         config = self.op.get(subject.spec).config
         if set(STAGED) <= set(config):
             yield from staged_stages(config, args, {})
@@ -76,7 +76,7 @@ class OpSpan(Span):
 def staged_stages(
     config: Mapping[str, Any], args: Mapping[str, Any], held: dict[str, Any]
 ) -> Iterator[Stage]:
-    """dispatch, both products with the activation between, combine."""
+    """Three stages: dispatch, both products with the activation between them, combine."""
     dispatch, gemm, combine = (all_ops()[name].get(str(config[name])).run for name in STAGED)
     plan, weights = args["plan"], args["weights"]
     yield "dispatch", lambda: held.update(x_RD=dispatch(args["x_TD"], plan))

@@ -1,4 +1,4 @@
-"""pack: dispatch and combine in a row. What a MoE layer moves, without its experts."""
+"""pack: dispatch, then combine. The data movement of a MoE layer without its experts."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class PackSpan(Span):
 
 
 def moved(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> dict[str, tuple[Any, ...]]:
-    """The arguments of dispatch and combine, as far as an implementation is asked whether it can."""
+    """Arguments of dispatch and combine, enough for `why_not` and `cost`: the rows have no values."""
     rows_RD = x_TD.new_empty(1, x_TD.shape[1]).expand(plan.num_rows, -1)
     return {"dispatch": (x_TD, plan), "combine": (rows_RD, gate_TK, plan)}
 
 
 def packed(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
-    """In plain torch."""
+    """dispatch and combine in plain torch."""
     return combine_op.reference(dispatch_op.reference(x_TD, plan), gate_TK, plan)
 
 

@@ -1,4 +1,4 @@
-"""routing: top-k of scores, the plan, dispatch and combine. All of a layer but its products."""
+"""routing: top-k of scores, the plan, dispatch and combine. A layer without its products."""
 
 from __future__ import annotations
 

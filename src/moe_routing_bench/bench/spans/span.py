@@ -1,8 +1,8 @@
-"""Span: what is timed together, and all that is known of it. Each file beside this one defines one.
+"""Span: what is timed together, and everything the harness knows about it. The other files define spans.
 
-A span says what a call reads, what runs it, what is right, what it costs at least, which stages it has and
-which files its answer hangs on. Nothing else in the harness asks which span it has. Spans with different
-names are never compared: a matmul against a whole layer says nothing.
+A span says what a call reads, what runs it, which result is right, its least cost, its stages and the files
+its result depends on. No other code of the harness asks which span it has. Spans with different names are
+never compared: comparing a matmul with a whole layer says nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from moe_routing_bench.workloads.cases import BenchCase
 PACKAGE = Path(__file__).parents[2]
 Stage = tuple[str, Callable[[], Any]]
 Load = dict[str, int | float | None]
-NO_SPAN = ("span", "op")  # files of this folder that are not the span of their name
+NO_SPAN = ("span", "op")  # files of this folder that define no span of their name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Computation:
 
     run         takes the call's arguments in order
     parameters  tensors that want gradients and are not among the arguments
-    runs        what really runs, in words; empty: what the subject says
+    runs        what really runs, in words; empty if the subject's name says it
     owner       the module that computes it, if there is one
     """
 
@@ -72,12 +72,12 @@ class Span:
     routed = False  # does a subject have a router?
     differentiable = True
     exact = False  # is the reference in the dtype itself the oracle?
-    decides = ""  # the op whose implementations its subjects are compared as
-    case = ""  # the case or suite that is meant if nobody says a size
+    decides = ""  # the op whose implementations are compared by comparing its subjects
+    case = ""  # the case or suite measured if no size is given
 
     @property
     def summary(self) -> str:
-        """In one line: the first of its file."""
+        """The first line of its file."""
         return (inspect.getdoc(sys.modules[type(self).__module__]) or "").partition("\n")[0]
 
     # what a subject is
@@ -94,11 +94,11 @@ class Span:
     def parts(self, spec: str) -> tuple[Implementation, ...]:
         """The implementations a subject names, loaded."""
         ops = all_ops()
-        return tuple(ops[name].get(one) for name, one in zip(self.ops, self.split(spec), strict=True))
+        return tuple(ops[name].get(part) for name, part in zip(self.ops, self.split(spec), strict=True))
 
     def named(self, spec: str) -> list[tuple[str, str]]:
         """(op, name) of each implementation a subject names; nothing is loaded."""
-        names = [one.partition("(")[0].strip() for one in self.split(spec)]
+        names = [part.partition("(")[0].strip() for part in self.split(spec)]
         return list(zip(self.ops, names, strict=True))
 
     def origins(self, spec: str) -> list[str]:
@@ -107,7 +107,7 @@ class Span:
         return [ops[op].origin(name) for op, name in self.named(spec)]
 
     def check(self, subject: Subject) -> None:
-        """ValueError if there can be no such subject."""
+        """ValueError if the subject cannot exist."""
         self.origins(subject.spec)
 
     def settled(self, subject: Subject, case: BenchCase) -> Subject:
@@ -119,7 +119,7 @@ class Span:
 
     def specs(self) -> list[str]:
         """Everything worth trying: the defaults first, then one part varied at a time. Code from outside is
-        named but not loaded: only a worker does that."""
+        named but not loaded: only a worker loads it."""
         ops = [all_ops()[name] for name in self.ops]
         defaults = [op.default for op in ops]
         labels = {tuple(part.label for part in self.parts("+".join(defaults))): defaults}
@@ -150,7 +150,7 @@ class Span:
         raise NotImplementedError
 
     def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
-        """The call taken apart: (name, what to run), each needs the ones before it."""
+        """The parts of a call as (name, function to run); each needs the ones before it."""
         return iter(())
 
     # what is right
@@ -175,31 +175,31 @@ class Span:
     def meaningful(self, out: Any, args: Mapping[str, Any]) -> Any:
         return out
 
-    # what it costs, and what the answer hangs on
+    # what it costs, and what the result depends on
 
     def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
         """The least work of a forward call on the first inputs, and how they load the experts."""
         raise NotImplementedError
 
     def notes(self, case: BenchCase) -> list[str]:
-        """What a reader must know about the case as this span measures it."""
+        """Sentences a reader needs about the case as this span measures it."""
         return []
 
     def bandwidths(self, case: BenchCase, seconds: float) -> dict[str, float]:
-        """Bytes a second by the conventions that people quote for this span, by name."""
+        """Bytes per second by the usual conventions for this span, by name."""
         return {}
 
     def roots(self, subject: Subject) -> list[Path]:
-        """Files that the answer hangs on, beside the implementations (sources.py follows their imports)."""
+        """Files the result depends on besides the implementations (sources.py follows their imports)."""
         return [PACKAGE / "bench" / "spans" / f"{self.name}.py"]
 
     def resolved(self, subject: Subject, inputs: Inputs) -> list[tuple[str, str]]:
-        """Implementations that the subject does not name and that run all the same: [("topk", "sort")]."""
+        """Implementations that run although the subject does not name them: [("topk", "sort")]."""
         return []
 
 
 def stand_ins(subject: Subject, case: BenchCase, K: int | None = None) -> StandIns:
-    """Arguments of the case's sizes, to ask what "auto" means for them. Memory is never touched."""
+    """Arguments of the case's sizes, to ask what "auto" picks for them. Their memory is never touched."""
     s, G = case.shape, (2 if case.activation in GATED else 1) * case.shape.F
 
     def floats(*size: int) -> Tensor:
@@ -217,7 +217,7 @@ def stand_ins(subject: Subject, case: BenchCase, K: int | None = None) -> StandI
 
 
 def auto_label(op: str, source: StandIns) -> str:
-    """What "auto" is for these arguments, with its options."""
+    """The implementation "auto" picks for these arguments, with its options."""
     args = all_ops()[op].arguments(source)
     with torch.set_grad_enabled(source.x_TD.requires_grad):
         return choose(all_ops()[op], tuple(args.values()), source.weights).implementation.label
@@ -252,7 +252,7 @@ def chain_of(parts: Sequence[Implementation]) -> dict[str, Callable]:
 
 
 def why_not_one_of(parts: Sequence[Implementation], asked: Mapping[str, tuple[Any, ...]]) -> str | None:
-    """The first reason of several implementations, each asked with its own arguments."""
+    """The first reason why one of the implementations cannot compute its arguments; None if all can."""
     for part in parts:
         if part.stored is not None:
             return STORED
@@ -261,4 +261,4 @@ def why_not_one_of(parts: Sequence[Implementation], asked: Mapping[str, tuple[An
     return None
 
 
-STORED = "it computes with weights stored in another type, and is not timed beside those that do not"
+STORED = "it computes with weights stored in another type, so its times cannot be compared"

@@ -1,8 +1,8 @@
 """combine: y_t = sum over k of gate_tk * row(t, k).   y_RD, gate_TK, plan -> y_TD
 
-Pairs without a row add nothing. gate_TK is float32 or of y_RD's dtype; products and sums are taken in at
-least float32 and rounded once. Rows that hold no pair may contain anything, NaN too: they are not read, and
-their gradient is zero, as is the gradient of a gate whose pair has no row.
+Pairs without a row add nothing. gate_TK is float32 or of y_RD's dtype; products and sums are computed in at
+least float32 and rounded once. Rows without a pair may contain anything, also NaN: they are not read, and
+their gradient is zero. The gradient of a gate whose pair has no row is zero too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def reference(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     wide = torch.promote_types(torch.promote_types(y_RD.dtype, gate_TK.dtype), torch.float32)
     out = []
     for t, rows in enumerate(plan.row_TK.tolist()):
-        # (0 * gate) keeps every gate in the graph, so that its gradient is zero and not absent
+        # (0 * gate) keeps every gate in the graph, so that its gradient is zero instead of absent
         y_D = torch.zeros(y_RD.shape[1], dtype=wide, device=y_RD.device) + 0 * gate_TK[t].sum().to(wide)
         for k, r in enumerate(rows):
             if r >= 0:
@@ -46,7 +46,7 @@ def cost(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Cost:
 
 
 def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
-    """Values, and exactly zero for tokens without a row; expert_ffn's too."""
+    """Checks values, and exact zeros for tokens without a row. Also the judge of expert_ffn."""
     (verdict,) = judge_result(out, expected, args)
     wrong = [verdict.of("y_TD")]
     if verdict.fault in ("structure", "shape", "dtype"):

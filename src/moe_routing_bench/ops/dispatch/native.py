@@ -1,4 +1,4 @@
-"""Each token copied to its rows by C++, compiled on first use: a token is read once; CPU."""
+"""C++ reads each token once and copies it to its rows, compiled on first use; CPU."""
 
 from __future__ import annotations
 

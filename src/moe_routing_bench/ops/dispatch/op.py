@@ -1,7 +1,7 @@
 """dispatch: copy each token to its rows.   x_TD, plan -> x_RD
 
-Row r is the token of pair_R[r], and zero where the row holds no pair. Exact. The gradient of a token is the
-sum over its rows; whatever the incoming gradient holds in rows without a pair, NaN too, is ignored.
+Row r is the token of pair_R[r], or zero if the row holds no pair. Results are exact. The gradient of a token
+is the sum over its rows; the incoming gradient of rows without a pair may be NaN and is ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def reference(x_TD: Tensor, plan: RoutingPlan) -> Tensor:
 
 def cost(x_TD: Tensor, plan: RoutingPlan) -> Cost:
     row_bytes = x_TD.shape[1] * x_TD.element_size()
-    # each token that goes anywhere is read once; rows are written with their padding
+    # each token with a row is read once; all rows are written, padding too
     rows = tokens_with_a_row(plan) + plan.num_rows
     return Cost(activation_bytes=rows * row_bytes + plan.num_rows * INDEX_BYTES)
 

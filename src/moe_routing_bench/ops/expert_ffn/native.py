@@ -1,10 +1,10 @@
 """One C++ kernel from gather to weighted sum, AMX or AVX on packed weights, compiled on first use; CPU.
 
-store=bfloat16 and store=int8 keep the weights in that type and compute with what is left of them: another
-numerical class, judged against `stored(weights)`. int8 is symmetric, a factor for each expert and column.
+store=bfloat16 and store=int8 round the weights to that type and compute with the rounded ones, so results are
+judged against `stored(weights)`. int8 is symmetric, with a factor for each expert and column.
 
-With gradients wanted it is `staged` with the native dispatch, grouped_gemm and combine: weights that change
-at every step are packed a strip at a time as they are used, and what backward needs is kept.
+If gradients are needed it is `staged` with the native dispatch, grouped_gemm and combine: weights that change
+at every step are packed in strips as they are used, and what backward needs is kept.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ SOURCE = Path(__file__).with_name("native.cpp")
 ACTIVATIONS = {
     name: i for i, name in enumerate(("gelu", "relu", "silu", "relu2", "geglu", "swiglu", "swiglu_oai"))
 }
-# what mrb_forward answers: the weights are not those that were packed; the plan points outside
+# return codes of mrb_forward: the weights changed since they were packed; the plan points outside
 STALE, WRONG_PLAN = 2, 3
-# weights of each matrix, at least, that are looked at on every call: shows writes that torch does not count
+# at least this many weights of each matrix are compared on every call, to find writes torch does not count
 SAMPLES = 64
 
 
@@ -62,7 +62,7 @@ class _Problem(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Packed:
-    """The two matrices in panels of 32 columns. A stride of 0: experts share memory."""
+    """The two matrices in panels of 32 columns. A stride of 0 means that experts share memory."""
 
     w_in: Tensor
     w_out: Tensor
@@ -71,7 +71,7 @@ class Packed:
     scale_in: Tensor | None  # int8: a factor for each expert and column
     scale_out: Tensor | None
     sampled_at: Tensor  # byte offsets of some unpacked weights: of w_in, then of w_out
-    sampled: Tensor  # and what they were
+    sampled: Tensor  # their values when they were packed
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +103,7 @@ def _narrow(w_EKN: Tensor, store: str | None) -> tuple[Tensor, Tensor | None]:
         return (w_EKN if store is None else w_EKN.to(torch.bfloat16)), None
     scale_EN = w_EKN.abs().amax(dim=1).float() / 127
     scale_EN = torch.where(scale_EN > 0, scale_EN, 1.0)
-    # expert by expert: all of them in float32 at once may not fit
+    # expert by expert, because all of them in float32 may not fit in memory
     each = zip(w_EKN, scale_EN, strict=True)
     return torch.stack([w_KN.float().div(s_N).round_().to(torch.int8) for w_KN, s_N in each]), scale_EN
 
@@ -132,7 +132,7 @@ def pack(weights: ExpertWeights, store: str | None = None) -> Packed:
 
 
 def _sample(w_EKN: Tensor) -> tuple[Tensor, Tensor]:
-    """Byte offsets and values of some elements, every expert's among them."""
+    """Byte offsets and values of some elements, at least one of every expert."""
     E = w_EKN.shape[0]
     generator = torch.Generator().manual_seed(E)
     place = [torch.randint(n, (max(SAMPLES, E),), generator=generator) for n in w_EKN.shape]
@@ -159,7 +159,7 @@ def unsupported(
     if store is not None and store not in STORES:
         return f"it stores weights as {' or '.join(STORES)}, not as {store}"
     if store == str(x_TD.dtype).removeprefix("torch."):
-        return f"these weights are {store} anyway; leave store out"
+        return f"these weights are {store} already; leave store out"
     if x_TD.dtype not in (torch.bfloat16, torch.float32) or weights.w_in_EDG.dtype != x_TD.dtype:
         return f"it computes bfloat16 or float32 throughout, not {x_TD.dtype} with {weights.w_in_EDG.dtype}"
     reason = cpp.unsupported(SOURCE, level, x_TD, plan.pair_R, weights.w_in_EDG)
@@ -175,7 +175,7 @@ def run(
     level: str | None = None,
     store: str | None = None,
 ) -> Tensor:
-    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()  # the parts need it as much as the kernel does
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()  # needed by the parts and by the kernel
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((x_TD, gate_TK, weights))):
         part = f"native(level={level})" if level else "native"
         staged = op.get(f"staged(dispatch={part},grouped_gemm={part},combine={part})")

@@ -37,7 +37,7 @@ def reference(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertW
 
 
 def cost(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Cost:
-    """Both projections and the gates; nothing between them need touch memory, so only x and y do."""
+    """Both projections and the gates. Intermediate results need not touch memory, so only x and y count."""
     pairs, owned, active = counts(plan)
     matrices = weights.w_in_EDG[0].numel() + weights.w_out_EFD[0].numel()
     parameters = sum(tensor[0].numel() for tensor in weights.tensors().values())
@@ -85,8 +85,8 @@ def recomputed(
 ) -> Tensor:
     """forward(x_TD, gate_TK, plan, weights), with the gradients of another implementation.
 
-    For a kernel without a backward of its own: it keeps its inputs alone, and backward computes the other
-    implementation's forward anew. Under torch.compile, which does not trace that, the other one is all.
+    For a kernel without its own backward: it saves only its inputs, and backward recomputes the other
+    implementation's forward. torch.compile cannot trace this, so there only the other implementation runs.
     """
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors_in((x_TD, gate_TK, weights))):
         return forward(x_TD, gate_TK, plan, weights)
@@ -123,7 +123,7 @@ class _Recomputed(torch.autograd.Function):
         ]
         with torch.enable_grad():
             y_TD = ctx.gradients.run(*_arguments(ctx.plan, ctx.activation, leaves))
-        if not y_TD.requires_grad:  # nothing was computed from them
+        if not y_TD.requires_grad:  # the result does not depend on them
             return (None,) * len(ctx.needs_input_grad)
         wanting = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         gradients_left = iter(torch.autograd.grad(y_TD, wanting, dy_TD, allow_unused=True))

@@ -1,4 +1,4 @@
-"""C++ tiles (AMX or AVX) over (expert, columns); weights packed in the caches as they come; CPU."""
+"""C++ tiles (AMX or AVX) over (expert, columns); weights are packed in cache as they are used; CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.recycled import recycled
 
 SOURCE = Path(__file__).with_name("native.cpp")
-WRONG_PLAN = 3  # what mrb_multiply answers
+WRONG_PLAN = 3  # a return code of mrb_multiply
 CONFIGS: tuple[dict[str, str], ...] = ({}, {"level": "avx2"})
 
 
@@ -118,7 +118,7 @@ def _multiply(
 def _weight_gradient(
     x_RD: Tensor, dy_RF: Tensor, w_EDF: Tensor, offset_E1: Tensor, count_E: Tensor, level: str
 ) -> Tensor:
-    """In the order of memory that the weights have: what is stored output-first gets such a gradient."""
+    """The gradient in the memory order of the weights: output-first if they are."""
     output_first = w_EDF.stride(1) == 1
     upper, lower = (_rows(dy_RF), _rows(x_RD)) if output_first else (_rows(x_RD), _rows(dy_RF))
     E, above, below = w_EDF.shape[0], upper.shape[1], lower.shape[1]

@@ -1,8 +1,8 @@
 """grouped_gemm: each expert's rows times its matrix.   x_RD, w_EDF, plan, b_EF -> y_RF
 
-Row r of expert e's span is x_r @ w_e (+ b_e), summed in at least float32. Padding rows inside a span come
-out as any finite number. Rows that no expert owns come out as anything, and so does their gradient; the
-gradient that arrives there may be NaN and must not reach w_EDF or b_EF.
+Row r of expert e's span is x_r @ w_e (+ b_e), summed in at least float32. Results in padding rows inside a
+span may be any finite numbers. In rows that no expert owns, results and gradients may be anything; the
+incoming gradient there may be NaN and must not reach w_EDF or b_EF.
 "D" and "F" stand for the inputs and outputs of either projection. w_EDF may be a transposed view.
 """
 
@@ -46,7 +46,7 @@ def cost(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = N
 
 
 def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
-    """Rows that hold a pair; padding inside a span must be finite."""
+    """Checks the rows that hold a pair; padding inside a span must be finite."""
     oracle, baseline, plan = expected.oracle, expected.baseline, args["plan"]
     if not isinstance(out, Tensor) or out.shape != baseline.shape:
         return [judge_values(out, oracle, baseline)]
@@ -67,7 +67,7 @@ def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list
 
 
 def upstream(d_out: Tensor, args: Mapping[str, Any]) -> Tensor:
-    """As combine and the activation send it back: zero for padding, anything where no expert is."""
+    """As it arrives from combine and the activation: zero for padding, NaN in rows that no expert owns."""
     plan = args["plan"]
     d_out = torch.where((plan.pair_R >= 0).unsqueeze(1), d_out, 0.0)
     return torch.where((plan.expert_R() < plan.num_experts).unsqueeze(1), d_out, float("nan"))

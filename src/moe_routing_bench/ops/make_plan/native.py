@@ -15,7 +15,7 @@ from moe_routing_bench.recycled import recycled
 from moe_routing_bench.routing import Routing
 
 SOURCE = Path(__file__).with_name("native.cpp")
-# about a millisecond of counting: below it, waiting for a second thread can cost more than it saves
+# about a millisecond of counting; with fewer pairs, waiting for a second thread can cost more than it saves
 PAIRS_FOR_THREADS = 2**18
 
 

@@ -2,7 +2,7 @@
 
 Each expert's span holds its pairs in (token, choice) order, then padding. Over capacity, `position` drops
 the last pairs in that order and `probs` those with the smallest gates (of equal gates the later pair).
-The result is exact: two implementations give the same numbers.
+The result is exact: all implementations give the same numbers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def reference(routing: Routing, layout: Layout) -> RoutingPlan:
     )
 
 
-# temporaries of 256 KiB each; a slab also costs O(E), so it grows with E
+# gives temporaries of 256 KiB each; each slab also costs O(E), so slabs grow with E
 SLAB_PAIRS = 2**15
 
 
@@ -111,7 +111,7 @@ def make_plan(routing: Routing, layout: Layout, *, impl: str = "auto") -> Routin
 
 
 def wanted_experts(routing: Routing, layout: Layout) -> Tensor:
-    """The expert of each pair, flat; E where there is none, or where `probs` drops the pair."""
+    """The expert of each pair, flat; E if there is none, or if `probs` drops the pair."""
     E = routing.num_experts
     expert_P = routing.expert_TK.flatten()
     if routing.ragged:
@@ -133,9 +133,9 @@ def plan_by_slabs(
     routing: Routing, layout: Layout, rank_within: Callable[[Tensor, int], tuple[Tensor, Tensor]]
 ) -> RoutingPlan:
     """The plan, from a function that ranks the pairs of one slab within their experts and counts them:
-    rank_within(expert_p, E + 1) -> rank_p, count_E1.   An id of E is "no expert" and ranked like one.
+    rank_within(expert_p, E + 1) -> rank_p, count_E1.   The id E, "no expert", is ranked like an expert.
 
-    Slabs keep everything but the results in cache: one pass over 4e6 pairs takes twice the time per pair.
+    Slabs keep everything but the results in cache: one pass over all of 4e6 pairs takes twice as long.
     """
     T, K, E = routing.num_tokens, routing.num_choices, routing.num_experts
     R, P, device = layout.num_rows(T, K, E), T * K, routing.expert_TK.device
@@ -163,7 +163,7 @@ def plan_by_slabs(
 
     filled = layout.kind == "compact" and not routing.ragged
     row_P = torch.empty_like(expert_P)
-    # row R is a bin for pairs that get no row; it is cut off again
+    # row R collects the pairs that get no row; it is cut off at the end
     pair_R = torch.full((R + 1,), -1, dtype=torch.int64, device=device)
     for here in slab:
         row_p = offset_E1[expert_P[here]] + rank_P[here]
@@ -191,5 +191,5 @@ def plan_by_slabs(
 def _slab(P: int, E: int, device: torch.device) -> list[slice]:
     size = max(SLAB_PAIRS, 4 * E)
     if device.type != "cpu" or torch.compiler.is_compiling():
-        size = max(P, 1)  # one launch of everything
+        size = max(P, 1)  # everything in one launch
     return [slice(first, min(first + size, P)) for first in range(0, P, size)]

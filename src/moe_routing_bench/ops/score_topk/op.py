@@ -4,11 +4,11 @@
     chosen: the K largest s + bias of the rule's best groups, highest first, of equal ones the lower id
     gate_k = scale * s_k                     renormalise: scale * s_k / sum_j s_j, as softmax(log s)
 
-Softmax without a bias is chosen by z, which has the same order and no ties where s underflows. bias_E chooses
-and does not weigh; no gradient reaches it. Gates have at least float32. This is what a router does after its
-projection: softmax_topk, group_limited and sigmoid_bias are this with different rules.
+Softmax without a bias chooses by z, which has the same order, and no ties where s underflows. bias_E affects
+the choice but not the gates; it gets no gradient. Gates are at least float32. A router does this after its
+projection: softmax_topk, group_limited and sigmoid_bias differ only in their rules.
 
-Two implementations may choose differently where s + bias is equal but for rounding: the gates are then judged
+Two implementations may choose differently where s + bias differs only by rounding: the gates are then judged
 for the experts that were chosen.
 """
 
@@ -30,7 +30,7 @@ from moe_routing_bench.ops.registry import Op
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 GROUP_SCORES = ("max", "top2_sum")
-# below it log(softplus(z)) = z to the last bit of float64
+# below this, log(softplus(z)) = z to the last bit of float64
 SOFTPLUS_IS_EXP = -40.0
 
 
@@ -49,9 +49,9 @@ class ScoreRule:
     score: str = "softmax"
     renormalise: bool = True
     scale: float = 1.0
-    groups: int = 1  # of neighbours: experts 0 .. E / groups - 1 are group 0
-    keep_groups: int = 1  # a token may use this many, those with the highest scores; of equal ones the lower
-    group_score: str = "max"  # of its experts' s + bias, or the sum of the two largest
+    groups: int = 1  # of neighbouring experts: 0 .. E / groups - 1 are group 0
+    keep_groups: int = 1  # a token may use its best this many groups; of equal ones the lower
+    group_score: str = "max"  # the largest s + bias of its experts, or "top2_sum" of the two largest
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
@@ -86,15 +86,15 @@ def reference(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule)
 
 
 def cost(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule) -> Cost:
-    """Logits in, gates and ids out; scores need not touch memory. The exponentials are not counted: machines
-    are rated by their multiplications."""
+    """Bytes of logits read, gates and ids written; scores need not touch memory. Exponentials do not count:
+    roofs are measured with multiplications."""
     T, size = logits_TE.shape[0], logits_TE.element_size()
     read = logits_TE.numel() * size + (0 if bias_E is None else bias_E.numel() * bias_E.element_size())
     return Cost(activation_bytes=read + T * K * (max(size, 4) + INDEX_BYTES))
 
 
 def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
-    """Ids as the oracle has them, but for scores that are equal up to rounding; gates of those ids."""
+    """Ids must be the oracle's, except where scores are equal up to rounding; gates must fit the ids."""
     if not isinstance(out, tuple) or len(out) != 2:
         return [wrong_structure("must return (gate_TK, expert_TK)")]
     (gate_TK, expert_TK), logits_TE, rule = out, args["logits_TE"], args["rule"]
@@ -121,7 +121,7 @@ def _judge_choices(
         return wrong
     reached_TK = choice_TE.gather(1, best_TK)
     lost_TK = (choice_TE.gather(1, expert_TK) - reached_TK).abs()
-    # a few roundings of float32; an exact tie has its rule, and outside the best groups all is lost
+    # allows a few float32 roundings; exact ties must follow the rule, and -inf outside the best groups fails
     rounding_TK = 8 * torch.finfo(torch.float32).eps * (1 + reached_TK.abs())
     close_TK = (lost_TK > 0) & (lost_TK <= rounding_TK)
     return Verdict(passed=True) if bool((close_TK | (expert_TK == best_TK)).all()) else wrong
@@ -129,7 +129,7 @@ def _judge_choices(
 
 def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
     oracle, baseline = expected.oracle, expected.baseline
-    if of.name == "logits_TE":  # of the gates of the ids that were chosen
+    if of.name == "logits_TE":  # the gates of the ids that were chosen
         oracle, baseline = (_logits_gradient(of, wide) for wide in (True, False))
     return [judge_values(gradient, oracle, baseline, expected.more(gradient.numel()))]
 
@@ -155,7 +155,7 @@ def score_topk(
 
 
 def choice_scores(logits_TE: Tensor, bias_E: Tensor | None, rule: ScoreRule) -> Tensor:
-    """What experts are chosen by; -inf outside a token's best groups."""
+    """The scores by which experts are chosen; -inf outside a token's best groups."""
     z_TE = _wide(logits_TE)
     score_TE = plain_score(z_TE, rule.score)
     if bias_E is not None:
