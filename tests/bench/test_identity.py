@@ -25,6 +25,8 @@ from moe_routing_bench.ops import registry
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
+pytestmark = pytest.mark.slow
+
 KERNEL = '''"""A kernel from outside."""
 
 

@@ -21,6 +21,8 @@ from moe_routing_bench.routers.router import all_routers, parse_spec
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
+pytestmark = pytest.mark.slow
+
 SHAPE = MoEShape(T=24, D=32, F=16, E=8, K=2)
 KINDS = (
     "moe",

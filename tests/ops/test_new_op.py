@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from moe_routing_bench.cli import app
 from moe_routing_bench.ops import registry
 
+pytestmark = pytest.mark.slow
+
 FOLDER = next(p for p in Path(__file__).parents if p.name == "tests") / "data" / "toy_op"
 
 
