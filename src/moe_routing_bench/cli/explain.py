@@ -103,7 +103,7 @@ def explain_command(
             "chosen": _answer(chosen, args),
             "why_chosen": why,
             "others": [
-                _answer(found, args) for found in find_all(op, configs=True) if not _same(found, chosen)
+                _answer(entry, args) for entry in find_all(op, configs=True) if not _same(entry, chosen)
             ],
             "caution": _caution(place),
         }
@@ -163,29 +163,29 @@ def _describe(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _answer(found: Found, args: dict[str, Any]) -> dict[str, Any]:
+def _answer(entry: Found, args: dict[str, Any]) -> dict[str, Any]:
     answer, reason = "could run", None
-    if found.implementation is None:
-        answer, reason = ("no" if found.state == "absent" else "broken"), found.reason
+    if entry.implementation is None:
+        answer, reason = ("no" if entry.state == "absent" else "broken"), entry.reason
     else:
         try:
-            reason = found.implementation.why_not(*args.values())
+            reason = entry.implementation.why_not(*args.values())
             answer = "could run" if reason is None else "no"
         except Exception as error:  # it may ask a device that is not here
             answer, reason = "cannot tell", f"it raised {type(error).__name__}: {error}"
     return {
-        "implementation": found.implementation.label if found.implementation else found.spec,
-        "spec": found.spec,
-        "origin": found.origin,
+        "implementation": entry.implementation.label if entry.implementation else entry.spec,
+        "spec": entry.spec,
+        "origin": entry.origin,
         "answer": answer,
         "reason": reason,
     }
 
 
-def _same(found: Found, chosen: Found) -> bool:
-    if found.implementation is None or chosen.implementation is None:
-        return found.spec == chosen.spec
-    return found.implementation.label == chosen.implementation.label
+def _same(entry: Found, chosen: Found) -> bool:
+    if entry.implementation is None or chosen.implementation is None:
+        return entry.spec == chosen.spec
+    return entry.implementation.label == chosen.implementation.label
 
 
 def _caution(device: torch.device) -> str | None:

@@ -108,19 +108,19 @@ def _describe_op(op: Op) -> dict[str, Any]:
         "parameters": op.parameters(),
         "default": op.default,
         "preferred": [{**row, "machines": [machine]} for row in rows],
-        "implementations": {found.spec: _describe(op, found) for found in find_all(op, configs=False)},
+        "implementations": {entry.spec: _describe(op, entry) for entry in find_all(op, configs=False)},
     }
 
 
-def _describe(op: Op, found: Found) -> dict[str, Any]:
+def _describe(op: Op, entry: Found) -> dict[str, Any]:
     """The same keys for every implementation; null where a file that could not be loaded would say."""
-    one = found.implementation
+    one = entry.implementation
     options = None if one is None else [*inspect.signature(one.run).parameters][len(op.parameters()) :]
     return {
-        "state": found.state,
-        "reason": found.reason or None,
-        "origin": found.origin,
-        "default": found.spec == op.default,
+        "state": entry.state,
+        "reason": entry.reason or None,
+        "origin": entry.origin,
+        "default": entry.spec == op.default,
         "summary": one and one.summary,
         "options": options,
         "configs": one and [dict(config) for config in one.configs],
@@ -194,8 +194,8 @@ def _op_table(op: dict[str, Any]) -> Table:
     for impl_name, one in op["implementations"].items():
         words = [f"preferred on {preferred[impl_name]}"] if impl_name in preferred else []
         words += ["default"] if one["default"] else []
-        said = f" ({', '.join(words)})" if words else ""
-        table.add_row(Text.assemble("  ", (impl_name, "bold"), (said, "green")), _lines(one))
+        marks = f" ({', '.join(words)})" if words else ""
+        table.add_row(Text.assemble("  ", (impl_name, "bold"), (marks, "green")), _lines(one))
     return table
 
 
@@ -213,8 +213,8 @@ def _lines(one: dict[str, Any]) -> Text:
             "ties in any order" if one["ties"] == "any" else "",
         ]
         lines = [Text(one["summary"] or "")]
-        if said := "; ".join(filter(None, flags)):
-            lines.append(Text(said, "yellow"))
+        if text := "; ".join(filter(None, flags)):
+            lines.append(Text(text, "yellow"))
         if one["options"]:
             lines.append(Text(f"options: {', '.join(map(_option(one), one['options']))}", "dim"))
     if one["origin"] != BUILT_IN:
@@ -266,21 +266,21 @@ def _workload_table(workloads: dict[str, Any]) -> Table:
     table = two_columns(first_width=26)
     for one in workloads.values():
         lines = [Text(one["summary"])]
-        if found := one["reference"]:
+        if sample := one["reference"]:
             facts = (
-                f"  max/mean {found['max_over_mean']:.2f}, per rank {found['max_violation_rank'] + 1:.2f}; "
-                f"{found['active_experts']} active; Gini {found['gini']:.2f}"
+                f"  max/mean {sample['max_over_mean']:.2f}, per rank {sample['max_violation_rank'] + 1:.2f}; "
+                f"{sample['active_experts']} active; Gini {sample['gini']:.2f}"
             )
-            lines.append(Text.assemble((_histogram(found["load"]), "cyan"), facts))
-        said = [
+            lines.append(Text.assemble((_histogram(sample["load"]), "cyan"), facts))
+        remarks = [
             f"{name}={value['default']}"
             for name, value in one["parameters"].items()
             if value["default"] is not None
         ]
-        said = [f"defaults: {', '.join(said)}"] if said else []
-        said += [f"also {', '.join(one['aliases'])}"] if one["aliases"] else []
-        if said:
-            lines.append(Text("; ".join(said), "dim"))
+        remarks = [f"defaults: {', '.join(remarks)}"] if remarks else []
+        remarks += [f"also {', '.join(one['aliases'])}"] if one["aliases"] else []
+        if remarks:
+            lines.append(Text("; ".join(remarks), "dim"))
         table.add_row(Text(f"  {one['example']}", "bold"), Text("\n").join(lines))
     return table
 

@@ -73,7 +73,7 @@ def convert(module: nn.Module, *, impl: str = "auto", layout: str = "compact") -
 
     impl: an implementation of expert_ffn; "auto" as everywhere (ops/auto.py).
     """
-    found, reasons = {}, []
+    blocks, reasons = {}, []
     for path, block in module.named_modules():
         try:
             parts = parts_of(block)
@@ -81,16 +81,16 @@ def convert(module: nn.Module, *, impl: str = "auto", layout: str = "compact") -
             reasons.append(f"{path or type(block).__name__}: {reason}")
             continue
         if parts is not None:
-            found[path] = (block, parts)
+            blocks[path] = (block, parts)
     if reasons:
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         raise NotImplementedError(f"cannot convert {reasons[0]}{more}")
-    if not found:
+    if not blocks:
         raise ValueError(
             f"{type(module).__name__} holds no MoE block that is known here: {', '.join(_names())}, "
             "or a list of experts with a Linear called gate"
         )
-    for path, (block, parts) in found.items():
+    for path, (block, parts) in blocks.items():
         converted = _converted(block, parts, impl, layout)
         if not path:
             return converted

@@ -140,9 +140,11 @@ def _running(path: str, module: nn.Module, tokens: int) -> Running:
         second.shape[2 if m.is_transposed else 1],
         second.shape[1 if m.is_transposed else 2],
     )
-    kind = f"{first.dtype}".removeprefix("torch.")
+    dtype = f"{first.dtype}".removeprefix("torch.")
     say: Callable[..., Running] = partial(
-        Running, module=path, experts=f"E={E} D={D} F={F} {reading.activation or 'its own activation'} {kind}"
+        Running,
+        module=path,
+        experts=f"E={E} D={D} F={F} {reading.activation or 'its own activation'} {dtype}",
     )
     function = ALL_EXPERTS_FUNCTIONS.get(name) if isinstance(name, str) else None
     if not isinstance(function, partial) or function.func is not experts_forward:
@@ -178,11 +180,11 @@ def _register_all() -> None:
         if name.startswith("hf_"):
             continue
         try:
-            found = expert_ffn_op.get(name)
+            implementation = expert_ffn_op.get(name)
         except NotImplementedError:
             continue  # a library it needs is absent; register(name) says which
         register(name)
-        for config in found.configs:
+        for config in implementation.configs:
             if config:
                 register(f"{name}({','.join(f'{option}={value}' for option, value in config.items())})")
 

@@ -151,7 +151,7 @@ class _State:
     decisions: Decisions | None = None
     read: tuple[tuple[str, int, int], Decisions] | None = None
     ranked: dict[tuple[object, ...], tuple[_Row, ...]] = field(default_factory=dict)
-    said: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
 
 _state = _State()
@@ -163,7 +163,7 @@ def use_decisions(path: Path | str | None) -> None:
     _state.decisions = None if path is None else read_decisions(path)
     _state.switched = True
     _state.ranked.clear()
-    _state.said.clear()
+    _state.warned.clear()
 
 
 def _rows(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | None) -> tuple[_Row, ...]:
@@ -201,8 +201,8 @@ def _ranked(
 
 @_while_tracing
 def _say(warning: str) -> None:
-    if warning not in _state.said:
-        _state.said.add(warning)
+    if warning not in _state.warned:
+        _state.warned.add(warning)
         warnings.warn(warning, UserWarning, stacklevel=4)
 
 
