@@ -149,7 +149,9 @@ class Judge:
         return self.span.arguments(self.span.call(subject, self.inputs, number, step))
 
     def _few_rows(self, subject: Subject) -> bool:
-        return self.span.rows(subject, self.inputs) < FEW_ROWS
+        """One expert's row holds D numbers that err apart. A slot's weights do not: few slots are luck."""
+        s = self.inputs.case.shape
+        return self.span.rows(subject, self.inputs) < min(FEW_ROWS, s.num_pairs)
 
     def _more(self, subject: Subject, n: int) -> list[_Right]:
         """Results on other data, to know plain torch's usual error when a result has few elements."""
