@@ -220,6 +220,12 @@ def test_files_of_what_auto_picks_for_a_layer_matter(monkeypatch):
         assert f"ops/make_plan/{plan}.py" in files_of("layer", "staged")
 
 
+def test_files_of_what_auto_picks_for_a_block_matter(monkeypatch):
+    monkeypatch.setattr("moe_routing_bench.bench.spans.block.auto_label", lambda op, source: "eager_loop")
+    assert "ops/expert_ffn/eager_loop.py" in files_of("block", "ours")
+    assert "ops/expert_ffn/eager_loop.py" not in files_of("block", "ours(impl=staged)")
+
+
 def test_files_of_another_implementation_do_not_matter():
     assert "ops/combine/index_add.py" not in files_of("combine", "gather_sum")
     assert "routers/switch.py" not in files_of("layer", "staged", router="softmax_topk")

@@ -139,3 +139,12 @@ def test_what_the_list_says_of_every_router() -> None:
         "equal groups: every",
     ):
         assert said in text, said
+
+
+@pytest.mark.timeout(200)
+def test_it_is_measured_in_a_layer() -> None:
+    words = ["--tokens", 16, "--width", 32, "--hidden", 16, "--experts", 4, "--rounds", 8, "--seconds", 2]
+    names = ["--router", "switch,cosine", "--include-path", EXAMPLE]
+    (cell,) = mrb_json("bench", "layer", *words, *names, "--impl", "staged")
+    status = {one["router"]: one["status"] for one in cell["implementations"]}
+    assert status == {"switch": "PASSED", "cosine": "PASSED"}

@@ -25,7 +25,7 @@ from moe_routing_bench.bench.verdict import aa_floor, compare, compare_cells
 from moe_routing_bench.bench.weather import WeatherSpan, weather
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.machine import this_machine
-from moe_routing_bench.ops.registry import include
+from moe_routing_bench.routers.router import include_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def run_cell(
     """Measure one cell. A failing implementation never raises here; its outcome has the status."""
     started, before = time.perf_counter(), weather()
     for folder in cell.include:
-        include(folder)  # only registers names; workers load the code
+        include_folder(folder)  # only registers names; workers load the code
     span, identity = cell.span, identify(cell, this_machine())
     try:
         inputs = cell.inputs()

@@ -33,7 +33,8 @@ from moe_routing_bench.bench.inputs import ROUTINGS, Call, fingerprint, touch
 from moe_routing_bench.bench.judging import activations, weights_print
 from moe_routing_bench.conformance.check import poisoned_memory
 from moe_routing_bench.ops.implementation import tensors_in
-from moe_routing_bench.ops.registry import BUILT_IN, include
+from moe_routing_bench.ops.registry import BUILT_IN
+from moe_routing_bench.routers.router import include_folder
 
 MOST_CALLS = 256  # in one sample: each has its own inputs, all made before the sample
 # five thousand steps of the timer. Longer samples are no better: noise comes in bursts of many milliseconds,
@@ -78,7 +79,7 @@ def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]
 class _Worker:
     def __init__(self, cell: Cell, scratch: Path):
         for folder in cell.include:
-            include(folder)
+            include_folder(folder)
         self.cell, self.scratch, self.span = cell, scratch, cell.span
         device = cell.policy.device
         self.inputs = cell.inputs(put=memory_place(device))

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from moe_routing_bench.cli.terminal import pick, user_mistakes
-from moe_routing_bench.ops.registry import Op, all_ops, include
-from moe_routing_bench.routers.router import Router, all_routers, include_routers
+from moe_routing_bench.ops.registry import Op, all_ops
+from moe_routing_bench.routers.router import Router, all_routers, include_folder
 
 IncludePath = Annotated[
     list[Path] | None,
@@ -25,9 +25,7 @@ ROUTERS = "routers"
 def include_all(folders: list[Path] | None) -> None:
     with user_mistakes():
         for folder in folders or ():
-            include(folder)
-            if (folder / ROUTERS).is_dir():
-                include_routers(folder / ROUTERS)
+            include_folder(folder)
         for op in all_ops().values():
             op.names()  # raises if a name exists twice
 

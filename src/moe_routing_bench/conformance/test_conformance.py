@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from pathlib import Path
 
 import pytest
 
 from moe_routing_bench.conformance.cases import CASES, KitCell
 from moe_routing_bench.conformance.check import cells, check
 from moe_routing_bench.conformance.router_checks import check_router
-from moe_routing_bench.ops.registry import all_ops, include
-from moe_routing_bench.routers.router import all_routers, include_routers
+from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.routers.router import all_routers, include_folder
 
 if folder := os.environ.get("MRB_INCLUDE_PATH"):
-    include(folder)
-    if (rules := Path(folder) / "routers").is_dir():
-        include_routers(rules)
+    include_folder(folder)
 
 PATTERNS = [pattern for pattern in os.environ.get("MRB_CHECK", "").split(",") if pattern]
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.ops.auto import Auto, resolve
 from moe_routing_bench.ops.implementation import Implementation
+from moe_routing_bench.ops.registry import include
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 from moe_routing_bench.ops.score_topk.op import op as score_topk_op
 from moe_routing_bench.ops.topk.op import op as topk_op
@@ -185,6 +186,14 @@ def include_routers(folder: Path | str) -> None:
         raise ValueError(f"{folder} is not a folder; it should hold <name>.py files, one router each")
     if path not in _included:
         _included.append(path)
+
+
+def include_folder(folder: Path | str) -> None:
+    """Also use a folder's implementations, operations and routers: `include`, and `include_routers` on its
+    folder called routers."""
+    include(folder)
+    if (rules := Path(folder) / "routers").is_dir():
+        include_routers(rules)
 
 
 @cache

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.layers import ROUTER, layer_of, moe_of, plain_layer
 from moe_routing_bench.bench.spans.layer import span as layer_span
-from moe_routing_bench.bench.spans.span import Computation, Load, Span, Stage
+from moe_routing_bench.bench.spans.span import Computation, Load, Span, Stage, auto_label, stand_ins
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.layer import MoE
 from moe_routing_bench.models.decoder import DecoderBlock, Rotary, TransformersBlock, rotary
-from moe_routing_bench.ops.auto import pick
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
@@ -127,7 +126,13 @@ class BlockSpan(Span):
         return cost + Cost(useful_flops=flops, executed_flops=flops, weight_bytes=matrices * size), load
 
     def resolved(self, subject: Subject, inputs: Inputs) -> list[tuple[str, str]]:
-        return layer_span.resolved(subject, inputs)
+        name, options = parse_block(subject.spec)
+        if name != "ours":
+            return []
+        picked = layer_span.resolved(subject, inputs)
+        if options["impl"] == "auto":
+            picked.append(("expert_ffn", auto_label("expert_ffn", stand_ins(subject, inputs.case))))
+        return picked
 
     def notes(self, case: BenchCase) -> list[str]:
         note = attention_of(case).note
@@ -169,30 +174,24 @@ def attention_of(case: BenchCase) -> AttentionShape:
 def _subject_block(subject: Subject, inputs: Inputs) -> tuple[DecoderBlock | TransformersBlock, str]:
     name, options = parse_block(subject.spec)
     if name == "ours":
-        moe = _our_moe(subject, inputs, options["impl"])
-        parts = f"make_plan.{moe.make_plan.label} + expert_ffn.{moe.expert_ffn.label}"
-        runs = f"{options['attention']} attention, {parts}"
-        return _block(moe, options["attention"], inputs), runs
-    moe = _plain_moe(subject, inputs)
+        picked = {"expert_ffn": options["impl"], **dict(span.resolved(subject, inputs))}
+        ffn, make_plan = expert_ffn_op.get(picked["expert_ffn"]), make_plan_op.get(picked["make_plan"])
+        moe = moe_of(layer_of(subject, inputs, ffn, make_plan, topk=picked["topk"]))
+        _refuse(ffn, moe, inputs, subject)
+        parts = f"topk.{picked['topk']} + make_plan.{make_plan.label} + expert_ffn.{ffn.label}"
+        return _block(moe, options["attention"], inputs), f"{options['attention']} attention, {parts}"
+    staged, counting = expert_ffn_op.get("staged"), make_plan_op.get("counting")
+    moe = moe_of(layer_of(subject, inputs, staged, counting, topk="sort"))
     theirs = TransformersBlock.of(_block(moe, "sdpa", inputs), **options)
     attention, experts = options["attention"], options["experts"]
     return theirs, f"Transformers' Qwen3MoeDecoderLayer, {attention} attention, {experts} experts"
 
 
-def _our_moe(subject: Subject, inputs: Inputs, impl: str) -> MoE:
-    layer = _plain_moe(subject, inputs)
+def _refuse(ffn: Implementation, moe: MoE, inputs: Inputs, subject: Subject) -> None:
+    """NotImplementedError if the implementation cannot compute the experts of this block."""
     call = inputs.at(0, 0, subject.layout)
-    asked = (call.x_TD, call.gate_TK, call.plan, layer.experts.weights())
-    with torch.no_grad():
-        layer.expert_ffn = pick(expert_ffn_op, impl, asked).implementation
-        plan = pick(make_plan_op, "auto", (call.routing, call.layout), layer.experts.weights())
-        layer.make_plan = plan.implementation
-    return layer
-
-
-def _plain_moe(subject: Subject, inputs: Inputs) -> MoE:
-    staged, counting = expert_ffn_op.get("staged"), make_plan_op.get("counting")
-    return moe_of(layer_of(subject, inputs, staged, counting, topk="sort"))
+    if (reason := ffn.why_not(call.x_TD, call.gate_TK, call.plan, moe.experts.weights())) is not None:
+        raise NotImplementedError(f"{ffn.op}.{ffn.label}: {reason}")
 
 
 def _rotary(inputs: Inputs, dtype: torch.dtype) -> Rotary:
