@@ -267,20 +267,25 @@ class MoE(nn.Module):
             y_TD = y_TD + shared_TD
         return y_TD
 
+    def slots(self, routing: SoftRouting) -> tuple[Routing, Layout]:
+        """Soft-MoE's slots as tokens with one choice each, by expert, in a layout that drops none of them."""
+        E, rows = routing.num_experts, routing.dispatch_BNS.shape[0] * routing.slots_per_expert
+        one_each = Routing(
+            expert_TK=torch.arange(E, device=routing.combine_BNS.device).repeat_interleave(rows).unsqueeze(1),
+            gate_TK=routing.combine_BNS.new_ones(E * rows, 1),
+            num_experts=E,
+            ragged=False,
+        )
+        # a capacity chosen for routed tokens must not drop slots
+        return one_each, Layout.padded(capacity=rows) if self.layout.kind == "padded" else self.layout
+
     def _mix_slots(self, x_TD: Tensor, routing: SoftRouting) -> Tensor:
         """Slots are computed as tokens with one choice each; every expert gets equally many."""
         B, N, S = routing.dispatch_BNS.shape
         E, s = routing.num_experts, routing.slots_per_expert
         slot_BSD = routing.dispatch_BNS.transpose(1, 2).to(x_TD.dtype) @ x_TD.view(B, N, self.D)
         slot_TD = slot_BSD.view(B, E, s, self.D).transpose(0, 1).reshape(E * B * s, self.D)
-        one_each = Routing(
-            expert_TK=torch.arange(E, device=x_TD.device).repeat_interleave(B * s).unsqueeze(1),
-            gate_TK=routing.combine_BNS.new_ones(E * B * s, 1),
-            num_experts=E,
-            ragged=False,
-        )
-        # a capacity chosen for routed tokens must not drop slots
-        layout = Layout.padded(capacity=B * s) if self.layout.kind == "padded" else self.layout
+        one_each, layout = self.slots(routing)
         plan = self.make_plan(one_each, layout)
         y_TD = self.expert_ffn(slot_TD, one_each.gate_TK, plan, self.experts.weights())
         y_BSD = y_TD.view(E, B, s, self.D).transpose(0, 1).reshape(B, S, self.D)

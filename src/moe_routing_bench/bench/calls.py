@@ -103,7 +103,7 @@ def named_tensors(result: Result) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-def result_from(tensors: Mapping[str, Tensor], expected: Result, args: Mapping[str, Any]) -> Result:
+def result_from(tensors: Mapping[str, Tensor], expected: Result) -> Result:
     """The result from a file's tensors, of the same type as the expected one; ValueError if it is not."""
     plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(GRADIENT)}
     gradients = {name: tensors.get(GRADIENT + name) for name in expected.gradients}

@@ -90,16 +90,20 @@ class Judge:
         """Judge the file a worker wrote for call `number`."""
         right, args = self._expect(number, step, subject), self._arguments(number, step, subject)
         try:
-            result = read_result(path, right.baseline, args)
+            result = read_result(path, right.baseline)
         except ValueError as error:
             return Finding(status=Status.WRONG_STRUCTURE, reason=str(error))
 
         def others(n: int) -> list[tuple[Any, Any]]:
             return [(one.oracle.out, one.baseline.out) for one in self._more(subject, n)]
 
-        expected = Expected(oracle=right.oracle.out, baseline=right.baseline.out, more=others, ties=ties,
+        expected = Expected(
+            oracle=right.oracle.out,
+            baseline=right.baseline.out,
+            more=others,
+            ties=ties,
             few_rows=self._few_rows(subject),
-        )  # fmt: skip
+        )
         verdicts = self.span.judge(result.out, expected, args)
         if all(verdict.passed for verdict in verdicts):
             verdicts += self._judge_gradients(result, right, args, subject)
@@ -138,7 +142,7 @@ class Judge:
         right, args = self._expect(number, step, subject), self._arguments(number, step, subject)
         tensors = []
         for path in (one, other):
-            result = read_result(path, right.baseline, args)
+            result = read_result(path, right.baseline)
             meaningful = self.span.meaningful(result.out, args)
             tensors.append(named_tensors(Result(out=meaningful, gradients=result.gradients)))
         return all(
@@ -149,7 +153,7 @@ class Judge:
         return self.span.arguments(self.span.call(subject, self.inputs, number, step))
 
     def _few_rows(self, subject: Subject) -> bool:
-        """One expert's row holds D numbers that err apart. A slot's weights do not: few slots are luck."""
+        """Are there fewer rows than pairs, as in Soft-MoE, and so few that their mean error is luck?"""
         s = self.inputs.case.shape
         return self.span.rows(subject, self.inputs) < min(FEW_ROWS, s.num_pairs)
 
@@ -228,7 +232,7 @@ def weights_print(span: Span, inputs: Inputs) -> str:
     return fingerprint(inputs.weights, shared, router)
 
 
-def read_result(path: Path, expected: Result, args: Mapping[str, Any]) -> Result:
+def read_result(path: Path, expected: Result) -> Result:
     """The result a worker wrote to a file; ValueError if it is not of the expected type."""
     sizes = [t.numel() for t in tensors_in((expected.out, dict(expected.gradients)))]
     room = 8 * sum(sizes) + 2**20
@@ -240,7 +244,7 @@ def read_result(path: Path, expected: Result, args: Mapping[str, Any]) -> Result
         tensors = load_file(path)
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise ValueError(f"the result cannot be read: {error}") from None
-    return result_from(tensors, expected, args)
+    return result_from(tensors, expected)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.perft import Perft
-from moe_routing_bench.plan import Layout, RoutingPlan
+from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.routers.router import Router, build, parse_spec, router_named
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 
@@ -147,15 +147,8 @@ def experts_arguments(
     """The arguments of expert_ffn for a routing; for Soft-MoE its slots, without their values."""
     layout = layer.layout
     if isinstance(routing, SoftRouting):
-        B, E, slots = routing.dispatch_BNS.shape[0], routing.num_experts, routing.slots_per_expert
-        x_TD = x_TD.new_empty(E * B * slots, x_TD.shape[1])
-        layout = Layout.padded(capacity=B * slots) if layout.kind == "padded" else layout
-        routing = Routing(
-            expert_TK=torch.arange(E, device=x_TD.device).repeat_interleave(B * slots).unsqueeze(1),
-            gate_TK=routing.combine_BNS.new_ones(E * B * slots, 1),
-            num_experts=E,
-            ragged=False,
-        )
+        routing, layout = layer.slots(routing)
+        x_TD = x_TD.new_empty(routing.num_tokens, x_TD.shape[1])
     plan = make_plan_op.get("counting").run(routing, layout)
     return x_TD, routing, plan, layer.experts.weights()
 

@@ -22,12 +22,12 @@ from moe_routing_bench.cli.terminal import (
     two_columns,
     user_mistakes,
 )
-from moe_routing_bench.experts import ACTIVATIONS, GATED, ExpertWeights
+from moe_routing_bench.experts import ACTIVATIONS, ExpertWeights
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.catalog import Found, find, find_all
 from moe_routing_bench.ops.score_topk.op import ScoreRule
-from moe_routing_bench.ops.stand_ins import StandIns
+from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.shapes import MoEShape
@@ -133,19 +133,7 @@ def _shapes(
     train: bool,
 ) -> StandIns:
     """The arguments of operations as a layer of this shape would pass them: sizes and types, no values."""
-    D, F, E = shape.D, shape.F, shape.E
-    G = 2 * F if activation in GATED else F
-
-    def floats(*size: int) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device, requires_grad=train)
-
-    weights = ExpertWeights(
-        w_in_EDG=floats(E, D, G),
-        w_out_EFD=floats(E, F, D),
-        b_in_EG=floats(E, G) if bias else None,
-        b_out_ED=floats(E, D) if bias else None,
-        activation=activation,
-    )
+    weights = weights_without_values(shape, activation, bias=bias, train=train, dtype=dtype, device=device)
     return StandIns(weights, shape.K, layout, shape.T, train=train, rule=ScoreRule())
 
 

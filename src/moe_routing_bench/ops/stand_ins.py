@@ -5,9 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.experts import GATED, ExpertWeights
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
+from moe_routing_bench.shapes import MoEShape
+
+
+def weights_without_values(
+    shape: MoEShape, activation: str, *, bias: bool, train: bool, dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> ExpertWeights:  # fmt: skip
+    """Weights of these sizes whose memory nobody has touched."""
+    D, F, E = shape.D, shape.F, shape.E
+    G = 2 * F if activation in GATED else F
+
+    def floats(*size: int) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device, requires_grad=train)
+
+    return ExpertWeights(
+        w_in_EDG=floats(E, D, G),
+        w_out_EFD=floats(E, F, D),
+        b_in_EG=floats(E, G) if bias else None,
+        b_out_ED=floats(E, D) if bias else None,
+        activation=activation,
+    )
 
 
 class StandIns:

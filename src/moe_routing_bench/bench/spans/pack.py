@@ -14,7 +14,6 @@ from moe_routing_bench.bench.spans.span import (
     Load,
     Span,
     Stage,
-    chain_of,
     why_not_one_of,
 )
 from moe_routing_bench.bench.subject import Subject
@@ -33,17 +32,16 @@ class PackSpan(Span):
         return {"x_TD": call.x_TD, "gate_TK": call.gate_TK, "plan": call.plan}
 
     def built(self, subject: Subject, inputs: Inputs) -> Computation:
-        runs = chain_of(self.parts(subject.spec))
-        dispatch, combine = runs["dispatch"], runs["combine"]
+        dispatch, combine = (part.run for part in self.parts(subject.spec))
         return Computation(run=lambda x_TD, gate_TK, plan: combine(dispatch(x_TD, plan), gate_TK, plan))
 
     def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
         return why_not_one_of(self.parts(subject.spec), moved(args["x_TD"], args["gate_TK"], args["plan"]))
 
     def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
-        runs, held = chain_of(self.parts(subject.spec)), dict[str, Tensor]()
-        yield "dispatch", lambda: held.update(x_RD=runs["dispatch"](args["x_TD"], args["plan"]))
-        yield "combine", lambda: runs["combine"](held["x_RD"], args["gate_TK"], args["plan"])
+        (dispatch, combine), held = (part.run for part in self.parts(subject.spec)), dict[str, Tensor]()
+        yield "dispatch", lambda: held.update(x_RD=dispatch(args["x_TD"], args["plan"]))
+        yield "combine", lambda: combine(held["x_RD"], args["gate_TK"], args["plan"])
 
     def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
         wide = torch.promote_types(dtype, torch.float32)

@@ -25,14 +25,13 @@ from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
-from moe_routing_bench.experts import GATED, ExpertWeights
 from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.ops.score_topk.op import PLAIN
-from moe_routing_bench.ops.stand_ins import StandIns
+from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.workloads.cases import BenchCase
 
@@ -160,7 +159,7 @@ class Span:
         raise NotImplementedError
 
     def rows(self, subject: Subject, inputs: Inputs) -> int:
-        """How many rows the result is made of. The errors of one row's numbers hang together."""
+        """How many rows the experts compute. The errors within one row are not independent."""
         return inputs.case.shape.num_pairs
 
     def judge(self, out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
@@ -200,19 +199,10 @@ class Span:
 
 def stand_ins(subject: Subject, case: BenchCase, K: int | None = None) -> StandIns:
     """Arguments of the case's sizes, to ask what "auto" picks for them. Their memory is never touched."""
-    s, G = case.shape, (2 if case.activation in GATED else 1) * case.shape.F
-
-    def floats(*size: int) -> Tensor:
-        return torch.empty(size, dtype=DTYPES[case.dtype]).requires_grad_(case.direction != "forward")
-
-    weights = ExpertWeights(
-        w_in_EDG=floats(s.E, s.D, G),
-        w_out_EFD=floats(s.E, s.F, s.D),
-        b_in_EG=floats(s.E, G) if case.bias else None,
-        b_out_ED=floats(s.E, s.D) if case.bias else None,
-        activation=case.activation,
+    s, train = case.shape, case.direction != "forward"
+    weights = weights_without_values(
+        s, case.activation, bias=case.bias, train=train, dtype=DTYPES[case.dtype]
     )
-    train = case.direction != "forward"
     return StandIns(weights, K or s.K, Layout.parse(subject.layout), s.T, train=train, rule=PLAIN)
 
 
@@ -245,10 +235,6 @@ def span_named(name: str) -> Span:
     if name in all_ops():
         return importlib.import_module(f"{folder}.op").OpSpan(all_ops()[name])
     return importlib.import_module(f"{folder}.{name}").span
-
-
-def chain_of(parts: Sequence[Implementation]) -> dict[str, Callable]:
-    return {part.op: part.run for part in parts}
 
 
 def why_not_one_of(parts: Sequence[Implementation], asked: Mapping[str, tuple[Any, ...]]) -> str | None:
