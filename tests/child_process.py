@@ -13,7 +13,7 @@ def python(code: str, *words: object, without: str = "") -> subprocess.Completed
     environment.pop(without, None)
     ran = subprocess.run(
         [sys.executable, "-c", code, *map(str, words)],
-        env=environment, capture_output=True, text=True, timeout=100,
+        env=environment, capture_output=True, text=True, timeout=380,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-2000:]
     return ran

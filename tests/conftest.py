@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +15,12 @@ from moe_routing_bench.ops import registry
 from moe_routing_bench.routers import router as routers
 
 # what the person at the keyboard has measured, or likes to look at, must not choose what is tested
-FORGOTTEN = ("MRB_DECISIONS", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "NO_COLOR")
+FORGOTTEN = ("MRB_DECISIONS", "COLUMNS", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "NO_COLOR")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the first process; others inherit it
+        os.environ["MRB_HOME"] = tempfile.mkdtemp(prefix="mrb-home-")
     # the shapes are tiny: a second thread beside another busy process costs 10x
     torch.set_num_threads(1)
     for name in FORGOTTEN:
@@ -25,11 +29,25 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", 'ignore:impl="auto" would run compiled C')
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["MRB_HOME"], ignore_errors=True)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With -m "not slow" a file that is slow as a whole is not even imported."""
     if config.getoption("markexpr") != "not slow" or collection_path.suffix != ".py":
         return None
     return bool(re.search(r"^pytestmark = \[?pytest\.mark\.slow", collection_path.read_text(), re.M)) or None
+
+
+@pytest.fixture
+def usual_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans for a usual CPU, not for what other tests leave of this one: two threads may wait minutes."""
+    from moe_routing_bench.bench import estimate  # here: most tests need no benchmark
+
+    usual = estimate.Speed(flops=2e11, bytes=8e9, jitter=0.03)
+    monkeypatch.setattr(estimate, "probe", lambda threads, dtype: usual)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from moe_routing_bench.results.record import Record, parse_record
+from moe_routing_bench.results.record import Record, Timing, parse_record
 
 SESSION = "20261115T024734123-1f3a9c02"
 HASH = "0123456789abcdef" * 4
@@ -64,6 +64,8 @@ def document(**changes: Any) -> dict[str, Any]:
             "activation_bytes": 10**6, "floor_seconds": 0.001, "share_of_roof": 0.4, "bw_2pass": 1e9,
             "bw_strict": 1.5e9, "tokens_per_second": 2782.6, "flops_per_second": 8.7e10,
             "bytes_per_second": 9.6e8,
+            "wire_bytes": 2_000_000,
+            "least_wire_bytes": 1_500_000,
         },
         "correctness": {
             "status": "PASSED", "reason": "", "checks": ["shape", "value"], "max_error": 1e-6,
@@ -82,6 +84,18 @@ def document(**changes: Any) -> dict[str, Any]:
             part = part[parent]
         part[last] = value
     return whole
+
+
+def with_times(whole: dict[str, Any], timing: Timing) -> dict[str, Any]:
+    """The record with these times, and the rates that follow from their median."""
+    work, seconds = whole["work"], timing.median
+    rates = {
+        "tokens_per_second": whole["workload"]["T"] / seconds,
+        "flops_per_second": work["useful_flops"] / seconds,
+        "bytes_per_second": (work["weight_bytes"] + work["activation_bytes"]) / seconds,
+        "share_of_roof": min(1.0, work["floor_seconds"] / seconds),
+    }
+    return {**whole, "timing": json.loads(timing.model_dump_json()), "work": {**work, **rates}}
 
 
 def failed(status: str, **changes: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.results.record import Comparison, Timing, content_hash, parse_record
 from moe_routing_bench.results.store import Session
-from sample_records import document, failed, line
+from sample_records import document, failed, line, with_times
 
 ENVIRONMENT = {
     "machine": {"name": "xeon-2-cores", "torch": "2.13.0+cpu", "python": "3.12.3"},
@@ -74,7 +74,7 @@ def add_cell(
         role = "twin" if place == len(contenders) else "candidate" if base_name else "baseline"
         whole = document(**common, implementation__role=role, comparison=None)
         timing = Timing.of(samples, 0.2, session.put_samples(samples), {})
-        whole["timing"] = json.loads(timing.model_dump_json())
+        whole = with_times(whole, timing)
         if role == "baseline":
             base_name, base = name, samples
         elif len(samples) == len(base) >= 5:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe_routing_bench import accuracy
 from moe_routing_bench.accuracy import judge, judge_exact
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -111,3 +112,30 @@ def test_exact_means_exact() -> None:
     assert "is 9 instead of 5 at [1, 2]; wrong in 1 of 6" in judge_exact(b, a).sentence
     assert judge_exact(torch.tensor([float("nan")]), torch.tensor([float("nan")])).passed
     assert not judge_exact(a.int(), a).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", ["none", "one element", "everywhere", "nan", "infinite oracle"])
+def test_large_results_are_judged_as_small_ones(
+    dtype: torch.dtype, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quick look and the close one say the same, numbers too."""
+    torch.manual_seed(0)
+    oracle = torch.randn(600, 500, dtype=torch.float64)
+    baseline, out = oracle.to(dtype), oracle.to(dtype).clone()
+    if fault == "one element":
+        out[400, 7] += 0.5
+    elif fault == "everywhere":
+        out = (oracle * (1 + 3 * torch.finfo(dtype).eps)).to(dtype)
+    elif fault == "nan":
+        out[3, 3] = float("nan")
+    elif fault == "infinite oracle":
+        oracle[5, 5] = float("inf")
+        baseline[5, 5] = out[5, 5] = float("inf")
+    quick = judge(out, oracle, baseline)
+    monkeypatch.setattr(accuracy, "LARGE", 1 << 40)
+    close = judge(out, oracle, baseline)
+    assert quick.passed == close.passed == (fault in ("none", "infinite oracle"))
+    assert quick.sentence == close.sentence
+    for name in ("max_error", "max_bound", "rms_error", "rms_bound"):
+        assert getattr(quick, name) == pytest.approx(getattr(close, name), rel=1e-12)

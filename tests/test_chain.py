@@ -108,7 +108,7 @@ def test_it_reads_no_device_values_and_keeps_shapes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_it_compiles_as_one_graph() -> None:
     chain = ChainOfExperts(D, H, E, 4, layout="block(4)", impl="staged(grouped_gemm=block_sparse)")
     x = torch.randn(T, D)

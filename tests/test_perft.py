@@ -186,7 +186,7 @@ def test_a_new_one_is_the_frozen_layer_in_c_plus_plus(kind: str, adapter: str) -
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["E", "S"])
 def test_it_compiles_as_one_graph(kind: str) -> None:
     moe = MoE(D, H, E, K, layout="block(4)", impl="staged(grouped_gemm=block_sparse)")

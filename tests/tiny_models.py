@@ -36,6 +36,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_nextn_predict_layers": 0,
         },
     ),
+    # gates are made of the scores that are left after groups were ruled out
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+            "moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+            "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
     "gpt_oss": (
         "GptOss",
         {"num_local_experts": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},

@@ -15,6 +15,8 @@ def run(y_RD, gate_TK, plan):
     for row_T, gate_T in zip(plan.row_TK.unbind(1), gate_TK.unbind(1), strict=True):
         y_kTD = y_RD.index_select(0, row_T.clamp(min=0)).to(wide)
         kept_T1 = (row_T >= 0).unsqueeze(1)
-        # a row without a pair may hold NaN, so it is selected away before the product
-        y_TD = y_TD + torch.where(kept_T1, y_kTD, 0.0) * gate_T.to(wide).unsqueeze(1)
+        # where a pair has no row, row and gate may be NaN, so both are selected away before the product
+        y_TD = y_TD + torch.where(kept_T1, y_kTD, 0.0) * torch.where(
+            kept_T1, gate_T.to(wide).unsqueeze(1), 0.0
+        )
     return y_TD.to(y_RD.dtype)

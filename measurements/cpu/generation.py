@@ -14,30 +14,34 @@ batched_mm copies the weights of every chosen expert for every token, 26 GB a la
 takes part in decode only, after a prefill by ours.
 
 Every round times both phases of each implementation once, in a new order, on one text per round. A ratio is
-the median over rounds of an implementation's time over ours in the same round, with a bootstrap interval of
-95 %.
+the median over rounds of an implementation's time over ours in the same round, with an interval of 95 %, both
+by the harness's own rule (bench/verdict.py); a whole model is not something it can time.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import torch
 import typer
-from cpu_grid import HERE, session
-from cpu_subjects import paired
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_routing_bench.models.transformers as plugin
+from moe_routing_bench.bench.verdict import compare
+from moe_routing_bench.machine import this_machine
 from moe_routing_bench.models.reading import experts_modules
+from moe_routing_bench.results.writing import environment_document
 
+HERE = Path(__file__).parent
 OURS = "moe_routing_bench"
 NAMES = (OURS, "eager", "grouped_mm", "batched_mm")
 PHASES = ("prefill", "decode")
@@ -66,6 +70,8 @@ class Generation:
 
     def __init__(self, sizes: dict[str, Any], prompt: int, new: int):
         self.model, self.prompt, self.new = make_model(sizes), prompt, new
+        self.frozen = copy.deepcopy(self.model)
+        plugin.freeze(self.frozen)  # as people would for inference
 
     def text(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -75,17 +81,23 @@ class Generation:
     def run(self, name: str, text_BN: Tensor) -> tuple[dict[str, float], Tensor]:
         """Seconds by phase, and the logits of the last prompt token. The tokens of decode are given, not
         chosen, so that every implementation does the same work."""
-        self.model.set_experts_implementation(OURS if name in DECODE_ONLY else name)
+        first_by = OURS if name in DECODE_ONLY else name
+        model = self._with(first_by)
         started = time.perf_counter()
-        out = self.model(text_BN[:, : self.prompt], use_cache=True, logits_to_keep=1)
+        out = model(text_BN[:, : self.prompt], use_cache=True, logits_to_keep=1)
         prefilled = time.perf_counter()
         first = out.logits[0, -1]
-        self.model.set_experts_implementation(name)
+        model = self._with(name)
         between = time.perf_counter()
         for n in range(self.prompt, self.prompt + self.new):
-            out = self.model(text_BN[:, n : n + 1], past_key_values=out.past_key_values, use_cache=True)
+            out = model(text_BN[:, n : n + 1], past_key_values=out.past_key_values, use_cache=True)
         done = time.perf_counter()
         return {"prefill": prefilled - started, "decode": done - between}, first
+
+    def _with(self, name: str) -> Any:
+        model = self.frozen if name == OURS else self.model
+        model.set_experts_implementation(name)
+        return model
 
     def shares(self, name: str, text_BN: Tensor) -> dict[str, float]:
         """What part of each phase passes inside the experts modules."""
@@ -99,7 +111,7 @@ class Generation:
             spent.append((started[0], time.perf_counter() - started[0]))
 
         hooks = []
-        for _, module in experts_modules(self.model):
+        for _, module in [*experts_modules(self.model), *experts_modules(self.frozen)]:
             hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
         seconds, _ = self.run(name, text_BN)
         for hook in hooks:
@@ -127,11 +139,18 @@ def interleaved(
     return found
 
 
+def _ratio(seconds: dict[str, list[float]], name: str) -> tuple[float, float, float]:
+    if name == OURS:
+        return 1.0, 1.0, 1.0
+    found = compare(seconds[OURS], seconds[name], confidence=0.95)
+    return found.ratio, *found.interval
+
+
 def summary(document: dict[str, Any]) -> str:
     here = document["session"]
     lines = [
         f"{document['parameters'] / 1e9:.2f} B parameters, bfloat16, {here['threads']} threads, "
-        f"{here['machine']['cpu']}, commit {here['commit'][:12]}, {here['date']}",
+        f"{here['machine']['cpu']}, commit {here['source']['commit'][:12]}, {here['date']}",
         f"prefill {document['prompt']} tokens in one call, decode {document['new']} calls of one token",
         "",
         f"{'':8}  {'experts':18}{'ms':>10}{'ms/token':>10}   time / ours (95 %)     inside experts",
@@ -159,24 +178,23 @@ def main(
 ) -> None:
     torch.set_num_threads(threads)
     sizes, prompt, new = (TINY, 16, 4) if quick else (FULL, 512, 64)
-    rounds = 3 if quick else rounds
+    rounds = 5 if quick else rounds
     folder = Path("/tmp") if quick else HERE
-    here = session(threads)
+    here = {**environment_document(this_machine()), "threads": threads, "date": f"{datetime.now(UTC):%F %T}"}
     generation = Generation(sizes, prompt, new)
     shares, logits = {}, {}
     for name in NAMES:  # the first calls, which pack
         logits[name] = generation.run(name, generation.text(0))[1].float()
         shares[name] = generation.shares(name, generation.text(1))
-    generation.model.set_experts_implementation(OURS)
-    told = plugin.implementations(generation.model)
+    running = plugin.implementations(generation.frozen)
     seconds = interleaved(generation, rounds, lambda text: typer.echo(text, err=True))
     document: dict[str, Any] = {
-        "session": here.model_dump(),
+        "session": here,
         "parameters": sum(p.numel() for p in generation.model.parameters()),
         "sizes": sizes,
         "prompt": prompt,
         "new": new,
-        "implementations": [str(one) for one in told],
+        "implementations": [str(one) for one in running],
         "difference": (logits[OURS] - logits["eager"]).abs().max().item(),
         "largest_logit": logits["eager"].abs().max().item(),
     }
@@ -184,7 +202,7 @@ def main(
         document[phase] = {
             name: {
                 "ms": median(seconds[phase][name]) * 1e3,
-                "ratio": paired(seconds[phase], name, OURS),
+                "ratio": _ratio(seconds[phase], name),
                 "share": shares[name][phase],
                 "samples_ms": [float(f"{s * 1e3:.5g}") for s in seconds[phase][name]],
             }

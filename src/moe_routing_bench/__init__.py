@@ -1,32 +1,13 @@
 """Which Mixture-of-Experts router, layout and kernel is right and fastest for your shapes and hardware."""
 
-from moe_routing_bench.accuracy import Verdict, judge
-from moe_routing_bench.chain import ChainOfExperts
-from moe_routing_bench.controllers.controller import Counts, controller_for
-from moe_routing_bench.experts import (
-    ExpertWeights,
-    from_expert_list,
-    from_transformers,
-    to_transformers,
-)
-from moe_routing_bench.free_experts import FreeExperts
-from moe_routing_bench.layer import Experts, MoE, Routings
-from moe_routing_bench.load import LoadStatistics
-from moe_routing_bench.ops.auto import use_decisions
-from moe_routing_bench.ops.combine.op import combine
-from moe_routing_bench.ops.dispatch.op import dispatch
-from moe_routing_bench.ops.expert_ffn.op import expert_ffn
-from moe_routing_bench.ops.grouped_gemm.op import grouped_gemm
-from moe_routing_bench.ops.make_plan.op import make_plan
-from moe_routing_bench.ops.registry import all_ops, include
-from moe_routing_bench.ops.topk.op import topk
-from moe_routing_bench.perft import Perft
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.presets import load_router, router_for
-from moe_routing_bench.routers.router import Router, all_routers, include_routers
-from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
-from moe_routing_bench.shapes import LETTERS, MoEShape
-from moe_routing_bench.statistics import RoutingStatistics
+# ruff: noqa: F405
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_routing_bench.public import *  # noqa: F403
 
 __all__ = [
     "LETTERS",
@@ -67,3 +48,15 @@ __all__ = [
     "topk",
     "use_decisions",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, when it is first asked for: `mrb --help` must not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module("moe_routing_bench.public"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

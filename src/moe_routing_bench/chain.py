@@ -64,6 +64,19 @@ class ChainOfExperts(nn.Module):
             self.later_routers.to(device)
 
     @property
+    def D(self) -> int:
+        return self.layer.D
+
+    @property
+    def like(self) -> Tensor:
+        return self.layer.like
+
+    @property
+    def carries_input(self) -> bool:
+        """With the inner residual a block adds none of its own, as in the authors' decoder layer."""
+        return self.inner_residual
+
+    @property
     def causal(self) -> bool:
         return self.layer.causal
 

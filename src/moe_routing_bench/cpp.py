@@ -58,6 +58,20 @@ def missing_tool() -> str | None:
     return "ninja was not found; pip install ninja" if shutil.which("ninja") is None else None
 
 
+def other_dtypes(x: torch.dtype, weights: torch.dtype) -> str:
+    """Why kernels that multiply do not take these dtypes.
+
+    On a core with AMX and AVX512-FP16 torch's matmul reaches 160 GFLOP/s in float16, 160 in float32, 1,190 in
+    bfloat16 (`mrb doctor`); AVX512-FP16 would also sum in float16, which the contract does not allow.
+    """
+    if x == weights == torch.float16:
+        return (
+            "it computes bfloat16 or float32; nearly all x86 processors multiply float16 no faster than "
+            "float32, so convert the model with .bfloat16()"
+        )
+    return f"it computes bfloat16 or float32 throughout, not {x} with {weights}"
+
+
 def why_not() -> str | None:
     """Why C++ cannot be compiled and run here, in words; None if it can."""
     if best_level() is None:
@@ -71,6 +85,17 @@ def compiler() -> str | None:
 
 def unsupported(source: Path, level: str | None, *tensors: Tensor) -> str | None:
     """Why the file cannot work on these tensors here, in words; None if it can, and then it was loaded."""
+    if (sentence := why_not_plain(*tensors)) is not None:
+        return sentence
+    try:
+        load(source, level)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+def why_not_plain(*tensors: Tensor) -> str | None:
+    """Why C++ cannot read these tensors, in words; None if it can."""
     if torch.compiler.is_compiling():
         return "it calls C++ by address, which torch.compile cannot trace"
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -81,10 +106,6 @@ def unsupported(source: Path, level: str | None, *tensors: Tensor) -> str | None
         # tensors made to be traced have no memory
         if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
             return f"it reads plain tensors with memory of their own, not {type(tensor).__name__}"
-    try:
-        load(source, level)
-    except NotImplementedError as reason:
-        return str(reason)
     return None
 
 
@@ -121,6 +142,14 @@ def load(source: Path, level: str | None = None) -> ctypes.CDLL:
     return library
 
 
+def compiled(source: Path, level: str | None = None) -> bool:
+    """Is there nothing to compile? Also True if it cannot be compiled here: `load` says why."""
+    try:
+        return why_not() is not None or _library(source, _granted(level)).exists()
+    except NotImplementedError:
+        return True
+
+
 @cache
 def _granted(level: str | None) -> str:
     level = level or best_level() or ""
@@ -146,21 +175,24 @@ def _tiles_granted() -> bool:
 def _load(source: Path, level: str) -> ctypes.CDLL | str:
     """The library, or why there is none."""
     flags = [*FLAGS, *LEVELS[level][1]]
-    texts = [path.read_text() for path in with_includes(source)]
-    built_from = (texts, flags, torch.__version__, compiler())
-    digits = hashlib.sha256(repr(built_from).encode()).hexdigest()[:16]
-    name = f"mrb_{source.parent.name}_{source.stem}_{level}_{digits}"
-    folder = _folder()
-    library = folder / f"{name}.so"
+    library = _library(source, level)
     if not library.exists():
         what = f"moe_routing_bench: compiling {source.parent.name}/{source.name} for {level}, once: "
         print(what, end="", file=sys.stderr, flush=True)
         began = time.monotonic()
-        failed = _build(name, source, flags, library)
+        failed = _build(library.stem, source, flags, library)
         print(f"{time.monotonic() - began:.0f} s{failed and ', failed'}", file=sys.stderr, flush=True)
         if failed:
             return f"it did not compile here: {failed}"
     return ctypes.CDLL(str(library))
+
+
+def _library(source: Path, level: str) -> Path:
+    """Where the compiled file is kept; its name changes with everything it is built from."""
+    texts = [path.read_text() for path in with_includes(source)]
+    built_from = (texts, [*FLAGS, *LEVELS[level][1]], torch.__version__, compiler())
+    digits = hashlib.sha256(repr(built_from).encode()).hexdigest()[:16]
+    return _folder() / f"mrb_{source.parent.name}_{source.stem}_{level}_{digits}.so"
 
 
 def with_includes(source: Path) -> list[Path]:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_routing_bench import steady
+
 # gpt-oss: both numbers are its config's swiglu_alpha and swiglu_limit, and constants in OpenAI's own code
 OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
 
@@ -26,10 +28,12 @@ def _geglu(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
     return F.gelu(gate_RF) * up_RF
 
 
-def _swiglu_oai(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
+def _swiglu_oai(
+    gate_RF: Tensor, up_RF: Tensor, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+) -> Tensor:
     """g sigmoid(1.702 g) (u + 1), with g at most 7 and u within -7 .. 7."""
     gate_RF, up_RF = gate_RF.clamp(max=OAI_LIMIT), up_RF.clamp(-OAI_LIMIT, OAI_LIMIT)
-    return gate_RF * torch.sigmoid(OAI_ALPHA * gate_RF) * (up_RF + 1)
+    return gate_RF * sigmoid(OAI_ALPHA * gate_RF) * (up_RF + 1)
 
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -44,14 +48,25 @@ GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu_oai": _swiglu_oai,
 }
 ACTIVATIONS = (*PLAIN, *GATED)
+# the same with bits that do not depend on where a number lies
+STEADY: dict[str, Callable[..., Tensor]] = {
+    "gelu": steady.gelu,
+    "silu": steady.silu,
+    "swiglu": lambda gate_RF, up_RF: steady.silu(gate_RF) * up_RF,
+    "geglu": lambda gate_RF, up_RF: steady.gelu(gate_RF) * up_RF,
+    "swiglu_oai": lambda gate_RF, up_RF: _swiglu_oai(gate_RF, up_RF, steady.sigmoid),
+}
 
 
-def activate(h_RG: Tensor, activation: str) -> Tensor:
+def activate(h_RG: Tensor, activation: str, *, batch_invariant: bool = False) -> Tensor:
     """h_RG -> h_RF. Gated: the first half of the columns is the gate, the second what it weighs. GELU is the
-    exact (erf) form."""
+    exact (erf) form. batch_invariant: by functions whose bits do not depend on where a row lies (steady.py).
+    """
+    functions: dict[str, Callable[..., Tensor]]
+    functions = {**PLAIN, **GATED, **STEADY} if batch_invariant else {**PLAIN, **GATED}
     if activation in GATED:
-        return GATED[activation](*h_RG.chunk(2, dim=-1))
-    return PLAIN[activation](h_RG)
+        return functions[activation](*h_RG.chunk(2, dim=-1))
+    return functions[activation](h_RG)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench import steady
 from moe_routing_bench.experts import GATED, ExpertWeights, activate
 from moe_routing_bench.free_experts import FreeExpertPart, FreeExperts
-from moe_routing_bench.ops.auto import describe, resolve
+from moe_routing_bench.frozen import Frozen, take_place, thaw
+from moe_routing_bench.ops.auto import Auto, describe, resolve
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
+from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
+from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
+from moe_routing_bench.ops.stand_ins import StandIns
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routers.router import Router, build
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
@@ -76,13 +81,17 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        # as nn.Linear: uniform within 1 / sqrt(inputs)
+    def reset_parameters(self, seeds: Sequence[int] = ()) -> None:
+        """As nn.Linear: uniform within 1 / sqrt(inputs). seeds: one for each expert, whose weights then
+        follow from it alone, whatever other experts there are."""
+        dice = [torch.Generator(self.w_in_EDG.device).manual_seed(seed) for seed in seeds]
         for weight, bias in ((self.w_in_EDG, self.b_in_EG), (self.w_out_EFD, self.b_out_ED)):
             bound = 1 / math.sqrt(weight.shape[1])
-            weight.uniform_(-bound, bound)
-            if bias is not None:
-                bias.uniform_(-bound, bound)
+            for tensor in (weight,) if bias is None else (weight, bias):
+                if not dice:
+                    tensor.uniform_(-bound, bound)
+                for one, own in zip(tensor, dice, strict=False):
+                    one.uniform_(-bound, bound, generator=own)
 
     def weights(self) -> ExpertWeights:
         return ExpertWeights(
@@ -93,13 +102,26 @@ class Experts(nn.Module):
             activation=self.activation,
         )
 
-    def on_every_token(self, x_TD: Tensor) -> Tensor:
-        """A single expert as a plain feed-forward network: no routing, no gate."""
+    def on_every_token(self, x_TD: Tensor, ffn: Implementation | Auto | None = None) -> Tensor:
+        """A single expert as a feed-forward network, in plain torch or by `ffn`: no routing, no gate."""
         assert self.w_in_EDG.shape[0] == 1
+        if ffn is not None:
+            gate_T1 = torch.ones(len(x_TD), 1, device=x_TD.device)
+            return ffn(x_TD, gate_T1, _one_expert(x_TD), self.weights())
         h_TG = x_TD @ self.w_in_EDG[0]
         h_TF = activate(h_TG if self.b_in_EG is None else h_TG + self.b_in_EG[0], self.activation)
         y_TD = h_TF @ self.w_out_EFD[0]
         return y_TD if self.b_out_ED is None else y_TD + self.b_out_ED[0]
+
+    def freeze(self, implementation: Implementation) -> None:
+        """Hold the matrices only in the form that this implementation likes best; see MoE.freeze."""
+        names = ("w_in_EDG", "w_out_EFD")
+        if all(isinstance(getattr(self, name), Frozen) for name in names):
+            return
+        if implementation.freeze is not None:
+            thaw(self)  # one of them may be frozen
+            frozen = implementation.freeze(self.weights()).tensors()
+            take_place(self, {name: frozen[name] for name in names})
 
     @torch.no_grad()
     def load_weights(self, weights: ExpertWeights) -> None:
@@ -118,6 +140,21 @@ class Experts(nn.Module):
             getattr(self, name).copy_(tensor)
 
 
+def _one_expert(x_TD: Tensor) -> RoutingPlan:
+    """The plan that gives every token to the only expert there is."""
+    expert_T1 = torch.zeros(len(x_TD), 1, dtype=torch.int64, device=x_TD.device)
+    gate_T1 = torch.ones(len(x_TD), 1, device=x_TD.device)
+    routing = Routing(expert_TK=expert_T1, gate_TK=gate_T1, num_experts=1, ragged=False)
+    return resolve(make_plan_op, "auto")(routing, Layout.parse("compact"))
+
+
+def _invariant_product(x_TD: Tensor, w_DN: Tensor, b_N: Tensor | None = None) -> Tensor:
+    """x w + b with the same bits for a token in every batch, which torch's product has not."""
+    multiply = Auto(grouped_gemm_op, batch_invariant=True)
+    b_1N = None if b_N is None else b_N.unsqueeze(0)
+    return multiply(x_TD, w_DN.unsqueeze(0), _one_expert(x_TD), b_1N)
+
+
 class MoE(nn.Module):
     """A Mixture-of-Experts feed-forward layer:  y, routing = MoE(D=64, F=128, E=8, K=2)(x).
 
@@ -128,17 +165,22 @@ class MoE(nn.Module):
     impl         an implementation of expert_ffn (`mrb list ops`): a name, a name with options such as
                  "staged(grouped_gemm=padded_bmm)", or "auto": chosen at every call (ops/auto.py), so also
                  after .bfloat16() or .cuda(). `implementation` says what runs, and why. On a CPU it may be
-                 `native`, which is compiled at the first call and keeps a second copy of the weights.
+                 `native`, which is compiled at the first call, and faster after freeze().
     plan_impl    the same for make_plan
     shared_F     hidden width of the expert that every token passes through (0: none); n shared experts of
                  width F are one of width n * F
     shared_gate  weigh the shared experts by sigmoid(x w), as Qwen2-MoE and Qwen3-Next do
     free_experts zero, copy and constant experts (see FreeExperts); the router chooses among E and these
+    batch_invariant   a token's result has the same bits in every batch: only implementations that promise
+                 it, also for the router's projection and the shared experts. ValueError for what cannot be
+                 so: a rule or a layout that looks at the batch, free experts
     dtype        of the experts; a router stores and computes in float32 unless its own dtype option differs
 
     state_dict: router.* (the router's own), experts.* and shared.* (see Experts; shared has E = 1),
     shared_gate_D1, free.* (see FreeExpertPart).
     """
+
+    carries_input = False  # the result does not contain x: a block adds it
 
     def __init__(
         self,
@@ -157,6 +199,7 @@ class MoE(nn.Module):
         free_experts: FreeExperts | None = None,
         impl: str = "auto",
         plan_impl: str = "auto",
+        batch_invariant: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -173,7 +216,8 @@ class MoE(nn.Module):
             )
         self.router = router if device is None else router.to(device)
         self.layout = Layout.parse(layout) if isinstance(layout, str) else layout
-        self.experts = Experts(D, F, E, activation=activation, bias=bias, device=device, dtype=dtype)
+        held = len(self.held_experts(E))
+        self.experts = Experts(D, F, held, activation=activation, bias=bias, device=device, dtype=dtype)
         self.shared = None
         if shared_F:
             self.shared = Experts(
@@ -189,7 +233,25 @@ class MoE(nn.Module):
         if free_experts:
             self.free = FreeExpertPart(D, E, free_experts, device=device, dtype=dtype)
         self.make_plan = resolve(make_plan_op, plan_impl, self.experts.weights)
-        self.expert_ffn = resolve(expert_ffn_op, impl)
+        self.expert_ffn = resolve(expert_ffn_op, impl, batch_invariant=batch_invariant)
+        self.shared_ffn: Implementation | Auto | None = None  # None: plain torch
+        if batch_invariant:
+            self.make_batch_invariant()
+
+    def make_batch_invariant(self) -> None:
+        """Router and shared experts too; the routed experts are as their implementation is."""
+        if self.layout.batch_dependent:
+            raise ValueError(
+                f"layout {self.layout}: what is dropped depends on the batch; use compact or block"
+            )
+        if self.free is not None:
+            raise ValueError("free experts are plain products, which are not batch-invariant; leave them out")
+        self.router.make_batch_invariant(_invariant_product)
+        self.shared_ffn = Auto(expert_ffn_op, batch_invariant=True)
+
+    def held_experts(self, E: int) -> Sequence[int]:
+        """The experts whose weights this layer has: all of them, unless it is one rank's part of a layer."""
+        return range(E)
 
     @property
     def implementation(self) -> str:
@@ -199,6 +261,11 @@ class MoE(nn.Module):
         """
         sizes = self.experts.weights(), self.router.K, self.layout
         return " + ".join(describe(part, *sizes) for part in (self.make_plan, self.expert_ffn))
+
+    @property
+    def like(self) -> Tensor:
+        """A matrix of its experts, for the dtype and device of what stands beside it."""
+        return self.experts.w_in_EDG
 
     @property
     def causal(self) -> bool:
@@ -220,6 +287,28 @@ class MoE(nn.Module):
         for name, parameter in self.named_parameters():
             owner = "router" if name.startswith("router.") else "experts"
             parameter.requires_grad_(part in (owner, "all"))
+        return self
+
+    @torch.no_grad()
+    def freeze(self) -> MoE:
+        """For inference: the experts' matrices are packed once, and the packed form takes their place.
+
+        No memory is used twice, and nothing can change the weights behind the layer's back: writing to a
+        frozen parameter raises, and so does freezing one that something else can write to. No parameter of
+        the layer requires gradients afterwards. An implementation that packs nothing leaves them as they are.
+        """
+        if isinstance(self.expert_ffn, Auto):
+            args = expert_ffn_op.arguments(StandIns(self.experts.weights(), self.router.K, self.layout, 1))
+            implementation = self.expert_ffn.choice(*args.values()).implementation
+            del args  # it holds the weights, which must be ours alone
+        else:
+            implementation = self.expert_ffn
+        self.experts.freeze(implementation)
+        return self.requires_grad_(False)
+
+    def thaw(self) -> MoE:
+        """Plain parameters again; train_only("all") makes them require gradients."""
+        thaw(self)
         return self
 
     def forward(self, x: Tensor, info: TokenInfo = TokenInfo()) -> tuple[Tensor, Routing | SoftRouting]:
@@ -254,18 +343,25 @@ class MoE(nn.Module):
     ) -> Tensor:
         """The layer's result for a routing; `plan` is plan(routing), if it exists already."""
         if isinstance(routing, SoftRouting):
-            y_TD = self._mix_slots(x_TD, routing)
+            y_TD = self.written_back(self.slots_computed(self.mixed(x_TD, routing), routing), routing)
         else:
-            plan = self.plan(routing) if plan is None else plan
-            y_TD = self.expert_ffn(x_TD, routing.gate_TK, plan, self.experts.weights())
+            y_TD = self.chosen_computed(x_TD, routing, plan)
             if self.free is not None:
                 y_TD = y_TD + self.free(x_TD, routing).to(y_TD.dtype)
         if self.shared is not None:
-            shared_TD = self.shared.on_every_token(x_TD)
+            shared_TD = self.shared.on_every_token(x_TD, self.shared_ffn)
             if self.shared_gate_D1 is not None:
-                shared_TD = (x_TD @ self.shared_gate_D1).sigmoid() * shared_TD
+                product = torch.matmul if self.shared_ffn is None else _invariant_product
+                gate_T1 = product(x_TD, self.shared_gate_D1)
+                sigmoid = torch.sigmoid if self.shared_ffn is None else steady.sigmoid
+                shared_TD = sigmoid(gate_T1) * shared_TD
             y_TD = y_TD + shared_TD
         return y_TD
+
+    def chosen_computed(self, x_TD: Tensor, routing: Routing, plan: RoutingPlan | None) -> Tensor:
+        """What the chosen experts give."""
+        plan = self.plan(routing) if plan is None else plan
+        return self.expert_ffn(x_TD, routing.gate_TK, plan, self.experts.weights())
 
     def slots(self, routing: SoftRouting) -> tuple[Routing, Layout]:
         """Soft-MoE's slots as tokens with one choice each, by expert, in a layout that drops none of them."""
@@ -279,17 +375,25 @@ class MoE(nn.Module):
         # a capacity chosen for routed tokens must not drop slots
         return one_each, Layout.padded(capacity=rows) if self.layout.kind == "padded" else self.layout
 
-    def _mix_slots(self, x_TD: Tensor, routing: SoftRouting) -> Tensor:
-        """Slots are computed as tokens with one choice each; every expert gets equally many."""
-        B, N, S = routing.dispatch_BNS.shape
+    def mixed(self, x_TD: Tensor, routing: SoftRouting) -> Tensor:
+        """The slots as rows, by expert: each a weighted mean of the tokens of its sequence."""
+        B, N, _ = routing.dispatch_BNS.shape
         E, s = routing.num_experts, routing.slots_per_expert
         slot_BSD = routing.dispatch_BNS.transpose(1, 2).to(x_TD.dtype) @ x_TD.view(B, N, self.D)
-        slot_TD = slot_BSD.view(B, E, s, self.D).transpose(0, 1).reshape(E * B * s, self.D)
+        return slot_BSD.view(B, E, s, self.D).transpose(0, 1).reshape(E * B * s, self.D)
+
+    def slots_computed(self, slot_TD: Tensor, routing: SoftRouting) -> Tensor:
+        """What the experts make of the slots, which are tokens with one choice each."""
         one_each, layout = self.slots(routing)
         plan = self.make_plan(one_each, layout)
-        y_TD = self.expert_ffn(slot_TD, one_each.gate_TK, plan, self.experts.weights())
-        y_BSD = y_TD.view(E, B, s, self.D).transpose(0, 1).reshape(B, S, self.D)
-        return (routing.combine_BNS.to(x_TD.dtype) @ y_BSD).view(-1, self.D)
+        return self.expert_ffn(slot_TD, one_each.gate_TK, plan, self.experts.weights())
+
+    def written_back(self, slot_TD: Tensor, routing: SoftRouting) -> Tensor:
+        """The tokens: each a weighted mean of the slots of its sequence."""
+        B, _, S = routing.combine_BNS.shape
+        E, s = routing.num_experts, routing.slots_per_expert
+        y_BSD = slot_TD.view(E, B, s, self.D).transpose(0, 1).reshape(B, S, self.D)
+        return (routing.combine_BNS.to(slot_TD.dtype) @ y_BSD).view(-1, self.D)
 
     def extra_repr(self) -> str:
         # not `implementation`, which may have to compile to say why

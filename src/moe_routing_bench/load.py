@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from moe_routing_bench.parallel.placement import Placement
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.routing import Routing
 
@@ -46,14 +47,22 @@ class LoadStatistics:
     tile_efficiency: Tensor | None
 
     @staticmethod
-    def of(routing: Routing, plan: RoutingPlan | None = None, *, num_ranks: int = 1) -> LoadStatistics:
-        """No host synchronisation. Rank w holds the experts w * E / W up to (w + 1) * E / W."""
+    def of(
+        routing: Routing,
+        plan: RoutingPlan | None = None,
+        *,
+        num_ranks: int = 1,
+        placement: Placement | None = None,
+    ) -> LoadStatistics:
+        """No host synchronisation. Without a placement, rank w holds experts w * E / W up to (w + 1) * E / W.
+        Copies share an expert's pairs equally."""
         E, W = routing.num_experts, num_ranks
-        if W < 1 or E % W:
+        if placement is None and (W < 1 or E % W):
             raise ValueError(
                 f"{E} experts cannot be placed on {W} ranks in equal shares; choose a divisor of {E}"
             )
         load_E = routing.load_E()
+        load_W = load_E.view(W, E // W).sum(1) if placement is None else placement.load_W(load_E)
         total = load_E.sum()
         any_pair = total > 0
         divisor = total.clamp(min=1).double()
@@ -74,7 +83,7 @@ class LoadStatistics:
             zero_experts=E - active_experts,
             max_over_mean=max_over_mean,
             max_violation=max_over_mean - 1,
-            max_violation_rank=_max_over_mean(load_E.view(W, E // W).sum(1)) - 1,
+            max_violation_rank=_max_over_mean(load_W) - 1,
             cv=torch.where(any_pair, cv, 0.0),
             gini=(place_E * load_E.sort().values).sum() / (E * divisor),
             entropy_bits=torch.special.entr(share_E).sum() / math.log(2),

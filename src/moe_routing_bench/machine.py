@@ -7,6 +7,8 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,6 +59,17 @@ def this_machine() -> Machine:
         python=sys.version.split()[0],
         torch=torch.__version__,
     )
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Inside, torch computes on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _cpuinfo() -> tuple[set[str], str]:

@@ -80,6 +80,8 @@ class Perft(nn.Module):
     part alone.
     """
 
+    carries_input = False
+
     def __init__(
         self,
         moe: MoE,
@@ -132,6 +134,18 @@ class Perft(nn.Module):
             moves = any(p.device != weight.device for p in router.parameters())
             self.router = router.to(weight.device) if moves else router
             self.make_plan = moe.make_plan
+
+    @property
+    def D(self) -> int:
+        return self.moe.D
+
+    @property
+    def like(self) -> Tensor:
+        return self.moe.like
+
+    @property
+    def causal(self) -> bool:
+        return self.moe.causal and (self.router is None or self.router.causal)
 
     def forward(self, x: Tensor, info: TokenInfo = TokenInfo()) -> tuple[Tensor, Routings]:
         moe = self.moe

@@ -75,6 +75,7 @@ class PublishedModel:
     F: int
     E: int
     K: int
+    layers: int  # with experts
     shared_F: int = 0
     activation: str = "swiglu"
     bias: bool = False
@@ -134,15 +135,15 @@ MODELS = {
     one.name: one
     for one in (
         PublishedModel(
-            name="qwen3-30b-a3b", family="qwen3-moe", D=2048, F=768, E=128, K=8, routing=QWEN3,
+            name="qwen3-30b-a3b", family="qwen3-moe", D=2048, F=768, E=128, K=8, layers=48, routing=QWEN3,
             attention=AttentionShape(heads=32, kv_heads=4, head_dim=128, qk_norm=True, theta=1e6),
         ),
         PublishedModel(
-            name="qwen3-235b-a22b", family="qwen3-moe", D=4096, F=1536, E=128, K=8, routing=QWEN3,
+            name="qwen3-235b-a22b", family="qwen3-moe", D=4096, F=1536, E=128, K=8, layers=94, routing=QWEN3,
             attention=AttentionShape(heads=64, kv_heads=4, head_dim=128, qk_norm=True, theta=1e6),
         ),
         PublishedModel(
-            name="qwen1.5-moe-a2.7b", family="qwen2-moe", D=2048, F=1408, E=60, K=4, shared_F=5632,
+            name="qwen1.5-moe-a2.7b", family="qwen2-moe", D=2048, F=1408, E=60, K=4, layers=24, shared_F=5632,
             note="the model also gates its shared expert with a sigmoid, which is not timed",
             routing=RAW,
             attention=AttentionShape(
@@ -150,11 +151,11 @@ MODELS = {
             ),
         ),
         PublishedModel(
-            name="mixtral-8x7b", family="mixtral", D=4096, F=14336, E=8, K=2, routing=RENORMALISED,
+            name="mixtral-8x7b", family="mixtral", D=4096, F=14336, E=8, K=2, layers=32, routing=RENORMALISED,
             attention=AttentionShape(heads=32, kv_heads=8, head_dim=128, theta=1e6),
         ),
         PublishedModel(
-            name="deepseek-v3", family="deepseek-v3", D=7168, F=2048, E=256, K=8, shared_F=2048,
+            name="deepseek-v3", family="deepseek-v3", D=7168, F=2048, E=256, K=8, layers=58, shared_F=2048,
             routing=PublishedRouting(
                 rule="sigmoid_bias",
                 options={"groups": 8, "keep_groups": 4, "group_score": "top2_sum", "scale": 2.5},
@@ -162,21 +163,21 @@ MODELS = {
             attention=AttentionShape(heads=128, kv_heads=128, head_dim=128, missing=LATENT),
         ),
         PublishedModel(
-            name="olmoe-1b-7b", family="olmoe", D=2048, F=1024, E=64, K=8, routing=RAW,
+            name="olmoe-1b-7b", family="olmoe", D=2048, F=1024, E=64, K=8, layers=16, routing=RAW,
             attention=AttentionShape(
                 heads=16, kv_heads=16, head_dim=128, note="the model norms q and k over all heads together"
             ),
         ),
         PublishedModel(
-            name="gpt-oss-20b", family="gpt-oss", D=2880, F=2880, E=32, K=4, bias=True, note=CLAMPED,
-            routing=GPT_OSS, attention=SINKS,
+            name="gpt-oss-20b", family="gpt-oss", D=2880, F=2880, E=32, K=4, layers=24, bias=True,
+            note=CLAMPED, routing=GPT_OSS, attention=SINKS,
         ),
         PublishedModel(
-            name="gpt-oss-120b", family="gpt-oss", D=2880, F=2880, E=128, K=4, bias=True, note=CLAMPED,
-            routing=GPT_OSS, attention=SINKS,
+            name="gpt-oss-120b", family="gpt-oss", D=2880, F=2880, E=128, K=4, layers=36, bias=True,
+            note=CLAMPED, routing=GPT_OSS, attention=SINKS,
         ),
         PublishedModel(
-            name="phi-3.5-moe", family="phi-moe", D=4096, F=6400, E=16, K=2,
+            name="phi-3.5-moe", family="phi-moe", D=4096, F=6400, E=16, K=2, layers=32,
             routing=PublishedRouting(
                 missing="it routes by SparseMixer-v2 (arXiv:2409.12136): each choice has its own softmax "
                 "over the experts close to the best, and training samples; no rule here does that"
@@ -186,14 +187,14 @@ MODELS = {
             ),
         ),
         PublishedModel(
-            name="granite-3-moe", family="granite-moe", D=1536, F=512, E=40, K=8, note="granite-3.0-3b-a800m",
-            routing=TOPK_FIRST,
+            name="granite-3-moe", family="granite-moe", D=1536, F=512, E=40, K=8, layers=32,
+            note="granite-3.0-3b-a800m", routing=TOPK_FIRST,
             attention=AttentionShape(
                 heads=24, kv_heads=8, head_dim=64, note="the model scales its residuals, which is not timed"
             ),
         ),
         PublishedModel(
-            name="deepseek-v2", family="deepseek-v2", D=5120, F=1536, E=160, K=6, shared_F=3072,
+            name="deepseek-v2", family="deepseek-v2", D=5120, F=1536, E=160, K=6, layers=59, shared_F=3072,
             routing=PublishedRouting(
                 rule="group_limited",
                 options={
@@ -203,12 +204,12 @@ MODELS = {
             attention=AttentionShape(heads=128, kv_heads=128, head_dim=128, missing=LATENT),
         ),
         PublishedModel(
-            name="deepseek-v2-lite", family="deepseek-v2", D=2048, F=1408, E=64, K=6, shared_F=2816,
-            routing=RAW,
+            name="deepseek-v2-lite", family="deepseek-v2", D=2048, F=1408, E=64, K=6, layers=26,
+            shared_F=2816, routing=RAW,
             attention=AttentionShape(heads=16, kv_heads=16, head_dim=128, missing=LATENT),
         ),
         PublishedModel(
-            name="glm-4.5-air", family="glm4-moe", D=4096, F=1408, E=128, K=8, shared_F=1408,
+            name="glm-4.5-air", family="glm4-moe", D=4096, F=1408, E=128, K=8, layers=45, shared_F=1408,
             routing=PublishedRouting(rule="sigmoid_bias"),
             attention=AttentionShape(
                 heads=96, kv_heads=8, head_dim=128, theta=1e6,
@@ -216,7 +217,7 @@ MODELS = {
             ),
         ),
         PublishedModel(
-            name="switch-base-8", family="switch", D=768, F=3072, E=8, K=1, activation="relu",
+            name="switch-base-8", family="switch", D=768, F=3072, E=8, K=1, layers=12, activation="relu",
             routing=PublishedRouting(
                 rule="switch", options={"jitter": 0.01},
                 note="the model gives each expert room for 64 tokens of a sequence, here the layout's part",
@@ -228,7 +229,7 @@ MODELS = {
             ),
         ),
         PublishedModel(
-            name="llama-4-scout", family="llama4", D=5120, F=8192, E=16, K=1, shared_F=8192,
+            name="llama-4-scout", family="llama4", D=5120, F=8192, E=16, K=1, layers=48, shared_F=8192,
             routing=PublishedRouting(
                 rule="sigmoid_bias", options={"renormalise": False},
                 note="choices and weights are the model's, but it multiplies the expert's input by the "

@@ -24,6 +24,7 @@ LETTERS = {
     "S": "soft slots of one sequence",
     "L": "values of a token's label (its domain, its position)",
     "W": "ranks",
+    "Q": "rows that arrived from all ranks",
     "H": "heads of an attention",
     "J": "heads of its keys and values",
     "A": "width of one head",

@@ -43,7 +43,7 @@ def test_the_seed_decoder_has_the_heads_it_declares() -> None:
 def test_the_router_behind_attention_chooses_as_the_workload_says() -> None:
     inputs, subject, chosen = block_inputs("zipf(1.2)", "bfloat16"), Subject(spec="ours(impl=staged)"), []
     owner = span.built(subject, inputs).owner
-    owner.moe.router.register_forward_hook(lambda m, a, routing: chosen.append(routing.expert_TK))
+    owner.feed_forward.router.register_forward_hook(lambda m, a, routing: chosen.append(routing.expert_TK))
     with torch.no_grad():
         owner(*span.arguments(span.call(subject, inputs, 5, 1)).values())
     assert torch.equal(chosen[0], inputs.workload(1).routing.expert_TK)

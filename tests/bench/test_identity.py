@@ -116,22 +116,33 @@ def test_a_change_of_source_changes_the_key(kernels):
 # what no answer can hang on, with the reason
 CANNOT_MATTER = {
     "__main__.py": "starts the command line",
+    "bench/estimate.py": "how long a sweep may take",
     "bench/executor.py": "the order of cells",
     "bench/repro.py": "a command in words",
     "cli/": "reads words and shows results",
+    "report/": "shows results",
     "results/": "keeps results",
     "studies/": "looks at results, or at something else than a cell",
     "conformance/": "the kit's tests of other things; what the harness uses of it is noticed",
     "controllers/": "step between optimiser steps, which no timed call does",
+    "layouts/": "proves what tiles and copies do; no timed call runs it",
     "models/convert.py": "no span runs a converted model",
-    "models/tracing.py": "makes traces, whose bytes are in the key",
+    "models/hub_folder.py": "writes a folder for others",
+    "models/replay.py": "recorded choices in a model, which no span runs",
+    "models/torchtitan.py": "the override",
+    "models/vllm.py": "the plug-in",
     "models/reading.py": "reads experts for the plug-in, which no span runs",
     "models/running.py": "runs them",
     "models/transformers.py": "the plug-in",
+    "parallel/moe.py": "the layer; the span parallel calls the operations itself",
+    "parallel/step.py": "predicts times",
     "ops/*/preferences.py": "what it makes auto pick is in the key by name",
+    "public.py": "imports the public names",
     "presets.py": "routers by the names of models; a subject names the rule",
     "statistics.py": "describes a routing afterwards",
-    "workloads/trace_summary.py": "describes a trace",
+    "train/": "trains models, which no cell does",
+    "workloads/serving.py": "reads what engines recorded",
+    "workloads/trace_": "describes, checks and compares traces",
 }
 # run in a copy of the package: every file in turn is changed, and the keys of all kinds of cells looked at
 CHANGE_EACH_FILE = """
@@ -174,7 +185,7 @@ def covers(name: str, pattern: str) -> bool:
     return fnmatch(name, pattern) or name.startswith(pattern)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_change_of_any_file_that_can_matter_changes_a_key(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     ran = subprocess.run(
@@ -276,3 +287,13 @@ def test_another_machine_has_another_key(kernels):
 def test_the_parent_never_loads_code_from_outside(kernels):
     (kernels / "combine" / "mine.py").write_text(KERNEL + "\nraise SystemExit('loaded in the parent')\n")
     assert len(key_of(a_cell())) == 64
+
+
+def test_what_auto_picks_is_asked_once_a_subject(monkeypatch):
+    asked = []
+    resolved = type(layer_span).resolved
+    monkeypatch.setattr(type(layer_span), "resolved", lambda *args: asked.append(args) or resolved(*args))
+    case = BenchCase(name="own/x", span="layer", shape=MoEShape(T=8, D=32, F=16, E=8, K=2))
+    subjects = (Subject(spec="staged", router="switch"), Subject(spec="staged"))
+    key_of(Cell(case=case, workload="uniform", subjects=subjects))
+    assert len(asked) == len(subjects)

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from moe_routing_bench.bench import rounds
 from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.floor import floor_seconds, raise_stored, too_fast
 from moe_routing_bench.bench.outcome import SubjectOutcome
-from moe_routing_bench.bench.roofs import Roofs
-from moe_routing_bench.bench.runner import Progress, _held_to_both, floor_seconds, run_cell
+from moe_routing_bench.bench.roofs import Roofs, store_roofs, stored_roofs
+from moe_routing_bench.bench.runner import Progress, _held_to_both, run_cell
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.bench.supervisor import SubjectError
+from moe_routing_bench.bench.supervisor import SubjectError, Worker
 from moe_routing_bench.bench.trial import check_clocks
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.cost import Cost
+from moe_routing_bench.machine import this_machine
+from moe_routing_bench.ops.registry import BUILT_IN
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
+from sample_outcomes import an_outcome
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
-POLICY = Policy(min_rounds=8, max_rounds=8, checked=2, target=0.5, memory_gib=4)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+POLICY = Policy(min_rounds=8, max_rounds=8, checked=2, target=0.5, memory_gib=4, max_seconds=900)
 
 
 def cell_of(span: str, *specs: str, layouts: tuple[str, ...] = ("compact",), **more) -> Cell:
@@ -33,16 +40,25 @@ def cell_of(span: str, *specs: str, layouts: tuple[str, ...] = ("compact",), **m
     return Cell(case=case, workload="zipf(1.2)", subjects=subjects, policy=replace(POLICY, **more))
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "compact",
+        pytest.param("padded(capacity_factor=1.0)", marks=pytest.mark.nightly),
+        pytest.param("block(8)", marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("span", [name for name in span_names() if name != "block"])
-def test_no_honest_implementation_is_rejected(span):
+def test_no_honest_implementation_is_rejected(span, layout):
     """Everything there is in every layout is timed, or says itself why not."""
-    outcome = run_cell(cell_of(span, layouts=("compact", "padded(capacity_factor=1.0)", "block(8)")))
+    outcome = run_cell(cell_of(span, layouts=(layout,)))
     for one in outcome.subjects:
         assert one.status in (Status.PASSED, Status.UNSUPPORTED), f"{one.label}: {one.status} {one.reason}"
         assert (len(one.samples) == 8) == (one.status is Status.PASSED)
     passed = [one for one in outcome.subjects if one.status is Status.PASSED]
-    assert len(passed) >= 3 and outcome.baseline is passed[0]
-    assert all(one.checked_timed_calls >= 2 and one.comparison for one in passed[1:])
+    assert passed and outcome.baseline is passed[0]
+    for one in passed[1:]:  # an installed package is code from outside, whose calls are drawn by lot
+        assert one.checked_timed_calls >= (2 if one.origin == BUILT_IN else 1) and one.comparison
     assert outcome.twin is not None and outcome.twin.samples != passed[0].samples
 
 
@@ -91,26 +107,64 @@ def test_faster_must_hold_against_both_copies_of_the_baseline():
     )
 
 
-def test_progress_goes_up_to_one():
+def test_progress_only_goes_up():
     seen: list[Progress] = []
     run_cell(cell_of("combine", "gather_sum"), on_progress=seen.append)
     shares = [one.share for one in seen]
-    assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0)
+    assert shares == sorted(shares) and all(0 <= share <= 1 for share in shares)
 
 
-def test_faster_than_the_machine_can_is_suspect():
-    """Roofs a million times too low stand for a clock that runs too slowly."""
-    slow = Roofs(
-        machine="m", read_bytes={1: 1e3}, copy_bytes={1: 1e3}, gemm_flops={"float32": {1: 1e3}}, seconds=1.0
-    )
-    outcome = run_cell(cell_of("expert_ffn", "staged"), roofs=slow)
-    (one,) = outcome.subjects
-    assert one.status is Status.SUSPECT and "of a measured roof" in one.reason and not one.samples
+# a million times too low: they stand for a clock that runs too slowly
+LOW = Roofs(
+    machine="m",
+    read_bytes={1: 1e3},
+    copy_bytes={1: 1e3},
+    gemm_flops={"float32": {1: 1e3}},
+    seconds=1.0,
+    quiet=True,
+)
+
+
+def test_our_own_code_is_never_suspect_because_of_roofs():
+    outcome = run_cell(cell_of("expert_ffn", "staged", "eager_loop"), roofs=LOW)
+    assert all(one.status is Status.PASSED and one.samples for one in outcome.subjects)
+    assert any("measured roofs, which are too low for this: staged" in note for note in outcome.notes)
+
+
+def test_code_from_outside_that_is_faster_than_the_machine_is_suspect():
+    floors: dict[int, float | None] = {0: 1.0, 1: 1.0}
+    assert too_fast({0: 0.5, 1: 0.5}, floors, ()) == {}  # a second by the roofs, but ours
+    assert list(too_fast({0: 2.0, 1: 0.5}, floors, {1})) == [1]
+    assert "200 % of the highest rate ever seen" in too_fast({0: 2.0, 1: 0.5}, floors, {1})[1]
+    assert too_fast({0: 0.5, 1: 0.5}, floors, {1}) == {}  # ours shows how much too low the roofs are
+    assert too_fast({0: 2.0, 1: 0.5}, {0: None, 1: None}, {1}) == {}
+    cost = Cost(useful_flops=1000, executed_flops=1000)
+    cell = cell_of("expert_ffn", "staged")
+    assert floor_seconds(cell, cost, LOW) == 1.0
+    assert floor_seconds(cell, cost, LOW.model_copy(update={"quiet": False})) is None  # a busy machine's
+
+
+def test_our_own_code_raises_the_stored_roof(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("MRB_HOME", str(tmp_path))
+    here = this_machine().name
+    subjects = (Subject(spec="staged"), Subject(spec="native(store=int8)"))
+    cost = Cost(useful_flops=10**9, executed_flops=10**9)
+    outcome = an_outcome(0.01, 0.009, subjects=subjects, cost=cost)  # 1e11 a second
+    for roof, kept in ((9e10, 1e11), (2e11, 2e11), (1e10, 1e10)):  # ten times: the work is counted wrongly
+        store_roofs(LOW.model_copy(update={"machine": here, "gemm_flops": {"float32": {1: roof}}}))
+        raise_stored(outcome)
+        found = stored_roofs(here)
+        assert found is not None and found.gemm_flops["float32"][1] == pytest.approx(kept)
 
 
 def test_the_floor_counts_bytes_only_where_they_must_come_from_memory():
     roofs = Roofs(
-        machine="m", read_bytes={1: 1e9}, copy_bytes={1: 2e9}, gemm_flops={"float32": {1: 1e9}}, seconds=1.0
+        machine="m",
+        read_bytes={1: 1e9},
+        copy_bytes={1: 2e9},
+        gemm_flops={"float32": {1: 1e9}},
+        seconds=1.0,
+        quiet=True,
     )
     cost = Cost(useful_flops=10**6, executed_flops=10**6, weight_bytes=6 * 10**6, activation_bytes=2 * 10**6)
     hot, cold, weights_cold = (
@@ -158,6 +212,34 @@ def test_a_cell_travels_as_json_and_refuses_what_is_none():
         cell.only(())
     with pytest.raises(ValueError, match="named twice"):
         cell.only(cell.subjects[:1] * 2)
+
+
+def test_who_must_leave_for_want_of_time_keeps_its_place(monkeypatch):
+    """Six rounds are too few for a verdict, but they rank."""
+    take = rounds._Repeat._round
+
+    def late_after_six(self, done, *, check):
+        take(self, done, check=check)
+        if done == 5:
+            self.deadline = time.perf_counter()
+
+    monkeypatch.setattr(rounds._Repeat, "_round", late_after_six)
+    outcome = run_cell(cell_of("combine", "index_add", "gather_sum", "native", min_rounds=20, max_rounds=20))
+    assert [one.status for one in outcome.subjects] == [Status.PASSED] * 3
+    assert sorted(len(one.samples) for one in outcome.subjects) == [6, 10, 10]
+    (left,) = [one for one in outcome.subjects if len(one.samples) == 6]
+    assert left.comparison is not None and left.comparison.verdict == "UNDECIDED"
+    assert left.checked_timed_calls >= 1 and "6 rounds cannot give" in left.comparison.reason
+
+
+def test_long_calls_are_timed_one_at_a_time_and_without_one_before(monkeypatch):
+    asked = []
+    sample = Worker.sample
+    monkeypatch.setattr(Worker, "sample", lambda self, **how: asked.append(how) or sample(self, **how))
+    monkeypatch.setattr("moe_routing_bench.bench.trial.LONG_CALL", 0.0)
+    outcome = run_cell(cell_of("combine", "index_add", "native"))
+    assert [one.status for one in outcome.subjects] == [Status.PASSED] * 2
+    assert asked and all(how["calls"] == 1 and not how["warm"] for how in asked)
 
 
 def test_what_first_calls_keep_is_no_leak(monkeypatch):

@@ -17,7 +17,8 @@ from moe_routing_bench.bench.judging import Finding, Judge
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.routers.router import all_routers, parse_spec
+from moe_routing_bench.names import parse_spec
+from moe_routing_bench.routers.router import all_routers
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
@@ -68,7 +69,7 @@ def agrees(subject: Subject, span: str, direction: str, folder: Path, dtype: str
     return True
 
 
-@pytest.mark.parametrize("direction", ["backward", "train"])
+@pytest.mark.parametrize("direction", ["backward", pytest.param("train", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "span", [name for name in span_names() if span_named(name).differentiable and name != "block"]
 )

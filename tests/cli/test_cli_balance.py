@@ -119,7 +119,8 @@ def test_every_subject_has_a_line_of_its_own() -> None:
     assert len(set(STYLES.values())) == len(SUBJECTS)
 
 
-def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
+def test_the_command_writes_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     out = tmp_path / "new" / "folder"
     stdout = mrb("bench", "balance", "--steps", "6", "--seed", "3", "--out", out).stdout
     for subject in SUBJECTS:

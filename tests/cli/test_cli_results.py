@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import duckdb
 import pytest
 
 from command_line import mrb, mrb_json, refused
+from moe_routing_bench.bench.verdict import Comparison, Verdict, compare
 from moe_routing_bench.ops.decisions import read_decisions
 from sample_runs import OTHER_MACHINE, make_run
 
@@ -35,8 +37,32 @@ def tear(folder: Path) -> None:
         copy.unlink()
 
 
-def test_compare_shows_a_table_and_a_summary(a: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("said", ["FASTER", "UNDECIDED", "SAME"])
+@pytest.mark.parametrize("best", [0.5, 0.97])
+def test_results_and_decide_say_the_same_of_one_folder(
+    tmp_path: Path, best: float, said: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if samples alone would say something else: the cell knew more when it was measured."""
+
+    def judged(*samples: Any, **more: Any) -> Comparison:
+        found = compare(*samples, **more)
+        return replace(found, verdict=said) if found.ratio < 0.99 else found
+
+    monkeypatch.setattr("sample_runs.compare", judged)
+    folder = make_run(tmp_path / "r", {"eager_loop": 1.0, "staged": best, "dense_all_experts": 1.7})
+    (row,) = mrb_json("results", "--folder", folder)["best"]
+    assert (row["best"], row["verdict"]) == ("staged", said)
+    (contest,) = mrb_json("decide", folder)["contests"]
+    assert contest["winner"] == row["best"]
+    assert contest["ratios"]["staged"] == pytest.approx(row["ratio"])
+    assert contest["ties"] == ([] if said == "FASTER" else ["eager_loop"])
+
+
+def test_compare_shows_a_table_and_a_summary(
+    a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     b = other(tmp_path, {"eager_loop": 1.0, "staged": 0.88}, sources={"staged": "new"}, drift=1.0)
+    monkeypatch.setenv("COLUMNS", "200")
     text = mrb("compare", a, b).stdout
     rows = [line.split() for line in text.splitlines() if "| compact" in line]
     assert [row[4] for row in rows] == ["eager_loop", "staged"]  # least ratio first
@@ -152,11 +178,11 @@ def test_many_rows_are_cut_with_a_word(a: Path) -> None:
     )
 
 
-def test_results_alone_is_an_overview_of_the_folder_here(
+def test_results_alone_is_an_overview_of_the_default_folder(
     a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "there is no folder ./results" in refused("results")
+    monkeypatch.setenv("MRB_HOME", str(tmp_path))
+    assert "nothing is saved yet" in refused("results")
     make_run(tmp_path / "results", {**TWO, "dense_all_experts": "OOM"})
     make_run(tmp_path / "results", {"eager_loop": 1.0, "staged": 1.5}, workload__T=64)
     text = mrb("results").stdout
@@ -202,7 +228,7 @@ def test_export_as_csv(a: Path, tmp_path: Path) -> None:
     assert "3 records in" in mrb("export", a, "--csv", str(target)).stdout
     assert duckdb.sql(f"SELECT count(*), count(median_ms) FROM '{target}'").fetchall() == [(3, 3)]
     assert mrb_json("export", a, "--csv", str(target)) == {
-        "file": str(target), "records": 3, "left_out": {"lines": 0, "first": []},
+        "file": str(target), "records": 3, "left_out": {"lines": 0, "first": [], "remarks": []},
     }  # fmt: skip
     assert "results.csv" in mrb("export", a, "--csv", str(tmp_path), code=2).stderr
     for words in ((), ("--csv", str(target), "--parquet", str(target))):
@@ -289,3 +315,8 @@ def test_hostile_words_reach_no_terminal(tmp_path: Path) -> None:
         assert all(letter.isprintable() or letter == "\n" for letter in shown), (words, shown)
         if not any(part in str(words[1]) for part in ("chr(27)", "nothing")):
             assert "[red]case[/red] ?31m ?gnp.exe :smile: [link=file:///etc/passwd]x[/link]" in shown, words
+
+
+def test_a_long_text_is_cut_in_a_table(a: Path) -> None:
+    text = mrb("results", "SELECT repeat('x', 100000) AS long", "--folder", a).stdout
+    assert len(text) < 500 and "and 99,700 more letters" in text

@@ -72,11 +72,12 @@ def test_record_writes_what_was_asked_for(trace: Path, checkpoint: Path) -> None
 def test_layers_and_short_texts(checkpoint: Path, two_texts: tuple[Path, Path], tmp_path: Path) -> None:
     mrb(
         "trace", "record", "--model", checkpoint, "--tokenizer", "bytes", "--text", two_texts[0], "--layers",
-        "0,2", "--tokens", 100_000, "--dtype", "bfloat16", "--out", tmp_path / "t",
+        "0,2", "--tokens", 100_000, "--dtype", "bfloat16", "--scores", "--out", tmp_path / "t",
     )  # fmt: skip
     written = read_trace(tmp_path / "t")
     assert written.routing.num_tokens == 2 * 480  # all there is
     assert written.layer_T is not None and written.layer_T.unique().tolist() == [0, 2]
+    assert written.score_TE is not None and written.score_TE.shape == (960, 8)
 
 
 def test_show_tells_the_numbers(trace: Path) -> None:

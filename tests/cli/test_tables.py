@@ -1,16 +1,18 @@
-"""Tables of outcomes: readable in a terminal of 100 columns, names that say which is which, one ranking."""
+"""Tables of outcomes: readable in a terminal of 80 columns, names that say which is which, one ranking."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cli import tables, terminal
+from moe_routing_bench.cli import fitting, terminal
 from moe_routing_bench.cli.tables import outcome_document, per_second, show_outcome, show_summary
 from moe_routing_bench.cost import Cost
 from sample_outcomes import an_outcome
@@ -49,22 +51,65 @@ def test_packing_shows_both_conventions_by_name(capsys: pytest.CaptureFixture[st
     assert rows_of(text, "implementation")[1][2:5] == ["10.0 M", "10.2", "15.4"]
 
 
-def test_a_table_is_readable_in_100_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    long = "staged(combine=native,dispatch=native,grouped_gemm=native)"
-    layouts = ("compact", "padded(capacity_factor=1.25,drop=position)")
-    subjects = tuple(Subject(spec=spec, layout=layout) for spec in (long, "eager_loop") for layout in layouts)
-    outcome = an_outcome(0.01, 0.02, 1.23456, 0.0099, subjects=subjects)
-    shown = Console(width=100, force_terminal=True, record=True, color_system=None)
-    for module in (terminal, tables):
-        monkeypatch.setattr(module, "console", lambda **_: shown)
+@pytest.fixture
+def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Console]:
+    def made(columns: int) -> Console:
+        shown = Console(width=columns, force_terminal=True, record=True, color_system=None)
+        for module in (terminal, fitting):
+            monkeypatch.setattr(module, "console", lambda **_: shown)
+        return shown
+
+    return made
+
+
+LONG = "staged(combine=native,dispatch=native,grouped_gemm=native)"
+LAYOUTS = ("compact", "padded(capacity_factor=1.25,drop=position)")
+BOTH = tuple(Subject(spec=spec, layout=layout) for spec in (LONG, "eager_loop") for layout in LAYOUTS)
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_table_is_readable_in_few_columns(columns: int, terminal_of: Callable[[int], Console]) -> None:
+    shown = terminal_of(columns)
+    outcome = an_outcome(0.01, 0.02, 1.23456, 0.0099, subjects=BOTH)
     show_outcome(outcome)
     show_summary([outcome, an_outcome(0.01, "OOM", subjects=(STAGED, EAGER), T=4)])
     text = shown.export_text()
-    assert max(map(len, text.splitlines())) <= 100
-    assert "peak MiB" not in text and "…" not in text
-    # numbers stand in one line with their row's first words
-    (row,) = [line for line in text.splitlines() if "1234.560" in line and "99 %" not in line][:1]
-    assert re.search(r"1234\.560 +81\.0 +8\.1e-05 +3\.2e-06 +123\.\d+ +123\.\d+ to 123\.\d+ +SLOWER", row)
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text
+    # every row is one line, and the legend says which it is
+    (row, *_) = [line for line in text.splitlines() if "1234.560" in line and "99 %" not in line]
+    assert re.search(r"^ *4 +1234\.560 +81\.0 .*3\.2e-06 +123\.\d+ +123\.\d+ to 123\.\d+ +SLOWER", row)
+    assert re.search(r"^4  eager_loop @ compact *$", text, re.M)
+    assert f"{LONG} @ {LAYOUTS[1]}" in re.sub(r" *\n +", " ", text)
+
+
+def test_a_pipe_has_numbered_rows_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = an_outcome(0.01, 0.02, 1.23456, 0.0099, subjects=BOTH)
+    show_outcome(outcome)
+    assert f"  {LONG} @ {LAYOUTS[1]}\n" in capsys.readouterr().out  # no name is wrapped in a pipe
+    monkeypatch.setenv("COLUMNS", "300")
+    show_outcome(outcome)
+    names = [row[0] for row in rows_of(capsys.readouterr().out, "implementation")[1:]]
+    assert f"{LONG} @ {LAYOUTS[1]}" in names
+
+
+def test_what_was_not_timed_is_grouped_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    specs = ("staged", "triton_fused", "triton_decode", "eager_loop")
+    made = an_outcome(
+        0.01, "UNSUPPORTED", "UNSUPPORTED", "OOM", subjects=tuple(Subject(spec=s) for s in specs)
+    )
+    why = "needs triton, which is not installed"
+    reasons = ("", f"expert_ffn.triton_fused: {why}", f"expert_ffn.triton_decode: {why}", "too much")
+    outcomes = tuple(replace(one, reason=text) for one, text in zip(made.outcomes, reasons, strict=True))
+    show_outcome(replace(made, outcomes=outcomes))
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("Not timed")
+    assert lines[start + 1 : start + 3] == [
+        f"  UNSUPPORTED  triton_fused, triton_decode: {why}",
+        "  OOM          eager_loop: too much",
+    ]
 
 
 def test_names_say_what_differs(capsys: pytest.CaptureFixture[str]) -> None:

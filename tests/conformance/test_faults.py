@@ -169,7 +169,23 @@ def gradient_of_padding_masked_by_a_product(x_TD, plan):
     return x_TD.index_select(0, token_R.clamp(min=0)) * (token_R >= 0).unsqueeze(1)
 
 
+@fault("dispatch", "must be exact, but is nan instead of", "nan_token")
+def nan_spreads_through_zeros(x_TD, plan):
+    one_hot_RT = plan.token_R().unsqueeze(1) == torch.arange(plan.num_tokens)
+    return one_hot_RT.to(x_TD.dtype) @ x_TD
+
+
 # grouped_gemm
+
+
+@fault("grouped_gemm", "no gradient reaches w_EDF.down", "adapters_input_first")
+def only_parameters_learn(x_RD, w_EDF, plan, b_EF=None):
+    return expert_loop(x_RD, w_EDF if w_EDF.is_leaf else w_EDF.detach(), plan, b_EF)
+
+
+@fault("grouped_gemm", "y_RF: largest error", "adapters_output_first")
+def adapted_weights_read_in_the_other_order(x_RD, w_EDF, plan, b_EF=None):
+    return expert_loop(x_RD, w_EDF.transpose(1, 2).reshape(w_EDF.shape), plan, b_EF)
 
 
 @fault("grouped_gemm", "experts without tokens", "empty_experts")
@@ -229,6 +245,14 @@ def dropped_pair_masked_by_a_product(y_RD, gate_TK, plan):
     gate_TK = gate_TK.float() * (plan.row_TK >= 0)
     # row -1 is the last one, which is padding
     return (y_RD[plan.row_TK].float() * gate_TK.unsqueeze(2)).sum(1).to(y_RD.dtype)
+
+
+@fault("combine", "nan at", "nan_gates")
+def absent_gate_times_zero(y_RD, gate_TK, plan):
+    if plan.num_rows == 0:
+        return gather_sum(y_RD, gate_TK, plan)
+    y_TKD = torch.where((plan.row_TK >= 0).unsqueeze(2), y_RD[plan.row_TK.clamp(min=0)], 0.0)
+    return (y_TKD.float() * gate_TK.float().unsqueeze(2)).sum(1).to(y_RD.dtype)
 
 
 @fault("combine", "rounded once", "cancelling")
@@ -334,4 +358,4 @@ def test_the_kit_catches(planted: Fault) -> None:
 
 
 def test_there_are_enough_faults() -> None:
-    assert len(FAULTS) >= 33  # README says so
+    assert len(FAULTS) >= 37  # README says so

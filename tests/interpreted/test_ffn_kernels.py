@@ -14,9 +14,9 @@ import tiny_layers
 from moe_routing_bench import ExpertWeights, MoEShape
 from moe_routing_bench.conformance.check import poisoned_memory
 from moe_routing_bench.experts import ACTIVATIONS
-from moe_routing_bench.ops import gpu
 from moe_routing_bench.ops.expert_ffn import triton_decode, triton_fused
 from moe_routing_bench.ops.gpu_gemm import grouped_order
+from moe_routing_bench.ops.targets import TARGETS, Target
 from tiny_layers import EXPERT_FFN, Arguments, assert_right
 
 # several tiles of rows, columns and depth, the last ones cut
@@ -187,11 +187,11 @@ def test_what_it_cannot_do_it_says() -> None:
     assert "persistent=1" in EXPERT_FFN.why_not("triton_fused(prefetch=1)", *args)
 
 
-@pytest.mark.parametrize("target", list(gpu.TARGETS))
+@pytest.mark.parametrize("target", list(TARGETS))
 @pytest.mark.parametrize("file", [triton_fused, triton_decode])
 def test_compilations_name_every_argument(file: object, target: str) -> None:
     sizes = MoEShape(T=4096, D=2048, F=768, E=128, K=8)
-    found = list(file.compilations(sizes, gpu.Target.named(target)))
+    found = list(file.compilations(sizes, Target.named(target)))
     assert len({compilation.name for compilation in found}) == len(found) >= 3
     for compilation in found:
         given = [*compilation.signature, *compilation.constexprs]

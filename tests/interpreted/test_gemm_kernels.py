@@ -9,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_routing_bench.conformance.instrumented import instrumented
-from moe_routing_bench.ops.gpu import TARGETS
 from moe_routing_bench.ops.gpu_gemm import grouped_order, outer_product, row_sums
 from moe_routing_bench.ops.grouped_gemm import triton_blocks, triton_ragged
 from moe_routing_bench.ops.grouped_gemm.op import op, reference
 from moe_routing_bench.ops.make_plan.op import reference as make_plan
+from moe_routing_bench.ops.targets import TARGETS
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.shapes import MoEShape
@@ -61,8 +61,9 @@ def results(run, plan: RoutingPlan, tensors: tuple[Tensor, ...], dy_RF: Tensor) 
 @pytest.mark.parametrize("spec,layout,pairs_E", SPECS)
 def test_many_tiles_of_rows_columns_and_depth(spec: str, layout: str, pairs_E: tuple[int, ...]) -> None:
     plan = plan_of(pairs_E, layout)
-    tensors = problem(plan, 40, 24)
-    dy_RF = torch.randn(plan.num_rows, 24, generator=torch.Generator().manual_seed(2))
+    D, F = (48, 32) if "tma" in spec else (40, 24)  # by descriptors only whole tiles are read
+    tensors = problem(plan, D, F)
+    dy_RF = torch.randn(plan.num_rows, F, generator=torch.Generator().manual_seed(2))
     dy_RF[plan.pair_R < 0] = 0.0
     with instrumented(order="random", seed=3) as seen:
         found = results(op.get(spec), plan, tensors, dy_RF)
@@ -180,3 +181,21 @@ def test_rows_too_far_apart_for_32_bits_are_refused(name: str, layout: str) -> N
     near, far = (torch.empty_strided((plan.num_rows, 4), (stride, 1), device="meta") for stride in (4, 2**24))
     assert "too far" in str(op.why_not(name, far, w_EDF, plan))
     assert "too far" not in str(op.why_not(name, near, w_EDF, plan))
+
+
+def test_tma_reads_whole_tiles_or_says_no() -> None:
+    plan = plan_of((3, 2), "compact")
+    for D, F, ok in ((64, 32, True), (48, 32, False), (64, 16, False)):
+        x_RD, w_EDF, _ = problem(plan, D, F)
+        reason = op.get("triton_ragged(tma=1,block_k=128)").why_not(x_RD, w_EDF, plan)
+        assert (reason is None) if ok else "32 deep" in reason  # float32: a quarter
+    x_RD, w_EDF, _ = problem(plan, 48, 32)
+    assert op.get("triton_ragged(tma=1)").why_not(x_RD, w_EDF, plan) is None
+
+
+@pytest.mark.parametrize("name,layout", [("triton_ragged", "compact"), ("triton_blocks", "block(4)")])
+def test_a_matrix_too_large_for_32_bits_is_refused(name: str, layout: str) -> None:
+    plan, x_RD = plan_of((3, 1), layout), torch.zeros(8, 4)
+    near, far = (torch.empty(16).as_strided((2, 4, 4), (0, 0, 0)), torch.randn(1).expand(2, 4, 2**29))
+    assert op.why_not(name, x_RD[: plan.num_rows], near, plan) is None
+    assert "2^31" in str(op.why_not(name, x_RD[: plan.num_rows], far, plan))

@@ -25,6 +25,8 @@ PATTERNS = [pattern for pattern in os.environ.get("MRB_CHECK", "").split(",") if
 def wanted(cell: KitCell) -> bool:
     if PATTERNS and not any(fnmatchcase(f"{cell.op}.{cell.spec}", pattern) for pattern in PATTERNS):
         return False
+    if cell.case.batches:  # no Triton file says BATCH_INVARIANT: the interpreter's products are not a GPU's
+        return False
     if (
         cell.case.name == "wide" and cell.op == "expert_ffn"
     ):  # ten seconds each; the width is what it is about

@@ -207,10 +207,10 @@ def test_the_registered_ops_keep_torchs_rules() -> None:
 
 
 def test_compiles_without_graph_breaks() -> None:
-    plan = plan_of(T=4, K=2)
+    plan, out, back = plan_of(T=4, K=2), gather(), gather_sum()
 
     def there_and_back(x_TD: Tensor, gate_TK: Tensor) -> Tensor:
-        return gather_sum()(gather()(x_TD, plan), gate_TK, plan)
+        return back(out(x_TD, plan), gate_TK, plan)
 
     x_TD, gate_TK = torch.randn(4, 8), torch.rand(4, 2)
     compiled = torch.compile(there_and_back, fullgraph=True, backend="eager")

@@ -159,13 +159,12 @@ ON_A_GPU = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from moe_routing_bench import Layout, Routing, all_ops
-from moe_routing_bench.ops import gpu
+from moe_routing_bench.ops.targets import Target, as_if
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 
 op = all_ops()
 assert "runs on a GPU" in op["topk"].get("triton_select").why_not(torch.zeros(2, 4), 2)
-gpu.target_of = lambda device: gpu.Target.named("sm_90a")
-with FakeTensorMode():
+with FakeTensorMode(), as_if(Target.named("sm_90a")):
     score_TE = torch.empty(9, 5, device="cuda")
     value_TK, expert_TK = op["topk"].get("triton_select").run(score_TE, 2)
     assert value_TK.shape == expert_TK.shape == (9, 2)
@@ -180,3 +179,34 @@ with FakeTensorMode():
 def test_on_a_gpu_no_value_is_read_on_the_host_and_a_cpu_tensor_is_refused() -> None:
     """In a process that does not interpret, with GPU tensors that have no values."""
     python(ON_A_GPU, without="TRITON_INTERPRET")
+
+
+@pytest.mark.parametrize("E", [3, 61, 300])
+@pytest.mark.parametrize("layout", ["compact", "padded(capacity=5)", "block(8)"])
+def test_without_a_histogram_the_plan_is_the_same(monkeypatch, E: int, layout: str) -> None:
+    expert_TK = torch.randint(-1, E, (300, 4), generator=torch.Generator().manual_seed(E))
+    routing = Routing(expert_TK=expert_TK, gate_TK=torch.rand(300, 4), num_experts=E)
+    with_it = triton_counting.run(routing, Layout.parse(layout))
+    monkeypatch.setitem(triton_counting._right, expert_TK.device, False)
+    without = triton_counting.run(routing, Layout.parse(layout))
+    for name in ("row_TK", "pair_R", "offset_E1", "count_E", "dropped_E"):
+        assert torch.equal(getattr(with_it, name), getattr(without, name)), name
+
+
+def test_a_histogram_that_counts_wrong_is_not_used(monkeypatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr(triton_counting, "_right", {})
+    assert triton_counting.histogram_is_right(device)
+    counted, asked = triton_counting._counted, []
+
+    def wrong(expert_P: torch.Tensor, E: int) -> torch.Tensor:
+        asked.append(E)
+        load_NE = counted(expert_P, E)
+        load_NE[2, 7] += 1
+        return load_NE
+
+    monkeypatch.setattr(triton_counting, "_right", {})
+    monkeypatch.setattr(triton_counting, "_counted", wrong)
+    with pytest.warns(RuntimeWarning, match="tl.histogram counts wrong on cpu"):
+        assert not triton_counting.histogram_is_right(device)
+    assert not triton_counting.histogram_is_right(device) and len(asked) == 1  # once for each device

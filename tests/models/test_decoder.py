@@ -28,7 +28,7 @@ def block(
 ) -> DecoderBlock:
     torch.manual_seed(seed)
     layer = MoE(D, F, E, K, dtype=dtype, **(moe or {}))
-    made = DecoderBlock(D, **{"heads": 4, "kv_heads": 2, "head_dim": 8, **options}, moe=layer)
+    made = DecoderBlock(D, **{"heads": 4, "kv_heads": 2, "head_dim": 8, **options}, feed_forward=layer)
     for name, value in made.named_parameters():
         if "norm" in name:
             nn.init.normal_(value, mean=1.0, std=0.1)
@@ -85,9 +85,9 @@ def test_gradients_equal_those_of_transformers() -> None:
     # router and experts are copies in Transformers' layout
     mlp = theirs.layer.mlp
     other |= {
-        "moe.router.w_DE": mlp.gate.weight.grad.t(),
-        "moe.experts.w_in_EDG": mlp.experts.gate_up_proj.grad.transpose(1, 2),
-        "moe.experts.w_out_EFD": mlp.experts.down_proj.grad.transpose(1, 2),
+        "feed_forward.router.w_DE": mlp.gate.weight.grad.t(),
+        "feed_forward.experts.w_in_EDG": mlp.experts.gate_up_proj.grad.transpose(1, 2),
+        "feed_forward.experts.w_out_EFD": mlp.experts.down_proj.grad.transpose(1, 2),
     }
     assert mine.keys() == other.keys() and len(mine) == 12
     for name, gradient in mine.items():

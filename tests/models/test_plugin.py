@@ -4,9 +4,9 @@ runs."""
 from __future__ import annotations
 
 import copy
-import gc
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import use_experts_implementation
 
 import moe_routing_bench.models.transformers as plugin
+from changing_weights import WAYS, outcome
 from moe_routing_bench import cpp, use_decisions
 from moe_routing_bench.accuracy import judge
+from moe_routing_bench.frozen import Frozen
 from moe_routing_bench.machine import this_machine
+from moe_routing_bench.models.convert import convert, revert
 from moe_routing_bench.models.reading import experts_modules, read
 from moe_routing_bench.ops.decisions import SCHEMA, VERSION
-from moe_routing_bench.ops.expert_ffn.native import packed
 from tiny_models import MODELS, gradients, make, tokens
 
 pytestmark = pytest.mark.slow
@@ -136,11 +138,14 @@ def test_names() -> None:
 def test_what_runs_is_said() -> None:
     model = make("gpt_oss")
     model.set_experts_implementation(OURS)
+    assert "gate and up columns alternate" in str(plugin.implementations(model))
+    plugin.freeze(model)
     rows = plugin.implementations(model)
     assert [one.module for one in rows] == [path for path, _ in experts_modules(model)] and len(rows) == 2
     assert rows[0].implementation == "native"
-    assert "swiglu_oai" in str(rows) and "decisions are off" in str(rows)
-    model.double()
+    assert "swiglu_oai" in str(rows) and "packed once" in str(rows)
+    model = make("qwen3_moe").double()
+    model.set_experts_implementation(OURS)
     assert plugin.implementations(model)[0].implementation.startswith("staged(")
     assert "native cannot run: it computes bfloat16 or float32" in str(plugin.implementations(model))
     model.set_experts_implementation("eager")
@@ -271,26 +276,70 @@ def test_changed_weights_are_noticed(name: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("name", MODELS)
+def test_a_frozen_model_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
+    model, ids = make(name), tokens(1, 5)
+    given = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, **given)
+    values = {path: parameter.detach().clone() for path, parameter in model.named_parameters()}
+    plugin.freeze(model)
+    assert torch.equal(model.generate(ids, **given), expected)
+    model(ids)  # nothing requires gradients, so this needs no torch.no_grad()
+    own = name == "gelu_tanh"  # its activation has no name with us, so nothing was packed
+    assert all(isinstance(m.down_proj, Frozen) != own for _, m in experts_modules(model))
+    assert own or "frozen for it, packed once" in str(plugin.implementations(model))
+    assert all(torch.equal(p.clone(), values[path]) for path, p in model.named_parameters())
+    if not own:
+        with pytest.raises(RuntimeError, match="these weights are frozen"):
+            model.save_pretrained(tmp_path)
+        model.set_experts_implementation("grouped_mm")
+        with pytest.raises(RuntimeError, match="these weights are frozen"):
+            model(ids)
+    plugin.thaw(model)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    plugin.freeze(again)
+    assert torch.equal(again.generate(ids, **given), expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_weights_are_packed_once_and_released(name: str) -> None:
-    gc.collect()
-    model, before = make(name), len(packed)
-    model.set_experts_implementation(OURS)
-    with torch.no_grad():
-        model(tokens())
-        preparations = list(packed._kept.values())
-        model(tokens())
-    assert len(packed) - before == 2
-    assert list(packed._kept.values()) == preparations  # none was made anew
-    assert plugin.release(model) >= 2 * 8 * 3 * 32 * 24 * 4
-    assert len(packed) == before
-    assert plugin.release(model) == 0
-    with torch.no_grad():
-        model(tokens())
-    assert len(packed) - before == 2
-    del model, preparations
-    gc.collect()
-    assert len(packed) == before
+@pytest.mark.parametrize("way", WAYS)
+def test_changed_weights_are_right_or_raise(way: str, name: str, frozen: bool) -> None:
+    x, ids, gates = torch.randn(40, 32), torch.randint(8, (40, 1)), torch.ones(40, 1)
+    results = {}
+    for impl in (OURS, "eager"):
+        model = make(name)
+        model.set_experts_implementation(impl)
+        module = next(module for _, module in experts_modules(model))
+
+        def run(module: Any = module) -> Tensor:
+            return module(x, ids, gates)
+
+        freeze = partial(plugin.freeze, model) if frozen and impl == OURS else None
+        with torch.no_grad():
+            said = outcome(WAYS[way], module, "gate_up_proj", run, freeze)
+            results[impl] = said, run() if said == "right" else None
+    (said, got), (plain, want) = results[OURS], results["eager"]
+    assert plain == "right" and said == "right" if not frozen else said != "no change"
+    if said == "right":
+        close(got, want)
+
+
+@needs_compiler
+def test_frozen_models_may_be_rounded_and_converted_ones_frozen() -> None:
+    model, ids = make("qwen3_moe"), tokens()
+    want = model(ids).logits.detach()
+    plugin.freeze(model, "native(store=int8)")
+    assert 0 < (model(ids).logits - want).abs().max() < 0.1 * want.abs().max()
+    model = make("qwen3_moe")
+    convert(model)
+    plugin.freeze(model)
+    close(model(ids).logits, want)
+    assert any(isinstance(parameter, Frozen) for parameter in model.parameters())
+    revert(model)
+    close(model(ids).logits, want)
 
 
 @pytest.mark.parametrize("impl", ["auto", "staged"])
@@ -388,11 +437,6 @@ def test_compiled(name: str) -> None:
     whole = torch.compile(copy.copy(module), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         close(whole(x, chosen, gates), want)
-        whole(x, chosen, gates)
-        made = list(packed._kept.values())
-        assert made or cpp.why_not()
-        close(whole(x, chosen, gates), want)
-        assert list(packed._kept.values()) == made  # a compiled model packs once too
     with pytest.raises(torch._dynamo.exc.Unsupported, match="with gradients wanted the experts run kernels"):
         whole(x, chosen, gates)
     torch._dynamo.reset()
@@ -401,6 +445,30 @@ def test_compiled(name: str) -> None:
         torch.autograd.grad(broken(x, chosen, gates).square().sum(), leaves), true, strict=True
     ):
         close(got, expected)
+    torch._dynamo.reset()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_compiled_and_frozen(name: str) -> None:
+    model, other = make(name), make(name, seed=1)
+    args = torch.randn(4, 32), torch.rand(4, 8).argsort(-1)[:, :2], torch.rand(4, 2)
+    plugin.freeze(model)
+    plugin.freeze(other)
+    module, another = (next(m for _, m in experts_modules(one)) for one in (model, other))
+    torch._dynamo.reset()
+    whole = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        want = module(*args)
+        assert torch.equal(whole(*args), want)
+        for path, parameter in another.named_parameters():
+            setattr(module, path, parameter)
+        assert not torch.equal(another(*args), want)
+        assert torch.equal(whole(*args), another(*args))
+        plugin.thaw(model)
+        module.down_proj.data[:, 3] *= -2
+        close(whole(*args), module(*args))
+        assert not torch.allclose(module(*args), another(*args))
     torch._dynamo.reset()
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +21,11 @@ from typer.testing import CliRunner
 import moe_routing_bench as mrb
 from moe_routing_bench import MoE, all_ops, cpp
 from moe_routing_bench.cli import app
-from moe_routing_bench.ops import auto, preference
+from moe_routing_bench.ops import auto
 from moe_routing_bench.ops.auto import choose, pick, resolve
 from moe_routing_bench.ops.preference import GPUS, MACHINES, PLAIN, Preference, machine_of, preferences
 from moe_routing_bench.ops.stand_ins import StandIns
+from moe_routing_bench.ops.targets import Target, as_if
 from repository import ROOT
 
 OPS = all_ops()
@@ -45,7 +45,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def forget() -> None:
-    for question in (cpp.best_level, cpp.missing_tool, cpp._granted, preference._gpu):
+    for question in (cpp.best_level, cpp.missing_tool, cpp._granted):
         question.cache_clear()
 
 
@@ -126,17 +126,12 @@ def test_the_class_of_a_processor(anew, instructions: tuple[str, ...], granted: 
 
 def test_the_class_of_a_gpu(anew) -> None:
     gpu = torch.device("cuda:1")
+    assert machine_of(gpu) == "sm_80"  # absent: as ops/targets.py has it
     anew.setattr(torch.cuda, "is_available", lambda: True)
-    for major, machine in ((8, "sm_80"), (9, "sm_90a"), (10, "sm_100a"), (7, "sm_80")):
-        anew.setattr(torch.cuda, "get_device_capability", lambda index, major=major: (major, 0))
-        forget()
-        assert machine_of(gpu) == machine
-    anew.setattr(torch, "version", SimpleNamespace(hip="6.4", cuda=None))
-    forget()
-    assert machine_of(gpu) == "gfx942"
-    anew.setattr(torch.cuda, "is_available", lambda: False)
-    forget()
-    assert machine_of(gpu) == "sm_80"  # as ops/gpu.py has it
+    anew.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert machine_of(gpu) == "sm_89"
+    with as_if(Target.named("gfx950")):
+        assert machine_of(gpu) == "gfx950"
 
 
 # ---- the choice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import runpy
+import tomllib
 from collections import Counter
 
 import pytest
@@ -44,3 +45,21 @@ def test_the_results_are_those_of_this_table_and_nothing_survived() -> None:
     assert results.keys() == {mutation.key() for mutation in [*MUTATIONS, *SCRIPT["controls"]()]}
     assert [row for row in results.values() if row["caught"] == (row["kind"] == "no_fault")] == []
     assert SCRIPT["RESULTS"].with_suffix(".txt").read_text() == SCRIPT["summary"](list(results.values()))
+
+
+CUTE = tomllib.loads((ROOT / "tests" / "data" / "cute_mutations.toml").read_text())["mutation"]
+
+
+@pytest.mark.parametrize("mutation", CUTE, ids=lambda m: f"{m['file']}-{m['kind']}")
+def test_faults_of_the_cute_kernels_fit_them(mutation) -> None:
+    text = (OPS / mutation["file"]).read_text()
+    assert text.count(mutation["old"]) == 1, "change the row in tests/data/cute_mutations.toml"
+    ast.parse(text.replace(mutation["old"], mutation["new"]))
+
+
+def test_every_fault_that_was_planted_in_a_cute_kernel_was_noticed() -> None:
+    lines = (ROOT / "measurements" / "gpu" / "cute_mutations.txt").read_text().splitlines()
+    for path in OPS.glob("*/cute_*.py"):
+        rows = [line for line in lines if line.startswith(str(path.relative_to(OPS)))]
+        planted = [line for line in rows if "no fault" not in line]
+        assert len(planted) >= 8 and not [line for line in planted if line.endswith("nothing")]

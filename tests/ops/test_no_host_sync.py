@@ -29,6 +29,7 @@ from moe_routing_bench import (
 )
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.score_topk.op import ScoreRule
+from moe_routing_bench.parallel.traffic import Traffic
 
 LAYOUTS = ("compact", "padded(capacity=24)", "padded(capacity=3,drop=probs)", "block(4)")
 SYNC = (DataDependentOutputException, DynamicOutputShapeException)
@@ -58,6 +59,7 @@ def fake_arguments(op: str, layout_text: str, ragged: bool) -> tuple:
     )
     plan = replace(plan, filled=layout.kind == "compact" and not ragged)
     weights = ExpertWeights(w_in_EDG=torch.zeros(E, D, 2 * F), w_out_EFD=torch.zeros(E, F, D))
+    traffic = Traffic(sent=(R,), received=(R,), place_Q=torch.zeros(R, dtype=torch.int64))
     return {
         "topk": (torch.zeros(T, E), K),
         "score_topk": (torch.zeros(T, E), torch.zeros(E), K, ScoreRule()),
@@ -65,6 +67,8 @@ def fake_arguments(op: str, layout_text: str, ragged: bool) -> tuple:
         "dispatch": (torch.zeros(T, D), plan),
         "grouped_gemm": (torch.zeros(R, D), torch.zeros(E, D, F), plan, torch.zeros(E, F)),
         "combine": (torch.zeros(R, D), torch.zeros(T, K), plan),
+        "ep_dispatch": (torch.zeros(T, D), plan, traffic),
+        "ep_combine": (torch.zeros(R, D), torch.zeros(T, K), plan, traffic),
         "expert_ffn": (torch.zeros(T, D), torch.zeros(T, K), plan, weights),
     }[op]
 

@@ -15,7 +15,6 @@ from torch import Tensor
 import tiny_layers
 from child_process import python
 from moe_routing_bench import all_ops
-from moe_routing_bench.ops import hf
 from moe_routing_bench.ops.expert_ffn import hf_batched_mm, hf_eager, hf_grouped_mm
 from moe_routing_bench.ops.expert_ffn.op import reference
 from tiny_layers import Arguments
@@ -88,7 +87,8 @@ def test_the_function_of_transformers_is_what_runs(
     key = function.removesuffix("_experts_forward")
     assert mapping[key] is getattr(moe, function)
     monkeypatch.setitem(mapping, key, spy)
-    peer.run(*arguments(torch.float32))
+    *args, weights = arguments(torch.float32)
+    peer.run(*args, peer.freeze(weights))
     assert seen == [(E, 2 * F, D)]
 
 
@@ -121,27 +121,10 @@ def test_weights_already_in_their_layout_are_not_copied(transformers: Any, peer:
     x_TD, gate_TK, plan, weights = arguments(torch.float32)
     stored_EGD, stored_EDF = (w.transpose(1, 2).contiguous() for w in (weights.w_in_EDG, weights.w_out_EFD))
     weights = replace(weights, w_in_EDG=stored_EGD.transpose(1, 2), w_out_EFD=stored_EDF.transpose(1, 2))
-    peer.run(x_TD, gate_TK, plan, weights)
-    module = hf.converted(weights)
-    assert module.gate_up_proj.data_ptr() == stored_EGD.data_ptr()
-    assert module.down_proj.data_ptr() == stored_EDF.data_ptr()
-
-
-@pytest.mark.parametrize("peer", PEERS, ids=name_of)
-def test_what_is_kept_dies_with_the_weights(transformers: Any, peer: ModuleType) -> None:
-    def once(view: bool) -> None:
-        x_TD, gate_TK, plan, weights = arguments(torch.float32)
-        if view:
-            stored = [w.transpose(1, 2).contiguous() for w in (weights.w_in_EDG, weights.w_out_EFD)]
-            weights = replace(
-                weights, w_in_EDG=stored[0].transpose(1, 2), w_out_EFD=stored[1].transpose(1, 2)
-            )
-        peer.run(x_TD, gate_TK, plan, weights)
-
-    before = len(hf.converted)
-    for view in (False, True):
-        once(view)
-        assert len(hf.converted) == before
+    frozen = peer.freeze(weights)
+    assert frozen.w_in_EDG.data_ptr() == stored_EGD.data_ptr()
+    assert frozen.w_out_EFD.data_ptr() == stored_EDF.data_ptr()
+    close(peer.run(x_TD, gate_TK, plan, frozen), peer.run(x_TD, gate_TK, plan, weights))
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=name_of)

@@ -34,7 +34,7 @@ def child(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     }
     return subprocess.run(
         [sys.executable, str(CHILD), *words],
-        capture_output=True, text=True, timeout=100, env=environment, cwd=tmp_path,
+        capture_output=True, text=True, timeout=380, env=environment, cwd=tmp_path,
     )  # fmt: skip
 
 

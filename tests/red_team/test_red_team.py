@@ -3,15 +3,17 @@ the honest kernel measured beside it is not harmed."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Hashable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
 from expectations import EXPECTED, KERNELS, MARKER, Sizes
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.executor import LocalExecutor
-from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
@@ -21,13 +23,31 @@ from moe_routing_bench.results.sweep import run_sweep
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-POLICY = Policy(
-    min_rounds=12, max_rounds=12, max_seconds=20, step_seconds=10, memory_gib=3, checked=12, target=0.5
-)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+# the default but for less memory, so that what grows is stopped sooner, and no more rounds than the default's
+# fewest. A machine that is busy with other things takes ten times as long, and honest kernels pass there too
+POLICY = Policy(max_seconds=120, max_rounds=20, step_seconds=60, memory_gib=3)
+# for what hangs: nobody waits a minute for it
+SHORT = replace(POLICY, max_seconds=45, step_seconds=20)
 
 
-def cell_of(op: str, name: str, at: Sizes) -> Cell:
+def one_of_each(groups: dict[Any, Hashable]) -> list[Any]:
+    """Every key; all but the first of a group are left to the night."""
+    first = {group: key for key, group in reversed(groups.items())}
+    return [
+        pytest.param(
+            *(key if isinstance(key, tuple) else [key]),
+            marks=[] if first[group] == key else [pytest.mark.nightly],
+        )
+        for key, group in groups.items()
+    ]
+
+
+def policy_for(states: Collection[str]) -> Policy:
+    return SHORT if "TIMEOUT" in states else POLICY
+
+
+def cell_of(op: str, name: str, at: Sizes, policy: Policy = POLICY) -> Cell:
     case = BenchCase(
         name=f"red-team/{op}",
         span=op,
@@ -40,19 +60,14 @@ def cell_of(op: str, name: str, at: Sizes) -> Cell:
         workload=at.workload,
         subjects=tuple(Subject(spec=spec, layout=at.layout) for spec in specs),
         include=(str(KERNELS),),
-        policy=POLICY,
+        policy=policy,
     )
 
 
-def states(outcome: CellOutcome) -> tuple[Status, Status]:
-    honest, other = outcome.subjects
-    return honest.status, other.status
-
-
-@pytest.mark.parametrize(("op", "name"), EXPECTED)
+@pytest.mark.parametrize(("op", "name"), one_of_each({key: row.trap for key, row in EXPECTED.items()}))
 def test_it_is_rejected_or_contained(op: str, name: str) -> None:
     expected = EXPECTED[op, name]
-    outcome = run_cell(cell_of(op, name, expected.at))
+    outcome = run_cell(cell_of(op, name, expected.at, policy_for(expected.states)))
     honest, other = outcome.subjects
     assert honest.status is Status.PASSED, f"the honest kernel was harmed: {honest.reason}"
     assert other.status in expected.states, f"{other.status}: {other.reason}"
@@ -62,11 +77,16 @@ def test_it_is_rejected_or_contained(op: str, name: str) -> None:
         assert median(other.samples) > 0.5 * median(honest.samples)
 
 
-@pytest.mark.parametrize(("op", "name"), [key for key, row in EXPECTED.items() if row.right_at])
+@pytest.mark.parametrize(
+    ("op", "name"), one_of_each({key: row.trap for key, row in EXPECTED.items() if row.right_at})
+)
 def test_it_passes_where_its_trick_does_not_apply(op: str, name: str) -> None:
     at = EXPECTED[op, name].right_at
     assert at is not None
-    assert states(run_cell(cell_of(op, name, at))) == (Status.PASSED, Status.PASSED)
+    honest, other = run_cell(cell_of(op, name, at)).subjects
+    assert honest.status is Status.PASSED
+    # the kit of hard cases may have one in which its trick does apply
+    assert other.status is Status.PASSED or "hard cases" in other.reason, other.reason
 
 
 def test_forged_results_are_undone_and_the_forger_is_named(tmp_path: Path) -> None:

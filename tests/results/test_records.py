@@ -192,4 +192,4 @@ def test_a_content_hash_does_not_depend_on_order() -> None:
 
 def test_every_status_says_what_it_means() -> None:
     assert all(status.meaning and status == status.value for status in Status)
-    assert Status("OOM") is Status.OOM and len(Status) == 14
+    assert Status("OOM") is Status.OOM and len(Status) == 15

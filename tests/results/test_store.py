@@ -17,7 +17,7 @@ import pytest
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.record import Record, Timing, parse_record
 from moe_routing_bench.results.store import Session, iterate, samples_of
-from sample_records import document, failed, line
+from sample_records import document, failed, line, with_times
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +32,7 @@ def record_of(session: Session, **changes: Any) -> Record:
 def timed_record(session: Session, samples: list[float]) -> Record:
     timing = Timing.of(samples, 0.2, session.put_samples(samples), {})
     given = document(session=session.id, record_id=session.new_record_id())
-    given["timing"] = json.loads(timing.model_dump_json())
-    return parse_record(line(given))
+    return parse_record(line(with_times(given, timing)))
 
 
 @pytest.fixture
@@ -65,8 +64,8 @@ def test_sessions_sort_by_time_and_do_not_meet(tmp_path: Path) -> None:
     assert len({session.id for session in made}) == 20
     stamps = [session.id.partition("-")[0] for session in made]
     assert stamps == sorted(stamps)
-    for session in made:
-        session.append([record_of(session)])
+    for number, session in enumerate(made):
+        session.append([record_of(session, cell_key=f"{number:064x}")])
         session.close()
     assert len(list(iterate(tmp_path))) == 20
 
@@ -87,7 +86,7 @@ def test_files_are_not_handed_to_child_processes(session: Session) -> None:
 def test_a_full_disk_leaves_no_half_line(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:100]))
-    with pytest.raises(OSError, match="is the disk full"):
+    with pytest.raises(OSError, match="No space left"):
         session.append([record_of(session)])
     monkeypatch.undo()
     session.append([record_of(session)])

@@ -36,6 +36,7 @@ def test_it_is_listed() -> None:
 def test_it_is_checked() -> None:
     include_routers(EXAMPLE / "routers")
     assert check_router("cosine") == []
+    routers._included.clear()
     words = ("check", "--op", "routers", "--impl", "cosine", "--include-path", EXAMPLE)
     assert "1 cases passed, 0 failed" in mrb(*words).stdout
 
@@ -97,11 +98,10 @@ def test_a_folder_may_hold_routers_kernels_or_both(tmp_path: Path) -> None:
     assert "mine" in document["routers"] and "echo" in document["ops"]["combine"]["implementations"]
 
 
-@pytest.mark.parametrize("command", [("list", "routers"), ("check", "--op", "routers", "--impl", "switch")])
+@pytest.mark.parametrize("command", [("list", "routers"), ("check", "--op", "routers", "--impl", "mine")])
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("switch", RULE, "has the name of a router that exists; rename the file"),
         ("mine", "import no_such_library", "could not be loaded: ModuleNotFoundError"),
         ("mine", "x = 1", "must define exactly one subclass of Router; it has none"),
     ],
@@ -110,7 +110,13 @@ def test_mistakes_in_files_get_a_sentence(
     tmp_path: Path, command: tuple[str, ...], name: str, text: str, sentence: str
 ) -> None:
     path = folder(tmp_path, **{name: text})
-    assert sentence in refused(*command, "--include-path", path)
+    ran = mrb(*command, "--include-path", path, code=1)
+    assert sentence in " ".join(ran.stdout.split())
+
+
+def test_a_name_that_exists_is_refused(tmp_path: Path) -> None:
+    said = refused("list", "routers", "--include-path", folder(tmp_path, switch=RULE))
+    assert "routers.switch exists twice: built in and file" in said
 
 
 def test_a_folder_of_neither_is_refused(tmp_path: Path) -> None:
@@ -141,9 +147,9 @@ def test_what_the_list_says_of_every_router() -> None:
         assert said in text, said
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_it_is_measured_in_a_layer() -> None:
-    words = ["--tokens", 16, "--width", 32, "--hidden", 16, "--experts", 4, "--rounds", 8, "--seconds", 2]
+    words = ["--tokens", 16, "--width", 32, "--hidden", 16, "--experts", 4, "--rounds", 8]
     names = ["--router", "switch,cosine", "--include-path", EXAMPLE]
     (cell,) = mrb_json("bench", "layer", *words, *names, "--impl", "staged")
     status = {one["router"]: one["status"] for one in cell["implementations"]}

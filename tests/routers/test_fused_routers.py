@@ -173,6 +173,7 @@ def test_a_layer_passes_the_option_on() -> None:
     torch.testing.assert_close(fused(x_TD)[0], plain(x_TD)[0])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # dynamo's own
 @pytest.mark.parametrize("rule", RULES)
 def test_it_compiles_without_graph_breaks(rule: str) -> None:
     router = build(rule, 16, 8, 2, fused="eager", loss_weights={"switch": 0.1}).eval()

@@ -330,6 +330,7 @@ def test_random_fixed_learns_nothing_and_repeats_by_seed() -> None:
     assert router.w_DE.std().item() == pytest.approx(0.02, rel=0.1)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # dynamo's own
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["expert_choice", "expert_threshold", "sinkhorn", "quantile"])
 def test_training_compiles_into_one_graph(name: str) -> None:

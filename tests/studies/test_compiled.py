@@ -19,18 +19,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from moe_routing_bench.ops.gpu import TARGETS, Compilation, Target
+from moe_routing_bench.ops.gpu import Compilation
 from moe_routing_bench.ops.registry import all_ops
-from moe_routing_bench.studies.compiled import (
-    Compiled,
-    compilations_of,
-    compile_implementation,
-    compile_kernel,
-    programs_per_unit,
-    text_flops,
-    worse_than,
-)
+from moe_routing_bench.ops.targets import TARGETS, Target
+from moe_routing_bench.studies.compiled import Compiled, programs_per_unit, text_flops, worse_than
+from moe_routing_bench.studies.triton_code import compilations_of, compile_implementation, compile_kernel
 from repository import ROOT, SOURCE
 
 pytestmark = pytest.mark.slow
@@ -87,6 +82,18 @@ def gemm_of_tiles(
             a_at += SIZE
             b_at += SIZE * N
         tl.store(c + row[:, None] * N + column[None, :], total.to(tl.bfloat16), mask=column[None, :] < N)
+
+
+@triton.jit
+def waiting(x, y, BLOCK: tl.constexpr, LATE: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if LATE:
+        value = tl.load(x + at)
+        gdc_wait()
+        tl.store(y + at, value)
+    else:
+        gdc_wait()
+        tl.store(y + at, tl.load(x + at))
 
 
 @triton.jit
@@ -228,6 +235,19 @@ def test_descriptors_and_dependent_launches_are_seen_where_they_are_and_missed_w
     assert wrong[1] == "is started early and never waits for the kernel before (griddepcontrol.wait)"
 
 
+@pytest.mark.parametrize("late,loads", [(False, 0), (True, 1)])
+def test_a_load_before_the_wait_is_seen(late: bool, loads: int) -> None:
+    target = Target.named("sm_90a")
+    made = Compilation(
+        name="waiting", kernel=waiting, signature={"x": "*bf16", "y": "*bf16"},
+        constexprs={"BLOCK": 1024, "LATE": late}, num_warps=4, num_stages=1, expects=("waits_for_previous",),
+        options={"launch_pdl": True},
+    )  # fmt: skip
+    code = compile_kernel(made, target)
+    assert code.early_loads == loads and bool(code.wrong) == late
+    assert not late or "before it waits" in code.wrong[0]
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
 def test_the_prefetch_of_the_fused_experts_is_one(arch: str) -> None:
     spec = "triton_fused(block_n=64,persistent=1,prefetch=1)"
@@ -334,7 +354,7 @@ def test_the_command_writes_compares_and_fails_on_more(tmp_path: Path) -> None:
 def test_mistakes_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no architecture" in refused("compile", "--arch", "sm_75")
     assert "there is no model" in refused("compile", "--model", "gpt-2")
-    assert "no Triton implementation" in refused("compile", "--impl", "nothing*")
+    assert "no GPU implementation" in refused("compile", "--impl", "nothing*")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "unset it" in refused(*QUICK)
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -351,13 +371,15 @@ def test_the_table_in_the_repository_is_of_this_code() -> None:
     """Names only, which takes no compiling: a kernel that was added or renamed shows here."""
     kept = json.loads((ROOT / "tests" / "data" / "compile.json").read_text())
     code = (
-        "from moe_routing_bench.studies.compiled import compilations_of\n"
+        "from moe_routing_bench.studies.triton_code import compilations_of\n"
         "from moe_routing_bench.ops.catalog import find_all\n"
-        "from moe_routing_bench.ops.gpu import TARGETS\n"
+        "from moe_routing_bench.cli.compile import ARCHITECTURES\n"
+        "from moe_routing_bench.ops.targets import TARGETS\n"
         "from moe_routing_bench.ops.registry import all_ops\n"
         "for op in all_ops().values():\n"
         "    for listed in find_all(op, configs=True, only='built in'):\n"
-        "        for target in TARGETS.values() if listed.spec.startswith('triton_') else ():\n"
+        "        ours = listed.spec.startswith('triton_')\n"
+        "        for target in [TARGETS[n] for n in ARCHITECTURES] if ours else ():\n"
         "            try:\n"
         "                names = [one.name for one in compilations_of(listed.implementation, "
         "'qwen3-30b-a3b', target)]\n"

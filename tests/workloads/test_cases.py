@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.published import MODELS, model
-from moe_routing_bench.workloads.cases import SUITES, cases, scaled
+from moe_routing_bench.workloads.cases import SUITES, cases, fitted, scaled
 
 EVERY = [case for name in (*SUITES, *MODELS) for case in cases(name)]
 
@@ -22,6 +24,9 @@ def test_the_suites_have_their_sizes() -> None:
         "seed-decoder": 6,
         "topk-grid": 27,
         "gpu-quick": 10,
+        "cpu-grid": 21,
+        "layouts": 2,
+        "soft-moe": 2,
     }
     assert all(suite.__doc__ and "\n" not in suite.__doc__ for suite in SUITES.values())
     fused = [(c.shape.T, c.shape.D, c.shape.F, c.shape.E, c.shape.K) for c in cases("seed-fused")]
@@ -73,3 +78,19 @@ def test_weights_of_known_models() -> None:
     # V2: 162 experts in 59 of its layers are 226 B of 236 B; Scout: 17 in 48 are 103 B of 109 B
     assert cases("deepseek-v2/decode-1")[0].weight_bytes / 2 * 59 == pytest.approx(226e9, rel=0.01)
     assert cases("llama-4-scout/decode-1")[0].weight_bytes / 2 * 48 == pytest.approx(103e9, rel=0.01)
+
+
+def test_a_case_is_made_smaller_only_as_far_as_memory_and_a_minute_demand():
+    gib = 2**30
+    for name in ("olmoe-1b-7b/prefill-128", "qwen3-30b-a3b/prefill-128"):
+        (case,) = cases(name)
+        assert fitted(case, memory_bytes=20 * gib) is case
+    (mixtral,) = cases("mixtral-8x7b/prefill-128")
+    fewer = fitted(mixtral, memory_bytes=20 * gib)
+    assert fewer.shape.T == 32 and fewer.scaled_from == mixtral.name
+    assert fewer.shape == replace(mixtral.shape, T=32)  # the weights stay as they are
+    assert fewer.fewer_tokens and not scaled(mixtral).fewer_tokens
+    assert fitted(mixtral, memory_bytes=20 * gib, most_flops=fewer.flops / 2).shape.T == fewer.shape.T // 2
+    assert fitted(mixtral, memory_bytes=4 * gib) == scaled(mixtral)
+    training = replace(mixtral, direction="train")
+    assert fitted(training, memory_bytes=20 * gib) == scaled(training)

@@ -518,9 +518,9 @@ def test_statistics_do_not_wait_for_the_device():
 )
 def test_time_grows_linearly_in_tokens(name):
     def seconds(T: int) -> float:
-        started = time.perf_counter()
+        started = time.process_time()
         make_workload(name, T=T, E=512, K=8, W=16)
-        return time.perf_counter() - started
+        return time.process_time() - started
 
     small = min(seconds(10_000) for _ in range(5))
     large = min(seconds(1_000_000) for _ in range(2))

@@ -47,14 +47,19 @@ class Caller:
 
     def ready(self, call: Call, args: Mapping[str, Any]) -> Callable[[], Any]:
         """The function to time; `result` reads what it returns. All preparation happens here."""
-        run = partial(self.computation.run, *args.values())
         if self.direction == "forward":
-            return run
+            return self.ready_with(args, None)
         if self._shape is None:
             with torch.no_grad():
-                self._shape = value_of(run()).shape
+                self._shape = value_of(self.computation.run(*args.values())).shape
+        return self.ready_with(args, self.span.upstream(call.upstream(self._shape), args))
+
+    def ready_with(self, args: Mapping[str, Any], d_out: Tensor | None) -> Callable[[], Any]:
+        """The same with a given upstream gradient."""
+        run = partial(self.computation.run, *args.values())
+        if d_out is None:
+            return run
         leaves = list(self.leaves(args).values())
-        d_out = self.span.upstream(call.upstream(self._shape), args)
         if self.direction == "train":
             return partial(_train, run, leaves, d_out)
         with torch.enable_grad():
@@ -90,17 +95,21 @@ def _backward(out: Any, leaves: list[Tensor], d_out: Tensor) -> tuple[Any, Any]:
 
 
 def named_tensors(result: Result) -> dict[str, Tensor]:
-    """The result's tensors by name, as a file stores them."""
+    """Copies of the result's tensors by name, as a file stores them."""
+    tensors = tensors_by_name(result)
+    tensors |= {"filled": torch.ones(1)} if isinstance(result.out, RoutingPlan) and result.out.filled else {}
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def tensors_by_name(result: Result) -> dict[str, Tensor]:
     out = result.out
     if isinstance(out, RoutingPlan):
         tensors = {name: getattr(out, name) for name in PLAN}
-        tensors |= {"filled": torch.ones(1)} if out.filled else {}
     elif isinstance(out, tuple):
         tensors = {str(place): value for place, value in enumerate(out)}
     else:
         tensors = {"out": out}
-    tensors |= {GRADIENT + name: t for name, t in result.gradients.items() if t is not None}
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    return tensors | {GRADIENT + name: t for name, t in result.gradients.items() if t is not None}
 
 
 def result_from(tensors: Mapping[str, Tensor], expected: Result) -> Result:

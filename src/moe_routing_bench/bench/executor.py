@@ -6,16 +6,20 @@ caller stores results, so a crash loses only the cells that are running.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
 from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.group import run_group
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress, run_cell
 from moe_routing_bench.bench.trial import Watch
 
+SCRATCH_BYTES = 4 << 20  # logs and small results of a cell's workers
 OnCellProgress = Callable[[Cell, Progress], None]
 
 
@@ -32,11 +36,38 @@ class LocalExecutor:
 
     name = "local"
 
+    def __init__(self, began: float | None = None):
+        self.began = began  # when the time of the first cell began, by time.perf_counter(); now if None
+
     def run(
         self, cells: Sequence[Cell], *, roofs: Roofs | None, on_progress: OnCellProgress, watch: Watch
     ) -> Iterator[CellOutcome]:
+        began, self.began = self.began, None
         for cell in cells:
-            yield run_cell(cell, roofs=roofs, on_progress=partial(on_progress, cell), watch=watch)
+            check_scratch(cell)
+            progress = partial(on_progress, cell)
+            if cell.span.grouped and cell.W > 1:
+                yield run_group(cell, on_progress=progress, began=began)
+            else:
+                yield run_cell(cell, roofs=roofs, on_progress=progress, watch=watch, began=began)
+            began = None
+
+
+def check_scratch(cell: Cell) -> None:
+    """ValueError if workers have no place for their results: a kernel would be blamed for it."""
+    # first, second and again, each twice, and what is handed over; with gradients, those of the weights too
+    weights = cell.case.weight_bytes if cell.case.direction != "forward" else 0
+    needed = SCRATCH_BYTES + 8 * (cell.case.activation_bytes + weights)
+    try:
+        place = tempfile.gettempdir()
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        raise ValueError(f"there is no folder for temporary files: {error.strerror or error}") from None
+    if free < needed:
+        raise ValueError(
+            f"{place} has {free / 2**20:,.0f} MiB free, and the workers of {cell.name} may need "
+            f"{needed / 2**20:,.0f} MiB there; free some, or set TMPDIR to another folder"
+        )
 
 
 ENGINES: dict[str, type[LocalExecutor]] = {"local": LocalExecutor}

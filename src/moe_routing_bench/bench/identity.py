@@ -27,10 +27,11 @@ from moe_routing_bench.machine import Machine
 from moe_routing_bench.ops.registry import BUILT_IN, OURS, all_ops
 from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of
 
-HARNESS = ("bench/runner.py", "bench/worker.py")
+HARNESS = ("bench/runner.py", "bench/worker.py", "bench/outside/inside_sandbox.py")
+LIBRARIES = ("numpy", "scipy", "triton", "nvidia-cutlass-dsl", "quack-kernels")
 SETTINGS = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "TORCH", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD",
-    "TRITON_INTERPRET",
+    "TRITON_INTERPRET", "MRB_CUTE_ON_CPU",
 )  # fmt: skip
 
 
@@ -62,7 +63,7 @@ def identify(cell: Cell, machine: Machine) -> Identity:
 def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
     """The fields of the key, by name; a change in any of them changes the key."""
     inputs = cell.inputs()
-    codes = {subject: subject_code(cell.span, subject, inputs) for subject in cell.subjects}
+    sources = {subject: _Source.of(cell.span, subject, inputs) for subject in cell.subjects}
     return {
         "case": asdict(cell.case),
         "contract": contract_hash(cell.span, cell.subjects[0]),
@@ -73,10 +74,13 @@ def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
             "ranks": cell.W,
             "recorded": recorded_hash(cell.workload, cell.case.checkpoint),
         },
-        "subjects": [[s.name, _source_hash(cell.span, s, inputs, code)] for s, code in codes.items()],
+        "subjects": [[s.name, source.hash(cell.span, s)] for s, source in sources.items()],
         "policy": asdict(cell.policy),
         "harness": Code.of(PACKAGE / name for name in HARNESS).hash,
-        "versions": {**{n: v for code in codes.values() for n, v in code.versions.items()}, **versions()},
+        "versions": {
+            **{name: v for source in sources.values() for name, v in source.code.versions.items()},
+            **versions(),
+        },
         "machine": machine.name,
         "settings": settings(),
     }
@@ -94,7 +98,7 @@ def versions() -> dict[str, str]:
     return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
-        **{name: distribution_version(name) for name in ("numpy", "scipy", "triton")},
+        **{name: distribution_version(name) for name in LIBRARIES},
     }
 
 
@@ -123,18 +127,29 @@ def contract_hash(span: Span, subject: Subject) -> str:
     return Code.of([*(Path(all_ops()[name].file) for name in span.ops), *span.roots(subject)]).hash
 
 
-def _source_hash(span: Span, subject: Subject, inputs: Inputs, code: Code) -> str:
-    """Hash of what runs for a subject: its name, what "auto" picks, the code, packages from outside."""
-    return digest_of([subject.name, span.resolved(subject, inputs), code.hash, _packages(span, subject)])
+@dataclass(frozen=True)
+class _Source:
+    """What "auto" picks for a subject, and all code that then runs."""
+
+    resolved: list[tuple[str, str]]
+    code: Code
+
+    @staticmethod
+    def of(span: Span, subject: Subject, inputs: Inputs) -> _Source:
+        resolved = span.resolved(subject, inputs)
+        ops, files = all_ops(), list(span.roots(subject))
+        for op, spec in [*span.named(subject.spec), *_inside(span, subject.spec), *resolved]:
+            files += [Path(ops[op].file), *ops[op].source_files(spec.partition("(")[0].strip())]
+        return _Source(resolved, Code.of(files))
+
+    def hash(self, span: Span, subject: Subject) -> str:
+        """Of its name, what "auto" picks, the code, packages from outside."""
+        return digest_of([subject.name, self.resolved, self.code.hash, _packages(span, subject)])
 
 
 def subject_code(span: Span, subject: Subject, inputs: Inputs) -> Code:
     """All code that runs for a subject: span, operations, and implementations named or picked."""
-    ops, files = all_ops(), list(span.roots(subject))
-    used = [*span.named(subject.spec), *_inside(span, subject.spec), *span.resolved(subject, inputs)]
-    for op, spec in used:
-        files += [Path(ops[op].file), *ops[op].source_files(spec.partition("(")[0].strip())]
-    return Code.of(files)
+    return _Source.of(span, subject, inputs).code
 
 
 def _inside(span: Span, spec: str) -> list[tuple[str, str]]:

@@ -21,9 +21,10 @@ from moe_routing_bench.bench.device import placed
 from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.experts import GATED, ExpertWeights
 from moe_routing_bench.models.checkpoint import CheckpointLayer, read_layer
-from moe_routing_bench.ops.implementation import tensors_in
+from moe_routing_bench.ops.implementation import Implementation, tensors_in
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
+from moe_routing_bench.parallel.traffic import Traffic
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.shapes import MoEShape
@@ -46,6 +47,7 @@ class Inputs:
         self.case, self.workload_name, self.seed, self.W, self.put = case, workload, seed, W, put
         self.dtype = DTYPES[case.dtype]
         self._workloads: dict[tuple[int, int], Workload] = {}
+        self._frozen: dict[Any, ExpertWeights] = {}
         self._plans: dict[tuple[int, str, int], RoutingPlan] = {}
 
     def at(self, number: int, step: int, layout: str, K: int | None = None) -> Call:
@@ -90,19 +92,29 @@ class Inputs:
     def weights(self) -> ExpertWeights:
         s = self.case.shape
         if self.checkpoint is not None:
-            return self._placed(self.checkpoint.weights.to(dtype=self.dtype))
-        return self._placed(self._expert_weights(s.E, s.F, place=11))
+            return self.placed_weights(self.checkpoint.weights.to(dtype=self.dtype))
+        return self.placed_weights(self._expert_weights(s.E, s.F, place=11))
+
+    def frozen(self, implementation: Implementation) -> ExpertWeights:
+        """The weights in the form this implementation likes best, made once, because a cell never changes its
+        weights. As they are if it likes them so, or if they are trained."""
+        freeze = implementation.freeze
+        if freeze is None or self.case.direction != "forward":
+            return self.weights
+        if freeze not in self._frozen:
+            self._frozen[freeze] = freeze(self.weights)
+        return self._frozen[freeze]
 
     @cached_property
     def shared(self) -> ExpertWeights | None:
         if self.checkpoint is not None:
             shared = self.checkpoint.shared
-            return None if shared is None else self._placed(shared.to(dtype=self.dtype))
+            return None if shared is None else self.placed_weights(shared.to(dtype=self.dtype))
         if not self.case.shared_F:
             return None
-        return self._placed(self._expert_weights(1, self.case.shared_F, place=17))
+        return self.placed_weights(self._expert_weights(1, self.case.shared_F, place=17))
 
-    def _placed(self, weights: ExpertWeights) -> ExpertWeights:
+    def placed_weights(self, weights: ExpertWeights) -> ExpertWeights:
         weights = placed(weights, self.put)
         if self.case.direction != "forward":
             for tensor in weights.tensors().values():
@@ -203,13 +215,12 @@ class Call:
     def routing(self) -> Routing:
         """The workload's choices moved to other tokens, with other gates: each expert's load is unchanged."""
         routing = self._workload.routing
-        gate_TK = self._normal(*routing.gate_TK.shape, place=self.number * STRIDE, dtype=torch.float32)
         expert_TK = routing.expert_TK.roll(self.number // ROUTINGS * 7919, 0)
-        return placed(replace(routing, expert_TK=expert_TK, gate_TK=gate_TK.softmax(-1)), self.inputs.put)
+        return placed(replace(routing, expert_TK=expert_TK, gate_TK=self._gates()), self.inputs.put)
 
     @property
     def gate_TK(self) -> Tensor:
-        return self._put(self._workload.routing.gate_TK.clone())
+        return self._put(self._gates())
 
     @property
     def plan(self) -> RoutingPlan:
@@ -224,6 +235,14 @@ class Call:
     def y_RD(self) -> Tensor:
         """As the experts write it: NaN in rows without a pair, which must not be read."""
         return self._put(self._rows(float("nan")))
+
+    @property
+    def y_QD(self) -> Tensor:
+        return self.y_RD
+
+    @property
+    def traffic(self) -> Traffic:
+        return placed(Traffic.alone(self._plan), self.inputs.put)
 
     @property
     def weights(self) -> ExpertWeights:
@@ -259,6 +278,11 @@ class Call:
 
     def _normal(self, *shape: int, place: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.inputs.normal(*shape, place=place, dtype=dtype)
+
+    def _gates(self) -> Tensor:
+        """Of either sign and any sum, as the contract allows: routers may scale and leave unnormalised."""
+        shape = self._workload.routing.gate_TK.shape
+        return self._normal(*shape, place=self.number * STRIDE + 3, dtype=torch.float32)
 
     def _x(self) -> Tensor:
         return self._normal(self._shape.T, self._shape.D, place=self.number * STRIDE)

@@ -6,16 +6,19 @@ to a file; the parent compares them with a float64 oracle, by the same rules as 
 
 from __future__ import annotations
 
+import random
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor
 
 from moe_routing_bench.accuracy import Expected, GradientOf, Verdict
@@ -24,6 +27,7 @@ from moe_routing_bench.bench.inputs import ROUTINGS, Inputs, fingerprint
 from moe_routing_bench.bench.spans.span import Span
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.registry import all_ops
@@ -33,6 +37,8 @@ FEW_ELEMENTS = 512
 FEW_ROWS = 8
 OTHER_DRAWS = 3_000_000  # call numbers from here on are never given to a worker
 MOST_KEPT = 8  # expected results kept, since every subject needs the same ones for its gate calls
+MOST_KEPT_BYTES = 2 << 30  # of them; two are kept in any case
+MOST_GRADIENT = 1 << 22  # elements of a gradient judged at once: of larger ones, random experts
 STATUS = {
     "structure": Status.WRONG_STRUCTURE,
     "shape": Status.WRONG_SHAPE,
@@ -52,7 +58,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Right:
+class Right:
     """The reference's results in float64 and in the case's dtype, and the upstream gradient."""
 
     oracle: Result
@@ -68,16 +74,17 @@ class Judge:
 
     def __init__(self, span: Span, inputs: Inputs):
         self.span, self.inputs = span, inputs
-        self._right: OrderedDict[Key, _Right] = OrderedDict()
+        self._right: OrderedDict[Key, Right] = OrderedDict()
         self._callers: dict[tuple[tuple[str, str, str], torch.dtype], Caller] = {}
-        self._others: dict[tuple[str, str, str], list[_Right]] = {}
+        self._others: dict[tuple[str, str, str], list[Right]] = {}
         self._prints: dict[Key, str] = {}
+        self.oracle_seconds = 0.0  # of the last one
 
     def input_print(self, number: int, step: int, subject: Subject) -> str:
         """The fingerprint the call's arguments must still have afterwards."""
         key = (number, step, subject.question)
         if key not in self._prints:
-            self._prints[key] = fingerprint(activations(self._arguments(number, step, subject)))
+            self._prints[key] = fingerprint(activations(self.arguments(number, step, subject)))
         return self._prints[key]
 
     @cached_property
@@ -88,11 +95,16 @@ class Judge:
         self, path: Path, number: int, step: int, subject: Subject, ties: str = "lower id first"
     ) -> Finding:
         """Judge the file a worker wrote for call `number`."""
-        right, args = self._expect(number, step, subject), self._arguments(number, step, subject)
         try:
-            result = read_result(path, right.baseline)
+            result = read_result(path, self.right(number, step, subject).baseline)
         except ValueError as error:
             return Finding(status=Status.WRONG_STRUCTURE, reason=str(error))
+        return self.judge_result(result, number, step, subject, ties)
+
+    def judge_result(
+        self, result: Result, number: int, step: int, subject: Subject, ties: str = "lower id first"
+    ) -> Finding:
+        right, args = self.right(number, step, subject), self.arguments(number, step, subject)
 
         def others(n: int) -> list[tuple[Any, Any]]:
             return [(one.oracle.out, one.baseline.out) for one in self._more(subject, n)]
@@ -114,7 +126,7 @@ class Judge:
         return Finding(status=Status.PASSED, verdict=verdicts[0] if verdicts else None)
 
     def _judge_gradients(
-        self, result: Result, right: _Right, args: Mapping[str, Any], subject: Subject
+        self, result: Result, right: Right, args: Mapping[str, Any], subject: Subject
     ) -> list[Verdict]:
         verdicts = []
         for name, gradient in result.gradients.items():
@@ -129,6 +141,8 @@ class Judge:
                 more = self._more(subject, n)
                 return [(one.oracle.gradients[name], one.baseline.gradients[name]) for one in more]
 
+            if gradient.shape == baseline.shape:
+                gradient, oracle, baseline = _some_experts(gradient, oracle, baseline)
             assert right.d_out is not None
             of = GradientOf(name=name, args=args, out=result.out, d_out=right.d_out)
             few_rows = self._few_rows(subject)
@@ -139,7 +153,7 @@ class Judge:
 
     def same_bits(self, one: Path, other: Path, *, number: int, step: int, subject: Subject) -> bool:
         """Do two judged results of the same call agree in all bits that mean something?"""
-        right, args = self._expect(number, step, subject), self._arguments(number, step, subject)
+        right, args = self.right(number, step, subject), self.arguments(number, step, subject)
         tensors = []
         for path in (one, other):
             result = read_result(path, right.baseline)
@@ -149,7 +163,7 @@ class Judge:
             torch.equal(_bits(a), _bits(b)) for a, b in zip(*(t.values() for t in tensors), strict=True)
         )
 
-    def _arguments(self, number: int, step: int, subject: Subject) -> dict[str, Any]:
+    def arguments(self, number: int, step: int, subject: Subject) -> dict[str, Any]:
         return self.span.arguments(self.span.call(subject, self.inputs, number, step))
 
     def _few_rows(self, subject: Subject) -> bool:
@@ -157,7 +171,7 @@ class Judge:
         s = self.inputs.case.shape
         return self.span.rows(subject, self.inputs) < min(FEW_ROWS, s.num_pairs)
 
-    def _more(self, subject: Subject, n: int) -> list[_Right]:
+    def _more(self, subject: Subject, n: int) -> list[Right]:
         """Results on other data, to know plain torch's usual error when a result has few elements."""
         telling = min(n, 8 * self.span.rows(subject, self.inputs))
         draws = min(16, -(-FEW_ELEMENTS // telling)) if 0 < telling < FEW_ELEMENTS else 0
@@ -166,23 +180,37 @@ class Judge:
             ready.append(self._compute(OTHER_DRAWS + len(ready), len(ready) % ROUTINGS, subject))
         return ready[:draws]
 
-    def _expect(self, number: int, step: int, subject: Subject) -> _Right:
+    def right(self, number: int, step: int, subject: Subject) -> Right:
+        """What the reference computes for a call."""
         key = (number, step, subject.question)
         if key not in self._right:
             self._right[key] = self._compute(number, step, subject)
-            if len(self._right) > MOST_KEPT:
+            while len(self._right) > 2 and (
+                len(self._right) > MOST_KEPT or self._kept_bytes() > MOST_KEPT_BYTES
+            ):
                 self._right.popitem(last=False)
         return self._right[key]
 
+    def foresee(self, calls: Iterable[tuple[int, int]], subject: Subject) -> None:
+        """Compute what is right for calls that will be judged. If that fails, judging them says why."""
+        with suppress(Exception):
+            for number, step in calls:
+                self.right(number, step, subject)
+
+    def _kept_bytes(self) -> int:
+        results = [result for right in self._right.values() for result in (right.oracle, right.baseline)]
+        return sum(tensor.nbytes for result in results for tensor in named_tensors(result).values())
+
     @torch.no_grad()
-    def _compute(self, number: int, step: int, subject: Subject) -> _Right:
+    def _compute(self, number: int, step: int, subject: Subject) -> Right:
+        began = time.perf_counter()
         call = self.span.call(subject, self.inputs, number, step)
         args = self.span.arguments(call)
         results: list[Result] = []
         forward = self.inputs.case.direction == "forward"
         for dtype in (self.inputs.dtype, torch.float64):
             if results and self.span.exact and forward:
-                return _Right(oracle=results[0], baseline=results[0])
+                return Right(oracle=results[0], baseline=results[0])
             caller = self._caller(subject, dtype)
             given = args if dtype == self.inputs.dtype else {n: self._wide(v) for n, v in args.items()}
             results.append(caller.result(caller.ready(call, given)(), given))
@@ -190,7 +218,8 @@ class Judge:
         if not forward:
             shape = value_of(results[0].out).shape
             d_out = self.span.upstream(call.upstream(shape), args).double()
-        return _Right(oracle=results[1], baseline=results[0], d_out=d_out)
+        self.oracle_seconds = time.perf_counter() - began
+        return Right(oracle=results[1], baseline=results[0], d_out=d_out)
 
     def _caller(self, subject: Subject, dtype: torch.dtype) -> Caller:
         key = (subject.question, dtype)
@@ -203,7 +232,8 @@ class Judge:
 
     def _wide(self, value: Any) -> Any:
         if value is self.inputs.weights:
-            return self._wide_weights
+            narrow = self.span.widens and self.inputs.case.direction == "forward"
+            return value if narrow else self._wide_weights
         if isinstance(value, Tensor) and value.is_floating_point():
             if value is self.inputs.weights.w_in_EDG:
                 return self._wide_weights.w_in_EDG
@@ -218,10 +248,27 @@ class Judge:
         return replace(wide, **leaves)
 
 
+def _some_experts(*gradients: Tensor) -> tuple[Tensor, ...]:
+    """The same experts of each, drawn anew for every judged call, if the whole is too large: the gradient of
+    a model's experts has 10^8 elements, and comparing all of them took longer than all calls together."""
+    elements = gradients[0].numel()
+    if gradients[0].ndim != 3 or elements <= MOST_GRADIENT:
+        return gradients
+    E = gradients[0].shape[0]
+    count = max(1, MOST_GRADIENT * E // elements)
+    chosen = torch.tensor(sorted(random.SystemRandom().sample(range(E), count)))
+    return tuple(gradient[chosen] for gradient in gradients)
+
+
 def activations(args: Mapping[str, Any]) -> list[Any]:
     """Arguments of a call without the experts' weights, which are large and the same for every call."""
-    heavy = {op.weights for op in all_ops().values() if op.weights}
-    return [value for name, value in args.items() if name not in heavy]
+    return [value for name, value in args.items() if name not in heavy()]
+
+
+@cache
+def heavy() -> frozenset[str]:
+    """Parameters of operations that hold weights."""
+    return frozenset(op.weights for op in all_ops().values() if op.weights)
 
 
 def weights_print(span: Span, inputs: Inputs) -> str:
@@ -229,20 +276,25 @@ def weights_print(span: Span, inputs: Inputs) -> str:
         return ""
     shared = () if inputs.shared is None else inputs.shared
     router = inputs.router_DE if span.routed and inputs.checkpoint is None else ()
-    return fingerprint(inputs.weights, shared, router)
+    return "".join(_sums_print(tensor) for tensor in tensors_in((inputs.weights, shared, router)))
+
+
+def _sums_print(tensor: Tensor) -> str:
+    """A hash of sums of the bits over rows and over columns, for gigabytes: any write that is not made for it
+    shows, also if values only changed places. sha256 of everything takes ten times as long."""
+    words = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    whole = words.numel() // 8192 * 8192
+    table = words[:whole].view(torch.int64).view(-1, 1024)
+    return fingerprint(table.sum(0), table.sum(1), words[whole:])
 
 
 def read_result(path: Path, expected: Result) -> Result:
     """The result a worker wrote to a file; ValueError if it is not of the expected type."""
     sizes = [t.numel() for t in tensors_in((expected.out, dict(expected.gradients)))]
     room = 8 * sum(sizes) + 2**20
-    if not path.exists():
-        raise ValueError("no result was handed over")
-    if path.stat().st_size > room:
-        raise ValueError(f"the result is {path.stat().st_size} bytes, far more than expected")
     try:
-        tensors = load_file(path)
-    except (SafetensorError, ValueError, RuntimeError) as error:
+        tensors = load(read_file(path, room))
+    except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"the result cannot be read: {error}") from None
     return result_from(tensors, expected)
 

@@ -8,6 +8,7 @@ error.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.chain import ChainOfExperts
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.layer import MoE
+from moe_routing_bench.names import parse_spec
 from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
@@ -28,7 +30,7 @@ from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.perft import Perft
 from moe_routing_bench.plan import RoutingPlan
-from moe_routing_bench.routers.router import Router, build, parse_spec, router_named
+from moe_routing_bench.routers.router import Router, build, router_named
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 
 ROUTER = "softmax_topk"
@@ -86,8 +88,10 @@ def layer_of(
     else:
         moe = layer = MoE(**sizes, router=name, router_options=router_options)
         moe.router = _router(subject, inputs, topk, fused)
-    _put_weights(moe, inputs, dtype, silent=kind == "chain")
     moe.expert_ffn, moe.make_plan = ffn, make_plan
+    if kind == "moe" and ffn.batch_invariant and ffn.invariant_with:
+        moe.make_batch_invariant()
+    _put_weights(moe, inputs, ffn, dtype, silent=kind == "chain")
     if kind == "perft":
         layer = _with_adapters(moe, inputs, options)
     return layer.train(case.direction != "forward")
@@ -177,14 +181,28 @@ def _shared_width(inputs: Inputs) -> int:
     return 0 if inputs.shared is None else inputs.shared.F
 
 
-def _put_weights(moe: MoE, inputs: Inputs, dtype: torch.dtype, *, silent: bool) -> None:
-    for home, weights in ((moe.experts, inputs.weights), (moe.shared, inputs.shared)):
+def _put_weights(moe: MoE, inputs: Inputs, ffn: Implementation, dtype: torch.dtype, *, silent: bool) -> None:
+    experts = inputs.weights if silent else inputs.frozen(ffn)
+    for home, weights in ((moe.experts, experts), (moe.shared, inputs.shared)):
         if home is None or weights is None:
             continue
         if silent:
             weights = _silent(weights, inputs.logit_columns)
+            if home is moe.experts and ffn.freeze is not None and inputs.case.direction == "forward":
+                weights = ffn.freeze(weights)
+        narrow = dtype == torch.float64 and inputs.case.direction == "forward" and home is moe.experts
+        if narrow:  # the reference converts one expert at a time: all would need four times the room
+            assert isinstance(moe.expert_ffn, Implementation)
+            moe.expert_ffn = replace(moe.expert_ffn, run=_with_weights(moe.expert_ffn, weights))
         for name, tensor in weights.tensors().items():
-            _put(home, name, tensor.detach().to(dtype), inputs)
+            value = tensor.detach().to(dtype) if not narrow else tensor.new_zeros(1, dtype=dtype)
+            _put(home, name, value.expand(tensor.shape) if narrow else value, inputs)
+
+
+def _with_weights(ffn: Implementation, weights: ExpertWeights) -> Callable[..., Tensor]:
+    """Computes with these weights, whatever it is given."""
+    run = ffn.run
+    return lambda x_TD, gate_TK, plan, stand_ins: run(x_TD, gate_TK, plan, weights)
 
 
 def _silent(weights: ExpertWeights, columns: Tensor) -> ExpertWeights:

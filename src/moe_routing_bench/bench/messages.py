@@ -49,6 +49,14 @@ class Called(Answer):
     changed: Annotated[tuple[Text, ...], Field(max_length=20, strict=False)] = ()
 
 
+class KitRun(Answer):
+    """How many cells of the kit passed and failed, and the first failure in words."""
+
+    passed: Annotated[int, Field(ge=0, le=10**6)]
+    failed: Annotated[int, Field(ge=0, le=10**6)]
+    first: Text
+
+
 class HandedOver(Answer):
     wrong_type: Text
     print: Text
@@ -68,3 +76,28 @@ class StagesTimed(Answer):
 
 class Weights(Answer):
     print: Text
+
+
+Size = Annotated[int, Field(ge=0, lt=2**48)]
+
+
+class TensorAt(Answer):
+    """Where a tensor of a result lies in the worker's memory."""
+
+    name: Annotated[str, Field(max_length=200)]
+    address: Annotated[int, Field(ge=0, lt=2**64)]
+    shape: Annotated[tuple[Size, ...], Field(max_length=8, strict=False)]
+    stride: Annotated[tuple[Size, ...], Field(max_length=8, strict=False)]
+    dtype: Annotated[str, Field(max_length=20)]
+
+
+class ResultAt(Answer):
+    """A result in the worker's memory, or what is wrong with its type."""
+
+    wrong_type: Text = ""
+    tensors: Annotated[tuple[TensorAt, ...], Field(max_length=64, strict=False)] = ()
+    filled: bool = False
+
+
+class Done(Answer):
+    results: Annotated[tuple[ResultAt, ...], Field(max_length=256, strict=False)]

@@ -33,6 +33,14 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Wire:
+    """Bytes that ranks send one another in a call, and the least there must be: Wire(sent=8, least=6)."""
+
+    sent: int
+    least: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class SubjectOutcome:
     """One implementation in one cell. samples and comparison are empty unless status is PASSED.
 
@@ -61,6 +69,7 @@ class SubjectOutcome:
     cost: Cost = field(default_factory=Cost)
     floor_seconds: float | None = None
     load: Mapping[str, int | float | None] = field(default_factory=dict)
+    wire: Wire | None = None  # on several ranks
     peak_rss_bytes: int | None = None
     log_tail: str = ""
 

@@ -49,7 +49,8 @@ def repro_command(cell: Cell, subject: Subject) -> str:
     default = Policy()
     for field in fields(Policy):
         value = getattr(cell.policy, field.name)
-        if field.name in OPTIONS and value != getattr(default, field.name):
+        # the command's default for threads is the machine's
+        if field.name in OPTIONS and (field.name == "threads" or value != getattr(default, field.name)):
             words += [OPTIONS[field.name], f"{value:g}" if isinstance(value, float) else str(value)]
     for folder in cell.include:
         words += ["--include-path", folder]

@@ -1,15 +1,14 @@
-"""Roofs: the highest rates measured on this machine, with which other rates are compared.
+"""Roofs: the highest rates ever seen on this machine, with which other rates are compared.
 
-A roof is the best of several tries, never a datasheet's number. A rate above its roof is an error in the cost
-model or the timer, not a fast kernel, and is reported as an error.
+A roof is the best of several tries, never a datasheet's number. It bounds from above, so the best of all
+sessions is kept, and what was measured while others used the machine bounds nothing: such roofs are marked
+and not used. Who is held to them is said in floor.py.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Self
@@ -17,15 +16,15 @@ from typing import Annotated, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from moe_routing_bench.bench.weather import Neighbours
 from moe_routing_bench.cost import Cost
+from moe_routing_bench.machine import torch_threads
+from moe_routing_bench.places import home
 
 TRIES = 5
 MEMORY_BYTES = 2**28  # per array; several times the caches of a server core
 GEMM_SIZES = (512, 1024, 2048)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# a rate above its roof by more than this factor is an error; less may be noise, since roofs are measured too
-TOLERANCE = 1.05
-
 # no machine comes near 1e30; such a rate in a file would make every floor zero
 Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 ByThreads = Annotated[dict[Annotated[int, Field(ge=1, le=2**20)], Rate], Field(max_length=64)]
@@ -44,6 +43,7 @@ class Roofs(BaseModel):
     copy_bytes: ByThreads
     gemm_flops: dict[str, ByThreads] = Field(max_length=16)
     seconds: float = Field(ge=0, allow_inf_nan=False)  # that measuring took
+    quiet: bool = False  # no others used the machine in at least one of the sessions
 
     @model_validator(mode="after")
     def _same_threads(self) -> Self:
@@ -58,27 +58,34 @@ class Roofs(BaseModel):
         memory = max(self.read_bytes[threads], self.copy_bytes[threads])
         return max(cost.bytes / memory, cost.useful_flops / self.gemm_flops[dtype][threads])
 
-    def share(self, cost: Cost, seconds: float, dtype: str, threads: int) -> float:
-        """The floor divided by the time: 0.8 is four fifths of what the machine can do. Above 1 raises."""
-        share = self.floor_seconds(cost, dtype, threads) / seconds
-        if share > TOLERANCE:
-            raise ValueError(
-                f"{100 * share:.0f} % of a measured roof: the cost model or the timer is wrong, "
-                "or the roofs are; measure them again with `mrb doctor --again`"
-            )
-        return min(share, 1.0)
+    def best_of_both(self, other: Self | None) -> Self:
+        """The higher rate of each kind."""
+        if other is None:
+            return self
+        gemm = {
+            name: _higher(self.gemm_flops.get(name, {}), other.gemm_flops.get(name, {}))
+            for name in {**self.gemm_flops, **other.gemm_flops}
+        }
+        return self.model_copy(
+            update={
+                "read_bytes": _higher(self.read_bytes, other.read_bytes),
+                "copy_bytes": _higher(self.copy_bytes, other.copy_bytes),
+                "gemm_flops": gemm,
+                "quiet": self.quiet or other.quiet,
+            }
+        )
 
 
 def measure_roofs(
     machine: str, threads: tuple[int, ...], on_step: Callable[[str], None] = lambda what: None
 ) -> Roofs:
     """Takes about ten seconds. `on_step` is called with what is being measured."""
-    started = time.perf_counter()
+    started, neighbours = time.perf_counter(), Neighbours()
     read: dict[int, float] = {}
     copy: dict[int, float] = {}
     gemm: dict[str, dict[int, float]] = {name: {} for name in DTYPES}
     for n in threads:
-        with _threads(n):
+        with torch_threads(n):
             on_step(f"memory, {n} threads")
             source, target = torch.ones(2, MEMORY_BYTES // 4)
             read[n] = MEMORY_BYTES / _best(source.sum)
@@ -92,6 +99,7 @@ def measure_roofs(
         copy_bytes=copy,
         gemm_flops=gemm,
         seconds=time.perf_counter() - started,
+        quiet=neighbours.complaint() is None,
     )
 
 
@@ -125,9 +133,11 @@ def store_roofs(roofs: Roofs) -> Path:
 
 
 def roofs_path(machine: str) -> Path:
-    home = os.environ.get("MRB_HOME")
-    base = Path(home) if home else Path.home() / ".cache" / "moe-routing-bench"
-    return base / "roofs" / f"{machine}.json"
+    return home() / "roofs" / f"{machine}.json"
+
+
+def _higher(one: dict[int, float], other: dict[int, float]) -> dict[int, float]:
+    return {n: max(one.get(n, 0.0), other.get(n, 0.0)) for n in sorted({**one, **other})}
 
 
 def _short(text: str) -> str:
@@ -149,13 +159,3 @@ def _best(run: Callable[[], object]) -> float:
         run()
         best = min(best, time.perf_counter() - started)
     return best
-
-
-@contextmanager
-def _threads(n: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

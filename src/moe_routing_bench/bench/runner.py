@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.clock import last_level_cache_bytes
+from moe_routing_bench.bench.compiling import compile_first
+from moe_routing_bench.bench.cores import judging_threads, quiet_cores
+from moe_routing_bench.bench.floor import beaten_roofs, floor_seconds, too_fast
 from moe_routing_bench.bench.identity import Identity, identify
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
+from moe_routing_bench.bench.messages import Described
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
-from moe_routing_bench.bench.roofs import TOLERANCE, Roofs
-from moe_routing_bench.bench.rounds import TWIN, BlamedError, Measured, beside, measure
+from moe_routing_bench.bench.outside.sandbox import check_sandbox
+from moe_routing_bench.bench.roofs import Roofs
+from moe_routing_bench.bench.rounds import BaselineError, measure
+from moe_routing_bench.bench.series import TWIN, Measured, beside, fewest_rounds, round_seconds
 from moe_routing_bench.bench.spans.span import Load, Span, is_ours
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.bench.supervisor import SubjectError, quiet_cores
+from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.bench.trial import CHECKS, Setup, Trial, Watch, try_alone
 from moe_routing_bench.bench.verdict import aa_floor, compare, compare_cells
 from moe_routing_bench.bench.weather import WeatherSpan, weather
@@ -29,16 +35,31 @@ from moe_routing_bench.routers.router import include_folder
 
 
 @dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How a subject stands so far: Standing(label="native", seconds=0.012, ratio=0.31)."""
+
+    label: str
+    seconds: float
+    ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Progress(what="rounds", share=0.4): two fifths of the cell are done."""
+    """Progress(what="round 14", share=0.4, left=36.0): two fifths of the time are used, 36 s are left.
+
+    standing: the fastest first, as soon as there are a few rounds.
+    """
 
     what: str
     share: float
+    left: float
+    standing: tuple[Standing, ...] = ()
 
 
 OnProgress = Callable[[Progress], None]
 WorkAndLoad = tuple[Cost, Load]  # for one Subject.question
-TRIAL_SHARE = 0.4  # the trials take about this share of a cell's time
+ROUNDS_TO_RANK = 5
+TRIAL_SHARE = 0.6  # of a cell's time: later, no further trial begins
 
 
 def run_cell(
@@ -47,9 +68,16 @@ def run_cell(
     roofs: Roofs | None = None,
     on_progress: OnProgress = lambda progress: None,
     watch: Watch = lambda: None,
+    began: float | None = None,
 ) -> CellOutcome:
-    """Measure one cell. A failing implementation never raises here; its outcome has the status."""
-    started, before = time.perf_counter(), weather()
+    """Measure one cell. A failing implementation never raises here; its outcome has the status.
+
+    began: when the cell's time began by time.perf_counter(), if not now.
+    """
+    if cell.policy.sandbox:
+        check_sandbox()
+    budget, before = Budget(cell.policy.max_seconds, began), weather()
+    on_progress(_progress("preparing", budget))
     for folder in cell.include:
         include_folder(folder)  # only registers names; workers load the code
     span, identity = cell.span, identify(cell, this_machine())
@@ -59,52 +87,118 @@ def run_cell(
         facts = {s.question: _facts(span, s, inputs) for s in cell.subjects}
     except (ValueError, NotImplementedError) as reason:
         return _cannot(cell, identity, str(reason), WeatherSpan(before=before, after=weather()))
-    judge = Judge(span, inputs)
     ours = [all(map(is_ours, span.origins(subject.spec))) for subject in cell.subjects]
     setup = Setup(
         cell=cell,
-        judge=judge,
+        judge=Judge(span, inputs),
         cores=quiet_cores(cell.policy.threads),
+        budget=budget,
         watch=watch,
         outside=frozenset(i for i, mine in enumerate(ours) if not mine),
+        sources=identity.sources,
     )
-    trials = {}
-    for index, subject in enumerate(cell.subjects):
-        on_progress(Progress(what=f"trying {subject.spec}", share=TRIAL_SHARE * index / len(cell.subjects)))
-        trials[index] = try_alone(setup, index)
-
-    measured: Measured | None = None
-    per_round = (1 - TRIAL_SHARE) / (cell.policy.processes * cell.policy.max_rounds)
-    alive = [index for index, trial in trials.items() if trial.passed]
-    while alive and measured is None:
-        try:
-            measured = measure(
-                setup, alive, trials,
-                lambda done: on_progress(Progress(what="rounds", share=TRIAL_SHARE + per_round * done)),
-            )  # fmt: skip
-            for index in alive:
-                cost, _ = facts[cell.subjects[index].question]
-                _hold_to_the_floor(index, median(measured.samples[index]), floor_seconds(cell, cost, roofs))
-        except BlamedError as blame:
-            failure = blame.failure
-            trials[blame.subject] = replace(
-                trials[blame.subject], status=failure.status, reason=f"{failure.reason} (during the rounds)"
-            )
-            alive.remove(blame.subject)
-            measured = None
+    with judging_threads(), closing(setup):
+        compile_first(cell, inputs, lambda what: on_progress(_progress(what, budget)))
+        floors = {i: floor_seconds(cell, facts[s.question][0], roofs) for i, s in enumerate(cell.subjects)}
+        trials = _tried(setup, floors, on_progress)
+        alive = [index for index, trial in trials.items() if trial.passed]
+        measured = _rounds(setup, trials, alive, floors, on_progress)
     return CellOutcome(
         cell=cell,
         identity=identity,
-        outcomes=_outcomes(cell, trials, measured, alive, facts, roofs),
+        outcomes=_outcomes(cell, trials, measured, alive, facts, floors),
         rounds=len(measured.samples[TWIN]) if measured else 0,
         rounds_by_process=tuple(measured.rounds_by_process) if measured else (),
         stop_reason=measured.stop_reason if measured else "nothing passed its trial",
         aa_floor=aa_floor(measured.samples[alive[0]], measured.samples[TWIN]) if measured else None,
         routing_checksum=workload.checksum,
         weather=WeatherSpan(before=before, after=weather()),
-        seconds=time.perf_counter() - started,
-        notes=_notes(cell, trials, alive),
+        seconds=budget.used,
+        notes=(
+            *_notes(cell, trials, alive),
+            *(measured.notes if measured else ()),
+            *_beaten_roofs(cell, measured, alive, floors),
+        ),
     )
+
+
+def _tried(setup: Setup, floors: Mapping[int, float | None], on_progress: OnProgress) -> dict[int, Trial]:
+    """A trial of every subject, unless the time is over; the first two are always tried."""
+    trials: dict[int, Trial] = {}
+    for index, subject in enumerate(setup.cell.subjects):
+        on_progress(_progress(f"trying {subject.spec}", setup.budget))
+        if index > 1 and setup.budget.used > TRIAL_SHARE * setup.budget.seconds:
+            reason = "its turn did not come within --seconds; give more, or name fewer with --impl"
+            about = Described(label=subject.spec)
+            trials[index] = Trial(status=Status.NO_TIME, reason=reason, about=about)
+            continue
+        trials[index] = try_alone(setup, index)
+    _hold_to_the_floor(setup, trials, {i: t.call_seconds for i, t in trials.items() if t.passed}, floors)
+    return trials
+
+
+def _rounds(
+    setup: Setup, trials: dict[int, Trial], alive: list[int], floors: Mapping[int, float | None],
+    on_progress: OnProgress,
+) -> Measured | None:  # fmt: skip
+    """Rounds over `alive`, from which failures are removed; again without the baseline if that fails."""
+    while alive:
+        _make_room(setup, trials, alive)
+        try:
+            measured = measure(
+                setup, alive, trials,
+                lambda done, now: on_progress(
+                    _progress(f"round {done}", setup.budget, _standing(setup.cell, now, alive))
+                ),
+            )  # fmt: skip
+        except BaselineError as blame:
+            _fail(trials, alive[0], blame.failure)
+            alive.remove(alive[0])
+            continue
+        for index, failure in measured.failed.items():
+            _fail(trials, index, failure)
+            alive.remove(index)
+        _hold_to_the_floor(setup, trials, {i: median(measured.samples[i]) for i in alive}, floors)
+        alive[:] = [index for index in alive if trials[index].passed]
+        if alive and alive[0] in measured.samples and next(iter(measured.samples)) == alive[0]:
+            return measured
+    return None
+
+
+def _make_room(setup: Setup, trials: dict[int, Trial], alive: list[int]) -> None:
+    """The slowest give up their place until the rounds that every comparison needs fit into the time left."""
+    while len(alive) > 2:
+        needed = (fewest_rounds(len(alive)) + 3) * sum(round_seconds(setup, alive, trials).values())
+        questions = len({setup.cell.subjects[s].question for s in alive})
+        judging = setup.cell.policy.checked * questions * setup.judge.oracle_seconds
+        if needed + judging <= setup.budget.left:
+            return
+        slowest = max(alive[1:], key=lambda s: trials[s].call_seconds)
+        reason = (
+            f"a call takes about {trials[slowest].call_seconds:.2g} s, and there was no time for the rounds "
+            "it needs; --seconds gives more"
+        )
+        trials[slowest] = replace(trials[slowest], status=Status.NO_TIME, reason=reason)
+        alive.remove(slowest)
+
+
+def _fail(trials: dict[int, Trial], index: int, failure: SubjectError) -> None:
+    reason = f"{failure.reason} (during the rounds)"
+    trials[index] = replace(trials[index], status=failure.status, reason=reason)
+
+
+def _progress(what: str, budget: Budget, standing: tuple[Standing, ...] = ()) -> Progress:
+    share = min(1.0, budget.used / budget.seconds)
+    return Progress(what=what, share=share, left=max(0.0, budget.left), standing=standing)
+
+
+def _standing(cell: Cell, measured: Measured, alive: list[int]) -> tuple[Standing, ...]:
+    rows = []
+    for s in alive:
+        if len(times := measured.samples.get(s, [])) >= ROUNDS_TO_RANK:
+            ratio = median(b / a for a, b in zip(measured.against(s), times, strict=True))
+            rows.append(Standing(label=cell.subjects[s].spec, seconds=median(times), ratio=ratio))
+    return tuple(sorted(rows, key=lambda row: row.ratio))
 
 
 def _cannot(cell: Cell, identity: Identity, reason: str, weather_span: WeatherSpan) -> CellOutcome:
@@ -128,7 +222,7 @@ def _cannot(cell: Cell, identity: Identity, reason: str, weather_span: WeatherSp
 
 def _outcomes(
     cell: Cell, trials: dict[int, Trial], measured: Measured | None, alive: list[int],
-    facts: Mapping[tuple[str, str, str], WorkAndLoad], roofs: Roofs | None,
+    facts: Mapping[tuple[str, str, str], WorkAndLoad], floors: Mapping[int, float | None],
 ) -> tuple[SubjectOutcome, ...]:  # fmt: skip
     outcomes = []
     for index, subject in enumerate(cell.subjects):
@@ -156,7 +250,7 @@ def _outcomes(
                 "checked_timed_calls": measured.checked[index],
                 "samples": tuple(measured.samples[index]),
                 "stages": measured.stage_medians(index),
-                "floor_seconds": floor_seconds(cell, cost, roofs),
+                "floor_seconds": floors[index],
             }
             if trial.verdict is not None:
                 about |= {"max_error": trial.verdict.max_error, "max_bound": trial.verdict.max_bound}
@@ -170,7 +264,7 @@ def _outcomes(
         )
     )
     floor = aa_floor(baseline.samples, outcomes[-1].samples)
-    pairs = {place: measured.samples[measured.against(place)] for place in alive[1:]}
+    pairs = {place: measured.against(place) for place in alive[1:]}
     pairs[len(outcomes) - 1] = measured.samples[alive[0]]
     comparisons = compare_cells(
         [(against, outcomes[place].samples) for place, against in pairs.items()], aa_floor=floor
@@ -179,8 +273,10 @@ def _outcomes(
         outcomes[place] = replace(outcomes[place], comparison=comparison)
     for s in alive[1:]:
         if beside(s) in measured.samples:
-            outcomes[s] = _held_to_both(outcomes[s], baseline, floor)
-            reason = f"the baseline beside {outcomes[s].subject.spec}, in its process"
+            if s not in measured.paired:
+                outcomes[s] = _held_to_both(outcomes[s], baseline, floor)
+            where = "timed as it is" if s in measured.paired else "in its process"
+            reason = f"the baseline beside {outcomes[s].subject.spec}, {where}"
             samples = tuple(measured.samples[beside(s)])
             outcomes.append(
                 replace(
@@ -195,7 +291,7 @@ def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -
     comparison = one.comparison
     if comparison is None or comparison.verdict != "FASTER":
         return one
-    if compare(baseline.samples, one.samples, aa_floor=floor).verdict == "FASTER":
+    if compare(baseline.samples[: len(one.samples)], one.samples, aa_floor=floor).verdict == "FASTER":
         return one
     reason = f"{comparison.reason}; but it is not faster than the baseline in another process"
     return replace(one, comparison=replace(comparison, verdict="UNDECIDED", more_rounds=None, reason=reason))
@@ -212,40 +308,32 @@ def _facts(span: Span, subject: Subject, inputs: Inputs) -> WorkAndLoad:
     return cost.times(flops=flops, bytes=moved), load
 
 
-def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
-    """The least time a call can take under the cell's cache policy. None if the roofs are not known: only
-    the CPU's are measured.
-
-    With hot caches, bytes count only if the caches cannot hold them all.
-    """
-    threads, dtype = cell.policy.threads, cell.case.dtype
-    if cell.policy.device != "cpu":
-        return None
-    if roofs is None or threads not in roofs.read_bytes or threads not in roofs.gemm_flops.get(dtype, {}):
-        return None
-    moved = {"cold": cost.bytes, "weights-cold": cost.weight_bytes, "hot": 0}[cell.policy.cache]
-    if cell.policy.cache == "hot" and cost.bytes > 2 * last_level_cache_bytes():
-        moved = cost.bytes
-    memory = max(roofs.read_bytes[threads], roofs.copy_bytes[threads])
-    return max(moved / memory, cost.useful_flops / roofs.gemm_flops[dtype][threads])
+def _hold_to_the_floor(
+    setup: Setup, trials: dict[int, Trial], times: Mapping[int, float], floors: Mapping[int, float | None]
+) -> None:
+    for index, reason in too_fast(times, floors, setup.outside).items():
+        trials[index] = replace(trials[index], status=Status.SUSPECT, reason=reason)
 
 
-def _hold_to_the_floor(index: int, seconds: float, floor: float | None) -> None:
-    if floor is not None and seconds * TOLERANCE < floor:
-        reason = (
-            f"it says {1e3 * seconds:.3g} ms, but this machine cannot do the work in less than "
-            f"{1e3 * floor:.3g} ms: {100 * floor / seconds:.0f} % of a measured roof. The timer, the cost "
-            "model or the roofs are wrong (`mrb doctor --again`)"
-        )
-        raise BlamedError(index, SubjectError(Status.SUSPECT, reason))
+def _beaten_roofs(
+    cell: Cell, measured: Measured | None, alive: list[int], floors: Mapping[int, float | None]
+) -> list[str]:
+    if measured is None:
+        return []
+    return beaten_roofs({cell.subjects[i].spec: (median(measured.samples[i]), floors[i]) for i in alive})
 
 
 def _notes(cell: Cell, trials: dict[int, Trial], alive: list[int]) -> tuple[str, ...]:
     notes = cell.span.notes(cell.case)
-    if cell.case.scaled_from:
+    if cell.case.fewer_tokens:
         notes.append(
-            f"{cell.case.scaled_from} is too big for this machine; {cell.case.shape} was measured instead, "
-            "which says nothing about the full size"
+            f"{cell.case.scaled_from} takes too long here: {cell.case.shape.T} tokens were measured instead, "
+            "with weights of the full size (--full insists, and --seconds gives more time)"
+        )
+    elif cell.case.scaled_from:
+        notes.append(
+            f"{cell.case.scaled_from} is too big for this machine or for a minute; {cell.case.shape} was "
+            "measured instead, which says nothing about the full size (--full insists)"
         )
     if alive and alive[0] != 0:
         notes.append(

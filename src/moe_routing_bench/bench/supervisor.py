@@ -16,9 +16,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +29,9 @@ from pydantic import ValidationError
 from moe_routing_bench.bench import worker as worker_module
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.messages import Answer, Ready, Timed
+from moe_routing_bench.bench.outside.sandbox import SandboxedProcess
 from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.untrusted import receive
 
 MOST_ANSWER_BYTES = 2**20
 LOG_TAIL = 2_000
@@ -58,25 +59,40 @@ class Vitals:
 class Worker:
     """A worker process for one cell: Worker(cell, (1,)).ask("describe", Described, subject=0)."""
 
-    def __init__(self, cell: Cell, cores: tuple[int, ...]):
+    def __init__(
+        self, cell: Cell, cores: tuple[int, ...],
+        serve: Callable[..., None] = worker_module.serve, *more: str,
+        sandbox: bool = False, fds: Sequence[int] = (), meanwhile: Callable[[], None] = lambda: None,
+    ):  # fmt: skip
+        """meanwhile: called while the worker makes its inputs, which for a model takes seconds."""
         self.cell = cell
         self.scratch = Path(tempfile.mkdtemp(prefix="mrb-"))
+        # the log's name may lead elsewhere later, so it is only read through this
+        self._log = (self.scratch / "log").open("x+b", buffering=0)
         context = _context()
         ours, theirs = context.Pipe()
         self._pipe = ours
+        self.limit = cell.policy.step_seconds  # of one request
         self._asked = "load"
-        self._process = context.Process(
-            target=worker_module.serve, args=(theirs, cell.to_json(), str(self.scratch), cores), daemon=True
-        )
-        with _without_main_module():
-            self._process.start()
+        args = (cell.to_json(), str(self.scratch), cores, *more)
+        self._process: Any
+        if sandbox:
+            self._process = SandboxedProcess(serve, theirs.fileno(), args, self.scratch, fds)
+        else:
+            self._process = context.Process(target=serve, args=(theirs, *args), daemon=True)
+            with without_main_module():
+                self._process.start()
         theirs.close()
         try:
+            meanwhile()
             self._answer(Ready)
         except BaseException:
             self.close()
             raise
         self.threads = self.count_threads()
+        self._settings = self._read_settings()
+        self._alone = self.vitals().rss_bytes
+        self._before = 0
 
     def __enter__(self) -> Worker:
         return self
@@ -89,16 +105,42 @@ class Worker:
         assert self._process.pid is not None
         return self._process.pid
 
+    def harm(self) -> str:
+        """What somebody did to this process while it was not its turn, in words; empty if nothing."""
+        if not self._process.is_alive():
+            return "ended"
+        if self._settings and self._read_settings() != self._settings:
+            return "was given other cores or another priority"
+        return "was stopped" if self._is_stopped() else ""
+
+    def _is_stopped(self) -> bool:
+        return bool(re.search(r"^State:\s+T", self._status(), re.M))
+
+    def _read_settings(self) -> tuple[object, ...]:
+        if not hasattr(os, "sched_getaffinity"):
+            return ()
+        try:
+            cores, priority = os.sched_getaffinity(self.pid), os.getpriority(os.PRIO_PROCESS, self.pid)
+            return frozenset(cores), priority, os.sched_getscheduler(self.pid)
+        except ProcessLookupError:
+            return ()
+
+    def _status(self) -> str:
+        try:
+            return Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return ""
+
     def ask(self, what: str, answer_type: type[A], **details: Any) -> A:
         """The answer to a request, as `answer_type`; SubjectError if there is no valid one."""
         self._asked = what
         self._send({"do": what, **details})
         return self._answer(answer_type)
 
-    def sample(self, **details: Any) -> tuple[float, float]:
+    def sample(self, *, warm: bool = True, **details: Any) -> tuple[float, float]:
         """Seconds of a timed span by two clocks: the worker's, which is precise, and this process's, which
         includes the time in the pipe and which the worker cannot change."""
-        self.ask("prepare", Answer, **details)
+        self.ask("prepare", Answer, warm=warm, **details)
         started = _now_ns()
         claimed = self.ask("go", Timed).seconds
         seen = (_now_ns() - started) * 1e-9
@@ -121,24 +163,29 @@ class Worker:
 
     def vitals(self) -> Vitals:
         """Vitals of the worker itself, cheap to read; zeros if the system does not report them."""
-        try:
-            text = Path(f"/proc/{self.pid}/status").read_text()
-        except OSError:
-            return Vitals(rss_bytes=0, peak_bytes=0, threads=0)
-        fields = dict(re.findall(r"^(VmRSS|VmHWM|Threads):\s+(\d+)", text, re.M))
+        fields = dict(re.findall(r"^(VmRSS|VmHWM|Threads):\s+(\d+)", self._status(), re.M))
         return Vitals(
             rss_bytes=1024 * int(fields.get("VmRSS", 0)),
             peak_bytes=1024 * int(fields.get("VmHWM", 0)),
             threads=int(fields.get("Threads", 0)),
         )
 
+    def begin_watch(self) -> None:
+        """From here on, threads and memory are counted as the next subject's."""
+        self.threads = self.count_threads()
+        self._before = self.vitals().rss_bytes
+        with contextlib.suppress(OSError):  # without it the peak is that of the whole process
+            Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    def peak_bytes(self) -> int | None:
+        """The most memory since begin_watch, as if in a process of its own; None if unknown."""
+        peak = self.vitals().peak_bytes
+        return self._alone + max(0, peak - self._before) if peak else None
+
     def log_tail(self) -> str:
-        path = self.scratch / "log"
-        if not path.exists():
-            return ""
-        with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - LOG_TAIL))
-            text = log.read(LOG_TAIL).decode(errors="replace")
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - LOG_TAIL))
+        text = self._log.read(LOG_TAIL).decode(errors="replace")
         return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
     def close(self) -> None:
@@ -152,6 +199,7 @@ class Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._pipe.close()
+        self._log.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -161,21 +209,32 @@ class Worker:
             raise self._died() from None
 
     def _answer(self, answer_type: type[A]) -> A:
-        seconds = self.cell.policy.step_seconds
-        ready = wait([self._pipe, self._process.sentinel], timeout=seconds)
-        if not ready:
-            raise SubjectError(Status.TIMEOUT, f"it did not answer within {seconds:g} s and was stopped")
-        if self._pipe not in ready:
-            raise self._died()
+        return self._read(self._message(), answer_type)
+
+    def _message(self) -> bytes:
         try:
-            answer = json.loads(self._pipe.recv_bytes(MOST_ANSWER_BYTES))
-        except EOFError:
+            fds = self._pipe.fileno(), self._process.sentinel
+            return receive(*fds, seconds=self.limit, most_bytes=MOST_ANSWER_BYTES)
+        except TimeoutError:
+            status = Status.TIMEOUT if self.limit >= self.cell.policy.step_seconds else Status.NO_TIME
+            reason = f"it did not answer within {self.limit:.3g} s and was stopped"
+            raise SubjectError(status, reason) from None
+        except (EOFError, ConnectionError):
             raise self._died() from None
-        except (OSError, ValueError):
-            self._process.join(0.2)
-            if not self._process.is_alive():  # it died in the middle of a message
-                raise self._died() from None
-            raise SubjectError(Status.SUSPECT, "it wrote into the pipe of the benchmark") from None
+        except ValueError:
+            raise self._wrote_nonsense() from None
+
+    def _wrote_nonsense(self) -> SubjectError:
+        self._process.join(0.2)
+        if not self._process.is_alive():  # it died in the middle of a message
+            return self._died()
+        return SubjectError(Status.SUSPECT, "it wrote into the pipe of the benchmark")
+
+    def _read(self, message: bytes, answer_type: type[A]) -> A:
+        try:
+            answer = json.loads(message)
+        except ValueError:
+            raise self._wrote_nonsense() from None
         if isinstance(answer, dict) and "error" in answer:
             raise _error(self._asked, str(answer["error"])[:4000], str(answer.get("error_type")))
         try:
@@ -213,17 +272,8 @@ def _error(asked: str, message: str, error_type: str) -> SubjectError:
     return SubjectError(Status.RUNTIME_ERROR, f"raised {message}")
 
 
-def quiet_cores(threads: int) -> tuple[int, ...]:
-    """The least busy cores in a tenth of a second, one for each thread; empty if the system cannot pin."""
-    if not hasattr(os, "sched_getaffinity"):
-        return ()
-    allowed = os.sched_getaffinity(0)
-    busy = dict(enumerate(psutil.cpu_percent(0.1, percpu=True)))
-    return tuple(sorted(sorted(allowed, key=lambda core: (busy.get(core, 0.0), -core))[:threads]))
-
-
 @contextlib.contextmanager
-def _without_main_module() -> Iterator[None]:
+def without_main_module() -> Iterator[None]:
     """Keeps multiprocessing from importing the parent's main module in every worker: that takes seconds, and
     a script without a guard would run twice. Workers do not need it."""
     main = sys.modules["__main__"]
@@ -242,6 +292,6 @@ def _context() -> ForkServerContext:
     global _context_made
     if _context_made is None:
         _context_made = multiprocessing.get_context("forkserver")
-        # torch imports its inductor config when memory is poisoned: a second in every worker without this
-        _context_made.set_forkserver_preload(["moe_routing_bench.bench.worker", "torch._inductor.config"])
+        workers = [f"moe_routing_bench.bench.{name}" for name in ("worker", "outside.serve")]
+        _context_made.set_forkserver_preload(workers)
     return _context_made

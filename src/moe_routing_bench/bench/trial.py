@@ -1,28 +1,35 @@
-"""Tries each subject alone in its own process: are its results right, does it behave, is its clock honest?
+"""Tries each subject by itself: are its results right, does it behave, is its clock honest?
 
-Only subjects that pass take part in the rounds.
+Only subjects that pass take part in the rounds. Code from outside is tried in a process of its own. Our own
+implementations are tried one after another in one process, which then measures them too: making weights,
+packing them and importing libraries happens once.
 """
 
 from __future__ import annotations
 
-import filecmp
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moe_routing_bench.accuracy import Verdict
-from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.budget import Budget
+from moe_routing_bench.bench.cell import LONG_CALL, Cell
 from moe_routing_bench.bench.judging import Judge
-from moe_routing_bench.bench.messages import Calibrated, Called, Described, HandedOver, Weights
+from moe_routing_bench.bench.kit import PassedKits
+from moe_routing_bench.bench.messages import Calibrated, Called, Described, HandedOver, KitRun, Weights
+from moe_routing_bench.bench.outside.memory import can_freeze_and_read
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError, Worker
+from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.bench.worker import MOST_CALLS
 
 CHECKS = (
-    "right on two inputs", "memory poisoned", "inputs unchanged", "weights unchanged", "same bits twice",
+    "right on two inputs", "right on the kit's hard cases", "memory poisoned", "inputs unchanged",
+    "weights unchanged", "same bits twice",
     "earlier results left alone", "no threads left", "torch's settings left alone",
     "time agrees with the parent's clock",
 )  # fmt: skip
@@ -31,6 +38,9 @@ PIPE_SECONDS = 3e-4
 HIDDEN_SHARE = 0.05
 SECOND_CHANCES = 50
 AUDIT_SECONDS = 0.02
+GATE_CALLS = ((0, 0), (10, 1))  # number and step; the first is called twice
+PATIENCE = 0.3  # the share of a cell's time that one trial may take
+LEAST_LIMIT = 5.0  # seconds that a request may take even when the time is over
 
 Watch = Callable[[], str | None]
 
@@ -54,6 +64,11 @@ class Trial:
     def passed(self) -> bool:
         return self.status is Status.PASSED
 
+    @property
+    def long(self) -> bool:
+        """Is a call so long that none is needed before it to fill the caches?"""
+        return self.call_seconds >= LONG_CALL
+
 
 class Numbers:
     """Call numbers that were not used before: take(3) gives the first of three."""
@@ -66,9 +81,9 @@ class Numbers:
         return first
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Setup:
-    """What stays the same for all trials and rounds of a cell.
+    """What stays the same for all trials and rounds of a cell, and the process of our own subjects.
 
     watch: called after every turn of a subject; returns a sentence if the subject touched something outside,
     such as the results file.
@@ -77,62 +92,158 @@ class Setup:
     cell: Cell
     judge: Judge
     cores: tuple[int, ...]
+    budget: Budget
     watch: Watch = lambda: None
     outside: frozenset[int] = frozenset()  # subjects that are not our own code
+    sources: Mapping[Subject, str] = field(default_factory=dict)  # hashes of the code that runs
+    _together: Worker | None = field(default=None, init=False)
 
     def worker(self, *indexes: int) -> Worker:
-        return Worker(self.cell.only(tuple(self.cell.subjects[i] for i in indexes)), self.cores)
+        """A new process for these subjects."""
+        cell = self.cell.only(tuple(self.cell.subjects[i] for i in indexes))
+        sandbox = cell.policy.sandbox and not self.outside.isdisjoint(indexes)
+        subject = cell.subjects[0]
+        worker = Worker(
+            cell, self.cores, sandbox=sandbox, meanwhile=lambda: self.judge.foresee(GATE_CALLS, subject)
+        )
+        worker.limit = self.limit
+        return worker
+
+    def together(self) -> Worker:
+        """The process of all our own subjects; started if there is none."""
+        if self._together is not None and self._together.harm():
+            self.close()
+        if self._together is None:
+            self._together = self.worker(*self._ours)
+        self._together.limit = self.limit
+        return self._together
+
+    def place(self, index: int) -> int:
+        """A subject's number in the process of our own subjects."""
+        return self._ours.index(index)
+
+    def close(self) -> None:
+        """End the process of our own subjects: one of them failed in it, or a fresh one is wanted."""
+        if self._together is not None:
+            self._together.close()
+            self._together = None
+
+    def blame_for_harm(self) -> None:
+        """After code from outside ran alone: is the process of our own subjects as it was?"""
+        if self._together is not None and (harm := self._together.harm()):
+            reason = f"the process of other implementations {harm} while it was running"
+            raise SubjectError(Status.SUSPECT, reason)
+
+    @property
+    def can_freeze(self) -> bool:
+        """Can the parent itself time code from outside here (outside/pairs.py)?"""
+        return self.cell.policy.device == "cpu" and can_freeze_and_read()
+
+    @property
+    def _ours(self) -> list[int]:
+        return [i for i in range(len(self.cell.subjects)) if i not in self.outside]
+
+    @property
+    def limit(self) -> float:
+        """Seconds for one request: a single call must not use up the whole budget and more."""
+        return min(self.cell.policy.step_seconds, max(self.budget.left, LEAST_LIMIT))
 
 
 def try_alone(setup: Setup, index: int) -> Trial:
-    cell, judge = setup.cell, setup.judge
-    subject = cell.subjects[index]
+    subject, outside = setup.cell.subjects[index], index in setup.outside
     about = Described(label=subject.spec)
     seen: dict[str, Any] = {}
     worker: Worker | None = None
     try:
-        worker = setup.worker(index)
-        about = worker.ask("describe", Described, subject=0)
-        seen |= _gate(worker, subject, judge, about)
-        seen["calls"], seen["call_seconds"] = _calibrate(worker, Numbers())
-        check_threads(worker)
+        worker = setup.worker(index) if outside else setup.together()
+        place = 0 if outside else setup.place(index)
+        worker.begin_watch()
+        about = worker.ask("describe", Described, subject=place)
+        if outside:  # what it is called and where it comes from is not for itself to say
+            origin = "; ".join(sorted(set(setup.cell.span.origins(subject.spec))))
+            about = about.model_copy(update={"label": subject.spec, "origin": origin})
+        shortest = _gate(worker, place, subject, setup, about, outside, seen)
+        if outside or shortest < LONG_CALL:
+            seen["calls"], seen["call_seconds"] = _calibrate(worker, place, Numbers(), outside)
+        else:
+            seen["calls"], seen["call_seconds"] = 1, shortest
+        seen["peak_rss_bytes"] = worker.peak_bytes()
+        _kit(worker, place, subject, setup)
+        if not (outside and setup.can_freeze):  # what is frozen between turns may have threads that wait
+            check_threads(worker)
         if (touched := setup.watch()) is not None:
             raise SubjectError(Status.SUSPECT, touched)
+        if outside:
+            setup.blame_for_harm()
         status, reason = Status.PASSED, ""
     except SubjectError as failure:
         status, reason = failure.status, failure.reason
     if worker is not None:
-        seen["peak_rss_bytes"] = worker.vitals().peak_bytes or None
+        seen.setdefault("peak_rss_bytes", worker.peak_bytes())
         seen["log_tail"] = worker.log_tail()
-        worker.close()
+        if outside:
+            worker.close()
+        elif status not in (Status.PASSED, Status.UNSUPPORTED):
+            setup.close()
     return Trial(status=status, reason=reason, about=about, **seen)
 
 
-def _gate(worker: Worker, subject: Subject, judge: Judge, about: Described) -> dict[str, Any]:
-    """Checks results on two inputs, the first twice, and that inputs, weights and settings are unchanged."""
-    seen: dict[str, Any] = {}
-    calls = (("first", 0, 0, False), ("second", 10, 1, True), ("again", 0, 0, True))
-    for name, number, step, poison in calls:
-        answer = worker.ask("gate", Called, subject=0, number=number, step=step, poison=poison, name=name)
+def _gate(
+    worker: Worker, place: int, subject: Subject, setup: Setup, about: Described, outside: bool,
+    seen: dict[str, Any],
+) -> float:  # fmt: skip
+    """Checks results on two inputs, the first twice, and that inputs, weights and settings are unchanged.
+    Returns the seconds of the shortest call."""
+    judge, began, shortest = setup.judge, setup.budget.used, math.inf
+    first, second = GATE_CALLS
+    calls = (("first", first, False), ("second", second, True), ("again", first, True))
+    for name, (number, step), poison in calls:
+        if (used := setup.budget.used - began) > PATIENCE * setup.budget.seconds:
+            raise SubjectError(
+                Status.NO_TIME,
+                f"its trial took {used:.0f} s, {seen['first_call']:.2g} s of it for one call; "
+                "--seconds gives more time",
+            )
+        then = outside or name == "first"
+        answer = worker.ask(
+            "gate", Called, subject=place, number=number, step=step, poison=poison, name=name, then=then
+        )
         if answer.unsupported is not None:
             raise SubjectError(Status.UNSUPPORTED, answer.unsupported)
+        shortest = min(shortest, answer.seconds)
         verdict = check_call(
             worker, judge, answer, name=name, number=number, step=step, subject=subject, about=about
         )
         if not seen:
-            seen = {"verdict": verdict, "first_call": answer.seconds, "runs": answer.runs}
+            seen |= {"verdict": verdict, "first_call": answer.seconds, "runs": answer.runs}
         if answer.aliases:
             raise SubjectError(Status.WRONG_STRUCTURE, "its result shares memory with an input")
         if answer.changed:
             changed = ", ".join(answer.changed)
             raise SubjectError(Status.SUSPECT, f"it changed {changed} for everybody in its process")
-        if not about.reuses_output and not _same_files(worker.file(name), worker.file(f"{name}-later")):
+        left_alone = not then or about.reuses_output
+        if not left_alone and not _same_files(worker.file(name), worker.file(f"{name}-later")):
             raise SubjectError(Status.WRONG_VALUE, "the next call overwrote an earlier result")
     files = worker.file("first"), worker.file("again")
-    if about.deterministic and not judge.same_bits(*files, number=0, step=0, subject=subject):
+    number, step = first
+    if about.deterministic and not judge.same_bits(*files, number=number, step=step, subject=subject):
         raise SubjectError(Status.NONDETERMINISTIC, "a second run on the same input gave other bits")
     check_weights(worker, judge)
-    return seen
+    return shortest
+
+
+def _kit(worker: Worker, place: int, subject: Subject, setup: Setup) -> None:
+    """The hard cases of `mrb check`, unless this code passed them before."""
+    kits, source = PassedKits(setup.cell), setup.sources.get(subject, "")
+    if source and kits.knows(subject, source):
+        return
+    answer = worker.ask("kit", KitRun, subject=place)
+    if answer.failed:
+        cases = answer.passed + answer.failed
+        reason = f"it fails {answer.failed} of {cases} hard cases (`mrb check`): {answer.first}"
+        raise SubjectError(Status.WRONG_VALUE, reason)
+    if source:
+        kits.add(subject, source)
 
 
 def check_call(
@@ -151,9 +262,12 @@ def check_call(
 
 
 def _same_files(one: Path, other: Path) -> bool:
-    if not (one.is_file() and other.is_file()) or one.stat().st_size != other.stat().st_size:
+    """Of two results, the first of which is judged: so its length is known to be reasonable."""
+    try:
+        first = read_file(one, sys.maxsize)
+        return first == read_file(other, len(first))
+    except ValueError:
         return False
-    return filecmp.cmp(one, other, shallow=False)
 
 
 def check_threads(worker: Worker) -> None:
@@ -166,12 +280,17 @@ def check_weights(worker: Worker, judge: Judge) -> None:
         raise SubjectError(Status.MUTATED_INPUT, "the experts' weights were not the same after its calls")
 
 
-def _calibrate(worker: Worker, numbers: Numbers) -> tuple[int, float]:
+def _calibrate(worker: Worker, place: int, numbers: Numbers, outside: bool) -> tuple[int, float]:
     """Calls per sample and seconds per call; SubjectError if the worker's clock and ours disagree."""
-    calls = worker.ask("calibrate", Calibrated, subject=0, first=numbers.take(3 * MOST_CALLS)).calls
+    first = numbers.take(4 * MOST_CALLS)
+    calls = worker.ask("calibrate", Calibrated, subject=place, first=first).calls
 
-    short = worker.sample(subject=0, first=numbers.take(calls), step=0, calls=calls, keep=-1)[0] / calls
-    return calls, audit(worker, 0, short, numbers)
+    def sample() -> float:
+        first = numbers.take(calls)
+        return worker.sample(subject=place, first=first, step=0, calls=calls, keep=-1)[0] / calls
+
+    short = min(sample(), sample())  # a single one may have been interrupted
+    return calls, audit(worker, place, short, numbers) if outside else short
 
 
 def audit(worker: Worker, subject: int, call_seconds: float, numbers: Numbers) -> float:

@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import median
 from typing import Literal, TypeAlias
 
@@ -108,7 +109,7 @@ def compare_cells(
     if not (np.isfinite(floors) & (floors >= 0)).all():
         raise ValueError(f"aa_floor must be zero or a positive fraction, not {aa_floor}")
     logs = [_log_ratios(a, b) for a, b in cells]
-    p_values = [_signed_rank_p(log) for log in logs]
+    p_values = _signed_rank_ps(logs)
     from scipy import stats  # takes a second to import, which no other command should pay
 
     adjusted = stats.false_discovery_control(p_values)
@@ -195,7 +196,7 @@ def regret(
     for name in sorted({name for times in table.values() for name in times}):
         loss = {cell: ts[name] / ts[best[cell]] - 1 if name in ts else math.inf for cell, ts in table.items()}
         missing = tuple(cell for cell in table if name not in table[cell])
-        compared = [cell for cell in table if cell not in missing and name != best[cell]]
+        compared = [cell for cell in table if name in table[cell] and name != best[cell]]
         for cell in compared:
             if name not in against_best.get(cell, {}):
                 raise ValueError(f"{name} was not compared with {best[cell]}, the fastest in cell {cell}")
@@ -207,7 +208,7 @@ def regret(
                 median_loss=median(loss.values()),
                 worst_loss=loss[worst],
                 worst_cell=worst,
-                ties=tuple(cell for cell in table if cell not in slower and cell not in missing),
+                ties=tuple(cell for cell in table if cell not in slower and name in table[cell]),
                 missing=missing,
             )
         )
@@ -266,14 +267,26 @@ def _decide(
     )
 
 
-def _signed_rank_p(log: Floats) -> float:
+def _signed_rank_ps(logs: Sequence[Floats]) -> list[float]:
     # "auto" uses the normal law above 50 rounds, but with ties it permutes up to 13 rounds, which takes 5 s.
     # "exact" ignores the ties of a coarse clock: at the 1 % level it then rejects 0 to 1.0 % (simulated,
     # clock steps of 0.1 to 2 sigma). zsplit: two equal times count half for each side
     from scipy import stats
 
-    method: Literal["exact", "auto"] = "exact" if len(log) <= 50 else "auto"
-    return float(stats.wilcoxon(log, zero_method="zsplit", method=method).pvalue)
+    by_rounds: dict[int, list[int]] = {}
+    for place, log in enumerate(logs):
+        by_rounds.setdefault(len(log), []).append(place)
+    p_values = [1.0] * len(logs)
+    for rounds, places in by_rounds.items():  # a call costs as much as a hundred cells in it
+        method: Literal["exact", "auto"] = "exact" if rounds <= 50 else "auto"
+        together = [places] if rounds <= 50 else [[place] for place in places]
+        for some in together:
+            found = stats.wilcoxon(
+                np.stack([logs[place] for place in some]), zero_method="zsplit", method=method, axis=1
+            )
+            for place, p in zip(some, np.atleast_1d(found.pvalue), strict=True):
+                p_values[place] = float(p)
+    return p_values
 
 
 def _rounds_for_p(rounds: int, p: float, q: float, alpha: float) -> float:
@@ -287,13 +300,17 @@ def _rounds_for_p(rounds: int, p: float, q: float, alpha: float) -> float:
 
 
 def _interval(log: Floats, confidence: float, seed: int) -> tuple[float, float]:
-    from scipy import stats
+    """What scipy.stats.bootstrap(method="percentile") gives, number for number, in a sixth of its time."""
+    ordered = np.sort(log[_draws(len(log), seed)], axis=1)
+    medians = (ordered[:, (len(log) - 1) // 2] + ordered[:, len(log) // 2]) / 2
+    tail = (1 - confidence) / 2
+    low, high = np.percentile(medians, [100 * tail, 100 * (1 - tail)])
+    return round(float(low), DIGITS), round(float(high), DIGITS)
 
-    interval = stats.bootstrap(
-        (log,), np.median, n_resamples=RESAMPLES, confidence_level=confidence, method="percentile",
-        vectorized=True, rng=np.random.default_rng(seed),
-    ).confidence_interval  # fmt: skip
-    return round(float(interval.low), DIGITS), round(float(interval.high), DIGITS)
+
+@lru_cache(maxsize=8)
+def _draws(rounds: int, seed: int) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, rounds, (RESAMPLES, rounds))
 
 
 def _log_ratios(a: ArrayLike, b: ArrayLike) -> Floats:

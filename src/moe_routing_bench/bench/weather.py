@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import psutil
 
 MOST_STEAL_PERCENT = 1.0
 MOST_LOAD_PER_CORE = 0.5
+MOST_CORES_OF_OTHERS = 0.15  # what a desktop does by itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,32 @@ class WeatherSpan:
             "throttles": self.throttles,
             "available_gib": min(self.before.available_gib, self.after.available_gib),
         }
+
+
+class Neighbours:
+    """What other processes and guests used since this was made; unlike the load, nothing from before counts.
+
+    neighbours = Neighbours(); ...; neighbours.complaint() says "others used 0.9 cores", or None.
+    """
+
+    def __init__(self) -> None:
+        self._before, self._started = self._counters(), time.perf_counter()
+
+    def complaint(self) -> str | None:
+        busy, steal = (now - then for now, then in zip(self._counters(), self._before, strict=True))
+        seconds = max(time.perf_counter() - self._started, 1e-9)
+        if busy / seconds > MOST_CORES_OF_OTHERS:
+            return f"others used {busy / seconds:.1f} cores meanwhile"
+        if 100 * steal / seconds > MOST_STEAL_PERCENT * (psutil.cpu_count() or 1):
+            return f"other guests of the host took {steal / seconds:.2f} cores meanwhile"
+        return None
+
+    def _counters(self) -> tuple[float, float]:
+        """Processor time of others so far, and stolen time."""
+        times = psutil.cpu_times()
+        idle = ("idle", "iowait", "steal", "guest", "guest_nice")  # guests are counted in user already
+        waiting = sum(getattr(times, name, 0.0) for name in idle)
+        return sum(times) - waiting - time.process_time(), getattr(times, "steal", 0.0)
 
 
 def weather() -> Weather:

@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
@@ -31,6 +31,7 @@ from moe_routing_bench.bench.clock import CacheFlusher, calls_per_sample
 from moe_routing_bench.bench.device import clock_for, memory_place
 from moe_routing_bench.bench.inputs import ROUTINGS, Call, fingerprint, touch
 from moe_routing_bench.bench.judging import activations, weights_print
+from moe_routing_bench.bench.kit import run_kit
 from moe_routing_bench.conformance.check import poisoned_memory
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.registry import BUILT_IN
@@ -40,28 +41,24 @@ MOST_CALLS = 256  # in one sample: each has its own inputs, all made before the 
 # five thousand steps of the timer. Longer samples are no better: noise comes in bursts of many milliseconds,
 # so in the same time, samples of 16 calls give twice the variance of 1 to 4 (calls of 0.3 ms)
 SAMPLE_SECONDS = 5e-4
+Requests = Mapping[str, Callable[..., dict[str, Any]]]
 
 
 def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]) -> None:
     """The main function of a worker process. Everything it prints goes to a log in its scratch folder."""
     cell = Cell.from_json(cell_json)
-    _settle(cell, Path(scratch), pipe.fileno(), cores)
+    settle(cell, Path(scratch), pipe.fileno(), cores)
+    answer_requests(pipe, lambda: _Worker(cell, Path(scratch)).requests())
+
+
+def answer_requests(pipe: Connection, load: Callable[[], Requests]) -> None:
+    """Load, say so, and then answer one request after the other until the parent hangs up."""
     try:
-        worker = _Worker(cell, Path(scratch))
+        requests = load()
     except BaseException as error:
         _send(pipe, {"error": _described(error), "error_type": type(error).__name__})
         return
     _send(pipe, {"ready": True})
-    requests: dict[str, Any] = {
-        "describe": worker.describe,
-        "gate": worker.gate,
-        "calibrate": worker.calibrate,
-        "prepare": worker.prepare,
-        "go": worker.go,
-        "hand_over": worker.hand_over,
-        "stages": worker.stages,
-        "weights": worker.weights,
-    }
     with torch.no_grad():
         while True:
             try:
@@ -90,10 +87,21 @@ class _Worker:
         self._timed: list[Any] = []
         self._kept: list[Any] = []
         self._kept_args: Mapping[str, Any] = {}
-        # start the threads of OpenMP and of a GPU driver now, so that threads counted later are a kernel's
         for place in {"cpu", memory_place(device)}:
-            ones = torch.ones(512, 512, device=place)
-            torch.mm(ones, ones).relu_().sum()
+            start_threads(place)
+
+    def requests(self) -> Requests:
+        return {
+            "describe": self.describe,
+            "gate": self.gate,
+            "kit": self.kit,
+            "calibrate": self.calibrate,
+            "prepare": self.prepare,
+            "go": self.go,
+            "hand_over": self.hand_over,
+            "stages": self.stages,
+            "weights": self.weights,
+        }
 
     def describe(self, subject: int) -> dict[str, Any]:
         """What the implementation declares; even loading it may fail."""
@@ -108,8 +116,11 @@ class _Worker:
             "ties": parts[0].ties if parts else "",
         }
 
-    def gate(self, subject: int, number: int, step: int, poison: bool, name: str) -> dict[str, Any]:
-        """One call on fresh inputs. Its result is saved to a file at once, and again after the next call."""
+    def gate(
+        self, subject: int, number: int, step: int, poison: bool, name: str, then: bool
+    ) -> dict[str, Any]:
+        """One call on fresh inputs. Its result is saved to a file at once, and if `then` again after the next
+        call."""
         call, args = self._call(subject, number, step)
         backward = self.cell.case.direction != "forward"
         if backward and not self.span.differentiable:
@@ -130,11 +141,16 @@ class _Worker:
             answer["aliases"] = _aliases(result.out, args)
         answer["print"] = fingerprint(activations(args))
         answer["runs"] = caller.computation.runs
-        caller.ready(*self._call(subject, number + 1, step))()
-        if not answer["wrong_type"]:
+        if then:
+            caller.ready(*self._call(subject, number + 1, step))()
+        if then and not answer["wrong_type"]:
             save_file(named_tensors(result), self.scratch / f"{name}-later.safetensors")
         changed = [name for name, now in _global_state().items() if now != state[name]]
         return {**answer, "changed": changed}
+
+    def kit(self, subject: int) -> dict[str, Any]:
+        passed, failed, first = run_kit(self.cell, self.cell.subjects[subject])
+        return {"passed": passed, "failed": failed, "first": first[:2000]}
 
     def calibrate(self, subject: int, first: int) -> dict[str, Any]:
         numbers = iter(range(first, first + 10**6))
@@ -148,9 +164,11 @@ class _Worker:
             return {"calls": 1}  # caches are cold only for the first call
         return {"calls": min(MOST_CALLS, calls_per_sample(self.clock, make, SAMPLE_SECONDS))}
 
-    def prepare(self, subject: int, first: int, step: int, calls: int, keep: int) -> dict[str, Any]:
+    def prepare(
+        self, subject: int, first: int, step: int, calls: int, keep: int, warm: bool
+    ) -> dict[str, Any]:
         """Prepare a sample: new inputs, and caches as the policy says. keep: the call whose result will be
-        handed over, -1 for none."""
+        handed over, -1 for none. warm: hot caches need a call before."""
         caller = self._caller(subject)
         made = [self._call(subject, first + c, (step + c) % ROUTINGS) for c in range(calls)]
         self._kept, self._kept_args = [], made[keep][1]
@@ -158,7 +176,8 @@ class _Worker:
         if keep >= 0:
             self._timed[keep] = partial(_keep, self._timed[keep], self._kept)
         if self.flusher is None:
-            caller.ready(*self._call(subject, first + calls, step))()
+            if warm:
+                caller.ready(*self._call(subject, first + calls, step))()
         else:
             self.flusher.flush()
             if self.cell.policy.cache == "weights-cold":
@@ -202,12 +221,21 @@ def _keep(run: Callable[[], Any], holder: list[Any]) -> None:
     holder.append(run())
 
 
-def _settle(cell: Cell, scratch: Path, pipe: int, cores: tuple[int, ...]) -> None:
-    """Its own process group and log, pinned threads, a memory cap; and it dies when its parent dies."""
+def start_threads(place: str) -> None:
+    """Start the threads of OpenMP and of a GPU driver now, so that threads counted later are a kernel's."""
+    ones = torch.ones(512, 512, device=place)
+    torch.mm(ones, ones).relu_().sum()
+
+
+def settle(cell: Cell, scratch: Path, pipe: int, cores: tuple[int, ...], keep: Sequence[int] = ()) -> None:
+    """Its own process group and log, pinned threads, a memory cap; and it dies when its parent dies.
+
+    keep: open files that stay open.
+    """
     os.setsid()
     # close the fork server's files, so that kernels cannot write to them
     for fd in [int(name) for name in os.listdir("/proc/self/fd")] if sys.platform == "linux" else []:  # noqa: PTH208
-        if fd > 2 and fd != pipe:
+        if fd > 2 and fd not in (pipe, *keep):
             with contextlib.suppress(OSError):
                 os.close(fd)
     if sys.platform == "linux":
@@ -220,6 +248,9 @@ def _settle(cell: Cell, scratch: Path, pipe: int, cores: tuple[int, ...]) -> Non
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Transformers imports scipy late, and the threads of its OpenBLAS would be taken for a kernel's
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its pool of processes would be taken for a kernel's
+    if (inductor := sys.modules.get("torch._inductor.config")) is not None:
+        inductor.compile_threads = 1  # type: ignore[attr-defined]
     torch.set_num_threads(cell.policy.threads)
     if cores:
         os.sched_setaffinity(0, cores)

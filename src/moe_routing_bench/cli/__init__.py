@@ -1,59 +1,113 @@
-"""The command line: `mrb`, `moe-routing-bench` and `python -m moe_routing_bench`. One file a command."""
+"""The command line: `mrb`, `moe-routing-bench` and `python -m moe_routing_bench`. One file a command.
+
+A command's file is imported when the command is called: `mrb --help` must not wait for torch.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
-import torch
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from moe_routing_bench.cli.bench import bench_app
-from moe_routing_bench.cli.check import check_command
-from moe_routing_bench.cli.compare import compare_command, gate_command
-from moe_routing_bench.cli.compile import compile_command
-from moe_routing_bench.cli.decide import decide_command
-from moe_routing_bench.cli.doctor import doctor_command
-from moe_routing_bench.cli.explain import explain_command
-from moe_routing_bench.cli.list import list_command
-from moe_routing_bench.cli.profile import profile_app
-from moe_routing_bench.cli.results import export_command, results_command
-from moe_routing_bench.cli.sweep import sweep_command
-from moe_routing_bench.cli.trace import trace_app
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    # frames around help and errors for people, plain text for pipes
-    rich_markup_mode="rich" if sys.stdout.isatty() else None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("list")(list_command)
-app.command("explain")(explain_command)
-app.command("check")(check_command)
-app.command("doctor")(doctor_command)
-app.command("sweep")(sweep_command)
-app.command("results")(results_command)
-app.command("export")(export_command)
-app.command("compare")(compare_command)
-app.command("gate")(gate_command)
-app.command("decide")(decide_command)
-app.command("compile")(compile_command)
-app.add_typer(bench_app, name="bench")
-app.add_typer(profile_app, name="profile")
-app.add_typer(trace_app, name="trace")
+class Place(NamedTuple):
+    """Where a command is, and what `mrb --help` says of it, in at most 68 letters: no line is cut off."""
+
+    file: str
+    name: str  # of a function, or of a Typer with commands of its own
+    summary: str
+
+
+COMMANDS = {
+    "list": Place("list", "list_command", "What there is: operations, routers, workloads, models, cases."),
+    "explain": Place("explain", "explain_command", "What would run for these sizes, and why not the others."),
+    "check": Place("check", "check_command", "Is it correct? Results, gradients and memory, on hard cases."),
+    "doctor": Place("doctor", "doctor_command", "What is this machine, and how fast can it be at most?"),
+    "sweep": Place("sweep", "sweep_command", "Measure many cases into one folder; stop and go on at will."),
+    "merge": Place("merge", "merge_command", "One results folder from those of several machines."),
+    "results": Place(
+        "results", "results_command", "What was measured? An overview, or the answer to a query."
+    ),
+    "export": Place("results", "export_command", "Write all records of a folder as Parquet or CSV."),
+    "report": Place("report", "report_command", "One page of figures and tables from results folders."),
+    "compare": Place("compare", "compare_command", "What became faster or slower from one run to another?"),
+    "gate": Place("compare", "gate_command", "Is anything slower than before? Exit code 1 if so, for CI."),
+    "history": Place("history", "history_command", "At which commit did it become faster or slower?"),
+    "decide": Place("decide", "decide_command", 'Which wins for which size? For impl="auto" to follow.'),
+    "compile": Place(
+        "compile", "compile_command", "Compile Triton kernels without a GPU; show what they need."
+    ),
+    "bench": Place("bench", "bench_app", "Which implementation is fastest here? Checked, then timed."),
+    "profile": Place("profile", "profile_app", "Where the time of a MoE block goes, operation by operation."),
+    "train": Place("train", "train_app", "Which router learns best, and what does it cost? On your text."),
+    "place": Place("place", "place_command", "Would another placement of experts on ranks pay?"),
+    "cache": Place("place", "cache_command", "Which experts to keep in memory if not all fit?"),
+    "parallel": Place("parallel", "parallel_app", "I have N GPUs and this model: what would a step cost?"),
+    "trace": Place("trace", "trace_app", "What a model's MoE layers choose: record, look, check, compare."),
+}
+
+
+class LazyCommands(TyperGroup):
+    """Knows every command by its line, and imports the one that is called."""
+
+    def __init__(self, **more: Any):
+        super().__init__(**more)
+        self.commands = {name: TyperCommand(name, help=place.summary) for name, place in COMMANDS.items()}
+
+    def invoke(self, ctx: Any) -> Any:
+        """Commands that keep something say themselves what Ctrl-C leaves; the others only end."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("mrb: stopped", err=True)
+            raise typer.Exit(130) from None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        assert name is not None  # super() has refused any other
+        return name, loaded(name), rest
+
+
+def loaded(name: str) -> Any:
+    """The command of this name, imported."""
+    place = COMMANDS[name]
+    found = getattr(importlib.import_module(f"moe_routing_bench.cli.{place.file}"), place.name)
+    app = _typer()
+    if isinstance(found, typer.Typer):
+        app.add_typer(found, name=name)
+        return typer.main.get_group(app).commands[name]
+    app.command(name)(found)
+    return typer.main.get_command(app)
+
+
+def _typer(**more: Any) -> typer.Typer:
+    return typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        # frames around help and errors for people, plain text for pipes
+        rich_markup_mode="rich" if sys.stdout.isatty() else None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **more,
+    )
+
+
+app = _typer(cls=LazyCommands, no_args_is_help=True)
 
 
 def _show_version(wanted: bool) -> None:
     if not wanted:
         return
-    try:
-        version = importlib.metadata.version("moe-routing-bench")
-    except importlib.metadata.PackageNotFoundError:
-        version = "(not installed; running from source)"
-    typer.echo(f"moe-routing-bench {version}, torch {torch.__version__}")
+    versions = []
+    for name in ("moe-routing-bench", "torch"):
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"{name} (not installed; running from source)")
+    typer.echo(", ".join(versions))
     raise typer.Exit
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from moe_routing_bench.cli.fitting import fitted
 from moe_routing_bench.cli.terminal import Json, console, show, show_json, user_mistakes
 from moe_routing_bench.studies.drift import EVEN_WITHIN, SERIES, BalanceStudy, Stream, study_balance
 
@@ -72,7 +73,7 @@ def balance_command(
     if as_json:
         show_json(document)
         return
-    show(_table(study), "", *_notes(study))
+    show(*_table(study), "", *_notes(study))
     if out is not None:
         show(f"written: {', '.join(str(out / f'balance.{suffix}') for suffix in ('json', 'txt', 'png'))}")
 
@@ -84,33 +85,28 @@ def _make_folder(out: Path) -> None:
         raise ValueError(f"cannot create the folder {out}: {error.strerror}; give another --out") from None
 
 
-def _table(study: BalanceStudy) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("control", no_wrap=True)
-    table.add_column("router", no_wrap=True)
-    names = (
-        "max violation", "after a jump", "steps to even", "entropy", "dropped", "after a jump",
-        "experts/token", "shared", "topic",
-    )  # fmt: skip
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for track in study.tracks:
-        summary = study.summary(track)
-        settled, jump = summary.settled, summary.after_jump
-        table.add_row(
-            track.subject.name,
-            track.subject.router,
-            f"{settled['max_violation']:.2f}",
-            f"{jump['max_violation']:.2f}",
-            ", ".join("never" if steps is None else str(steps) for steps in summary.steps_to_even),
-            f"{settled['entropy_bits']:.3f}",
-            f"{100 * settled['drop_rate']:.1f} %",
-            f"{100 * jump['drop_rate']:.1f} %",
-            f"{settled['experts_per_token']:.2f}",
-            f"{100 * settled['agreement']:.0f} %",
-            f"{100 * settled['label_share']:.0f} %",
-        )
-    return table
+def _table(study: BalanceStudy, room: int | None = None) -> list[RenderableType]:
+    rows = [(track.subject, study.summary(track)) for track in study.tracks]
+    words = {
+        "control": [subject.name for subject, _ in rows],
+        "router": [subject.router for subject, _ in rows],
+    }
+    settled, jump = [one.settled for _, one in rows], [one.after_jump for _, one in rows]
+    numbers = {
+        "max violation": [f"{one['max_violation']:.2f}" for one in settled],
+        "after a jump": [f"{one['max_violation']:.2f}" for one in jump],
+        "steps to even": [
+            ", ".join("never" if steps is None else str(steps) for steps in one.steps_to_even)
+            for _, one in rows
+        ],
+        "entropy": [f"{one['entropy_bits']:.3f}" for one in settled],
+        "dropped": [f"{100 * one['drop_rate']:.1f} %" for one in settled],
+        "dropped after a jump": [f"{100 * one['drop_rate']:.1f} %" for one in jump],
+        "experts/token": [f"{one['experts_per_token']:.2f}" for one in settled],
+        "shared": [f"{100 * one['agreement']:.0f} %" for one in settled],
+        "topic": [f"{100 * one['label_share']:.0f} %" for one in settled],
+    }
+    return fitted(words, numbers, style="bold", room=room)
 
 
 def _notes(study: BalanceStudy) -> list[str]:
@@ -135,7 +131,7 @@ def _text(study: BalanceStudy, document: dict[str, Any]) -> str:
     screen = console()
     screen.width = 1000
     with screen.capture() as captured:
-        screen.print(_table(study))
+        screen.print(*_table(study, room=1000), sep="\n")
     lines = [line.rstrip() for line in captured.get().splitlines()]
     machine = document["machine"]
     made = f"{document['command']}  ({machine['name']}, torch {machine['torch']})"

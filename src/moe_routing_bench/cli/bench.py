@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,18 +11,22 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from moe_routing_bench.bench.budget import command_start
 from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.bench.executor import LocalExecutor
+from moe_routing_bench.bench.floor import raise_stored
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.cli.balance import balance_command
 from moe_routing_bench.cli.choosing import check_device, chosen_cases, made_cells
+from moe_routing_bench.cli.ending import end, saving_folder, stopped, where_saved
 from moe_routing_bench.cli.finding import include_all
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
 from moe_routing_bench.cli.progress import shown_progress
 from moe_routing_bench.cli.tables import outcome_document, show_outcome, show_summary
-from moe_routing_bench.cli.terminal import Json, fail, show, show_json, user_mistakes
+from moe_routing_bench.cli.terminal import Json, console, fail, show, show_json, user_mistakes
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.results.sweep import run_sweep
 
@@ -74,28 +79,39 @@ def _command(span: str) -> Callable[..., None]:
         sizes: SizeOptions,
         what: WhatOptions,
         measure: MeasureOptions,
-        out: Annotated[Path | None, typer.Option(help="Write records and samples into this folder.")] = None,
+        out: Annotated[
+            Path | None, typer.Option(help="Save in this folder. Default: the one that `mrb results` reads.")
+        ] = None,
+        save: Annotated[bool, typer.Option("--save/--no-save", help="Save records and samples.")] = True,
         repro: Annotated[bool, typer.Option("--repro", help="Show the command that repeats a row.")] = False,
         as_json: Json = False,
     ) -> None:
         include_all(what.include_path)
         with user_mistakes():
             try:
-                policy = measure.policy(sizes.case or "")
-                cells = made_cells(chosen_cases(span_named(span), sizes, what), what, policy)
+                policy = measure.policy(sizes.case or "", adapt=True)
+                cells = made_cells(chosen_cases(span_named(span), sizes, what, policy), what, policy)
             except NotImplementedError as reason:
                 fail(str(reason))
             check_device(policy)
             roofs = stored_roofs(this_machine().name)
+            folder = saving_folder(out, save=save)
+        if measure.threads is None and policy.threads < core_count():
+            busy, cores = core_count() - policy.threads, core_count()
+            console(stderr=True).print(
+                f"{busy} of {cores} cores {'is' if busy == 1 else 'are'} busy with something else, so the "
+                f"others are measured on; --threads {cores} insists."
+            )
         shown = None if as_json else partial(show_outcome, repro=repro, roofs=roofs)
-        outcomes = measured(cells, out, suite=sizes.case or sizes.model or "", show=shown)
+        outcomes = measured(cells, folder, suite=sizes.case or sizes.model or "", show=shown)
         if as_json:
             show_json([outcome_document(outcome) for outcome in outcomes])
-            return
-        if len(outcomes) > 1:
-            show_summary(outcomes)
-        if out is not None:
-            show(f"Records and samples are in {out}; `mrb results --folder {out}` reads them.")
+        else:
+            if len(outcomes) > 1:
+                show_summary(outcomes)
+            if folder is not None:
+                show("", where_saved(folder))
+        end(outcomes, what)
 
     return bench
 
@@ -106,9 +122,9 @@ def measured(
     """Measure all cells, with a progress bar; show each when it is done, and write it to `out` if given."""
     with user_mistakes():
         roofs = stored_roofs(this_machine().name)
-    outcomes = []
-    executor = LocalExecutor()
-    with shown_progress(len(cells)) as progress:
+    outcomes: list[CellOutcome] = []
+    executor = LocalExecutor(began=command_start())
+    with _stoppable(outcomes, len(cells), out), shown_progress(len(cells)) as progress:
         if out is None:
             source: Any = executor.run(cells, roofs=roofs, on_progress=progress.update, watch=lambda: None)
         else:
@@ -116,7 +132,17 @@ def measured(
         with user_mistakes():
             for outcome in source:
                 progress.cell_done()
+                raise_stored(outcome)
                 outcomes.append(outcome)
                 if show is not None:
                     progress.pause(partial(show, outcome))
     return outcomes
+
+
+@contextmanager
+def _stoppable(outcomes: list[CellOutcome], cells: int, out: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        saved = where_saved(out) if out is not None and outcomes else "Nothing was saved."
+        stopped(len(outcomes), cells, f"{saved} The same command measures all of it again.")

@@ -3,72 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.cli.finding import ROUTERS, IncludePath, include_all, routers_found
-from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json
-from moe_routing_bench.conformance.cases import DTYPES, KitCell
-from moe_routing_bench.conformance.check import Outcome, cells_of, check, matches
-from moe_routing_bench.conformance.router_checks import check_router
-from moe_routing_bench.names import did_you_mean
-from moe_routing_bench.ops.catalog import Found, find_all
-from moe_routing_bench.ops.registry import BUILT_IN, all_ops
+from moe_routing_bench.cli.checking import Row, run_row, select
+from moe_routing_bench.cli.finding import ROUTERS, IncludePath, found_outside
+from moe_routing_bench.cli.fitting import fitted
+from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json, user_mistakes
+from moe_routing_bench.cli.token_map import parse_tokens, token_map
+from moe_routing_bench.conformance.cases import DTYPES
+from moe_routing_bench.ops.registry import BUILT_IN
 
-NO_DTYPE = "any"
 SHOWN = 3  # failures of one implementation without --verbose
 STYLES = {"passed": "green", "failed": "bold red", "broken": "bold red", "not supported": "yellow"}
-
-
-@dataclass(kw_only=True)
-class Row:
-    """One implementation or router: a line of the table. Counts are by dtype; routers count as NO_DTYPE."""
-
-    op: str
-    spec: str
-    origin: str = BUILT_IN
-    broken: bool = False
-    cells: list[KitCell] = field(default_factory=list)
-    passed: Counter[str] = field(default_factory=Counter)
-    failed: Counter[str] = field(default_factory=Counter)
-    unsupported: Counter[str] = field(default_factory=Counter)
-    failures: list[dict[str, str]] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def ran(self) -> bool:
-        return bool(self.passed or self.failed) and not self.broken
-
-    @property
-    def verdict(self) -> str:
-        if self.broken:
-            return "broken"
-        return "failed" if self.failed else "passed" if self.passed else "not supported"
-
-    def take(self, outcome: Outcome) -> None:
-        cell = outcome.cell
-        getattr(self, outcome.status)[cell.dtype] += 1
-        if outcome.status == "unsupported":
-            self.reasons.update(outcome.sentences)
-        for sentence in outcome.sentences if outcome.status == "failed" else ():
-            where = {"case": cell.case.name, "layout": cell.layout, "dtype": cell.dtype}
-            self.failures.append({**where, "sentence": sentence})
-
-    def take_sentences(self, sentences: list[str]) -> None:
-        (self.failed if sentences else self.passed)[NO_DTYPE] += 1
-        self.failures += [{"case": "", "layout": "", "dtype": "", "sentence": text} for text in sentences]
 
 
 def check_command(
@@ -82,6 +36,10 @@ def check_command(
         list[str] | None, typer.Option(metavar="NAME", help=f"{', '.join(DTYPES)}. Repeatable. Default: all.")
     ] = None,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1.")] = "cpu",
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="RANGE", help="A map of right and wrong by number of tokens: 1..512."),
+    ] = None,
     as_json: Json = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show every failure, and why something is not supported.")
@@ -96,6 +54,7 @@ def check_command(
       mrb check --op combine --impl "index_*" --dtype bfloat16
       mrb check --include-path my_kernels --impl mine --verbose
       mrb check --op routers --impl "soft*"
+      mrb check --op expert_ffn --impl mine --include-path my_kernels --tokens 1..512
 
     Exit code 0: all passed. 1: something failed, or nothing of an operation
     could run. 2: nothing was selected.
@@ -103,14 +62,16 @@ def check_command(
     # the cases are tiny: two threads took 343 s, because they wait for each other; one takes 33 s
     torch.set_num_threads(1)
     dtypes = tuple(dict.fromkeys(pick("dtype", name, DTYPES) for name in dtype or DTYPES))
-    include_all(include_path)
+    outside = found_outside(include_path)
     _must_exist(device)
-    wanted, rows = _select(op, impl, dtypes, device)
-    total = sum(max(1, len(row.cells)) for row in rows)
+    wanted, rows = select(op, impl, dtypes, device, outside)
+    if tokens is not None:
+        _show_maps(rows, dtypes, device, tokens, as_json=as_json)
+    total = sum(row.count for row in rows)
     with _progress(total) as (advance, finished):
         for row in rows:
             began = time.perf_counter()
-            _run(row, advance)
+            run_row(row, dtypes, device, advance)
             finished(row, time.perf_counter() - began)
     ran = {row.op for row in rows if row.ran}
     idle = [name for name in wanted if name not in ran]
@@ -122,52 +83,35 @@ def check_command(
     raise typer.Exit(0 if healthy else 1)
 
 
+def _show_maps(rows: list[Row], dtypes: tuple[str, ...], device: str, text: str, *, as_json: bool) -> None:
+    with user_mistakes():
+        numbers = parse_tokens(text)
+    maps = []
+    for row in (row for row in rows if row.op != ROUTERS and not row.broken):
+        maps.append(found := token_map(row, dtypes, device, numbers))
+        if as_json:
+            continue
+        verdict = f"wrong at T = {found.wrong_ranges()}" if found.wrong else "right at every T that ran"
+        verdict = verdict if found.ran else "nothing ran"
+        style = "red" if found.wrong else "green" if found.ran else "yellow"
+        show(Text.assemble((f"{row.op}.{row.spec}: ", "bold"), (verdict, style)))
+        for line in found.lines():
+            show(Text(line))
+        for T, sentence in list(found.wrong.items())[:SHOWN]:
+            show(_indented(Text(f"T={T}: {sentence}")))
+    if as_json:
+        show_json([vars(found) for found in maps])
+    else:
+        show(Text("  . right   X wrong   - not supported; 64 numbers of tokens a line", "dim"))
+    unhealthy = any(found.wrong or not found.ran for found in maps) or any(row.broken for row in rows)
+    raise typer.Exit(1 if unhealthy or not maps else 0)
+
+
 def _must_exist(device: str) -> None:
     try:
         torch.empty(1, device=device).cpu()
     except Exception as error:
         fail(f"cannot run on {device!r}: {str(error).partition(chr(10))[0]}")
-
-
-def _select(
-    op_pattern: str, impl_pattern: str, dtypes: tuple[str, ...], device: str
-) -> tuple[list[str], list[Row]]:
-    """The ops of which something must run, and the rows to check."""
-    ops = [op for op in all_ops().values() if fnmatchcase(op.name, op_pattern)]
-    routers = [*routers_found()] if fnmatchcase(ROUTERS, op_pattern) else []
-    if not ops and not routers:
-        pick("op", op_pattern, [*all_ops(), ROUTERS])
-    everything = [(op.name, entry) for op in ops for entry in find_all(op, configs=True)]
-    names = [entry.spec for _, entry in everything] + routers
-    chosen = [(op_name, entry) for op_name, entry in everything if matches(entry.spec, impl_pattern)]
-    rows = [_row(op_name, entry, dtypes, device) for op_name, entry in chosen]
-    rows += [Row(op=ROUTERS, spec=name) for name in routers if fnmatchcase(name, impl_pattern)]
-    if not rows:
-        where = "" if op_pattern == "*" else f" of {op_pattern}"
-        hint = did_you_mean(impl_pattern, names) or "see `mrb list`"
-        fail(f"nothing to check: no implementation{where} is called {impl_pattern!r}; {hint}".rstrip())
-    # a full run must not skip an op that has no implementation at all
-    wanted = [op.name for op in ops] if impl_pattern == "*" else [row.op for row in rows]
-    return list(dict.fromkeys(wanted)), rows
-
-
-def _row(op: str, entry: Found, dtypes: tuple[str, ...], device: str) -> Row:
-    row = Row(op=op, spec=entry.spec, origin=entry.origin, broken=entry.state == "broken")
-    if row.broken:
-        row.take_sentences([entry.reason])
-        return row
-    row.cells = cells_of(op, entry.spec, dtypes, device)
-    return row
-
-
-def _run(row: Row, advance: Callable[[str], None]) -> None:
-    if row.op == ROUTERS:
-        row.take_sentences(check_router(row.spec))
-    if not row.cells:
-        advance(f"{row.op}.{row.spec}")
-    for cell in row.cells:
-        advance(f"{row.op}.{row.spec}")
-        row.take(check(cell))
 
 
 @contextmanager
@@ -201,23 +145,16 @@ def _counts(rows: list[Row], what: str = "") -> str:
 
 
 def _show(rows: list[Row], dtypes: tuple[str, ...], idle: list[str], *, verbose: bool) -> None:
-    table = Table(box=box.SIMPLE_HEAD if console().is_terminal else None, pad_edge=False)
-    for heading in ("op", "implementation"):
-        table.add_column(heading, no_wrap=True)
-    for heading in (*dtypes, "not supported"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    for row, following in zip(rows, [*rows[1:], None], strict=True):
-        skipped = row.unsupported.total()
-        table.add_row(
-            row.op,
-            row.spec,
-            *(_fraction(row, dtype) for dtype in dtypes),
-            Text(f"{skipped:,}", "yellow") if skipped else Text("-", "dim"),
-            Text(row.verdict, STYLES[row.verdict]),
-            end_section=following is not None and following.op != row.op,
-        )
-    show(table)
+    words = {"op": [row.op for row in rows], "implementation": [row.spec for row in rows]}
+    numbers: dict[str, list[str | Text]] = {
+        dtype: [_fraction(row, dtype) for row in rows] for dtype in dtypes
+    }
+    numbers["not supported"] = [
+        Text(f"{count:,}", "yellow") if (count := row.unsupported.total()) else Text("-", "dim")
+        for row in rows
+    ]
+    numbers["verdict"] = [Text(row.verdict, STYLES[row.verdict]) for row in rows]
+    show(*fitted(words, numbers))
     for row in rows:
         if row.failures:
             _show_failures(row, verbose=verbose)
@@ -225,6 +162,10 @@ def _show(rows: list[Row], dtypes: tuple[str, ...], idle: list[str], *, verbose:
             show("", Text.assemble((f"{row.op}.{row.spec}", "bold"), " does not support"))
             for reason, times in row.reasons.most_common():
                 show(_indented(Text(f"{_cases(times)}: {reason}")))
+    if notes := [row for row in rows if row.note]:
+        show("")
+        for row in notes:
+            show(Text.assemble((f"{row.op}.{row.spec}", "bold"), f": {row.note}"))
     show("")
     for name in idle:
         show(Text(f"Nothing selected of {name} could run, so nothing is known about it.", "bold red"))
@@ -278,6 +219,7 @@ def _document(rows: list[Row], idle: list[str], healthy: bool) -> dict[str, Any]
                 "unsupported": dict(row.unsupported),
                 "failures": row.failures,
                 "reasons": dict(row.reasons),
+                "note": row.note,
             }
             for row in rows
         ],

@@ -7,27 +7,37 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
+import psutil
 import torch
 
 from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.spans.span import Span, span_named, span_names
+from moe_routing_bench.bench.estimate import SHARE_OF_PEAK, probe
+from moe_routing_bench.bench.spans.span import Span, is_ours, span_named, span_names
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cli.options import ON_A_GPU, WORKLOAD, SizeOptions, WhatOptions
 from moe_routing_bench.models.checkpoint import read_layer
+from moe_routing_bench.ops.auto import invariant_names
+from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.shapes import MoEShape
-from moe_routing_bench.workloads.cases import BenchCase, cases, model_cases, scaled
+from moe_routing_bench.workloads.cases import MINUTE_FLOPS, BenchCase, cases, fitted, model_cases
 from moe_routing_bench.workloads.workload import check_name
 
 MODEL_TOKENS = 128
+# about 100 calls, beside making, packing and judging with the weights: 20 ns a byte on a Xeon without AMX
+CALL_SHARE, SECONDS_PER_BYTE = 1 / 100, 2e-8
 SIZES = {"T": 128, "D": 512, "F": 256, "E": 16, "K": 2}
 # left out of suites for a GPU unless named: C++ for CPUs, and what is known to be slow anywhere
+BATCH_INVARIANT = "batch-invariant"
 NOT_QUICK = re.compile(r"native|hf_|one_hot|dense_all_experts|eager_loop")
 
 
-def chosen_cases(span: Span, sizes: SizeOptions, what: WhatOptions) -> list[BenchCase]:
-    """The cases that a model, a name, a checkpoint or sizes stand for, in every direction. Those too big for
-    a laptop become their scaled twins, except with --full."""
+def chosen_cases(
+    span: Span, sizes: SizeOptions, what: WhatOptions, policy: Policy | None = None
+) -> list[BenchCase]:
+    """The cases that a model, a name, a checkpoint or sizes stand for, in every direction. Those that this
+    machine cannot hold or finish in time get fewer tokens, except with --full. policy: a model is measured
+    with so many tokens as its seconds allow at this machine's speed."""
     given = sizes.lists()
     if sizes.model and sizes.case:
         raise ValueError("give either --model or --case, not both")
@@ -51,9 +61,24 @@ def chosen_cases(span: Span, sizes: SizeOptions, what: WhatOptions) -> list[Benc
         chosen = [replace(case, dtype=sizes.dtype) for case in chosen]
     if sizes.activation:
         chosen = [replace(case, activation=sizes.activation) for case in chosen]
-    if not sizes.full and sizes.checkpoint is None:
-        chosen = scaled_once(chosen)
-    return in_directions(chosen, what)
+    chosen = in_directions(chosen, what)
+    if sizes.lists():
+        _refuse_too_big(chosen)
+        return chosen  # what is asked for by number is never replaced
+    if sizes.full or sizes.checkpoint is not None:
+        return chosen
+    return fitted_once(chosen, policy if sizes.model else None)
+
+
+def _refuse_too_big(chosen: Sequence[BenchCase]) -> None:
+    """The judge and a worker each hold the weights, beside a few copies of the rows."""
+    room = psutil.virtual_memory().available
+    for case in chosen:
+        if (needed := 2 * case.weight_bytes + 4 * case.activation_bytes) > room:
+            raise ValueError(
+                f"{case.name} needs about {needed / 2**30:,.0f} GiB of memory and {room / 2**30:.0f} are "
+                "free; sizes given by number are not replaced by smaller ones"
+            )
 
 
 def in_directions(chosen: Sequence[BenchCase], what: WhatOptions) -> list[BenchCase]:
@@ -99,10 +124,18 @@ def _of_checkpoint(span: Span, sizes: SizeOptions) -> list[BenchCase]:
     ]
 
 
-def scaled_once(chosen: Sequence[BenchCase]) -> list[BenchCase]:
-    """The cases, or their twins if they are too big; of twins that differ only by name, the first."""
+def fitted_once(chosen: Sequence[BenchCase], policy: Policy | None = None) -> list[BenchCase]:
+    """The cases, or smaller ones if they are too big for this machine; of those that differ only by name, the
+    first."""
     kept: dict[BenchCase, BenchCase] = {}
-    for twin in map(scaled, chosen):
+    room = psutil.virtual_memory().available
+    for case in chosen:
+        flops = MINUTE_FLOPS
+        if policy is not None and policy.device == "cpu" and case.weights:
+            left = max(policy.max_seconds - SECONDS_PER_BYTE * case.weight_bytes, 0.1 * policy.max_seconds)
+            speed = probe(policy.threads, case.dtype)
+            flops = min(flops, CALL_SHARE * left * SHARE_OF_PEAK * speed.flops)
+        twin = fitted(case, memory_bytes=room, most_flops=flops)
         nameless = replace(twin, name="", scaled_from="", sequences=1)
         kept.setdefault(nameless if twin.scaled_from else twin, twin)
     return list(kept.values())
@@ -123,6 +156,9 @@ def chosen_subjects(span: Span, case: BenchCase, what: WhatOptions) -> tuple[Sub
     rules = [str(Layout.parse(case.layout if word == "case" else word)) for word in words]
     routers, layers = split_all(what.router) or [""], split_all(what.layer_kind) or [""]
     named = split_all(what.impl) or _default_specs(span, case, several=len(routers) * len(layers) > 1)
+    named = [spec for word in named for spec in (span.specs() if word == "all" else [word])]
+    if what.only is not None:
+        named = _only(what.only, span, named if what.impl else [])
     subjects = []
     for text, router, layer in product(named, routers, layers):
         spec, at, layout = (part.strip() for part in text.partition("@"))
@@ -132,14 +168,44 @@ def chosen_subjects(span: Span, case: BenchCase, what: WhatOptions) -> tuple[Sub
             subjects.append(span.settled(subject, case))
     for subject in subjects:
         span.check(subject)  # raises if there is no such implementation, router or layer
-    return tuple(dict.fromkeys(subjects))
+    return tuple({_meaning(span, subject): subject for subject in reversed(subjects)}.values())[::-1]
+
+
+def _only(flag: str, span: Span, named: list[str]) -> list[str]:
+    """The specs that promise it, after "auto", the baseline: what they cost beside it."""
+    if flag != BATCH_INVARIANT:
+        raise ValueError(f"--only takes {BATCH_INVARIANT}, not {flag!r}")
+    promising = []
+    for spec in named or [one for op in span.ops for one in invariant_names(all_ops()[op])]:
+        try:
+            parts = span.parts(spec)
+        except NotImplementedError:
+            continue
+        if parts and all(part.batch_invariant for part in parts) and not any(part.stored for part in parts):
+            promising.append(spec)
+    if not promising:
+        raise ValueError(f"nothing of {span.name} that was named is batch-invariant; see `mrb list`")
+    return ["auto", *promising]
+
+
+def _meaning(span: Span, subject: Subject) -> Subject:
+    """Two subjects with the same meaning are one, such as "auto" and what it picks."""
+    if not all(map(is_ours, span.origins(subject.spec))):
+        return subject  # code from outside is not loaded here
+    try:
+        labels = "+".join(part.label for part in span.parts(subject.spec))
+    except NotImplementedError:
+        return subject
+    return replace(subject, spec=labels or subject.spec)
 
 
 def _default_specs(span: Span, case: BenchCase, *, several: bool) -> list[str]:
     if several:  # routers or kinds of layer are compared, not implementations
         return ["auto"]
     quick = case.name.partition("/")[0] in ON_A_GPU
-    return [spec for spec in span.specs() if not (quick and NOT_QUICK.search(spec))]
+    if not quick:
+        return span.usual()
+    return [spec for spec in span.specs() if not NOT_QUICK.search(spec)]
 
 
 def made_cells(chosen: Sequence[BenchCase], what: WhatOptions, policy: Policy) -> list[Cell]:
@@ -150,13 +216,21 @@ def made_cells(chosen: Sequence[BenchCase], what: WhatOptions, policy: Policy) -
             workload=name,
             subjects=chosen_subjects(span_named(case.span), case, what),
             seed=what.seed,
-            W=what.ranks,
+            W=W,
             policy=policy,
             include=tuple(str(folder.resolve()) for folder in what.include_path or ()),
         )
         for case in chosen
         for name in _workloads(case, what)
+        for W in _ranks(what)
     ]
+
+
+def _ranks(what: WhatOptions) -> list[int]:
+    words = split_all(what.ranks) or ["1"]
+    if not all(re.fullmatch(r"[1-9][0-9]{0,4}", word) for word in words):
+        raise ValueError(f"--ranks is {', '.join(words)}; write numbers of ranks: 2,4")
+    return [int(word) for word in words]
 
 
 def _workloads(case: BenchCase, what: WhatOptions) -> list[str]:
@@ -178,8 +252,9 @@ def suite_cases(suite: str, sizes: SizeOptions, what: WhatOptions) -> list[Bench
         return chosen_cases(span_named(suite), sizes, what)
     if sizes.lists() or sizes.model or sizes.case or sizes.checkpoint:
         raise ValueError(f"{suite} fixes all sizes; give a span instead: mrb sweep layer --tokens 128,512")
-    chosen = cases(suite) if sizes.full else scaled_once(cases(suite))
-    return in_directions([replace(case, dtype=sizes.dtype or case.dtype) for case in chosen], what)
+    chosen = [replace(case, dtype=sizes.dtype or case.dtype) for case in cases(suite)]
+    chosen = in_directions(chosen, what)
+    return chosen if sizes.full else fitted_once(chosen)
 
 
 def split_all(texts: Sequence[str] | None) -> list[str]:

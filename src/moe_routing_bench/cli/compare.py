@@ -18,6 +18,7 @@ from moe_routing_bench.results.matching import LIKE
 
 COLOURS = {"FASTER": "green", "SLOWER": "red", "SAME": "", "UNDECIDED": "yellow"}
 MOST_NAMES = 20
+LISTS = ("changes", "broken", "fixed", "apart")
 
 Allow = Annotated[
     list[str] | None,
@@ -33,6 +34,10 @@ def compare_command(
     a: Annotated[Path, typer.Argument(metavar="A", help="The earlier results folder.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="The later results folder.")],
     allow: Allow = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page; unlike runs stand in it side by side."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """What became faster or slower from A to B? Runs that differ in more than code need --allow.
@@ -40,6 +45,7 @@ def compare_command(
     \b
     Examples:
       mrb compare results/monday results/tuesday
+      mrb compare results/monday results/tuesday --html changes.html
       mrb compare results/laptop results/server --allow machine
       mrb compare old new --json | jq '.changes[] | select(.verdict == "SLOWER")'
     """
@@ -48,8 +54,14 @@ def compare_command(
             a,
             b,
             allow=allow or (),
+            keep_unlike=html is not None,
             on_progress=lambda done, total: status.update(f"{done} of {total} compared"),
         )
+        if html is not None:
+            from moe_routing_bench.cli.report import write_page
+            from moe_routing_bench.report.two_runs import two_runs
+
+            write_page(two_runs(runs, str(a), str(b), f"mrb compare {a} {b} --html {html}"), html)
     if as_json:
         show_json({"a": str(a), "b": str(b), **_document(runs)})
         return
@@ -133,7 +145,7 @@ def _document(runs: RunComparison) -> dict[str, Any]:
         "counts": verdicts,
         "geometric_mean": runs.geometric_mean,
         "compared": len(runs.changes),
-        **{name: [asdict(one) for one in getattr(runs, name)] for name in ("changes", "broken", "fixed")},
+        **{name: [asdict(one) for one in getattr(runs, name)] for name in LISTS},
         **{name: list(getattr(runs, name)) for name in ("only_a", "only_b", "unreadable", "notes")},
         "left_out": left_out_json(runs.left_out),
     }
@@ -147,11 +159,16 @@ def _table(changes: tuple[Change, ...]) -> Any:
             f"{change.ratio:.3f}",
             "-" if change.interval is None else f"{change.interval[0]:.3f} to {change.interval[1]:.3f}",
             Text(change.verdict, COLOURS[change.verdict]),
+            change.kind if change.confirmed else "",
             change.method,
         )
         for change in changes
     ]
-    return table_of(("case", "implementation", "B / A", "99 % interval", "verdict", "by"), rows)
+    return table_of(
+        ("case", "implementation", "B / A", "99 % interval", "verdict", "kind", "by"),
+        rows,
+        words=("case", "implementation", "kind", "by"),
+    )
 
 
 def _show_turned(title: str, turned: tuple[Turned, ...]) -> None:
@@ -167,11 +184,13 @@ def _show_turned(title: str, turned: tuple[Turned, ...]) -> None:
 
 
 def _show_rest(runs: RunComparison) -> None:
+    apart = [f"{one.name}: {'; '.join(one.differences)}" for one in runs.apart]
     undecided = [
         f"{one.where}: {one.contender}: {one.reason}" for one in runs.changes if one.verdict == "UNDECIDED"
     ]
     for title, names in (
         ("Undecided", undecided),
+        ("Measured unlike, so without a ratio", apart),
         ("Only in A", runs.only_a),
         ("Only in B", runs.only_b),
         ("Not compared, because samples cannot be read", runs.unreadable),

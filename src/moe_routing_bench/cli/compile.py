@@ -1,29 +1,33 @@
-"""mrb compile: compiles every Triton kernel for common GPUs, without a GPU."""
+"""mrb compile: compiles every GPU kernel, in Triton and in CuTe DSL, without a GPU."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from moe_routing_bench.cli.finding import IncludePath, include_all
+from moe_routing_bench.cli.fitting import fitted
 from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json
 from moe_routing_bench.conformance.check import matches
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.ops.targets import TARGETS, Target
 from moe_routing_bench.published import MODELS
 
 if TYPE_CHECKING:
     from moe_routing_bench.studies.compiled import Compiled
 
-ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "gfx942")
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "gfx942")  # of the table that is compared
+FAMILIES = {"cute": "our CuTe kernels", "quack": "QuACK's GEMMs, about three minutes"}
 DEFAULT_MODELS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3")
 
 
@@ -48,7 +52,10 @@ def compile_command(
     as_json: Json = False,
     include_path: IncludePath = None,
 ) -> None:
-    """Compile Triton implementations without a GPU and show what their machine code needs. Runs nothing.
+    """Compile GPU kernels without a GPU and show what their machine code needs. Runs nothing.
+
+    Triton's, ours in CuTe DSL, and those of QuACK that we call, which take minutes;
+    --impl "triton*" leaves them out.
 
     \b
     Examples:
@@ -67,18 +74,18 @@ def compile_command(
         fail("compiling needs triton, which is not installed: pip install triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         fail("TRITON_INTERPRET=1 makes triton interpret kernels instead of compiling them; unset it")
-    architectures = [pick("architecture", name.strip(), ARCHITECTURES) for name in arch.split(",")]
+    architectures = [pick("architecture", name.strip(), TARGETS) for name in arch.split(",")]
     models = [pick("model", name.strip(), MODELS) for name in model.split(",")]
     before = None if against is None else _read(against)
     rows = _compile_all(architectures, models, op, impl, configs)
     if not rows:
-        fail(f"no Triton implementation matches --op {op} --impl {impl}")
+        fail(f"no GPU implementation matches --op {op} --impl {impl}")
     document = _document(rows)
     table = _tables(rows)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(_as_lines(document))
-        out.with_suffix(".txt").write_text(_as_text(table, document))
+        out.with_suffix(".txt").write_text(_as_text(_tables(rows, room=1000), document))
     worse = [] if before is None else _compared(before, rows, document)
     if as_json:
         show_json({**document, "worse": worse})
@@ -94,8 +101,7 @@ def compile_command(
 def _compile_all(
     architectures: list[str], models: list[str], op: str, impl: str, configs: bool
 ) -> list[Compiled]:
-    from moe_routing_bench.ops.gpu import Target
-    from moe_routing_bench.studies.compiled import compile_implementation
+    from moe_routing_bench.studies.triton_code import compile_implementation
 
     rows: list[Compiled] = []
     with console(stderr=True).status("compiling") as status:
@@ -110,7 +116,33 @@ def _compile_all(
                         status.update(f"compiling {operation.name}.{entry.spec} for {architecture}, {name}")
                         target = Target.named(architecture)
                         rows += compile_implementation(entry.implementation, name, target)
+        for family, architecture in product(FAMILIES, architectures):
+            status.update(f"compiling {FAMILIES[family]} for {architecture}")
+            rows += _of_cute(family, architecture, models, op, impl)
     return rows
+
+
+def _of_cute(family: str, architecture: str, models: list[str], op: str, impl: str) -> list[Compiled]:
+    from moe_routing_bench.studies import cute_code
+    from moe_routing_bench.studies.compiled import Compiled
+
+    wanted = [
+        (name, implementation)
+        for name, _, implementation in (full.partition(".") for full in cute_code.implementations(family))
+        if matches(name, op) and matches(implementation, impl)
+    ]
+    if not wanted:
+        return []
+    if (reason := cute_code.why_not(family, architecture)) is not None:
+        about: dict[str, Any] = {
+            "kernel": "",
+            "model": cute_code.ANY_MODEL,
+            "arch": architecture,
+            "not_made": reason,
+        }
+        return [Compiled(op=name, impl=implementation, **about) for name, implementation in wanted]
+    rows = map(cute_code.as_compiled, cute_code.compile_all(family, architecture, models))
+    return [row for row in rows if (row.op, row.impl) in wanted]
 
 
 def _document(rows: list[Compiled]) -> dict[str, Any]:
@@ -157,29 +189,32 @@ def _compared(before: dict[str, Any], rows: list[Compiled], document: dict[str, 
     ]
 
 
-def _tables(rows: list[Compiled]) -> list[Any]:
+COLUMNS: dict[str, Callable[[Compiled], str]] = {
+    "warps": lambda row: str(row.warps),
+    "registers": lambda row: str(row.registers),
+    "spills": lambda row: str(row.spill_bytes),
+    "shared KiB": lambda row: f"{row.shared_bytes / 1024:.1f}",
+    "programs/unit": lambda row: str(row.programs_per_unit),
+    "occupancy": lambda row: f"{100 * row.occupancy:.0f} %",
+    "tensor core": lambda row: str(row.tensor_core or row.small_multiplies),
+    "wide loads": lambda row: str(row.wide_loads),
+    "overlap": lambda row: row.overlap,
+    "code KiB": lambda row: f"{row.code_bytes / 1024:.1f}",
+    "MFLOP": lambda row: f"{row.flops / 1e6:.1f}" if row.flops else "",
+    "KiB": lambda row: f"{row.bytes / 1024:.0f}" if row.bytes else "",
+    "FLOP/byte": lambda row: f"{row.intensity:.0f}" if row.flops else "",
+    "passes": lambda row: f"{row.passes:.1f}" if row.passes else "",
+}
+
+
+def _tables(rows: list[Compiled], room: int | None = None) -> list[Any]:
     shown: list[Any] = []
     for architecture, name in dict.fromkeys((row.arch, row.model) for row in rows):
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        table.add_column("kernel", no_wrap=True)
-        for column in (
-            "warps", "registers", "spills", "shared KiB", "programs/unit", "occupancy", "tensor core",
-            "wide loads", "overlap", "code KiB", "MFLOP", "KiB", "FLOP/byte", "passes",
-        ):  # fmt: skip
-            table.add_column(column, justify="right", no_wrap=True)
         here = [row for row in rows if (row.arch, row.model) == (architecture, name)]
-        for row in here:
-            if row.not_made:
-                continue
-            table.add_row(
-                row.name, str(row.warps), str(row.registers), str(row.spill_bytes),
-                f"{row.shared_bytes / 1024:.1f}", str(row.programs_per_unit), f"{100 * row.occupancy:.0f} %",
-                str(row.tensor_core or row.small_multiplies), str(row.wide_loads), row.overlap,
-                f"{row.code_bytes / 1024:.1f}",
-                f"{row.flops / 1e6:.1f}", f"{row.bytes / 1024:.0f}", f"{row.intensity:.0f}",
-                f"{row.passes:.1f}" if row.passes else "",
-            )  # fmt: skip
-        shown += ["", Text(f"{architecture}, {name}", "bold cyan"), table]
+        made = [row for row in here if not row.not_made]
+        numbers = {title: [cell(row) for row in made] for title, cell in COLUMNS.items()}
+        shown += ["", Text(f"{architecture}, {name}", "bold cyan")]
+        shown += fitted({"kernel": [row.name for row in made]}, numbers, room=room) if made else []
         shown += [Text(f"{row.name}: {sentence}", "red") for row in here for sentence in row.wrong]
         shown += [Text(f"{row.name}: not compiled, {row.not_made}", "dim") for row in here if row.not_made]
     notes = (

@@ -13,13 +13,16 @@ from moe_routing_bench.bench.verdict import Regret
 from moe_routing_bench.cli.results import left_out_json, printable, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, show, show_json
 from moe_routing_bench.ops.auto import VARIABLE
+from moe_routing_bench.places import default_results
 from moe_routing_bench.results.deciding import Answer, Decided, decide, write_decisions
 
 MOST_REGRETS = 5
 
 
 def decide_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A results folder.")],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="A results folder. Default: where `mrb bench` saves.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Default: DIR/decisions.json.")
     ] = None,
@@ -32,10 +35,11 @@ def decide_command(
 
     \b
     Examples:
-      mrb decide results
+      mrb decide
       mrb decide results -o decisions.json
       MRB_DECISIONS=decisions.json mrb explain expert_ffn --tokens 16
     """
+    folder = default_results() if folder is None else folder
     target = folder / "decisions.json" if output is None else output
     with reading():
         decided = decide(folder, cache=cache)
@@ -77,7 +81,11 @@ def _table(answer: Answer) -> Any:
         )
         for contest in answer.contests
     ]
-    return table_of(("T", "winner", "ratio to baseline", "ties", "contenders", "case"), rows)
+    return table_of(
+        ("T", "winner", "ratio to baseline", "ties", "contenders", "case"),
+        rows,
+        words=("winner", "ties", "case"),
+    )
 
 
 def _sentence(row: Regret) -> str:

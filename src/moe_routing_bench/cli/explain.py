@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated, Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from pydantic import BaseModel, ConfigDict
 from rich.text import Text
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_routing_bench.cli.finding import IncludePath, include_all, op_named
+from moe_routing_bench.cli.apart import ApartError, Shown, answers
+from moe_routing_bench.cli.finding import IncludePath, Outside, found_outside
 from moe_routing_bench.cli.terminal import (
     Json,
+    MistakeError,
     fail,
     heading,
     pick,
     show,
     show_json,
     two_columns,
-    user_mistakes,
 )
 from moe_routing_bench.experts import ACTIVATIONS, ExpertWeights
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.catalog import Found, find, find_all
+from moe_routing_bench.ops.registry import Op, all_ops, get_op
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
+from moe_routing_bench.ops.targets import TARGETS, Target, as_if
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.shapes import MoEShape
@@ -53,6 +58,9 @@ def explain_command(
     ] = "compact",
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; need not exist here")] = "cpu",
+    arch: Annotated[
+        str, typer.Option(help=f"A GPU that need not be here: {', '.join(TARGETS)}.", show_default=False)
+    ] = "",
     activation: Annotated[str, typer.Option(help=", ".join(ACTIVATIONS))] = "swiglu",
     bias: Annotated[bool, typer.Option("--bias/--no-bias", help="Experts with biases.")] = False,
     train: Annotated[bool, typer.Option("--train/--no-train", help="Inputs that want gradients.")] = False,
@@ -67,50 +75,155 @@ def explain_command(
       mrb explain expert_ffn --tokens 16
       mrb explain grouped_gemm --layout "padded(capacity_factor=1.25)" --device cuda --train
       mrb explain expert_ffn --impl "staged(grouped_gemm=padded_bmm)"
+      mrb explain expert_ffn --arch sm_90a              or sm_80, sm_100a, gfx942, ...
     """
-    include_all(include_path)
-    op = op_named(op_name)
+    outside = found_outside(include_path)
+    pick("op", op_name, [*all_ops(), *(file.op for file in outside.ops)])
     pick("dtype", dtype, DTYPES)
     pick("activation", activation, ACTIVATIONS)
-    with user_mistakes():
-        shape = MoEShape(T=tokens, D=width, F=hidden, E=experts, K=choices)
-        rule = Layout.parse(layout)
+    if arch:
+        pick("architecture", arch, TARGETS)
+        if torch.device(device).type not in ("cpu", "cuda"):
+            fail(f"--arch {arch} is a GPU that torch calls cuda; leave --device {device} out")
+        device = "cuda"
+    asked = {
+        "op": op_name, "T": tokens, "D": width, "F": hidden, "E": experts, "K": choices, "layout": layout,
+        "dtype": dtype, "device": device, "arch": arch, "activation": activation, "bias": bias,
+        "train": train,
+    }  # fmt: skip
     try:
-        place = torch.device(device)
-    except RuntimeError:
-        fail(f"cannot read the device {device!r}; write cpu, cuda, cuda:1, xpu, mps, ...")
-    with _without_memory(shape, place):
-        try:
-            source = _shapes(shape, rule, DTYPES[dtype], place, activation, bias=bias, train=train)
-            args = op.arguments(source)
-        except NotImplementedError as reason:
-            fail(str(reason))
-        except RuntimeError as error:
-            fail(f"cannot describe tensors of these sizes on {device}: {str(error).splitlines()[0]}")
-        with user_mistakes():
-            spec, why = impl, "asked for by name"
-            if impl == "auto":
-                choice = choose(op, tuple(args.values()), source.weights)
-                spec, why = choice.implementation.label, choice.why
-            chosen = find(op, spec)
-        document = {
-            "op": op.name,
-            "summary": op.summary.removeprefix(f"{op.name}: "),
-            "arguments": {name: _describe(value) for name, value in args.items()},
-            "device": str(place),
-            "train": train,
-            "asked_for": impl,
-            "chosen": _answer(chosen, args),
-            "why_chosen": why,
-            "others": [
-                _answer(entry, args) for entry in find_all(op, configs=True) if not _same(entry, chosen)
-            ],
-            "caution": _caution(place),
-        }
+        if include_path:
+            document, broken = _explained_apart(asked, impl, outside)
+        else:
+            document, broken = next(explained(asked, impl)), False
+    except MistakeError as mistake:
+        fail(str(mistake))
     if as_json:
         show_json(document)
     else:
         _show(document)
+    raise typer.Exit(int(broken))
+
+
+def _explained_apart(asked: dict[str, Any], impl: str, outside: Outside) -> tuple[dict[str, Any], bool]:
+    """The same with code from outside, each file in a process of its own; and is one of them broken?"""
+    try:
+        (found,) = answers(explained, asked, impl, include=outside.folders, answer=Explanation)
+    except ApartError as reason:
+        show(Text.assemble((f"{asked['op']} {impl}", "bold"), " is broken: ", (str(reason), "red")))
+        raise typer.Exit(1) from None
+    document, died = found.model_dump(), False
+    for file in outside.of(asked["op"]):
+        try:
+            others = [
+                one.model_dump()
+                for one in answers(
+                    answers_of, asked, file.origin, include=outside.folders, answer=ImplementationAnswer
+                )
+            ]
+        except (ApartError, ValueError) as reason:
+            died = True
+            row = {"implementation": file.name, "spec": file.name, "origin": file.origin}
+            others = [{**row, "answer": "broken", "reason": str(reason)}]
+        chosen = document["chosen"]["implementation"]
+        document["others"] += [one for one in others if one["implementation"] != chosen]
+    rows = [document["chosen"], *document["others"]]
+    return document, died or any(one["answer"] == "broken" for one in rows)
+
+
+class ImplementationAnswer(BaseModel):
+    """What _answer says."""
+
+    model_config = ConfigDict(extra="forbid")
+    implementation: Shown
+    spec: Shown
+    origin: Shown
+    answer: Literal["could run", "no", "broken", "cannot tell"]
+    reason: Shown | None
+
+
+class Explanation(BaseModel):
+    """What explained says."""
+
+    model_config = ConfigDict(extra="forbid")
+    op: Shown
+    summary: Shown
+    arguments: dict[Shown, Shown]
+    device: Shown
+    arch: Shown
+    train: bool
+    asked_for: Shown
+    chosen: ImplementationAnswer
+    why_chosen: Shown
+    others: list[ImplementationAnswer]
+    caution: Shown | None
+
+
+def explained(asked: dict[str, Any], impl: str) -> Iterator[dict[str, Any]]:
+    """What is chosen, and all others but files from outside."""
+    with _arguments(asked) as (op, source, args):
+        spec, why = impl, "asked for by name"
+        try:
+            if impl == "auto":
+                choice = choose(op, tuple(args.values()), source.weights)
+                spec, why = choice.implementation.label, choice.why
+            chosen = find(op, spec)
+        except ValueError as mistake:
+            raise MistakeError(str(mistake)) from None
+        known = [name for name in op.names() if not op.origin(name).startswith("file ")]
+        origins = dict.fromkeys(op.origin(name) for name in known)
+        others = [entry for origin in origins for entry in find_all(op, configs=True, only=origin)]
+        place = torch.device(asked["device"])
+        yield {
+            "op": op.name,
+            "summary": op.summary.removeprefix(f"{op.name}: "),
+            "arguments": {name: _describe(value) for name, value in args.items()},
+            "device": str(place),
+            "arch": asked["arch"],
+            "train": asked["train"],
+            "asked_for": impl,
+            "chosen": _answer(chosen, args),
+            "why_chosen": why,
+            "others": [_answer(entry, args) for entry in others if not _same(entry, chosen)],
+            "caution": _caution(place, asked["arch"]),
+        }
+
+
+def answers_of(asked: dict[str, Any], origin: str) -> Iterator[dict[str, Any]]:
+    """Runs where a file from outside is loaded: what it answers, for each of its configurations."""
+    with _arguments(asked) as (op, _, args):
+        for entry in find_all(op, configs=True, only=origin):
+            yield _answer(entry, args)
+
+
+@contextmanager
+def _arguments(asked: dict[str, Any]) -> Iterator[tuple[Op, StandIns, dict[str, Any]]]:
+    """The op and its arguments in these sizes."""
+    op = get_op(asked["op"])
+    try:
+        shape = MoEShape(**{letter: asked[letter] for letter in "TDFEK"})
+        layout = Layout.parse(asked["layout"])
+    except ValueError as mistake:
+        raise MistakeError(str(mistake)) from None
+    try:
+        place = torch.device(asked["device"])
+    except RuntimeError:
+        raise MistakeError(
+            f"cannot read the device {asked['device']!r}; write cpu, cuda, cuda:1, xpu, mps, ..."
+        ) from None
+    dtype, bias, train = DTYPES[asked["dtype"]], asked["bias"], asked["train"]
+    target = as_if(Target.named(asked["arch"])) if asked["arch"] else nullcontext()
+    with _without_memory(shape, place), target:
+        try:
+            source = _shapes(shape, layout, dtype, place, asked["activation"], bias=bias, train=train)
+            args = op.arguments(source)
+        except NotImplementedError as reason:
+            raise MistakeError(str(reason)) from None
+        except RuntimeError as error:
+            raise MistakeError(
+                f"cannot describe tensors of these sizes on {place}: {str(error).splitlines()[0]}"
+            ) from None
+        yield op, source, args
 
 
 def _without_memory(shape: MoEShape, place: torch.device) -> AbstractContextManager[Any]:
@@ -176,9 +289,14 @@ def _same(entry: Found, chosen: Found) -> bool:
     return entry.implementation.label == chosen.implementation.label
 
 
-def _caution(device: torch.device) -> str | None:
+def _caution(device: torch.device, arch: str) -> str | None:
     if device.type == "cpu":
         return None
+    if arch:
+        return (
+            f"Nothing was run. The answers follow from what is known about {arch} ({TARGETS[arch].usual}: "
+            "ops/targets.py), sizes, dtypes, layout and the libraries of this machine."
+        )
     module = getattr(torch, device.type, None)
     if module is not None and hasattr(module, "is_available") and module.is_available():
         return None
@@ -192,7 +310,10 @@ def _show(document: dict[str, Any]) -> None:
     given = two_columns()
     for name, text in document["arguments"].items():
         given.add_row(f"  {name}", text)
-    given.add_row("  device", f"{document['device']}, {'training' if document['train'] else 'inference'}")
+    place = (
+        f"{document['arch']}, {TARGETS[document['arch']].usual}" if document["arch"] else document["device"]
+    )
+    given.add_row("  device", f"{place}, {'training' if document['train'] else 'inference'}")
     show(heading(document["op"], document["summary"]), given, "")
 
     chosen = document["chosen"]

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.cli.finding import IncludePath, include_all, routers_found
+from moe_routing_bench.cli.describing import (
+    ROUTER_SIZES,
+    ImplementationRow,
+    OpRow,
+    RouterRow,
+    broken_row,
+    describe_op,
+    describe_router,
+    described,
+)
+from moe_routing_bench.cli.finding import (
+    ROUTERS,
+    IncludePath,
+    Outside,
+    found_outside,
+    routers_found,
+)
 from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, two_columns
-from moe_routing_bench.ops.catalog import Found, find_all
-from moe_routing_bench.ops.preference import machine_of, preferences
-from moe_routing_bench.ops.registry import BUILT_IN, Op, all_ops
+from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.published import MODELS
-from moe_routing_bench.routers.router import GROUPS, Router
+from moe_routing_bench.routers.router import GROUPS
 from moe_routing_bench.workloads.cases import SUITES, BenchCase, cases, scaled
 from moe_routing_bench.workloads.families import FAMILIES
 from moe_routing_bench.workloads.workload import (
@@ -36,14 +48,6 @@ KINDS = ("ops", "routers", "workloads", "models", "cases")
 # where workloads are drawn: small enough for one line of 32 blocks, and 32 pairs per expert on average
 REFERENCE = {"T": 512, "E": 32, "K": 2, "W": 8}
 BLOCKS = "▁▂▃▄▅▆▇█"
-# where the parameters of routers are counted
-ROUTER_SIZES = {"D": 2048, "E": 64}
-# the layouts that take the rows of a rule as they come; padded drops rows unless its groups are equal
-LAYOUTS = {
-    "uneven": ["compact", "block", "padded, with drops"],
-    "equal": ["compact", "block", "padded, without drops or waste"],
-    "dense": ["compact", "block", "padded, without drops or waste"],
-}
 
 
 def list_command(
@@ -62,23 +66,27 @@ def list_command(
       mrb list --json | jq '.ops.combine.implementations | keys'
     """
     kinds = KINDS if kind is None else (pick("list of", kind, KINDS),)
-    include_all(include_path)
+    outside = found_outside(include_path)
     document: dict[str, Any] = {}
     if "ops" in kinds:
-        document["ops"] = {op.name: _describe_op(op) for op in all_ops().values()}
+        document["ops"] = _ops(outside)
     if "routers" in kinds:
-        document["routers"] = {name: _describe_router(rule) for name, rule in routers_found().items()}
+        document["routers"] = {name: describe_router(rule) for name, rule in routers_found().items()}
+        document["routers"] |= {
+            file.name: described(file, outside, RouterRow) for file in outside.of(ROUTERS)
+        }
     if "workloads" in kinds:
         document["workloads"] = {name: _describe_workload(name) for name in FAMILIES}
     if "models" in kinds:
         document["models"] = {name: asdict(one) for name, one in MODELS.items()}
     if "cases" in kinds:
         document["cases"] = {name: [_describe_case(case) for case in cases(name)] for name in SUITES}
+    broken = any(row["state"] == "broken" for row in _rows(document))
     if as_json:
         show_json(document)
-        return
+        raise typer.Exit(int(broken))
     for name, op in document.get("ops", {}).items():
-        show(heading(name, op["summary"]), _op_table(op), "")
+        show(heading(name, op["summary"] or "broken"), _op_table(op), "")
     if "routers" in document:
         show(
             heading("routers", f"which experts each token goes to, and with what weight{_at_sizes()}"),
@@ -98,62 +106,33 @@ def list_command(
             "SUITE/CASE, a model's are MODEL/decode-1 ... prefill-16384"
         )
         show(heading("cases", summary), _case_table(document["cases"]))
+    raise typer.Exit(int(broken))
 
 
-def _describe_op(op: Op) -> dict[str, Any]:
-    machine = machine_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    rows = [asdict(row) for row in preferences(op, machine) if row.order]
-    return {
-        "summary": op.summary.removeprefix(f"{op.name}: "),
-        "parameters": op.parameters(),
-        "default": op.default,
-        "preferred": [{**row, "machines": [machine]} for row in rows],
-        "implementations": {entry.spec: _describe(op, entry) for entry in find_all(op, configs=False)},
-    }
+def _rows(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Whatever may be broken."""
+    implementations = [
+        row for op in document.get("ops", {}).values() for row in op["implementations"].values()
+    ]
+    return [*implementations, *document.get("routers", {}).values()]
 
 
-def _describe(op: Op, entry: Found) -> dict[str, Any]:
-    """The same keys for every implementation; null where a file that could not be loaded would say."""
-    one = entry.implementation
-    options = None if one is None else [*inspect.signature(one.run).parameters][len(op.parameters()) :]
-    return {
-        "state": entry.state,
-        "reason": entry.reason or None,
-        "origin": entry.origin,
-        "default": entry.spec == op.default,
-        "summary": one and one.summary,
-        "options": options,
-        "configs": one and [dict(config) for config in one.configs],
-        "forward_only": one and one.forward_only,
-        "host_sync": one and (one.host_sync or None),
-        "deterministic": one and one.deterministic,
-        "reuses_output": one and one.reuses_output,
-        "ties": one and one.ties,
-    }
-
-
-def _describe_router(rule: type[Router]) -> dict[str, Any]:
-    module = sys.modules[rule.__module__]
-    router = rule(ROUTER_SIZES["D"], ROUTER_SIZES["E"], rule.fixed_K or 1)
-    built_in = rule.__module__.startswith(f"{Router.__module__.rpartition('.')[0]}.")
-    return {
-        "summary": (inspect.getdoc(module) or "").partition("\n")[0],
-        "origin": BUILT_IN if built_in else f"file {module.__file__}",
-        "causal": rule.causal,
-        "batch_dependent": rule.batch_dependent,
-        "experts_per_token": rule.experts_per_token,
-        "fixed_K": rule.fixed_K,
-        "gate_sum": rule.gate_sum,
-        "groups": rule.groups,
-        "layouts": LAYOUTS[rule.groups],
-        "parameters": {name: value.numel() for name, value in router.named_parameters()},
-        "parameters_at": ROUTER_SIZES,
-        "balance_state": [name for name, _ in router.named_buffers()],
-        "controller": rule.controller,
-        "host_sync": getattr(rule, "host_sync", None),
-        "losses": [*rule.loss_names],
-        "paper": rule.paper,
-    }
+def _ops(outside: Outside) -> dict[str, Any]:
+    """Those of this package, then new ones; implementations from outside are the last of their op."""
+    ops = {op.name: describe_op(op) for op in all_ops().values()}
+    for file in outside.ops:
+        row = described(file, outside, OpRow)
+        broken = row["state"] == "broken"
+        ops[file.op] = {
+            **row,
+            "implementations": {"op.py": broken_row(ImplementationRow, file, row["reason"])}
+            if broken
+            else {},
+        }
+    for file in outside.of("*"):
+        if file.op != ROUTERS and "op.py" not in ops[file.op]["implementations"]:
+            ops[file.op]["implementations"][file.name] = described(file, outside, ImplementationRow)
+    return ops
 
 
 def _describe_workload(family: str) -> dict[str, Any]:
@@ -190,7 +169,7 @@ def _describe_case(case: BenchCase) -> dict[str, Any]:
 
 def _op_table(op: dict[str, Any]) -> Table:
     table = two_columns(first_width=26)
-    preferred = {spec: row["machines"][0] for row in op["preferred"] for spec in row["order"][:1]}
+    preferred = {spec: row["machines"][0] for row in op["preferred"] or () for spec in row["order"][:1]}
     for impl_name, one in op["implementations"].items():
         words = [f"preferred on {preferred[impl_name]}"] if impl_name in preferred else []
         words += ["default"] if one["default"] else []
@@ -209,6 +188,7 @@ def _lines(one: dict[str, Any]) -> Text:
             "forward only" if one["forward_only"] else "",
             f"host sync: {one['host_sync']}" if one["host_sync"] else "",
             "" if one["deterministic"] else "not deterministic",
+            "batch-invariant" if one["batch_invariant"] else "",
             "reuses its output" if one["reuses_output"] else "",
             "ties in any order" if one["ties"] == "any" else "",
         ]
@@ -239,6 +219,10 @@ def _at_sizes() -> str:
 def _router_table(routers: dict[str, Any]) -> Table:
     table = two_columns(first_width=26)
     for name, rule in routers.items():
+        if rule["state"] == "broken":
+            lines = [Text(f"broken: {rule['reason']}", "red"), Text(rule["origin"], "magenta")]
+            table.add_row(Text(f"  {name}", "bold"), Text("\n").join(lines))
+            continue
         facts = [
             "causal" if rule["causal"] else "not causal: later tokens matter",
             "depends on the batch" if rule["batch_dependent"] else "each token alone",

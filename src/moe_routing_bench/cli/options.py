@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from moe_routing_bench.bench.cell import CACHES, Policy
+from moe_routing_bench.bench.cores import core_count, idle_count
 from moe_routing_bench.bench.device import VIEWS
 from moe_routing_bench.cli.finding import IncludePath
 from moe_routing_bench.workloads.cases import DIRECTIONS
@@ -65,7 +66,7 @@ class WhatOptions:
         Words,
         _list(
             help="Implementations, the baseline first; `name @ block(64)` fixes the layout, `auto` is what a "
-            "layer would use. Default: all."
+            "layer would use, `all` every one there is. Default: the few that matter."
         ),
     ] = None
     workload: Annotated[
@@ -81,8 +82,15 @@ class WhatOptions:
         Words, _list(help="For layer: moe, chain(iterations=2) or perft(kind=R,rank=8).")
     ] = None
     direction: Annotated[Words, _list(help=_explained(DIRECTIONS))] = None
+    only: Annotated[
+        str | None,
+        _option(help="batch-invariant: those that promise it, beside the fastest of the usual ones."),
+    ] = None
     seed: Annotated[int, _option(help="Random seed of routing and data.")] = 0
-    ranks: Annotated[int, _option("--ranks", help="W, ranks that share the experts.")] = 1
+    ranks: Annotated[
+        Words,
+        _list(help="W, ranks that share the experts; `mrb bench parallel` starts as many. Default: 1."),
+    ] = None
     include_path: IncludePath = None
 
 
@@ -98,24 +106,36 @@ class MeasureOptions:
             show_default=False,
         ),
     ] = None
-    threads: Annotated[int, _option(help="Number of threads, pinned to as many cores.")] = 1
+    threads: Annotated[
+        int | None,
+        _option(help="Threads, pinned to as many cores. Default: all physical cores that are idle."),
+    ] = None
     cache: Annotated[str, _option(help=_explained(CACHES))] = "hot"
     processes: Annotated[int, _option(help="Repeat in this many processes; 3 for a published figure.")] = 1
     rounds: Annotated[int, _option(help="Most rounds of a case.")] = 1000
     min_rounds: Annotated[int, _option(help="Fewest rounds of a case.")] = 20
-    seconds: Annotated[float, _option(help="Most seconds for the rounds of a case.")] = 15.0
+    seconds: Annotated[float, _option(help="Seconds for a case, with compiling and checking.")] = 60.0
     target: Annotated[float, _option(help="Stop when every ratio is known this precisely.")] = 0.01
     limit: Annotated[float, _option(help="Seconds after which a call counts as hanging.")] = 120.0
     memory: Annotated[float, _option(help="GiB that a worker may allocate.")] = 12.0
     checked: Annotated[int, _option(help="Timed results to check, for each implementation.")] = 3
     stages: Annotated[bool, _option("--stages", help="Also time the stages.")] = False
+    sandbox: Annotated[
+        bool,
+        _option("--sandbox", help="Run code from outside under bubblewrap: no network, nothing written."),
+    ] = False
+    all: Annotated[
+        bool, _option("--all", help="All rounds also for what is 5 times slower than the best.")
+    ] = False
 
-    def policy(self, suite: str = "") -> Policy:
+    def policy(self, suite: str = "", *, adapt: bool = False) -> Policy:
+        """adapt: by default use only the cores that are idle now. A sweep does not: it must find its cells
+        again when it is resumed."""
         device = self.device or ("cuda" if suite.partition("/")[0] in ON_A_GPU else "cpu")
         return Policy(
             device=device,
             view=VIEWS.get(device, ("",))[0],
-            threads=self.threads,
+            threads=chosen_threads(self.threads, adapt),
             cache=self.cache,
             processes=self.processes,
             max_rounds=self.rounds,
@@ -126,7 +146,18 @@ class MeasureOptions:
             memory_gib=self.memory,
             checked=self.checked,
             stages=self.stages,
+            sandbox=self.sandbox,
+            all=self.all,
         )
+
+
+def chosen_threads(threads: int | None, adapt: bool) -> int:
+    cores = core_count()
+    if threads is None:
+        return idle_count() if adapt else cores
+    if threads > cores:
+        raise ValueError(f"--threads {threads}, but this process may use {cores} cores")
+    return threads
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
+from moe_routing_bench.report.drawing import BLUE, FORMATS, GREY, RED, figure
 from moe_routing_bench.studies.power import PowerStudy
-
-FORMATS = (".png", ".svg", ".pdf")
-BLUE, RED, GREY = "#1f5fa8", "#b3261e", "#666666"
 
 
 def check_picture_path(path: Path) -> None:
@@ -21,13 +19,10 @@ def check_picture_path(path: Path) -> None:
 
 def draw_power(study: PowerStudy, path: Path) -> None:
     """Share of slow-downs found against their size, and how often the same code was called different."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(10, 6), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    made = figure(10, 6)
+    axes = made.add_subplot()
     slowed = [row for row in study.rows if row.percent > 0]
     if slowed:
         share = [100 * row.share for row in slowed]
@@ -70,12 +65,12 @@ def draw_power(study: PowerStudy, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     data_first = sorted(range(len(labels)), key=lambda i: isinstance(handles[i], Line2D))
-    figure.legend(
+    made.legend(
         [handles[i] for i in data_first], [labels[i] for i in data_first], loc="outside lower center",
         ncols=2, fontsize=10, frameon=False,
     )  # fmt: skip
     axes.set_title(_title(study), fontsize=11, loc="left")
-    figure.savefig(path)
+    made.savefig(path)
 
 
 def _title(study: PowerStudy) -> str:

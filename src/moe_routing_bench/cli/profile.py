@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +20,7 @@ from moe_routing_bench.cli.bench import measured
 from moe_routing_bench.cli.block_pictures import draw_shares
 from moe_routing_bench.cli.choosing import chosen_cases, made_cells
 from moe_routing_bench.cli.finding import include_all
+from moe_routing_bench.cli.fitting import fitted
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
 from moe_routing_bench.cli.pictures import check_picture_path
 from moe_routing_bench.cli.tables import outcome_document, show_outcome
@@ -94,7 +96,7 @@ def profile_block_command(
     for outcome in measured(cells, out, suite=name or ""):
         profiles = _profiles(outcome, calls=calls, chrome=chrome, nvtx=ranges)
         documents.append({**outcome_document(outcome), "profiles": _documents(profiles)})
-        if picture is not None:
+        if picture is not None and profiles:
             draw_shares(outcome, {label: one.shares for label, one in profiles.items()}, picture)
         if not as_json:
             _show(outcome, profiles, rows, chrome)
@@ -139,7 +141,7 @@ def _named_file(chrome: Path, cell: Cell, name: str) -> Path:
 
 def _show(outcome: CellOutcome, profiles: dict[str, Profile], rows: int, chrome: Path | None) -> None:
     show_outcome(outcome)
-    show("", _shares_table(profiles))
+    show("", *_shares_table(profiles))
     for name, one in profiles.items():
         show("", heading(name, f"{one.calls} calls under the profiler, {1e3 * one.seconds:.2f} ms each"))
         show(operations_table(one, rows))
@@ -147,18 +149,17 @@ def _show(outcome: CellOutcome, profiles: dict[str, Profile], rows: int, chrome:
         show("", f"Profiler traces are beside {chrome}; open them in chrome://tracing or ui.perfetto.dev.")
 
 
-def _shares_table(profiles: dict[str, Profile]) -> Table:
+def _shares_table(profiles: dict[str, Profile]) -> list[RenderableType]:
     """One row for each profile: how its time is divided."""
     names = [name for name in SHARES if any(name in one.shares for one in profiles.values())]
     titles = {"gemm": "GEMM", "fused": "one kernel", "python": "Python"}
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("share of its own time", overflow="fold")
-    for name in names:
-        table.add_column(titles.get(name, name), justify="right", no_wrap=True)
-    for label, one in profiles.items():
-        cells = [f"{100 * one.shares[n]:.1f} %" if n in one.shares else "" for n in names]
-        table.add_row(label, *cells)
-    return table
+    numbers = {
+        titles.get(name, name): [
+            f"{100 * one.shares[name]:.1f} %" if name in one.shares else "" for one in profiles.values()
+        ]
+        for name in names
+    }
+    return fitted({"share of its own time": list(profiles)}, numbers)
 
 
 def operations_table(one: Profile, rows: int) -> Table:

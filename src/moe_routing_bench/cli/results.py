@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.status import Status
-from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.cli.terminal import Json, console, fail, show, show_json
+from moe_routing_bench.cli.fitting import fitted_rows
+from moe_routing_bench.cli.terminal import Json, console, fail, show, show_json, user_mistakes
 from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.places import default_results
 from moe_routing_bench.results.flat import COLUMNS, quoted
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 
 MOST_SHOWN = 1_000
 MOST_CASES = 40
+MOST_CELL_LETTERS = 300
 # the newest run of every case under the same conditions, and the best implementation in it
 SAME = (
     'span, direction, router, layer, "case", T, D, F, E, K, W, dtype, activation, workload, routing_seed, '
@@ -51,7 +54,8 @@ ORDER BY ALL
 def results_command(
     sql: Annotated[str | None, typer.Argument(metavar="SQL", help="One SELECT over records.")] = None,
     folder: Annotated[
-        Path | None, typer.Option("--folder", "-f", help="The results folder. Default: ./results.")
+        Path | None,
+        typer.Option("--folder", "-f", help="The results folder. Default: where `mrb bench` saves."),
     ] = None,
     router: Annotated[str | None, typer.Option(help="Only this router, with or without its options.")] = None,
     layer: Annotated[str | None, typer.Option(help="Only this kind of layer: moe, chain, ...")] = None,
@@ -74,9 +78,9 @@ def results_command(
         _show_columns(as_json)
         return
     if folder is None:
-        folder = Path("results")
+        folder = default_results()
         if not folder.is_dir():
-            fail("there is no folder ./results; name one with --folder, or run mrb bench layer --out results")
+            fail(f"nothing is saved yet in {folder}, where `mrb bench` saves; --folder names another")
     left_out = LeftOut()
     filters = {"router": router, "layer": layer, "direction": direction}
     wanted = {name: value for name, value in filters.items() if value is not None}
@@ -104,7 +108,10 @@ def results_command(
 
 
 def export_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A results folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A results folder, or the word `kernels`.")],
+    target_folder: Annotated[
+        Path | None, typer.Argument(metavar="[TARGET]", help="For `kernels`: the new folder to write.")
+    ] = None,
     parquet: Annotated[
         Path | None,
         typer.Option("--parquet", metavar="FILE", help="The Parquet file to write."),
@@ -119,10 +126,17 @@ def export_command(
       mrb export results --parquet results.parquet
       mrb export results --csv results.csv
       python -c "import duckdb; print(duckdb.read_parquet('results.parquet'))"
+      mrb export kernels DIR    our kernels as a folder for Hugging Face's `kernels`
 
     In CSV, lists and maps are JSON. Text that begins with = + - @ ' or a tab
     gets a ' in front, so that no spreadsheet runs it as a formula.
     """
+    if target_folder is not None:
+        with user_mistakes():
+            if str(folder) != "kernels" or parquet or csv:
+                raise ValueError("write `mrb export kernels DIR`, or `mrb export DIR --csv FILE`")
+            show(f"{target_folder}: {_kernels(target_folder)}")
+        return
     left_out = LeftOut()
     with reading():
         if (parquet is None) == (csv is None):
@@ -143,6 +157,16 @@ def export_command(
     show_left_out(left_out)
 
 
+def _kernels(target: Path) -> str:
+    from moe_routing_bench.models.hub_folder import export_folder
+
+    try:
+        written = export_folder(target)
+    except OSError as error:
+        raise ValueError(f"cannot write {target}: {error.strerror}") from None
+    return ", ".join(f"{variant} ({count} files)" for variant, count in written.items())
+
+
 @contextmanager
 def reading() -> Iterator[Status]:
     """Around code that reads results: a spinner on a terminal, and one sentence for a mistake."""
@@ -151,6 +175,9 @@ def reading() -> Iterator[Status]:
             yield status
     except ValueError as error:
         fail(printable(error))
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        fail(printable(f"cannot read the results{where}: {error.strerror or error}"))
 
 
 def printable(text: object) -> str:
@@ -158,20 +185,22 @@ def printable(text: object) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in str(text))
 
 
-def table_of(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """Cells are words or numbers; a Text keeps its colour."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(columns):
-        numbers = any(isinstance(row[number], (int, float, Decimal)) for row in rows)
-        table.add_column(
-            Text(printable(column)), justify="right" if numbers else "left", overflow="fold", no_wrap=False
-        )
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(_cell(cell)) for cell in row))
-    return table
+def table_of(columns: Sequence[str], rows: Sequence[Sequence[object]], words: Collection[str] = ()) -> Group:
+    """Cells are words or numbers; a Text keeps its colour. words: columns that may move to a legend, by
+    default those without a number."""
+    names = [printable(column) for column in columns]
+    numeric = {
+        name
+        for number, name in enumerate(names)
+        if any(isinstance(row[number], (int, float, Decimal)) for row in rows)
+    }
+    cells = [[cell if isinstance(cell, Text) else Text(_cell(cell)) for cell in row] for row in rows]
+    return fitted_rows(names, cells, words or set(names) - numeric, numeric)
 
 
 def show_left_out(left_out: LeftOut) -> None:
+    for remark in left_out.remarks:
+        console(stderr=True).print(Text(printable(remark), "yellow"))
     if not left_out.count:
         return
     lines = "1 line was" if left_out.count == 1 else f"{left_out.count:,} lines were"
@@ -182,7 +211,7 @@ def show_left_out(left_out: LeftOut) -> None:
 
 
 def left_out_json(left_out: LeftOut) -> dict[str, Any]:
-    return {"lines": left_out.count, "first": left_out.first}
+    return {"lines": left_out.count, "first": left_out.first, "remarks": left_out.remarks}
 
 
 def _condition(folder: Path, column: str, wanted: str) -> str:
@@ -201,7 +230,9 @@ def _cell(value: object) -> str:
         return "-"
     if isinstance(value, (float, Decimal)):
         return f"{value:.4g}"
-    return printable(value)
+    text = str(value)
+    more = f"... and {len(text) - MOST_CELL_LETTERS:,} more letters" if len(text) > MOST_CELL_LETTERS else ""
+    return printable(text[:MOST_CELL_LETTERS]) + more
 
 
 def _plain(value: Any) -> Any:
@@ -246,7 +277,8 @@ def _show_overview(
     else:
         show("Best of each case, by the ratio to the baseline of the same run:")
         shown = [dict(zip(names, row, strict=True)) for row in rows[:MOST_CASES]]
-        show(table_of(("case", "best", "ms", "ratio", "baseline", "verdict", "of"), [*map(_best, shown)]))
+        columns = ("case", "best", "ms", "ratio", "baseline", "verdict", "of")
+        show(table_of(columns, [*map(_best, shown)], words=("case", "best", "baseline")))
         if len(rows) > MOST_CASES:
             show(f"and {len(rows) - MOST_CASES:,} more cases; all of them: mrb results --json")
     show("", Text('Ask more with mrb results "SELECT ..."; mrb results --columns shows the columns.', "dim"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,16 +10,20 @@ import typer
 from rich.text import Text
 
 from moe_routing_bench.bench.executor import ENGINES
+from moe_routing_bench.bench.floor import raise_stored
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.cli.choosing import check_device, made_cells, suite_cases
+from moe_routing_bench.cli.ending import NOT_TIMED, end, stopped
 from moe_routing_bench.cli.finding import include_all
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
 from moe_routing_bench.cli.progress import shown_progress
-from moe_routing_bench.cli.tables import outcome_document, short_label
+from moe_routing_bench.cli.tables import outcome_document
 from moe_routing_bench.cli.terminal import Json, pick, show, show_json, user_mistakes
 from moe_routing_bench.machine import this_machine
+from moe_routing_bench.names import short_label
+from moe_routing_bench.results.shards import Shard
 from moe_routing_bench.results.sweep import SweepPlan, plan_sweep, run_sweep
 from moe_routing_bench.workloads.cases import SUITES
 
@@ -41,6 +46,10 @@ def sweep_command(
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Repeat cells in which something did not pass.")
     ] = False,
+    shard: Annotated[
+        str,
+        typer.Option(metavar="I/N", help="Every N-th cell only, for N machines; auto in a Slurm array."),
+    ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show cells and time, measure nothing.")] = False,
     engine: Annotated[str, typer.Option(help=f"What runs the cells: {', '.join(ENGINES)}.")] = "local",
     as_json: Json = False,
@@ -54,6 +63,7 @@ def sweep_command(
       mrb sweep layer --tokens 128,512 --experts 32,64 --topk 1,2 --out results
       mrb sweep seed-grid~scaled --out results --layout "compact,block(64)"
       mrb sweep gpu-quick --out gpu           needs a GPU; takes under 15 minutes
+      mrb sweep seed-grid --out part1 --shard 1/2        then `mrb merge`
 
     A cell is one case under one workload; its implementations are timed
     together. A LIST is separated by commas; every combination is measured.
@@ -63,6 +73,8 @@ def sweep_command(
     with user_mistakes():
         policy = measure.policy(suite)
         cells = made_cells(suite_cases(suite, sizes, what), what, policy)
+        if shard:
+            cells = list(Shard.parse(shard, os.environ).part(cells))
         plan = plan_sweep(cells, out, retry_failed=retry_failed)
         if not resume:
             plan = SweepPlan(todo=tuple(cells), done=0, failed=0)
@@ -75,20 +87,28 @@ def sweep_command(
     if not as_json:
         show(_sentence(plan))
     outcomes: list[CellOutcome] = []
-    with shown_progress(len(plan.todo)) as progress, user_mistakes():
-        source = run_sweep(
-            plan.todo, out, ENGINES[engine](), suite=suite, roofs=roofs, on_progress=progress.update
-        )
-        for outcome in source:
-            progress.cell_done()
-            outcomes.append(outcome)
-            if not as_json:
-                text = _line(outcome)
-                progress.pause(lambda text=text: show(text))  # type: ignore[misc]
+    try:
+        with shown_progress(len(plan.todo)) as progress, user_mistakes():
+            source = run_sweep(
+                plan.todo, out, ENGINES[engine](), suite=suite, roofs=roofs, on_progress=progress.update
+            )
+            for outcome in source:
+                progress.cell_done()
+                raise_stored(outcome)
+                outcomes.append(outcome)
+                if not as_json:
+                    text = _line(outcome)
+                    progress.pause(lambda text=text: show(text))  # type: ignore[misc]
+    except KeyboardInterrupt:
+        advice = f"The same command goes on from here; `mrb results --folder {out}` shows what there is."
+        stopped(len(outcomes), len(plan.todo), advice)
     if as_json:
         show_json({**_numbers(plan), "cells": [outcome_document(one) for one in outcomes]})
     else:
         show(f"Results are in {out}: `mrb results --folder {out}`, `mrb decide {out}`.")
+    end(outcomes, what)
+    if plan.failed and not retry_failed:
+        raise typer.Exit(NOT_TIMED)  # the first sentence said so
 
 
 def _show_plan(plan: SweepPlan, as_json: bool) -> None:

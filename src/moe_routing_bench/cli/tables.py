@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, get_args
 
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from moe_routing_bench.bench.outcome import CellOutcome, Direction, SubjectOutcome
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.cli.terminal import console, heading, show, two_columns
+from moe_routing_bench.cli.fitting import Cells, fitted
+from moe_routing_bench.cli.terminal import heading, show, two_columns
 from moe_routing_bench.machine import this_machine
+from moe_routing_bench.names import short_label
 
 STYLES = {"FASTER": "green", "SLOWER": "red", "SAME": "cyan", "UNDECIDED": "yellow"}
-NARROW = 100  # columns of a terminal in which memory is left out, to make room for names
 PLAIN_LAYER = "moe"
 # what may differ between the rows of a ranking
 FACTS: dict[str, Callable[[CellOutcome, SubjectOutcome], str]] = {
@@ -44,22 +46,33 @@ def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | No
     show("", heading(cell.case.name, f"{span}, {sizes}, {cell.case.dtype}, {cell.workload or 'own router'}"))
     ranked = sorted((o for o in outcome.subjects if o.samples), key=_ratio)
     if ranked:
-        show(_ranking(outcome, ranked))
+        show(*_ranking(outcome, ranked))
         for table in _loads(outcome, ranked), _stages(outcome, ranked):
-            if table is not None:
-                show("", table)
-    rest = [o for o in outcome.subjects if not o.samples]
-    if rest:
-        show("", "Not timed")
-        absent = two_columns(20)
-        for one in rest:
-            style = "yellow" if one.status is Status.UNSUPPORTED else "red"
-            absent.add_row(f"  {_name(one, outcome)}", Text.assemble((one.status, style), f"  {one.reason}"))
-        show(absent)
+            if table:
+                show("", *table)
+    _show_not_timed(outcome)
     show("", *(Text(note, "dim") for note in _notes(outcome, ranked, roofs)))
     if repro:
         for one in ranked:
             show(Text(f"{_name(one, outcome)}: {repro_command(cell, one.subject)}", "dim"))
+
+
+def _show_not_timed(outcome: CellOutcome) -> None:
+    """One line for each reason, with the names of all that have it."""
+    names: dict[tuple[Status, str], list[str]] = {}
+    for one in outcome.subjects:
+        if not one.samples:
+            # what it says of itself begins with its name: topk.triton_select: needs triton
+            reason = re.sub(rf"^\w+\.{re.escape(one.subject.spec)}: ", "", one.reason)
+            names.setdefault((one.status, reason), []).append(_name(one, outcome))
+    if not names:
+        return
+    show("", "Not timed")
+    table = two_columns()
+    for (status, reason), those in names.items():
+        style = "yellow" if status is Status.UNSUPPORTED else "red"
+        table.add_row(Text(f"  {status}", style), f"{', '.join(those)}: {reason}")
+    show(table)
 
 
 def show_summary(outcomes: Sequence[CellOutcome]) -> None:
@@ -81,10 +94,18 @@ def show_summary(outcomes: Sequence[CellOutcome]) -> None:
         if name not in varying and values[0]
     ]
     show("", heading(f"{len(outcomes)} cells", ", ".join(same)))
-    table = _table(*varying, "ms", "tokens/s", "ratio", "99 % interval", "verdict")
-    for row, *facts in zip(rows, *varying.values(), strict=True):
-        table.add_row(*facts, _ms(row[1]), per_second(_tokens(*row)), *_compared(row[1]))
-    show(table, "", Text("A ratio is to the baseline of its own cell, timed in the same rounds.", "dim"))
+    words = {name: values for name, values in varying.items() if len(name) > 1}
+    numbers: dict[str, Cells] = {name: values for name, values in varying.items() if len(name) == 1}
+    ratios, intervals, verdicts = zip(*(_compared(one) for _, one in rows), strict=True)
+    numbers |= {
+        "ms": [_ms(one) for _, one in rows],
+        "tokens/s": [per_second(_tokens(*row)) for row in rows],
+        "ratio": ratios,
+        "99 % interval": intervals,
+        "verdict": verdicts,
+    }
+    show(*fitted(words, numbers), "")
+    show(Text("A ratio is to the baseline of its own cell, timed in the same rounds.", "dim"))
 
 
 def per_second(rate: float) -> str:
@@ -99,16 +120,6 @@ def _digits(value: float) -> str:
     if value < 0.9995:
         return f"{value:#.2g}"
     return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
-
-
-def _table(*columns: str) -> Table:
-    """Words are on the left and may fold; numbers are on the right and do not."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in columns:
-        words = (name in FACTS and len(name) > 1) or name in ("case", "time share of stages")
-        left = words or name == "verdict"
-        table.add_column(name, overflow="fold", no_wrap=not words, justify="left" if left else "right")
-    return table
 
 
 def _ms(one: SubjectOutcome) -> str:
@@ -131,20 +142,27 @@ def _compared(one: SubjectOutcome) -> tuple[str, str, Text]:
     return f"{compared.ratio:.3f}", f"{low:.3f} to {high:.3f}", Text(verdict, STYLES[verdict])
 
 
-def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> Table:
-    rates = _rates(outcome, ranked)
-    shares = ["of roof"] if any(one.floor_seconds for one in ranked) else []
-    peaks = ["peak MiB"] if console().width > NARROW else []
-    table = _table("implementation", "ms", *rates, "ratio", "99 % interval", "verdict", *shares, *peaks)
-    for one, *per in zip(ranked, *rates.values(), strict=True):
-        cells: list[Any] = [_name(one, outcome), _ms(one), *per, *_compared(one)]
-        if shares:
-            floor = one.floor_seconds
-            cells.append(f"{100 * min(1.0, floor / median(one.samples)):.0f} %" if floor else "")
-        if peaks:
-            cells.append(f"{one.peak_rss_bytes / 2**20:,.0f}" if one.peak_rss_bytes else "")
-        table.add_row(*cells)
-    return table
+def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[RenderableType]:
+    ratios, intervals, verdicts = zip(*map(_compared, ranked), strict=True)
+    numbers: dict[str, Cells] = {
+        "ms": [_ms(one) for one in ranked],
+        **_rates(outcome, ranked),
+        "ratio": ratios,
+        "99 % interval": intervals,
+        "verdict": verdicts,
+    }
+    if any(one.floor_seconds for one in ranked):
+        numbers["of roof"] = [_share(one) for one in ranked]
+    numbers["peak MiB"] = [
+        f"{one.peak_rss_bytes / 2**20:,.0f}" if one.peak_rss_bytes else "" for one in ranked
+    ]
+    names = [_name(one, outcome) for one in ranked]
+    return fitted({"implementation": names}, numbers, spare=("peak MiB", "GB/s", "of roof"))
+
+
+def _share(one: SubjectOutcome) -> str:
+    floor = one.floor_seconds
+    return f"{100 * min(1.0, floor / median(one.samples)):.0f} %" if floor else ""
 
 
 def _rates(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
@@ -165,38 +183,44 @@ def _rates(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list
     return columns
 
 
-def _loads(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> Table | None:
-    """What each layout and router pads and drops; None if there is one only, and it does neither."""
+def _loads(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[RenderableType]:
+    """What each layout and router pads and drops; empty if there is one only, and it does neither."""
     names = [name for name in ("router", "layer", "layout") if name == "layout" or _varies(name, outcome)]
     facts = {tuple(FACTS[name](outcome, one) for name in names): one.load for one in ranked}
     if len(facts) == 1 and not any(
         load.get("padded_rows") or load.get("dropped_pairs") for load in facts.values()
     ):
-        return None
-    table = _table(*names, "padding waste", "dropped pairs", "max / mean load")
-    for values, load in facts.items():
-        if load.get("tile_efficiency") is None:
-            continue
-        table.add_row(
-            *values,
-            f"{100 * (1 - float(load['tile_efficiency'] or 0)):.1f} %",
-            f"{load['dropped_pairs']:,}",
-            f"{load['max_over_mean']:.2f}",
-        )
-    return table
+        return []
+    known = {values: load for values, load in facts.items() if load.get("tile_efficiency") is not None}
+    if not known:
+        return []
+    words = dict(zip(names, zip(*known, strict=True), strict=True))
+    wasted = [1 - float(load["tile_efficiency"] or 0) for load in known.values()]
+    numbers = {
+        "padding waste": [f"{100 * share:.1f} %" for share in wasted],
+        "dropped pairs": [f"{load['dropped_pairs']:,}" for load in known.values()],
+        "max / mean load": [f"{load['max_over_mean']:.2f}" for load in known.values()],
+    }
+    return fitted(words, numbers)
 
 
-def _stages(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> Table | None:
+def _stages(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[RenderableType]:
     """Each stage as a share of their sum, and the sum over the time of the whole."""
     names = list(dict.fromkeys(name for one in ranked for name in one.stages))
     if not names:
-        return None
-    table = _table("time share of stages", *names, "sum / whole")
-    for one in ranked:
-        total = sum(one.stages.values())
-        shares = [f"{100 * one.stages[n] / total:.1f} %" if n in one.stages else "" for n in names]
-        table.add_row(_name(one, outcome), *shares, f"{total / median(one.samples):.2f}")
-    return table
+        return []
+    totals = [sum(one.stages.values()) for one in ranked]
+    numbers = {
+        name: [
+            f"{100 * one.stages[name] / total:.1f} %" if name in one.stages else ""
+            for one, total in zip(ranked, totals, strict=True)
+        ]
+        for name in names
+    }
+    numbers["sum / whole"] = [
+        f"{total / median(one.samples):.2f}" for one, total in zip(ranked, totals, strict=True)
+    ]
+    return fitted({"time share of stages": [_name(one, outcome) for one in ranked]}, numbers)
 
 
 PLACES = {
@@ -224,8 +248,11 @@ def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | No
     if outcome.weather is not None:
         complaints = outcome.weather.complaints(this_machine().cores, policy.threads)
         notes += [f"Weather: {complaint}." for complaint in complaints]
-    if roofs is None:
-        notes.append("Run `mrb doctor` once to measure this machine's roofs and see times as shares of them.")
+    if roofs is None or not roofs.quiet:
+        notes.append(
+            "Run `mrb doctor` once while the machine is quiet: it measures the machine's roofs, and times "
+            "are then shown as shares of them."
+        )
     return notes
 
 
@@ -239,13 +266,6 @@ def _name(one: SubjectOutcome, outcome: CellOutcome) -> str:
 
 def _varies(fact: str, outcome: CellOutcome) -> bool:
     return len({FACTS[fact](outcome, one) for one in outcome.subjects}) > 1
-
-
-def short_label(label: str) -> str:
-    """The label without parts that are defaults: staged(combine=gather_sum,...) is plain staged."""
-    for default in ("combine=gather_sum", "dispatch=index_select", "grouped_gemm=expert_loop"):
-        label = label.replace(f"{default},", "").replace(f",{default}", "").replace(f"({default})", "")
-    return label
 
 
 def outcome_document(outcome: CellOutcome) -> dict[str, Any]:

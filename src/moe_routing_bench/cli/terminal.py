@@ -25,9 +25,18 @@ def pick(what: str, name: str, choices: Iterable[str]) -> str:
     return name
 
 
-def fail(sentence: str) -> NoReturn:
+def say(sentence: str) -> None:
+    """On stderr, beside the output."""
     console(stderr=True).print(Text.assemble(("mrb: ", "bold red"), sentence))
+
+
+def fail(sentence: str) -> NoReturn:
+    say(sentence)
     raise typer.Exit(2)
+
+
+class MistakeError(ValueError):
+    """A sentence about the user's input, from code that may also raise ValueErrors of its own."""
 
 
 @contextmanager
@@ -64,8 +73,11 @@ def heading(name: str, summary: str) -> Text:
 
 
 def two_columns(first_width: int | None = None) -> Table:
+    """A name and what is said of it. On a terminal a name takes at most half of a line."""
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True, min_width=first_width)
+    screen = console()
+    most = max(screen.width // 2, first_width or 0) if screen.is_terminal else None
+    table.add_column(min_width=first_width, max_width=most, overflow="fold", no_wrap=most is None)
     table.add_column(overflow="fold")
     return table
 

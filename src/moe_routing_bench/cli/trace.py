@@ -1,10 +1,12 @@
-"""mrb trace record and mrb trace show: write the routing of a real model into a file, and look at it."""
+"""mrb trace record and mrb trace show: write the routing of a real model into a file, and look at it.
+
+The other commands of mrb trace stand in trace_files.py.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +32,10 @@ from moe_routing_bench.cli.terminal import (
     two_columns,
     user_mistakes,
 )
+from moe_routing_bench.cli.trace_files import check_command, diff_command, import_command, read_layers
 from moe_routing_bench.cli.trace_pictures import draw_trace
 from moe_routing_bench.models.tracing import ModelTrace, pieces, record_trace
+from moe_routing_bench.results.training import SETTINGS, load_model
 from moe_routing_bench.workloads.trace import Trace, read_trace, write_trace
 from moe_routing_bench.workloads.trace_summary import LayerSummary, summarise
 
@@ -44,15 +48,18 @@ SHOWN_DOCUMENTS = 12
 
 trace_app = typer.Typer(
     no_args_is_help=True,
-    help="Record what a model's MoE layers choose, and look at it.",
+    help="What a model's MoE layers choose: record, look, check, compare.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+trace_app.command("import")(import_command)
+trace_app.command("check")(check_command)
+trace_app.command("diff")(diff_command)
 
 
 @trace_app.command("record")
 def record_command(
     model: Annotated[
-        str, typer.Option(help="A folder with a Transformers checkpoint, or a name on the Hub.")
+        str, typer.Option(help="A Transformers checkpoint, a name on the Hub, or a run of mrb train.")
     ],
     text: Annotated[list[Path], typer.Option(help="A UTF-8 text to read. Repeatable: each is a document.")],
     out: Annotated[Path, typer.Option(help="The file to write, usually NAME.safetensors.")],
@@ -67,6 +74,10 @@ def record_command(
         typer.Option(help="A folder or name; `bytes`: each byte is a token. Default: the model's own."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto: the checkpoint's; float32, bfloat16, float16.")] = "auto",
+    scores: Annotated[
+        bool,
+        typer.Option("--scores", help="Keep the routers' scores too, for the margins of mrb trace diff."),
+    ] = False,
 ) -> None:
     """Run a model over texts and write down what every MoE layer chose, with gates, positions and documents.
 
@@ -79,7 +90,9 @@ def record_command(
     Replay it in any benchmark: --workload "trace(t.safetensors,layer=3)".
     """
     with _mistakes():
-        _check_record(text, out, tokens, batch, sequence, dtype)
+        _check_record(model, text, out, tokens, batch, sequence, dtype)
+        if tokenizer is None and _is_run(Path(model).expanduser()):
+            tokenizer = BYTES
         wanted = None if layers is None else read_layers(layers)
         loaded = _load_model(model, dtype)
         share = math.ceil(tokens / len(text))
@@ -92,10 +105,13 @@ def record_command(
                 layers=wanted,
                 max_tokens=total,
                 on_tokens=on_tokens,
+                scores=scores,
             )
         names = [path.name for path in text]
         source = _source(model, tokenizer, dtype, names, batch, sequence)
-        write_trace(out, *trace.routings(), source=source, documents=names, **trace.labels())
+        write_trace(
+            out, *trace.routings(), source=source, documents=names, score_TE=trace.scores(), **trace.labels()
+        )
     show(_written(trace, out))
 
 
@@ -153,26 +169,14 @@ def _first_line(error: Exception) -> str:
     return printable(str(error).strip().partition("\n")[0]) or type(error).__name__
 
 
-def read_layers(text: str) -> list[int]:
-    """The text 0,4,8-11 as [0, 4, 8, 9, 10, 11]."""
-    layers: list[int] = []
-    for word in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", word)
-        if match is None:
-            raise ValueError(f"cannot read {word.strip()!r} in --layers {text!r}; write numbers: 0,4,8-11")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise ValueError(f"--layers goes from {first} down to {last}; write {last}-{first}")
-        layers += range(first, last + 1)
-    return layers
-
-
 def printable(text: str) -> str:
     """Text from a file without what would steer a terminal, at most 500 letters of it."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:500])
 
 
-def _check_record(text: list[Path], out: Path, tokens: int, batch: int, sequence: int, dtype: str) -> None:
+def _check_record(
+    model: str, text: list[Path], out: Path, tokens: int, batch: int, sequence: int, dtype: str
+) -> None:
     """Before a model is loaded, which may take minutes."""
     for name, value, most in (
         ("tokens", tokens, MAX_TOKENS),
@@ -192,13 +196,20 @@ def _check_record(text: list[Path], out: Path, tokens: int, batch: int, sequence
         raise ValueError(f"{out.parent} is not a folder; make it first")
     if out.is_dir():
         raise ValueError(f"{out} is a folder; name a file in it")
-    if importlib.util.find_spec("transformers") is None:
+    if not _is_run(Path(model).expanduser()) and importlib.util.find_spec("transformers") is None:
         raise ValueError("recording a model needs transformers; pip install 'moe-routing-bench[hf]'")
 
 
+def _is_run(folder: Path) -> bool:
+    """Did `mrb train` write this folder?"""
+    return (folder / SETTINGS).is_file()
+
+
 def _load_model(name: str, dtype: str) -> Any:
-    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
     folder = Path(name).expanduser()
+    if _is_run(folder):
+        return load_model(folder)
+    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
     if looks_local and not (folder / "config.json").is_file():
         raise ValueError(f"{name} holds no checkpoint: there is no config.json in it")
     from transformers import AutoModelForCausalLM
@@ -262,14 +273,19 @@ def _bar(total: int, what: str) -> Iterator[Any]:
 def _source(
     model: str, tokenizer: str | None, dtype: str, names: list[str], batch: int, sequence: int
 ) -> str:
-    import transformers
-
     source = (
         f"mrb trace record --model {model} --tokenizer {tokenizer or model} --dtype {dtype} --batch {batch} "
-        f"--sequence {sequence}; texts {', '.join(names)}; transformers {transformers.__version__}, "
-        f"torch {torch.__version__}"
+        f"--sequence {sequence}; texts {', '.join(names)}; {_library(model)}torch {torch.__version__}"
     )
     return printable(source)
+
+
+def _library(model: str) -> str:
+    if _is_run(Path(model).expanduser()):
+        return ""
+    import transformers
+
+    return f"transformers {transformers.__version__}, "
 
 
 def _written(trace: ModelTrace, out: Path) -> str:

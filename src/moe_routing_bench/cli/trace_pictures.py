@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_routing_bench.cli.pictures import BLUE, GREY, RED
+from moe_routing_bench.report.drawing import BLUE, GREY, RED
 from moe_routing_bench.workloads.trace import Trace
 from moe_routing_bench.workloads.trace_summary import LayerSummary, lift_EE
 

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.conformance.cases import DTYPES, Case, distinct
+from moe_routing_bench.conformance.cases import DTYPES, Case
+from moe_routing_bench.conformance.choices import distinct
 from moe_routing_bench.experts import GATED, ExpertWeights
 from moe_routing_bench.ops.make_plan.op import reference as make_plan
-from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.ops.registry import get_op
 from moe_routing_bench.ops.score_topk.op import ScoreRule
+from moe_routing_bench.parallel.traffic import Traffic
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 
@@ -69,6 +71,8 @@ class HardArguments:
         if case.equal_gates:
             gate_TK = torch.full_like(gate_TK, 0.5)
         gate_TK = gate_TK.to(torch.float32 if case.float32_gates else self.dtype)
+        if case.nan_gates:
+            gate_TK = torch.where((expert_TK >= 0) & (expert_TK < case.E), gate_TK, float("nan"))
         if case.strided:
             expert_TK, gate_TK = (_strided(given, case.column_step) for given in (expert_TK, gate_TK))
         return Routing(expert_TK=expert_TK, gate_TK=gate_TK, num_experts=case.E, ragged=case.ragged)
@@ -87,12 +91,13 @@ class HardArguments:
         if self.case.beyond_int32:
             # row t starts at element t: T * D logical elements in T + D of memory
             return self._floats("x_TD", T + D).as_strided((T, D), (1, 1))
-        return self._floats("x_TD", T, D, scale=self.case.x_scale)
+        return self._poisoned(self._floats("x_TD", T, D, scale=self.case.x_scale), torch.arange(T))
 
     @property
     def x_RD(self) -> Tensor:
         x_RD = self._floats("x_RD", self.plan.num_rows, self.case.D)
-        return x_RD.masked_fill_((self.plan.pair_R < 0).unsqueeze(1), 0.0) if len(x_RD) else x_RD
+        x_RD = x_RD.masked_fill_((self.plan.pair_R < 0).unsqueeze(1), 0.0) if len(x_RD) else x_RD
+        return self._poisoned(x_RD, self.plan.token_R())
 
     @property
     def y_RD(self) -> Tensor:
@@ -103,8 +108,21 @@ class HardArguments:
             first_T, second_T = plan.row_TK[:, 0], plan.row_TK[:, 1]
             ratio_T1 = (gate_TK[:, 0].double() / gate_TK[:, 1].double()).unsqueeze(1)
             y_RD[second_T] = (-y_RD[first_T].double() * ratio_T1).to(self.dtype)
+        y_RD = self._poisoned(y_RD, plan.token_R())
         # rows that must never be read
         return y_RD.masked_fill_((plan.pair_R < 0).unsqueeze(1), float("nan"))
+
+    def _poisoned(self, values: Tensor, token: Tensor) -> Tensor:
+        """NaN in the rows of token 1, if the case wants it."""
+        return values.masked_fill_((token == 1).unsqueeze(1), float("nan")) if self.case.nan_token else values
+
+    @property
+    def y_QD(self) -> Tensor:
+        return self.y_RD
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic.alone(self.plan)
 
     @property
     def weights(self) -> ExpertWeights:
@@ -151,13 +169,13 @@ def _plan(case: Case, layout: str, dtype: str, seed: int) -> RoutingPlan:
 
 def arguments(op: str, case: Case, layout: str, dtype: str, seed: int = 0) -> dict[str, Any]:
     """The op's arguments by name, fresh."""
-    return all_ops()[op].arguments(HardArguments(case, layout, dtype, seed))
+    return get_op(op).arguments(HardArguments(case, layout, dtype, seed))
 
 
 def upstream(op: str, case: Case, shape: torch.Size, args: Mapping[str, Any]) -> Tensor:
     """The gradient that comes back to the result, in float64, for args on the host."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{case.name} backward".encode()))
-    return all_ops()[op].upstream(torch.randn(shape, generator=generator, dtype=torch.float64), args)
+    return get_op(op).upstream(torch.randn(shape, generator=generator, dtype=torch.float64), args)
 
 
 def _strided(values: Tensor, step: int = 1) -> Tensor:
@@ -184,11 +202,30 @@ def fresh_arguments(
     device: str = "cpu",
 ) -> dict[str, Any]:
     """The arguments anew, on a device; with_grad makes every floating tensor and weight a leaf that wants a
-    gradient."""
+    gradient. Adapters learn in place of the weights they stand on, and are found by leaves_of."""
 
     def leaf(tensor: Tensor) -> Tensor:
+        if case.adapters and tensor.ndim == 3:
+            return _adapted(tensor)
         tensor = on_device(tensor.double() if double and tensor.is_floating_point() else tensor, device)
         return tensor.requires_grad_(with_grad and tensor.is_floating_point())
+
+    def _adapted(weight: Tensor) -> Tensor:
+        """w + (down @ up) / 2 for each expert, kept in the case's order; `weight` is E x inputs x outputs."""
+        (E, inputs, outputs), rank = weight.shape, 3
+        draws = torch.Generator().manual_seed(zlib.crc32(f"{case.name} {inputs} {outputs}".encode()) + seed)
+        sizes = ((E, inputs, rank), (E, rank, outputs))
+        down, up = (torch.randn(size, generator=draws) / size[1] ** 0.5 for size in sizes)
+        if case.adapters == "output first":
+            weight, down, up = (one.transpose(1, 2).contiguous() for one in (weight, down, up))
+        kind = torch.float64 if double else weight.dtype
+        # rounded first, so that all precisions start from the same numbers
+        down, up = (one.to(weight.dtype).to(device, kind).requires_grad_(with_grad) for one in (down, up))
+        delta = torch.bmm(down, up) if case.adapters == "input first" else torch.bmm(up, down)
+        adapted = weight.to(device, kind) + 0.5 * delta
+        adapted = adapted if case.adapters == "input first" else adapted.transpose(1, 2)
+        adapted.adapters = {"down": down, "up": up}  # type: ignore[attr-defined]
+        return adapted
 
     made: dict[str, Any] = {}
     for name, value in arguments(op_name, case, layout, dtype, seed).items():
@@ -197,7 +234,7 @@ def fresh_arguments(
         elif isinstance(value, ExpertWeights):
             leaves: dict[str, Any] = {n: leaf(t) for n, t in value.tensors().items()}
             made[name] = replace(value, **leaves)
-        elif isinstance(value, (Routing, RoutingPlan)):
+        elif isinstance(value, (Routing, RoutingPlan, Traffic)):
             tensors = {f.name: getattr(value, f.name) for f in fields(value)}
             moved: Any = {n: on_device(t, device) for n, t in tensors.items() if isinstance(t, Tensor)}
             made[name] = replace(value, **moved)
@@ -221,8 +258,10 @@ def on_device(tensor: Tensor, device: str) -> Tensor:
 def leaves_of(args: Mapping[str, Any]) -> dict[str, Tensor]:
     leaves: dict[str, Tensor] = {}
     for name, value in args.items():
-        if isinstance(value, ExpertWeights):
-            leaves.update(value.tensors())
-        elif isinstance(value, Tensor) and value.is_floating_point():
-            leaves[name] = value
+        tensors = value.tensors() if isinstance(value, ExpertWeights) else {name: value}
+        for one, tensor in tensors.items():
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                continue
+            adapters = getattr(tensor, "adapters", None)
+            leaves |= {one: tensor} if adapters is None else {f"{one}.{n}": t for n, t in adapters.items()}
     return leaves

@@ -8,6 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_routing_bench.conformance.choices import (
+    first_and_last_experts,
+    last_tokens_only,
+    nowhere,
+    only_experts,
+    out_of_range,
+    ragged,
+)
 from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 
@@ -39,10 +47,14 @@ class Case:
     float32_gates: bool = False
     equal_gates: bool = False
     cancelling: bool = False
+    adapters: str = ""  # "input first", "output first": low-rank adapters that learn, on weights kept so
+    nan_token: bool = False  # one token is NaN
+    nan_gates: bool = False  # where there is no expert
     x_scale: float = 1.0  # of expert_ffn
     rule: ScoreRule = PLAIN  # of score_topk
     far_logits: float = 0.0  # their middle: around -60 scores underflow, around 100 exp(z) overflows
     beyond_int32: bool = False  # x_TD has more than 2^31 elements, in overlapping memory; forward only
+    batches: bool = False  # also: do a token's bits depend on its batch?
     ops: tuple[str, ...] = ()  # those it is hard for; none named: every op
     dtypes: tuple[str, ...] = tuple(DTYPES)
 
@@ -68,45 +80,7 @@ class KitCell:
         return f"{self.op}.{self.spec}-{self.case}-{self.layout}-{self.dtype}-{self.device}"
 
 
-def distinct(case: Case, generator: torch.Generator) -> Tensor:
-    return torch.rand(case.T, case.E, generator=generator).argsort(dim=1)[:, : case.K]
-
-
-def only_experts(*experts: int) -> Callable[[Case, torch.Generator], Tensor]:
-    def choose(case: Case, generator: torch.Generator) -> Tensor:
-        order_TK = torch.rand(case.T, len(experts), generator=generator).argsort(dim=1)[:, : case.K]
-        return torch.tensor(experts)[order_TK]
-
-    return choose
-
-
-def nowhere(case: Case, generator: torch.Generator) -> Tensor:
-    return torch.full((case.T, case.K), -1)
-
-
-def ragged(case: Case, generator: torch.Generator) -> Tensor:
-    absent_TK = torch.rand(case.T, case.K, generator=generator) < 0.4
-    absent_TK[1] = True
-    return torch.where(absent_TK, -1, distinct(case, generator))
-
-
-def out_of_range(case: Case, generator: torch.Generator) -> Tensor:
-    expert_TK = distinct(case, generator)
-    for t, absent in enumerate((-1, case.E, case.E + 3, 2**40, -7)):
-        expert_TK[t, t % case.K] = absent
-    return expert_TK
-
-
-def first_and_last_experts(case: Case, generator: torch.Generator) -> Tensor:
-    return torch.randint(-25, 25, (case.T, 1), generator=generator) % case.E
-
-
-def last_tokens_only(case: Case, generator: torch.Generator) -> Tensor:
-    expert_TK = nowhere(case, generator)
-    expert_TK[-7:] = distinct(case, generator)[-7:]
-    return expert_TK
-
-
+ANY_BATCH = "what says BATCH_INVARIANT gives a token the same bits in every batch"
 TIGHT = ("padded(capacity=2)", "padded(capacity=2,drop=probs)", "padded(capacity_factor=0.5)")
 
 CASES = (
@@ -212,6 +186,30 @@ CASES = (
         choose=ragged,
         activation="gelu",
         ops=("grouped_gemm", "expert_ffn"),
+    ),
+    *(
+        Case(
+            name=f"adapters_{order}_first",
+            guards="adapters on weights of either order learn, and are not transposed",
+            layouts=("compact", "block(4)"),
+            adapters=f"{order} first",
+            ops=("grouped_gemm", "expert_ffn"),
+        )
+        for order in ("input", "output")
+    ),
+    Case(
+        name="nan_token",
+        guards="NaN in one token reaches no other, nor experts it did not choose",
+        nan_token=True,
+        ops=("dispatch", "grouped_gemm", "combine", "expert_ffn"),
+    ),
+    Case(
+        name="nan_gates",
+        guards="a gate without an expert is never used, NaN neither",
+        choose=ragged,
+        layouts=("compact", "padded(capacity=3,drop=probs)", "block(4)"),
+        nan_gates=True,
+        ops=("make_plan", "combine", "expert_ffn"),
     ),
     Case(
         name="float32_gates",
@@ -353,11 +351,40 @@ CASES = (
         )
         for score in ("softmax", "sqrtsoftplus")
     ),
+    # odd, silu, sigmoid, sqrtsoftplus: torch has two formulas, in vectors and at their end (steady.py)
+    # wide: long sums, and enough numbers for torch to share them among threads
+    *(
+        Case(name=f"any_batch{name}", guards=ANY_BATCH, ragged=False, batches=True, **sizes)  # type: ignore[arg-type]
+        for name, sizes in (
+            ("", {"T": 67, "E": 9, "K": 3, "layouts": ("compact", "block(4)")}),
+            (
+                "_odd",
+                {"T": 41, "D": 37, "F": 19, "layouts": ("compact",), "activation": "gelu", "bias": True},
+            ),
+            (
+                "_silu",
+                {"T": 41, "F": 19, "layouts": ("compact",), "activation": "silu", "ops": ("expert_ffn",)},
+            ),
+            ("_sigmoid", {"T": 41, "E": 9, "rule": ScoreRule(score="sigmoid"), "ops": ("score_topk",)}),
+            (
+                "_sqrtsoftplus",
+                {"T": 41, "E": 9, "rule": ScoreRule(score="sqrtsoftplus"), "ops": ("score_topk",)},
+            ),
+            (
+                "_wide",
+                {"T": 97, "D": 264, "F": 200, "layouts": ("block(16)",), "dtypes": ("float32", "bfloat16")},
+            ),
+        )
+    ),
 )
 
 
 def cases_for(op: Op) -> list[Case]:
-    return [case for case in CASES if not case.ops or op.name in case.ops]
+    return [
+        case
+        for case in CASES
+        if (not case.ops or op.name in case.ops) and (not case.batches or op.by_token is not None)
+    ]
 
 
 def layouts_for(op: Op, case: Case) -> tuple[str, ...]:

@@ -19,16 +19,17 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.conformance.arguments import fresh_arguments, leaves_of, memory_of, upstream
+from moe_routing_bench.conformance.batches import batch_dependence
 from moe_routing_bench.conformance.cases import DTYPES, KitCell, cases_for, layouts_for
 from moe_routing_bench.conformance.judging import (
-    differentiable,
+    asks_for_gradients,
     differentiable_part,
     judge_gradients,
     judge_output,
 )
 from moe_routing_bench.ops.catalog import find, find_all
 from moe_routing_bench.ops.implementation import Implementation, tensors_in
-from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.ops.registry import all_ops, get_op
 from moe_routing_bench.plan import RoutingPlan
 
 
@@ -39,6 +40,8 @@ class Outcome:
     cell: KitCell
     status: Literal["passed", "failed", "unsupported"]
     sentences: tuple[str, ...] = ()
+    # of one that does not say BATCH_INVARIANT: could it, as far as this cell shows? None: not looked at
+    could_say_invariant: bool | None = None
 
 
 def cells(
@@ -59,8 +62,8 @@ def cells(
 def cells_of(op: str, spec: str, dtypes: Sequence[str] = tuple(DTYPES), device: str = "cpu") -> list[KitCell]:
     return [
         KitCell(op=op, spec=spec, case=case, layout=layout, dtype=dtype, device=device)
-        for case in cases_for(all_ops()[op])
-        for layout in layouts_for(all_ops()[op], case)
+        for case in cases_for(get_op(op))
+        for layout in layouts_for(get_op(op), case)
         for dtype in dtypes
         if dtype in case.dtypes
     ]
@@ -72,7 +75,7 @@ def matches(spec: str, pattern: str) -> bool:
 
 
 def check(cell: KitCell) -> Outcome:
-    listed = find(all_ops()[cell.op], cell.spec)
+    listed = find(get_op(cell.op), cell.spec)
     if listed.implementation is None:
         status: Literal["failed", "unsupported"] = "failed" if listed.state == "broken" else "unsupported"
         return Outcome(cell=cell, status=status, sentences=(listed.reason,))
@@ -81,19 +84,34 @@ def check(cell: KitCell) -> Outcome:
 
 def check_implementation(implementation: Implementation, cell: KitCell) -> Outcome:
     """As check(), for an implementation that need not be installed."""
+    could_say: bool | None = None
     try:
-        with_grad = differentiable(cell.op, cell.case) and not implementation.forward_only
+        with_grad = asks_for_gradients(cell.op, cell.case) and not implementation.forward_only
         args = _fresh(cell, with_grad=with_grad)
         if (reason := implementation.why_not(*args.values())) is not None:
             return Outcome(cell=cell, status="unsupported", sentences=(reason,))
+        if cell.case.nan_token and implementation.spreads_nan:
+            return Outcome(cell=cell, status="unsupported", sentences=(implementation.spreads_nan,))
         with _right_interpreter():
             wrong = _whats_wrong(implementation, cell, args)
+            if not wrong and _asks_for_batches(implementation, cell):
+                dependence = batch_dependence(implementation, cell)
+                if not implementation.batch_invariant:
+                    could_say = dependence is None
+                elif dependence is not None:
+                    wrong = [f"it says BATCH_INVARIANT, but {dependence}"]
     except Exception as error:
         wrong = [f"raised {type(error).__name__}: {error}"]
     if wrong:
         sentences = tuple(f"{sentence}. Must hold: {cell.case.guards}" for sentence in wrong)
         return Outcome(cell=cell, status="failed", sentences=sentences)
-    return Outcome(cell=cell, status="passed")
+    return Outcome(cell=cell, status="passed", could_say_invariant=could_say)
+
+
+def _asks_for_batches(implementation: Implementation, cell: KitCell) -> bool:
+    """Interpreted, only who promises it is asked: a hundred calls take minutes."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return cell.case.batches and (implementation.batch_invariant or not interpreted)
 
 
 def _right_interpreter() -> AbstractContextManager[None]:
@@ -113,7 +131,7 @@ def _whats_wrong(implementation: Implementation, cell: KitCell, args: Mapping[st
     kept = _on_host(out)
     wrong = judge_output(implementation, cell, kept, host_args)
 
-    wants_grad = differentiable(cell.op, cell.case) and not implementation.forward_only
+    wants_grad = asks_for_gradients(cell.op, cell.case) and not implementation.forward_only
     if not wrong and wants_grad:
         result = differentiable_part(out)
         if result.requires_grad:
@@ -143,6 +161,14 @@ def _whats_wrong(implementation: Implementation, cell: KitCell, args: Mapping[st
         wrong += judge_output(implementation, cell, plain, host_args)
         if implementation.deterministic and not _all_same_bits(plain, run_again(with_grad=False)):
             wrong.append(other_bits)
+    if implementation.freeze is not None:
+        frozen = _fresh(cell)
+        weights = all_ops()[cell.op].weights
+        frozen[weights] = implementation.freeze(frozen[weights])
+        with poisoned_memory(), torch.no_grad():
+            out_of_frozen = _on_host(implementation.run(*frozen.values()))
+        found = judge_output(implementation, cell, out_of_frozen, host_args)
+        wrong += [f"with frozen weights: {sentence}" for sentence in found]
     if not implementation.reuses_output and cell.case.name == "plain":
         run_again(with_grad=False, seed=1)
         if not _all_same_bits(kept, _on_host(out)):
@@ -153,17 +179,17 @@ def _whats_wrong(implementation: Implementation, cell: KitCell, args: Mapping[st
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Inside, torch fills memory it allocates without values with NaN, integers with their maximum."""
-    on = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # use_deterministic_algorithms does the same, but imports all of torch.compile: 1 to 3 s in every worker
+    before = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(on, warn_only=warn_only)
+            torch.set_deterministic_debug_mode(before)
             torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 

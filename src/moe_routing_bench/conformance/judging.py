@@ -14,7 +14,7 @@ from moe_routing_bench.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.conformance.arguments import fresh_arguments, leaves_of, upstream
 from moe_routing_bench.conformance.cases import Case, KitCell
 from moe_routing_bench.ops.implementation import Implementation, tensors_in
-from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.ops.registry import get_op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,12 @@ class Reference:
 
 
 def differentiable(op: str, case: Case) -> bool:
-    return all_ops()[op].differentiable and not case.beyond_int32
+    return get_op(op).differentiable and not case.beyond_int32
+
+
+def asks_for_gradients(op: str, case: Case) -> bool:
+    """Cases of batches ask for a result's bits alone."""
+    return differentiable(op, case) and not case.batches
 
 
 def reference_of(cell: KitCell, seed: int = 0, implementation: Implementation | None = None) -> Reference:
@@ -38,7 +43,7 @@ def reference_of(cell: KitCell, seed: int = 0, implementation: Implementation | 
         return _reference(cell.op, cell.case, cell.layout, cell.dtype, seed)
     plain = fresh_arguments(cell.op, cell.case, cell.layout, cell.dtype, seed=seed)
     exact = fresh_arguments(cell.op, cell.case, cell.layout, cell.dtype, seed=seed, double=True)
-    op = all_ops()[cell.op]
+    op = get_op(cell.op)
     kept = implementation.stored(plain[op.weights])
     plain[op.weights] = kept.to(dtype=next(tensors_in(plain[op.weights])).dtype)
     exact[op.weights] = kept.to(dtype=torch.float64)
@@ -49,15 +54,16 @@ def reference_of(cell: KitCell, seed: int = 0, implementation: Implementation | 
 
 @lru_cache(maxsize=8192)
 def _reference(op: str, case: Case, layout: str, dtype: str, seed: int) -> Reference:
-    with_grad = differentiable(op, case)
-    reference = all_ops()[op].reference
-    with torch.enable_grad():
+    with_grad = asks_for_gradients(op, case)
+    reference = get_op(op).reference
+    with torch.set_grad_enabled(with_grad):
         plain = fresh_arguments(op, case, layout, dtype, seed=seed, with_grad=with_grad)
-        baseline = reference(*plain.values())
-        if not with_grad:
-            return Reference(oracle=baseline, baseline=baseline, oracle_grads={}, baseline_grads={})
-        exact = fresh_arguments(op, case, layout, dtype, seed=seed, with_grad=True, double=True)
-        oracle = reference(*exact.values())
+        oracle = baseline = reference(*plain.values())
+        if differentiable(op, case):
+            exact = fresh_arguments(op, case, layout, dtype, seed=seed, with_grad=with_grad, double=True)
+            oracle = reference(*exact.values())
+    if not with_grad:
+        return Reference(oracle=oracle, baseline=baseline, oracle_grads={}, baseline_grads={})
     d_out = upstream(op, case, differentiable_part(oracle).shape, plain)
     return Reference(
         oracle=oracle,
@@ -89,13 +95,13 @@ def judge_output(
         return [(one.oracle, one.baseline) for one in _others(cell, n, implementation)]
 
     expected = Expected(oracle=right.oracle, baseline=right.baseline, more=more, ties=implementation.ties)
-    return _sentences(all_ops()[cell.op].judge(out, expected, args))
+    return _sentences(get_op(cell.op).judge(out, expected, args))
 
 
 def judge_gradients(
     cell: KitCell, out: Any, grads: Mapping[str, Tensor | None], args: Mapping[str, Any]
 ) -> list[str]:
-    right, op = reference_of(cell), all_ops()[cell.op]
+    right, op = reference_of(cell), get_op(cell.op)
     d_out = upstream(cell.op, cell.case, differentiable_part(out).shape, args)
     wrong = []
     for name, got in grads.items():

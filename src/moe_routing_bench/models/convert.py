@@ -7,7 +7,8 @@
 For models that the plug-in (models/transformers.py) cannot serve: older or remote code with a list of
 experts. The weights of Transformers 5 are used as they lie in memory; those of a list are copied into one
 tensor, and the list is emptied meanwhile. Parameters are other objects afterwards, under other names: make
-the optimizer after converting, and revert before saving. What a model records by hooks on its own router
+the optimizer after converting, and revert before saving. For inference, freeze() of a layer or of the plug-in
+packs the weights once. What a model records by hooks on its own router
 (output_router_logits in Transformers 5) it cannot record from ours.
 
 Routers compute in float32 here. A model in bfloat16 rounds its logits, so near ties it may choose other
@@ -103,6 +104,7 @@ def revert(module: nn.Module) -> nn.Module:
     for path, block in list(module.named_modules()):
         if isinstance(block, ConvertedBlock):
             original, give_back = block.original
+            block.moe.thaw()
             give_back(block.moe)
             original.train(block.training)
             if not path:

@@ -1,6 +1,6 @@
 """A decoder block: RMSNorm, grouped-query attention with rotary positions, RMSNorm, MoE, two residuals.
 
-    h = x + attention(norm(x)),   y = h + moe(norm(h))
+    h = x + attention(norm(x)),   y = h + feed_forward(norm(h))
 
 attention  q, k, v = x Wq, x Wk, x Wv in heads of width A: H of q, J of k and v, each for H / J heads of q
            qk_norm: q and k are normalised over A (Qwen3)
@@ -25,20 +25,22 @@ from torch import Tensor, nn
 
 from moe_routing_bench.experts import to_transformers
 from moe_routing_bench.layer import MoE
-from moe_routing_bench.ops.hf import ACTIVATION, converted, why_not
+from moe_routing_bench.models.feed_forward import FeedForward
+from moe_routing_bench.ops.hf import ACTIVATION, freeze, why_not
 from moe_routing_bench.routers.softmax_topk import SoftmaxTopkRouter
-from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
+from moe_routing_bench.routing import TokenInfo
 
 METHODS = ("sdpa", "naive")
 Rotary = tuple[Tensor, Tensor]
 
 
-def rotary(N: int, A: int, theta: float, like: Tensor) -> Rotary:
-    """cos_NA and sin_NA of all angles, in the dtype and on the device of `like`. Angles are computed in
-    float32 at least: in bfloat16 position 257 would be position 256."""
+def rotary(N: int, A: int, theta: float, like: Tensor, *, start: int = 0) -> Rotary:
+    """cos_NA and sin_NA of the positions from `start` on, in the dtype and on the device of `like`.
+    Angles are computed in float32 at least: in bfloat16 position 257 would be position 256."""
     wide = torch.promote_types(like.dtype, torch.float32)
     pair = torch.arange(0, A, 2, device=like.device, dtype=wide)
-    turn = torch.outer(torch.arange(N, device=like.device, dtype=wide), theta ** (-pair / A))
+    position_N = torch.arange(start, start + N, device=like.device, dtype=wide)
+    turn = torch.outer(position_N, theta ** (-pair / A))
     angle_NA = torch.cat((turn, turn), dim=-1)
     return angle_NA.cos().to(like.dtype), angle_NA.sin().to(like.dtype)
 
@@ -60,8 +62,31 @@ def naive_attention(q_BHNA: Tensor, k_BJNA: Tensor, v_BJNA: Tensor) -> Tensor:
     return share_BHNN.to(q_BHNA.dtype) @ v_BHNA
 
 
+class Cache:
+    """Keys and values of the tokens read so far, for one layer: room for `most` tokens of B sequences.
+
+    cache = Cache(B=1, kv_heads=2, most=512, head_dim=16, like=weight)
+    attention(x_1ND, cache=cache)    reads N tokens, cache.length = N
+    attention(x_11D, cache=cache)    the next token, which sees all before it
+    """
+
+    def __init__(self, B: int, kv_heads: int, most: int, head_dim: int, like: Tensor):
+        self.k_BJMA = like.new_empty(B, kv_heads, most, head_dim)
+        self.v_BJMA = torch.empty_like(self.k_BJMA)
+        self.length = 0
+
+    def extend(self, k_BJNA: Tensor, v_BJNA: Tensor) -> Rotary:
+        """Keep these; returns the keys and values of all tokens so far."""
+        end = self.length + k_BJNA.shape[2]
+        if end > self.k_BJMA.shape[2]:
+            raise ValueError(f"the cache has room for {self.k_BJMA.shape[2]} tokens, not {end}")
+        self.k_BJMA[:, :, self.length : end], self.v_BJMA[:, :, self.length : end] = k_BJNA, v_BJNA
+        self.length = end
+        return self.k_BJMA[:, :, :end], self.v_BJMA[:, :, :end]
+
+
 class Attention(nn.Module):
-    """Causal grouped-query attention on whole sequences: no cache, no padding mask.
+    """Causal grouped-query attention on whole sequences, or with a cache on what follows; no padding mask.
 
     state_dict: q_proj, k_proj, v_proj, o_proj, and q_norm, k_norm with qk_norm: the names of Transformers.
     """
@@ -88,9 +113,10 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(head_dim, eps=eps, **on) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=eps, **on) if qk_norm else None
 
-    def forward(self, x_BND: Tensor, by: Rotary | None = None) -> Tensor:
+    def forward(self, x_BND: Tensor, by: Rotary | None = None, cache: Cache | None = None) -> Tensor:
         B, N, _ = x_BND.shape
-        by = rotary(N, self.head_dim, self.theta, x_BND) if by is None else by
+        before = 0 if cache is None else cache.length
+        by = rotary(N, self.head_dim, self.theta, x_BND, start=before) if by is None else by
         q_BNHA, k_BNJA, v_BNJA = (
             project(x_BND).view(B, N, -1, self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -99,7 +125,14 @@ class Attention(nn.Module):
             q_BNHA, k_BNJA = self.q_norm(q_BNHA), self.k_norm(k_BNJA)
         q_BHNA, k_BJNA = (turned(t.transpose(1, 2), by) for t in (q_BNHA, k_BNJA))
         v_BJNA = v_BNJA.transpose(1, 2)
-        if self.method == "naive":
+        if cache is not None:
+            k_BJNA, v_BJNA = cache.extend(k_BJNA, v_BJNA)
+        if before:  # a token sees all that were read before, and those of this call up to itself
+            seen_NM = torch.ones(N, before + N, dtype=torch.bool, device=x_BND.device).tril(before)
+            y_BHNA = F.scaled_dot_product_attention(
+                q_BHNA, k_BJNA, v_BJNA, attn_mask=seen_NM, enable_gqa=self.heads != self.kv_heads
+            )
+        elif self.method == "naive":
             y_BHNA = naive_attention(q_BHNA, k_BJNA, v_BJNA)
         else:
             y_BHNA = F.scaled_dot_product_attention(
@@ -112,33 +145,46 @@ class Attention(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """One layer of a decoder:  y, routing = DecoderBlock(64, 4, 2, 16, moe=MoE(D=64, F=128, E=8, K=2))(x).
+    """One layer of a decoder:  y, routing = DecoderBlock(64, 4, 2, 16, feed_forward=MoE(64, 128, 8, 2))(x).
 
-    x is (B, N, D): sequences, tokens, width. A MoE that is not causal is refused: a token would see later
-    ones. Other options are Attention's.
+    x is (B, N, D): sequences, tokens, width. feed_forward: see FeedForward; one that is not causal is refused
+    unless sees_future=True says that a token may see later ones. Other options are Attention's.
 
-    state_dict: input_norm, attention.*, post_norm, moe.*
+    state_dict: input_norm, attention.*, post_norm, feed_forward.*
     """
 
     def __init__(
-        self, D: int, heads: int, kv_heads: int, head_dim: int, *, moe: MoE, eps: float = 1e-6, **options: Any
-    ):
+        self, D: int, heads: int, kv_heads: int, head_dim: int, *, feed_forward: FeedForward,
+        sees_future: bool = False, eps: float = 1e-6, **options: Any,
+    ):  # fmt: skip
         super().__init__()
-        if moe.D != D:
-            raise ValueError(f"the MoE layer has width {moe.D}, the block {D}")
-        if not moe.causal:
-            raise ValueError("this MoE layer is not causal: in a decoder a token would see later ones")
-        weight = moe.experts.w_in_EDG
-        on: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        if feed_forward.D != D:
+            raise ValueError(f"the feed-forward layer has width {feed_forward.D}, the block {D}")
+        if not feed_forward.causal and not sees_future:
+            raise ValueError(
+                "this MoE layer is not causal: in a decoder a token would see later ones; sees_future=True "
+                "accepts that"
+            )
+        on: dict[str, Any] = {"device": feed_forward.like.device, "dtype": feed_forward.like.dtype}
         self.input_norm = nn.RMSNorm(D, eps=eps, **on)
         self.attention = Attention(D, heads, kv_heads, head_dim, eps=eps, **options, **on)
         self.post_norm = nn.RMSNorm(D, eps=eps, **on)
-        self.moe = moe
+        self.feed_forward = feed_forward
 
-    def forward(self, x_BND: Tensor, by: Rotary | None = None) -> tuple[Tensor, Routing | SoftRouting]:
-        h_BND = x_BND + self.attention(self.input_norm(x_BND), by)
-        y_BND, routing = self.moe(self.post_norm(h_BND), TokenInfo(num_sequences=x_BND.shape[0]))
-        return h_BND + y_BND, routing
+    def forward(
+        self,
+        x_BND: Tensor,
+        by: Rotary | None = None,
+        *,
+        token_id_BN: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[Tensor, Any]:
+        """token_id_BN: for routers that read vocabulary ids. The second result is what the layer chose."""
+        h_BND = x_BND + self.attention(self.input_norm(x_BND), by, cache)
+        ids_T = None if token_id_BN is None else token_id_BN.reshape(-1)
+        info = TokenInfo(num_sequences=x_BND.shape[0], token_id_T=ids_T)
+        y_BND, chosen = self.feed_forward(self.post_norm(h_BND), info)
+        return y_BND if self.feed_forward.carries_input else h_BND + y_BND, chosen
 
 
 def why_not_transformers(moe: MoE) -> str | None:
@@ -165,7 +211,7 @@ def transformers_moe(moe: MoE, *, experts: str = "grouped_mm") -> Any:
     weights, router = moe.experts.weights(), moe.router
     assert isinstance(router, SoftmaxTopkRouter)
     trained = any(tensor.requires_grad for tensor in weights.tensors().values())
-    theirs = to_transformers(weights) if trained else vars(converted(weights))
+    theirs = to_transformers(weights if trained else freeze(weights))
     for name in ("gate_up_proj", "down_proj"):
         _put(block.experts, name, theirs[name])
     # the router of a loaded model has the model's dtype; ours is float32
@@ -189,11 +235,14 @@ class TransformersBlock:
     def of(block: DecoderBlock, *, attention: str = "sdpa", experts: str = "grouped_mm") -> TransformersBlock:
         if attention not in ("sdpa", "eager"):
             raise ValueError(f"Transformers' attention here is sdpa or eager, not {attention!r}")
-        mlp = transformers_moe(block.moe, experts=experts)
+        moe = block.feed_forward
+        if not isinstance(moe, MoE):
+            raise NotImplementedError("Transformers' Qwen3-MoE block holds an MoE layer, nothing else")
+        mlp = transformers_moe(moe, experts=experts)
         ours = block.attention
         modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
         config = _config(
-            modeling, block.moe, experts,
+            modeling, moe, experts,
             num_attention_heads=ours.heads,
             num_key_value_heads=ours.kv_heads,
             head_dim=ours.head_dim,

@@ -8,15 +8,15 @@ functions; we recognise them by module and name.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_routing_bench.experts import OAI_ALPHA, OAI_LIMIT, ExpertWeights, from_transformers
-from moe_routing_bench.prepared import Prepared, release
+from moe_routing_bench.experts import OAI_ALPHA, OAI_LIMIT, ExpertWeights
+from moe_routing_bench.frozen import Frozen, as_experts
 
 # a gated expert's name for  act(gate) * up
 GATED_BY = {"silu": "swiglu", "gelu": "geglu"}
@@ -140,27 +140,20 @@ def make_weights(
     is_transposed: bool,
     interleaved: bool,
 ) -> ExpertWeights:
-    """The module's tensors as ExpertWeights: views, except that alternating columns are copied into halves.
+    """The module's tensors as ExpertWeights: views, except that alternating columns are copied into halves at
+    every call, unless they are frozen."""
+    if isinstance(w_in, Frozen) or isinstance(w_out, Frozen):
+        w_in, w_out = as_experts(w_in), as_experts(w_out)
+    elif not is_transposed:
+        w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
+    if interleaved:
+        w_in = w_in if isinstance(w_in, Frozen) else _halves(w_in)
+        b_in = None if b_in is None else _halves(b_in)
+    return ExpertWeights(w_in_EDG=w_in, w_out_EFD=w_out, b_in_EG=b_in, b_out_ED=b_out, activation=activation)
 
-    Without gradients the copy is kept until the tensor changes; with gradients it is made in every call, as a
-    part of the graph.
-    """
-    weights = ExpertWeights(
-        w_in_EDG=w_in if is_transposed else w_in.transpose(1, 2),
-        w_out_EFD=w_out if is_transposed else w_out.transpose(1, 2),
-        b_in_EG=b_in,
-        b_out_ED=b_out,
-        activation=activation,
-    )
-    if not interleaved:
-        return weights
-    if torch.is_grad_enabled() and any(t.requires_grad for t in weights.tensors().values()):
-        return _halves(weights)
-    kept = reordered(weights)
-    if not kept.holds(weights):
-        reordered.forget(weights)
-        kept = reordered(weights)
-    return _in_halves(weights, kept)
+
+def _halves(alternating: Tensor) -> Tensor:
+    return torch.cat((alternating[..., 0::2], alternating[..., 1::2]), dim=-1)
 
 
 def weights_of(module: nn.Module, reading: Reading) -> ExpertWeights:
@@ -171,66 +164,3 @@ def weights_of(module: nn.Module, reading: Reading) -> ExpertWeights:
         is_transposed=m.is_transposed,
         interleaved=reading.interleaved,
     )
-
-
-def _halves(weights: ExpertWeights) -> ExpertWeights:
-    return from_transformers(
-        weights.w_in_EDG,
-        weights.w_out_EFD,
-        activation=weights.activation,
-        gate_up_proj_bias=weights.b_in_EG,
-        down_proj_bias=weights.b_out_ED,
-        is_transposed=True,
-        is_concatenated=False,
-    )
-
-
-@dataclass(frozen=True)
-class Reordered:
-    """The first projection with gate and up in halves, and samples of the tensors it was made from, because
-    torch does not count writes through `.data`."""
-
-    w_in_EDG: Tensor
-    b_in_EG: Tensor | None
-    place: tuple[Tensor, ...]  # expert, input, column
-    samples: tuple[Tensor, ...]
-
-    def holds(self, weights: ExpertWeights) -> bool:
-        return all(map(torch.equal, _sampled(weights, self.place), self.samples))
-
-
-def _in_halves(weights: ExpertWeights, kept: Reordered) -> ExpertWeights:
-    return replace(weights, w_in_EDG=kept.w_in_EDG, b_in_EG=kept.b_in_EG)
-
-
-def _reorder(weights: ExpertWeights) -> Reordered:
-    E, D, G = weights.w_in_EDG.shape
-    generator = torch.Generator().manual_seed(E)
-    expert, row, column = (torch.randint(n, (max(64, E),), generator=generator) for n in (E, D, G))
-    expert[:E] = torch.arange(E)
-    place = tuple(p.to(weights.w_in_EDG.device) for p in (expert, row, column))
-    with torch.no_grad():
-        halves = _halves(weights)
-        return Reordered(halves.w_in_EDG, halves.b_in_EG, place, _sampled(weights, place))
-
-
-def _sampled(weights: ExpertWeights, place: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    expert, _, column = place
-    w_s = weights.w_in_EDG.detach()[place]
-    return (w_s,) if weights.b_in_EG is None else (w_s, weights.b_in_EG.detach()[expert, column])
-
-
-reordered = Prepared(_reorder, nbytes=lambda kept: kept.w_in_EDG.nbytes)
-
-
-def release_weights(module: nn.Module) -> int:
-    """Free what was prepared from a module's weights; returns how many bytes that frees."""
-    reading = read(module)
-    if reading.activation is None:
-        return 0
-    with torch.no_grad():
-        weights = weights_of(module, replace(reading, interleaved=False))
-        kept = reordered.peek(weights)
-        # first what was prepared from the reordered copy, then the copy itself
-        freed = 0 if kept is None else release(_in_halves(weights, kept))
-        return freed + release(weights)

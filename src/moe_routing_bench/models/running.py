@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.experts import GATED, ExpertWeights
+from moe_routing_bench.frozen import Form, Frozen
 from moe_routing_bench.models.reading import make_weights
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.combine.op import op as combine_op
@@ -57,6 +58,11 @@ def stages(impl: str) -> dict[str, str]:
     if impl == "auto":
         return dict.fromkeys(names, "auto")
     named = expert_ffn_op.get(impl)
+    if named.batch_invariant:
+        raise NotImplementedError(
+            "the model's own function between the products is not known to be batch-invariant; freeze() the "
+            "model if its function has a name here"
+        )
     if named.name == "staged":
         return {name: str(named.config[name]) for name in names}
     if named.name == "native" and "store" not in named.config:
@@ -119,6 +125,35 @@ def experts_op(
 
 
 @experts_op.register_fake
+def _(x_TD: Tensor, *rest: Any) -> Tensor:
+    return x_TD.new_empty(x_TD.shape)
+
+
+@torch.library.custom_op("moe_routing_bench::frozen_experts", mutates_args=())
+def frozen_experts_op(
+    x_TD: Tensor, expert_TK: Tensor, gate_TK: Tensor,
+    panels_in: Tensor, panels_out: Tensor, scale_in: Tensor | None, scale_out: Tensor | None,
+    b_in: Tensor | None, b_out: Tensor | None, size_in: list[int], size_out: list[int],
+    kernel: str, store: str, activation: str, interleaved: bool, impl: str,
+) -> Tensor:  # fmt: skip
+    """The same with frozen weights, which reach it as the plain tensors inside."""
+
+    def frozen(panels: Tensor, scale_EN: Tensor | None, size: list[int], gated: bool) -> Frozen:
+        form = Form(
+            kernel=kernel, size=(size[0], size[1], size[2]), dtype=x_TD.dtype, gated=gated,
+            store=store or None,
+        )  # fmt: skip
+        return Frozen(panels, scale_EN, form)
+
+    weights = make_weights(
+        frozen(panels_in, scale_in, size_in, activation in GATED),
+        frozen(panels_out, scale_out, size_out, False), b_in, b_out,
+        activation=activation, is_transposed=True, interleaved=interleaved,
+    )  # fmt: skip
+    return run_experts(x_TD, expert_TK, gate_TK, weights, impl)
+
+
+@frozen_experts_op.register_fake
 def _(x_TD: Tensor, *rest: Any) -> Tensor:
     return x_TD.new_empty(x_TD.shape)
 

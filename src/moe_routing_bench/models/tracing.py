@@ -10,13 +10,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.models.choosing import at_topk
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing
 
@@ -52,6 +53,7 @@ class ModelTrace:
       position_T  = [0, 1, 2]
       document_T  = [0, 0, 0]
       num_experts = 4
+      score_TE    = {}                               or what the choices were made of, float32
     """
 
     names: Mapping[int, str]
@@ -60,6 +62,7 @@ class ModelTrace:
     position_T: Tensor
     document_T: Tensor
     num_experts: int
+    score_TE: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -85,6 +88,10 @@ class ModelTrace:
             "position_T": self.position_T.repeat(L),
             "document_T": self.document_T.repeat(L),
         }
+
+    def scores(self) -> Tensor | None:
+        """score_TE of the routings one after another; None if they were not recorded."""
+        return torch.cat([self.score_TE[layer] for layer in self.names]) if self.score_TE else None
 
 
 def pieces(documents: Sequence[Tensor], *, batch: int, sequence: int) -> Iterator[Pieces]:
@@ -202,6 +209,7 @@ def record_trace(
     max_bytes: int = 4 << 30,
     call: Callable[[nn.Module, Tensor], Any] | None = None,
     on_tokens: Callable[[int], None] = lambda tokens: None,
+    scores: bool = False,
 ) -> ModelTrace:
     """Run the model over the pieces and keep what its MoE layers chose, of the first max_tokens tokens.
 
@@ -209,6 +217,7 @@ def record_trace(
     max_bytes  of the trace file this would become, checked when the first sizes are known
     call       how the model is given token_BN; None: model(token_BN), for Transformers without cache
     on_tokens  is called with the number of tokens kept so far
+    scores     keep also the scores that were compared, 4 bytes for each expert, token and layer
 
     The model runs in evaluation mode, without gradients, and is left as it was. All layers must have the same
     number of experts and of choices; record layers of different sizes one size at a time.
@@ -220,25 +229,39 @@ def record_trace(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     calls: dict[int, list[Routing]] = {}
     kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    compared: dict[int, Tensor] = {}
+    score_TE: dict[int, list[Tensor]] = {}
     where: list[tuple[Tensor, Tensor]] = []
     tokens, num_experts = 0, 0
 
     def collect(layer: int, routing: Routing) -> None:
         calls.setdefault(layer, []).append(routing)
 
+    def compare(layer: int, given: Tensor, k: int, topk: Callable[[], Any]) -> Any:
+        compared[layer] = given
+        return topk()
+
     try:
         model.eval()
-        with torch.no_grad(), listening(model, collect, layers=layers) as names:
+        with torch.no_grad(), listening(model, collect, layers=layers) as names, ExitStack() as stack:
+            if scores:
+                known = moe_layers(model)
+                stack.enter_context(at_topk(model, {one: known[one] for one in names}, compare))
             for batch in batches:
                 calls.clear()
+                compared.clear()
                 call(model, batch.token_BN.to(device))
                 B, N = batch.token_BN.shape
                 routings = {layer: _only(calls.get(layer, []), name, B * N) for layer, name in names.items()}
                 if not tokens:
-                    num_experts = _check_sizes(routings, max_tokens, max_bytes)
+                    num_experts = _check_sizes(routings, max_tokens, max_bytes, scores)
                 take = min(B * N, max_tokens - tokens)
                 for layer, routing in routings.items():
                     kept.setdefault(layer, []).append(_compact(routing, names[layer], take))
+                    if scores:
+                        score_TE.setdefault(layer, []).append(
+                            _scores(compared.get(layer), names[layer], B * N)[:take]
+                        )
                 where.append(_where(batch, take))
                 tokens += take
                 on_tokens(tokens)
@@ -256,7 +279,17 @@ def record_trace(
         position_T=torch.cat([position_T for position_T, _ in where]),
         document_T=torch.cat([document_T for _, document_T in where]),
         num_experts=num_experts,
+        score_TE={layer: torch.cat(parts) for layer, parts in score_TE.items()},
     )
+
+
+def _scores(compared: Tensor | None, name: str, tokens: int) -> Tensor:
+    if compared is None or compared.numel() != tokens * compared.shape[-1]:
+        raise NotImplementedError(
+            f"the router before {name} does not choose by torch.topk over all experts, so its scores cannot "
+            "be seen; record without scores"
+        )
+    return compared.detach().reshape(tokens, -1).to("cpu", torch.float32, copy=True)
 
 
 def _call(model: nn.Module, token_BN: Tensor) -> Any:
@@ -281,7 +314,7 @@ def _only(calls: list[Routing], name: str, tokens: int) -> Routing:
     return calls[0]
 
 
-def _check_sizes(routings: Mapping[int, Routing], max_tokens: int, max_bytes: int) -> int:
+def _check_sizes(routings: Mapping[int, Routing], max_tokens: int, max_bytes: int, scores: bool) -> int:
     """The number of experts. Raises if layers differ in size, or if their file would be too large."""
     layers: dict[tuple[int, int], list[int]] = {}
     for layer, routing in routings.items():
@@ -294,7 +327,7 @@ def _check_sizes(routings: Mapping[int, Routing], max_tokens: int, max_bytes: in
             f"the layers differ in size ({sizes}): record each size by itself, naming its layers"
         )
     (E, K), these = next(iter(layers.items()))
-    needed = max_tokens * len(these) * (K * PAIR_BYTES + TOKEN_BYTES)
+    needed = max_tokens * len(these) * (K * PAIR_BYTES + TOKEN_BYTES + (4 * E if scores else 0))
     if needed > max_bytes:
         fit = max_bytes * max_tokens // needed
         raise ValueError(

@@ -2,18 +2,20 @@
 
     import moe_routing_bench.models.transformers as plugin
 
-    model.set_experts_implementation("moe_routing_bench")   # or from_pretrained(experts_implementation=...)
+    plugin.freeze(model)                                    # for inference: packs the experts' weights
+    model.set_experts_implementation("moe_routing_bench")   # or, for weights that change: training, merging
     print(plugin.implementations(model))                    # what runs in each layer, and why
+    with plugin.replay(model, trace):                       # take recorded choices (models/replay.py)
+        model(input_ids)
 
 "moe_routing_bench" is impl="auto" as everywhere (ops/auto.py). "moe_routing_bench:<impl>" is that
 implementation of expert_ffn, or an error: "moe_routing_bench:native", "moe_routing_bench:native(store=int8)".
 Built-in names and their listed options are registered here;
 register("staged(combine=index_add,dispatch=native)") adds others.
 
-`native` packs the weights at the first call without gradients: as much memory again, and for gpt-oss two
-thirds more, because its alternating columns are first put into halves. release(model) gives it back. Weights
-that are loaded, moved or trained afterwards are noticed. Quantised experts (FP8) have another registry and
-are not served.
+Without freeze the weights are read as they are at every call, however they were changed. After it they exist
+only packed, in as much memory as before; changing them raises, and thaw(model) makes them plain again. Save
+before freezing, or thaw. Quantised experts (FP8) have another registry and are not served.
 
 torch.compile: without gradients the experts are one node of the graph, also with fullgraph=True; with them
 the graph breaks there.
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,13 +37,10 @@ if importlib.util.find_spec("transformers") is None:
 
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moe_routing_bench.models.reading import (
-    experts_modules,
-    read,
-    release_weights,
-    tensors_of,
-    weights_of,
-)
+from moe_routing_bench.frozen import Frozen, as_parameter, take_place, thaw
+from moe_routing_bench.layer import MoE
+from moe_routing_bench.models.reading import Reading, experts_modules, read, tensors_of, weights_of
+from moe_routing_bench.models.replay import replay
 from moe_routing_bench.models.running import (
     LAYOUT,
     run_around,
@@ -49,15 +48,26 @@ from moe_routing_bench.models.running import (
     run_experts_for_training,
     stages,
 )
-from moe_routing_bench.ops.auto import pick
+from moe_routing_bench.ops.auto import Choice, invariant_names, pick, resolve
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.stand_ins import StandIns
 
+__all__ = ["experts_forward", "freeze", "implementations", "register", "replay", "thaw"]
 NAME = "moe_routing_bench"
 
 
-def register(impl: str = "auto") -> str:
-    """Make an implementation of expert_ffn known to Transformers; answers the name to give it there."""
+def register(impl: str = "auto", *, batch_invariant: bool = False) -> str:
+    """Make an implementation of expert_ffn known to Transformers; answers the name to give it there.
+
+    batch_invariant=True: one that promises it, so a token's bits in the experts do not depend on its batch;
+    ValueError if `impl` does not. The model's own router, attention and shared experts are not covered.
+    """
+    if batch_invariant:
+        promising = invariant_names(expert_ffn_op)
+        if impl == "auto" and not promising:
+            raise NotImplementedError("no implementation of expert_ffn here is batch-invariant")
+        impl = promising[0] if impl == "auto" else impl
+        resolve(expert_ffn_op, impl, batch_invariant=True)
     if impl != "auto":
         expert_ffn_op.get(impl)  # says in words what is wrong with it
     name = NAME if impl == "auto" else f"{NAME}:{impl}"
@@ -84,12 +94,15 @@ def experts_forward(
     gate_TK = top_k_weights
     if gate_TK.dtype not in (x_TD.dtype, torch.float32):
         gate_TK = gate_TK.to(torch.promote_types(x_TD.dtype, torch.float32))
-    if reading.activation is None:
+    if reading.activation is None or _alternates(m, reading, impl):
         own = m._apply_gate if m.has_gate else m.act_fn
         after = m.post_expert_norm if getattr(m, "has_post_expert_norm", False) else None
-        y_TD = run_around(x_TD, top_k_index, gate_TK, weights_of(module, reading), impl, own, after)
+        weights = weights_of(module, replace(reading, interleaved=False))
+        y_TD = run_around(x_TD, top_k_index, gate_TK, weights, impl, own, after)
     elif torch.compiler.is_compiling() and torch.is_grad_enabled():
         y_TD = run_experts_for_training(x_TD, top_k_index, gate_TK, weights_of(module, reading), impl)
+    elif torch.compiler.is_compiling() and isinstance(m.down_proj, Frozen):
+        y_TD = _compiled_frozen(m, x_TD, top_k_index, gate_TK, reading, impl)
     elif torch.compiler.is_compiling():
         y_TD = torch.ops.moe_routing_bench.experts(
             x_TD, top_k_index, gate_TK, *tensors_of(module),
@@ -100,13 +113,35 @@ def experts_forward(
     return y_TD.to(hidden_states.dtype)
 
 
+def _alternates(m: Any, reading: Reading, impl: str) -> bool:
+    """Are plain weights best left in their alternating order, with the model's own function between products?
+    Halves would be a copy of the whole matrix in every call."""
+    if not reading.interleaved or isinstance(m.down_proj, Frozen) or torch.compiler.is_compiling():
+        return False
+    return impl == "auto" or expert_ffn_op.get(impl).name in ("native", "staged")
+
+
+def _compiled_frozen(
+    m: Any, x_TD: Tensor, expert_TK: Tensor, gate_TK: Tensor, reading: Reading, impl: str
+) -> Tensor:
+    w_in: Any
+    w_out: Any
+    w_in, w_out, b_in, b_out = tensors_of(m)
+    (E, D), F = (w_in.shape[0], x_TD.shape[1]), w_out.shape[1 if m.is_transposed else 2]
+    return torch.ops.moe_routing_bench.frozen_experts(
+        x_TD, expert_TK, gate_TK, w_in.panels, w_out.panels, w_in.scale_EN, w_out.scale_EN, b_in, b_out,
+        [E, D, w_in.numel() // (E * D)], [E, F, D], w_in.form.kernel, w_in.form.store or "",
+        reading.activation, reading.interleaved, impl,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Running:
     """What runs in one layer, and why.
 
     Running(module="model.layers.0.mlp.experts", experts="E=8 D=64 F=32 swiglu float32",
     implementation="native",
-            why="preferred on amx (decisions are off): measurements/cpu/cpu_grid.txt")
+            why="preferred on amx (decisions are off): measurements/records/grid.tar.xz")
     """
 
     module: str
@@ -150,27 +185,70 @@ def _running(path: str, module: nn.Module, tokens: int) -> Running:
     if not isinstance(function, partial) or function.func is not experts_forward:
         return say(implementation=str(name), why="not ours; set_experts_implementation chooses")
     impl = function.keywords["impl"]
-    if reading.activation is None:
+    alternates = _alternates(m, reading, impl)
+    if reading.activation is None or alternates:
         try:
             parts = ", ".join(f"{op}={name}" for op, name in stages(impl).items())
         except NotImplementedError as reason:
             return say(implementation="none", why=str(reason))
-        return say(implementation=f"staged around the model's own function ({parts})", why=reading.why)
-    with torch.no_grad():
-        weights = weights_of(module, reading)
-        K = min(getattr(m.config, "num_experts_per_tok", 1), E)
-        args = expert_ffn_op.arguments(StandIns(weights, K, LAYOUT, tokens))
-        try:
-            choice = pick(expert_ffn_op, impl, tuple(args.values()))
-        except NotImplementedError as reason:
-            return say(implementation="none", why=str(reason))
+        why = "its gate and up columns alternate, until freeze()" if alternates else reading.why
+        return say(implementation=f"staged around the model's own function ({parts})", why=why)
+    try:
+        choice = _choice(module, reading, impl, tokens)
+    except NotImplementedError as reason:
+        return say(implementation="none", why=str(reason))
     return say(implementation=choice.implementation.label, why=choice.why)
 
 
-def release(model: nn.Module) -> int:
-    """Free what was made of the model's weights (packed, reordered); the next call makes it anew. Answers how
-    many bytes that frees."""
-    return sum(release_weights(module) for _, module in experts_modules(model))
+@torch.no_grad()
+def _choice(module: nn.Module, reading: Reading, impl: str, tokens: int = 1) -> Choice:
+    weights = weights_of(module, reading)
+    K = min(getattr(module.config, "num_experts_per_tok", 1), weights.num_experts)
+    args = expert_ffn_op.arguments(StandIns(weights, K, LAYOUT, tokens))
+    return pick(expert_ffn_op, impl, tuple(args.values()))
+
+
+@torch.no_grad()
+def freeze(model: nn.Module, impl: str = "auto", *, batch_invariant: bool = False) -> None:
+    """For inference: our kernels in every experts module, with the weights packed once; also in our own
+    layers inside, as from models.convert.
+
+    The packed form takes the place of the parameters: no memory is used twice, and writing to them raises.
+    RuntimeError if something else (an optimizer, a state_dict) can still write to one of them. No parameter
+    of the model requires gradients afterwards. batch_invariant: see register.
+    """
+    modules = list(experts_modules(model))
+    if modules:
+        name = register(impl, batch_invariant=batch_invariant)
+        impl = impl if name == NAME else name.removeprefix(f"{NAME}:")
+        model.set_experts_implementation(name)  # type: ignore[operator]
+    for _, module in modules:
+        _freeze(module, impl)
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            layer.freeze()
+    model.requires_grad_(False)
+
+
+def _freeze(module: Any, impl: str) -> None:
+    reading = read(module)
+    if reading.activation is None or all(isinstance(w, Frozen) for w in tensors_of(module)[:2]):
+        return
+    thaw(module)  # one of them may be frozen
+    implementation = _choice(module, reading, impl).implementation
+    if implementation.freeze is None:
+        return
+    frozen = implementation.freeze(weights_of(module, reading))
+    output_first = not module.is_transposed
+    take_place(
+        module,
+        {
+            "gate_up_proj" if module.has_gate else "up_proj": as_parameter(
+                frozen.w_in_EDG, output_first=output_first, alternating=reading.interleaved
+            ),
+            "down_proj": as_parameter(frozen.w_out_EFD, output_first=output_first, alternating=False),
+        },
+    )
 
 
 def _register_all() -> None:

@@ -14,26 +14,29 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from moe_routing_bench import cpp
 from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.frozen import Frozen
 from moe_routing_bench.machine import this_machine
+from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.decisions import Decisions, Entry, Facts, read_decisions
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.preference import PLAIN, machine_of, preferences
-from moe_routing_bench.ops.registry import Op, all_ops
+from moe_routing_bench.ops.registry import Op, get_op
 from moe_routing_bench.ops.stand_ins import StandIns
+from moe_routing_bench.ops.targets import assumed
+from moe_routing_bench.ops.tracing import while_tracing
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 
-P = ParamSpec("P")
-R = TypeVar("R")
 VARIABLE = "MRB_DECISIONS"
 PROBED = (1, 16, 256, 4096)  # tokens for which `describe` looks at what runs
 
@@ -50,16 +53,20 @@ class Auto:
     """impl="auto" of one op. It is called like an Implementation, and chooses at every call.
 
     `weights` returns the weights of its layer, for an op that does not take them: their sizes select the
-    measured decision.
+    measured decision. batch_invariant=True: only those that promise it, and one for every number of tokens.
     """
 
     label = "auto"
     config: ClassVar[Mapping[str, Any]] = {}
 
-    def __init__(self, op: Op, weights: Callable[[], ExpertWeights] | None = None):
-        self.op, self.weights = op, weights
+    def __init__(
+        self, op: Op, weights: Callable[[], ExpertWeights] | None = None, batch_invariant: bool = False
+    ):
+        self.op, self.weights, self.batch_invariant = op, weights, batch_invariant
 
     def choice(self, *args: Any) -> Choice:
+        if self.batch_invariant:
+            return _choose_invariant(self.op, args)
         return _choose(self.op, args, self.weights)
 
     def __call__(self, *args: Any) -> Any:
@@ -92,9 +99,49 @@ def describe(part: Implementation | Auto, weights: ExpertWeights, K: int, layout
     return ", ".join(sentences)
 
 
-def resolve(op: Op, impl: str, weights: Callable[[], ExpertWeights] | None = None) -> Implementation | Auto:
-    """What to call for `impl`: the implementation of that name, or for "auto" an Auto."""
-    return Auto(op, weights) if impl == "auto" else op.get(impl)
+def resolve(
+    op: Op, impl: str, weights: Callable[[], ExpertWeights] | None = None, *, batch_invariant: bool = False
+) -> Implementation | Auto:
+    """The implementation called `impl`, or an Auto. ValueError if it must be batch-invariant and is not."""
+    if impl == "auto":
+        return Auto(op, weights, batch_invariant=batch_invariant)
+    named = op.get(impl)
+    if batch_invariant and not named.batch_invariant:
+        those = ", ".join(invariant_names(op))
+        raise ValueError(f"{op.name}.{named.label} is not batch-invariant; these are: {those}")
+    return named
+
+
+def invariant_names(op: Op) -> list[str]:
+    """The implementations that say BATCH_INVARIANT, with the configurations a tuner may try."""
+    found = ((entry.spec, entry.implementation) for entry in find_all(op, configs=True))
+    return [spec for spec, one in found if one is not None and one.batch_invariant]
+
+
+def _made_invariant(op: Op, spec: str) -> Implementation:
+    plain = op.get(spec)  # and the options that make it batch-invariant
+    return op.get(replace(plain, config={**plain.config, **plain.invariant_with}).label)
+
+
+@cache  # listing the folders takes milliseconds
+def _promising(op: Op, machine: str) -> dict[str, Implementation]:
+    order = [spec for row in preferences(op, machine) if row.most_tokens is None for spec in row.order]
+    preferred = [one for one in (_made_invariant(op, spec) for spec in order) if one.batch_invariant]
+    return {one.label: one for one in (*preferred, *map(op.get, invariant_names(op)))}
+
+
+def _choose_invariant(op: Op, args: tuple[Any, ...]) -> Choice:
+    """Decisions are not followed: they may differ by the number of tokens, and then so would the bits."""
+    for value in args:
+        if isinstance(value, ExpertWeights) and isinstance(value.w_in_EDG, Frozen):
+            return _frozen(op, args, _made_invariant(op, value.w_in_EDG.form.label))
+    machine, passed = machine_of(_device(args)), ""
+    for spec, one in _promising(op, machine).items():
+        if (reason := one.why_not(*args)) is None:
+            why = f"the first on {machine} that is batch-invariant, for any number of tokens{passed}"
+            return Choice(one, why)
+        passed += f"; {spec} cannot run: {reason}"
+    raise NotImplementedError(f"{op.name}: nothing that is batch-invariant can run this{passed}")
 
 
 def pick(op: Op, impl: str, args: tuple[Any, ...], weights: ExpertWeights | None = None) -> Choice:
@@ -118,6 +165,9 @@ def choose(op: Op, args: tuple[Any, ...], weights: ExpertWeights | None = None) 
 
 
 def _choose(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | None) -> Choice:
+    for value in args:
+        if isinstance(value, ExpertWeights) and isinstance(value.w_in_EDG, Frozen):
+            return _frozen(op, args, op.get(value.w_in_EDG.form.label))
     tokens = _tokens(args)
     for row in _rows(op, args, weights):
         if row.most_tokens is None or tokens <= row.most_tokens:
@@ -131,6 +181,16 @@ def _choose(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] 
         if row.measured:
             warning = _passed_over(op, passed)
     raise NotImplementedError(f"{op.name}: nothing can run this{passed}")
+
+
+def _frozen(op: Op, args: tuple[Any, ...], implementation: Implementation) -> Choice:
+    """Frozen weights exist only as one implementation packed them."""
+    if (reason := implementation.why_not(*args)) is not None:
+        label = implementation.label
+        raise NotImplementedError(
+            f"{op.name}: the weights are frozen for {label}, which cannot run: {reason}"
+        )
+    return Choice(implementation=implementation, why="the weights are frozen for it, packed once")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,33 +233,26 @@ def _rows(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | 
     return _ranked(op.name, _device(args), follows, sizes)
 
 
-def _while_tracing(function: Callable[P, R]) -> Callable[P, R]:
-    """Make torch.compile call this function while tracing, and keep the result. This sets the same mark as
-    torch.compiler.assume_constant_result, which takes a second to import all of torch.compile."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-@_while_tracing
+@while_tracing
 def _follows_decisions() -> bool:
     return _state.decisions is not None if _state.switched else bool(os.environ.get(VARIABLE))
 
 
-@_while_tracing
+@while_tracing
 def _ranked(
     op_name: str, device: torch.device, follows: bool, sizes: tuple[int | str, ...] | None
 ) -> tuple[_Row, ...]:
     decisions = _decisions() if follows else None
     threads = torch.get_num_threads() if follows else 0
-    key = (op_name, device, sizes, threads)
+    key = (op_name, device, sizes, threads, assumed())
     if (rows := _state.ranked.get(key)) is None:
         facts = None if sizes is None else Facts(*sizes)  # type: ignore[arg-type]
-        rows = _rank(all_ops()[op_name], device, facts, decisions, threads)
+        rows = _rank(get_op(op_name), device, facts, decisions, threads)
         _state.ranked[key] = rows
     return rows
 
 
-@_while_tracing
+@while_tracing
 def _say(warning: str) -> None:
     if warning not in _state.warned:
         _state.warned.add(warning)

@@ -1,13 +1,14 @@
-"""What the Triton implementations share: the GPUs, Compilation, and a few device functions.
+"""What the Triton implementations share: Compilation, reasons why not, and a few device functions.
 
 Needs triton. Only the Triton implementations, `ops/<op>/triton_*.py`, import this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -15,115 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_routing_bench import experts
+from moe_routing_bench.ops.targets import Target, assumed, target_of, why_too_old
 from moe_routing_bench.plan import RoutingPlan
 
+P = ParamSpec("P")
+R = TypeVar("R")
 INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the matrix products compute with
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """One GPU architecture, with all numbers about it that a kernel or a check needs.
-
-    Target.named("sm_90a").launch(num_warps=8, num_stages=4) -> {"num_warps": 8, "num_stages": 4}
-    Target.named("gfx942").launch(num_warps=8, num_stages=4) -> {"num_warps": 4, "num_stages": 2,
-      "matrix_instr_nonkdim": 16}: a wave has 64 lanes, and two stages fill its 64 KiB of shared memory.
-    """
-
-    name: str
-    backend: str  # triton's name for it, "cuda" or "hip"
-    arch: int | str  # triton's name or number for it
-    lanes: int  # in one warp (NVIDIA) or wave (AMD)
-    shared_per_program: int  # bytes one program may use
-    shared_per_unit: int  # bytes one multiprocessor (compute unit) has
-    reserved_shared: int  # bytes the system takes for each program
-    registers_per_unit: int  # 32-bit registers of all lanes of one multiprocessor
-    register_granule: int  # registers of one lane are given in multiples of this
-    warps_per_unit: int
-    programs_per_unit: int
-    units: int  # multiprocessors of the usual card: A100, H100 SXM, B200, MI300X
-    tma: bool  # tensor descriptors are moved by hardware
-    pdl: bool  # programmatic dependent launch: a kernel may start before the one it waits for has ended
-    e4m3: bool  # Triton reads 8-bit floats of 4 exponent bits
-    most_stages: int
-    matrix_instruction: str  # how the assembly text spells the tensor-core multiply
-
-    @staticmethod
-    def named(name: str) -> Target:
-        if name not in TARGETS:
-            raise ValueError(f"there is no architecture {name!r} here; there are {', '.join(TARGETS)}")
-        return TARGETS[name]
-
-    def warps(self, num_warps: int) -> int:
-        """The number of warps of this GPU that have as many lanes as `num_warps` warps of 32."""
-        return max(1, num_warps * 32 // self.lanes)
-
-    def launch(self, *, num_warps: int, num_stages: int) -> dict[str, int]:
-        """Triton's launch options for a configuration written for warps of 32 lanes."""
-        options = {
-            "num_warps": self.warps(num_warps),
-            "num_stages": min(num_stages, self.most_stages),
-        }
-        if self.backend == "hip":
-            options["matrix_instr_nonkdim"] = 16  # the 16x16 MFMA: it takes fewer registers than 32x32
-        return options
-
-    def moving(self, num_warps: int) -> dict[str, Any]:
-        """Launch options for a kernel without a pipelined matrix product, where stages mean nothing."""
-        return {"num_warps": self.warps(num_warps), "num_stages": 1}
-
-    def compiled(self, *, rows: int, num_warps: int, num_stages: int) -> dict[str, Any]:
-        """Fields of the Compilation of a GEMM with tiles of `rows` rows, and what its code must contain."""
-        options = self.launch(num_warps=num_warps, num_stages=num_stages)
-        warps, stages = options.pop("num_warps"), options.pop("num_stages")
-        # wgmma and tcgen05 multiply 64 rows or more; fewer rows use sm_80's instruction
-        multiply = "small_multiply" if rows < 64 and self.backend == "cuda" else "tensor_core"
-        expects = (multiply, "pipelined") if stages > 1 else (multiply,)
-        return {"num_warps": warps, "num_stages": stages, "options": options, "expects": expects}
-
-
-# NVIDIA: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (8.0, 9.0, 10.0):
-# 64 warps, 32 programs, 65,536 registers; shared memory 164 / 228 / 228 KiB, a program may use 1 KiB less.
-# AMD: LLVM's AMDGPU usage guide, CDNA 3 ISA: 4 SIMDs of 512 x 64 registers, 8 waves each, 64 KiB of LDS.
-TARGETS = {
-    target.name: target
-    for target in (
-        Target(
-            name="sm_80", backend="cuda", arch=80, lanes=32, shared_per_program=163 * 1024,
-            shared_per_unit=164 * 1024, reserved_shared=1024, registers_per_unit=65536, register_granule=8,
-            warps_per_unit=64, programs_per_unit=32, units=108, tma=False, pdl=False, e4m3=False,
-            most_stages=5, matrix_instruction=r"\bmma\.sync",
-        ),
-        Target(
-            name="sm_90a", backend="cuda", arch=90, lanes=32, shared_per_program=227 * 1024,
-            shared_per_unit=228 * 1024, reserved_shared=1024, registers_per_unit=65536, register_granule=8,
-            warps_per_unit=64, programs_per_unit=32, units=132, tma=True, pdl=True, e4m3=True,
-            most_stages=6, matrix_instruction=r"\bwgmma\.mma_async",
-        ),
-        Target(
-            name="sm_100a", backend="cuda", arch=100, lanes=32, shared_per_program=227 * 1024,
-            shared_per_unit=228 * 1024, reserved_shared=1024, registers_per_unit=65536, register_granule=8,
-            warps_per_unit=64, programs_per_unit=32, units=148, tma=True, pdl=True, e4m3=True,
-            most_stages=6, matrix_instruction=r"\btcgen05\.mma",
-        ),
-        Target(
-            name="gfx942", backend="hip", arch="gfx942", lanes=64, shared_per_program=64 * 1024,
-            shared_per_unit=64 * 1024, reserved_shared=0, registers_per_unit=4 * 512 * 64, register_granule=8,
-            warps_per_unit=32, programs_per_unit=32, units=304, tma=False, pdl=False, e4m3=True,
-            most_stages=2, matrix_instruction=r"\bv_mfma",
-        ),
-    )
-}  # fmt: skip
-
-
-def target_of(device: torch.device) -> Target:
-    """The architecture of a device; the oldest NVIDIA one if it is interpreted, absent or not listed."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return TARGETS["sm_80"]
-    if torch.version.hip is not None:
-        return TARGETS["gfx942"]
-    major, _ = torch.cuda.get_device_capability(device)
-    return {9: TARGETS["sm_90a"], 10: TARGETS["sm_100a"]}.get(major, TARGETS["sm_80"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +54,12 @@ class Compilation:
 def why_not(*tensors: Tensor | None) -> str | None:
     """Why a Triton kernel cannot run on these tensors here, in words; None if it can."""
     given = [tensor for tensor in tensors if tensor is not None]
+    if (reason := why_too_old(target_of(given[0].device))) is not None:
+        return reason
     if len({tensor.device for tensor in given}) > 1:
         return "its tensors must be on one device"
+    if assumed() is not None:  # nothing will run
+        return None
     if all(tensor.device.type == "cuda" for tensor in given):  # torch's name for AMD's GPUs too
         return "interpreted with TRITON_INTERPRET=1 it needs CPU tensors" if INTERPRETING else None
     if any(tensor.device.type != "cpu" for tensor in given) or not INTERPRETING:
@@ -179,8 +82,15 @@ def why_not_layer(
         )
     if gate_TK.dtype not in (x_TD.dtype, torch.float32):
         return f"gates are float32 or of the rows' dtype {x_TD.dtype}, not {gate_TK.dtype}"
-    if any((w.shape[1] - 1) * w.stride(1) + (w.shape[2] - 1) * w.stride(2) >= 2**31 for w in matrices):
-        return "one expert's matrix spans 2^31 elements or more, and offsets inside it have 32 bits"
+    return why_not_spans(*matrices)
+
+
+def why_not_spans(*matrices: Tensor) -> str | None:
+    """Why one expert's matrix is too large, as it lies or as its gradient will; None if it is not."""
+    for w in matrices:
+        span = (w.shape[1] - 1) * w.stride(1) + (w.shape[2] - 1) * w.stride(2)
+        if max(span, w.shape[1] * w.shape[2]) >= 2**31:
+            return "one expert's matrix spans 2^31 elements or more, and offsets inside it have 32 bits"
     return None
 
 
@@ -188,11 +98,49 @@ def why_not_early(device: torch.device) -> str | None:
     """Why a kernel cannot be launched before the one it waits for has ended; None if it can."""
     if INTERPRETING or not target_of(device).pdl:
         return "programmatic dependent launch (pdl=1) needs an NVIDIA GPU from sm_90 on"
+    if torch.compiler.is_compiling():
+        return "torch.compile drops launch_pdl, so pdl=1 would do nothing in it; leave the option pdl out"
     return None
+
+
+def why_not_tile(tile: int, target: Target) -> str | None:
+    """Why a tile of so many bytes (of both operands) is too large for a GPU; None if it is not."""
+    if tile > target.shared_per_program:
+        return (
+            f"a tile takes {tile // 1024} KiB of shared memory, and {target.name} has "
+            f"{target.shared_per_program // 1024}; choose smaller blocks"
+        )
+    return None
+
+
+def on_its_device(launcher: Callable[P, R]) -> Callable[P, R]:
+    """Make a launcher launch on the device of its first argument: Triton takes the current one, whatever the
+    tensors say, and on a machine of several GPUs that is another."""
+
+    @functools.wraps(launcher)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = args[0].device  # type: ignore[attr-defined]
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return launcher(*args, **kwargs)
+        with torch.cuda.device(device):
+            return launcher(*args, **kwargs)
+
+    return guarded
+
+
+def depth_of(block_k: int, x: Tensor) -> int:
+    """The depth of a tile for rows of x: block_k for elements of 2 bytes, a quarter for float32, at least 16.
+
+    float32 is multiplied without tensor cores, from registers: at half the depth 18 of 48 launches of the
+    grouped GEMMs spilled (measurements/gpu/launches.txt shows what they need now).
+    """
+    return max(16, block_k if x.element_size() <= 2 else block_k // 4)
 
 
 def multiprocessors(device: torch.device) -> int:
     """For persistent kernels. Three if interpreted, so that each takes several tiles even in a small case."""
+    if (target := assumed()) is not None:
+        return target.units
     if INTERPRETING or device.type != "cuda":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from moe_routing_bench.ops.gpu import Compilation, Target, target_of
+from moe_routing_bench.ops.gpu import Compilation, depth_of, on_its_device
+from moe_routing_bench.ops.targets import Target, target_of
 
 
 @triton.jit
@@ -165,20 +166,24 @@ def weight_gradient(x_RD: Tensor, dy_RF: Tensor, w_EDF: Tensor, offset_E1: Tenso
 
 
 @triton_op("moe_routing_bench::span_outer_product", mutates_args=())
+@on_its_device
 def outer_product(upper_RA: Tensor, lower_RB: Tensor, offset_E1: Tensor, count_E: Tensor) -> Tensor:
     E, above, below = count_E.shape[0], upper_RA.shape[1], lower_RB.shape[1]
     out_EAB = torch.empty(E, above, below, dtype=upper_RA.dtype, device=upper_RA.device)
     # programs of a larger expert take longer, so they start first; in the forward pass all take the same time
     order_E = torch.argsort(count_E, descending=True, stable=True)
     tiles = triton.cdiv(above, OUTER["BLOCK_M"]) * triton.cdiv(below, OUTER["BLOCK_N"])
+    blocks = {**OUTER, "BLOCK_K": depth_of(OUTER["BLOCK_K"], upper_RA)}
+    tile = (OUTER["BLOCK_M"] + OUTER["BLOCK_N"]) * blocks["BLOCK_K"] * upper_RA.element_size()
     wrap_triton(_outer_product)[(E * tiles,)](
         upper_RA, lower_RB, out_EAB, offset_E1, count_E, order_E, upper_RA.stride(0), lower_RB.stride(0),
-        ABOVE=above, BELOW=below, **OUTER, **target_of(upper_RA.device).launch(**OUTER_LAUNCH),
+        ABOVE=above, BELOW=below, **blocks, **target_of(upper_RA.device).launch(**OUTER_LAUNCH, tile=tile),
     )  # fmt: skip
     return out_EAB
 
 
 @triton_op("moe_routing_bench::span_row_sums", mutates_args=())
+@on_its_device
 def row_sums(dy_RF: Tensor, offset_E1: Tensor, count_E: Tensor) -> Tensor:
     E, F = count_E.shape[0], dy_RF.shape[1]
     out_EF = torch.empty(E, F, dtype=dy_RF.dtype, device=dy_RF.device)
@@ -220,6 +225,7 @@ def register_gradients(multiply: Any) -> None:
 def gradient_compilations(D: int, F: int, target: Target) -> Iterator[Compilation]:
     sums = target.launch(**SUM_LAUNCH)
     rows = OUTER["BLOCK_K"]
+    tile = 2 * (OUTER["BLOCK_M"] + OUTER["BLOCK_N"]) * rows
     yield Compilation(
         name="weight_gradient",
         kernel=_outer_product,
@@ -228,9 +234,9 @@ def gradient_compilations(D: int, F: int, target: Target) -> Iterator[Compilatio
             "order_E": "*i64", "stride_ur": "i32:16", "stride_lr": "i32:16",
         },
         constexprs={"ABOVE": D, "BELOW": F, **OUTER},
-        **target.compiled(rows=OUTER["BLOCK_M"], **OUTER_LAUNCH),
+        **target.compiled(rows=OUTER["BLOCK_M"], **OUTER_LAUNCH, tile=tile),
         flops=2 * OUTER["BLOCK_M"] * OUTER["BLOCK_N"] * rows,
-        bytes=2 * (OUTER["BLOCK_M"] + OUTER["BLOCK_N"]) * rows + 2 * OUTER["BLOCK_M"] * OUTER["BLOCK_N"],
+        bytes=tile + 2 * OUTER["BLOCK_M"] * OUTER["BLOCK_N"],
     )  # fmt: skip
     yield Compilation(
         name="bias_gradient",

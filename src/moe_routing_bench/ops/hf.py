@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,30 +14,18 @@ from torch import Tensor
 
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.plan import RoutingPlan
-from moe_routing_bench.prepared import Prepared
 
 # our names to those of a model's config; both gelus are the exact (erf) form
 ACTIVATION = {"swiglu": "silu", "geglu": "gelu"}
 
 
-@dataclass(frozen=True)
-class Converted:
-    """The weights in a loaded model's layout, gate_up_proj (E, 2F, D) and down_proj (E, D, F), and modules
-    around them by the name of their function: {"grouped_mm": Qwen3MoeExperts, ...}."""
-
-    gate_up_proj: Tensor
-    down_proj: Tensor
-    modules: dict[str, Any] = field(default_factory=dict)
-
-
-def _convert(weights: ExpertWeights) -> Converted:
-    return Converted(
-        gate_up_proj=weights.w_in_EDG.detach().transpose(1, 2).contiguous(),
-        down_proj=weights.w_out_EFD.detach().transpose(1, 2).contiguous(),
+def freeze(weights: ExpertWeights) -> ExpertWeights:
+    """In a loaded model's layout, gate_up_proj (E, 2F, D) and down_proj (E, D, F), seen as ours: no copy if
+    they are in it already."""
+    w_in_EDG, w_out_EFD = (
+        w.detach().transpose(1, 2).contiguous().transpose(1, 2) for w in (weights.w_in_EDG, weights.w_out_EFD)
     )
-
-
-converted = Prepared(_convert, nbytes=lambda c: c.gate_up_proj.nbytes + c.down_proj.nbytes)
+    return replace(weights, w_in_EDG=w_in_EDG, w_out_EFD=w_out_EFD)
 
 
 def why_not(weights: ExpertWeights) -> str | None:
@@ -55,6 +43,7 @@ def run(name: str, x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: Ex
     """The experts function `name`, on choices read back from a plan."""
     expert_TK = plan.expert_TK()
     if not plan.filled:
+        gate_TK = torch.where(expert_TK >= 0, gate_TK, 0.0)
         expert_TK = torch.where(expert_TK >= 0, expert_TK, weights.num_experts)
     return experts(name, x_TD, expert_TK, gate_TK, weights, absent=not plan.filled)
 
@@ -71,24 +60,13 @@ def experts(
     """As a model calls its experts module: ids and gates straight from the router, no plan.
 
     absent=True: the id num_experts means no expert, as in Transformers' expert parallelism. It costs passes
-    over the rows, so a model on one machine runs without it. If gradients are needed, the module works on
-    views of our weights, so that they receive them; else on a copy in Transformers' layout, made once.
+    over the rows, so a model on one machine runs without it. The module works on views of our weights, and is
+    as fast as in a model if they are in its layout (`freeze`).
     """
-    if torch.is_grad_enabled() and any(w.requires_grad for w in weights.tensors().values()):
-        module = _module(name, weights)
-        module.gate_up_proj = weights.w_in_EDG.transpose(1, 2)
-        module.down_proj = weights.w_out_EFD.transpose(1, 2)
-    else:
-        kept = converted(weights)
-        if name not in kept.modules:
-            module = _module(name, weights)
-            module.gate_up_proj, module.down_proj = kept.gate_up_proj, kept.down_proj
-            kept.modules[name] = module
-        module = kept.modules[name]
-    # the flag is set on a copy of this small object (the weights are shared), so threads do not interfere
-    if module._is_expert_parallel != absent:
-        module = copy.copy(module)
-        module._is_expert_parallel = absent
+    module = _module(name, weights)
+    module.gate_up_proj = weights.w_in_EDG.transpose(1, 2)
+    module.down_proj = weights.w_out_EFD.transpose(1, 2)
+    module._is_expert_parallel = absent
     # Transformers' router rounds the gates to the model's dtype before the experts see them
     return module(x_TD, expert_TK, gate_TK.to(x_TD.dtype))
 

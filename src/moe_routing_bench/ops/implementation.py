@@ -30,10 +30,15 @@ class Implementation:
     configs: Sequence[Mapping[str, Any]] = ()  # what a tuner may try
     forward_only: bool = False  # no gradients; refuses inputs that require them
     host_sync: str = ""  # why it must read device values on the host
+    spreads_nan: str = ""  # why NaN in one token reaches others, or experts it did not choose
     deterministic: bool = True  # same input, same bits
+    batch_invariant: bool = False  # a token's bits are the same in every batch
+    invariant_with: Mapping[str, Any] = field(default_factory=dict)  # it would be with these options
     reuses_output: bool = False  # the result is overwritten by the next call on the same thread
     # with the option store= it computes with other weights than given: these, which results are judged by
     stored: Callable[..., Any] | None = None
+    # weights in the form it likes best, for weights that do not change any more
+    freeze: Callable[..., Any] | None = None
     ties: str = "lower id first"  # topk only: "any" if equal scores may be picked in any order
 
     @property
@@ -62,8 +67,13 @@ class Implementation:
             self,
             forward_only=self.forward_only or any(part.forward_only for part in parts.values()),
             deterministic=self.deterministic and all(part.deterministic for part in parts.values()),
+            batch_invariant=self.batch_invariant and all(part.batch_invariant for part in parts.values()),
             host_sync="; ".join(
-                f"{part.op}.{part.name}: {part.host_sync}" for part in parts.values() if part.host_sync
+                [self.host_sync] * bool(self.host_sync)
+                + [f"{part.op}.{part.name}: {part.host_sync}" for part in parts.values() if part.host_sync]
+            ),
+            spreads_nan="; ".join(
+                f"{part.op}.{part.name}: {part.spreads_nan}" for part in parts.values() if part.spreads_nan
             ),
         )
         return composed, {**config, **{option: part.label for option, part in parts.items()}}
@@ -81,13 +91,17 @@ class Implementation:
             )
         seen = {name: value for name, value in config.items() if name in takes_unsupported}
         stored = self.stored if self.stored is None else partial(self.stored, store=config.get("store"))
+        store = {"store": config["store"]} if config.get("store") else {}
         return replace(
             self,
             config=config,
+            freeze=partial(self.freeze, **store) if self.freeze and store else self.freeze,
             run=partial(self.run, **config) if config else self.run,
             unsupported=partial(self.unsupported, **seen) if seen else self.unsupported,
             stored=stored if config.get("store") else None,
             forward_only=self.forward_only or bool(config.get("store")),
+            batch_invariant=self.batch_invariant
+            and all(config.get(option) == value for option, value in self.invariant_with.items()),
         )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -19,10 +18,11 @@ import torch
 
 from moe_routing_bench import cpp
 from moe_routing_bench.ops.registry import OURS, Op
+from moe_routing_bench.ops.targets import TARGETS, target_of
 
 COMPILED = tuple(cpp.LEVELS)  # processors for which C++ is compiled: amx, avx512, avx2
 PLAIN = "plain"  # torch's own operations: other processors and devices, or no compiler
-GPUS = ("sm_80", "sm_90a", "sm_100a", "gfx942")  # A100, H100, B200, MI300X
+GPUS = tuple(TARGETS)
 MACHINES = (*COMPILED, PLAIN, *GPUS)
 NO_GPU = (
     "not timed: plain torch runs on every GPU; the Triton kernels are verified and compiled, but no GPU has "
@@ -48,17 +48,7 @@ def machine_of(device: torch.device) -> str:
     """The class of machine that computes on a device."""
     if device.type == "cpu":
         return PLAIN if cpp.why_not() is not None else cpp.best_level() or PLAIN
-    return _gpu(device.index) if device.type == "cuda" else PLAIN
-
-
-@cache
-def _gpu(index: int | None) -> str:
-    """The oldest NVIDIA architecture if the device is absent or not listed, as in ops/gpu.py."""
-    if not torch.cuda.is_available():
-        return "sm_80"
-    if torch.version.hip is not None:
-        return "gfx942"
-    return {9: "sm_90a", 10: "sm_100a"}.get(torch.cuda.get_device_capability(index)[0], "sm_80")
+    return target_of(device).name if device.type == "cuda" else PLAIN
 
 
 def preferences(op: Op, machine: str) -> Iterator[Preference]:

@@ -10,9 +10,11 @@ It defines
 
 with its own options, if any, as keywords after the op's arguments (`unsupported` takes those it needs). If it
 is composed of other implementations, it defines `parts(**options) -> {option: Implementation}`; if it has an
-option `store`, a type to keep weights in, `stored(weights, *, store)`: the weights it computes with. It may
-define FORWARD_ONLY, CONFIGS, HOST_SYNC, DETERMINISTIC, REUSES_OUTPUT or TIES (DESIGN.md). `mrb list` shows
-its docstring's first line. There is no fallback: what cannot run raises NotImplementedError with the reason.
+option `store`, a type to keep weights in, `stored(weights, *, store)`: the weights it computes with; if it
+likes weights in another form, `freeze(weights)`: the same, made once, for weights that do not change. It may
+define FORWARD_ONLY, CONFIGS, NEEDS, HOST_SYNC, SPREADS_NAN, DETERMINISTIC, BATCH_INVARIANT, REUSES_OUTPUT or
+TIES (DESIGN.md). `mrb list` shows its docstring's first line. There is no fallback: what cannot run raises
+NotImplementedError with the reason.
 """
 
 from __future__ import annotations
@@ -21,9 +23,8 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
 from moe_routing_bench.cost import Cost
-from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.names import did_you_mean, parse_spec
 from moe_routing_bench.ops.implementation import Implementation
 
 OURS = __name__.partition(".")[0]
@@ -64,9 +65,13 @@ class Op:
     judge_gradient  the same for the gradient of one argument
     upstream        the gradient of the result, as it may arrive in a model
     meaningful      the part of a result that two runs must agree on
+    by_token        what of a result belongs to each token, tokens first: the same in every batch if an
+                    implementation is BATCH_INVARIANT. None: nothing does, or results are exact
     weights         the parameter that holds weights, the same in every call; empty if there is none
+    widens          the reference converts weights itself, expert by expert, if x is float64
     exact           structure or copies: the reference in the dtype itself is the oracle
     default         runs wherever torch does: the last resort of "auto", the benchmark's baseline
+    usual           what people choose between, measured if nobody names others; empty: all
     stage           its place in the flow of data, for listings
     """
 
@@ -82,7 +87,10 @@ class Op:
         judge_gradient: Callable[[GradientOf, Tensor, Expected], list[Verdict]] = judge_gradient,
         upstream: Callable[[Tensor, Mapping[str, Any]], Tensor] = lambda d_out, args: d_out,
         meaningful: Callable[[Any, Mapping[str, Any]], Any] = lambda out, args: out,
+        by_token: Callable[[Any, Mapping[str, Any]], Any] | None = None,
+        usual: tuple[str, ...] = (),
         weights: str = "",
+        widens: bool = False,
         differentiable: bool = True,
         exact: bool = False,
     ):
@@ -91,8 +99,9 @@ class Op:
         self.name = package.rpartition(".")[2]
         self.reference, self.cost = reference, cost
         self.judge, self.judge_gradient = judge, judge_gradient
-        self.upstream, self.meaningful = upstream, meaningful
+        self.upstream, self.meaningful, self.by_token = upstream, meaningful, by_token
         self.weights, self.differentiable, self.exact = weights, differentiable, exact
+        self.widens, self.usual = widens, usual
         self.file = inspect.getfile(reference)
         self.default = default
         self.summary = (inspect.getdoc(sys.modules[reference.__module__]) or "").partition("\n")[0]
@@ -102,7 +111,7 @@ class Op:
         return f"<op {self.name}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _op_named, (self.name,)  # copies and pickles of a layer refer to this very object
+        return get_op, (self.name,)  # copies and pickles of a layer refer to this very object
 
     def names(self) -> list[str]:
         return sorted(self._sources())
@@ -114,7 +123,7 @@ class Op:
         """
         if (ready := self._ready.get(spec)) is not None:
             return ready
-        name, config = _parse(spec)
+        name, config = parse_spec(spec)
         source = self._source(name)
         try:
             module = source.load()
@@ -123,6 +132,9 @@ class Op:
             if absent.partition(".")[0] in (OURS, source.owner):
                 raise  # a bug in that code, not an absent library
             raise NotImplementedError(f"{self.name}.{name}: needs {absent}, which is not installed") from None
+        for absent, install in getattr(module, "NEEDS", {}).items():
+            if importlib.util.find_spec(absent) is None:
+                raise NotImplementedError(f"{self.name}.{name}: needs {absent}; {install}")
         plain = self._implementation(name, source.origin, module)
         ready = plain.configured(config, self.parameters())
         if parts := getattr(module, "parts", None):
@@ -226,6 +238,9 @@ class Op:
                     f"but the op's arguments are ({', '.join(needed)})"
                 )
         configs = tuple(getattr(module, "CONFIGS", ()))
+        ties = getattr(module, "TIES", "lower id first")
+        # an exact result is one result, whatever the batch
+        invariant = getattr(module, "BATCH_INVARIANT", self.exact and ties != "any")
         if not all(isinstance(config, Mapping) for config in configs):
             raise ValueError(
                 f"{self.name}.{name} ({origin}): CONFIGS must hold dictionaries, option to value"
@@ -240,31 +255,49 @@ class Op:
             configs=configs,
             forward_only=getattr(module, "FORWARD_ONLY", False),
             host_sync=getattr(module, "HOST_SYNC", ""),
+            spreads_nan=getattr(module, "SPREADS_NAN", ""),
             deterministic=getattr(module, "DETERMINISTIC", True),
+            batch_invariant=bool(invariant),
+            invariant_with=invariant if isinstance(invariant, Mapping) else {},
             reuses_output=getattr(module, "REUSES_OUTPUT", False),
             stored=getattr(module, "stored", None),
-            ties=getattr(module, "TIES", "lower id first"),
+            freeze=getattr(module, "freeze", None),
+            ties=ties,
         )
 
 
 def all_ops() -> dict[str, Op]:
     """Every folder with an op.py in ops/ or in an included folder, by name, in the order in which data flows
     through them."""
+    names = [*built_in_ops(), *_ops_outside()]
+    return dict(sorted(((name, get_op(name)) for name in names), key=lambda item: item[1].stage))
+
+
+def get_op(name: str) -> Op:
+    """One operation; of the files from outside only its own op.py is loaded."""
+    return _built_in_op(name) if name in built_in_ops() else _outside_op(_ops_outside()[name])
+
+
+@cache
+def built_in_ops() -> tuple[str, ...]:
     package = importlib.import_module(f"{OURS}.ops")
-    ops = {
-        module.name: importlib.import_module(f"{OURS}.ops.{module.name}.op").op
-        for module in pkgutil.iter_modules(package.__path__)
-        if module.ispkg
-    }
-    for path in _ops_outside():
-        if path.parent.name in ops:
-            raise ValueError(f"{path}: there is an operation {path.parent.name} already; rename the folder")
-        ops[path.parent.name] = _outside_op(path)
-    return dict(sorted(ops.items(), key=lambda item: item[1].stage))
+    return tuple(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
 
 
-def _ops_outside() -> list[Path]:
-    return [path for folder in _included for path in sorted(folder.glob("[!_]*/op.py"))]
+@cache
+def _built_in_op(name: str) -> Op:
+    op: Op = importlib.import_module(f"{OURS}.ops.{name}.op").op
+    return op
+
+
+def _ops_outside() -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for path in [path for folder in _included for path in sorted(folder.glob("[!_]*/op.py"))]:
+        name = path.parent.name
+        if name in files or name in built_in_ops():
+            raise ValueError(f"{path}: there is an operation {name} already; rename the folder")
+        files[name] = path
+    return files
 
 
 @cache
@@ -273,41 +306,35 @@ def _outside_op(path: Path) -> Op:
     return _file_importer(path.parent.name, path)().op
 
 
-def _op_named(name: str) -> Op:
-    return all_ops()[name]
-
-
 def include(folder: Path | str) -> None:
     """Also look for implementations in `<folder>/<op>/<name>.py` and new ops in `<folder>/<op>/op.py`. A
-    folder with nothing but routers is fine too."""
+    folder with nothing but routers is fine too. Nothing is loaded."""
     path = Path(folder).resolve()
-    if not path.is_dir():
-        raise ValueError(
-            f"{folder} is not a folder; it should hold <op>/<name>.py or routers/<name>.py files"
-        )
-    names = set(all_ops())
-    folders = [child for child in path.iterdir() if child.is_dir()]
-    if not any(child.name in {*names, "routers"} or (child / "op.py").is_file() for child in folders):
-        raise ValueError(
-            f"{folder} holds no folder named after an op and none called routers; "
-            f"the ops are {', '.join(sorted(names))}"
-        )
+    files_of([*_included, folder])
     if path not in _included:
         _included.append(path)
 
 
-def _parse(spec: str) -> tuple[str, dict[str, Any]]:
-    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", spec)
-    if match is None:
-        raise ValueError(f"cannot read the implementation {spec!r}; write name or name(option=value,...)")
-    config: dict[str, Any] = {}
-    # commas inside inner parentheses belong to an option's own options
-    for word in re.findall(r"(?:[^,()]|\([^()]*\))+", match[2] or ""):
-        key, equals, value = (part.strip() for part in word.partition("="))
-        if not equals:
-            raise ValueError(f"cannot read {word!r} in {spec!r}; write option=value")
-        config[key] = int(value) if re.fullmatch(r"-?\d+", value) else value
-    return match[1], config
+def files_of(folders: Sequence[Path | str]) -> list[Path]:
+    """The files of folders from outside: implementations, an op.py for each new op, and routers; nothing is
+    loaded. ValueError if a folder has none of them."""
+    paths = [Path(folder).resolve() for folder in folders]
+    if (
+        no_folder := next((f for f, path in zip(folders, paths, strict=True) if not path.is_dir()), None)
+    ) is not None:
+        raise ValueError(
+            f"{no_folder} is not a folder; it should hold <op>/<name>.py or routers/<name>.py files"
+        )
+    ops = {*built_in_ops(), *(op.parent.name for path in paths for op in path.glob("[!_]*/op.py"))}
+    known = [*sorted(ops), "routers"]
+    for folder, path in zip(folders, paths, strict=True):
+        if not any((path / name).is_dir() for name in known):
+            raise ValueError(
+                f"{folder} holds no folder named after an op and none called routers; "
+                f"the ops are {', '.join(sorted(ops))}"
+            )
+    found = [file for path in paths for name in known for file in sorted((path / name).glob("[!_]*.py"))]
+    return list(dict.fromkeys(found))
 
 
 @cache
@@ -327,7 +354,10 @@ def _file_importer(op: str, path: Path) -> Callable[[], ModuleType]:
         module = importlib.util.module_from_spec(spec)
         if path.stem == "op":  # its implementations import it by this name
             sys.modules[name] = module
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except SystemExit as ended:
+            raise RuntimeError(f"it ended the program while it was loaded: SystemExit({ended})") from None
         return module
 
     return load

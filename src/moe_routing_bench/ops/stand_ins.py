@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.experts import GATED, ExpertWeights
+from moe_routing_bench.parallel.traffic import Traffic
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.shapes import MoEShape
@@ -65,6 +66,7 @@ class StandIns:
             filled=layout.kind == "compact",
         )
         self.x_TD, self.x_RD = one(like.dtype, T, D), one(like.dtype, R, D)
-        self.y_RD = self.x_RD
+        self.y_RD = self.y_QD = self.x_RD
+        self.traffic = Traffic(sent=(R,), received=(R,), place_Q=self.plan.pair_R)
         # the first of the two projections
         self.weights, self.w_EDF, self.b_EF = weights, weights.w_in_EDG, weights.b_in_EG

@@ -170,7 +170,7 @@ template <class B_> struct Vector {  // any float weights, float32 rows
   static Lanes lanes(const int8_t* b) { return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)b))); }
 #endif
   template <int M, class Plain>  // float or int8_t
-  static void block(const float* a, int64_t lda, const Plain* b, int64_t depth, float* c, Ahead& ahead) {
+  __attribute__((noinline)) static void block(const float* a, int64_t lda, const Plain* b, int64_t depth, float* c, Ahead& ahead) {
     for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
       Lanes s[M][N] = {};
       for (int64_t k = k0; k < std::min(k0 + CHAIN, depth); k++, b += PANEL) {
@@ -189,7 +189,7 @@ template <class B_> struct Vector {  // any float weights, float32 rows
     }
   }
   template <int M>
-  static void block(const float* a, int64_t lda, const uint16_t* b, int64_t depth, float* c, Ahead& ahead) {
+  __attribute__((noinline)) static void block(const float* a, int64_t lda, const uint16_t* b, int64_t depth, float* c, Ahead& ahead) {
     for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
       Lanes s[M][N] = {};
       for (int64_t k = k0; k < std::min(k0 + CHAIN, depth); k += 2) {

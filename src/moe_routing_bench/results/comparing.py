@@ -28,13 +28,17 @@ from numpy.typing import NDArray
 
 from moe_routing_bench.bench.verdict import CONFIDENCE, DELTA, DIGITS, FEWEST_ROUNDS, RESAMPLES, Verdict
 from moe_routing_bench.results.lines import LeftOut
-from moe_routing_bench.results.matching import Measured, differences, latest, match, question
+from moe_routing_bench.results.matching import Measured, difference, differences, latest, match, question
 from moe_routing_bench.results.record import Record
 from moe_routing_bench.results.runs import read_run
 from moe_routing_bench.results.store import samples_of
 
 Floats: TypeAlias = NDArray[np.float64]
 Method: TypeAlias = Literal["ratio to baseline", "times"]
+# noise: the source is the same in both, so it is the machine or what the code calls
+Kind: TypeAlias = Literal[
+    "regression", "improvement", "method change", "other machine", "noise", "not decided", "no change"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,8 @@ class Change:
     Change(where="expert_ffn seed-fused/32x7168 float32 zipf(1.2)", implementation="staged", layout="compact",
            router="", layer="", contender="staged | compact", ratio=1.05, interval=(1.035, 1.059),
            p_adjusted=9.7e-10, verdict="SLOWER", reason="...",
-           method="ratio to baseline", same_code=False, repro="mrb bench ...", ...)
+           method="ratio to baseline", same_code=False, kind="regression", ms=(10.1, 10.6),
+           repro="mrb bench ...", ...)
     interval is None with too few samples for one. same_code: the implementation's source has the same hash.
     """
 
@@ -62,9 +67,25 @@ class Change:
     reason: str
     method: Method
     same_code: bool
+    kind: Kind
+    ms: tuple[float, float]  # medians in A and in B
     record_a: str
     record_b: str
     repro: str
+
+    @property
+    def confirmed(self) -> bool:
+        return self.verdict in ("FASTER", "SLOWER")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apart:
+    """In both runs, but measured unlike, so that no ratio means anything. No ms where it did not pass."""
+
+    name: str
+    differences: tuple[str, ...]
+    ms_a: float | None
+    ms_b: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +102,7 @@ class Turned:
 class RunComparison:
     """changes: least ratio first. broken: PASSED in A and tried in B without a pass; fixed: the reverse.
 
+    apart: measured unlike in the two, if that was asked for.
     only_a, only_b: names of what passed in one run and was not tried in the other.
     unreadable: sentences about samples that are not what was written.
     """
@@ -88,6 +110,7 @@ class RunComparison:
     changes: tuple[Change, ...]
     broken: tuple[Turned, ...]
     fixed: tuple[Turned, ...]
+    apart: tuple[Apart, ...]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     unreadable: tuple[str, ...]
@@ -109,9 +132,11 @@ def compare_runs(
     *,
     allow: Collection[str] = (),
     delta: float = DELTA,
+    keep_unlike: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RunComparison:
-    """B against A. ValueError if what was measured in both was measured unlike, unless `allow` names how.
+    """B against A. ValueError if what was measured in both was measured unlike, unless `allow` names how or
+    keep_unlike sets it apart, without a ratio.
 
     delta: the smallest difference that counts. on_progress gets (rows done, rows in all).
     """
@@ -124,15 +149,16 @@ def compare_runs(
     all_a, all_b = (latest(run) for run in runs)
     for run, measured in zip(runs, (all_a, all_b), strict=True):
         if not measured:
-            raise ValueError(f"{run.folder} holds no records; mrb bench --out {run.folder} makes some")
-    pairs, notes = match(all_a, all_b, allow)
+            raise ValueError(f"{run.folder} holds no records; mrb bench layer --out {run.folder} makes some")
+    unlike: list[tuple[Measured, Measured]] = []
+    pairs, notes = match(all_a, all_b, allow, unlike if keep_unlike else None)
     both = [(a, b) for a, b in pairs if a.passed and b.passed]
-    matched = {question(one) for pair in pairs for one in pair}
+    matched = {question(one) for pair in (*pairs, *unlike) for one in pair}
     only_a, only_b = (
         tuple(sorted({m.name for m in measured if m.passed and question(m) not in matched}))
         for measured in (all_a, all_b)
     )
-    if not any(a.passed or b.passed for a, b in pairs):
+    if not any(a.passed or b.passed for a, b in (*pairs, *unlike)):
         raise ValueError(
             f"nothing that passed is in both folders: {folder_a} has {_some(only_a)}; "
             f"{folder_b} has {_some(only_b)}"
@@ -145,6 +171,7 @@ def compare_runs(
         changes=tuple(sorted(changes, key=lambda c: (c.ratio, c.where, c.contender))),
         broken=tuple(_turned(b, b) for a, b in pairs if a.passed and not b.passed),
         fixed=tuple(_turned(a, b) for a, b in pairs if b.passed and not a.passed),
+        apart=tuple(_apart(a, b) for a, b in unlike),
         only_a=only_a,
         only_b=only_b,
         unreadable=tuple(unreadable),
@@ -156,6 +183,31 @@ def compare_runs(
 def _turned(failed: Measured, b: Measured) -> Turned:
     why = failed.record.correctness
     return Turned(name=b.name, status=str(why.status), reason=why.reason, repro=b.record.repro)
+
+
+def _apart(a: Measured, b: Measured) -> Apart:
+    said = tuple(difference(name, a, b) for name in differences(a, b))
+    ms_a, ms_b = (None if one.record.timing is None else _ms(one) for one in (a, b))
+    return Apart(name=b.name, differences=said, ms_a=ms_a, ms_b=ms_b)
+
+
+def _ms(one: Measured) -> float:
+    assert one.record.timing is not None
+    return 1e3 * one.record.timing.median
+
+
+def _kind(a: Measured, b: Measured, verdict: Verdict, same_code: bool) -> Kind:
+    """What to think of first. The machine before the method, the method before the code: what lies deeper
+    explains what lies above it."""
+    if verdict not in ("FASTER", "SLOWER"):
+        return "not decided" if verdict == "UNDECIDED" else "no change"
+    if set(differences(a, b)) & {"machine", "torch", "python", "settings", "device"}:
+        return "other machine"
+    if differences(a, b) or a.record.harness_hash != b.record.harness_hash:
+        return "method change"
+    if same_code:
+        return "noise"
+    return "regression" if verdict == "SLOWER" else "improvement"
 
 
 def _some(names: tuple[str, ...]) -> str:
@@ -208,6 +260,8 @@ def _changes(
                 reason=why,
                 method=method,
                 same_code=same_code,
+                kind=_kind(a, b, verdict, same_code),
+                ms=(_ms(a), _ms(b)),
                 record_a=a.record.record_id,
                 record_b=b.record.record_id,
                 repro=b.record.repro,
@@ -242,9 +296,10 @@ def _same_code(a: Record, b: Record) -> bool:
 
 def _log_ratio(one: Measured, base: Record) -> Floats:
     times, base_times = _samples(one, one.record), _samples(one, base)
-    if times.shape != base_times.shape:
+    if len(times) > len(base_times):
         raise ValueError(f"it has {len(times)} samples and its baseline {len(base_times)}: no rounds")
-    return np.log(times) - np.log(base_times)
+    # one that was much slower than the best left after the first rounds
+    return np.log(times) - np.log(base_times[: len(times)])
 
 
 def _samples(one: Measured, record: Record) -> Floats:

@@ -14,20 +14,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.verdict import FEWEST_ROUNDS, Comparison, Regret, compare_cells, regret
+from moe_routing_bench.bench.verdict import Regret
 from moe_routing_bench.ops import decisions
 from moe_routing_bench.ops.decisions import Facts, read_decisions
 from moe_routing_bench.ops.registry import BUILT_IN
 from moe_routing_bench.plan import Layout
+from moe_routing_bench.results.contests import Contest, Contested, contested, contests, regrets
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
 from moe_routing_bench.results.runs import CellRun, Run, read_run
-from moe_routing_bench.results.store import samples_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,25 +40,6 @@ class Question:
     def __str__(self) -> str:
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         return f"{self.op} {self.facts}, {threads}, {self.workload}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contest:
-    """The contenders of one cell in one layout, by name: each one's ratio to the cell's baseline, and how it
-    compares with the winner. Contest(T=16, winner="staged", ratios={"staged": 0.81, "eager_loop": 0.82}, ...)
-    """
-
-    T: int
-    case: str
-    winner: str
-    ratios: dict[str, float]
-    against_winner: dict[str, Comparison]
-
-    @property
-    def ties(self) -> tuple[str, ...]:
-        """Not shown to be slower than the winner, nearest first."""
-        names = [name for name, one in self.against_winner.items() if one.verdict != "SLOWER"]
-        return tuple(sorted(names, key=lambda name: self.ratios[name]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +72,16 @@ def decide(folder: Path | str, *, cache: str | None = None) -> Decided:
     run = read_run(folder, left_out)
     cells = _cells(run, cache, notes)
     machine, torch = _one_of_each(run, cells)
-    fields = [_field(run, *one, notes) for one in _chosen(cells, notes)]
-    by_question = _contests([field for field in fields if field is not None])
+    found = [_contested(run, *one, notes) for one in _chosen(cells, notes)]
+    asked = [one for one in found if one is not None]
+    by_question: dict[Question, list[Contest]] = {}
+    for (question, _), contest in zip(asked, contests([one for _, one in asked]), strict=True):
+        by_question.setdefault(question, []).append(contest)
     answers = []
-    for question, contests in sorted(by_question.items(), key=lambda item: str(item[0])):
-        contests.sort(key=lambda contest: contest.T)
-        ranked = _regret({f"T={contest.T}": contest for contest in contests})
-        answers.append(Answer(question=question, contests=tuple(contests), overall=ranked[0]))
+    for question, its in sorted(by_question.items(), key=lambda item: str(item[0])):
+        its.sort(key=lambda contest: contest.T)
+        ranked = regrets({f"T={contest.T}": contest for contest in its})
+        answers.append(Answer(question=question, contests=tuple(its), overall=ranked[0]))
     if not answers:
         why = "; ".join(notes.sentences()) or "it has no record with status PASSED"
         raise ValueError(f"{folder} decides nothing: {why}")
@@ -108,7 +89,7 @@ def decide(folder: Path | str, *, cache: str | None = None) -> Decided:
         machine=machine,
         torch=torch,
         answers=tuple(answers),
-        regrets={op: _regret(contests) for op, contests in _by_op(answers).items()},
+        regrets={op: regrets(its) for op, its in _by_op(answers).items()},
         notes=tuple(notes.sentences()),
         left_out=left_out,
     )
@@ -151,17 +132,6 @@ class _Notes:
 
     def sentences(self) -> list[str]:
         return [f"{reason} ({count})" if count > 1 else reason for reason, count in self._counts.items()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Field:
-    """The contenders of a contest before it is decided, by spec."""
-
-    question: Question
-    cell: CellRun
-    records: dict[str, Record]
-    times: dict[str, NDArray[np.float64]]  # raw samples, paired by round
-    ratios: dict[str, float]
 
 
 def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, list[Record]]]:
@@ -276,9 +246,9 @@ def _question(record: Record, notes: _Notes) -> Question | None:
     return Question(op=op, facts=facts, threads=record.protocol.threads, workload=record.routing.spec)
 
 
-def _field(
+def _contested(
     run: Run, question: Question, cell: CellRun, records: list[Record], notes: _Notes
-) -> _Field | None:
+) -> tuple[Question, Contested] | None:
     """None if samples cannot be read or paired: a contest that lacks a contender decides nothing."""
     by_name: dict[str, Record] = {}
     for record in records:
@@ -288,56 +258,10 @@ def _field(
         if one.origin != BUILT_IN:
             notes.add(f"{question.op}.{one.spec} is not built in: whoever uses the decisions needs it too")
     try:
-        times = {name: samples_of(run.folder, record) for name, record in by_name.items()}
+        return question, contested(run, cell, by_name)
     except ValueError as error:
-        notes.add(f"cell not used: {error}")
+        notes.add(str(error))
         return None
-    rounds = {len(samples) for samples in times.values()}
-    if len(rounds) > 1:
-        notes.add("cells not used: their implementations have different numbers of samples, so no rounds")
-        return None
-    if min(rounds) < FEWEST_ROUNDS:
-        notes.add(f"cells not used: fewer than {FEWEST_ROUNDS} rounds")
-        return None
-    if not all((np.isfinite(samples) & (samples > 0)).all() for samples in times.values()):
-        notes.add("cells not used: samples that are not positive and finite")
-        return None
-    # without a baseline that passed the times are compared, which share their rounds too
-    baselines = [r for r in cell.records if r.implementation.role == "baseline" and r.timing is not None]
-    unit = baselines[0].timing.median if baselines and baselines[0].timing else 1.0
-    ratios = {}
-    for name, record in by_name.items():
-        assert record.timing is not None  # it passed
-        comparison = record.comparison
-        ratios[name] = comparison.ratio if comparison is not None else record.timing.median / unit
-    return _Field(question=question, cell=cell, records=by_name, times=times, ratios=ratios)
-
-
-def _contests(fields: list[_Field]) -> dict[Question, list[Contest]]:
-    """All comparisons with winners are corrected together for their number."""
-    winners = [min(field.ratios, key=lambda name: (field.ratios[name], name)) for field in fields]
-    asked = [
-        (number, name)
-        for number, (field, winner) in enumerate(zip(fields, winners, strict=True))
-        for name in field.ratios
-        if name != winner
-    ]
-    compared = compare_cells(
-        [(fields[number].times[winners[number]], fields[number].times[name]) for number, name in asked],
-        aa_floor=[fields[number].cell.aa_floor for number, _ in asked],
-    )
-    against: list[dict[str, Comparison]] = [{} for _ in fields]
-    for (number, name), comparison in zip(asked, compared, strict=True):
-        against[number][name] = comparison
-    contests: dict[Question, list[Contest]] = {}
-    for field, winner, others in zip(fields, winners, against, strict=True):
-        workload = field.records[winner].workload
-        ratios = {winner: field.ratios[winner], **field.ratios}  # of equal ratios `regret` takes the first
-        contest = Contest(
-            T=workload.T, case=workload.case, winner=winner, ratios=ratios, against_winner=others
-        )
-        contests.setdefault(field.question, []).append(contest)
-    return contests
 
 
 def _by_op(answers: list[Answer]) -> dict[str, dict[str, Contest]]:
@@ -349,15 +273,6 @@ def _by_op(answers: list[Answer]) -> dict[str, dict[str, Contest]]:
             place = f"{contest.case} T={contest.T} {facts}"
             cells[place if place not in cells else f"{place}, {asked.facts}"] = contest
     return by_op
-
-
-def _regret(contests: dict[str, Contest]) -> list[Regret]:
-    """Best first; where no choice has a time everywhere, the one that lacks the fewest."""
-    rows = regret(
-        {cell: contest.ratios for cell, contest in contests.items()},
-        {cell: contest.against_winner for cell, contest in contests.items()},
-    )
-    return sorted(rows, key=lambda row: (row.worst_loss, len(row.missing), row.median_loss))
 
 
 def _entry(answer: Answer) -> dict[str, Any]:

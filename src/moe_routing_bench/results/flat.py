@@ -1,9 +1,11 @@
 """Records as flat rows in Parquet: what queries read instead of parsing JSON each time.
 
 session=<id>/records.parquet holds one row for each good line of records.jsonl beside it. It is a copy: the
-lines count, and a Parquet file that does not match them is made anew. Making it costs one validation of each
-line, one to three minutes for 10^6 records (`measurements/bench/results_scale.json`), once;
-later lines are added.
+lines count, and a Parquet file that does not match them is made anew. So is one that was not made here: the
+file records.stamp holds the system's stamps of both files (inode, size, times; no program can set the time of
+the last change), which a file that was edited, replaced or brought from elsewhere does not have. Making it
+costs one validation of each line, two or three minutes for 10^6 records
+(`measurements/bench/results_scale.json`), once; later lines are added.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from moe_routing_bench.results.lines import RECORDS, LeftOut, is_plain_file, rea
 from moe_routing_bench.results.record import Record
 
 PARQUET = "records.parquet"
+STAMP = "records.stamp"
 ENTRY = "moe_routing_bench"
 # fewer new bytes than this are parsed by each query, about 0.1 s; more are added to the Parquet file
 SMALL_TAIL = 2 << 20
@@ -108,6 +111,7 @@ COLUMNS = (
     *(Column(name, "DOUBLE", f"work.{name}") for name in ("share_of_roof", "bw_2pass", "bw_strict")),
     *(Column(name, "DOUBLE", f"work.{name}") for name in ("tokens_per_second", "flops_per_second")),
     Column("bytes_per_second", "DOUBLE", "work.bytes_per_second"),
+    *(Column(name, "BIGINT", f"work.{name}") for name in ("wire_bytes", "least_wire_bytes")),
     Column("peak_rss_bytes", "BIGINT", "peak_rss_bytes"),
     *(Column(name, "DOUBLE", f"weather.{name}") for name in ("load_before", "load_after", "steal_percent")),
     Column("throttled", "BOOLEAN", "weather.throttled"),
@@ -128,6 +132,7 @@ class Cover:
     sha256: str
     left_out: int
     sentences: tuple[str, ...]
+    remarks: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +171,7 @@ class Source:
         # a line that was cut off when the copy was made is looked at again
         again = not self.is_current and self.cover.seen > self.cover.covered
         lines = self.cover.left_out - again
-        return LeftOut(lines, list(self.cover.sentences[:lines]))
+        return LeftOut(lines, list(self.cover.sentences[:lines]), list(self.cover.remarks))
 
 
 def compact(folder: Path | str, on_progress: Callable[[int, int], None] | None = None) -> int:
@@ -183,28 +188,60 @@ def compact(folder: Path | str, on_progress: Callable[[int, int], None] | None =
     return len(behind)
 
 
-def sources(connection: duckdb.DuckDBPyConnection, folder: Path) -> list[Source]:
-    sessions = session_folders(folder)
+def sources(
+    connection: duckdb.DuckDBPyConnection, folder: Path, left_out: LeftOut | None = None
+) -> list[Source]:
+    """Every session; left_out gets a remark for each that is only a copy of another."""
+    sessions = session_folders(folder, left_out)
     covers = _read_covers(connection, [path / PARQUET for path in sessions.values()])
     return [_source(session, path, covers.get(path / PARQUET)) for session, path in sessions.items()]
 
 
 def _source(session: str, folder: Path, cover: Cover | None) -> Source:
-    parquet, lines = folder / PARQUET, (folder / RECORDS).stat()
-    same_age = cover is not None and parquet.stat().st_mtime_ns >= lines.st_mtime_ns
-    if cover is not None and not (same_age and lines.st_size == cover.seen):
-        # a copy older than its lines is not trusted, as in make; the hash shows whether the lines changed
-        if lines.st_size < cover.seen or _sha256(folder / RECORDS, cover.covered) != cover.sha256:
+    size = (folder / RECORDS).stat().st_size
+    stamp = _stamp(folder)
+    noted = _noted(folder)
+    if cover is not None and noted != stamp:
+        if noted[:1] != stamp[:1]:  # not the Parquet file that was made here
             cover = None
-        elif lines.st_size == cover.seen:
+        elif size < cover.seen or _sha256(folder / RECORDS, cover.covered) != cover.sha256:
+            cover = None
+        elif size == cover.seen:
             with suppress(OSError):  # a folder that may only be read is hashed each time
-                os.utime(parquet, ns=(lines.st_mtime_ns, lines.st_mtime_ns))
-    return Source(session=session, folder=folder, cover=cover, size=lines.st_size)
+                _note(folder, stamp[-1])
+    return Source(session=session, folder=folder, cover=cover, size=size)
+
+
+def _stamp(folder: Path) -> list[list[int]]:
+    """[[inode, size, modified, changed] of the Parquet file, then of the lines]."""
+    found = []
+    for name in (PARQUET, RECORDS):
+        with suppress(OSError):
+            status = (folder / name).lstat()
+            found.append([status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
+    return found
+
+
+def _note(folder: Path, lines: list[int]) -> None:
+    part = folder / f"{STAMP}.part-{os.getpid()}"
+    part.write_text(json.dumps([_stamp(folder)[0], lines]))
+    part.replace(folder / STAMP)
+
+
+def _noted(folder: Path) -> list[Any]:
+    if not is_plain_file(folder / STAMP):
+        return []
+    try:
+        with (folder / STAMP).open("rb") as file:
+            noted = json.loads(file.read(1_000))
+    except (OSError, ValueError, RecursionError):
+        return []
+    return noted if isinstance(noted, list) else []
 
 
 def fold(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
     """Write the session's Parquet file: the rows it has, then the new lines; renamed when whole."""
-    before = source.lines.stat()
+    before, lines_before = source.lines.stat(), _stamp(source.folder)[-1]
     end = _end_of_last_line(source.lines, before.st_size)
     left_out = source.left_out_before()
     part = source.folder / f"{PARQUET}.part-{os.getpid()}"
@@ -220,6 +257,7 @@ def fold(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
             sha256=_sha256(source.lines, end),
             left_out=left_out.count,
             sentences=tuple(left_out.first),
+            remarks=tuple(left_out.remarks),
         )
         select = select_rows(rows)
         if source.cover:
@@ -229,11 +267,10 @@ def fold(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
                 f"COPY ({select}) TO {quoted(part)} (FORMAT parquet, COMPRESSION zstd, "
                 f"KV_METADATA {{{ENTRY}: {quoted(json.dumps(asdict(cover)))}}})"
             )
-            # an edit of the lines from here on makes them newer than their copy
-            os.utime(part, ns=(before.st_mtime_ns, before.st_mtime_ns))
             part.replace(source.parquet)
         finally:
             part.unlink(missing_ok=True)
+    _note(source.folder, lines_before)  # an edit of the lines from here on does not have this stamp
     return Source(session=source.session, folder=source.folder, cover=cover, size=before.st_size)
 
 
@@ -305,7 +342,8 @@ def _read_covers(connection: duckdb.DuckDBPyConnection, parquets: list[Path]) ->
 def _parse_cover(text: str) -> Cover | None:
     try:
         given = json.loads(text)
-        cover = Cover(**{**given, "sentences": tuple(str(sentence) for sentence in given["sentences"])})
+        texts = {name: tuple(str(text) for text in given[name]) for name in ("sentences", "remarks")}
+        cover = Cover(**{**given, **texts})
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     numbers = (cover.covered, cover.seen, cover.left_out)

@@ -97,10 +97,14 @@ def question(one: Measured) -> tuple[object, ...]:
 
 
 def match(
-    all_a: list[Measured], all_b: list[Measured], allow: Collection[str]
+    all_a: list[Measured],
+    all_b: list[Measured],
+    allow: Collection[str],
+    apart: list[tuple[Measured, Measured]] | None = None,
 ) -> tuple[list[tuple[Measured, Measured]], list[str]]:
     """Pairs of records of A and B, and notes. Those that agree in everything are paired first, then those
-    that differ only in what is allowed. ValueError if some differ in anything else."""
+    that differ only in what is allowed. If some differ in anything else: they go to `apart`, or ValueError
+    where it is not given."""
     for name in allow:
         if name not in LIKE:
             raise ValueError(
@@ -126,11 +130,16 @@ def match(
             continue
         a = min(reversed(others), key=lambda one: len(differences(one, b)))
         differing = differences(a, b)
-        if refused := [name for name in differing if name not in allow]:
-            sentence = "; ".join(_difference(name, a, b) for name in refused)
+        refused = [name for name in differing if name not in allow]
+        if refused and apart is not None:
+            others.remove(a)
+            apart.append((a, b))
+            continue
+        if refused:
+            sentence = "; ".join(difference(name, a, b) for name in refused)
             options = " ".join(f"--allow {name}" for name in refused)
             raise ValueError(f"{sentence}; add {options} to compare all the same (seen at {b.name})")
-        notes |= dict.fromkeys(f"compared all the same: {_difference(name, a, b)}" for name in differing)
+        notes |= dict.fromkeys(f"compared all the same: {difference(name, a, b)}" for name in differing)
         others.remove(a)
         pairs.append((a, b))
     left_a = [a for others in by_identity.values() for a in others if a.passed]
@@ -158,6 +167,7 @@ def differences(a: Measured, b: Measured) -> list[str]:
     return [name for name, (of_a, of_b) in values.items() if of_a != of_b]
 
 
-def _difference(name: str, a: Measured, b: Measured) -> str:
+def difference(name: str, a: Measured, b: Measured) -> str:
+    """the machines differ: a is laptop, b is server"""
     words, value = LIKE[name]
     return f"the {words} differ: a is {value(a)}, b is {value(b)}"

@@ -1,7 +1,9 @@
-"""SQL over a results folder: the views `records` and `latest`, the table `left_out`.
+"""SQL over a results folder: the views `records` and `latest`, the tables `trainings` and `left_out`.
 
 Rows come from the Parquet copies that flat.py keeps and, for lines newer than those, from the lines. A query
-may read these files and nothing else: no other file, no network, no writing, no settings.
+sees copies of these files in a folder of its own, gone with the connection, and nothing else: no other file,
+no network, no settings. So even a way to write that nobody thought of changes nothing. Its time, memory, rows
+and text are limited.
 
 Cost: a query reads the columns it names of all rows, so time grows linearly: 10^8 records take about a
 hundred times what `measurements/bench/results_scale.json` shows for 10^6; a median holds 8 bytes a row.
@@ -9,9 +11,15 @@ hundred times what `measurements/bench/results_scale.json` shows for 10^6; a med
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import resource
+import shutil
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +38,43 @@ from moe_routing_bench.results.flat import (
     sources,
     write_rows,
 )
-from moe_routing_bench.results.lines import LeftOut, read_records
+from moe_routing_bench.results.lines import TRAININGS, LeftOut, is_plain_file, read_records
 from moe_routing_bench.results.record import one_line
 from moe_routing_bench.results.store import environments
 
-MEMORY_LIMIT = "2GB"
+MEMORY_LIMIT = "2GB"  # of what DuckDB counts; it does not count long texts
+MOST_PROCESS_BYTES = 3 << 30  # that a query may add to this process, counted or not
+MOST_SECONDS = 60.0
 MOST_QUERY_LETTERS = 20_000
 MOST_ROWS = 1_000_000
+MOST_ANSWER_LETTERS = 1 << 28
+# the nodes of a query that only reads, as DuckDB's parser names them; COPY in a WITH is COPY_QUERY_NODE
+READING_NODES = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
+ONE_SELECT = (
+    "a query is one statement that begins with SELECT, WITH, FROM, DESCRIBE or SUMMARIZE, "
+    "for example: SELECT impl, median(median_ms) FROM records GROUP BY impl"
+)
 # columns of `records` beside COLUMNS, from the environment of a record
 JOINED = (("machine", "VARCHAR"), ("source_commit", "VARCHAR"), ("source_dirty", "BOOLEAN"))
 # what a spreadsheet may take for a formula, in full width too; and ' itself, so that it can be undone
 FORMULA = r"^(\s*[=+@\x{FF1D}\x{FF0B}\x{FF20}\x{FF0D}-]|[\t\r\n'])"
 
 
-def connect(folder: Path | str) -> duckdb.DuckDBPyConnection:
+@contextmanager
+def connect(folder: Path | str) -> Iterator[duckdb.DuckDBPyConnection]:
     """A locked connection with the views. `SELECT * FROM left_out` shows which lines are no records."""
-    connection, parquets = _open(Path(folder).resolve())
-    allowed = ", ".join(quoted(name) for path in parquets for name in {str(path), glob_free(path)})
-    for setting in (
-        f"allowed_paths = [{allowed}]",
-        "enable_external_access = false",
-        "python_enable_replacements = false",
-        "lock_configuration = true",
-    ):
-        connection.execute(f"SET {setting}")
-    return connection
+    with tempfile.TemporaryDirectory(prefix="mrb-query-") as private:
+        connection, parquets = _open(Path(folder).resolve(), Path(private))
+        allowed = ", ".join(quoted(name) for path in parquets for name in {str(path), glob_free(path)})
+        for setting in (
+            f"allowed_paths = [{allowed}]",
+            "enable_external_access = false",
+            "python_enable_replacements = false",
+            "lock_configuration = true",
+        ):
+            connection.execute(f"SET {setting}")
+        with connection:
+            yield connection
 
 
 def run_query(
@@ -67,22 +87,79 @@ def run_query(
         raise ValueError("the query holds bytes that are not UTF-8 text")
     with connect(folder) as connection:
         try:
-            statements = connection.extract_statements(sql)
-            if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
-                raise ValueError(
-                    "a query is one statement that begins with SELECT, WITH, FROM, DESCRIBE or SUMMARIZE, "
-                    "for example: SELECT impl, median(median_ms) FROM records GROUP BY impl"
-                )
-            connection.execute(statements[0])
-            columns = [column[0] for column in connection.description or ()]
-            rows = connection.fetchmany(MOST_ROWS + 1)
+            statement = _one_select(connection, sql)
+            with _limited(connection):
+                connection.execute(statement)
+                columns = [column[0] for column in connection.description or ()]
+                rows = _rows(connection)
+        except duckdb.InterruptException:
+            raise ValueError(f"the query was stopped after {MOST_SECONDS:g} s; ask for less") from None
+        except duckdb.OutOfMemoryException as error:
+            raise ValueError(f"the query needs too much memory: {_sentence(error)}") from None
+        except MemoryError:
+            raise ValueError("the query needs too much memory; ask for less") from None
         except duckdb.Error as error:
+            if "bad_alloc" in str(error):  # met while it was making another error's message
+                raise ValueError("the query needs too much memory; ask for less") from None
             raise ValueError(_sentence(error)) from None
-        if len(rows) > MOST_ROWS:
-            raise ValueError(f"the answer has over {MOST_ROWS:,} rows; add a LIMIT or use mrb export")
         if left_out is not None:
             _add_left_out(connection, left_out)
     return columns, rows
+
+
+def _one_select(connection: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:
+    """The statement, if every part of it only reads."""
+    statements = connection.extract_statements(sql)
+    if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+        raise ValueError(ONE_SELECT)
+    row = connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [sql]).fetchone()
+    parts = [json.loads(row[0])] if row else []
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            kind = part.get("type")
+            if part.get("error") or (
+                isinstance(kind, str) and kind.endswith("_NODE") and kind not in READING_NODES
+            ):
+                raise ValueError(ONE_SELECT)
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    return statements[0]
+
+
+def _rows(connection: duckdb.DuckDBPyConnection) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    letters = 0
+    while some := connection.fetchmany(10_000):
+        rows += some
+        letters += sum(len(cell) for row in some for cell in row if isinstance(cell, (str, bytes, list)))
+        if len(rows) > MOST_ROWS:
+            raise ValueError(f"the answer has over {MOST_ROWS:,} rows; add a LIMIT or use mrb export")
+        if letters > MOST_ANSWER_LETTERS:
+            raise ValueError(f"the answer has over {MOST_ANSWER_LETTERS:,} letters; ask for less")
+    return rows
+
+
+@contextmanager
+def _limited(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    """Inside, a query is stopped after MOST_SECONDS, and memory beyond MOST_PROCESS_BYTES is refused."""
+    timer = threading.Timer(MOST_SECONDS, connection.interrupt)
+    timer.daemon = True
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        most = now + MOST_PROCESS_BYTES
+        if soft == resource.RLIM_INFINITY or most < soft:
+            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    except OSError:  # not on this system
+        pass
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def keys(folder: Path | str) -> dict[str, set[Status]]:
@@ -119,7 +196,7 @@ def export_csv(folder: Path | str, target: Path | str) -> int:
 def _export(folder: Path | str, target: Path, columns: str, form: str) -> int:
     if not target.parent.is_dir():
         raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
-    connection, _ = _open(Path(folder).resolve())
+    connection, _ = _open(Path(folder).resolve(), None)
     part = target.with_name(f"{target.name}.part-{os.getpid()}")
     try:
         connection.execute(f"COPY (SELECT {columns} FROM records) TO {quoted(part)} ({form})")
@@ -133,8 +210,8 @@ def _export(folder: Path | str, target: Path, columns: str, form: str) -> int:
     return int(row[0]) if row else 0
 
 
-def _open(folder: Path) -> tuple[duckdb.DuckDBPyConnection, list[Path]]:
-    """The views, not locked yet, and the Parquet files they read."""
+def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection, list[Path]]:
+    """The views, not locked yet, and the Parquet files they read: copies in the folder `private` if given."""
     connection = duckdb.connect(
         config={
             "memory_limit": MEMORY_LIMIT,
@@ -146,9 +223,16 @@ def _open(folder: Path) -> tuple[duckdb.DuckDBPyConnection, list[Path]]:
     connection.execute("CREATE TABLE left_out (session VARCHAR, lines BIGINT, sentences VARCHAR[])")
     columns = ", ".join(f'"{column.name}" {column.type}' for column in COLUMNS)
     connection.execute(f"CREATE TABLE fresh ({columns})")
+    about = LeftOut()
     parquets = [
-        source.parquet for given in sources(connection, folder) if (source := _load(connection, given)).cover
+        source.parquet
+        for given in sources(connection, folder, about)
+        if (source := _load(connection, given)).cover
     ]
+    if about.remarks:
+        connection.execute("INSERT INTO left_out VALUES ('', 0, ?)", [about.remarks])
+    if private is not None:
+        parquets = [_copied(path, private / f"{n}.parquet") for n, path in enumerate(parquets)]
     joined = ", ".join(f"{name} {sql_type}" for name, sql_type in JOINED)
     connection.execute(f"CREATE TABLE environments (environment VARCHAR, {joined})")
     if known := [(key, *_joined(document, machine)) for key, document, machine in environments(folder)]:
@@ -171,7 +255,25 @@ def _open(folder: Path) -> tuple[duckdb.DuckDBPyConnection, list[Path]]:
         "arg_max(record_id, (created_at, record_id)) FROM records "
         "GROUP BY cell_key, impl, layout, router, layer, role)"
     )
+    _add_trainings(connection, folder)
     return connection, parquets
+
+
+def _add_trainings(connection: duckdb.DuckDBPyConnection, folder: Path) -> None:
+    """The table `trainings`, if the folder holds training runs."""
+    if not is_plain_file(folder / TRAININGS):
+        return
+    from moe_routing_bench.results import training  # it imports torch, which other queries do not wait for
+
+    left_out = LeftOut()
+    rows = training.rows(folder, left_out)
+    columns = ", ".join(f'"{name}" {kind}' for name, kind in training.COLUMNS.items())
+    connection.execute(f"CREATE TABLE trainings ({columns}, max_violation DOUBLE)")
+    if rows:
+        places = ", ".join("?" for _ in rows[0])
+        connection.executemany(f"INSERT INTO trainings VALUES ({places})", rows)
+    if left_out.count:
+        connection.execute("INSERT INTO left_out VALUES ('', ?, ?)", [left_out.count, left_out.first])
 
 
 def _joined(document: dict[str, Any], machine: dict[str, Any]) -> tuple[str, str | None, bool | None]:
@@ -196,14 +298,23 @@ def _load(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
             rows = Path(scratch) / "rows.jsonl"
             write_rows(rows, read_records(source.lines, source.session, left_out, start=source.start))
             connection.execute(f"INSERT INTO fresh {select_rows(rows)}")
-    if left_out.count:
-        row = [source.session, left_out.count, left_out.first]
-        connection.execute("INSERT INTO left_out VALUES (?, ?, ?)", row)
+    for lines, sentences in ((left_out.count, left_out.first), (0, left_out.remarks)):
+        if sentences:
+            row = [source.session, lines, sentences]
+            connection.execute("INSERT INTO left_out VALUES (?, ?, ?)", row)
     return source
+
+
+def _copied(path: Path, target: Path) -> Path:
+    shutil.copyfile(path, target, follow_symlinks=False)
+    return target
 
 
 def _add_left_out(connection: duckdb.DuckDBPyConnection, left_out: LeftOut) -> None:
     for lines, sentences in connection.execute("SELECT lines, sentences FROM left_out").fetchall():
+        if not lines:
+            left_out.remarks += sentences
+            continue
         left_out.add(sentences[0], lines)
         for sentence in sentences[1:]:
             left_out.add(sentence, 0)

@@ -58,13 +58,15 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Moment = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """What every part of a record keeps to: nothing unknown, nothing infinite, no conversions."""
+
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True
     )
 
 
-class What(_Part):
+class What(Part):
     """span="pack", direction="forward", included=("dispatch", "combine"), excluded=("router",), ..."""
 
     span: Name  # expert_ffn, pack, routing, layer, block, or the name of an op
@@ -82,7 +84,7 @@ class What(_Part):
         return self.layout, self.router or DEFAULT_ROUTER, self.layer
 
 
-class Workload(_Part):
+class Workload(Part):
     """case="seed-fused/32x7168~scaled", scaled_from="seed-fused/32x7168", model="", T=32, D=1792, ..."""
 
     case: Name
@@ -102,12 +104,11 @@ class Workload(_Part):
     dtype: Name
 
 
-class Routing(_Part):
+class Routing(Part):
     """The workload's canonical name and what it realised, as LoadStatistics gives it.
 
-    spec="zipf(1.2)", seed=0, checksum=<sha256 of the ids>, max_over_mean=2.5, ... The last three are of the
-    plan, None without one.
-    """
+    spec="zipf(1.2)", seed=0, checksum=<sha256 of the ids>, max_over_mean=2.5, ... Without a plan the last
+    three are None."""
 
     suite_version: Count
     spec: Name
@@ -126,7 +127,7 @@ class Routing(_Part):
     tile_efficiency: Share | None
 
 
-class Implementation(_Part):
+class Implementation(Part):
     """label="staged(dispatch=index_select)", spec="staged", origin="built in", role="candidate", ..."""
 
     label: Name
@@ -140,7 +141,7 @@ class Implementation(_Part):
     runs: Sentence = ""  # what really ran, if more than the label: topk.sort + make_plan.native + ...
 
 
-class Protocol(_Part):
+class Protocol(Part):
     """view="host wall", cache="hot", device="cpu", threads=1, rounds=40, stop_reason="budget", ..."""
 
     view: Name
@@ -156,7 +157,7 @@ class Protocol(_Part):
     fresh_inputs: Name
 
 
-class Samples(_Part):
+class Samples(Part):
     """Where raw samples lie: file="session=20261115T024734123-1f3a9c02/samples.f64", offset=320 (bytes),
     count=40 (little-endian float64, seconds per call), sha256 of those bytes."""
 
@@ -166,7 +167,7 @@ class Samples(_Part):
     sha256: Hash
 
 
-class Timing(_Part):
+class Timing(Part):
     """Seconds per call. Samples of 10, 11, 12 and 13 ms have median=0.0115, least=0.010, most=0.013, ...
 
     stages: seconds by stage, {"route": 0.001, "dispatch": 0.004}, empty if they were not timed apart.
@@ -199,14 +200,11 @@ class Timing(_Part):
             std=float(seconds.std(ddof=1)) if seconds.size > 1 else 0.0,
             least=float(seconds.min()),
             most=float(seconds.max()),
-            p05=p05,
-            p25=p25,
-            p75=p75,
-            p95=p95,
+            p05=p05, p25=p25, p75=p75, p95=p95,
             first_call=first_call,
             samples=samples_ref,
             stages=dict(stages),
-        )
+        )  # fmt: skip
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -221,7 +219,7 @@ class Timing(_Part):
         return self
 
 
-class Comparison(_Part):
+class Comparison(Part):
     """Against the baseline of the same cell: ratio=1.05, low=1.035, high=1.059, verdict="SLOWER", ..."""
 
     baseline: Name
@@ -257,7 +255,7 @@ class Comparison(_Part):
         return self
 
 
-class Work(_Part):
+class Work(Part):
     """cost.Cost in numbers, the physical floor, the share of a measured roof, and bench.outcome.Rates."""
 
     useful_flops: Count
@@ -271,9 +269,11 @@ class Work(_Part):
     tokens_per_second: Amount | None = None
     flops_per_second: Amount | None = None  # useful ones
     bytes_per_second: Amount | None = None
+    wire_bytes: Count | None = None  # on several ranks: sent to one another, and the least there must be
+    least_wire_bytes: Count | None = None
 
 
-class Correctness(_Part):
+class Correctness(Part):
     """status=WRONG_VALUE, reason="error 0.3 above the bound 0.01", checks=("shape", "value"), ..."""
 
     # a file holds text; Python may give Status.PASSED or "PASSED"
@@ -285,14 +285,14 @@ class Correctness(_Part):
     checked_timed_calls: Count
 
 
-class Weather(_Part):
+class Weather(Part):
     load_before: Annotated[float, Field(ge=0, le=1e6)]
     load_after: Annotated[float, Field(ge=0, le=1e6)]
     steal_percent: Annotated[float, Field(ge=0, le=100)]
     throttled: bool | None
 
 
-class Record(_Part):
+class Record(Part):
     """One implementation in one cell; `tests/sample_records.py` builds a whole one.
 
     record_id = "20261115T024734123-1f3a9c02-000007", session = "20261115T024734123-1f3a9c02"

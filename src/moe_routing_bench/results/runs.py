@@ -65,7 +65,8 @@ class Run:
 
 
 def read_run(folder: Path | str, left_out: LeftOut) -> Run:
-    """The newest run of every cell. Those records are held in memory; older ones are dropped."""
+    """The newest run of every cell. Those records are held in memory; older ones are dropped. ValueError if
+    all lines were left out."""
     newest: dict[str, str] = {}
     by_cell: dict[str, dict[object, Record]] = {}
     for record in iterate(folder, left_out):  # oldest session first
@@ -74,6 +75,8 @@ def read_run(folder: Path | str, left_out: LeftOut) -> Run:
             newest[key], by_cell[key] = record.session, {}
         if one.role != "beside":
             by_cell[key][one.label, one.spec, one.role, record.what.setting] = record
+    if not by_cell and left_out.first:
+        raise ValueError(f"no line of {folder} is a valid record. {left_out.first[0]}")
     cells = [
         CellRun(key=key, session=newest[key], records=tuple(records.values()))
         for key, records in by_cell.items()

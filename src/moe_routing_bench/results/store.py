@@ -12,6 +12,7 @@ copy of what it wrote; a file that differs from it is put aside and written agai
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -30,10 +31,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moe_routing_bench.results.flat import fold, sources
+from moe_routing_bench.results.held import SAMPLES
 from moe_routing_bench.results.lines import RECORDS, LeftOut, is_plain_file, read_records, session_folders
 from moe_routing_bench.results.record import Record, Samples, content_hash
 
-SAMPLES = "samples.f64"
 ENVIRONMENTS = "environments"
 MOST_ENVIRONMENT_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
@@ -50,7 +51,7 @@ class OwnFile:
         self.path = path
         self.size = 0
         self._fd = self._create()
-        self._copy = tempfile.TemporaryFile(dir=path.parent)
+        self._copy = tempfile.TemporaryFile(dir=path.parent, buffering=0)
         self._stamp = self._look()
 
     def _create(self) -> int:
@@ -59,8 +60,14 @@ class OwnFile:
 
     def append(self, data: bytes) -> None:
         """In one write: a reader, or a crash, sees all lines, or the last one cut off."""
-        self._copy.write(data)
-        self._write(data)
+        try:
+            if self._copy.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            self._write(data)
+        except OSError:  # as if nothing had been written: the next cell may fit
+            self._copy.truncate(self.size)
+            self._copy.seek(self.size)
+            raise
         self.size += len(data)
 
     def _write(self, data: bytes) -> None:
@@ -68,7 +75,7 @@ class OwnFile:
         written = os.write(self._fd, data)
         if written != len(data):
             os.ftruncate(self._fd, before)
-            raise OSError(f"{self.path} took {written} of {len(data)} bytes; is the disk full?")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         self._stamp = self._look()
         if os.fstat(self._fd).st_size != before + len(data) or before != self.size:
             self._stamp = None  # somebody wrote in between: look at every byte next time
@@ -120,7 +127,6 @@ class OwnFile:
         self.sync()
 
     def _pieces(self, size: int | None = None) -> Iterator[tuple[int, bytes]]:
-        self._copy.flush()
         size = self.size if size is None else size
         for at in range(0, size, PIECE_BYTES):
             yield at, os.pread(self._copy.fileno(), min(PIECE_BYTES, size - at), at)
@@ -156,7 +162,7 @@ class Session:
         self._unsynced_samples = False
         self._closed = False
         for path in (self.folder, folder):
-            _sync_folder(path)
+            sync_folder(path)
 
     @classmethod
     def start(cls, folder: Path | str) -> Session:
@@ -240,15 +246,17 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self.repair()
-        self._samples.sync()
+        try:
+            self.repair()
+            self._samples.sync()
+        except OSError as error:
+            self.repairs.append(f"the files could not be looked at once more: {error.strerror or error}")
         for file in (self._records, self._samples):
             file.close()
-        connection = duckdb.connect()
-        for source in sources(connection, self.root):
-            if source.session == self.id and not source.is_current:
-                fold(connection, source)
-        connection.close()
+        with duckdb.connect() as connection, suppress(OSError, duckdb.Error):  # a query makes it if need be
+            for source in sources(connection, self.root):
+                if source.session == self.id and not source.is_current:
+                    fold(connection, source)
 
     def _undo_tampering(self) -> None:
         if self.tampered():
@@ -258,7 +266,7 @@ class Session:
 def iterate(folder: Path | str, left_out: LeftOut | None = None) -> Iterator[Record]:
     """Every record, streamed, oldest session first. Lines that are no records are added to left_out."""
     left_out = LeftOut() if left_out is None else left_out
-    for session, path in session_folders(Path(folder)).items():
+    for session, path in session_folders(Path(folder), left_out).items():
         yield from read_records(path / RECORDS, session, left_out)
 
 
@@ -304,7 +312,7 @@ def _canonical(document: Mapping[str, object]) -> str:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     with suppress(OSError):  # some file systems cannot
         os.fsync(fd)

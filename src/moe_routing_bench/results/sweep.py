@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.estimate import estimate
 from moe_routing_bench.bench.executor import Executor
 from moe_routing_bench.bench.identity import cell_key
 from moe_routing_bench.bench.outcome import CellOutcome
@@ -23,11 +24,7 @@ from moe_routing_bench.results.query import connect
 from moe_routing_bench.results.store import Session
 from moe_routing_bench.results.writing import environment_document, record_outcome
 
-# for estimates before anything is measured: what 2 cores do in a second, and what a worker costs
-FLOPS, BYTES = 5e10, 5e9
-TRIAL_SECONDS = 1.5
-GPU_TRIAL_SECONDS = 6.0  # a guess: starting CUDA and compiling a kernel; nobody has measured it
-FINE = frozenset({Status.PASSED, Status.UNSUPPORTED})
+FINE = frozenset({Status.PASSED, Status.UNSUPPORTED, Status.NO_TIME})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +38,7 @@ class SweepPlan:
 
     @property
     def seconds(self) -> float:
-        """About how long it will take, from sizes alone."""
+        """About how long it will take (bench/estimate.py)."""
         return sum(estimate(cell) for cell in self.todo)
 
 
@@ -85,11 +82,19 @@ def run_sweep(
     roofs: Roofs | None = None,
     on_progress: Callable[[Cell, Progress], None] = lambda cell, progress: None,
 ) -> Iterator[CellOutcome]:
-    """Measure the cells; each outcome is on disk before it is yielded."""
+    """Measure the cells; each outcome is on disk before it is yielded.
+
+    ValueError if the folder cannot be written to, before anything is measured; if that shows only later,
+    after the outcome has been yielded: nobody shall wait for a cell and never see it.
+    """
     if not cells:
         return
-    with Session.start(folder) as session:
+    try:
+        session = Session.start(folder)
         environment = session.put_environment(environment_document(this_machine()))
+    except OSError as error:
+        raise ValueError(f"cannot write into {folder}: {error.strerror or error}") from None
+    with session:
 
         def watch() -> str | None:
             if (touched := session.tampered()) is None:
@@ -98,19 +103,14 @@ def run_sweep(
             return f"{touched} while it ran; no other process may write there"
 
         for outcome in executor.run(cells, roofs=roofs, on_progress=on_progress, watch=watch):
-            record_outcome(outcome, session, suite=suite, environment=environment)
+            failure: OSError | None = None
+            try:
+                record_outcome(outcome, session, suite=suite, environment=environment)
+            except OSError as error:
+                failure = error
             yield outcome
-
-
-def estimate(cell: Cell) -> float:
-    case, policy = cell.case, cell.policy
-    if policy.device == "cuda":
-        # the oracle is computed on the CPU, for the gate and for every timed result that is judged
-        judged = (2 + policy.checked * len(cell.subjects)) * 4 * case.flops / FLOPS
-        return GPU_TRIAL_SECONDS * len(cell.subjects) + judged + policy.processes * policy.max_seconds
-    call = 1e-4 + case.flops / FLOPS + (case.weight_bytes + 3 * case.activation_bytes) / BYTES
-    subjects = len(cell.subjects)
-    trials = subjects * (TRIAL_SECONDS + 25 * call)
-    one_round = (subjects + 1) * 2 * max(call, 4e-3)
-    rounds = max(8 * one_round, min(policy.max_seconds, policy.max_rounds * one_round))
-    return trials + policy.processes * (TRIAL_SECONDS + rounds)
+            if failure is not None:
+                raise ValueError(
+                    f"the records of {outcome.cell.name} could not be written into {folder}: "
+                    f"{failure.strerror or failure}. Cells before it are there; the same command goes on"
+                )

@@ -158,6 +158,8 @@ def _work(one: SubjectOutcome, outcome: CellOutcome) -> schema.Work:
         floor_seconds=one.floor_seconds,
         share_of_roof=share,
         **vars(outcome.rates(one)),
+        wire_bytes=None if one.wire is None else one.wire.sent,
+        least_wire_bytes=None if one.wire is None else one.wire.least,
     )
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench import steady
 from moe_routing_bench.routers.losses import z_loss
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
@@ -72,7 +73,7 @@ class ExpertThresholdRouter(Router):
             self.see(z_TE, info.mask_T)
         _, expert_TK = self.topk(torch.where(reached_TE, z_TE, float("-inf")), self.most)
         chosen_TK = reached_TE.gather(1, expert_TK)
-        gate_TK = logits_TE.gather(1, expert_TK).sigmoid()
+        gate_TK = steady.sigmoid(logits_TE.gather(1, expert_TK))
         routing = Routing(
             expert_TK=torch.where(chosen_TK, expert_TK, -1),
             gate_TK=torch.where(chosen_TK, gate_TK, 0.0),

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench import steady
 from moe_routing_bench.routers.losses import z_loss
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
@@ -84,7 +85,7 @@ class QuantileRouter(Router):
         chosen_TK = logits_TE.gather(1, expert_TK)
         if self.gates == "softmax_of_chosen":
             return chosen_TK.softmax(-1)
-        score_TK = chosen_TK.sigmoid()
+        score_TK = steady.sigmoid(chosen_TK)
         return score_TK / (score_TK.sum(-1, keepdim=True) + 1e-20) if self.K > 1 else score_TK
 
     @torch.no_grad()

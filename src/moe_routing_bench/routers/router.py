@@ -6,11 +6,9 @@ file's docstring is what listings show; the rest gives the formula.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import pkgutil
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.ops.auto import Auto, resolve
 from moe_routing_bench.ops.implementation import Implementation
-from moe_routing_bench.ops.registry import include
+from moe_routing_bench.ops.registry import get_op, include
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 from moe_routing_bench.ops.score_topk.op import op as score_topk_op
 from moe_routing_bench.ops.topk.op import op as topk_op
@@ -66,6 +64,7 @@ class Router(nn.Module):
     host_sync: ClassVar[str] = ""  # why forward reads device values on the host; empty: it does not
     fused: Implementation | Auto | None = None  # of op score_topk, if it chooses and weighs; see fuse
     score_rule: ScoreRule = PLAIN  # what `fused` computes
+    product: Callable[..., Tensor] | None = None  # (x_TD, w_DE, b_E) of the projection; None: torch's
 
     def __init__(
         self,
@@ -137,7 +136,19 @@ class Router(nn.Module):
     def project(self, x_TD: Tensor, w_DE: Tensor) -> Tensor:
         # autocast would round the operands of this product to bfloat16
         with torch.autocast(x_TD.device.type, enabled=False):
-            return x_TD @ w_DE.to(self.dtype)
+            w_DE = w_DE.to(self.dtype)
+            return x_TD @ w_DE if self.product is None else self.product(x_TD, w_DE)
+
+    def make_batch_invariant(self, product: Callable[..., Tensor]) -> None:
+        """A token's choices and gates shall have the same bits in every batch. ValueError if they cannot."""
+        if self.batch_dependent:
+            raise ValueError(f"{type(self).__name__}: where a token goes depends on its batch, by the rule")
+        for part in (self.topk, self.fused):
+            if isinstance(part, Auto):
+                part.batch_invariant = True
+            elif part is not None:
+                resolve(get_op(part.op), part.label, batch_invariant=True)  # raises
+        self.product = product
 
     def fuse(self, impl: str, rule: ScoreRule) -> None:
         """Choices and gates shall come from one call of op score_topk, which computes `rule`."""
@@ -165,18 +176,27 @@ class Router(nn.Module):
 
 def all_routers() -> dict[str, type[Router]]:
     """Every routing rule by name: the files of this folder, and of the folders that were included."""
+    return {name: router_named(name) for name in router_names()}
+
+
+def router_names() -> list[str]:
+    """Their names; no file is loaded."""
+    return [*built_in_names(), *_outside()]
+
+
+def built_in_names() -> list[str]:
     package = importlib.import_module(__name__.rpartition(".")[0])
-    rules = {
-        module.name: router_in(importlib.import_module(f"{package.__name__}.{module.name}"))
-        for module in pkgutil.iter_modules(package.__path__)
-        if module.name not in NO_RULES and not module.name.startswith("_")
-    }
-    for folder in _included:
-        for path in sorted(folder.glob("*.py")):
-            if path.stem in rules:
-                raise ValueError(f"{path} has the name of a router that exists; rename the file")
-            rules[path.stem] = router_in(_load(path))
-    return rules
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    return [name for name in names if name not in NO_RULES and not name.startswith("_")]
+
+
+def _outside() -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for path in [path for folder in _included for path in sorted(folder.glob("*.py"))]:
+        if path.stem in files or path.stem in built_in_names():
+            raise ValueError(f"{path} has the name of a router that exists; rename the file")
+        files[path.stem] = path
+    return files
 
 
 def include_routers(folder: Path | str) -> None:
@@ -204,7 +224,7 @@ def _load(path: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ValueError(f"{path} could not be loaded: {type(error).__name__}: {error}") from error
     return module
@@ -224,30 +244,18 @@ def router_in(module: ModuleType) -> type[Router]:
 
 
 def router_named(name: str) -> type[Router]:
-    routers = all_routers()
-    if name not in routers:
-        hint = did_you_mean(name, routers)
-        raise ValueError(f"there is no router {name!r}; {hint}there are {', '.join(sorted(routers))}")
-    return routers[name]
+    """The rule of that name; of the files from outside only its own is loaded."""
+    if name in built_in_names():
+        package = __name__.rpartition(".")[0]
+        return router_in(importlib.import_module(f"{package}.{name}"))
+    if (path := _outside().get(name)) is not None:
+        return router_in(_load(path))
+    known = router_names()
+    raise ValueError(
+        f"there is no router {name!r}; {did_you_mean(name, known)}there are {', '.join(sorted(known))}"
+    )
 
 
 def build(name: str, D: int, E: int, K: int, **options: Any) -> Router:
     """The routing rule called `name`, e.g. build("softmax_topk", 64, 8, 2, loss_weights={"switch": 0.01})."""
     return router_named(name)(D, E, K, **options)
-
-
-def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """A rule with options as text: "top_p(p=0.8,most=4)" is ("top_p", {"p": 0.8, "most": 4})."""
-    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", spec)
-    if match is None:
-        raise ValueError(f"cannot read {spec!r}; write a name, or a name with options: top_p(p=0.8)")
-    options: dict[str, Any] = {}
-    for word in re.findall(r"(?:[^,({]|\([^()]*\)|\{[^{}]*\})+", match[2] or ""):
-        key, equals, value = (part.strip() for part in word.partition("="))
-        if not equals:
-            raise ValueError(f"cannot read {word!r} in {spec!r}; write option=value")
-        try:
-            options[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[key] = value
-    return match[1], options

@@ -77,6 +77,8 @@ class SoftmaxTopkRouter(Router):
         dtype = self.logits_dtype or self.dtype
         with torch.autocast(x_TD.device.type, enabled=False):
             b_E = None if self.b_E is None else self.b_E.to(dtype)
+            if self.product is not None:
+                return self.product(x_TD.to(dtype), self.w_DE.to(dtype), b_E).to(self.dtype)
             return F.linear(x_TD.to(dtype), self.w_DE.t().to(dtype), b_E).to(self.dtype)
 
     def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:

@@ -1,31 +1,16 @@
-"""Triton kernels compiled ahead of time, without a GPU: what the machine code needs, what is wrong with it.
+"""Compiled: what a kernel's machine code needs, and what is wrong with it; no compiler is needed here.
 
-Registers, spills, shared memory and instructions are read from the cubin or hsaco that a GPU would run, made
-with the constants of a model. Nothing is executed, so this says nothing about speed. Needs triton.
+Registers, spills, shared memory and instructions are read from the cubin or hsaco that a GPU would run
+(triton_code.py compiles and reads). Nothing is executed, so this says nothing about speed.
 """
 
 from __future__ import annotations
 
 import re
-import struct
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from moe_routing_bench.ops.gpu import Compilation, Target
-from moe_routing_bench.ops.implementation import Implementation
-from moe_routing_bench.published import model
-
-TOKENS = 4096
-BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-ALIGNED = [["tt.divisibility", 16]]
+from moe_routing_bench.ops.targets import Target
 
 # 128 bits or more at once, from device memory: plain, asynchronous copies to shared memory, descriptors
 WIDE_LOADS = {
@@ -33,7 +18,7 @@ WIDE_LOADS = {
         r"ld\.global[\w.:]*\.(?:v4\.[busf]32|v8\.[busf]32|v2\.[busf]64|v4\.[busf]64)"
         r"|cp\.async\.cg\.shared\.global\b|cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global"
     ),
-    "hip": r"\b(?:global|buffer)_load_dwordx4\b",
+    "hip": r"\b(?:global|buffer)_load_(?:lds_)?dwordx4\b",  # lds: into shared memory, gfx950
 }
 
 
@@ -42,6 +27,7 @@ FETCHES = r"\b(?:async_copy_global_to_local|async_tma_copy_global_to_local|ttg\.
 DESCRIPTOR_LOADS = r"\bcp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global"
 STARTS_NEXT = r"\bgriddepcontrol\.launch_dependents\b"
 WAITS_FOR_PREVIOUS = r"\bgriddepcontrol\.wait\b"
+LOADS = r"\bld\.global|\bcp\.async\.(?:c[ag]|bulk)"
 
 # what a Compilation may expect -> the field of Compiled that must not be 0, and what is wrong if it is
 EXPECTED = {
@@ -99,6 +85,7 @@ class Compiled:
     descriptor_loads: int = 0
     starts_next: int = 0
     waits_for_previous: int = 0
+    early_loads: int = 0  # from device memory, before it waits
     next_tile: int = 0  # 1: the next tile is fetched while this one ends
     code_bytes: int = 0
     flops: int = 0
@@ -138,79 +125,6 @@ class Compiled:
         return self.flops / self.bytes if self.bytes else 0.0
 
 
-def compile_implementation(
-    implementation: Implementation, model_name: str, target: Target
-) -> Iterator[Compiled]:
-    """Every kernel of an implementation with the constants of a model; nothing if it is not in Triton.
-
-    A configuration gives the kernels that differ from the default's, or one row with a reason if it makes no
-    sense on the architecture.
-    """
-    names = (implementation.op, implementation.label, model_name)
-    try:
-        compilations = compilations_of(implementation, model_name, target)
-    except NotImplementedError as reason:
-        yield Compiled(
-            op=names[0], impl=names[1], kernel="", model=names[2], arch=target.name, not_made=str(reason)
-        )
-        return
-    for compilation in compilations:
-        yield compile_kernel(compilation, target, *names)
-
-
-def compilations_of(implementation: Implementation, model_name: str, target: Target) -> list[Compilation]:
-    run: Any = implementation.run
-    made = getattr(getattr(run, "func", run), "__globals__", {}).get("compilations")
-    if made is None:
-        return []
-    sizes = model(model_name).shape(TOKENS)
-    usual = list(made(sizes, target))
-    if not implementation.config:
-        return usual
-    return [one for one in made(sizes, target, **implementation.config) if one not in usual]
-
-
-def compile_kernel(
-    compilation: Compilation, target: Target, op: str = "", impl: str = "", model_name: str = ""
-) -> Compiled:
-    fields: dict[str, Any] = {
-        "op": op, "impl": impl, "kernel": compilation.name, "model": model_name, "arch": target.name,
-        "warps": compilation.num_warps, "stages": compilation.num_stages, "flops": compilation.flops,
-        "bytes": compilation.bytes,
-    }  # fmt: skip
-    options = {"num_warps": compilation.num_warps, "num_stages": compilation.num_stages}
-    try:
-        made = triton.compile(
-            _source(compilation),
-            target=GPUTarget(target.backend, target.arch, target.lanes),
-            options={**options, **(compilation.options or {})},
-        )
-    except Exception as error:  # whatever a compiler raises is an answer here
-        last = [line for line in str(error).splitlines() if line.strip()][-1:] or [""]
-        return Compiled(**fields, wrong=(f"does not compile: {type(error).__name__}: {last[0][:300]}",))
-    text = made.asm["ptx" if target.backend == "cuda" else "amdgcn"]
-    read = _read_cuda if target.backend == "cuda" else _read_hip
-    fields |= read(made, text, target)
-    fields |= {
-        "tensor_core": len(re.findall(target.matrix_instruction, text)),
-        "small_multiplies": len(re.findall(r"\bmma\.sync", text)),
-        "text_flops": text_flops(text, made.metadata.num_warps),
-        "wide_loads": len(re.findall(WIDE_LOADS[target.backend], text)),
-        "fetches_ahead": fetches_ahead(made.asm["ttgir"]),
-        "descriptor_loads": len(re.findall(DESCRIPTOR_LOADS, text)),
-        "starts_next": len(re.findall(STARTS_NEXT, text)),
-        "waits_for_previous": len(re.findall(WAITS_FOR_PREVIOUS, text)),
-        "next_tile": int(fetches_next_tile(made.asm["ttgir"])),
-        "warps": made.metadata.num_warps,
-    }
-    fits = programs_per_unit(
-        target, fields["registers"], fields["shared_bytes"], fields["warps"], fields["tensor_memory"]
-    )
-    occupancy = fits * fields["warps"] / target.warps_per_unit
-    code = Compiled(**fields, programs_per_unit=fits, occupancy=occupancy)
-    return replace(code, wrong=tuple(whats_wrong(code, target, compilation.expects)))
-
-
 def whats_wrong(code: Compiled, target: Target, expects: tuple[str, ...]) -> Iterator[str]:
     if code.spill_bytes:
         yield f"spills {code.spill_bytes} bytes of registers to memory"
@@ -218,6 +132,8 @@ def whats_wrong(code: Compiled, target: Target, expects: tuple[str, ...]) -> Ite
         yield f"needs {code.shared_bytes:,} bytes of shared memory; there are {target.shared_per_program:,}"
     elif not code.programs_per_unit:
         yield f"no program fits: {code.warps} warps of {code.registers} registers are too many"
+    if code.early_loads:
+        yield f"loads {code.early_loads} times before it waits for the kernel before (griddepcontrol.wait)"
     for expected in expects:
         if expected not in EXPECTED:
             yield f"expects {expected}, which is not a known check"
@@ -247,6 +163,12 @@ def text_flops(text: str, warps: int) -> int:
         for pattern, together in SHAPES
         for m, n, k in re.findall(pattern, text)
     )
+
+
+def early_loads(text: str) -> int:
+    """Loads that stand before the wait for the kernel before: they may read what is not written yet."""
+    before, waits, _ = text.partition("griddepcontrol.wait")
+    return len(re.findall(LOADS, before)) if waits else 0
 
 
 def fetches_ahead(ttgir: str) -> int:
@@ -291,89 +213,3 @@ def worse_than(before: Compiled, now: Compiled) -> list[str]:
     if before.tensor_core and not now.tensor_core:
         worse.append("tensor-core instructions are gone")
     return worse
-
-
-def _source(compilation: Compilation) -> ASTSource:
-    kernel, constants = compilation.kernel, dict(compilation.constexprs)
-    names = list(kernel.arg_names)
-    if absent := [n for n in names if n not in compilation.signature and n not in constants]:
-        raise ValueError(f"the compilation says nothing about {', '.join(absent)}")
-    if unknown := [n for n in (*compilation.signature, *constants) if n not in names]:
-        raise ValueError(f"the kernel has no argument {', '.join(unknown)}")
-    signature, attributes = {}, {}
-    for place, name in enumerate(names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        dtype, _, value = compilation.signature[name].partition(":")
-        if value == "1":
-            signature[name], constants[name] = "constexpr", 1
-            continue
-        signature[name] = dtype
-        if value == "16" or (dtype.startswith("*") and not value):
-            attributes[(place,)] = ALIGNED
-    return ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-
-
-def _read_cuda(made: Any, ptx: str, target: Target) -> dict[str, int]:
-    cubin = made.asm["cubin"]
-    with tempfile.TemporaryDirectory() as folder:
-        binary = Path(folder) / "kernel.cubin"
-        binary.write_bytes(cubin)
-        usage = _output(BINARIES / "cuobjdump", "-res-usage", str(binary))
-        match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-        assert match is not None, f"cuobjdump says {usage!r}"
-        registers, stack = int(match[1]), int(match[2])
-        # spilled registers live on the stack, so without one there are none
-        spill = _spilled(ptx, target, Path(folder)) if stack else 0
-    return {
-        "registers": registers,
-        "spill_bytes": spill,
-        "shared_bytes": made.metadata.shared,
-        "tensor_memory": getattr(made.metadata, "tmem_size", 0) or 0,
-        "code_bytes": code_size(cubin),
-    }
-
-
-def _spilled(ptx: str, target: Target, folder: Path) -> int:
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    source = folder / "kernel.ptx"
-    source.write_text(ptx)
-    output = _output(
-        get_ptxas(target.arch).path, "-v", f"--gpu-name={target.name}", str(source), "-o", str(folder / "out")
-    )
-    return max((int(number) for number in re.findall(r"(\d+) bytes spill", output)), default=0)
-
-
-def _read_hip(made: Any, assembly: str, target: Target) -> dict[str, int]:
-    def number(name: str) -> int:
-        match = re.search(rf"\.{name}:\s+(\d+)", assembly)
-        assert match is not None, f"the assembly does not say {name}"
-        return int(match[1])
-
-    return {
-        "registers": number("vgpr_count"),
-        # scalar registers spill into lanes of vector registers, which is not memory
-        "spill_bytes": max(number("private_segment_fixed_size"), 4) if number("vgpr_spill_count") else 0,
-        "shared_bytes": made.metadata.shared,
-        "tensor_memory": 0,
-        "code_bytes": code_size(made.asm["hsaco"]),
-    }
-
-
-def code_size(elf: bytes) -> int:
-    """Bytes of instructions in a 64-bit ELF file: its executable sections."""
-    (table,) = struct.unpack_from("<Q", elf, 0x28)
-    size, count = struct.unpack_from("<HH", elf, 0x3A)
-    total = 0
-    for index in range(count):
-        section_type, flags = struct.unpack_from("<IQ", elf, table + index * size + 4)
-        (length,) = struct.unpack_from("<Q", elf, table + index * size + 0x20)
-        total += length if section_type == 1 and flags & 4 else 0  # SHT_PROGBITS, SHF_EXECINSTR
-    return total
-
-
-def _output(*command: str | Path) -> str:
-    ran = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    return ran.stdout + ran.stderr

@@ -20,11 +20,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.cores import quiet_cores
 from moe_routing_bench.bench.judging import Judge
-from moe_routing_bench.bench.rounds import TWIN, BlamedError, measure
+from moe_routing_bench.bench.rounds import BaselineError, measure
+from moe_routing_bench.bench.series import TWIN
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.bench.supervisor import quiet_cores
 from moe_routing_bench.bench.trial import Setup, Trial, try_alone
 from moe_routing_bench.bench.verdict import aa_floor, compare_cells
 from moe_routing_bench.bench.weather import WeatherSpan, weather
@@ -317,7 +319,8 @@ class RealTimes:
             include=(str(KERNELS),),
         )
         self.judge = self.judge or Judge(cell.span, cell.inputs())
-        setup = Setup(cell=cell, judge=self.judge, cores=quiet_cores(self.policy.threads))
+        budget = Budget(self.policy.max_seconds)
+        setup = Setup(cell=cell, judge=self.judge, cores=quiet_cores(self.policy.threads), budget=budget)
         if self.taken % GATE_EVERY == 0:
             self.gates = {}
         self.taken += 1
@@ -326,9 +329,11 @@ class RealTimes:
                 self.gates[percent] = _gate(setup, place)
         trials = {place: self.gates[percent] for place, percent in enumerate((0, *percents))}
         try:
-            measured = measure(setup, list(trials), trials, lambda rounds: None)
-        except BlamedError as blame:
+            measured = measure(setup, list(trials), trials, lambda rounds, now: None)
+        except BaselineError as blame:
             raise FailedTrialError(f"{blame.failure.status}: {blame.failure.reason}") from None
+        for failure in measured.failed.values():
+            raise FailedTrialError(f"{failure.status}: {failure.reason}")
         return Times(
             a=measured.samples[0],
             twin=measured.samples[TWIN],

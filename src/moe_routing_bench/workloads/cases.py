@@ -18,10 +18,13 @@ from moe_routing_bench.shapes import MoEShape
 # of the cases of a published model
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# what 2 cores and 24 GiB do in seconds: about 0.1 TFLOP/s, and room for several copies of the weights
+# a twin for tests and for a first look: what takes seconds on any machine
 MOST_WEIGHT_BYTES = 256 * 2**20
 MOST_ACTIVATION_BYTES = 256 * 2**20
 MOST_FLOPS = 2e10
+# five subjects call it about 40 times each in a minute, at 0.1 TFLOP/s
+MINUTE_FLOPS = 3e10
+FEWER_TOKENS = "-tokens"  # ends the name of a case that has fewer tokens than asked for
 DIRECTIONS = {
     "forward": "the result alone",
     "backward": "gradients alone; the forward before it is not timed",
@@ -90,6 +93,11 @@ class BenchCase:
         return 2 * per_unit * s.D * (s.num_pairs * s.F + s.T * self.shared_F)
 
     @property
+    def fewer_tokens(self) -> bool:
+        """Does it stand in for a case that differs in nothing but its tokens?"""
+        return bool(self.scaled_from) and self.name.endswith(FEWER_TOKENS)
+
+    @property
     def fits_a_laptop(self) -> bool:
         return (
             self.weight_bytes <= MOST_WEIGHT_BYTES
@@ -120,6 +128,26 @@ def scaled(case: BenchCase) -> BenchCase:
             smaller = replace(s, T=s.T // 2)
         twin = replace(twin, shape=smaller, shared_F=twin.shared_F * smaller.F // s.F)
     return case if twin == case else replace(twin, name=f"{case.name}~scaled", scaled_from=case.name)
+
+
+def fitted(case: BenchCase, *, memory_bytes: int, most_flops: float = MINUTE_FLOPS) -> BenchCase:
+    """The case itself if this machine can hold it and its time is enough, else with fewer tokens; if even the
+    weights do not fit, its scaled twin.
+
+    Room is needed for the weights three times (the judge's, the worker's, packed ones) and the rows eight
+    times; with gradients also for weights and gradients in float64, which is 16 times.
+    """
+    train = case.direction != "forward"
+    if (20 if train else 3) * case.weight_bytes > 0.8 * memory_bytes:
+        return scaled(case)
+    smaller = case
+    while smaller.shape.T > 1 and (
+        smaller.flops * (3 if train else 1) > most_flops
+        or (20 if train else 3) * smaller.weight_bytes + 8 * smaller.activation_bytes > 0.8 * memory_bytes
+    ):
+        smaller = replace(smaller, shape=replace(smaller.shape, T=smaller.shape.T // 2))
+    name = f"{case.name}~{smaller.shape.T}{FEWER_TOKENS}"
+    return case if smaller == case else replace(smaller, name=name, scaled_from=case.name)
 
 
 def seed_fused() -> list[BenchCase]:
@@ -253,10 +281,49 @@ def topk_grid() -> list[BenchCase]:
     ]  # fmt: skip
 
 
+def cpu_grid() -> list[BenchCase]:
+    """Layers of three models at full size, decoding and prompts, in bfloat16 and float32."""
+    tokens = {"bfloat16": (1, 16, 256, 1024), "float32": (1, 16, 256)}
+    models = ("granite-3-moe", "olmoe-1b-7b", "qwen3-30b-a3b")
+    return [
+        replace(case, name=f"cpu-grid/{name}-{case.shape.T}-{dtype}", dtype=dtype)
+        for dtype, name in product(tokens, models)
+        for case in model_cases(name, tokens[dtype])
+    ]
+
+
+def layouts() -> list[BenchCase]:
+    """Two layers of seed-grid that a CPU decides in minutes, without a capacity of their own."""
+    return [
+        BenchCase(
+            name=f"layouts/4096-e{E}",
+            span="layer",
+            shape=MoEShape(T=4096, D=1024, F=4096, E=E, K=2),
+            activation="gelu",
+            sequences=32,
+        )
+        for E in (8, 16)
+    ]
+
+
+def soft_moe() -> list[BenchCase]:
+    """Layers for Soft-MoE, whose slots are mixed from all tokens and written back to all of them."""
+    return [
+        BenchCase(
+            name=f"soft-moe/{B}x256",
+            span="layer",
+            shape=MoEShape(T=256 * B, D=1024, F=2048, E=16, K=2),
+            sequences=B,
+        )
+        for B in (1, 8)
+    ]
+
+
 SUITES: dict[str, Callable[[], list[BenchCase]]] = {
     suite.__name__.replace("_", "-"): suite
     for suite in (
         seed_fused, seed_qwen, seed_pack, seed_grid, seed_routing, seed_decoder, topk_grid, gpu_quick,
+        cpu_grid, layouts, soft_moe,
     )
 }  # fmt: skip
 

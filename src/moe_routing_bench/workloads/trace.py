@@ -1,9 +1,10 @@
 """Recorded routings in a safetensors file: write_trace, read_trace, and the checksum of expert ids.
 
 expert_TK (int32 or int64) and gate_TK (float32) are required; layer_T, position_T and document_T (int64) say
-where a token came from. The metadata entry `moe_routing_trace` is JSON: version, num_experts, checksum (of
-the ids) and source; optional are documents (their names, by the number in document_T) and content, a checksum
-of everything else, which write_trace always adds.
+where a token came from; score_TE (float32) holds the scores that were compared. The metadata entry
+`moe_routing_trace` is JSON: version, num_experts, checksum (of the ids) and source; optional are documents
+(their names, by the number in document_T) and content, a checksum of everything else, which write_trace
+always adds.
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_routing_bench.models.tracing import ModelTrace
 from moe_routing_bench.routing import Routing
 
 VERSION = 1
 ENTRY = "moe_routing_trace"
 LABELS = ("layer_T", "position_T", "document_T")
-DTYPES = {"expert_TK": ("I32", "I64"), "gate_TK": ("F32",), **dict.fromkeys(LABELS, ("I64",))}
+OPTIONAL = (*LABELS, "score_TE")
+DTYPES = {
+    "expert_TK": ("I32", "I64"), "gate_TK": ("F32",), "score_TE": ("F32",),
+    **dict.fromkeys(LABELS, ("I64",)),
+}  # fmt: skip
 MAX_HEADER_BYTES = 1 << 20  # ours has under a kilobyte; safetensors itself would parse 100 MB
+MAX_LAYERS = 1024
 MAX_EXPERTS = 1 << 20  # a thousand times the largest layer published; tables of E numbers stay small
 
 
@@ -41,6 +48,7 @@ class Trace:
       position_T = [0, 1]
       document_T = [7, 7]
       documents  = ()               or the names of the documents 0, 1, ...
+      score_TE   = None             or what the choice was made of: -inf where an expert was ruled out
     """
 
     routing: Routing
@@ -50,6 +58,51 @@ class Trace:
     position_T: Tensor | None = None
     document_T: Tensor | None = None
     documents: tuple[str, ...] = ()
+    score_TE: Tensor | None = None
+
+    def by_layer(self) -> ModelTrace:
+        """The choices of every layer for the same tokens; ValueError if layers have different tokens."""
+        T = self.routing.num_tokens
+        layer_T = torch.zeros(T, dtype=torch.int64) if self.layer_T is None else self.layer_T
+        document_T = torch.zeros_like(layer_T) if self.document_T is None else self.document_T
+        layers = layer_T.unique().tolist()
+        if len(layers) > MAX_LAYERS:
+            raise ValueError(f"the trace has {len(layers):,} layers; at most {MAX_LAYERS:,} are taken apart")
+        rows = {layer: (layer_T == layer).nonzero().squeeze(1) for layer in layers}
+        if not rows:
+            raise ValueError("the trace holds no tokens; record some")
+        first, first_row = next(iter(rows.items()))
+        position_T = self.position_T
+        if position_T is None:
+            position_T = torch.zeros_like(layer_T)
+            for row in rows.values():
+                position_T[row] = torch.arange(row.numel())
+        for layer, row in rows.items():
+            if row.shape != first_row.shape:
+                raise ValueError(
+                    f"layer {layer} has {row.numel():,} tokens, layer {first} {first_row.numel():,}; all "
+                    "layers "
+                    "must have the same"
+                )
+            same_T = (document_T[row] == document_T[first_row]) & (position_T[row] == position_T[first_row])
+            if not bool(same_T.all()):
+                t = int((~same_T).nonzero()[0])
+                raise ValueError(
+                    f"row {t} of layer {layer} is position {position_T[row[t]]} of document "
+                    f"{document_T[row[t]]}, but of layer {first} position {position_T[first_row[t]]} of "
+                    "document "
+                    f"{document_T[first_row[t]]}; all layers must have the same tokens in one order"
+                )
+        routing = self.routing
+        return ModelTrace(
+            names={layer: f"layer {layer}" for layer in rows},
+            expert_TK={layer: routing.expert_TK[row] for layer, row in rows.items()},
+            gate_TK={layer: routing.gate_TK[row] for layer, row in rows.items()},
+            score_TE={} if self.score_TE is None else {k: self.score_TE[row] for k, row in rows.items()},
+            position_T=position_T[first_row],
+            document_T=document_T[first_row],
+            num_experts=routing.num_experts,
+        )
 
     def part(self, *, layer: int | None = None, document: int | None = None) -> Trace:
         """Only the tokens with these labels, in the same order; None: whatever the label."""
@@ -76,7 +129,7 @@ class Trace:
             self.routing, expert_TK=self.routing.expert_TK[row], gate_TK=self.routing.gate_TK[row]
         )
         labels: dict[str, Any] = {
-            name: None if (label := getattr(self, name)) is None else label[row] for name in LABELS
+            name: None if (label := getattr(self, name)) is None else label[row] for name in OPTIONAL
         }
         return replace(self, routing=routing, **labels)
 
@@ -102,8 +155,9 @@ def write_trace(
     position_T: Tensor | None = None,
     document_T: Tensor | None = None,
     documents: Sequence[str] = (),
+    score_TE: Tensor | None = None,
 ) -> None:
-    """Write the routings one after another. A label holds one int64 per token of them all."""
+    """Write the routings one after another. Labels and scores are of the tokens of them all."""
     if not routings:
         raise ValueError("a trace needs at least one routing")
     sizes = {(routing.num_choices, routing.num_experts) for routing in routings}
@@ -117,6 +171,8 @@ def write_trace(
     for name, label_T in zip(LABELS, (layer_T, position_T, document_T), strict=True):
         if label_T is not None:
             tensors[name] = label_T.to(torch.int64).cpu().contiguous()
+    if score_TE is not None:
+        tensors["score_TE"] = score_TE.detach().float().cpu().contiguous()
     _check_values(path, tensors, num_experts)
     tensors["expert_TK"] = tensors["expert_TK"].to(torch.int32)
     about: dict[str, Any] = {
@@ -170,7 +226,7 @@ def read_trace(path: Path | str, *, max_bytes: int = 4 << 30) -> Trace:
         source=about["source"],
         checksum=checksum,
         documents=tuple(about.get("documents", ())),
-        **{name: tensors[name] for name in LABELS if name in tensors},
+        **{name: tensors[name] for name in OPTIONAL if name in tensors},
     )
 
 
@@ -179,7 +235,7 @@ def _content_checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -
     known = ("version", "num_experts", "checksum", "source", "documents")
     words = {key: about[key] for key in known if key in about}
     digest = hashlib.sha256(json.dumps(words, sort_keys=True).encode())
-    for name in ("gate_TK", *LABELS):
+    for name in ("gate_TK", *OPTIONAL):
         if name in tensors:
             array = tensors[name].numpy()
             digest.update(f"\n{name}\n".encode())
@@ -227,7 +283,7 @@ def _check_header(path: Path, header: dict[str, Any]) -> dict[str, Any]:
     shapes = {}
     for name, dtypes in DTYPES.items():
         entry = header.get(name)
-        if entry is None and name in LABELS:
+        if entry is None and name in OPTIONAL:
             continue
         if not isinstance(entry, dict):
             raise ValueError(f"{path} has no tensor {name}; a trace needs expert_TK and gate_TK")
@@ -241,7 +297,9 @@ def _check_header(path: Path, header: dict[str, Any]) -> dict[str, Any]:
     if shape[1] > num_experts:
         raise ValueError(f"{path} has {_short(shape[1])} choices per token of only {num_experts} experts")
     for name, given in shapes.items():
-        wanted = shape if name.endswith("_TK") else shape[:1]
+        wanted = (
+            shape if name.endswith("_TK") else [shape[0], num_experts] if name == "score_TE" else shape[:1]
+        )
         if given != wanted:
             raise ValueError(
                 f"{name} in {path} has shape {_short(given)}; beside {shape} ids it must be {wanted}"
@@ -286,6 +344,14 @@ def _check_values(path: Path | str, tensors: dict[str, Tensor], num_experts: int
     for name, tensor in tensors.items():
         if name in LABELS and tensor.shape != expert_TK.shape[:1]:
             raise ValueError(f"{name} has shape {list(tensor.shape)} for {expert_TK.shape[0]} tokens")
+    if (score_TE := tensors.get("score_TE")) is not None:
+        if tuple(score_TE.shape) != (expert_TK.shape[0], num_experts):
+            raise ValueError(
+                f"score_TE has shape {list(score_TE.shape)} for {expert_TK.shape[0]} tokens and "
+                f"{num_experts} experts"
+            )
+        if bool(score_TE.isnan().any()):
+            raise ValueError(f"a score of token {int(score_TE.isnan().any(1).nonzero()[0])} of {path} is NaN")
     outside_TK = (expert_TK < 0) | (expert_TK >= num_experts)
     if bool(outside_TK.any()):
         t, k = outside_TK.nonzero()[0].tolist()

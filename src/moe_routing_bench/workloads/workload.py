@@ -113,9 +113,11 @@ def make_workload(name: str, *, T: int, E: int, K: int, W: int = 1, seed: int = 
 
 
 def check_name(name: str) -> None:
-    """ValueError if no sizes at all could have a workload of this name."""
+    """ValueError if no sizes at all could have a workload of this name, or its file does not exist."""
     if name.strip() not in ALIASES:
         _parse(_plain_name(name, E=1, K=1, W=1))
+    if (file := file_of(name)) is not None and not file.is_file():
+        raise ValueError(f"there is no file {file} to read the workload {name} from")
 
 
 def parameters_of(family: str) -> list[inspect.Parameter]:

@@ -8,7 +8,6 @@ experts than the oracle, which would look like an error.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,11 +18,20 @@ from torch import Tensor, nn
 from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.layers import ROUTER, layer_of, moe_of, plain_layer
 from moe_routing_bench.bench.spans.layer import span as layer_span
-from moe_routing_bench.bench.spans.span import Computation, Load, Span, Stage, auto_label, stand_ins
+from moe_routing_bench.bench.spans.span import (
+    Computation,
+    Load,
+    Span,
+    Stage,
+    auto_label,
+    packed_once,
+    stand_ins,
+)
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.layer import MoE
 from moe_routing_bench.models.decoder import DecoderBlock, Rotary, TransformersBlock, rotary
+from moe_routing_bench.names import parse_spec
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
@@ -98,7 +106,7 @@ class BlockSpan(Span):
         block, _ = _subject_block(subject, inputs)
         by, x_BND, held = _rotary(inputs, inputs.dtype), args["x_BND"], dict[str, Tensor]()
         if isinstance(block, DecoderBlock):
-            norms, moe = (block.input_norm, block.post_norm), block.moe
+            norms, moe = (block.input_norm, block.post_norm), block.feed_forward
             attend = lambda h: block.attention(h, by)  # noqa: E731
             info = TokenInfo(num_sequences=x_BND.shape[0])
             experts = lambda h: moe(h, info)[0]  # noqa: E731
@@ -141,20 +149,14 @@ class BlockSpan(Span):
 
 def parse_block(spec: str) -> tuple[str, dict[str, str]]:
     """ours(attention=naive,impl=staged(combine=index_add)) as its name and options."""
-    match = re.fullmatch(r"\s*(ours|transformers)\s*(?:\((.*)\))?\s*", spec)
-    if match is None:
+    name, given = parse_spec(spec)
+    if name not in OPTIONS:
         raise ValueError(
             f"cannot read {spec!r}; write ours or transformers, with options as in {SUBJECTS[1]}"
         )
-    options = {}
-    for word in re.findall(r"(?:[^,()]|\((?:[^()]|\([^()]*\))*\))+", match[2] or ""):
-        key, equals, value = (part.strip() for part in word.partition("="))
-        if not equals:
-            raise ValueError(f"cannot read {word!r} in {spec!r}; write option=value")
-        if key not in OPTIONS[match[1]]:
-            raise ValueError(f"{match[1]} has no option {key}; it has {', '.join(OPTIONS[match[1]])}")
-        options[key] = value
-    return match[1], {**OPTIONS[match[1]], **options}
+    if unknown := next((key for key in given if key not in OPTIONS[name]), None):
+        raise ValueError(f"{name} has no option {unknown}; it has {', '.join(OPTIONS[name])}")
+    return name, {**OPTIONS[name], **{key: str(value) for key, value in given.items()}}
 
 
 def attention_of(case: BenchCase) -> AttentionShape:
@@ -179,6 +181,7 @@ def _subject_block(subject: Subject, inputs: Inputs) -> tuple[DecoderBlock | Tra
         moe = moe_of(layer_of(subject, inputs, ffn, make_plan, topk=picked["topk"]))
         _refuse(ffn, moe, inputs, subject)
         parts = f"topk.{picked['topk']} + make_plan.{make_plan.label} + expert_ffn.{ffn.label}"
+        parts += packed_once(moe.experts.weights())
         return _block(moe, options["attention"], inputs), f"{options['attention']} attention, {parts}"
     staged, counting = expert_ffn_op.get("staged"), make_plan_op.get("counting")
     moe = moe_of(layer_of(subject, inputs, staged, counting, topk="sort"))
@@ -206,8 +209,8 @@ def _block(moe: MoE, attention: str, inputs: Inputs) -> DecoderBlock:
     dtype = moe.experts.w_in_EDG.dtype
     with torch.device("meta"):
         block = DecoderBlock(
-            D, a.heads, a.kv_heads, a.head_dim, moe=moe, method=attention, qk_norm=a.qk_norm, bias=a.bias,
-            theta=a.theta,
+            D, a.heads, a.kv_heads, a.head_dim, feed_forward=moe, method=attention,
+            qk_norm=a.qk_norm, bias=a.bias, theta=a.theta,
         )  # fmt: skip
     for name, value in _parameters(a, inputs).items():
         home, _, last = name.rpartition(".")

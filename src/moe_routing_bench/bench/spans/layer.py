@@ -39,6 +39,7 @@ from moe_routing_bench.bench.spans.span import (
     Span,
     Stage,
     auto_label,
+    packed_once,
     stand_ins,
 )
 from moe_routing_bench.bench.subject import Subject
@@ -47,11 +48,12 @@ from moe_routing_bench.layer import MoE
 from moe_routing_bench.load import LoadStatistics
 from moe_routing_bench.models.decoder import transformers_moe
 from moe_routing_bench.models.hand_ordered import hand_ordered
+from moe_routing_bench.names import parse_spec
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import BUILT_IN
-from moe_routing_bench.routers.router import parse_spec, router_named
+from moe_routing_bench.routers.router import router_named
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 from moe_routing_bench.workloads.cases import BenchCase
 
@@ -100,6 +102,7 @@ class LayerSpan(Span):
         layer = self._layer(subject, inputs, ffn)
         named = [*self.resolved(subject, inputs), ("expert_ffn", ffn.label)]
         runs = " + ".join(f"{op}.{label}" for op, label in named)
+        runs += packed_once(moe_of(layer).experts.weights())
         return Computation(run=_runner(layer), parameters=_wanting(layer), runs=runs, owner=layer)
 
     def _layer(self, subject: Subject, inputs: Inputs, ffn: Implementation) -> nn.Module:
@@ -133,10 +136,13 @@ class LayerSpan(Span):
         yield "route", lambda: held.update(routing=layer.router(x_TD, args["info"]))
         routing = held["routing"]
         if isinstance(routing, SoftRouting):
-            yield "mix, experts, write back", lambda: layer.compute(x_TD, routing)
+            yield "mix", lambda: held.update(slot_TD=layer.mixed(x_TD, routing))
+            yield "experts", lambda: held.update(slot_TD=layer.slots_computed(held["slot_TD"], routing))
+            yield "write back", lambda: layer.written_back(held["slot_TD"], routing)
             return
         yield "plan", lambda: held.update(plan=layer.make_plan(routing, layer.layout))
-        given = {"x_TD": x_TD, "gate_TK": routing.gate_TK, "plan": held["plan"], "weights": inputs.weights}
+        given = {"x_TD": x_TD, "gate_TK": routing.gate_TK, "plan": held["plan"]}
+        given["weights"] = layer.experts.weights()
         if set(STAGED) <= set(ffn.config):
             yield from staged_stages(ffn.config, given, held)
         else:

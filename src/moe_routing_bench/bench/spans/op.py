@@ -11,7 +11,15 @@ from torch import Tensor
 
 from moe_routing_bench.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.bench.inputs import Call, Inputs
-from moe_routing_bench.bench.spans.span import PACKAGE, Computation, Load, Span, Stage, why_not_one_of
+from moe_routing_bench.bench.spans.span import (
+    PACKAGE,
+    Computation,
+    Load,
+    Span,
+    Stage,
+    packed_once,
+    why_not_one_of,
+)
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.experts import activate
@@ -26,6 +34,7 @@ class OpSpan(Span):
         self.ops = self.included = (op.name,)
         self.decides = op.name
         self.weights, self.differentiable, self.exact = bool(op.weights), op.differentiable, op.exact
+        self.widens = op.widens
 
     @property
     def summary(self) -> str:
@@ -35,7 +44,15 @@ class OpSpan(Span):
         return self.op.arguments(call)
 
     def built(self, subject: Subject, inputs: Inputs) -> Computation:
-        return Computation(run=self.op.get(subject.spec).run)
+        one = self.op.get(subject.spec)
+        if self.op.weights != "weights" or (weights := inputs.frozen(one)) is inputs.weights:
+            return Computation(run=one.run)
+        place = self.op.parameters().index("weights")
+
+        def run(*args: Any) -> Any:
+            return one.run(*args[:place], weights, *args[place + 1 :])
+
+        return Computation(run=run, runs=f"{one.label}{packed_once(weights)}")
 
     def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
         return why_not_one_of(self.parts(subject.spec), {self.op.name: tuple(args.values())})
@@ -46,7 +63,7 @@ class OpSpan(Span):
         if set(STAGED) <= set(config):
             yield from staged_stages(config, args, {})
         elif self.op.weights == "weights":
-            run = self.op.get(subject.spec).run
+            run = self.built(subject, inputs).run
             yield subject.spec, lambda: run(*args.values())
 
     def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:

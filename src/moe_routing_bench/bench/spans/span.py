@@ -25,6 +25,8 @@ from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
+from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.frozen import Frozen
 from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.catalog import find_all
@@ -69,8 +71,10 @@ class Span:
     excluded: tuple[str, ...] = ("allocation of weights", "weight conversion")
     weights = False  # do calls read the experts' weights?
     routed = False  # does a subject have a router?
+    grouped = False  # on several ranks, is each a process (group.py)?
     differentiable = True
     exact = False  # is the reference in the dtype itself the oracle?
+    widens = False  # does the reference convert the weights itself?
     decides = ""  # the op whose implementations are compared by comparing its subjects
     case = ""  # the case or suite measured if no size is given
 
@@ -130,6 +134,13 @@ class Span:
                 names = varied if spec in outside else [p.label for p in self.parts("+".join(varied))]
                 labels.setdefault(tuple(names), varied)
         return ["+".join(varied) for varied in labels.values()]
+
+    def usual(self) -> list[str]:
+        """What people choose between, the baseline first, and what comes from outside; "auto" is one."""
+        if not self.decides or not all_ops()[self.decides].usual:
+            return self.specs()
+        op = all_ops()[self.decides]
+        return [*op.usual, *(name for name in op.names() if op.origin(name) != BUILT_IN)]
 
     # one call
 
@@ -235,6 +246,11 @@ def span_named(name: str) -> Span:
     if name in all_ops():
         return importlib.import_module(f"{folder}.op").OpSpan(all_ops()[name])
     return importlib.import_module(f"{folder}.{name}").span
+
+
+def packed_once(weights: ExpertWeights) -> str:
+    """For a record: how the weights are held, if not as they were given."""
+    return ", weights packed once" if isinstance(weights.w_in_EDG, Frozen) else ""
 
 
 def why_not_one_of(parts: Sequence[Implementation], asked: Mapping[str, tuple[Any, ...]]) -> str | None:

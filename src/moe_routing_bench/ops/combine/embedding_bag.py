@@ -8,6 +8,8 @@ from torch import Tensor
 
 from moe_routing_bench.plan import RoutingPlan
 
+BATCH_INVARIANT = True
+
 
 def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
     if gate_TK.dtype != y_RD.dtype:

@@ -9,6 +9,7 @@ from moe_routing_bench.plan import RoutingPlan
 
 # a GPU adds in the order its threads arrive; on a CPU the order is fixed
 DETERMINISTIC = not torch.cuda.is_available()
+BATCH_INVARIANT = DETERMINISTIC
 
 
 def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
@@ -22,8 +23,7 @@ def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
         return y_TD.to(y_RD.dtype)
     pair_R, token_R = plan.pair_R.clamp(min=0), plan.token_R().clamp(min=0)
     gate_R1 = gate_TK.to(wide).flatten().index_select(0, pair_R).unsqueeze(1)
-    scaled_RD = y_RD.to(wide) * gate_R1
     if not plan.filled:
         holds_R1 = (plan.pair_R >= 0).unsqueeze(1)
-        scaled_RD = torch.where(holds_R1, y_RD, 0.0).to(wide) * gate_R1
-    return y_TD.index_add(0, token_R, scaled_RD).to(y_RD.dtype)
+        y_RD, gate_R1 = torch.where(holds_R1, y_RD, 0.0), torch.where(holds_R1, gate_R1, 0.0)
+    return y_TD.index_add(0, token_R, y_RD.to(wide) * gate_R1).to(y_RD.dtype)

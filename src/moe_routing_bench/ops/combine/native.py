@@ -15,6 +15,8 @@ from moe_routing_bench.ops import rows
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.recycled import recycled
 
+BATCH_INVARIANT = True
+
 
 def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
     return rows.combine_unsupported(y_RD, gate_TK, plan, level)

@@ -12,6 +12,7 @@ from moe_routing_bench.ops import rows
 from moe_routing_bench.plan import RoutingPlan
 
 FORWARD_ONLY = True
+BATCH_INVARIANT = True
 REUSES_OUTPUT = True
 _buffers = rows.KeptBuffers()
 

@@ -23,15 +23,15 @@ from moe_routing_bench.plan import RoutingPlan
 
 def reference(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     wide = torch.promote_types(torch.promote_types(y_RD.dtype, gate_TK.dtype), torch.float32)
-    out = []
-    for t, rows in enumerate(plan.row_TK.tolist()):
-        # (0 * gate) keeps every gate in the graph, so that its gradient is zero instead of absent
-        y_D = torch.zeros(y_RD.shape[1], dtype=wide, device=y_RD.device) + 0 * gate_TK[t].sum().to(wide)
-        for k, r in enumerate(rows):
-            if r >= 0:
-                y_D = y_D + gate_TK[t, k].to(wide) * y_RD[r].to(wide)
-        out.append(y_D.to(y_RD.dtype))
-    return torch.stack(out) if out else y_RD.new_zeros(0, y_RD.shape[1])
+    y_TD = torch.zeros(plan.num_tokens, y_RD.shape[1], dtype=wide, device=y_RD.device)
+    if not plan.num_rows:
+        return (y_TD + 0 * torch.where(plan.row_TK >= 0, gate_TK, 0.0).sum()).to(y_RD.dtype)
+    for row_T, gate_T in zip(plan.row_TK.unbind(1), gate_TK.unbind(1), strict=True):
+        # where a pair has no row, neither its gate nor whatever row is looked at instead may be used
+        there_T1 = (row_T >= 0).unsqueeze(1)
+        row_TD = torch.where(there_T1, y_RD[row_T.clamp(min=0)].to(wide), 0.0)
+        y_TD = y_TD + torch.where(there_T1, gate_T.unsqueeze(1).to(wide), 0.0) * row_TD
+    return y_TD.to(y_RD.dtype)
 
 
 def cost(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Cost:
@@ -60,8 +60,13 @@ def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict
 
 
 def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
+    return judge_rows(of, gradient, expected, rows="y_RD")
+
+
+def judge_rows(of: GradientOf, gradient: Tensor, expected: Expected, *, rows: str) -> list[Verdict]:
+    """rows: the argument that holds the rows, those without a pair too."""
     more = expected.more(gradient.numel())
-    if of.name != "y_RD":
+    if of.name != rows:
         return [judge_values(gradient, expected.oracle, expected.baseline, more)]
     holds_R = of.args["plan"].pair_R >= 0
     wrong = [judge_values(gradient[holds_R], expected.oracle[holds_R], expected.baseline[holds_R], more)]
@@ -73,7 +78,7 @@ def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list
 
 op = Op(
     __package__, reference, cost=cost, judge=judge, judge_gradient=judge_gradient, default="gather_sum",
-    stage=5,
+    by_token=lambda out, args: out, stage=5,
 )  # fmt: skip
 
 

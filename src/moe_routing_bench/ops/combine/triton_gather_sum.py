@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from moe_routing_bench.ops import gpu, rows
+from moe_routing_bench.ops.targets import Target, target_of
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.shapes import MoEShape
 
@@ -37,7 +38,7 @@ CONFIGS = (
 UNROLLED = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _weighted_sum(
     y_RD,
     gate_TK,
@@ -71,7 +72,7 @@ def _weighted_sum(
     tl.store(y_TD + (t * D)[:, None] + d[None, :], total.to(y_TD.dtype.element_ty), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _spread(
     dy_TD,
     y_RD,
@@ -151,6 +152,7 @@ def run(
 
 
 @triton_op("moe_routing_bench::combine_triton_gather_sum", mutates_args=())
+@gpu.on_its_device
 def _gather_sum(
     y_RD: Tensor,
     gate_TK: Tensor,
@@ -177,12 +179,13 @@ def _gather_sum(
             BLOCK_T=block_t,
             BLOCK_D=block_d,
             UNROLL=UNROLLED,
-            **gpu.target_of(y_RD.device).moving(num_warps),
+            **target_of(y_RD.device).moving(num_warps),
         )
     return y_TD
 
 
 @triton_op("moe_routing_bench::combine_triton_gather_sum_backward", mutates_args=())
+@gpu.on_its_device
 def _gather_sum_backward(
     dy_TD: Tensor,
     y_RD: Tensor,
@@ -217,7 +220,7 @@ def _gather_sum_backward(
             WANTS_GATE=wants_gate,
             BLOCK_R=block_r,
             BLOCK_D=block_d,
-            **gpu.target_of(y_RD.device).moving(num_warps),
+            **target_of(y_RD.device).moving(num_warps),
         )
     return dy_RD, dgate_TK
 
@@ -267,7 +270,7 @@ _gather_sum.register_autograd(_backward, setup_context=_keep)
 
 def compilations(
     sizes: MoEShape,
-    target: gpu.Target,
+    target: Target,
     *,
     block_d: int = BLOCK_D,
     block_t: int = BLOCK_T,
@@ -279,7 +282,7 @@ def compilations(
         name="weighted_sum",
         kernel=_weighted_sum,
         signature={
-            "y_RD": "*bf16", "gate_TK": "*fp32", "row_TK": "*i64", "y_TD": "*bf16", "T": "i32:16",
+            "y_RD": "*bf16", "gate_TK": "*fp32", "row_TK": "*i64", "y_TD": "*bf16", "T": "i32",
             "y_stride_R": "i32:16", "y_stride_D": "i32:1", "gate_stride_T": "i32", "gate_stride_K": "i32:1",
         },
         constexprs={
@@ -295,7 +298,7 @@ def compilations(
         kernel=_spread,
         signature={
             "dy_TD": "*bf16", "y_RD": "*bf16", "gate_TK": "*fp32", "pair_R": "*i64", "dy_RD": "*bf16",
-            "dgate_TK": "*fp32", "R": "i32:16", "dy_stride_T": "i32:16", "dy_stride_D": "i32:1",
+            "dgate_TK": "*fp32", "R": "i32", "dy_stride_T": "i32:16", "dy_stride_D": "i32:1",
             "y_stride_R": "i32:16", "y_stride_D": "i32:1", "gate_stride_T": "i32", "gate_stride_K": "i32:1",
         },
         constexprs={

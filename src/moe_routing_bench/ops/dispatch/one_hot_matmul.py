@@ -8,6 +8,7 @@ from torch import Tensor
 from moe_routing_bench.plan import RoutingPlan
 
 LARGEST_MATRIX = 2**28
+SPREADS_NAN = "every row is a sum over all of them, most times zero, and zero times NaN is NaN"
 
 
 def unsupported(x_TD: Tensor, plan: RoutingPlan) -> str | None:

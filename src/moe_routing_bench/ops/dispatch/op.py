@@ -20,9 +20,11 @@ from moe_routing_bench.plan import RoutingPlan
 
 
 def reference(x_TD: Tensor, plan: RoutingPlan) -> Tensor:
-    zero_D = torch.zeros(x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device)
-    rows = [x_TD[t] if t >= 0 else zero_D for t in plan.token_R().tolist()]
-    return torch.stack(rows) if rows else x_TD[:0]
+    token_R = plan.token_R()
+    if not plan.num_tokens:
+        return x_TD.new_zeros(plan.num_rows, x_TD.shape[1])
+    # a row without a pair looks at token 0, whose values must not reach it
+    return torch.where((token_R >= 0).unsqueeze(1), x_TD[token_R.clamp(min=0)], 0.0)
 
 
 def cost(x_TD: Tensor, plan: RoutingPlan) -> Cost:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from moe_routing_bench.ops import gpu, rows
+from moe_routing_bench.ops.targets import Target, target_of
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.shapes import MoEShape
 
@@ -35,7 +36,7 @@ CONFIGS = (
 UNROLLED = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _gather_rows(
     x_TD,
     pair_R,
@@ -61,7 +62,7 @@ def _gather_rows(
     tl.store(x_RD + (r * D)[:, None] + d[None, :], x, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _sum_rows(
     dx_RD,
     row_TK,
@@ -112,6 +113,7 @@ def run(
 
 
 @triton_op("moe_routing_bench::dispatch_triton_gather", mutates_args=())
+@gpu.on_its_device
 def _gather(
     x_TD: Tensor, row_TK: Tensor, pair_R: Tensor, block_d: int, block_r: int, num_warps: int
 ) -> Tensor:
@@ -130,12 +132,13 @@ def _gather(
             K=max(K, 1),
             BLOCK_R=block_r,
             BLOCK_D=block_d,
-            **gpu.target_of(x_TD.device).moving(num_warps),
+            **target_of(x_TD.device).moving(num_warps),
         )
     return x_RD
 
 
 @triton_op("moe_routing_bench::dispatch_triton_gather_backward", mutates_args=())
+@gpu.on_its_device
 def _gather_backward(dx_RD: Tensor, row_TK: Tensor, block_d: int, block_t: int, num_warps: int) -> Tensor:
     (T, K), D = row_TK.shape, dx_RD.shape[1]
     dx_TD = dx_RD.new_empty(T, D)
@@ -153,7 +156,7 @@ def _gather_backward(dx_RD: Tensor, row_TK: Tensor, block_d: int, block_t: int, 
             BLOCK_T=block_t,
             BLOCK_D=block_d,
             UNROLL=UNROLLED,
-            **gpu.target_of(dx_RD.device).moving(num_warps),
+            **target_of(dx_RD.device).moving(num_warps),
         )
     return dx_TD
 
@@ -183,7 +186,7 @@ _gather.register_autograd(_backward, setup_context=_keep)
 
 def compilations(
     sizes: MoEShape,
-    target: gpu.Target,
+    target: Target,
     *,
     block_d: int = BLOCK_D,
     block_r: int = BLOCK_R,
@@ -195,7 +198,7 @@ def compilations(
         name="gather_rows",
         kernel=_gather_rows,
         signature={
-            "x_TD": "*bf16", "pair_R": "*i64", "x_RD": "*bf16", "R": "i32:16",
+            "x_TD": "*bf16", "pair_R": "*i64", "x_RD": "*bf16", "R": "i32",
             "stride_T": "i32:16", "stride_D": "i32:1",
         },
         constexprs={"D": sizes.D, "K": sizes.K, "BLOCK_R": block_r, "BLOCK_D": block_d},
@@ -207,7 +210,7 @@ def compilations(
         name="sum_rows",
         kernel=_sum_rows,
         signature={
-            "dx_RD": "*bf16", "row_TK": "*i64", "dx_TD": "*bf16", "T": "i32:16",
+            "dx_RD": "*bf16", "row_TK": "*i64", "dx_TD": "*bf16", "T": "i32",
             "stride_R": "i32:16", "stride_D": "i32:1",
         },
         constexprs={

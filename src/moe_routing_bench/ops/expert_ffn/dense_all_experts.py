@@ -8,6 +8,7 @@ from torch import Tensor
 from moe_routing_bench.experts import ExpertWeights, activate
 from moe_routing_bench.plan import RoutingPlan
 
+SPREADS_NAN = "every expert computes every token, so NaN reaches the gradients of all of them"
 LARGEST_HIDDEN = 2**31  # elements of the E x T x G intermediate
 
 

@@ -14,6 +14,7 @@ HOST_SYNC = "the loop over the experts that were hit finds them with nonzero()"
 
 # (x_TD, expert_TK, gate_TK, weights), as a model calls it, for those who have no plan
 experts = partial(hf.experts, "eager")
+freeze = hf.freeze
 
 
 def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> str | None:

@@ -13,6 +13,7 @@ from moe_routing_bench.plan import RoutingPlan
 
 # (x_TD, expert_TK, gate_TK, weights), as a model calls it, for those who have no plan
 experts = partial(hf.experts, "grouped_mm")
+freeze = hf.freeze
 
 
 def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> str | None:

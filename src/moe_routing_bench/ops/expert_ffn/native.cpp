@@ -74,12 +74,8 @@ struct Problem {  // mirrored in native.py
   const float *s_in, *s_out;  // what int8 weights are to be multiplied by, a number for each column; else null
   const int64_t *pair_R, *offset_E1, *count_E;
   void* y;
-  // a few weights where they were packed from, as byte offsets, and what they were then
-  const char *unpacked_in, *unpacked_out;
-  const int64_t* sampled_at;  // of the first matrix, then as many of the second
-  const char* sampled;
   int64_t ldx, T, K, D, F, E, in_stride, out_stride;  // strides of experts, in elements
-  int64_t activation, threads, samples, R;
+  int64_t activation, threads, R;
 };
 
 struct Segment {  // rows of one expert in one group
@@ -88,11 +84,11 @@ struct Segment {  // rows of one expert in one group
 
 static thread_local Workspace workspace;
 
-template <class Engine, class X, int ACTIVATION> struct Layer {
+template <class Engine, class X> struct Layer {
   typedef typename Engine::A A;
   typedef typename Engine::B B;
   const Problem& p;
-  static constexpr bool gated = is_gated(ACTIVATION);
+  const bool gated = is_gated((int)p.activation);
   const int64_t lda = row_stride(p.D, sizeof(A)), ldh = row_stride(p.F, sizeof(A)), ldl = row_stride(p.D, 2);
   const int64_t G = gated ? 2 * p.F : p.F, Dp = packed_depth(p.D), Fp = packed_depth(p.F);
   A *a = nullptr, *h = nullptr;
@@ -127,7 +123,9 @@ template <class Engine, class X, int ACTIVATION> struct Layer {
     memset(to + p.D, 0, (Dp - p.D) * sizeof(A));
   }
 
-  void first(const Segment& s, int64_t begin, int64_t end) {
+  // the only part that knows the activation; the rest is compiled once for all of them
+  template <int ACTIVATION> void first(const Segment& s, int64_t begin, int64_t end) {
+    constexpr bool gated = is_gated(ACTIVATION);
     const int64_t most = std::max<int64_t>(Engine::STEP, CACHE_BYTES / (lda * sizeof(A)));
     const int64_t tiles = (s.rows + most - 1) / most, tile = up_to((s.rows + tiles - 1) / tiles, Engine::STEP);
     float c[2][Engine::STEP * PANEL] __attribute__((aligned(64)));
@@ -268,7 +266,22 @@ template <class Engine, class X, int ACTIVATION> struct Layer {
     }
   }
 
+  typedef void (Layer::*First)(const Segment&, int64_t, int64_t);
+
+  First of_activation() const {
+    switch (p.activation) {
+      case GELU: return &Layer::first<GELU>;
+      case RELU: return &Layer::first<RELU>;
+      case SILU: return &Layer::first<SILU>;
+      case RELU2: return &Layer::first<RELU2>;
+      case GEGLU: return &Layer::first<GEGLU>;
+      case SWIGLU_OAI: return &Layer::first<SWIGLU_OAI>;
+      default: return &Layer::first<SWIGLU>;
+    }
+  }
+
   int run() {
+    const First first = of_activation();
     const bool split = sizeof(X) == 2;
     const auto all_groups = groups();
     int64_t most = 0;
@@ -305,7 +318,7 @@ template <class Engine, class X, int ACTIVATION> struct Layer {
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < (int64_t)group.size() * each; task++) {
           const int64_t begin = task % each * wide;
-          first(order[task / each], begin, std::min(begin + wide, first_panels));
+          (this->*first)(order[task / each], begin, std::min(begin + wide, first_panels));
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t begin = 0; begin < second_panels; begin += broad)
@@ -322,17 +335,7 @@ template <class Engine, class X, int ACTIVATION> struct Layer {
   }
 };
 
-template <class Engine, class X> static int forward(const Problem& p) {
-  switch (p.activation) {
-    case GELU: return Layer<Engine, X, GELU>{p}.run();
-    case RELU: return Layer<Engine, X, RELU>{p}.run();
-    case SILU: return Layer<Engine, X, SILU>{p}.run();
-    case RELU2: return Layer<Engine, X, RELU2>{p}.run();
-    case GEGLU: return Layer<Engine, X, GEGLU>{p}.run();
-    case SWIGLU_OAI: return Layer<Engine, X, SWIGLU_OAI>{p}.run();
-    default: return Layer<Engine, X, SWIGLU>{p}.run();
-  }
-}
+template <class Engine, class X> static int forward(const Problem& p) { return Layer<Engine, X>{p}.run(); }
 
 template <class B>
 static void pack(B* dst, const B* src, int64_t se, int64_t sk, int64_t sn, int64_t E, int64_t depth, int64_t columns,
@@ -343,6 +346,21 @@ static void pack(B* dst, const B* src, int64_t se, int64_t sk, int64_t sn, int64
   for (int64_t i = 0; i < E * strips; i++) {
     const int64_t e = i / strips, begin = i % strips * wide, end = std::min(begin + wide, each);
     pack_strip(dst + (e * each + begin) * size, src + e * se, sk, sn, depth, columns, begin, end, gated);
+  }
+}
+
+template <class B>  // the inverse of pack, into a contiguous tensor
+static void unpack(B* dst, const B* src, int64_t E, int64_t depth, int64_t columns, bool gated, int threads) {
+  const int64_t each = panels(columns, gated), size = packed_depth(depth) * PANEL, F = columns / 2;
+  const int64_t step = sizeof(B) == 2 ? 2 : 1;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < E * depth; i++) {
+    const int64_t e = i / depth, k = i % depth;
+    for (int64_t n = 0; n < columns; n++) {
+      const int64_t c = gated ? n % F / HALF * PANEL + n % F % HALF + n / F * HALF : n;  // column of all panels
+      const B* panel = src + (e * each + c / PANEL) * size;
+      dst[i * columns + n] = panel[place<B>(k, c % PANEL / HALF) + c % HALF * step];
+    }
   }
 }
 
@@ -359,6 +377,11 @@ void mrb_pack(void* dst, const void* src, int64_t se, int64_t sk, int64_t sn, in
   else pack((uint16_t*)dst, (const uint16_t*)src, se, sk, sn, E, depth, columns, gated, threads);
 }
 
+void mrb_unpack(void* dst, const void* src, int64_t E, int64_t depth, int64_t columns, int gated, int size, int threads) {
+  if (size == 4) unpack((float*)dst, (const float*)src, E, depth, columns, gated, threads);
+  else unpack((uint16_t*)dst, (const uint16_t*)src, E, depth, columns, gated, threads);
+}
+
 static bool plan_fits(const Problem& p) {
   for (int64_t e = 0; e < p.E; e++) {
     const int64_t begin = p.offset_E1[e], n = p.count_E[e];
@@ -369,13 +392,9 @@ static bool plan_fits(const Problem& p) {
   return true;
 }
 
-// 0; 1: there was no memory; 2: the weights are not those that were packed; 3: the plan points outside
+// 0; 1: there was no memory; 3: the plan points outside
 int mrb_forward(const Problem* p, int size, int packed_size) {  // bytes of an activation, and of a packed weight
   if (!plan_fits(*p)) return 3;
-  for (int64_t i = 0; i < 2 * p->samples; i++) {
-    const char* now = (i < p->samples ? p->unpacked_in : p->unpacked_out) + p->sampled_at[i];
-    if (memcmp(now, p->sampled + i * size, size)) return 2;
-  }
   if (packed_size == 1) return size == 4 ? forward<Vector<int8_t>, float>(*p) : forward<Vector<int8_t>, uint16_t>(*p);
   if (packed_size < size) return forward<Vector<uint16_t>, float>(*p);
   return size == 4 ? forward<Float32, float>(*p) : forward<Bfloat16, uint16_t>(*p);

@@ -1,17 +1,21 @@
 """One C++ kernel from gather to weighted sum, AMX or AVX on packed weights, compiled on first use; CPU.
 
-store=bfloat16 and store=int8 round the weights to that type and compute with the rounded ones, so results are
-judged against `stored(weights)`. int8 is symmetric, with a factor for each expert and column.
+Weights that are frozen were packed once. Plain ones may change at any time, so they are packed in strips as
+they are used: `staged` with the native dispatch, grouped_gemm and combine, which also has gradients.
 
-If gradients are needed it is `staged` with the native dispatch, grouped_gemm and combine: weights that change
-at every step are packed in strips as they are used, and what backward needs is kept.
+store=bfloat16 and store=int8 round the weights to that type and compute with the rounded ones, so results are
+judged against `stored(weights)`. int8 is symmetric, with a factor for each expert and column. Plain weights
+are rounded at every call, which costs more than it saves: freeze them.
+
+batch_invariant=True changes nothing for frozen weights. With plain ones the activation between the two
+products is then computed by functions whose bits do not depend on the place of a row.
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +24,21 @@ from torch import Tensor
 
 from moe_routing_bench import cpp
 from moe_routing_bench.experts import ExpertWeights
-from moe_routing_bench.ops.expert_ffn.op import op
+from moe_routing_bench.frozen import UNPACK, Form, Frozen
+from moe_routing_bench.ops.expert_ffn.op import check_sizes, op
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.plan import RoutingPlan
-from moe_routing_bench.prepared import Prepared
 from moe_routing_bench.recycled import recycled
 
-CONFIGS: tuple[dict[str, str], ...] = (
+BATCH_INVARIANT = {"batch_invariant": True}
+CONFIGS: tuple[dict[str, Any], ...] = (
     {},
     {"level": "avx512"},
     {"level": "avx2"},
     {"store": "bfloat16"},
     {"store": "int8"},
     {"level": "avx2", "store": "int8"},
+    {"batch_invariant": True},
 )
 STORES = ("bfloat16", "int8")
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -40,10 +46,7 @@ SOURCE = Path(__file__).with_name("native.cpp")
 ACTIVATIONS = {
     name: i for i, name in enumerate(("gelu", "relu", "silu", "relu2", "geglu", "swiglu", "swiglu_oai"))
 }
-# return codes of mrb_forward: the weights changed since they were packed; the plan points outside
-STALE, WRONG_PLAN = 2, 3
-# at least this many weights of each matrix are compared on every call, to find writes torch does not count
-SAMPLES = 64
+WRONG_PLAN = 3  # a return code of mrb_forward
 
 
 class _Problem(ctypes.Structure):
@@ -51,31 +54,9 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "w_in", "w_out", "b_in", "b_out", "gate")),
         *((name, ctypes.c_void_p) for name in ("s_in", "s_out")),
         *((name, ctypes.c_void_p) for name in ("pair_R", "offset_E1", "count_E", "y")),
-        *((name, ctypes.c_void_p) for name in ("unpacked_in", "unpacked_out", "sampled_at", "sampled")),
         *((name, ctypes.c_int64) for name in ("ldx", "T", "K", "D", "F", "E")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("in_stride", "out_stride", "activation", "threads", "samples", "R")
-        ),
+        *((name, ctypes.c_int64) for name in ("in_stride", "out_stride", "activation", "threads", "R")),
     )
-
-
-@dataclass(frozen=True)
-class Packed:
-    """The two matrices in panels of 32 columns. A stride of 0 means that experts share memory."""
-
-    w_in: Tensor
-    w_out: Tensor
-    in_stride: int
-    out_stride: int
-    scale_in: Tensor | None  # int8: a factor for each expert and column
-    scale_out: Tensor | None
-    sampled_at: Tensor  # byte offsets of some unpacked weights: of w_in, then of w_out
-    sampled: Tensor  # their values when they were packed
-
-    @property
-    def nbytes(self) -> int:
-        return self.w_in.nbytes + self.w_out.nbytes
 
 
 @cache
@@ -84,7 +65,8 @@ def _library(level: str | None) -> ctypes.CDLL:
     library.mrb_packed_elements.restype = ctypes.c_int64
     library.mrb_packed_elements.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     library.mrb_pack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 6 + [ctypes.c_int] * 3
-    library.mrb_pack.restype = None
+    library.mrb_unpack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 3
+    library.mrb_pack.restype = library.mrb_unpack.restype = None
     library.mrb_forward.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int, ctypes.c_int]
     return library
 
@@ -108,43 +90,44 @@ def _narrow(w_EKN: Tensor, store: str | None) -> tuple[Tensor, Tensor | None]:
     return torch.stack([w_KN.float().div(s_N).round_().to(torch.int8) for w_KN, s_N in each]), scale_EN
 
 
-def pack(weights: ExpertWeights, store: str | None = None) -> Packed:
-    library = _library(None)  # the panels are the same at every level
-    gated = int(weights.validate().gated)
-
-    def panels(w_EKN: Tensor, gated: int) -> tuple[Tensor, int, Tensor | None]:
-        w_EKN, scale_EN = _narrow(w_EKN, store)
-        E, depth, columns = w_EKN.shape
-        E = 1 if w_EKN.stride(0) == 0 else E
-        each = library.mrb_packed_elements(depth, columns, gated)
-        packed = recycled.empty(E * each, dtype=w_EKN.dtype)
-        library.mrb_pack(
-            packed.data_ptr(), w_EKN.data_ptr(), *w_EKN.stride(), E, depth, columns, gated,
-            w_EKN.element_size(), torch.get_num_threads(),
-        )  # fmt: skip
-        return packed, 0 if E == 1 else each, scale_EN
-
-    w_in, in_stride, scale_in = panels(weights.w_in_EDG.detach(), gated)
-    w_out, out_stride, scale_out = panels(weights.w_out_EFD.detach(), 0)
-    samples = [_sample(w.detach()) for w in (weights.w_in_EDG, weights.w_out_EFD)]
-    sampled_at, sampled = (torch.cat(parts) for parts in zip(*samples, strict=True))
-    return Packed(w_in, w_out, in_stride, out_stride, scale_in, scale_out, sampled_at, sampled)
+def freeze(weights: ExpertWeights, *, store: str | None = None) -> ExpertWeights:
+    """Both matrices in panels of 32 columns, the same at every level; biases as they are."""
+    if (reason := cpp.unsupported(SOURCE, None, weights.validate().w_in_EDG)) or (
+        reason := _why_not_type(weights.w_in_EDG.dtype, store)
+    ):
+        raise NotImplementedError(f"cannot freeze weights for expert_ffn.native: {reason}")
+    return replace(
+        weights,
+        w_in_EDG=_pack(weights.w_in_EDG.detach(), weights.gated, store),
+        w_out_EFD=_pack(weights.w_out_EFD.detach(), False, store),
+    )
 
 
-def _sample(w_EKN: Tensor) -> tuple[Tensor, Tensor]:
-    """Byte offsets and values of some elements, at least one of every expert."""
-    E = w_EKN.shape[0]
-    generator = torch.Generator().manual_seed(E)
-    place = [torch.randint(n, (max(SAMPLES, E),), generator=generator) for n in w_EKN.shape]
-    place[0][:E] = torch.arange(E)
-    offset = torch.stack(place, dim=1) @ torch.tensor(w_EKN.stride())
-    return offset * w_EKN.element_size(), w_EKN[tuple(place)]
+def _pack(w_EKN: Tensor, gated: bool, store: str | None) -> Frozen:
+    form = Form(kernel="native", size=tuple(w_EKN.shape), dtype=w_EKN.dtype, gated=gated, store=store)  # type: ignore[arg-type]
+    w_EKN, scale_EN = _narrow(w_EKN, store)
+    E, depth, columns = w_EKN.shape
+    E = 1 if w_EKN.stride(0) == 0 else E  # experts that share memory are packed once
+    library = _library(None)
+    panels = recycled.empty(E, library.mrb_packed_elements(depth, columns, gated), dtype=w_EKN.dtype)
+    library.mrb_pack(
+        panels.data_ptr(), w_EKN.data_ptr(), *w_EKN.stride(), E, depth, columns, gated, w_EKN.element_size(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return Frozen(panels, scale_EN, form)
 
 
-packed = Prepared(pack, nbytes=lambda p: p.nbytes)
-_packed_as = {None: packed} | {
-    store: Prepared(partial(pack, store=store), nbytes=lambda p: p.nbytes) for store in STORES
-}
+def _unpack(panels: Tensor, form: Form) -> Tensor:
+    E, (_, depth, columns) = panels.shape[0], form.size
+    w_EKN = torch.empty(E, depth, columns, dtype=form.dtype)
+    _library(None).mrb_unpack(
+        w_EKN.data_ptr(), panels.data_ptr(), E, depth, columns, form.gated, w_EKN.element_size(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return w_EKN if form.size[0] == E else w_EKN.repeat(form.size[0], 1, 1)
+
+
+UNPACK["native"] = _unpack
 
 
 def unsupported(
@@ -156,14 +139,31 @@ def unsupported(
     level: str | None = None,
     store: str | None = None,
 ) -> str | None:
+    if reason := _why_not_type(x_TD.dtype, store):
+        return reason
+    if weights.w_in_EDG.dtype != x_TD.dtype:
+        return cpp.other_dtypes(x_TD.dtype, weights.w_in_EDG.dtype)
+    w_in = weights.w_in_EDG
+    if isinstance(w_in, Frozen) != isinstance(weights.w_out_EFD, Frozen):
+        return "only one of the two matrices is frozen; thaw() the layer"
+    if isinstance(w_in, Frozen):
+        if (w_in.form.kernel, w_in.form.store) != ("native", store):
+            return f"these weights are frozen for {w_in.form.label}"
+        if _wants_gradients(x_TD, gate_TK, weights):
+            return "frozen weights have no gradients: call it under torch.no_grad(), or thaw() them"
+        w_in = w_in.panels
+    reason = cpp.unsupported(SOURCE, level, x_TD, plan.pair_R, w_in)
+    return reason or cpp.why_not_cast(x_TD.dtype)
+
+
+def _why_not_type(dtype: torch.dtype, store: str | None) -> str | None:
     if store is not None and store not in STORES:
         return f"it stores weights as {' or '.join(STORES)}, not as {store}"
-    if store == str(x_TD.dtype).removeprefix("torch."):
+    if store == str(dtype).removeprefix("torch."):
         return f"these weights are {store} already; leave store out"
-    if x_TD.dtype not in (torch.bfloat16, torch.float32) or weights.w_in_EDG.dtype != x_TD.dtype:
-        return f"it computes bfloat16 or float32 throughout, not {x_TD.dtype} with {weights.w_in_EDG.dtype}"
-    reason = cpp.unsupported(SOURCE, level, x_TD, plan.pair_R, weights.w_in_EDG)
-    return reason or cpp.why_not_cast(x_TD.dtype)
+    if dtype not in (torch.bfloat16, torch.float32):
+        return cpp.other_dtypes(dtype, dtype)
+    return None
 
 
 def run(
@@ -174,45 +174,47 @@ def run(
     *,
     level: str | None = None,
     store: str | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()  # needed by the parts and by the kernel
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((x_TD, gate_TK, weights))):
+    check_sizes(x_TD, gate_TK, plan, weights.validate())
+    frozen = isinstance(weights.w_in_EDG, Frozen)
+    if _wants_gradients(x_TD, gate_TK, weights) or (store is None and not frozen):
         part = f"native(level={level})" if level else "native"
-        staged = op.get(f"staged(dispatch={part},grouped_gemm={part},combine={part})")
+        steady = ",batch_invariant=True" if batch_invariant else ""
+        staged = op.get(f"staged(dispatch={part},grouped_gemm={part},combine={part}{steady})")
         return staged.run(x_TD, gate_TK, plan, weights)
     T, D = x_TD.shape
-    if tuple(gate_TK.shape) != (plan.num_tokens, plan.num_choices):
-        wanted = f"{plan.num_tokens} x {plan.num_choices}"
-        raise ValueError(f"gate_TK has shape {tuple(gate_TK.shape)}, the plan was made for {wanted}")
-    if T != plan.num_tokens or D != weights.D or plan.num_experts != weights.num_experts:
-        raise ValueError(
-            f"x is {T} x {D}, the plan for {plan.num_tokens} tokens and {plan.num_experts} experts, "
-            f"the weights for width {weights.D} and {weights.num_experts} experts"
-        )
-    library, p = _library(level), _packed_as[store](weights)
+    packed = weights if frozen else freeze(weights, store=store)
+    w_in, w_out = packed.w_in_EDG, packed.w_out_EFD
+    assert isinstance(w_in, Frozen) and isinstance(w_out, Frozen)
     y_TD = recycled.empty(T, D, dtype=x_TD.dtype)
     gate_TK = gate_TK.float().contiguous()
     b_in_EG, b_out_ED = (
         None if b is None else b.detach().float().contiguous() for b in (weights.b_in_EG, weights.b_out_ED)
     )
     problem = _Problem(
-        x_TD.data_ptr(), p.w_in.data_ptr(), p.w_out.data_ptr(), _pointer(b_in_EG), _pointer(b_out_ED),
-        gate_TK.data_ptr(), _pointer(p.scale_in), _pointer(p.scale_out),
-        plan.pair_R.data_ptr(), plan.offset_E1.data_ptr(), plan.count_E.data_ptr(),
-        y_TD.data_ptr(), weights.w_in_EDG.data_ptr(), weights.w_out_EFD.data_ptr(), p.sampled_at.data_ptr(),
-        p.sampled.data_ptr(), x_TD.stride(0), T, max(plan.num_choices, 1), D, weights.F, weights.num_experts,
-        p.in_stride, p.out_stride, ACTIVATIONS[weights.activation], torch.get_num_threads(),
-        p.sampled.shape[0] // 2, plan.pair_R.shape[0],
+        x_TD.data_ptr(), w_in.panels.data_ptr(), w_out.panels.data_ptr(), _pointer(b_in_EG),
+        _pointer(b_out_ED), gate_TK.data_ptr(), _pointer(w_in.scale_EN), _pointer(w_out.scale_EN),
+        plan.pair_R.data_ptr(), plan.offset_E1.data_ptr(), plan.count_E.data_ptr(), y_TD.data_ptr(),
+        x_TD.stride(0), T, max(plan.num_choices, 1), D, weights.F, weights.num_experts, _stride(w_in),
+        _stride(w_out), ACTIVATIONS[weights.activation], torch.get_num_threads(), plan.pair_R.shape[0],
     )  # fmt: skip
-    failed = library.mrb_forward(problem, x_TD.element_size(), p.w_in.element_size())
-    if failed == STALE:
-        _packed_as[store].forget(weights)
-        return run(x_TD, gate_TK, plan, weights, level=level, store=store)
+    failed = _library(level).mrb_forward(problem, x_TD.element_size(), w_in.panels.element_size())
     if failed == WRONG_PLAN:
         raise ValueError("the plan points past its rows or tokens; validate() says where")
     if failed:
         raise MemoryError("no memory for the workspace of expert_ffn.native")
     return y_TD
+
+
+def _wants_gradients(x_TD: Tensor, gate_TK: Tensor, weights: ExpertWeights) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((x_TD, gate_TK, weights)))
+
+
+def _stride(packed: Frozen) -> int:
+    """From one expert to the next; 0 if they share memory."""
+    return 0 if packed.panels.shape[0] == 1 else packed.panels.stride(0)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -26,11 +26,14 @@ def reference(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertW
     wide = torch.promote_types(torch.promote_types(x_TD.dtype, gate_TK.dtype), torch.float32)
     y_TD = torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
     expert_TK = plan.expert_TK()
+    # unbind: its gradient is made once, that of w[e] would be a whole w for every expert
+    w_in, w_out = weights.w_in_EDG.unbind(0), weights.w_out_EFD.unbind(0)
     for e in range(weights.num_experts):
         t, k = (expert_TK == e).nonzero(as_tuple=True)
-        h = x_TD[t] @ weights.w_in_EDG[e]
+        # weights of another dtype are converted one expert at a time: all of them may not fit in memory
+        h = x_TD[t] @ w_in[e].to(x_TD.dtype)
         h = activate(h if weights.b_in_EG is None else h + weights.b_in_EG[e], weights.activation)
-        y = h @ weights.w_out_EFD[e]
+        y = h @ w_out[e].to(x_TD.dtype)
         y = y if weights.b_out_ED is None else y + weights.b_out_ED[e]
         y_TD = y_TD.index_add(0, t, gate_TK[t, k].to(wide).unsqueeze(1) * y.to(wide))
     return y_TD.to(x_TD.dtype)
@@ -51,7 +54,11 @@ def cost(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeight
     )
 
 
-op = Op(__package__, reference, cost=cost, judge=judge, weights="weights", default="staged", stage=6)
+op = Op(
+    __package__, reference, cost=cost, judge=judge, weights="weights", widens=True, default="staged", stage=6,
+    by_token=lambda out, args: out,
+    usual=("staged", "auto", "staged(grouped_gemm=torch_grouped_mm)", "hf_grouped_mm", "hf_eager"),
+)  # fmt: skip
 
 
 def expert_ffn(

@@ -6,8 +6,8 @@ PREFERENCES = (
     Preference(
         machines=("amx",),
         order=("native",),
-        evidence="measurements/cpu/cpu_grid.txt: 0.51 of the time of Transformers' best in bfloat16, 0.76 in "
-        "float32; for training measurements/cpu/cpu_training.json",
+        evidence="measurements/records/grid.tar.xz, and measurements/records/training.tar.xz for training: "
+        "against Transformers and vLLM, summed up in docs/figures.md",
     ),
     Preference(
         machines=("avx512",),
@@ -24,7 +24,8 @@ PREFERENCES = (
     Preference(
         machines=(PLAIN,),
         order=("staged",),
-        evidence="measurements/bench/first_answer.txt: nothing in plain torch was found faster",
+        evidence="measurements/bench/first_minute.txt: the best of plain torch took 0.95 to 0.97 of its time"
+        ", decided in one run of three",
     ),
     Preference(machines=GPUS, order=("staged",), evidence=NO_GPU),
 )

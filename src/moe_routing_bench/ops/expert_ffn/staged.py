@@ -11,6 +11,7 @@ from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.plan import RoutingPlan
 
+BATCH_INVARIANT = {"batch_invariant": True}  # and if its parts are
 # one operation varied at a time; each name is an implementation of the operation of that name
 CONFIGS: tuple[dict[str, str], ...] = (
     {},
@@ -25,7 +26,11 @@ CONFIGS: tuple[dict[str, str], ...] = (
 
 
 def parts(
-    *, dispatch: str = "index_select", grouped_gemm: str = "expert_loop", combine: str = "gather_sum"
+    *,
+    dispatch: str = "index_select",
+    grouped_gemm: str = "expert_loop",
+    combine: str = "gather_sum",
+    batch_invariant: bool = False,
 ) -> dict[str, Implementation]:
     """Parts that are not named are plain torch and run wherever torch does."""
     return {
@@ -70,10 +75,11 @@ def run(
     dispatch: str,
     grouped_gemm: str,
     combine: str,
+    batch_invariant: bool = False,
 ) -> Tensor:
     gemm = grouped_gemm_op.get(grouped_gemm).run
     x_RD = dispatch_op.get(dispatch).run(x_TD, plan)
     h_RG = gemm(x_RD, weights.w_in_EDG, plan, weights.b_in_EG)
-    h_RF = activate(h_RG, weights.activation)
+    h_RF = activate(h_RG, weights.activation, batch_invariant=batch_invariant)
     y_RD = gemm(h_RF, weights.w_out_EFD, plan, weights.b_out_ED)
     return combine_op.get(combine).run(y_RD, gate_TK, plan)

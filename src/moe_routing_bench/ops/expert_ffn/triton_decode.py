@@ -15,7 +15,8 @@ Options:
   block_n, block_k        columns and depth of a tile of weights: either may be the contiguous one
   split                   slices of the depth; 0: as many as give about PROGRAMS programs
   num_warps, num_stages   of 32 lanes; tiles in flight, which hide the memory's latency
-  pdl=1                   sm_90 and newer: each kernel is launched before what it waits for has ended
+  pdl=1                   sm_90 and newer: each kernel is launched before what it waits for has ended; not in
+                          torch.compile, which drops it
 
 Verified in the interpreter and compiled for four architectures; not timed on a GPU.
 """
@@ -35,6 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moe_routing_bench.experts import GATED, ExpertWeights
 from moe_routing_bench.ops import gpu
 from moe_routing_bench.ops.expert_ffn.op import check_sizes, op, recomputed
+from moe_routing_bench.ops.targets import Target, target_of
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.shapes import MoEShape
 
@@ -51,7 +53,7 @@ PROGRAMS = 512  # about four for each multiprocessor of an H100
 SUM_ROWS, SUM_COLUMNS = 8, 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _stream(
     x, w, b, z, pair_R, offset_E1, count_E, P, x_p, x_d, w_e, w_d, w_n, b_e, b_n,
     K: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
@@ -61,12 +63,12 @@ def _stream(
     """z_SPN = x_p @ w, slice by slice of the depth. Row p // K of x is pair p's: K = 1 for a row per pair."""
     if PDL:
         gdc_launch_dependents()
+    if AFTER and PDL:
+        gdc_wait()  # before any load: whatever is read may be what a kernel before has written
     expert_E = tl.arange(0, E_PADDED)
     count = tl.load(count_E + expert_E, mask=expert_E < E, other=0)
     # the active expert with program_id(0) active ones before it
     expert = tl.sum((tl.cumsum((count > 0).to(tl.int32), 0) <= tl.program_id(0)).to(tl.int32), 0)
-    if AFTER and PDL:
-        gdc_wait()  # nothing above reads what the kernel before writes
     if expert < E:
         first = tl.load(offset_E1 + expert)
         rank = tl.arange(0, ROWS)
@@ -94,7 +96,7 @@ def _stream(
         tl.store(at, acc, mask=holds[None, :] & (n[:, None] < COLUMNS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _activate(
     z, h, row_TK, row_t, row_k, P, K: tl.constexpr, F: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexpr,
     ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr, HIGH: tl.constexpr, WIDTH: tl.constexpr,
@@ -119,7 +121,7 @@ def _activate(
     tl.store(h + pair[:, None] * F + f[None, :], hidden.to(h.dtype.element_ty), mask=holds)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _combine(
     z, gate, out, row_TK, row_t, row_k, gate_t, gate_k, T, K: tl.constexpr, D: tl.constexpr,
     SPLIT: tl.constexpr, HIGH: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
@@ -156,6 +158,7 @@ def _splits(pairs: int, E: int, columns: int, depth: int, block_n: int, block_k:
 
 
 @triton_op("moe_routing_bench::expert_ffn_triton_decode", mutates_args=())
+@gpu.on_its_device
 def _decode(
     x_TD: Tensor, gate_TK: Tensor, row_TK: Tensor, pair_R: Tensor, offset_E1: Tensor, count_E: Tensor,
     w_in_EDG: Tensor, w_out_EFD: Tensor, b_in_EG: Tensor | None, b_out_ED: Tensor | None, activation: str,
@@ -167,9 +170,10 @@ def _decode(
     y_TD = x_TD.new_empty(T, D)
     if P == 0 or R == 0:
         return y_TD.zero_()
-    launch = gpu.target_of(x_TD.device).launch(num_warps=num_warps, num_stages=num_stages)
     later = {"launch_pdl": True} if pdl else {}
-    block_k = max(block_k * 2 // max(x_TD.element_size(), 2), 16)  # as many bytes in every dtype
+    block_k, rows = gpu.depth_of(block_k, x_TD), max(16, triton.next_power_of_2(P))
+    tile = (block_n + rows) * block_k * x_TD.element_size()
+    launch = target_of(x_TD.device).launch(num_warps=num_warps, num_stages=num_stages, tile=tile)
     experts = min(E, P)
     in_split = _splits(P, E, G, D, block_n, block_k, split)
     out_split = _splits(P, E, D, F, block_n, block_k, split)
@@ -177,7 +181,7 @@ def _decode(
     h_PF = x_TD.new_empty(P, F)
     z_SPD = x_TD.new_empty(out_split, P, D, dtype=torch.float32)
     shared = {
-        "E": E, "E_PADDED": triton.next_power_of_2(E), "ROWS": max(16, triton.next_power_of_2(P)),
+        "E": E, "E_PADDED": triton.next_power_of_2(E), "ROWS": rows,
         "BLOCK_N": block_n, "BLOCK_K": block_k, "PDL": bool(pdl),
     }  # fmt: skip
     plan = (pair_R, offset_E1, count_E, P)
@@ -206,13 +210,17 @@ _decode.register_fake(lambda x_TD, *others: x_TD.new_empty(x_TD.shape))
 
 
 def unsupported(
-    x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, pdl: int = 0
-) -> str | None:
+    x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, pdl: int = 0,
+    block_n: int = DEFAULT["block_n"], block_k: int = DEFAULT["block_k"],
+) -> str | None:  # fmt: skip
     if (reason := gpu.why_not_layer(x_TD, gate_TK, plan, weights)) is not None:
         return reason
     pairs = plan.num_tokens * plan.num_choices
     if pairs > LARGEST_PAIRS:
         return f"it is for at most {LARGEST_PAIRS} pairs of token and choice, not {pairs}; take triton_fused"
+    tile = (block_n + LARGEST_PAIRS) * gpu.depth_of(block_k, x_TD) * x_TD.element_size()
+    if not gpu.INTERPRETING and (reason := gpu.why_not_tile(tile, target_of(x_TD.device))) is not None:
+        return reason
     return gpu.why_not_early(x_TD.device) if pdl else None
 
 
@@ -240,7 +248,7 @@ def run(
     return recomputed(forward, GRADIENTS, x_TD, gate_TK, plan, weights)
 
 
-def compilations(sizes: MoEShape, target: gpu.Target, **options: int) -> Iterator[gpu.Compilation]:
+def compilations(sizes: MoEShape, target: Target, **options: int) -> Iterator[gpu.Compilation]:
     """The kernels as run() launches them for the most pairs it takes: bfloat16, swiglu, no biases, weights
     contiguous in columns, and (.._by_depth) stored output-first as Transformers does."""
     D, F, E, K = sizes.D, sizes.F, sizes.E, sizes.K
@@ -256,7 +264,10 @@ def compilations(sizes: MoEShape, target: gpu.Target, **options: int) -> Iterato
     def stream(name: str, inputs: int, columns: int, group: int, strides: dict[str, str]) -> gpu.Compilation:
         split = _splits(P, E, columns, inputs, N, depth, chosen["split"])
         after = group == 1
-        gemm = target.compiled(rows=N, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"])
+        gemm = target.compiled(
+            rows=N, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
+            tile=2 * (N + rows) * depth,
+        )  # fmt: skip
         gemm["expects"] += starts + (waits if after else ())
         gemm["options"] |= early if after else {}
         reads = triton.cdiv(inputs, split)

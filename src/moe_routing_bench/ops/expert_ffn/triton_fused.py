@@ -33,6 +33,7 @@ from moe_routing_bench.experts import GATED, ExpertWeights
 from moe_routing_bench.ops import gpu
 from moe_routing_bench.ops.expert_ffn.op import check_sizes, op, recomputed
 from moe_routing_bench.ops.gpu_gemm import grouped_order
+from moe_routing_bench.ops.targets import Target, target_of
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.shapes import MoEShape
 
@@ -111,7 +112,7 @@ def _hidden_tile(
     tl.store(at, hidden.to(h.dtype.element_ty), mask=holds[:, None] & (f[None, :] < F))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_tiles"])
 def _hidden(
     x, w, b, h, pair_R, offset_E1, count_E, row_tiles, x_t, x_d, w_e, w_d, w_g, b_e, b_g,
     K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
@@ -173,7 +174,7 @@ def _weighted_tile(
     tl.store(at, acc.to(y.dtype.element_ty), mask=holds[:, None] & (d[None, :] < D))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_tiles"])
 def _weighted(
     h, w, b, gate, y, pair_R, offset_E1, count_E, row_tiles, w_e, w_f, w_d, b_e, b_d, gate_t, gate_k,
     K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
@@ -186,7 +187,7 @@ def _weighted(
         gdc_launch_dependents()
     if PERSISTENT:
         if PDL:
-            gdc_wait()
+            gdc_wait()  # before any load: whatever is read may be what a kernel before has written
         tiles = _num_tiles(count_E, E, E_PADDED, BLOCK_M)
         for number in tl.range(tl.program_id(0), tiles * COLUMN_TILES, tl.num_programs(0), flatten=PREFETCH):
             row_tile, column_tile = grouped_order(number, tiles, COLUMN_TILES, GROUP)
@@ -196,10 +197,10 @@ def _weighted(
                 gate_k, K, D, F, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
+        if PDL:
+            gdc_wait()
         row_tile, column_tile = grouped_order(tl.program_id(0), row_tiles, COLUMN_TILES, GROUP)
         expert, first, end = _rows_of_tile(row_tile, offset_E1, count_E, E, E_PADDED, BLOCK_M)
-        if PDL:
-            gdc_wait()  # nothing above reads what the first GEMM writes
         if expert < E:
             _weighted_tile(
                 expert, first, end, column_tile, h, w, b, gate, y, pair_R, w_e, w_f, w_d, b_e, b_d, gate_t,
@@ -207,7 +208,7 @@ def _weighted(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _sum_rows(
     y, out, row_TK, row_t, row_k, T, K: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
@@ -227,6 +228,7 @@ def _sum_rows(
 
 
 @triton_op("moe_routing_bench::expert_ffn_triton_fused", mutates_args=())
+@gpu.on_its_device
 def _fused(
     x_TD: Tensor, gate_TK: Tensor, row_TK: Tensor, pair_R: Tensor, offset_E1: Tensor, count_E: Tensor,
     w_in_EDG: Tensor, w_out_EFD: Tensor, b_in_EG: Tensor | None, b_out_ED: Tensor | None, activation: str,
@@ -239,8 +241,9 @@ def _fused(
     if T == 0 or R == 0:
         return y_TD.zero_()
     h_RF, y_RD = x_TD.new_empty(R, F), x_TD.new_empty(R, D)
-    launch = gpu.target_of(x_TD.device).launch(num_warps=num_warps, num_stages=num_stages)
-    depth = block_k * 2 // max(x_TD.element_size(), 2)  # as many bytes in every dtype
+    depth = gpu.depth_of(block_k, x_TD)
+    tile = (block_m + block_n) * depth * x_TD.element_size()
+    launch = target_of(x_TD.device).launch(num_warps=num_warps, num_stages=num_stages, tile=tile)
     row_tiles = _most_row_tiles(min(R, T * K), E, block_m)
     plan = (pair_R, offset_E1, count_E, row_tiles)
     sizes = {"K": K, "D": D, "F": F, "E": E, "E_PADDED": triton.next_power_of_2(E)}
@@ -282,16 +285,20 @@ def _most_row_tiles(pairs: int, E: int, block_m: int) -> int:
 
 def unsupported(
     x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, persistent: int = 0,
-    prefetch: int = 0, pdl: int = 0,
+    prefetch: int = 0, pdl: int = 0, block_m: int = DEFAULT["block_m"], block_n: int = DEFAULT["block_n"],
+    block_k: int = DEFAULT["block_k"],
 ) -> str | None:  # fmt: skip
     if (reason := gpu.why_not_layer(x_TD, gate_TK, plan, weights)) is not None:
         return reason
     if prefetch and not persistent:
         return "prefetch=1 is for persistent=1: without it a program has no next tile"
+    tile = (block_m + block_n) * gpu.depth_of(block_k, x_TD) * x_TD.element_size()
+    if not gpu.INTERPRETING and (reason := gpu.why_not_tile(tile, target_of(x_TD.device))) is not None:
+        return reason
     return gpu.why_not_early(x_TD.device) if pdl else None
 
 
-def compilations(sizes: MoEShape, target: gpu.Target, **options: int) -> Iterator[gpu.Compilation]:
+def compilations(sizes: MoEShape, target: Target, **options: int) -> Iterator[gpu.Compilation]:
     """The three kernels as run() launches them for contiguous bfloat16 weights, swiglu, no biases."""
     D, F, E, K = sizes.D, sizes.F, sizes.E, sizes.K
     chosen = {**DEFAULT, "persistent": 0, "prefetch": 0, "pdl": 0, **options}
@@ -299,7 +306,9 @@ def compilations(sizes: MoEShape, target: gpu.Target, **options: int) -> Iterato
     if pdl and not target.pdl:
         raise NotImplementedError("it has no programmatic dependent launch: leave the option pdl out")
     M, N, depth = chosen["block_m"], chosen["block_n"], chosen["block_k"]
-    gemm = target.compiled(rows=M, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"])
+    gemm = target.compiled(
+        rows=M, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"], tile=2 * (M + N) * depth
+    )
     gemm["expects"] += ("next_tile",) if prefetch else ()
     starts, waits = (("starts_next",), ("waits_for_previous",)) if pdl else ((), ())
     early = {"launch_pdl": True} if pdl else {}

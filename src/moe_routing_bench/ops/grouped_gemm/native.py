@@ -17,6 +17,7 @@ from moe_routing_bench.recycled import recycled
 
 SOURCE = Path(__file__).with_name("native.cpp")
 WRONG_PLAN = 3  # a return code of mrb_multiply
+BATCH_INVARIANT = True
 CONFIGS: tuple[dict[str, str], ...] = ({}, {"level": "avx2"})
 
 
@@ -47,7 +48,7 @@ def unsupported(
     x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None, level: str = ""
 ) -> str | None:
     if x_RD.dtype not in (torch.bfloat16, torch.float32) or w_EDF.dtype != x_RD.dtype:
-        return f"it computes bfloat16 or float32 throughout, not {x_RD.dtype} with {w_EDF.dtype}"
+        return cpp.other_dtypes(x_RD.dtype, w_EDF.dtype)
     return cpp.unsupported(SOURCE, level, x_RD, w_EDF, plan.offset_E1) or cpp.why_not_cast(x_RD.dtype)
 
 

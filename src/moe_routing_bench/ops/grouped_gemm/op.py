@@ -24,9 +24,10 @@ from moe_routing_bench.plan import RoutingPlan
 
 def reference(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None) -> Tensor:
     offset = plan.offset_E1.tolist()
+    w_E = w_EDF.unbind(0)  # its gradient is made once; that of w_EDF[e] would be a whole w for every expert
     spans = []
     for e in range(plan.num_experts):
-        y_rF = x_RD[offset[e] : offset[e + 1]] @ w_EDF[e]
+        y_rF = x_RD[offset[e] : offset[e + 1]] @ w_E[e].to(x_RD.dtype)
         spans.append(y_rF if b_EF is None else y_rF + b_EF[e])
     spans.append(x_RD.new_zeros(plan.num_rows - offset[-1], w_EDF.shape[2]))
     return torch.cat(spans)
@@ -79,7 +80,8 @@ def meaningful(out: Tensor, args: Mapping[str, Any]) -> Tensor:
 
 op = Op(
     __package__, reference, cost=cost, judge=judge, judge_gradient=judge_gradient, upstream=upstream,
-    meaningful=meaningful, weights="w_EDF", default="expert_loop", stage=4,
+    meaningful=meaningful, by_token=lambda out, args: out[args["plan"].row_TK],
+    weights="w_EDF", default="expert_loop", stage=4,
 )  # fmt: skip
 
 

@@ -10,7 +10,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from moe_routing_bench.ops.gpu import DTYPES, Compilation, Target, expert_of_row, target_of, why_not
+from moe_routing_bench.ops.gpu import (
+    DTYPES,
+    INTERPRETING,
+    Compilation,
+    depth_of,
+    expert_of_row,
+    on_its_device,
+    why_not,
+    why_not_spans,
+    why_not_tile,
+)
 from moe_routing_bench.ops.gpu_gemm import (
     gradient_compilations,
     grouped_order,
@@ -20,6 +30,7 @@ from moe_routing_bench.ops.gpu_gemm import (
     store_tile,
     tile_product,
 )
+from moe_routing_bench.ops.targets import Target, target_of
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.shapes import MoEShape
 
@@ -28,7 +39,7 @@ from moe_routing_bench.shapes import MoEShape
 CONFIGS = ({"block_n": 256, "num_warps": 8}, {"block_k": 128, "num_stages": 2, "group_m": 1})
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _blocks(
     x, w, b, y, offset_E1, count_E, num_blocks, stride_xr, stride_we, stride_wd, stride_wf, stride_be,
     D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
@@ -56,12 +67,24 @@ def _blocks(
         store_tile(sum_MN, y, b, None, row_M, inside_M < BLOCK_ROWS, column_N, expert, stride_be, F)
 
 
-def unsupported(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None) -> str | None:
+def unsupported(
+    x_RD: Tensor,
+    w_EDF: Tensor,
+    plan: RoutingPlan,
+    b_EF: Tensor | None = None,
+    block_n: int = 128,
+    block_k: int = 64,
+) -> str | None:
     if plan.layout.kind != "block":
         return f"it needs the block layout (spans of whole blocks), not {plan.layout}"
     if x_RD.dtype not in DTYPES or w_EDF.dtype != x_RD.dtype:
         return f"it computes float32, float16 or bfloat16 throughout, not {x_RD.dtype} with {w_EDF.dtype}"
-    return rows_too_far_apart(x_RD) or why_not(x_RD, w_EDF, plan.offset_E1, b_EF)
+    if reason := rows_too_far_apart(x_RD) or why_not(x_RD, w_EDF, plan.offset_E1, b_EF):
+        return reason
+    assert plan.layout.block_rows is not None
+    rows = _tile_rows(plan.layout.block_rows)
+    tile = (rows + block_n) * depth_of(block_k, x_RD) * x_RD.element_size()
+    return why_not_spans(w_EDF) or (None if INTERPRETING else why_not_tile(tile, target_of(x_RD.device)))
 
 
 def run(
@@ -86,6 +109,7 @@ def _tile_rows(block_rows: int) -> int:
 
 
 @triton_op("moe_routing_bench::grouped_gemm_triton_blocks", mutates_args=())
+@on_its_device
 def multiply(
     x_RD: Tensor, w_EDF: Tensor, b_EF: Tensor | None, offset_E1: Tensor, count_E: Tensor, options: list[int]
 ) -> Tensor:
@@ -98,12 +122,16 @@ def multiply(
     if num_blocks == 0:
         return y_RF
     block_m = _tile_rows(block_rows)
+    block_k = depth_of(block_k, x_RD)
+    tile = (block_m + block_n) * block_k * x_RD.element_size()
+    if x_RD.dtype == torch.float32:  # no tensor core: with more than 64 sums a lane registers spill
+        num_warps = max(num_warps, block_m * block_n // (32 * 64))
     grid = num_blocks * triton.cdiv(block_rows, block_m) * triton.cdiv(F, block_n)
     wrap_triton(_blocks)[(grid,)](
         x_RD, w_EDF, b_EF, y_RF, offset_E1, count_E, num_blocks, x_RD.stride(0), *w_EDF.stride(),
         0 if b_EF is None else b_EF.stride(0), D=D, F=F, E=E, E_PADDED=triton.next_power_of_2(E),
         BLOCK_ROWS=block_rows, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=group_m,
-        **target_of(x_RD.device).launch(num_warps=num_warps, num_stages=num_stages),
+        **target_of(x_RD.device).launch(num_warps=num_warps, num_stages=num_stages, tile=tile),
     )  # fmt: skip
     return y_RF
 
@@ -123,6 +151,7 @@ def compilations(
 ) -> Iterator[Compilation]:
     """With blocks of 64 rows: D x F, the gradient of x (weights read transposed), those of the weights."""
     block_m = _tile_rows(64)
+    tile = 2 * (block_m + block_n) * block_k
     for name, D, F in (("forward", sizes.D, sizes.F), ("input_gradient", sizes.F, sizes.D)):
         output_first = name == "input_gradient"
         yield Compilation(
@@ -139,7 +168,7 @@ def compilations(
                 "BLOCK_ROWS": 64, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k,
                 "GROUP_M": group_m,
             },
-            **target.compiled(rows=block_m, num_warps=num_warps, num_stages=num_stages),
+            **target.compiled(rows=block_m, num_warps=num_warps, num_stages=num_stages, tile=tile),
             flops=2 * block_m * block_n * D,
             bytes=2 * (block_m + block_n) * D + 2 * block_m * block_n,
         )  # fmt: skip

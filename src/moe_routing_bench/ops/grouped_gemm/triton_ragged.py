@@ -19,10 +19,12 @@ from moe_routing_bench.ops.gpu import (
     DTYPES,
     INTERPRETING,
     Compilation,
-    Target,
+    depth_of,
     multiprocessors,
-    target_of,
+    on_its_device,
     why_not,
+    why_not_spans,
+    why_not_tile,
 )
 from moe_routing_bench.ops.gpu_gemm import (
     gradient_compilations,
@@ -33,6 +35,7 @@ from moe_routing_bench.ops.gpu_gemm import (
     store_tile,
     tile_product,
 )
+from moe_routing_bench.ops.targets import Target, target_of
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.shapes import MoEShape
 
@@ -87,7 +90,7 @@ def _tile(
     store_tile(sum_MN, y, b, scale, row_M, rank_M < span, column_N, expert, stride_be, F)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _ragged(
     x, w, b, scale, y, offset_E1, count_E, num_rows, stride_xr, stride_we, stride_wd, stride_wf, stride_be,
     D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -132,23 +135,35 @@ def unsupported(
     b_EF: Tensor | None = None,
     tma: int = 0,
     store: str = "",
+    block_m: int = 128,
+    block_n: int = 128,
+    block_k: int = 64,
 ) -> str | None:
     if x_RD.dtype not in DTYPES or w_EDF.dtype != x_RD.dtype:
         return f"it computes float32, float16 or bfloat16 throughout, not {x_RD.dtype} with {w_EDF.dtype}"
-    if tma and torch.version.hip is not None:
-        return "AMD's GPUs have no TMA; leave the option tma out"
+    target, block_n, depth = target_of(x_RD.device), _columns(block_n, x_RD), depth_of(block_k, x_RD)
+    if tma and not INTERPRETING and not target.tma:
+        return f"{target.name} has no TMA; leave the option tma out"
     if tma and not _fits_descriptor(w_EDF):
         return (
             "TMA needs rows of a multiple of 16 bytes that start at one, in x, weights and result; "
             f"weights of {tuple(w_EDF.shape)} with strides {w_EDF.stride()} do not have them"
         )
+    if tma and (w_EDF.shape[1] % depth or w_EDF.shape[2] % depth):
+        return (
+            f"TMA reads whole tiles, {depth} deep, forward and for gradients; D={w_EDF.shape[1]} and "
+            f"F={w_EDF.shape[2]} are not both multiples of that: choose another block_k, or leave tma out"
+        )
     if store not in ("", "e4m3"):
         return f"it stores weights as e4m3, not as {store}"
     if reason := rows_too_far_apart(x_RD) or why_not(x_RD, w_EDF, plan.offset_E1, b_EF):
         return reason
+    tile = _tile_bytes(block_m, block_n, depth, x_RD.element_size(), 1 if store else x_RD.element_size())
+    if reason := why_not_spans(w_EDF) or (None if INTERPRETING else why_not_tile(tile, target)):
+        return reason
     if store and tma:
         return "store and tma do not go together here; leave one out"
-    if store and not INTERPRETING and not target_of(x_RD.device).e4m3:
+    if store and not INTERPRETING and not target.e4m3:
         return "Triton reads e4m3 from sm_89 on; leave the option store out"
     return None
 
@@ -207,6 +222,7 @@ def multiply_stored(
     return _launch(x_RD, w8_EDF, b_EF, scale_EF, offset_E1, count_E, options)
 
 
+@on_its_device
 def _launch(
     x_RD: Tensor,
     w_EDF: Tensor,
@@ -224,6 +240,8 @@ def _launch(
     y_RF = torch.empty(R, F, dtype=x_RD.dtype, device=x_RD.device)
     if R == 0:
         return y_RF
+    block_n, block_k = _columns(block_n, x_RD), depth_of(block_k, x_RD)
+    tile = _tile_bytes(block_m, block_n, block_k, x_RD.element_size(), w_EDF.element_size())
     # a span of n rows has fewer than n / block_m + 1 tiles
     grid = (R // block_m + min(E, R)) * triton.cdiv(F, block_n)
     if persistent:
@@ -235,12 +253,22 @@ def _launch(
         0 if b_EF is None else b_EF.stride(0), D=D, F=F, E=E, E_PADDED=triton.next_power_of_2(E),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=group_m, PERSISTENT=persistent > 0,
         TMA=tma > 0, OUTPUT_FIRST=w_EDF.stride(1) == 1,
-        **target_of(x_RD.device).launch(num_warps=num_warps, num_stages=num_stages),
+        **target_of(x_RD.device).launch(num_warps=num_warps, num_stages=num_stages, tile=tile),
     )  # fmt: skip
     return y_RF
 
 
 register_gradients(multiply)
+
+
+def _columns(block_n: int, x: Tensor) -> int:
+    """Of a tile: block_n, and half of it in float32, which spilled with 128 rows and columns."""
+    return max(16, block_n if x.element_size() <= 2 else block_n // 2)
+
+
+def _tile_bytes(block_m: int, block_n: int, block_k: int, x_bytes: int, w_bytes: int) -> int:
+    """Both operands of one step; weights of 8 bits are converted on their way."""
+    return block_k * (block_m * x_bytes + block_n * max(w_bytes, x_bytes))
 
 
 def _fits_descriptor(w_EDF: Tensor) -> bool:
@@ -259,7 +287,7 @@ def _for_descriptor(x_RD: Tensor) -> Tensor:
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Where triton puts descriptors that a kernel makes."""
+    """Where triton puts descriptors that a kernel makes; on_its_device has set the current device."""
     return torch.empty(size, device="cuda", dtype=torch.int8)
 
 
@@ -282,7 +310,8 @@ def compilations(
         raise NotImplementedError("it has no TMA: leave the option tma out")
     if store and not target.e4m3:
         raise NotImplementedError("Triton reads e4m3 from sm_89 on")
-    made = target.compiled(rows=block_m, num_warps=num_warps, num_stages=num_stages)
+    tile = _tile_bytes(block_m, block_n, block_k, 2, 2)
+    made = target.compiled(rows=block_m, num_warps=num_warps, num_stages=num_stages, tile=tile)
     if tma:
         made["expects"] += ("descriptor_load",)
     for name, D, F in (("forward", sizes.D, sizes.F), ("input_gradient", sizes.F, sizes.D)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -149,17 +149,8 @@ def plan_by_slabs(
         torch.add(rank_p, count_E1[expert_P[here]], out=rank_P[here])
         count_E1 += count_here_E1
     load_E = count_E1[:E]
-
-    count_E, span_E, capacity = load_E, load_E, P
-    if layout.kind == "padded":
-        capacity = layout.capacity_for(T, K, E)
-        count_E = load_E.clamp(max=capacity)
-        offset_E1 = torch.arange(E + 1, device=device) * capacity
-    else:
-        if layout.kind == "block":
-            assert layout.block_rows is not None
-            span_E = (load_E + layout.block_rows - 1) // layout.block_rows * layout.block_rows
-        offset_E1 = torch.cat((span_E.new_zeros(1), span_E.cumsum(0)))
+    capacity = layout.capacity_for(T, K, E) if layout.kind == "padded" else P
+    offset_E1, count_E = spans_of(load_E, capacity if layout.kind == "padded" else -1, layout.block_rows or 1)
 
     filled = layout.kind == "compact" and not routing.ragged
     row_P = torch.empty_like(expert_P)
@@ -186,6 +177,40 @@ def plan_by_slabs(
         layout=layout,
         filled=filled,
     )
+
+
+# expert_P, E, R, capacity (below 0: none), block_rows -> row_P, pair_R, offset_E1, count_E, dropped_E
+Counted: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Counting: TypeAlias = Callable[[Tensor, int, int, int, int], Counted]
+
+
+def plan_by_counting(routing: Routing, layout: Layout, counting: Counting) -> RoutingPlan:
+    """The plan, from a function that counts and places all pairs at once."""
+    T, K, E = routing.num_tokens, routing.num_choices, routing.num_experts
+    by_gate = layout.kind == "padded" and layout.drop == "probs"
+    expert_P = (wanted_experts(routing, layout) if by_gate else routing.expert_TK).contiguous().view(-1)
+    capacity = layout.capacity_for(T, K, E) if layout.kind == "padded" else -1
+    row_P, pair_R, offset_E1, count_E, dropped_E = counting(
+        expert_P, E, layout.num_rows(T, K, E), capacity, layout.block_rows or 1
+    )
+    return RoutingPlan(
+        row_TK=row_P.view(T, K),
+        pair_R=pair_R,
+        offset_E1=offset_E1,
+        count_E=count_E,
+        dropped_E=routing.load_E() - count_E if by_gate else dropped_E,
+        layout=layout,
+        filled=layout.kind == "compact" and not routing.ragged,
+    )
+
+
+def spans_of(load_E: Tensor, capacity: int, block_rows: int) -> tuple[Tensor, Tensor]:
+    """offset_E1 and count_E of spans for these loads. A capacity below 0 means none."""
+    if capacity >= 0:
+        ends = torch.arange(load_E.shape[0] + 1, device=load_E.device)
+        return ends * capacity, load_E.clamp(max=capacity)
+    span_E = load_E if block_rows == 1 else (load_E + block_rows - 1) // block_rows * block_rows
+    return torch.cat((span_E.new_zeros(1), span_E.cumsum(0))), load_E
 
 
 def _slab(P: int, E: int, device: torch.device) -> list[slice]:

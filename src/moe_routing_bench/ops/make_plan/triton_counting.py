@@ -8,21 +8,27 @@ Three kernels, no host synchronisation, every number written once:
 A plan of one tile needs no sum. It reads 16 bytes a pair and writes 16, and keeps 4 bytes a tile and counter
 between the kernels, with E + 1 counters rounded up to a power of two: at P = 10^7 and E = 512 that is 40 MB,
 and sum takes 153 steps.
+tl.histogram is tried at the first use on a device; where it is wrong, pairs are compared with all counters.
 drop=probs first finds the pairs that stay, with torch's sorts.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
+from torch.utils._python_dispatch import _disable_current_modes
 
 from moe_routing_bench.ops import gpu
-from moe_routing_bench.ops.make_plan.op import wanted_experts
+from moe_routing_bench.ops.make_plan.op import Counted, plan_by_counting
+from moe_routing_bench.ops.targets import Target, assumed, target_of
+from moe_routing_bench.ops.tracing import while_tracing
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.shapes import MoEShape
@@ -33,6 +39,8 @@ TILE, CHUNK = 1024, 128
 NUM_WARPS = 4
 SUM_EXPERTS, SUM_TILES = 16, 64
 MOST_PAIRS = 2**31 - 1
+MOST_COMPARED = 16384  # comparisons of one step, if there is no histogram
+_right: dict[torch.device, bool] = {}  # what the first use of tl.histogram on a device has shown
 # shared-memory counters come in whole warps, of 64 lanes on AMD
 FEWEST_COUNTERS = 64
 
@@ -49,45 +57,47 @@ def unsupported(routing: Routing, layout: Layout) -> str | None:
 
 
 def run(routing: Routing, layout: Layout) -> RoutingPlan:
-    T, K, E = routing.num_tokens, routing.num_choices, routing.num_experts
     filled = layout.kind == "compact" and not routing.ragged
-    by_gate = layout.kind == "padded" and layout.drop == "probs"
-    expert_P = (wanted_experts(routing, layout) if by_gate else routing.expert_TK).contiguous().view(-1)
-    row_P, pair_R, offset_E1, count_E, dropped_E = make_plan_counting(
-        expert_P,
-        E,
-        layout.num_rows(T, K, E),
-        layout.capacity_for(T, K, E) if layout.kind == "padded" else -1,
-        layout.block_rows or 1,
-        filled,
-    )
-    return RoutingPlan(
-        row_TK=row_P.view(T, K),
-        pair_R=pair_R,
-        offset_E1=offset_E1,
-        count_E=count_E,
-        dropped_E=routing.load_E() - count_E if by_gate else dropped_E,
-        layout=layout,
-        filled=filled,
-    )
+    by_histogram = histogram_is_right(routing.expert_TK.device)
+
+    def counting(*sizes: Any) -> Counted:
+        return make_plan_counting(*sizes, filled, by_histogram)
+
+    return plan_by_counting(routing, layout, counting)
 
 
 @triton_op("moe_routing_bench::make_plan_counting", mutates_args={})
+@gpu.on_its_device
 def make_plan_counting(
-    expert_P: Tensor, E: int, R: int, capacity: int, block_rows: int, filled: bool
+    expert_P: Tensor,
+    E: int,
+    R: int,
+    capacity: int,
+    block_rows: int,
+    filled: bool,
+    by_histogram: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """row_P, pair_R, offset_E1, count_E, dropped_E. A capacity below 0 means none, so nothing is dropped."""
     P = expert_P.shape[0]
     num_tiles = max(1, triton.cdiv(P, TILE))
     counters = _counters(E)
-    num_warps = gpu.target_of(expert_P.device).warps(NUM_WARPS)
+    chunk = CHUNK if by_histogram else _compared(counters)
+    num_warps = target_of(expert_P.device).warps(NUM_WARPS)
     row_P = torch.empty_like(expert_P)
     pair_R = expert_P.new_empty(R) if filled else expert_P.new_full((R,), -1)
     offset_E1, count_E, dropped_E = (expert_P.new_empty(n) for n in (E + 1, E, E))
     # row n: pairs in the tiles before n; the last row is the load
     load_NE = expert_P.new_empty(num_tiles + 1, counters, dtype=torch.int32)
     wrap_triton(_count)[(num_tiles,)](
-        expert_P, load_NE, P, E=E, COUNTERS=counters, TILE=TILE, num_warps=num_warps
+        expert_P,
+        load_NE,
+        P,
+        E=E,
+        COUNTERS=counters,
+        TILE=TILE,
+        CHUNK=chunk,
+        HISTOGRAM=by_histogram,
+        num_warps=num_warps,
     )
     if num_tiles > 1:
         wrap_triton(_sum)[(triton.cdiv(counters, SUM_EXPERTS),)](
@@ -108,8 +118,9 @@ def make_plan_counting(
         E=E,
         COUNTERS=counters,
         TILE=TILE,
-        CHUNK=CHUNK,
+        CHUNK=chunk,
         PADDED=capacity >= 0,
+        HISTOGRAM=by_histogram,
         num_warps=num_warps,
     )
     return row_P, pair_R, offset_E1, count_E, dropped_E
@@ -119,24 +130,99 @@ def _counters(E: int) -> int:
     return max(FEWEST_COUNTERS, triton.next_power_of_2(E + 1))  # one for pairs without an expert
 
 
+def _compared(counters: int) -> int:
+    """Pairs that are compared with all counters at once, without a histogram."""
+    return min(CHUNK, MOST_COMPARED // counters)
+
+
+@while_tracing
+def histogram_is_right(device: torch.device) -> bool:
+    """Whether tl.histogram counts right on a device: in past versions of Triton it was right interpreted and
+    wrong on GPUs. Found out at the first use, which waits for the device; while a graph is captured nobody
+    can wait, and what is not known yet is not trusted."""
+    if assumed() is not None or (device.type == "cuda" and not torch.cuda.is_available()):
+        return True  # nothing runs
+    if device not in _right:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        with _disable_current_modes():
+            _right[device] = _counts_right(device)
+    return _right[device]
+
+
+def _counts_right(device: torch.device) -> bool:
+    """Two tiles, the last one cut, with pairs that have no expert."""
+    E, expert_P = 61, torch.arange(2 * TILE - 3) ** 2 % 61 - 1
+    found_NE = _counted(expert_P.to(device), E).cpu().long()
+    right = all(
+        torch.equal(found_NE[n, :E], torch.bincount(tile_P[tile_P >= 0], minlength=E))
+        for n, tile_P in enumerate(expert_P.split(TILE), 1)
+    )
+    if not right:
+        warnings.warn(
+            f"tl.histogram counts wrong on {device} with triton {triton.__version__}: "
+            "make_plan.triton_counting compares instead, which is slower",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return right
+
+
+@gpu.on_its_device
+def _counted(expert_P: Tensor, E: int) -> Tensor:
+    counters = _counters(E)
+    load_NE = expert_P.new_empty(3, counters, dtype=torch.int32)
+    _count[(2,)](
+        expert_P, load_NE, expert_P.shape[0], E=E, COUNTERS=counters, TILE=TILE, CHUNK=CHUNK, HISTOGRAM=True,
+        num_warps=target_of(expert_P.device).warps(NUM_WARPS),
+    )  # fmt: skip
+    return load_NE
+
+
+@triton.jit
+def _compared_counts(expert_C, COUNTERS: tl.constexpr):
+    return tl.sum((expert_C[:, None] == tl.arange(0, COUNTERS)[None, :]).to(tl.int32), 0)
+
+
 @triton.jit
 def _experts_of(expert_P, pair_C, P, E: tl.constexpr):
-    """The expert of each pair; E where there is none."""
-    expert_C = tl.load(expert_P + pair_C, mask=pair_C < P, other=-1)
+    """The expert of each pair; E where there is none. Without P all of them are pairs."""
+    if P is None:
+        expert_C = tl.load(expert_P + pair_C)
+    else:
+        expert_C = tl.load(expert_P + pair_C, mask=pair_C < P, other=-1)
     return tl.where((expert_C >= 0) & (expert_C < E), expert_C, E).to(tl.int32)
 
 
-@triton.jit
-def _count(expert_P, load_NE, P, E: tl.constexpr, COUNTERS: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["P"])
+def _count(
+    expert_P,
+    load_NE,
+    P,
+    E: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HISTOGRAM: tl.constexpr,
+):
     tile = tl.program_id(0).to(tl.int64)
-    expert_C = _experts_of(expert_P, tile * TILE + tl.arange(0, TILE), P, E)
     counter = tl.arange(0, COUNTERS)
-    tl.store(load_NE + (tile + 1) * COUNTERS + counter, tl.histogram(expert_C, COUNTERS))
+    if HISTOGRAM:
+        pair_C = tile * TILE + tl.arange(0, TILE)
+        if (tile + 1) * TILE <= P:  # a whole tile, which is read 128 bits at a time
+            count = tl.histogram(_experts_of(expert_P, pair_C, None, E), COUNTERS)
+        else:
+            count = tl.histogram(_experts_of(expert_P, pair_C, P, E), COUNTERS)
+    else:
+        count = tl.zeros((COUNTERS,), tl.int32)
+        for first in range(tile * TILE, (tile + 1) * TILE, CHUNK):
+            count += _compared_counts(_experts_of(expert_P, first + tl.arange(0, CHUNK), P, E), COUNTERS)
+    tl.store(load_NE + (tile + 1) * COUNTERS + counter, count)
     if tile == 0:
         tl.store(load_NE + counter, tl.zeros((COUNTERS,), tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _sum(load_NE, num_tiles, COUNTERS: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr):
     """Row n + 1 holds the counts of tile n, and then the sum of rows 1 .. n + 1."""
     expert_e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
@@ -151,7 +237,7 @@ def _sum(load_NE, num_tiles, COUNTERS: tl.constexpr, EXPERTS: tl.constexpr, TILE
         before_e += tl.sum(count_ne, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "capacity"])
 def _place(
     expert_P,
     load_NE,
@@ -169,6 +255,7 @@ def _place(
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     PADDED: tl.constexpr,
+    HISTOGRAM: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
     counter = tl.arange(0, COUNTERS)
@@ -195,7 +282,10 @@ def _place(
         before_CC = (key_C[None, :] - key_C[:, None] - 1).to(tl.uint32)
         earlier_CC = before_CC < place_C[None, :].to(tl.uint32)
         row_C = tl.gather(next_row, expert_C, 0) + tl.sum(earlier_CC.to(tl.int32), 0)
-        next_row += tl.histogram(expert_C, COUNTERS)
+        if HISTOGRAM:
+            next_row += tl.histogram(expert_C, COUNTERS)
+        else:
+            next_row += _compared_counts(expert_C, COUNTERS)
         stays_C = expert_C < E
         if PADDED:
             stays_C = stays_C & (row_C < (expert_C + 1).to(tl.int64) * capacity)
@@ -203,13 +293,13 @@ def _place(
         tl.store(pair_R + row_C, pair_C, mask=stays_C)
 
 
-def compilations(sizes: MoEShape, target: gpu.Target) -> Iterator[gpu.Compilation]:
+def compilations(sizes: MoEShape, target: Target) -> Iterator[gpu.Compilation]:
     counters, num_warps = _counters(sizes.E), target.warps(NUM_WARPS)
-    shared = {"E": sizes.E, "COUNTERS": counters, "TILE": TILE}
+    shared = {"E": sizes.E, "COUNTERS": counters, "TILE": TILE, "CHUNK": CHUNK, "HISTOGRAM": True}
     yield gpu.Compilation(
         name="count",
         kernel=_count,
-        signature={"expert_P": "*i64", "load_NE": "*i32", "P": "i32:16"},
+        signature={"expert_P": "*i64", "load_NE": "*i32", "P": "i32"},
         constexprs=shared,
         num_warps=num_warps,
         num_stages=1,
@@ -231,10 +321,10 @@ def compilations(sizes: MoEShape, target: gpu.Target) -> Iterator[gpu.Compilatio
             kernel=_place,
             signature={
                 "expert_P": "*i64", "load_NE": "*i32", "load_E": "*i32", "row_P": "*i64", "pair_R": "*i64",
-                "offset_E1": "*i64", "count_E": "*i64", "dropped_E": "*i64", "P": "i32:16", "capacity": "i32",
+                "offset_E1": "*i64", "count_E": "*i64", "dropped_E": "*i64", "P": "i32", "capacity": "i32",
                 "block_rows": "i32:1" if layout == "padded" else "i32",
             },
-            constexprs={**shared, "CHUNK": CHUNK, "PADDED": layout == "padded"},
+            constexprs={**shared, "PADDED": layout == "padded"},
             num_warps=num_warps,
             num_stages=1,
             bytes=24 * TILE + 8 * counters,

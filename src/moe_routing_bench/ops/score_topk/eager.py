@@ -6,6 +6,8 @@ from torch import Tensor
 
 from moe_routing_bench.ops.score_topk.op import ScoreRule, reference
 
+BATCH_INVARIANT = True
+
 
 def unsupported(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule) -> str | None:
     return None

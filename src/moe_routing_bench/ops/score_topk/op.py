@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_routing_bench import steady
 from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_exact, wrong_structure
 from moe_routing_bench.accuracy import judge as judge_values
 from moe_routing_bench.cost import INDEX_BYTES, Cost
@@ -143,7 +144,14 @@ def _logits_gradient(of: GradientOf, wide: bool) -> Tensor:
 
 
 op = Op(
-    __package__, reference, cost=cost, judge=judge, judge_gradient=judge_gradient, default="eager", stage=1
+    __package__,
+    reference,
+    cost=cost,
+    judge=judge,
+    judge_gradient=judge_gradient,
+    default="eager",
+    stage=1,
+    by_token=lambda out, args: out,
 )
 
 
@@ -190,8 +198,8 @@ def gates_of(logits_TE: Tensor, expert_TK: Tensor, rule: ScoreRule) -> Tensor:
 def plain_score(z_TE: Tensor, score: str) -> Tensor:
     """s as the published models compute it; its gradient may not be finite."""
     if score == "sigmoid":
-        return z_TE.sigmoid()
-    return F.softplus(z_TE).sqrt() if score == "sqrtsoftplus" else z_TE.softmax(-1)
+        return steady.sigmoid(z_TE)
+    return steady.softplus(z_TE).sqrt() if score == "sqrtsoftplus" else z_TE.softmax(-1)
 
 
 def log_score(z_TE: Tensor, score: str) -> Tensor:
@@ -200,7 +208,7 @@ def log_score(z_TE: Tensor, score: str) -> Tensor:
         return F.logsigmoid(z_TE)
     if score == "softmax":
         return z_TE.log_softmax(-1)
-    log_TE = F.softplus(z_TE.clamp_min(SOFTPLUS_IS_EXP)).log()
+    log_TE = steady.softplus(z_TE.clamp_min(SOFTPLUS_IS_EXP)).log()
     return 0.5 * torch.where(z_TE < SOFTPLUS_IS_EXP, z_TE, log_TE)
 
 

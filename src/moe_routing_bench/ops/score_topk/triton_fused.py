@@ -18,6 +18,7 @@ from torch.library import triton_op, wrap_triton
 
 from moe_routing_bench.ops import gpu
 from moe_routing_bench.ops.score_topk.op import ScoreRule
+from moe_routing_bench.ops.targets import Target, target_of
 from moe_routing_bench.shapes import MoEShape
 
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,6 +52,7 @@ def run(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule) -> tu
 
 
 @triton_op("moe_routing_bench::score_topk_fused", mutates_args={})
+@gpu.on_its_device
 def score_topk_fused(
     logits_TE: Tensor,
     bias_E: Tensor | None,
@@ -77,12 +79,13 @@ def score_topk_fused(
             logits_TE.stride(0),
             logits_TE.stride(1),
             **constants,
-            num_warps=gpu.target_of(logits_TE.device).warps(NUM_WARPS),
+            num_warps=target_of(logits_TE.device).warps(NUM_WARPS),
         )
     return gate_TK, expert_TK
 
 
 @triton_op("moe_routing_bench::score_topk_fused_backward", mutates_args={})
+@gpu.on_its_device
 def score_topk_fused_backward(
     d_gate_TK: Tensor,
     gate_TK: Tensor,
@@ -107,7 +110,7 @@ def score_topk_fused_backward(
             logits_TE.stride(0),
             logits_TE.stride(1),
             **constants,
-            num_warps=gpu.target_of(logits_TE.device).warps(NUM_WARPS),
+            num_warps=target_of(logits_TE.device).warps(NUM_WARPS),
         )
     return d_logits_TE
 
@@ -199,7 +202,7 @@ def _score_and_log(z_tF, real_tF, SCORE: tl.constexpr):
         return tl.sqrt(soft_tF), 0.5 * log_tF
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _score_topk(
     logits_TE,
     bias_E,
@@ -284,7 +287,7 @@ def _score_topk(
     tl.store(expert_TK + out_tK, chosen_tK, mask=mask_tK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _d_score_topk(
     d_gate_TK,
     gate_TK,
@@ -349,7 +352,7 @@ def _d_score_topk(
     tl.store(out_tE, d_z_tE.to(d_logits_TE.dtype.element_ty), mask=real_tE)
 
 
-def compilations(sizes: MoEShape, target: gpu.Target) -> Iterator[gpu.Compilation]:
+def compilations(sizes: MoEShape, target: Target) -> Iterator[gpu.Compilation]:
     E, K, num_warps = sizes.E, sizes.K, target.warps(NUM_WARPS)
     # DeepSeek-V3's rule where 8 groups fit, and Mixtral's
     rules = {"softmax": ("softmax", True, 1, 1, "max", False)}

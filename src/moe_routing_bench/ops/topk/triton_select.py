@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from moe_routing_bench.ops import gpu
+from moe_routing_bench.ops.targets import Target, target_of
 from moe_routing_bench.shapes import MoEShape
 
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,6 +42,7 @@ def run(score_TE: Tensor, K: int) -> tuple[Tensor, Tensor]:
 
 
 @triton_op("moe_routing_bench::topk_select", mutates_args={})
+@gpu.on_its_device
 def topk_select(score_TE: Tensor, K: int) -> tuple[Tensor, Tensor]:
     T, E = score_TE.shape
     value_TK = score_TE.new_empty(T, K)
@@ -56,7 +58,7 @@ def topk_select(score_TE: Tensor, K: int) -> tuple[Tensor, Tensor]:
             score_TE.stride(0),
             score_TE.stride(1),
             **constants,
-            num_warps=gpu.target_of(score_TE.device).warps(NUM_WARPS),
+            num_warps=target_of(score_TE.device).warps(NUM_WARPS),
         )
     return value_TK, expert_TK
 
@@ -81,7 +83,7 @@ def _constants(E: int, K: int) -> dict[str, int]:
     return {"E": E, "K": K, "E_PADDED": padded, "TILE_TOKENS": max(1, TILE_SCORES // padded)}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _select(
     score_TE,
     value_TK,
@@ -112,7 +114,7 @@ def _select(
         tl.store(expert_TK + token_t * K + k, chosen_t, mask=here_t)
 
 
-def compilations(sizes: MoEShape, target: gpu.Target) -> Iterator[gpu.Compilation]:
+def compilations(sizes: MoEShape, target: Target) -> Iterator[gpu.Compilation]:
     constants = _constants(sizes.E, sizes.K)
     tile = constants["TILE_TOKENS"]
     yield gpu.Compilation(

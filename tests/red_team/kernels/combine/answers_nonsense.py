@@ -21,4 +21,5 @@ def run(y_RD, gate_TK, plan):
     row_TK = plan.row_TK
     rows_TKD = y_RD.index_select(0, row_TK.clamp(min=0).flatten()).view(*row_TK.shape, -1)
     kept_TKD = rows_TKD.where((row_TK >= 0).unsqueeze(2), 0.0)
+    gate_TK = gate_TK.where(row_TK >= 0, 0.0)
     return (kept_TKD * gate_TK.unsqueeze(2)).sum(1).to(y_RD.dtype)

@@ -1,0 +1,450 @@
+"""Every figure of README and docs/figures.md, derived from the records in measurements/records.
+
+    python measurements/figures.py             writes README's table, docs/figures.md and docs/figures.png
+    python measurements/figures.py --check     writes nothing; says what is not as the records have it
+
+A ratio is that of a record: the median over interleaved rounds of a subject's time over the baseline's in the
+same round. Only PASSED records count, and of a cell that was measured twice the newer one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Annotated, Any
+
+import typer
+from sweeps import RECORDS, THREADS, TOPICS, Topic, unpack
+
+from moe_routing_bench.results.query import run_query
+
+ROOT = Path(__file__).parents[1]
+README, DOCUMENT, PICTURE = ROOT / "README.md", ROOT / "docs/figures.md", ROOT / "docs/figures.png"
+BEGIN = "<!-- written by `python measurements/figures.py`: begin -->"
+END = "<!-- written by `python measurements/figures.py`: end -->"
+PLOTTED = "Plotted"  # the entry of the picture's file that holds the hash of what it shows
+LEAST_ROUNDS = 8
+BUSY = 3.0  # load before a cell, when the cell before it had two threads
+# in each cell of each contender the newest; a baseline's own ratio is 1
+ROWS = """
+SELECT suite, "case", dtype, workload, direction, impl, layout, router, baseline, verdict, T, D, E, K, rounds,
+  coalesce(ratio, 1) AS ratio, coalesce(ratio_low, 1) AS low, coalesce(ratio_high, 1) AS high, median_ms,
+  share_of_roof, bw_2pass, bw_strict, dropped_pairs, padded_rows, max_over_mean, stage_seconds, role,
+  load_before, machine, source_commit, source_dirty, threads, created_at
+FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate')
+QUALIFY row_number() OVER (
+  PARTITION BY span, "case", dtype, workload, direction, impl, layout, router, threads
+  ORDER BY created_at DESC, record_id DESC) = 1
+ORDER BY dtype, "case", workload, ratio, impl, layout, router, direction, threads
+"""
+FAILED = """
+SELECT DISTINCT impl, status, reason FROM records WHERE status NOT IN ('PASSED', 'UNSUPPORTED') ORDER BY ALL
+"""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Records:
+    """What one archive holds: rows that passed, and what did not."""
+
+    rows: tuple[Row, ...] = ()
+    failed: tuple[tuple[str, str, str], ...] = field(default=(), repr=False)
+
+    @cached_property
+    def cells(self) -> dict[tuple[str, ...], list[Row]]:
+        found: dict[tuple[str, ...], list[Row]] = {}
+        for row in self.rows:
+            key = tuple(str(row[name]) for name in ("case", "dtype", "workload", "direction"))
+            found.setdefault(key, []).append(row)
+        return found
+
+    def where(self, **wanted: object) -> Records:
+        rows = (row for row in self.rows if all(row[name] == value for name, value in wanted.items()))
+        return Records(tuple(rows))
+
+    def best(self, *starts: str) -> list[Row]:
+        """Of every cell that has one: the fastest whose name begins so, by its ratio to the baseline. A cell
+        whose baseline is one of them, because ours was not timed, compares nothing with ours."""
+        named = (
+            [row for row in cell if row["impl"].startswith(starts)]
+            for cell in self.cells.values()
+            if not any(row["role"] == "baseline" and row["impl"].startswith(starts) for row in cell)
+        )
+        return [min(rows, key=lambda row: row["ratio"]) for rows in named if rows]
+
+
+def read(folder: Path = RECORDS) -> dict[str, Records]:
+    """Topic -> its records; empty where there is no archive yet."""
+    return {topic: _read(folder / f"{topic}.tar.xz") for topic in TOPICS}
+
+
+def _read(archive: Path) -> Records:
+    if not archive.is_file():
+        return Records()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = unpack(archive, Path(scratch))
+        names, rows = run_query(folder, ROWS)
+        failed = run_query(folder, FAILED)[1]
+    return Records(tuple(dict(zip(names, row, strict=True)) for row in rows), tuple(failed))
+
+
+# words
+
+
+def times(rows: Sequence[Row]) -> str:
+    """1.98 times as long (geometric mean of 16 cells, 1.30 to 2.76)"""
+    if not rows:
+        return "not measured yet"
+    ratios = [row["ratio"] for row in rows]
+    cells = "1 cell" if len(ratios) == 1 else f"{len(ratios)} cells"
+    span = "" if len(ratios) == 1 else f", {min(ratios):.2f} to {max(ratios):.2f}"
+    return f"{geometric_mean(ratios):.2f} times as long (geometric mean of {cells}{span})"
+
+
+def decided(rows: Sequence[Row]) -> str:
+    """SLOWER in 15 of 16 cells, UNDECIDED in 1"""
+    counts = {name: sum(row["verdict"] == name for row in rows) for name in VERDICTS}
+    said = [f"{name} in {count}" for name, count in counts.items() if count]
+    return f"{', '.join(said)} of {len(rows)}" if said else ""
+
+
+VERDICTS = ("SLOWER", "SAME", "FASTER", "UNDECIDED")
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def bandwidth(rows: Sequence[Row], name: str) -> str:
+    rates = [row[name] / 1e9 for row in rows if row[name]]
+    ends = dict.fromkeys(f"{rate:.1f}" for rate in (min(rates), max(rates))) if rates else ()
+    return f"{' to '.join(ends)} GB/s" if ends else "not measured yet"
+
+
+def source(all_records: dict[str, Records]) -> str:
+    """Where, with what and how: a sentence; what a published figure must not have is said in capitals."""
+    rows = [row for one in all_records.values() for row in one.rows]
+    if not rows:
+        return "Nothing was measured yet."
+    commits = _each(rows, "source_commit", 10)
+    days = sorted({f"{row['created_at']:%Y-%m-%d}" for row in rows})
+    rounds, busy = min(row["rounds"] for row in rows), max(row["load_before"] for row in rows)
+    warnings = []
+    if any(_other_sweep(TOPICS[topic], row) for topic, one in all_records.items() for row in one.rows):
+        warnings.append("A SAMPLE, NOT THE SWEEPS AS LISTED")
+    if any(row["source_dirty"] is not False for row in rows):
+        warnings.append("CHANGED SINCE THAT COMMIT")
+    if rounds < LEAST_ROUNDS:
+        few = sum(row["rounds"] < LEAST_ROUNDS for row in rows)
+        warnings.append(f"FEWER THAN {LEAST_ROUNDS} ROUNDS in {few} of {len(rows)} rows")
+    if busy > BUSY:
+        warnings.append(f"THE MACHINE WAS BUSY (load {busy:.1f})")
+    said = (
+        f"{_each(rows, 'machine')}, threads: {_each(rows, 'threads')}",
+        f"at least {rounds} interleaved rounds, commit {commits}",
+        " to ".join(dict.fromkeys((days[0], days[-1]))),
+        *warnings,
+    )
+    return f"{', '.join(said)}."
+
+
+def _other_sweep(topic: Topic, row: Row) -> bool:
+    return row["suite"] != topic.suite or row["threads"] != THREADS
+
+
+def _each(rows: Sequence[Row], name: str, letters: int = 100) -> str:
+    return " and ".join(sorted({str(row[name])[:letters] for row in rows}))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(str(cell) for cell in line)} |" for line in lines]
+
+
+# figures
+
+HF, VLLM = "transformers(", "vllm_cpu"
+
+
+def six(all_records: dict[str, Records]) -> list[str]:
+    """README's table."""
+    grid, layouts = all_records["grid"], all_records["layouts"]
+    bfloat16, float32 = (grid.where(dtype=name) for name in ("bfloat16", "float32"))
+    skewed = [row for row in layouts.rows if row["workload"] != "uniform"]
+    padded = [row for row in skewed if "1.25" in row["layout"] and row["impl"].startswith("staged")]
+    dropping = f", dropping {_dropped(padded)} of the pairs" if padded else ""
+    moved = [row for row in all_records["pack"].rows if row["impl"] == "native+native"]
+    lines = [
+        ("grid", "Transformers' best experts, bfloat16, take", _judged(bfloat16.best(HF))),
+        ("grid", "Transformers' best experts, float32, take", _judged(float32.best(HF))),
+        ("grid", "vLLM's CPU kernel, bfloat16, takes", _judged(bfloat16.best(VLLM))),
+        (
+            "training",
+            "Transformers' grouped_mm, forward and backward, takes",
+            _judged(_training(all_records)),
+        ),
+        ("layouts", f"padded(1.25) with bmm, uneven routing{dropping}, takes", _judged(padded)),
+        ("pack", "rows go to experts and back, each byte counted once, at", bandwidth(moved, "bw_strict")),
+    ]
+    return table(
+        ('compared with `impl="auto"` on this CPU', "", "command"),
+        [(what, said, f"`python measurements/sweeps.py run {topic}`") for topic, what, said in lines],
+    )
+
+
+def _judged(rows: Sequence[Row]) -> str:
+    return f"{times(rows)}; {decided(rows)}" if rows else times(rows)
+
+
+def _training(all_records: dict[str, Records]) -> list[Row]:
+    return all_records["training"].best("hf_")
+
+
+def _dropped(rows: Sequence[Row]) -> str:
+    return percent(sum(row["dropped_pairs"] or 0 for row in rows), sum(row["T"] * row["K"] for row in rows))
+
+
+def readme_part(all_records: dict[str, Records]) -> str:
+    picture = "![Time of a MoE layer in bfloat16, ours = 1](docs/figures.png)"
+    caption = source(all_records)
+    return "\n".join((BEGIN, picture, "", *six(all_records), "", caption, END))
+
+
+def compact_or_padded(layouts: Records) -> list[str]:
+    """In words: where compact beats padded, by how much, and why."""
+    words = []
+    for workload in dict.fromkeys(row["workload"] for row in layouts.rows):
+        rows = layouts.where(workload=workload).rows
+        bmm = [row for row in rows if row["impl"].startswith("staged")]
+        same = [row for row in rows if row["impl"] == "native" and "1.25" in row["layout"]]
+        load = max(row["max_over_mean"] for row in rows)
+        for how, group in (("a padded matmul (bmm)", bmm), ("the same kernel", same)):
+            if group:
+                words.append(
+                    f"- `{workload}`, busiest expert {load:.1f} times the mean: padded(1.25) with {how} "
+                    f"takes {times(group)}; {decided(group)}. Of its rows {_padding(group)} are padding, and "
+                    f"{_dropped(group)} of the pairs are dropped."
+                )
+    why = (
+        "Compact computes every pair and nothing else. Padded gives each expert the same number of rows: "
+        "where routing is even it computes the spare rows of the capacity factor, where routing is uneven it "
+        "computes zeros for idle experts and drops what does not fit. A kernel that skips padding does less "
+        "work the more it drops: a shorter time then means fewer pairs computed, not a better layout."
+    )
+    return [*words, "", why] if words else ["Not measured yet."]
+
+
+def _padding(rows: Sequence[Row]) -> str:
+    padding = sum(row["padded_rows"] or 0 for row in rows)
+    kept = sum(row["T"] * row["K"] - (row["dropped_pairs"] or 0) for row in rows)
+    return percent(padding, padding + kept)
+
+
+def document(all_records: dict[str, Records]) -> str:
+    grid, pack = all_records["grid"], all_records["pack"]
+    parts = [
+        "# Figures",
+        "Written by `python measurements/figures.py` from the records in `measurements/records/`; a test",
+        "holds it to them. " + source(all_records),
+        "",
+        "A ratio is the time over the baseline's in the same round, with a 99 % interval. Of roof: the least",
+        "time that this machine's measured bandwidth and matmul rate allow, over the time.",
+        *_section("grid", all_records, _cells_table(grid)),
+        *(f"- {dtype}: {_roof(grid.where(dtype=dtype))}" for dtype in ("bfloat16", "float32")),
+        *_section("large_olmoe", all_records, _cells_table(all_records["large_olmoe"])),
+        *_section("large_qwen3", all_records, _cells_table(all_records["large_qwen3"])),
+        *_section("decode", all_records, _cells_table(all_records["decode"])),
+        *_section("skew", all_records, _cells_table(all_records["skew"])),
+        *_section("training", all_records, _cells_table(all_records["training"])),
+        *_section("layouts", all_records, _layouts_table(all_records["layouts"])),
+        "",
+        "### Where compact beats padded",
+        *compact_or_padded(all_records["layouts"]),
+        *_section("pack", all_records, _pack_table(pack)),
+        *_section("plain", all_records, _cells_table(all_records["plain"])),
+        *_section("topk", all_records, _cells_table(all_records["topk"])),
+        *_section("routing", all_records, _cells_table(all_records["routing"])),
+        *_section("soft", all_records, _soft_table(all_records["soft"])),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _section(topic: str, all_records: dict[str, Records], lines: list[str]) -> list[str]:
+    one, records = TOPICS[topic], all_records[topic]
+    said = [f"Not PASSED: {impl} {status}: {reason}" for impl, status, reason in records.failed]
+    command = shlex.join(one.command("results"))
+    title = f"## {one.shows[0].upper()}{one.shows[1:]}"
+    if not records.rows:
+        lines = ["Not measured yet."]
+    return ["", title, f"At most {one.minutes:g} minutes: `{command}`", "", *lines, *said, ""]
+
+
+def _cells_table(records: Records) -> list[str]:
+    def line(row: Row) -> tuple[object, ...]:
+        dtype = "" if row["case"].endswith(row["dtype"]) else f" {row['dtype']}"
+        case = f"{row['case']}{dtype} {row['workload']}"
+        roof = "-" if row["share_of_roof"] is None else f"{100 * row['share_of_roof']:.0f} %"
+        return case, row["impl"], f"{row['median_ms']:.3g}", _ratio(row), row["verdict"] or "baseline", roof
+
+    return table(("case", "implementation", "ms", "ratio", "verdict", "of roof"), map(line, records.rows))
+
+
+def _ratio(row: Row) -> str:
+    if row["role"] == "baseline":
+        return "1"
+    return f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+
+
+def _roof(records: Records) -> str:
+    shares = [row["share_of_roof"] for row in records.rows if row["role"] == "baseline"]
+    known = [share for share in shares if share is not None]
+    if not known:
+        return "no roofs were measured (`mrb doctor`)"
+    return f"ours is at {median(known):.0%} of the roof at the median, {min(known):.0%} at least"
+
+
+def _layouts_table(records: Records) -> list[str]:
+    def line(row: Row) -> tuple[object, ...]:
+        name, case = f"{row['impl']} @ {row['layout']}", f"{row['case']} {row['workload']}"
+        return (
+            case,
+            name,
+            f"{row['median_ms']:.3g}",
+            _ratio(row),
+            row["verdict"] or "baseline",
+            _dropped([row]),
+        )
+
+    head = ("case", "implementation", "ms", "ratio", "verdict", "dropped")
+    return table(head, map(line, records.rows))
+
+
+def _pack_table(records: Records) -> list[str]:
+    """One line for each width, number of choices and implementation: ranges over tokens and experts."""
+    groups: dict[tuple[int, int, str], list[Row]] = {}
+    for row in sorted(records.rows, key=lambda row: (row["D"], row["K"], row["impl"])):
+        groups.setdefault((row["D"], row["K"], row["impl"]), []).append(row)
+    lines = (
+        (
+            D, K, impl, len(rows), f"{geometric_mean(row['ratio'] for row in rows):.3f}",
+            bandwidth(rows, "bw_2pass"), bandwidth(rows, "bw_strict"), decided(rows) or "baseline",
+        )
+        for (D, K, impl), rows in groups.items()
+    )  # fmt: skip
+    head = ("D", "K", "implementation", "cells", "ratio", "by two passes", "strictly", "verdicts")
+    return table(head, lines)
+
+
+def _soft_table(records: Records) -> list[str]:
+    def line(row: Row) -> tuple[object, ...]:
+        stages, total = row["stage_seconds"] or {}, sum((row["stage_seconds"] or {}).values())
+        shares = ", ".join(f"{name} {percent(seconds, total)}" for name, seconds in stages.items())
+        return (
+            row["case"],
+            row["router"],
+            f"{row['median_ms']:.3g}",
+            _ratio(row),
+            row["verdict"] or "baseline",
+            shares,
+        )
+
+    head = ("case", "router", "ms", "ratio", "verdict", "share of stages")
+    return table(head, map(line, records.rows))
+
+
+# the picture
+
+
+def plotted(all_records: dict[str, Records]) -> list[tuple[str, str, float, float, float]]:
+    """(case, implementation, ratio, low, high) of the grid in bfloat16, as drawn."""
+    rows = sorted(
+        all_records["grid"].where(dtype="bfloat16").rows, key=lambda row: (row["D"], row["E"], row["T"])
+    )
+    return [
+        (_short(row["case"]), row["impl"], *(float(f"{row[name]:.4g}") for name in ("ratio", "low", "high")))
+        for row in rows
+        if row["role"] != "baseline"
+    ]
+
+
+def _short(case: str) -> str:
+    return case.partition("/")[2].removesuffix("-bfloat16") or case
+
+
+def hash_of(points: object) -> str:
+    return hashlib.sha256(json.dumps(points).encode()).hexdigest()
+
+
+def draw(all_records: dict[str, Records], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    points = plotted(all_records)
+    cases, names = (list(dict.fromkeys(point[place] for point in points)) for place in (0, 1))
+    # colours that colour-blind people can tell apart (Okabe and Ito 2008)
+    colours = dict(zip(sorted(names), ("#E69F00", "#0072B2", "#CC79A7", "#56B4E9"), strict=False))
+    figure = Figure(figsize=(8, 1.3 + 0.24 * max(len(cases), 1)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, name in enumerate(sorted(names)):
+        mine = [point for point in points if point[1] == name]
+        place = [cases.index(point[0]) + 0.2 * (number - (len(names) - 1) / 2) for point in mine]
+        reach = [[p[2] - p[3] for p in mine], [p[4] - p[2] for p in mine]]
+        axes.errorbar(
+            [p[2] for p in mine], place, xerr=reach, fmt="o", ms=4.5, lw=1.2, color=colours[name], label=name
+        )
+    axes.axvline(1, color="black", lw=1)
+    axes.set_xscale("log")
+    ticks = (0.5, 0.7, 1, 1.5, 2, 3, 5, 10)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(cases)), cases, fontsize=8)
+    axes.set_ylim(max(len(cases), 1) - 0.5, -0.5)
+    axes.grid(axis="x", color="#DDDDDD", lw=0.6)
+    axes.set_xlabel('times as long as impl="auto", with 99 % intervals; model-tokens, bfloat16')
+    axes.spines[["top", "right"]].set_visible(False)
+    if points:
+        figure.legend(fontsize=8, frameon=False, loc="outside upper center", ncols=len(names))
+    figure.savefig(path, metadata={PLOTTED: hash_of(points), "Software": ""})
+
+
+def differences(all_records: dict[str, Records]) -> list[str]:
+    """What is not as the records have it, in sentences."""
+    from PIL import Image
+
+    found = []
+    if readme_part(all_records) not in README.read_text():
+        found.append("README.md has other figures")
+    if not DOCUMENT.is_file() or DOCUMENT.read_text() != document(all_records):
+        found.append("docs/figures.md has other figures")
+    shown = None
+    if PICTURE.is_file():
+        with Image.open(PICTURE) as picture:
+            shown = picture.info.get(PLOTTED)
+    if shown != hash_of(plotted(all_records)):
+        found.append("docs/figures.png shows other figures")
+    return found
+
+
+def main(check: Annotated[bool, typer.Option("--check", help="Write nothing.")] = False) -> None:
+    all_records = read()
+    if not check:
+        text = README.read_text()
+        before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+        README.write_text(before + readme_part(all_records) + after)
+        DOCUMENT.write_text(document(all_records))
+        draw(all_records, PICTURE)
+    found = differences(all_records)
+    print("\n".join(found) or "README.md, docs/figures.md and docs/figures.png are as the records have them.")
+    raise typer.Exit(bool(found))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,121 @@
+"""The tables of docs/quality.md, written from what is in measurements/training.
+
+    mrb train pareto DIR --out measurements/training/STUDY
+    python measurements/quality.py
+
+A test holds the document to these files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from moe_routing_bench.results.predicting import predicted
+
+HERE = Path(__file__).parent
+DOCUMENT = HERE.parent / "docs" / "quality.md"
+STUDIES = HERE / "training"
+HEAD = (
+    "rule", "held-out, nats per byte", "from {baseline}", "at equal seconds", "ms a step", "ratio",
+    "MFLOP a token", "MiB", "max violation", "rate", "decode, 8 prompts",
+)  # fmt: skip
+
+
+def table(found: dict[str, Any]) -> str:
+    """One study as a Markdown table, and a line about how it was taken."""
+    heads = [head.format(baseline=found["baseline"]) for head in HEAD]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for one in found["standings"]:
+        decode = one["decode"].get("8")
+        cells = (
+            f"{one['rule']} (sees the future)" if one["sees_future"] else one["rule"],
+            _spread(one["loss"], ""),
+            "" if one["rule"] == found["baseline"] else _spread(one["difference"], "+"),
+            f"{one['at_equal_seconds']['mean']:.3f}",
+            f"{1e3 * one['step_seconds']:.0f}",
+            f"{one['step_ratio']:.2f} ({one['step_interval'][0]:.2f} to {one['step_interval'][1]:.2f})",
+            f"{one['flops_per_token'] / 1e6:.2f}",
+            f"{one['peak_bytes'] / 2**20:.0f}",
+            "" if one["max_violation"] is None else f"{one['max_violation']:.2f}",
+            f"{one['learning_rate']:g}",
+            f"{decode:,.0f}" if decode else "",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    made = found["made"]
+    seeds = found["standings"][0]["seeds"]
+    lines += [
+        "",
+        f"{found['tokens']:,} bytes, {seeds} seed{'s' if seeds > 1 else ''}; ± is half of a 95 % interval "
+        f"over seeds; equal seconds: after {found['budget']:.0f} s; byte trigrams "
+        f"{found['trigram']:.3f} nats. {made['machine']}, {made['threads']} thread, "
+        f"commit {made['commit'][:10]}.",
+    ]
+    return "\n".join(lines)
+
+
+def _spread(value: dict[str, Any], sign: str) -> str:
+    mean = f"{value['mean']:{sign}.3f}"
+    if value["interval"] is None:
+        return mean
+    low, high = value["interval"]
+    return f"{mean} ± {(high - low) / 2:.3f}"
+
+
+def layers_table() -> str:
+    """The time of a step beside what the layer benchmark lets one expect."""
+    lines = ["| rule | layer, ms | predicted step, ms | step, ms | gap |", "|---" * 5 + "|"]
+    with tempfile.TemporaryDirectory() as scratch:  # a query leaves copies beside the records
+        records = Path(shutil.copytree(STUDIES / "layers", Path(scratch) / "layers"))
+        rows = predicted(STUDIES / "routers", records)
+    for number, one in enumerate(rows):
+        low, high = one.between
+        gap = f"{100 * one.gap:+.1f} %" if number else ""
+        lines.append(
+            f"| {one.rule} | {one.layer:.2f} | {one.predicted:.1f} ({low:.1f} to {high:.1f}) "
+            f"| {one.step:.1f} | {gap} |"
+        )
+    return "\n".join(lines)
+
+
+def soft_table() -> str:
+    """Steps of Soft-MoE beside those of top-2, for longer and longer sequences."""
+    times = json.loads((STUDIES / "soft" / "times.json").read_text())
+    rules = ("softmax_topk", "soft_moe")
+    head = ("sequence", *(f"{rule}, ms a step" for rule in rules), "ratio of medians")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for length in dict.fromkeys(name.split(", ")[1] for name in times["seconds"]):
+        top, soft = (1e3 * median(times["seconds"][f"{rule}, {length}"]) for rule in rules)
+        lines.append(f"| {length.removesuffix(' tokens')} | {top:.0f} | {soft:.0f} | {soft / top:.2f} |")
+    made = times["made"]
+    how = f"{times['rounds']} rounds in turns, {made['threads']} thread, load {made['load']:.1f} afterwards"
+    lines += ["", f"{how}. {made['machine']}, commit {made['commit'][:10]}."]
+    return "\n".join(lines)
+
+
+def tables() -> dict[str, str]:
+    """Every table of the document by its name there."""
+    studies = {
+        path.parent.name: table(json.loads(path.read_text())) for path in STUDIES.glob("*/pareto.json")
+    }
+    return {**studies, "layers": layers_table(), "soft": soft_table()}
+
+
+def written(text: str) -> str:
+    """The document with every table as the files have it."""
+    for name, fresh in tables().items():
+        begin, end = (f"<!-- table {name}: {word} -->" for word in ("begin", "end"))
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        assert found and closed and begin not in after, f"docs/quality.md needs one place for table {name}"
+        text = f"{before}{begin}\n{fresh}\n{end}{after}"
+    return text
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(written(DOCUMENT.read_text()))
+    print(f"{DOCUMENT} is as the studies have it.")

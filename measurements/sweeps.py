@@ -1,0 +1,201 @@
+"""The sweeps behind the figures of README and docs/figures.md: one `mrb sweep` for each topic.
+
+    python measurements/sweeps.py             the commands, and how long each takes at most
+    python measurements/sweeps.py run         runs them all; with names of topics, only those
+    python measurements/sweeps.py keep        packs what was measured, to be committed
+    python measurements/figures.py            derives every figure from what was packed
+
+`run` measures into measurements/records/TOPIC/, which git ignores: stop it at any time, the same command goes
+on; delete the folder to begin anew. `keep` packs records, samples and environments into records/TOPIC.tar.xz.
+To look at them: mkdir r; tar xf measurements/records/grid.tar.xz -C r; mrb results --folder r
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HERE = Path(__file__).parent
+RECORDS = HERE / "records"
+THREADS = 2
+# what a results folder holds beside copies that can be made again
+KEPT = ("environments/*.json", "session=*/records.jsonl", "session=*/samples.f64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topic:
+    """sweep: the words after `mrb sweep`; minutes: at most, its cells times the seconds of each."""
+
+    shows: str
+    sweep: str
+    minutes: float
+
+    @property
+    def suite(self) -> str:
+        """What records of this sweep name as their suite."""
+        return self.sweep.partition(" ")[0]
+
+    def command(self, out: Path | str) -> list[str]:
+        return ["mrb", "sweep", *shlex.split(self.sweep), "--out", str(out)]
+
+
+def _sweep(what: str, seconds: int, *words: str) -> str:
+    return " ".join((what, *words, f"--full --threads {THREADS} --min-rounds 8 --seconds {seconds}"))
+
+
+TOPICS = {
+    "grid": Topic(
+        shows="a layer of three models: ours, vLLM's kernel, Transformers",
+        sweep=_sweep(
+            "cpu-grid", 55, '--impl "auto,vllm_cpu,transformers(eager),transformers(grouped_mm)"'
+        ),
+        minutes=18.5,
+    ),
+    **{
+        f"large_{model.partition('-')[0]}": Topic(
+            shows=f"1,024 tokens of {model}, which the grid gives too little time",
+            sweep=_sweep(
+                f"layer --model {model} --tokens 1024", 90, '--impl "auto,vllm_cpu,transformers(grouped_mm)"'
+            ),
+            minutes=1.5,
+        )
+        for model in ("olmoe-1b-7b", "qwen3-30b-a3b")
+    },
+    "decode": Topic(
+        shows="Transformers' third function, which copies weights: one token only",
+        sweep=_sweep(
+            "layer --model qwen3-30b-a3b --tokens 1", 40,
+            '--impl "auto,transformers(batched_mm),transformers(grouped_mm)"',
+        ),
+        minutes=0.7,
+    ),
+    "skew": Topic(
+        shows="the same layer under even and uneven routing",
+        sweep=_sweep(
+            "layer --model qwen3-30b-a3b --tokens 256", 55,
+            '--workload "balanced,zipf(1.2),lognormal(maxvio=15),one_expert"',
+            '--impl "auto,transformers(grouped_mm)"',
+        ),
+        minutes=3.7,
+    ),
+    "training": Topic(
+        shows="forward and backward",
+        sweep=_sweep(
+            "layer --model granite-3-moe --tokens 256,1024", 75, '--direction train',
+            '--impl "native,hf_grouped_mm,staged"',
+        ),
+        minutes=2.5,
+    ),
+    "layouts": Topic(
+        shows="compact, padded and block on the same kernels, under three kinds of routing",
+        sweep=_sweep(
+            "layer --tokens 2048 --width 1024 --hidden 512 --experts 16,64 --topk 2",
+            50,
+            '--workload "uniform,zipf(1.2),lognormal(maxvio=2)"',
+            '--impl "native @ compact" --impl "native @ padded(capacity_factor=1)"',
+            '--impl "native @ padded(capacity_factor=1.25)" --impl "native @ block(64)"',
+            '--impl "staged(grouped_gemm=padded_bmm) @ padded(capacity_factor=1.25)"',
+        ),
+        minutes=5,
+    ),
+    "pack": Topic(
+        shows="dispatch and combine, the whole grid of the original plan, with both bandwidths",
+        sweep=_sweep("seed-pack", 25, '--checked 1 --impl "native+native,native_reused+native_reused"'),
+        minutes=22.5,
+    ),
+    "plain": Topic(
+        shows="dispatch and combine against plain torch, one cell: it takes seconds a call",
+        sweep=_sweep(
+            "seed-pack/16384x4096-e128-k2", 60,
+            '--checked 1 --impl "native+native,index_select+gather_sum,index_select+index_add"',
+        ),
+        minutes=1,
+    ),
+    "topk": Topic(
+        shows="the K largest of E scores",
+        sweep=_sweep("topk-grid", 6, '--impl "sort,torch_topk,packed_key"'),
+        minutes=2.7,
+    ),
+    "routing": Topic(
+        shows="a layer without its experts: top-k, plan, dispatch, combine",
+        sweep=_sweep(
+            "seed-routing/16384-e128", 60,
+            '--checked 1 --impl "auto,packed_key+native+native+native,torch_topk+native+native+native"',
+        ),
+        minutes=1,
+    ),
+    "soft": Topic(
+        shows="Soft-MoE against top-k, with the time of its write-back",
+        sweep=_sweep("soft-moe", 20, '--router "softmax_topk,soft_moe(slots_per_expert=8)" --stages'),
+        minutes=0.7,
+    ),
+}  # fmt: skip
+
+
+def pack(folder: Path, archive: Path) -> int:
+    """Pack a results folder; the same files give the same bytes. Returns how many files."""
+    paths = sorted(path for pattern in KEPT for path in folder.glob(pattern))
+    with tarfile.open(archive, "w:xz") as tar:
+        for path in paths:
+            entry = tarfile.TarInfo(path.relative_to(folder).as_posix())
+            entry.size = path.stat().st_size
+            with path.open("rb") as file:
+                tar.addfile(entry, file)
+    return len(paths)
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    with tarfile.open(archive, "r:xz") as tar:
+        tar.extractall(folder, filter="data")
+    return folder
+
+
+app = typer.Typer(add_completion=False, help=__doc__)
+Names = Annotated[list[str] | None, typer.Argument(help="Topics; none named: all.")]
+
+
+@app.callback(invoke_without_command=True)
+def show(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        for name, topic in TOPICS.items():
+            print(f"# {name}: {topic.shows}; at most {topic.minutes:g} minutes")
+            print(shlex.join(topic.command(f"measurements/records/{name}")))
+        print(f"# in all at most {sum(topic.minutes for topic in TOPICS.values()):.0f} minutes")
+
+
+@app.command()
+def run(names: Names = None) -> None:
+    """Measure, each topic into its own folder."""
+    for name in _chosen(names):
+        words = TOPICS[name].command(RECORDS / name)
+        print(shlex.join(words), flush=True)
+        ran = subprocess.run((sys.executable, "-m", "moe_routing_bench", *words[1:]))
+        if ran.returncode not in (0, 1):  # 1: something was not timed, and the records say why
+            raise SystemExit(ran.returncode)
+
+
+@app.command()
+def keep(names: Names = None) -> None:
+    """Pack the folders that `run` left."""
+    for name in _chosen(names):
+        if (RECORDS / name).is_dir():
+            archive = RECORDS / f"{name}.tar.xz"
+            files = pack(RECORDS / name, archive)
+            print(f"{archive}: {files} files, {archive.stat().st_size / 1e3:.0f} kB")
+
+
+def _chosen(names: list[str] | None) -> list[str]:
+    if unknown := set(names or ()) - set(TOPICS):
+        raise typer.BadParameter(f"there is no topic {', '.join(unknown)}; there are {', '.join(TOPICS)}")
+    return names or list(TOPICS)
+
+
+if __name__ == "__main__":
+    app()

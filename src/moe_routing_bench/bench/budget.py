@@ -1,0 +1,31 @@
+"""Budget: one deadline for everything a cell does, from compiling to the last judged result."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+LONGEST_IMPORT = 20.0  # seconds, on a busy machine
+
+
+class Budget:
+    """Budget(60).left is 60 at first and falls; `began` is an earlier reading of time.perf_counter()."""
+
+    def __init__(self, seconds: float, began: float | None = None):
+        self.seconds, self.began = seconds, time.perf_counter() if began is None else began
+
+    @property
+    def used(self) -> float:
+        return time.perf_counter() - self.began
+
+    @property
+    def left(self) -> float:
+        return self.seconds - self.used
+
+
+def command_start() -> float:
+    """When this command began, by time.perf_counter(): imports are part of a user's minute. In a process that
+    has done other things before, such as a notebook, it begins now."""
+    age = time.time() - psutil.Process().create_time()
+    return time.perf_counter() - (age if age < LONGEST_IMPORT else 0.0)

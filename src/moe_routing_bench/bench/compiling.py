@@ -1,0 +1,50 @@
+"""Compiles our own C++ before anything is tried, so that no trial pays for it and the user is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from moe_routing_bench import cpp
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.inputs import Inputs
+from moe_routing_bench.bench.spans.span import is_ours
+from moe_routing_bench.ops.implementation import Implementation
+from moe_routing_bench.ops.registry import all_ops
+
+
+def compile_first(cell: Cell, inputs: Inputs, say: Callable[[str], None]) -> None:
+    """A file that does not compile is not an error here: the trial of its subject says why."""
+    if cell.policy.device != "cpu":
+        return
+    for source, level in dict.fromkeys(_needed(cell, inputs)):
+        if not cpp.compiled(source, level):
+            say(f"compiling {source.parent.name}/{source.name}, once")
+            try:
+                cpp.load(source, level)
+            except NotImplementedError:
+                continue
+
+
+def _needed(cell: Cell, inputs: Inputs) -> Iterator[tuple[Path, str | None]]:
+    ops = all_ops()
+    for subject in cell.subjects:
+        if not all(map(is_ours, cell.span.origins(subject.spec))):
+            continue
+        try:
+            parts = [*cell.span.parts(subject.spec)]
+            parts += [ops[op].get(spec) for op, spec in cell.span.resolved(subject, inputs)]
+        except (NotImplementedError, ValueError):  # a library is absent, or the sizes do not fit: no trial
+            continue
+        for part in parts:
+            yield from _sources(part)
+            for option, spec in part.config.items():
+                if option in ops:
+                    yield from _sources(ops[option].get(str(spec)))
+
+
+def _sources(part: Implementation) -> Iterator[tuple[Path, str | None]]:
+    """An implementation in C++ lies beside its source: native.py and native.cpp."""
+    source = Path(all_ops()[part.op].file).with_name(f"{part.name}.cpp")
+    if source.exists():
+        yield source, part.config.get("level") or None

@@ -1,0 +1,44 @@
+"""Cores: how many there are to measure on, and which are quiet now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+from moe_routing_bench.machine import torch_threads
+
+BUSY = 50.0  # per cent of the last moment that others used a core
+LOOK_SECONDS = 0.2
+
+
+def core_count() -> int:
+    """Physical cores this process may use: a second thread on a core shares its units with the first."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+def idle_count() -> int:
+    """How many of them others leave alone now, at least one. If one thread is on a busy core, all wait for it
+    at the end of every loop: calls become up to fifty times slower."""
+    busy = sum(share > BUSY for share in psutil.cpu_percent(LOOK_SECONDS, percpu=True))
+    return max(1, core_count() - busy)
+
+
+def quiet_cores(threads: int) -> tuple[int, ...]:
+    """The least busy cores, one for each thread; empty if the system cannot pin."""
+    if not hasattr(os, "sched_getaffinity"):
+        return ()
+    allowed = os.sched_getaffinity(0)
+    busy = dict(enumerate(psutil.cpu_percent(LOOK_SECONDS, percpu=True)))
+    return tuple(sorted(sorted(allowed, key=lambda core: (busy.get(core, 0.0), -core))[:threads]))
+
+
+@contextmanager
+def judging_threads() -> Iterator[None]:
+    """For the oracle in this process: no more threads than there are idle cores."""
+    with torch_threads(min(torch.get_num_threads(), idle_count())):
+        yield

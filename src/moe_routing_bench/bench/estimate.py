@@ -1,0 +1,93 @@
+"""About how long a cell will take on this machine as it is now, before anything of it has run.
+
+A short probe says how fast the machine multiplies and copies, and how much times scatter: that decides how
+many rounds the precision takes. Subjects are taken to be half as fast as the probe.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+from moe_routing_bench.bench.cell import LONG_CALL, Cell
+from moe_routing_bench.bench.roofs import DTYPES
+from moe_routing_bench.bench.series import SAMPLE_OVERHEAD, fewest_rounds
+from moe_routing_bench.machine import torch_threads
+
+START_SECONDS = 1.0  # a cell: workers, hashes of the code, results on disk
+TRIAL_SECONDS = 0.4  # a subject: its kit, its files
+GPU_TRIAL_SECONDS = 6.0  # a guess: starting CUDA and compiling a kernel; nobody has measured it
+TRIAL_CALLS, LONG_TRIAL_CALLS, SHARE_OF_PEAK = 9, 4, 0.5
+LEAST_SAMPLE = 1e-3
+PROBE_SECONDS = 1.0
+HALF_INTERVAL = 2.58 * 1.2533  # of a median, in standard deviations over the root of the rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Speed(flops=2e11, bytes=8e9, jitter=0.03): per second, and the scatter of a ratio of two times."""
+
+    flops: float
+    bytes: float
+    jitter: float
+
+
+def estimate(cell: Cell) -> float:
+    case, policy, subjects = cell.case, cell.policy, len(cell.subjects)
+    speed = probe(policy.threads, case.dtype)
+    work = {"forward": 1, "backward": 3, "train": 3}[case.direction]
+    moved = case.weight_bytes + 6 * case.activation_bytes
+    call = 5e-5 + work * (case.flops / (SHARE_OF_PEAK * speed.flops) + moved / speed.bytes)
+    oracle = work * (8 * case.flops / speed.flops + 5 * moved / speed.bytes)
+    judged = (2 + policy.checked) * len({subject.question for subject in cell.subjects}) * oracle
+    if policy.device != "cpu":
+        # the oracle is computed on the CPU, for the gate and for every timed result that is judged
+        return GPU_TRIAL_SECONDS * subjects + judged + policy.max_seconds
+    long = call >= LONG_CALL
+    trials = subjects * (TRIAL_SECONDS + (LONG_TRIAL_CALLS if long else TRIAL_CALLS) * call)
+    calls = 1 if long else 1 + max(1.0, LEAST_SAMPLE / 2 / call)
+    one_round = (subjects + 1) * (calls * call + SAMPLE_OVERHEAD)
+    wanted = (HALF_INTERVAL * speed.jitter / policy.target) ** 2
+    rounds = min(max(wanted, policy.min_rounds), policy.max_rounds) * one_round
+    least = fewest_rounds(subjects) * one_round
+    before = START_SECONDS + trials + judged
+    return before + policy.processes * max(
+        least, min(rounds, (policy.max_seconds - before) / policy.processes)
+    )
+
+
+@cache
+def probe(threads: int, dtype: str) -> Speed:
+    """Takes about half a second; beside another busy process, where threads wait for each other, a few,
+    and at worst eight slow calls."""
+    with torch_threads(threads):
+        a = torch.randn(256, 2048).to(DTYPES[dtype])
+        b = torch.randn(2048, 1024).to(DTYPES[dtype])
+        rows = torch.randn(2**22)
+        products = _times(lambda: a @ b, 40)
+        copies = _times(rows.clone, 12)
+    logs = np.log(products[len(products) // 5 :])
+    pairs = np.diff(logs[len(logs) % 2 :])[::2]
+    # 1.4826 times the median of the absolute values is a standard deviation that spikes cannot raise
+    jitter = float(np.clip(1.4826 * np.median(np.abs(pairs)), 0.005, 0.3))
+    return Speed(
+        flops=2 * 256 * 2048 * 1024 / float(np.median(products)),
+        bytes=2 * rows.nbytes / float(np.median(copies)),
+        jitter=jitter if math.isfinite(jitter) else 0.05,
+    )
+
+
+def _times(call: Callable[[], object], most: int) -> list[float]:
+    """Seconds of so many calls, or of as many as PROBE_SECONDS allow, four at least."""
+    times: list[float] = []
+    while len(times) < 4 or (len(times) < most and sum(times) < PROBE_SECONDS):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return times

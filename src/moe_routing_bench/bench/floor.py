@@ -1,0 +1,89 @@
+"""The floor: the least time a call can take by the machine's roofs, and who is held to it.
+
+Code from outside that is faster than the machine is SUSPECT. Our own code has a clock we trust, so if it is
+faster, the roofs are too low: that is a note, the other subjects of the cell are held to a floor as much
+lower, and the roof is raised for later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.clock import last_level_cache_bytes
+from moe_routing_bench.bench.outcome import CellOutcome
+from moe_routing_bench.bench.roofs import Roofs, store_roofs, stored_roofs
+from moe_routing_bench.bench.spans.span import is_ours
+from moe_routing_bench.cost import Cost
+from moe_routing_bench.machine import this_machine
+
+# below the floor by no more than this factor may be noise, since roofs are measured too
+TOLERANCE = 1.05
+# our own code may beat torch's matmul, with which roofs are measured, but not by this much: then the work is
+# counted wrongly, and no roof may be raised by that
+MOST_RAISED = 1.5
+
+
+def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
+    """The least time a call can take under the cell's cache policy. None if the roofs are not known: only
+    the CPU's are measured, and those of a busy machine do not count.
+
+    With hot caches, bytes count only if the caches cannot hold them all.
+    """
+    threads, dtype = cell.policy.threads, cell.case.dtype
+    if cell.policy.device != "cpu" or roofs is None or not roofs.quiet:
+        return None
+    if threads not in roofs.read_bytes or threads not in roofs.gemm_flops.get(dtype, {}):
+        return None
+    moved = {"cold": cost.bytes, "weights-cold": cost.weight_bytes, "hot": 0}[cell.policy.cache]
+    if cell.policy.cache == "hot" and cost.bytes > 2 * last_level_cache_bytes():
+        moved = cost.bytes
+    memory = max(roofs.read_bytes[threads], roofs.copy_bytes[threads])
+    return max(moved / memory, cost.useful_flops / roofs.gemm_flops[dtype][threads])
+
+
+def too_fast(
+    times: Mapping[int, float], floors: Mapping[int, float | None], outside: Collection[int]
+) -> dict[int, str]:
+    """The subjects from outside that are faster than the machine, and that in words."""
+    beaten = {index: (floors[index] or 0.0) / seconds for index, seconds in times.items()}
+    too_low = max([1.0, *(beaten[index] for index in times if index not in outside)])
+    return {
+        index: f"it says {1e3 * times[index]:.3g} ms, but this machine cannot do the work in less than "
+        f"{1e3 * times[index] * share / too_low:.3g} ms: {100 * share / too_low:.0f} % of the highest rate "
+        "ever seen here. The timer or the cost model is wrong, or the roofs are (`mrb doctor --again`)"
+        for index, share in beaten.items()
+        if index in outside and share / too_low > TOLERANCE
+    }
+
+
+def beaten_roofs(timed: Mapping[str, tuple[float, float | None]]) -> list[str]:
+    """A note if something is below its floor. timed: seconds and floor by name."""
+    shares = {name: (floor or 0.0) / seconds for name, (seconds, floor) in timed.items()}
+    names = [f"{name} ({100 * share:.0f} %)" for name, share in shares.items() if share > TOLERANCE]
+    if not names:
+        return []
+    return [f"Above this machine's measured roofs, which are too low for this: {', '.join(names)}."]
+
+
+def raise_stored(outcome: CellOutcome) -> None:
+    """Keep arithmetic as fast as our own code has just shown it to be as this machine's roof.
+
+    Bytes raise nothing: some may have come from the caches. Nor do weights kept in fewer bits.
+    """
+    cell, threads, dtype = outcome.cell, outcome.cell.policy.threads, outcome.cell.case.dtype
+    roofs = stored_roofs(this_machine().name) if cell.policy.device == "cpu" else None
+    if roofs is None or threads not in roofs.gemm_flops.get(dtype, {}):
+        return
+    roof = roofs.gemm_flops[dtype][threads]
+    rates = [
+        outcome.rates(one).flops_per_second or 0.0
+        for one in outcome.subjects
+        if all(map(is_ours, cell.span.origins(one.subject.spec))) and "store=" not in one.subject.spec
+    ]
+    best = max((rate for rate in rates if roof < rate <= MOST_RAISED * roof), default=roof)
+    if best > roof:
+        higher = {**roofs.gemm_flops, dtype: {**roofs.gemm_flops[dtype], threads: best}}
+        with suppress(OSError):  # a home that cannot be written keeps the roofs it has
+            store_roofs(roofs.model_copy(update={"gemm_flops": higher}))

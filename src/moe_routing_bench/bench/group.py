@@ -1,0 +1,362 @@
+"""run_group measures a cell on several ranks: each rank a process, all calls together, every result judged.
+
+A sample is from the moment the last rank begins to the moment the last one ends. Subjects take turns in every
+round, on the same inputs and in a new order, with the baseline's twin, as in one process. The trial is
+shorter than there: two judged calls, the same bits twice; memory is not poisoned and the kit is not run
+(tests/parallel does both for every transport), and no roof is held against a time. Code from outside is
+refused. What fails ends its group; the others go on in a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from moe_routing_bench.bench.budget import Budget
+from moe_routing_bench.bench.calls import Result
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.cores import judging_threads
+from moe_routing_bench.bench.group_worker import serve
+from moe_routing_bench.bench.identity import identify
+from moe_routing_bench.bench.inputs import ROUTINGS, Inputs
+from moe_routing_bench.bench.judging import Finding, Judge
+from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome, Wire
+from moe_routing_bench.bench.runner import OnProgress, Progress
+from moe_routing_bench.bench.series import TWIN
+from moe_routing_bench.bench.spans.parallel import STAGES, placement_of
+from moe_routing_bench.bench.spans.span import is_ours
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.supervisor import SubjectError
+from moe_routing_bench.bench.verdict import FEWEST_ROUNDS, aa_floor, compare_cells, stop_reason
+from moe_routing_bench.bench.weather import WeatherSpan, weather
+from moe_routing_bench.machine import this_machine
+from moe_routing_bench.parallel.flow import TRANSPORTS, count_flow
+from moe_routing_bench.plan import Layout
+
+CHECKS = ("value", "value of other inputs", "same bits twice", "value of timed calls")
+TRIAL_CALLS = 1_000_000  # numbers of calls that are not timed begin here
+START_SECONDS = 300.0  # importing torch in W processes on a busy machine
+
+
+class Group:
+    """W processes that run the same calls."""
+
+    def __init__(self, cell: Cell):
+        self.cell, self._place = cell, tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(cell.W):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(theirs, rank, cell.to_json(), self._place.name), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        try:
+            self._answers(START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, subject: int, number: int, *, keep: bool = False) -> np.ndarray[Any, Any]:
+        """When the last rank began and ended each stage; with `keep` the results are files until the next."""
+        request = {"subject": subject, "number": number, "step": number % ROUTINGS, "keep": keep}
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(json.dumps(request).encode())
+            except OSError:
+                raise SubjectError(Status.CRASHED, f"the process of rank {rank} died") from None
+        answers = self._answers(self.cell.policy.step_seconds)
+        return np.array([answer["stamps"] for answer in answers]).max(0)
+
+    def result(self) -> torch.Tensor:
+        """Of the last call that was kept, the tokens of all ranks."""
+        parts = [load_file(Path(self._place.name) / f"{rank}.safetensors") for rank in range(self.cell.W)]
+        return torch.cat([part["y_TD"] for part in parts])
+
+    def _answers(self, seconds: float) -> list[dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        until = time.monotonic() + seconds
+        while len(found) < len(self._pipes):
+            left = [pipe for rank, pipe in enumerate(self._pipes) if rank not in found]
+            ready = wait(left, max(0.0, until - time.monotonic()))
+            if not ready:
+                missing = sorted(set(range(len(self._pipes))) - set(found))
+                raise SubjectError(Status.TIMEOUT, f"ranks {missing} gave no answer within {seconds:g} s")
+            for pipe in ready:
+                rank = next(r for r, one in enumerate(self._pipes) if one is pipe)
+                try:
+                    answer = json.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    raise SubjectError(Status.CRASHED, f"the process of rank {rank} died") from None
+                if "failed" in answer:
+                    status = Status.UNSUPPORTED if answer["unsupported"] else Status.RUNTIME_ERROR
+                    raise SubjectError(status, f"rank {rank}: {answer['failed']}")
+                found[rank] = answer
+        return [found[rank] for rank in range(len(self._pipes))]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._place.cleanup()
+
+
+@dataclass(kw_only=True)
+class _Series:
+    """What was seen of one subject."""
+
+    status: Status = Status.PASSED
+    reason: str = ""
+    finding: Finding | None = None
+    first_call: float = 0.0
+    samples: list[float] = field(default_factory=list)
+    stages: list[list[float]] = field(default_factory=list)
+    checked: int = 0
+
+
+class _Session:
+    """A group that is started again when something failed in it."""
+
+    def __init__(self, cell: Cell, judge: Judge):
+        self.cell, self.judge = cell, judge
+        self._group: Group | None = None
+
+    @property
+    def group(self) -> Group:
+        self._group = self._group or Group(self.cell)
+        return self._group
+
+    def end(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+    def judged(self, subject: int, number: int) -> Finding:
+        result = Result(out=self.group.result())
+        return self.judge.judge_result(result, number, number % ROUTINGS, self.cell.subjects[subject])
+
+    def timed(self, subject: int, seen: _Series, number: int, look: bool) -> None:
+        ends = self.group.call(subject, number, keep=look)
+        seen.samples.append(float(ends[-1] - ends[0]))
+        seen.stages.append(np.diff(ends).tolist())
+        if look:
+            finding = self.judged(subject, number)
+            if finding.status is not Status.PASSED:
+                raise SubjectError(finding.status, f"{finding.reason} (during the rounds)")
+            seen.checked += 1
+
+    def trial(self, subject: int, seen: _Series) -> None:
+        results = []
+        for number in (TRIAL_CALLS, TRIAL_CALLS + 1, TRIAL_CALLS):
+            ends = self.group.call(subject, number, keep=True)
+            seen.first_call = seen.first_call or float(ends[-1] - ends[0])
+            finding = self.judged(subject, number)
+            if finding.status is not Status.PASSED:
+                raise SubjectError(finding.status, finding.reason)
+            seen.finding = finding
+            results.append(self.group.result())
+        parts = self.cell.span.parts(self.cell.subjects[subject].spec)
+        if all(part.deterministic for part in parts) and not torch.equal(results[0], results[2]):
+            raise SubjectError(Status.NONDETERMINISTIC, "two runs gave different bits")
+
+
+def run_group(
+    cell: Cell, *, on_progress: OnProgress = lambda progress: None, began: float | None = None
+) -> CellOutcome:
+    """Measure one cell on cell.W ranks. A failing implementation never raises here."""
+    budget, before = Budget(cell.policy.max_seconds, began), weather()
+    identity, inputs = identify(cell, this_machine()), cell.inputs()
+    seen = {place: _Series() for place in range(len(cell.subjects))}
+
+    def report(what: str) -> None:
+        share = min(1.0, budget.used / budget.seconds)
+        on_progress(Progress(what=what, share=share, left=max(0.0, budget.left)))
+
+    reason = _refused(cell, inputs)
+    for place, subject in enumerate(cell.subjects):
+        why = reason or _cannot(cell, inputs, place)
+        if why:
+            seen[place].status, seen[place].reason = Status.UNSUPPORTED, f"{subject.spec}: {why}"
+    alive = [place for place in seen if seen[place].status is Status.PASSED]
+    session = _Session(cell, Judge(cell.span, inputs))
+    stopped, rounds = "nothing passed its trial", 0
+    try:
+        with judging_threads():
+            for place in list(alive):
+                report(f"trying {cell.subjects[place].spec}")
+                _guarded(session, seen, alive, place, partial(session.trial, place, seen[place]))
+            while alive and not rounds:
+                stopped, rounds = _rounds(session, seen, alive, budget, report)
+    finally:
+        session.end()
+    outcomes = _outcomes(cell, inputs, seen, alive)
+    return CellOutcome(
+        cell=cell, identity=identity, outcomes=outcomes, rounds=rounds,
+        rounds_by_process=(rounds,) if rounds else (), stop_reason=stopped,
+        aa_floor=aa_floor(seen[alive[0]].samples, seen[TWIN].samples) if alive else None,
+        routing_checksum="" if reason else inputs.workload(0).checksum,
+        weather=WeatherSpan(before=before, after=weather()), seconds=budget.used,
+        notes=_notes(cell, outcomes),
+    )  # fmt: skip
+
+
+def _notes(cell: Cell, outcomes: tuple[SubjectOutcome, ...]) -> tuple[str, ...]:
+    wires = [
+        f"{one.subject.spec} {one.wire.sent / 1e6:.3g} MB, {one.wire.sent / one.wire.least:.2f} of the least"
+        for one in outcomes
+        if one.wire is not None and one.role != "twin" and one.wire.least
+    ]
+    return (
+        f"{cell.W} ranks are processes on one machine, joined by Gloo over the loopback",
+        *([f"rows that leave their rank, both ways: {'; '.join(wires)}"] if wires else []),
+    )
+
+
+def _refused(cell: Cell, inputs: Inputs) -> str:
+    if cell.case.direction != "forward":
+        return "on several ranks only the forward pass is measured"
+    try:
+        inputs.workload(0)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return ""
+
+
+def _cannot(cell: Cell, inputs: Inputs, place: int) -> str:
+    subject = cell.subjects[place]
+    if not all(map(is_ours, cell.span.origins(subject.spec))):
+        return "on several ranks code from outside is not measured"
+    if Layout.parse(subject.layout).kind != "compact":
+        return "on several ranks only the compact layout is measured: what others drop depends on the rank"
+    try:
+        args = cell.span.arguments(inputs.at(0, 0, subject.layout))
+        return cell.span.why_not(subject, inputs, args) or ""
+    except NotImplementedError as error:
+        return str(error)
+
+
+def _guarded(
+    session: _Session, seen: dict[int, _Series], alive: list[int], place: int, work: Callable[[], Any]
+) -> bool:
+    """Whether it went well; else the subject is out, and the group with it."""
+    try:
+        work()
+    except SubjectError as failure:
+        one = seen[place]
+        one.status, one.reason = failure.status, failure.reason
+        alive.remove(place)
+        session.end()
+        return False
+    return True
+
+
+def _rounds(
+    session: _Session,
+    seen: dict[int, _Series],
+    alive: list[int],
+    budget: Budget,
+    report: Callable[[str], None],
+) -> tuple[str, int]:
+    """Rounds until every ratio is known or the time is over; from the beginning again if a subject fails."""
+    policy = session.cell.policy
+    for place in (*alive, TWIN):
+        seen[place] = replace(seen.get(place, _Series()), samples=[], stages=[], checked=0)
+    dice = random.SystemRandom()
+    looks = {0, *dice.sample(range(1, policy.min_rounds), min(policy.checked, policy.min_rounds) - 1)}
+    number = 0
+    while True:
+        order = [*alive, TWIN]
+        dice.shuffle(order)
+        for place in order:
+            subject = alive[0] if place == TWIN else place
+            look = number in looks and place != TWIN
+            if not _guarded(
+                session, seen, alive, subject, partial(session.timed, subject, seen[place], number, look)
+            ):
+                return "a subject failed during the rounds", 0
+        number += 1
+        report(f"round {number}")
+        if number < FEWEST_ROUNDS or (number < policy.min_rounds and budget.left > 0):
+            continue
+        why = [
+            stop_reason(
+                seen[alive[0]].samples, seen[place].samples, target=policy.target,
+                min_rounds=policy.min_rounds, max_rounds=policy.max_rounds, seconds=budget.used,
+                max_seconds=budget.seconds,
+            )
+            for place in (alive[1:] or [TWIN])
+        ]  # fmt: skip
+        if all(why):
+            return str(why[0]), number
+
+
+def _outcomes(
+    cell: Cell, inputs: Inputs, seen: dict[int, _Series], alive: list[int]
+) -> tuple[SubjectOutcome, ...]:
+    outcomes = []
+    for place, subject in enumerate(cell.subjects):
+        one = seen[place]
+        about: dict[str, Any] = {
+            "subject": subject, "label": subject.spec, "status": one.status, "reason": one.reason,
+        }  # fmt: skip
+        if one.status is Status.PASSED:
+            parts = cell.span.parts(subject.spec)
+            cost, load = cell.span.facts(subject, inputs)
+            verdict = one.finding.verdict if one.finding else None
+            about |= {
+                "label": "+".join(part.label for part in parts), "origin": parts[0].origin,
+                "runs": "; ".join(f"{op}: {label}" for op, label in cell.span.resolved(subject, inputs)),
+                "role": "baseline" if place == alive[0] else "candidate",
+                "deterministic": all(part.deterministic for part in parts),
+                "host_sync": next((part.host_sync for part in parts if part.host_sync), ""),
+                "checks": CHECKS, "checked_timed_calls": one.checked, "first_call": one.first_call,
+                "samples": tuple(one.samples), "cost": cost, "load": load,
+                "stages": {name: median(s[i] for s in one.stages) for i, name in enumerate(STAGES)},
+                "wire": wire_of(inputs, cell.W, parts[0].name),
+                "max_error": verdict and verdict.max_error, "max_bound": verdict and verdict.max_bound,
+            }  # fmt: skip
+        outcomes.append(SubjectOutcome(**about))
+    if not alive:
+        return tuple(outcomes)
+    baseline, twin = outcomes[alive[0]], tuple(seen[TWIN].samples)
+    outcomes.append(replace(baseline, role="twin", samples=twin, stages={}, checked_timed_calls=0))
+    others = [*alive[1:], len(outcomes) - 1]
+    floor = aa_floor(baseline.samples, twin)
+    compared = compare_cells(
+        [(baseline.samples, outcomes[place].samples) for place in others], aa_floor=floor
+    )
+    for place, comparison in zip(others, compared, strict=True):
+        outcomes[place] = replace(outcomes[place], comparison=comparison)
+    return tuple(outcomes)
+
+
+def wire_of(inputs: Inputs, W: int, transport: str) -> Wire | None:
+    """Bytes of rows that leave their rank in the first call, both ways, and the least that any transport
+    needs: a token once to each rank with one of its experts, and one sum back."""
+    if transport not in TRANSPORTS:
+        return None
+    plan, tokens_W = inputs.at(0, 0, "compact").plan, inputs.workload(0).tokens_W
+    expert_TK, ends = plan.expert_TK().numpy(), np.cumsum([0, *tokens_W])
+    placement = placement_of(inputs.case.shape.E, W)
+    flow = count_flow(lambda rank: expert_TK[ends[rank] : ends[rank + 1]], placement)
+    row = 2 * inputs.case.shape.D * inputs.case.element_size
+    sent = sum(int(rows_WW.sum() - np.trace(rows_WW)) for rows_WW in flow.phases(transport))
+    return Wire(sent=row * sent, least=row * int(flow.to_WW.sum() - np.trace(flow.to_WW)))

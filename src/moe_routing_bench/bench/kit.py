@@ -1,0 +1,92 @@
+"""A time is given only to what passes the kit's hard cases for its operations, dtype and layout.
+
+The benchmark's own inputs are all alike: full batches, choices without gaps. The kit's are not (`mrb check`).
+What passed is remembered by the hash of the code that runs, so only changed code is checked again. The kit
+runs in the worker: it finds mistakes. Code that lies about it gains nothing, since its results are judged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from functools import cache
+
+import torch
+
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.device import memory_place
+from moe_routing_bench.bench.identity import digest_of
+from moe_routing_bench.bench.sources import PACKAGE, Code
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.conformance.cases import KitCell
+from moe_routing_bench.conformance.check import Outcome, cells_of, check
+from moe_routing_bench.machine import this_machine, torch_threads
+from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.places import home
+
+MOST_BYTES = 2**20  # of the file; a fuller one is begun anew
+
+
+def kit_cells(cell: Cell, subject: Subject) -> list[KitCell]:
+    """The kit's cells for what the subject names, which is loaded here; none for a whole layer that is not
+    ours."""
+    device, layout = memory_place(cell.policy.device), subject.layout.partition("(")[0]
+    return [
+        one
+        for part in cell.span.parts(subject.spec)
+        for one in cells_of(part.op, part.label, (cell.case.dtype,), device)
+        # batches are for `mrb check`: they start a second thread, and a worker counts its threads
+        if not one.case.batches
+        and (not all_ops()[part.op].has_layout or one.layout.partition("(")[0] == layout)
+    ]
+
+
+def run_kit(cell: Cell, subject: Subject) -> tuple[int, int, str]:
+    """Cells passed, cells failed, and the first failure in words. In a worker."""
+    passed, failed, first = 0, 0, ""
+    with torch_threads(1), torch.enable_grad():  # the cases are tiny
+        for one in kit_cells(cell, subject):
+            outcome = _check(one)
+            passed += outcome.status == "passed"
+            failed += outcome.status == "failed"
+            if outcome.status == "failed" and not first:
+                first = f"{one.case.name}, {one.layout}: {outcome.sentences[0]}"
+    return passed, failed, first
+
+
+@cache  # subjects of several parts share them
+def _check(one: KitCell) -> Outcome:
+    return check(one)
+
+
+class PassedKits:
+    """Which code has passed: PassedKits(cell).knows(subject, source), .add(subject, source)."""
+
+    def __init__(self, cell: Cell):
+        self.cell, self.path = cell, home() / "kit.json"
+        try:
+            small = self.path.stat().st_size <= MOST_BYTES
+            keys = json.loads(self.path.read_text()) if small else []
+        except (OSError, ValueError):
+            keys = []
+        self._keys = {key for key in keys if isinstance(key, str)} if isinstance(keys, list) else set()
+
+    def knows(self, subject: Subject, source: str) -> bool:
+        return self._key(subject, source) in self._keys
+
+    def add(self, subject: Subject, source: str) -> None:
+        self._keys.add(self._key(subject, source))
+        part = self.path.with_name(f"kit.{os.getpid()}.part")
+        try:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(sorted(self._keys)))
+            part.replace(self.path)
+        except OSError:  # then it is checked again next time
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+
+    def _key(self, subject: Subject, source: str) -> str:
+        kit = Code.of([PACKAGE / "conformance" / "check.py"]).hash
+        where = (self.cell.policy.device, this_machine().name, torch.__version__)
+        return digest_of([subject.name, source, kit, self.cell.case.dtype, *where])

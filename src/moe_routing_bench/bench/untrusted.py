@@ -1,0 +1,59 @@
+"""Reads what code from outside may have written: messages with a deadline, files that are really files."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import struct
+import time
+from pathlib import Path
+
+
+def receive(pipe: int, sentinel: int, *, seconds: float, most_bytes: int) -> bytes:
+    """One message of multiprocessing's format. It never waits longer than `seconds`, also not for the second
+    half of a message.
+
+    sentinel: becomes readable when the sender's process has ended.
+    Raises TimeoutError, EOFError if the sender is gone, ValueError if it is no such message.
+    """
+    deadline = time.monotonic() + seconds
+    (length,) = struct.unpack("!i", _exactly(4, pipe, sentinel, deadline))
+    if not 0 <= length <= most_bytes:
+        raise ValueError(f"a message of {length} bytes")
+    return _exactly(length, pipe, sentinel, deadline)
+
+
+def _exactly(wanted: int, pipe: int, sentinel: int, deadline: float) -> bytes:
+    poll, parts = select.poll(), []
+    for fd in (pipe, sentinel):
+        poll.register(fd, select.POLLIN)
+    while wanted:
+        ready = dict(poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))))
+        if not ready:
+            raise TimeoutError
+        if pipe not in ready:
+            raise EOFError
+        part = os.read(pipe, min(wanted, 2**20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        wanted -= len(part)
+    return b"".join(parts)
+
+
+def read_file(path: Path, most_bytes: int) -> bytes:
+    """The content of a regular file. ValueError for a link, a pipe, a device or a file that is too long."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise ValueError("no result was handed over") from None
+    except OSError as error:
+        raise ValueError(f"the result is not a file: {error.strerror}") from None
+    with os.fdopen(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("the result is not a file")
+        if found.st_size > most_bytes:
+            raise ValueError(f"the result is {found.st_size} bytes, far more than expected")
+        return file.read(found.st_size)

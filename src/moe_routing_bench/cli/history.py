@@ -1,0 +1,86 @@
+"""mrb history: a metric over commits, with the commits at which it steps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from moe_routing_bench.cli.pictures import check_picture_path
+from moe_routing_bench.cli.report import write_page
+from moe_routing_bench.cli.results import left_out_json, printable, reading, show_left_out, table_of
+from moe_routing_bench.cli.terminal import Json, pick, show, show_json
+from moe_routing_bench.report.drawing import style
+from moe_routing_bench.report.over_commits import draw, over_commits, series_table, steps_table
+from moe_routing_bench.results.history import METRICS, History, history
+
+MOST_SHOWN = 40
+
+
+def history_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A results folder with runs of many commits.")
+    ],
+    metric: Annotated[str, typer.Option(help="ratio (to the baseline) or ms.")] = "ratio",
+    case: Annotated[str, typer.Option(help="Only cases that match, as *olmoe*.")] = "*",
+    impl: Annotated[str, typer.Option(help="Only implementations that match, as native*.")] = "*",
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="PICTURE", help="Draw it: .png, .svg or .pdf.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """When did it become faster or slower? Every record says of which commit its source was.
+
+    \b
+    Examples:
+      mrb history results
+      mrb history results --case "*olmoe*" --impl "native*" --html history.html
+      mrb history results --metric ms -o history.png
+
+    A step is called a regression or an improvement only if nothing else
+    changed there: not the machine's torch, not the way of measuring.
+    """
+    chosen = pick("metric", metric, METRICS)
+    with reading():
+        if out is not None:
+            check_picture_path(out)
+        found = history(
+            folder, "ms" if chosen == "ms" else "ratio",
+            lambda where, name: fnmatchcase(where, f"*{case}*") and fnmatchcase(name, impl + "*"),
+        )  # fmt: skip
+        if html is not None:
+            write_page(over_commits(found, f"mrb history {folder} --metric {metric} --html {html}"), html)
+        if out is not None:
+            picture = draw(found)
+            if picture is None:
+                raise ValueError("there is nothing to draw: no series has two commits")
+            with style():
+                picture.figure.savefig(out)
+    if as_json:
+        series = [asdict(one) for one in found.series]
+        left_out = left_out_json(found.left_out)
+        show_json({"metric": chosen, "series": series, "without": found.without, "left_out": left_out})
+        return
+    _show(found)
+    show_left_out(found.left_out)
+
+
+def _show(found: History) -> None:
+    series, steps = series_table(found.series), steps_table(found)
+    if steps.rows:
+        show("Steps:", table_of(steps.head, steps.rows[:MOST_SHOWN], words=steps.head[:2]), "")
+    show(table_of(series.head, series.rows[:MOST_SHOWN], words=series.head[:3]))
+    if len(found.series) > MOST_SHOWN:
+        show(f"and {len(found.series) - MOST_SHOWN:,} more series; all of them: --json")
+    single = sum(len(one.points) < 2 for one in found.series)
+    lines = [
+        f"Series: {len(found.series):,}, steps: {len(found.steps):,}. {METRICS[found.metric].capitalize()}."
+    ]
+    lines += [f"{single:,} series have one commit only."] if single else []
+    lines += [f"{found.without:,} records do not say which commit they are of."] if found.without else []
+    show("", Text(printable("\n".join(lines)), "dim"))

@@ -1,0 +1,42 @@
+"""mrb merge: one results folder from those of several machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_routing_bench.cli.terminal import Json, say, show, show_json, user_mistakes
+from moe_routing_bench.results.merging import merge
+
+
+def merge_command(
+    folders: Annotated[list[Path], typer.Argument(help="Results folders, each the --out of a sweep.")],
+    out: Annotated[Path, typer.Option(help="The folder to merge into; it may hold results already.")],
+    as_json: Json = False,
+) -> None:
+    """Copy the results of several machines into one folder. Their own folders stay as they are.
+
+    \b
+    Examples:
+      mrb sweep seed-grid --out part1 --shard 1/2          on one machine
+      mrb sweep seed-grid --out part2 --shard 2/2          on another
+      mrb merge part1 part2 --out results
+
+    The same session is taken once, however often it comes. A session with a
+    bad line, or whose samples are not those it was measured with, is refused
+    with a sentence and exit code 1; the others are merged.
+    """
+    with user_mistakes():
+        merged = merge(folders, out)
+    if as_json:
+        show_json(vars(merged))
+    else:
+        there = f", {len(merged.there)} were there already" if merged.there else ""
+        twice = f"; {merged.twice} of them measured more than once, the latest counts" if merged.twice else ""
+        show(f"{len(merged.copied)} sessions merged into {out}{there}. It holds {merged.cells} cells{twice}.")
+    for sentence in merged.refused:
+        say(f"not merged: {sentence}")
+    if merged.refused:
+        raise typer.Exit(1)

@@ -1,0 +1,222 @@
+"""mrb parallel plan: how many ranks should share the experts of a model, and what would a step cost?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from moe_routing_bench.cli.fitting import fitted
+from moe_routing_bench.cli.parallel_pictures import draw_plan
+from moe_routing_bench.cli.pictures import check_picture_path
+from moe_routing_bench.cli.place import _number
+from moe_routing_bench.cli.terminal import (
+    Json,
+    console,
+    heading,
+    show,
+    show_json,
+    two_columns,
+    user_mistakes,
+)
+from moe_routing_bench.experts import GATED
+from moe_routing_bench.parallel.fabric import Fabric, read_fabric, shipped
+from moe_routing_bench.parallel.step import PARTS, LayerSize
+from moe_routing_bench.published import model as published_model
+from moe_routing_bench.studies.parallel_plans import CLOSE, MOST_TOKENS, Answer, Option, Question, answer
+from moe_routing_bench.workloads.workload import check_name
+
+SHOWN = 8  # ways with one degree
+
+parallel_app = typer.Typer(
+    no_args_is_help=True,
+    help="Experts on many GPUs: what would it cost?",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@parallel_app.command("fabrics")
+def fabrics_command() -> None:
+    """The fabrics that are shipped. Another one is a TOML file with the same entries."""
+    table = two_columns()
+    for name in shipped():
+        table.add_row(name, read_fabric(name).title)
+    show(table)
+
+
+@parallel_app.command("plan")
+def plan_command(
+    model: Annotated[str, typer.Option(help="A name from `mrb list models`.")],
+    gpus: Annotated[int, typer.Option(help="How many you have.")],
+    fabric: Annotated[
+        str, typer.Option(help="A name from `mrb parallel fabrics`, or a file.toml.")
+    ] = "h100-400g",
+    tokens: Annotated[int, typer.Option(help="Tokens that each GPU brings to a step.")] = 4096,
+    workload: Annotated[
+        str, typer.Option(help="Who chooses whom: `mrb list workloads`, or trace(FILE,layer=3).")
+    ] = "uniform",
+    spare: Annotated[
+        str, typer.Option(help="Places for copies on each rank beyond the fewest, to try: 0,1,2.")
+    ] = "0,1",
+    drop: Annotated[float, typer.Option(help="Share of pairs that a fixed capacity may drop.")] = 0.001,
+    layers: Annotated[int, typer.Option(help="MoE layers, for memory; 0: those of the model.")] = 0,
+    weight_bits: Annotated[float, typer.Option(help="Bits of a weight.")] = 16,
+    send_bits: Annotated[float, typer.Option(help="Bits of a number on its way to an expert.")] = 16,
+    return_bits: Annotated[float, typer.Option(help="Bits of a number on its way back.")] = 16,
+    memory_share: Annotated[float, typer.Option(help="Share of a GPU's memory for experts and rows.")] = 0.6,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="A picture: .svg, .png or .pdf.")] = None,
+    as_json: Json = False,
+) -> None:
+    """I have so many GPUs and this model: what degree of expert parallelism, how many copies, what capacity?
+
+    A model, not a measurement: every assumption is printed, and docs/parallel.md says how far to believe it.
+
+    \b
+    Examples:
+      mrb parallel plan --model deepseek-v3 --gpus 64 --weight-bits 8 --send-bits 8
+      mrb parallel plan --model qwen3-235b-a22b --gpus 16 --tokens 128 --workload "lognormal(maxvio=4)"
+      mrb parallel plan --model deepseek-v3 --gpus 4096 --fabric h100-400g-tapered -o plan.svg
+    """
+    with user_mistakes():
+        if out is not None:
+            check_picture_path(out)
+        one = published_model(model)
+        check_name(workload)
+        for name, bits in (("weight", weight_bits), ("send", send_bits), ("return", return_bits)):
+            if not 1 <= bits <= 64:
+                raise ValueError(f"--{name}-bits is {bits:g}; a number has 1 to 64")
+        if not 1 <= tokens <= MOST_TOKENS:
+            raise ValueError(f"--tokens is {tokens}; a GPU brings 1 to {MOST_TOKENS:,}")
+        if not 0 <= drop < 1 or not 0 < memory_share <= 1 or layers < 0:
+            raise ValueError("--drop is 0 to 1, --memory-share above 0 and at most 1, --layers not negative")
+        places = read_fabric(fabric)
+        size = LayerSize(
+            D=one.D, F=one.F, E=one.E, K=one.K, shared_F=one.shared_F, gated=one.activation in GATED,
+            weight_bytes=weight_bits / 8, send_bytes=send_bits / 8, return_bytes=return_bits / 8,
+        )  # fmt: skip
+        question = Question(
+            size=size, gpus=gpus, tokens=tokens, fabric=places, workload=workload,
+            layers=layers or one.layers, spare=tuple(_number(word, "--spare") for word in spare.split(",")),
+            drop=drop, memory=memory_share * places.device.memory_gb * 1e9,
+        )  # fmt: skip
+        with console(stderr=True).status("counting") as status:
+            found = answer(question, lambda degree: status.update(f"groups of {degree} ranks"))
+    if not found.options:
+        with user_mistakes():
+            raise ValueError(found.left_out[0] if found.left_out else "nothing could be tried")
+    if out is not None:
+        draw_plan(model, question, found, out)
+    if as_json:
+        show_json(_document(model, question, found))
+        return
+    sizes = f"{gpus:,} GPUs, {tokens:,} tokens each and step, {workload} routing; {places.title}"
+    best_of = [found.of(degree) for degree in found.degrees]
+    show(heading(model, sizes), "", *_table(best_of), "")
+    show(_advice(question, found))
+    if found.best is not None and found.best.degree > 1:
+        same = [option for option in found.options if option.degree == found.best.degree]
+        others = sorted(same, key=lambda option: option.total)[:SHOWN]
+        show("", Text(f"The fastest with degree {found.best.degree}:", "bold"), *_table(others))
+    show("", Text("Assumptions", "bold"), *(Text(line, "dim") for line in assumptions(question, found)))
+
+
+def _table(options: list[Option]) -> list[RenderableType]:
+    def us(seconds: float) -> str:
+        return f"{1e6 * seconds:,.0f}"
+
+    numbers = {
+        "degree": [str(one.degree) for one in options],
+        "step us": [us(one.total) for one in options],
+        **{part: [us(one.seconds[part]) for one in options] for part in PARTS},
+        "busiest": [f"{one.busiest:.2f}" for one in options],
+        "MB sent": [f"{one.sent / one.degree / 1e6:,.1f}" for one in options],
+        "to nodes": [f"{one.between / one.degree / 1e6:,.1f}" for one in options],
+        "GB a rank": [f"{one.memory / 1e9:,.1f}{'' if one.fits else ' !'}" for one in options],
+    }
+    return fitted(
+        {"degree": [str(one.degree) for one in options], "way": [_way(one) for one in options]}, numbers
+    )
+
+
+def _way(one: Option) -> str:
+    copies = f" +{one.copies}" if one.copies else ""
+    return f"{one.way}{copies}, {one.transport}, {one.layout}"
+
+
+def _advice(question: Question, found: Answer) -> str:
+    best, room = found.best, question.memory / 1e9
+    if best is None:
+        least = min(found.options, key=lambda one: one.memory)
+        return (
+            f"None fits {room:.0f} GB a GPU: the least is {least.memory / 1e9:.1f} GB with degree "
+            f"{least.degree}. Take more GPUs, fewer bits or a larger --memory-share."
+        )
+    groups = question.gpus // best.degree
+    if best.degree == 1:
+        first = "Take no expert parallelism: every GPU holds all experts."
+    else:
+        copies = f"{best.copies} more copies" if best.copies else "one copy of each expert"
+        first = (
+            f"Take degree {best.degree} ({groups} group{'s' if groups > 1 else ''}), {copies}, placed "
+            f"{best.way}, {best.transport}, {best.layout}."
+        )
+    slowest = max(best.seconds, key=lambda part: best.seconds[part])
+    waits = f", limited by: {best.limits[slowest]}" if slowest in best.limits else ""
+    rate = question.tokens / best.total
+    return (
+        f"{first} A layer takes {1e6 * best.total:,.0f} us, {rate:,.0f} tokens a second and GPU, "
+        f"{best.memory / 1e9:.1f} of {room:.0f} GB; the longest part is {slowest} "
+        f"({100 * best.seconds[slowest] / best.total:.0f} %{waits})."
+    )
+
+
+def assumptions(question: Question, found: Answer) -> list[str]:
+    fabric, size = question.fabric, question.size
+    device, inside, between = fabric.device, fabric.inside, fabric.between
+    once = ", ".join(f"{steps} of degree {degree}" for degree, steps in found.steps.items())
+    lines = [
+        f"inside a node ({fabric.ranks_per_node} ranks): {inside.gb_per_second:g} GB/s a rank and direction, "
+        f"{inside.exchange_us:g} us an exchange, {inside.message_us:g} us a message; between nodes: "
+        f"{between.gb_per_second:g} GB/s, {between.exchange_us:g} us, {between.message_us:g} us"
+        + _shared(fabric),
+        f"a rank: {device.tflops:g} TFLOP/s, {device.memory_gb_per_second:g} GB/s, {device.launch_us:g} us "
+        f"a launch, {device.host_wait_us:g} us until the host knows a number (compact alone)",
+        *fabric.sources,
+        f"bits: {8 * size.weight_bytes:g} of a weight, {8 * size.send_bytes:g} sent, "
+        f"{8 * size.return_bytes:g} returned; the rate of arithmetic is the same for all",
+        "parts follow one another, each ends with its slowest rank; nothing overlaps, and a hierarchical "
+        "exchange does not begin to pass on before all has arrived",
+        f"memory: experts of {question.layers} layers, rows of one; not in it: attention, cache, optimiser. "
+        f"! is more than the {question.memory / 1e9:.0f} GB that --memory-share leaves",
+        f"forward alone, one layer; a capacity drops at most {100 * question.drop:g} % of pairs; plans "
+        f"within {100 * CLOSE:g} % of the fastest count as equal, and the simplest is taken",
+        f"groups are alike and do not disturb one another; steps counted pair by pair: {once}",
+        "placements are made from the step before; of the workload's tokens, each rank has the same number "
+        "unless the workload says otherwise; limits on groups of experts hold only if the routing has them",
+    ]
+    if found.reused:
+        lines.append(f"{MOST_TOKENS:,} tokens were drawn for a group and used again by further ranks")
+    return [*lines, *found.left_out]
+
+
+def _shared(fabric: Fabric) -> str:
+    node = "" if fabric.node is None else f"; all ranks of a node: {fabric.node.gb_per_second:g} GB/s"
+    switch = fabric.switch
+    return node + (
+        "" if switch is None else f"; {switch.nodes} nodes of a switch: {switch.gb_per_second:g} GB/s"
+    )
+
+
+def _document(model: str, question: Question, found: Answer) -> dict[str, object]:
+    asked = {**asdict(question), "fabric": question.fabric.model_dump()}
+    return {
+        "model": model,
+        "question": asked,
+        "best": None if found.best is None else {**asdict(found.best), "total": found.best.total},
+        "options": [{**asdict(one), "total": one.total} for one in found.options],
+        "assumptions": assumptions(question, found),
+    }

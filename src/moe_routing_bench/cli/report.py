@@ -1,0 +1,90 @@
+"""mrb report: one page from results folders, its figures as files, a table for a pull request."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_routing_bench.cli.results import printable, reading, show_left_out
+from moe_routing_bench.cli.terminal import fail, say, show
+from moe_routing_bench.report.drawing import save
+from moe_routing_bench.report.finding import found_in
+from moe_routing_bench.report.markdown import markdown
+from moe_routing_bench.report.page import Page, make_page, render
+from moe_routing_bench.report.reading import read
+
+
+def report_command(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Results folders, packed ones, or folders of such folders."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The page. Default: report.html.")
+    ] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option("--figures", metavar="DIR", help="Also write each figure as SVG, PDF and PNG."),
+    ] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print a short table for a pull request; no page without -o.")
+    ] = False,
+) -> None:
+    """Turn results into one page that needs no network: who wins where, and how sure that is.
+
+    \b
+    Examples:
+      mrb report results
+      mrb report results training -o report.html --figures figures
+      mrb report measurements/records measurements/training -o report.html
+      mrb report results --markdown
+
+    Timing and training records may be mixed. Results of unlike machines stand
+    in chapters of their own and are never compared.
+    """
+    with reading() as status, found_in(folders) as found:
+        status.update(f"reading {len(found)} folders")
+        material = read(found)
+        if as_markdown:
+            typer.echo(markdown(material), nl=False)
+        if out is not None or figures is not None or not as_markdown:
+            status.update("drawing")
+            tell = say if as_markdown else show
+            page = make_page(material, f"mrb report {shlex.join(map(str, folders))}")
+            if out is not None or not as_markdown:
+                target = write_page(page, out or Path("report.html"))
+                size = target.stat().st_size / 1e6
+                tell(printable(f"{target}: {material.records:,} records, {size:.1f} MB"))
+            if figures is not None:
+                written = write_figures(page, figures)
+                tell(printable(f"{figures}: {written} figures, each as SVG, PDF and PNG"))
+    show_left_out(material.left_out)
+
+
+def write_page(page: Page, target: Path) -> Path:
+    """Renamed into place when it is whole."""
+    if target.is_dir():
+        raise ValueError(f"{target} is a folder; name a file such as {target / 'report.html'}")
+    if not target.parent.is_dir():
+        raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
+    try:
+        text = render(page)
+    except NotImplementedError as error:
+        fail(str(error))
+    part = target.with_name(f"{target.name}.part")
+    part.write_text(text, encoding="utf-8")
+    return part.replace(target)
+
+
+def write_figures(page: Page, folder: Path) -> int:
+    """How many; figures of two chapters that have the same name get a number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    taken: dict[str, int] = {}
+    for picture in page.pictures:
+        taken[picture.name] = number = taken.get(picture.name, 0) + 1
+        save(picture if number == 1 else replace(picture, name=f"{picture.name}-{number}"), folder)
+    return len(page.pictures)

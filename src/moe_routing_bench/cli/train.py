@@ -1,0 +1,373 @@
+"""mrb train: language models that differ in their routing rule alone, and what each rule costs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+
+from moe_routing_bench.bench.cores import core_count
+from moe_routing_bench.cli.fitting import fitted
+from moe_routing_bench.cli.progress import LINE_SECONDS, minutes
+from moe_routing_bench.cli.terminal import Json, console, fail, say, show, show_json, user_mistakes
+from moe_routing_bench.names import parse_spec
+from moe_routing_bench.report.training_figures import draw_study
+from moe_routing_bench.results.pareto import Pareto, pareto, sentences
+from moe_routing_bench.results.predicting import predicted
+from moe_routing_bench.results.study import TIMES, Ongoing, StudyRun
+from moe_routing_bench.results.training import Training, execute, read_trainings, run_folder
+from moe_routing_bench.routers.router import router_named
+from moe_routing_bench.train.loop import Evaluated, Event, Stepped
+from moe_routing_bench.train.settings import Rule, Run, Size
+from moe_routing_bench.train.studies import studies
+from moe_routing_bench.train.text import Corpus, read_corpus, read_dataset, read_texts, synthetic
+
+SYNTHETIC = "synthetic"
+# the texts beside a checkout of this project, if they are there
+SHARED = Path(__file__).parents[4] / "shared" / "corpora"
+
+train_app = typer.Typer(
+    invoke_without_command=True,
+    no_args_is_help=True,
+    help="""Train small language models that differ in one thing, and say what it cost.
+
+\b
+Examples:
+  mrb train --router switch --steps 20 --out first
+  mrb train --study routers --seeds 3 --out routers
+  mrb train pareto routers
+  mrb train --study capacity --text a.txt --text b.txt --out capacity
+
+A study chooses a learning rate for each rule, trains every rule with every seed on the same bytes from the
+same weights, then times the steps of all rules in turns. Stop it at any time: the same command goes on.
+""",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@train_app.callback()
+def train_command(
+    context: typer.Context,
+    study: Annotated[str | None, typer.Option(help=f"One of {', '.join(studies())}.")] = None,
+    router: Annotated[
+        str | None, typer.Option(help='One run with this router: switch, "top_p(p=0.5)", dense.')
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder for runs and results.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each rule in a study.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of a single run.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, max=10_000_000, help="Optimiser steps of a run.")] = 600,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 4,
+    evaluations: Annotated[int, typer.Option(min=1, help="Times the held-out loss is taken.")] = 8,
+    pieces: Annotated[int, typer.Option(min=1, help="Sequences of held-out text it is taken on.")] = 48,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="A text to learn; its end is held out. Repeatable.")
+    ] = None,
+    corpus: Annotated[
+        str | None, typer.Option(help=f"A folder of texts, or `{SYNTHETIC}`. Default: the shared corpora.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="A dataset of the Hugging Face Hub with a column `text`.")
+    ] = None,
+    sizes: Annotated[
+        str, typer.Option(help="Other sizes of the model: layers=2,D=64,F=64,E=4,sequence=128.")
+    ] = "",
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Runs side by side, one thread each. Default: all cores."),
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="The learning rate of a single run.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only this rule of the study. Repeatable.")] = None,
+    autocast: Annotated[bool, typer.Option("--autocast", help="Matrix products in bfloat16.")] = False,
+    sees_future: Annotated[
+        bool, typer.Option("--sees-future", help="Accept a router that looks at later tokens.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=8, help="Rounds in which steps are timed.")] = 30,
+    sink: Annotated[
+        str | None, typer.Option(help="Also send losses of a single run to trackio or wandb.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    with user_mistakes():
+        if (study is None) == (router is None):
+            raise ValueError("give --study NAME for a whole study, or --router NAME for one run")
+        if out is None:
+            raise ValueError("give --out FOLDER: runs are kept there, and go on from there")
+        learnt = _corpus(text, corpus, dataset)
+        like = Run(
+            rule=Rule(name="like"), size=_sizes(sizes, study), steps=steps, batch=batch, autocast=autocast,
+            warmup=min(40, max(1, steps // 5)), evaluations=evaluations, pieces=pieces,
+        )  # fmt: skip
+    if study is not None:
+        _study(study, learnt, out, like, seeds, jobs or core_count(), only or (), rounds, as_json)
+    else:
+        assert router is not None
+        with user_mistakes():
+            run = replace(
+                like, rule=_rule(router), seed=seed, learning_rate=rate or 3e-3, sees_future=sees_future,
+                corpus=learnt.hash[:16],
+            )  # fmt: skip
+        _one(run, learnt, out, sink, as_json)
+
+
+@train_app.command("pareto")
+def pareto_command(
+    folder: Annotated[Path, typer.Argument(help="The folder of a study.")],
+    out: Annotated[Path | None, typer.Option(help="Where pictures and JSON go. Default: FOLDER.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What each rule reached and what it cost: a table, pareto.json, and pictures."""
+    with user_mistakes():
+        found = pareto(folder)
+        target = folder if out is None else out
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "pareto.json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+        drawn = draw_study(folder, found, target)
+    if as_json:
+        show_json(found.to_dict())
+        return
+    show(*table(found), "", *sentences(found), "", *_notes(found))
+    show(f"Written: {', '.join(str(target / name) for name in ('pareto.json', *drawn))}")
+
+
+@train_app.command("predict")
+def predict_command(
+    folder: Annotated[Path, typer.Argument(help="The folder of a study.")],
+    layers: Annotated[Path, typer.Option(help="A results folder of mrb bench layer --direction train.")],
+    as_json: Json = False,
+) -> None:
+    """The time of each rule's step beside what the layer benchmark predicts for it."""
+    with user_mistakes():
+        rows = predicted(folder, layers)
+    if as_json:
+        show_json([{**vars(one), "gap": one.gap} for one in rows])
+        return
+    numbers = {
+        "layer ms": [f"{one.layer:.2f}" for one in rows],
+        "predicted ms": [
+            f"{one.predicted:.1f} ({one.between[0]:.1f} to {one.between[1]:.1f})" for one in rows
+        ],
+        "step ms": [f"{one.step:.1f}" for one in rows],
+        "gap": [f"{100 * one.gap:+.1f} %" for one in rows],
+    }
+    show(*fitted({"rule": [one.rule for one in rows]}, numbers))
+
+
+@train_app.command("show")
+def show_command(
+    folder: Annotated[Path, typer.Argument(help="A folder that mrb train wrote.")], as_json: Json = False
+) -> None:
+    """The finished runs of a folder, one a line."""
+    with user_mistakes():
+        runs = read_trainings(folder)
+    if as_json:
+        show_json([one.model_dump(mode="json") for one in runs])
+        return
+    words = {"rule": [one.rule for one in runs], "study": [one.study for one in runs]}
+    numbers = {
+        "seed": [str(one.seed) for one in runs],
+        "steps": [str(one.steps) for one in runs],
+        "rate": [f"{one.learning_rate:g}" for one in runs],
+        "held-out": [f"{one.loss:.4f}" for one in runs],
+        "training": [f"{one.training_loss:.4f}" for one in runs],
+        "ms/step": [f"{1e3 * one.step_seconds:.0f}" for one in runs],
+        "tokens/s": [f"{one.tokens_per_second:,.0f}" for one in runs],
+        "MiB": [f"{one.peak_bytes / 2**20:.0f}" for one in runs],
+    }
+    show(*fitted(words, numbers))
+
+
+def _study(
+    name: str, corpus: Corpus, out: Path, like: Run, seeds: int, jobs: int, only: Any, rounds: int,
+    as_json: bool,
+) -> None:  # fmt: skip
+    with user_mistakes():
+        work = StudyRun(name, corpus, out, like=like, seeds=seeds, jobs=jobs, only=tuple(only))
+        with _progress(f"study {name}") as update:
+            try:
+                work.run(update, rounds=rounds)
+            except KeyboardInterrupt:
+                fail(f"stopped; the same command goes on from what is in {out}")
+    if not work.study.only_times:
+        pareto_command(out, None, as_json)
+        return
+    times = json.loads((out / TIMES).read_text())["seconds"]
+    if as_json:
+        show_json(times)
+        return
+    steps = [f"{1e3 * median(values):.1f}" for values in times.values()]
+    show(*fitted({"rule": [*times]}, {"ms/step": steps}))
+
+
+def _one(run: Run, corpus: Corpus, out: Path, sink: str | None, as_json: bool) -> None:
+    send = _sink(sink, run)
+    with user_mistakes(), _progress(run.rule.name) as update:
+        collapsed: set[str] = set()
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, Stepped):
+                rate = run.batch * run.size.sequence / sum(event.seconds.values())
+                now = f"step {event.step} of {run.steps}, loss {event.loss:.3f}, {rate:,.0f} tokens/s"
+                update(Ongoing(phase="training", share=event.step / run.steps, now=(now,)))
+                send({"loss": event.loss, "learning_rate": event.learning_rate}, event.step)
+            elif isinstance(event, Evaluated):
+                send({f"held_out/{name}": value for name, value in event.losses.items()}, event.step)
+                for layer in event.collapsed.keys() - collapsed:
+                    collapsed.add(layer)
+                    say(f"layer {layer} has collapsed at step {event.step}: {event.collapsed[layer]}")
+
+        try:
+            record = execute(run, corpus, out, on_event=on_event)
+        except KeyboardInterrupt:
+            fail(f"stopped; the same command goes on from what is in {out}")
+    if as_json:
+        show_json(record.model_dump(mode="json"))
+        return
+    _show_run(record, out)
+
+
+def _show_run(one: Training, out: Path) -> None:
+    show(
+        f"{one.rule}, seed {one.seed}: held-out loss {one.loss:.4f} nats per byte "
+        f"({one.bits_per_byte:.3f} bits, perplexity {one.perplexity:.2f}) after {one.steps} steps "
+        f"of {one.tokens // one.steps:,} bytes",
+        f"training loss {one.training_loss:.4f}; {one.seconds:.1f} s in steps, {one.tokens_per_second:,.0f} "
+        f"tokens/s on {one.threads} thread{'s' if one.threads > 1 else ''}; "
+        + ", ".join(f"{part} {100 * share:.0f} %" for part, share in one.parts.items()),
+        f"{one.parameters:,} parameters, {one.active_parameters:,.0f} active; "
+        f"{one.flops_per_token / 1e6:.2f} MFLOP a token forward; {one.peak_bytes / 2**20:.0f} MiB at most",
+        *(f"collapsed: {sentence}" for sentence in one.collapsed),
+        f"Kept in {run_folder(out, one.key)}; `mrb train show {out}` lists all runs there.",
+    )
+
+
+def table(found: Pareto) -> list[RenderableType]:
+    rows = found.standings
+    numbers = {
+        "held-out": [one.loss.said() for one in rows],
+        f"from {found.baseline}": [
+            "-" if one.rule == found.baseline else one.difference.said("+") for one in rows
+        ],
+        "equal seconds": [f"{one.at_equal_seconds.mean:.3f}" for one in rows],
+        "ms/step": [f"{1e3 * one.step_seconds:.0f}" for one in rows],
+        "ratio": [f"{one.step_ratio:.2f}" for one in rows],
+        "MFLOP": [f"{one.flops_per_token / 1e6:.2f}" for one in rows],
+        "params": [f"{one.parameters / 1e6:.2f} M" for one in rows],
+        "MiB": [f"{one.peak_bytes / 2**20:.0f}" for one in rows],
+        "experts": [f"{one.experts_per_token:.2f}" if one.max_violation is not None else "-" for one in rows],
+        "max vio": ["-" if one.max_violation is None else f"{one.max_violation:.2f}" for one in rows],
+        "rate": [f"{one.learning_rate:g}" for one in rows],
+        "decode 8": [f"{one.decode[8]:,.0f}" if 8 in one.decode else "-" for one in rows],
+    }
+    return fitted(
+        {"rule": [one.title for one in rows]},
+        numbers,
+        spare=("rate", "MiB", "max vio", "experts", "decode 8", "MFLOP"),
+    )
+
+
+def _notes(found: Pareto) -> list[str]:
+    made = found.made
+    seeds = found.standings[0].seeds
+    return [
+        f"{found.question} {seeds} seed{'s' if seeds > 1 else ''}, {found.tokens:,} bytes each; ± is half "
+        "of a 95 % interval over seeds.",
+        "held-out: nats per byte at equal tokens. equal seconds: the same after "
+        f"{found.budget:.0f} s, read off the curve. ratio: of the times of a step to "
+        f"{found.baseline}'s, in turns.",
+        f"{made['machine']}, {made['threads']} thread, torch {made['torch']}, commit {made['commit'][:10]}"
+        + (", changed since" if made["dirty"] else "")
+        + f", load {made['load']:.1f}",
+    ]
+
+
+def _rule(text: str) -> Rule:
+    """A router by name with options, as in mrb bench; `dense` is the control as wide as K experts."""
+    if text == "dense":
+        return Rule(name="dense", kind="dense", times=Size().K)
+    name, options = parse_spec(text)
+    router = router_named(name)
+    return Rule(name=text, router=name, options=options, K=router.fixed_K, controller=router.controller)
+
+
+def _sizes(text: str, study: str | None) -> Size:
+    size = studies()[study].size if study in studies() else Size()
+    changes = {}
+    for word in filter(None, text.split(",")):
+        name, _, value = word.partition("=")
+        if name.strip() not in vars(size) or not value.strip().isdecimal() or not int(value):
+            raise ValueError(
+                f"cannot read {word!r} in --sizes; there are {', '.join(vars(size))}, as layers=2"
+            )
+        changes[name.strip()] = int(value)
+    return replace(size, **changes)
+
+
+def _corpus(text: list[Path] | None, corpus: str | None, dataset: str | None) -> Corpus:
+    if sum(given is not None for given in (text or None, corpus, dataset)) > 1:
+        raise ValueError("--text, --corpus and --dataset each name the text; give one of them")
+    if text:
+        return read_texts(text)
+    if dataset is not None:
+        return read_dataset(dataset)
+    if corpus == SYNTHETIC:
+        return synthetic()
+    if corpus is None and not SHARED.is_dir():
+        raise ValueError(f"give a text with --text FILE, or --corpus {SYNTHETIC} to try it without one")
+    return read_corpus(SHARED if corpus is None else Path(corpus))
+
+
+def _sink(name: str | None, run: Run) -> Any:
+    """Where losses are also sent: a function of values and step."""
+    if name is None:
+        return lambda values, step: None
+    if name not in ("trackio", "wandb"):
+        fail(f"--sink is trackio or wandb, not {name!r}")
+    try:
+        tracker = __import__(name)
+    except ImportError:
+        fail(f"--sink {name} needs the package; pip install {name}")
+    tracker.init(project="moe-routing-bench", name=f"{run.rule.name}-{run.seed}", config=run.to_dict())
+    return lambda values, step: tracker.log({**values, "step": step})
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Any]:
+    """A bar on a terminal with what each process is at; in a pipe a line a minute."""
+    out = console(stderr=True)
+    bar = Progress(TextColumn("{task.description}", markup=False), BarColumn(20), console=out, transient=True)
+    task = bar.add_task(what, total=1.0)
+    phases: dict[str, tuple[float, float]] = {}
+    said = time.monotonic()
+
+    def update(ongoing: Ongoing) -> None:
+        nonlocal said
+        now = time.monotonic()
+        began, first = phases.setdefault(ongoing.phase, (now, ongoing.share))
+        left = ""
+        if ongoing.share > first + 0.01:
+            seconds = (now - began) * (1 - ongoing.share) / (ongoing.share - first)
+            left = f", about {minutes(seconds)} left"
+        line = f"{what}: {ongoing.phase} {100 * ongoing.share:.0f} %{left}; {'; '.join(ongoing.now)}"
+        bar.update(task, completed=ongoing.share, description=line[: max(20, out.width - 24)])
+        if not out.is_terminal and now - said >= LINE_SECONDS:
+            said = now
+            out.print(line)
+
+    if out.is_terminal:
+        bar.start()
+    try:
+        yield update
+    finally:
+        if out.is_terminal:
+            bar.stop()

@@ -1,0 +1,192 @@
+"""A copy of a tile: every number once? How wide, how many sectors, which banks? Found by looking at all.
+
+    sides, tv = thread_values(Layout((4, 32), (32, 1)), Layout((1, 8), (8, 1)))   # 128 threads, 4 x 256
+    copied = look_at_copy(tv, sides, row_major(4, 256), item_bits=16)
+    copied.width_bits, copied.sectors, faults(copied)       ->  128, 16, []
+
+A thread-value layout gives (thread, value) -> place in the tile, the first side fastest; so does CuTe's
+make_layout_tv, and `Layout.parse(str(tv))` reads it. `memory` says where the tile's numbers lie: a Layout, or
+a Swizzled one in shared memory; place 0 is aligned to 16 bytes. The hardware is NVIDIA's: 32 lanes, sectors
+of 32 bytes, 32 banks of 4 bytes; a phase is the lanes that are served together: 8 of 128 bits, 16 of 64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_routing_bench.layouts.layout import Layout
+from moe_routing_bench.layouts.swizzle import Swizzled
+
+WIDEST, SECTOR, BANKS, BANK = 128, 256, 32, 32  # bits, but for the number of banks
+FAR = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """One tile moved by all threads of a program.
+
+    Copy(threads=128, values=8, missing=0, outside=0, holders=(1, 1), width_bits=128, accesses=1, sectors=16,
+      least_sectors=16, passes=1, space="global")
+    """
+
+    threads: int
+    values: int  # of each thread
+    missing: int  # places of the tile that no thread has
+    outside: int  # values that are no place of the tile
+    holders: tuple[int, int]  # the fewest and the most values at one place that has any
+    width_bits: int  # of one access, the widest that all threads can make; 0 if some lie outside
+    accesses: int  # of each thread
+    sectors: int  # of the access of a warp that has most to spare (global memory)
+    least_sectors: int  # as many as that access needs for its bytes
+    passes: int  # the most that the banks need for one phase; 1 is free of conflicts (shared memory)
+    space: Literal["global", "shared"]
+
+    @property
+    def bijective(self) -> bool:
+        """Every place of the tile has exactly one (thread, value)."""
+        return not self.missing and not self.outside and self.holders == (1, 1)
+
+    def __str__(self) -> str:
+        low, high = self.holders
+        held = "once" if self.bijective else f"{low} to {high} times, {self.missing} never"
+        traffic = (
+            f"{self.sectors} sectors (least {self.least_sectors})"
+            if self.space == "global"
+            else f"{self.passes} passes a phase"
+        )
+        return f"each place {held}; {self.accesses} x {self.width_bits} bits; {traffic}"
+
+
+def look_at_copy(
+    tv: Layout,
+    sides: Sequence[int],
+    memory: Layout | Swizzled,
+    *,
+    item_bits: int,
+    space: Literal["global", "shared"] = "global",
+    lanes: int = 32,
+) -> Copy:
+    """All that is known of the copy of one tile. `tv` has two modes, threads and values."""
+    size = math.prod(sides)
+    if tv.rank != 2:
+        raise ValueError(f"a thread-value layout has two modes, threads and values, not {tv}")
+    if memory.size != size:
+        raise ValueError(f"memory {memory} has {memory.size} numbers, but the tile {tuple(sides)} has {size}")
+    if item_bits not in (8, 16, 32, 64):
+        raise ValueError(f"a number has 8, 16, 32 or 64 bits, not {item_bits}")
+    threads, values = (mode.size for mode in tv.modes())
+    places = tv.places()  # of thread t and value v: places[t + threads * v]
+    held = Counter(places)
+    outside = sum(count for place, count in held.items() if place >= size)
+    inside = [count for place, count in held.items() if place < size]
+    width = sectors = least = passes = 0
+    if not outside:
+        bits = [place * item_bits for place in memory.places()]
+        address = [[bits[place] for place in places[t::threads]] for t in range(threads)]
+        width = _width(address, item_bits)
+        for starts in _warp_accesses(address, width // item_bits, lanes):
+            touched = {start // SECTOR for start in starts}
+            needed = -(-len(set(starts)) * width // SECTOR)
+            if (len(touched) - needed, needed) > (sectors - least, least):
+                sectors, least = len(touched), needed
+            passes = max(passes, _passes(starts, width))
+    return Copy(
+        threads=threads, values=values, missing=size - len(inside), outside=outside,
+        holders=(min(inside, default=0), max(inside, default=0)), width_bits=width,
+        accesses=values * item_bits // width if width else 0, sectors=sectors, least_sectors=least,
+        passes=passes, space=space,
+    )  # fmt: skip
+
+
+def faults(copy: Copy, *, width_bits: int = WIDEST, copies: int = 1) -> list[str]:
+    """What is wrong with a copy, in sentences; nothing if it is as good as can be.
+
+    `copies`: how many threads are meant to hold each place; Triton lets several hold the same if threads are
+    left over, and stores from one of them.
+    """
+    found = []
+    if copy.missing:
+        found.append(f"{copy.missing} places of the tile are touched by no thread")
+    if copy.outside:
+        found.append(f"{copy.outside} values lie outside the tile")
+    if copy.holders[1] > copies:
+        found.append(f"a place is touched {copy.holders[1]} times, not {copies}")
+    if not copy.outside and copy.width_bits < width_bits:
+        found.append(f"one access has {copy.width_bits} bits, not {width_bits}")
+    if copy.space == "global" and copy.sectors > copy.least_sectors:
+        found.append(f"an access of a warp touches {copy.sectors} sectors; {copy.least_sectors} would do")
+    if copy.space == "shared" and copy.passes > 1:
+        found.append(f"lanes of one phase meet in a bank: {copy.passes} passes, not 1")
+    return found
+
+
+def coordinate_layout(*sizes: int) -> Layout:
+    """A tensor whose places tell the coordinates: (4, 8) is (4,8):(1,2^20), and 3 + 2 * 2^20 is (3, 2).
+
+    Divide it into tiles to see which coordinates a tile has, those past the edge too.
+    """
+    return Layout(tuple(sizes), tuple(FAR**i for i in range(len(sizes))))
+
+
+def tile_faults(tiles: Layout, sizes: Sequence[int], *, guarded: bool = True) -> list[str]:
+    """What is wrong with a division of coordinate_layout(*sizes) into (place in a tile, tile).
+
+    tile_faults(zipped_divide(coordinate_layout(10, 8), [4, 8]), (10, 8)) -> []
+    `guarded`: the kernel masks coordinates past the edge; else they are a fault.
+    """
+    seen: Counter[tuple[int, ...]] = Counter()
+    beyond = 0
+    for place in tiles.places():
+        coordinate = tuple(place // FAR**i % FAR for i in range(len(sizes)))
+        if all(at < size for at, size in zip(coordinate, sizes, strict=True)):
+            seen[coordinate] += 1
+        else:
+            beyond += 1
+    found = []
+    if lost := math.prod(sizes) - len(seen):
+        found.append(f"{lost} of {math.prod(sizes)} places are in no tile")
+    if twice := sum(count > 1 for count in seen.values()):
+        found.append(f"{twice} places are in more than one tile")
+    if beyond and not guarded:
+        found.append(f"{beyond} places of tiles lie past the edge, and nothing masks them")
+    return found
+
+
+def _width(address: list[list[int]], item_bits: int) -> int:
+    """The widest access that every thread can make for all its values, in order."""
+    values = len(address[0])
+    width = WIDEST
+    while width > item_bits:
+        n = width // item_bits
+        if values % n == 0 and all(
+            mine[v] % width == 0 and all(mine[v + i] == mine[v] + i * item_bits for i in range(n))
+            for mine in address
+            for v in range(0, values, n)
+        ):
+            return width
+        width //= 2
+    return item_bits
+
+
+def _warp_accesses(address: list[list[int]], step: int, lanes: int) -> Iterator[list[int]]:
+    for first in range(0, len(address), lanes):
+        for value in range(0, len(address[0]), step):
+            yield [mine[value] for mine in address[first : first + lanes]]
+
+
+def _passes(starts: list[int], width: int) -> int:
+    """The most passes of one phase: distinct words of one bank; lanes that want the same word share it.
+
+    Accesses are aligned to their width, so two of them meet in all of their banks or in none.
+    """
+    unit = max(width, BANK)
+    phase = BANKS * BANK // unit
+    most = 1
+    for first in range(0, len(starts), phase):
+        wanted = {start // unit for start in starts[first : first + phase]}
+        most = max(most, *Counter(one % phase for one in wanted).values())
+    return most

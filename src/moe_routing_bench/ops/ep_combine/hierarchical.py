@@ -1,0 +1,39 @@
+"""Each rank sums its rows of a token, each node what its ranks have: one row a node goes back."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_routing_bench.ops.combine.op import op as combine_op
+from moe_routing_bench.ops.hops import Hop, by_nodes, rows_back, uneven
+from moe_routing_bench.ops.implementation import Implementation
+from moe_routing_bench.parallel.traffic import Traffic, Way
+from moe_routing_bench.plan import RoutingPlan
+
+HOST_SYNC = "in the compact layout the host must know how many rows each of its two hops moves"
+CONFIGS: tuple[dict[str, str], ...] = ({}, {"combine": "native"})
+
+
+def parts(*, combine: str = "gather_sum") -> dict[str, Implementation]:
+    return {"combine": combine_op.get(combine)}
+
+
+def unsupported(
+    y_QD: Tensor, gate_TK: Tensor, plan: RoutingPlan, traffic: Traffic, *, combine: str
+) -> str | None:
+    y_RD = rows_back(y_QD, plan, traffic)
+    return uneven(plan, traffic) or combine_op.get(combine).why_not(y_RD, gate_TK, plan)
+
+
+def run(y_QD: Tensor, gate_TK: Tensor, plan: RoutingPlan, traffic: Traffic, *, combine: str) -> Tensor:
+    if traffic.group is None:
+        return Hop(plan=plan, way=traffic.way).back(y_QD, gate_TK, combine)
+    route = by_nodes(plan, traffic)
+    gate_NK = gate_TK
+    for hop in route.hops:
+        gate_NK = hop.there(gate_NK)
+    stay = Way(send=traffic.received, receive=traffic.received)
+    y_ND = Hop(plan=route.arrived, way=stay).back(y_QD, gate_NK, combine)
+    for hop in reversed(route.hops):
+        y_ND = hop.back(y_ND, None, combine)
+    return y_ND

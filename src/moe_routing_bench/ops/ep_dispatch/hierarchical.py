@@ -1,0 +1,32 @@
+"""One copy of a token for each node, sent on to the ranks there: fewer rows between nodes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_routing_bench.ops.dispatch.op import op as dispatch_op
+from moe_routing_bench.ops.hops import by_nodes, uneven
+from moe_routing_bench.ops.implementation import Implementation
+from moe_routing_bench.parallel.traffic import Traffic, tie
+from moe_routing_bench.plan import RoutingPlan
+
+HOST_SYNC = "in the compact layout the host must know how many rows each of its two hops moves"
+CONFIGS: tuple[dict[str, str], ...] = ({}, {"dispatch": "native"})
+
+
+def parts(*, dispatch: str = "index_select") -> dict[str, Implementation]:
+    return {"dispatch": dispatch_op.get(dispatch)}
+
+
+def unsupported(x_TD: Tensor, plan: RoutingPlan, traffic: Traffic, *, dispatch: str) -> str | None:
+    return uneven(plan, traffic) or dispatch_op.get(dispatch).why_not(x_TD, plan)
+
+
+def run(x_TD: Tensor, plan: RoutingPlan, traffic: Traffic, *, dispatch: str) -> Tensor:
+    copy = dispatch_op.get(dispatch).run
+    if traffic.group is None:
+        return tie(copy(x_TD, plan), x_TD)
+    route = by_nodes(plan, traffic)
+    for hop in route.hops:
+        x_TD = hop.there(x_TD, dispatch)
+    return tie(copy(x_TD, route.arrived)[: sum(traffic.received)], x_TD)

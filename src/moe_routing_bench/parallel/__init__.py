@@ -1,0 +1,1 @@
+"""Experts of one layer on many ranks: placement, exchange, the parallel layer."""

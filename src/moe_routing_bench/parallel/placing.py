@@ -1,0 +1,194 @@
+"""Ways to place experts on ranks, from nothing or from a measured load.
+
+    contiguous(64, ranks=8)                     experts 0-7 on rank 0, 8-15 on rank 1, ...
+    strided(64, ranks=8)                        expert e on rank e % 8
+    greedy(load_E, ranks=8)                     the heaviest first, each to the least loaded rank with room
+    replicated(load_E, ranks=8, extra=16)       16 more copies for the heaviest, then greedy
+    assigned(load_E, ranks=8, ...)              an integer program, also for what layers send to one another
+
+The load of a rank is the sum over its experts of pairs per copy. The greedy rule is LPT (Graham 1969) with
+equal numbers of places; replication and its hierarchy are what DeepSeek's EPLB does (github.com/deepseek-ai/
+EPLB); the integer program is that of MoETuner (arXiv:2502.06643), one layer at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moe_routing_bench.parallel.placement import Placement
+
+Load = Sequence[float] | Tensor
+
+
+def contiguous(experts: int, *, ranks: int, ranks_per_node: int = 0) -> Placement:
+    """Equal shares in order; if ranks do not divide experts, the first ranks hold one more."""
+    each, more = divmod(experts, _some(ranks))
+    ends = [w * each + min(w, more) for w in range(ranks + 1)]
+    experts_W = tuple(tuple(range(ends[w], ends[w + 1])) for w in range(ranks))
+    return Placement(experts_W=experts_W, num_experts=experts, ranks_per_node=ranks_per_node)
+
+
+def strided(experts: int, *, ranks: int, ranks_per_node: int = 0) -> Placement:
+    """As cards are dealt."""
+    experts_W = tuple(tuple(range(w, experts, _some(ranks))) for w in range(ranks))
+    return Placement(experts_W=experts_W, num_experts=experts, ranks_per_node=ranks_per_node)
+
+
+def greedy(load_E: Load, *, ranks: int, ranks_per_node: int = 0) -> Placement:
+    """The heaviest expert first, each to the least loaded rank with room. O(E log E)."""
+    return replicated(load_E, ranks=ranks, extra=0, ranks_per_node=ranks_per_node)
+
+
+def replicated(
+    load_E: Load, *, ranks: int, extra: int, ranks_per_node: int = 0, groups: int = 0
+) -> Placement:
+    """`extra` more copies, each for the expert with the most load per copy, then the greedy rule.
+
+    groups: where a router chooses groups of experts first, whole groups are put on nodes, and copies stay on
+    the node of their expert, so that a token goes to few nodes. It needs as many groups as nodes, or a
+    multiple of them.
+    """
+    load = _loads(load_E)
+    experts, per_node = len(load), ranks_per_node or _some(ranks)
+    nodes = ranks // per_node
+    if not groups:
+        everywhere = _spread(load, list(range(experts)), ranks, extra)
+        return Placement(experts_W=everywhere, num_experts=experts, ranks_per_node=per_node)
+    if groups % nodes or experts % groups or extra % nodes:
+        raise ValueError(
+            f"{groups} groups of {experts} experts and {extra} copies cannot be dealt evenly to {nodes} nodes"
+        )
+    size = experts // groups
+    group_load = [sum(load[g * size : (g + 1) * size]) for g in range(groups)]
+    experts_W: list[tuple[int, ...]] = []
+    for held in _pack(group_load, [1] * groups, nodes):
+        here = [e for g in held for e in range(g * size, (g + 1) * size)]
+        experts_W += _spread(load, here, per_node, extra // nodes)
+    return Placement(experts_W=tuple(experts_W), num_experts=experts, ranks_per_node=per_node)
+
+
+def assigned(
+    load_E: Load, *, ranks: int, ranks_per_node: int = 0, before: Placement | None = None,
+    together_EE: Sequence[Sequence[float]] | Tensor | None = None, weight: float = 1.0, seconds: float = 30.0,
+) -> Placement:  # fmt: skip
+    """The least load of the busiest rank, by integer programming (scipy's HiGHS), one copy of each expert.
+
+    before, together_EE: the placement of the layer before, and how many tokens used expert i there and
+    expert j here. `weight` times the tokens that then change ranks is added to what is made small.
+    After `seconds` the best found so far is taken; ValueError if there is none.
+    """
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array
+
+    load = _loads(load_E)
+    E, W = len(load), _some(ranks)
+    # variables: x[e, w] in row-major order, then the busiest rank's load
+    leaving = np.zeros((E, W))
+    if before is not None and together_EE is not None:
+        together = np.asarray(together_EE, dtype=np.float64)
+        if together.shape != (before.num_experts, E) or before.num_ranks != W:
+            raise ValueError(f"{together.shape} counts for {before.num_experts} x {E} experts on {W} ranks")
+        for rank, held in enumerate(before.experts_W):
+            share = [1 / len(before.ranks_E[e]) for e in held]
+            leaving[:, rank] = -(np.asarray(share) @ together[list(held)]) if held else 0.0
+    cost = np.append(weight * leaving.ravel(), 1.0)
+    e, w = (index.ravel() for index in np.meshgrid(range(E), range(W), indexing="ij"))
+    x = np.arange(E * W)
+    once = coo_array((np.ones(E * W), (e, x)), shape=(E, E * W + 1))
+    room = coo_array((np.ones(E * W), (w, x)), shape=(W, E * W + 1))
+    busiest = coo_array(
+        (np.append(np.asarray(load)[e], -np.ones(W)), (np.append(w, range(W)), np.append(x, [E * W] * W))),
+        shape=(W, E * W + 1),
+    )
+    found = milp(
+        cost,
+        integrality=np.append(np.ones(E * W), 0),
+        bounds=Bounds(0, np.append(np.ones(E * W), np.inf)),
+        constraints=[
+            LinearConstraint(once, 1, 1),
+            LinearConstraint(room, E // W, math.ceil(E / W)),
+            LinearConstraint(busiest, -np.inf, 0),
+        ],
+        options={"time_limit": seconds},
+    )
+    if found.x is None:
+        raise ValueError(f"no placement of {E} experts on {W} ranks within {seconds:g} s: {found.message}")
+    held_EW = found.x[:-1].reshape(E, W) > 0.5
+    experts_W = tuple(tuple(int(one) for one in np.flatnonzero(held_EW[:, rank])) for rank in range(W))
+    return Placement(experts_W=experts_W, num_experts=E, ranks_per_node=ranks_per_node)
+
+
+def _spread(load: Sequence[float], experts: list[int], ranks: int, extra: int) -> tuple[tuple[int, ...], ...]:
+    """These experts and `extra` copies of the heaviest of them on ranks."""
+    if not 0 <= extra <= len(experts) * (ranks - 1):
+        raise ValueError(
+            f"{extra} more copies of {len(experts)} experts on {ranks} ranks: a rank holds one of each"
+        )
+    copies = [1] * len(experts)
+    heaviest = [(-load[e], place) for place, e in enumerate(experts)]
+    heapq.heapify(heaviest)
+    for _ in range(extra):
+        _, place = heapq.heappop(heaviest)
+        copies[place] += 1
+        if copies[place] < ranks:
+            heapq.heappush(heaviest, (-load[experts[place]] / copies[place], place))
+    held = _pack([load[e] / n for e, n in zip(experts, copies, strict=True)], copies, ranks)
+    return tuple(tuple(sorted(experts[place] for place in one)) for one in held)
+
+
+def _pack(load: Sequence[float], copies: Sequence[int], bins: int) -> list[set[int]]:
+    """Items with copies into bins of equal size: heaviest first, each copy to the least loaded bin with room
+    that does not hold the item yet. Near the end there may be none; then another item makes room."""
+    room = math.ceil(sum(copies) / bins)
+    held: list[set[int]] = [set() for _ in range(bins)]
+    total = [0.0] * bins
+    free = [(0.0, b) for b in range(bins)]  # a heap of the bins with room
+    # an item with many copies has the fewest choices, so among equals it comes first
+    for item in sorted(range(len(load)), key=lambda i: (-load[i], -copies[i], i)):
+        taken = []
+        for _ in range(copies[item]):
+            if free:
+                chosen = heapq.heappop(free)[1]
+            else:
+                chosen = _make_room(held, total, load, item, room)
+                taken = [b for b in range(bins) if item in held[b]]  # their loads may have changed
+            held[chosen].add(item)
+            total[chosen] += load[item]
+            taken.append(chosen)
+        for b in taken:
+            if len(held[b]) < room:
+                heapq.heappush(free, (total[b], b))
+    return held
+
+
+def _make_room(held: list[set[int]], total: list[float], load: Sequence[float], item: int, room: int) -> int:
+    """Move something from a full bin without the item to one with room, which holds the item."""
+    spare = next(b for b in range(len(held)) if len(held[b]) < room)
+    for full in sorted(range(len(held)), key=lambda b: total[b]):
+        movable = held[full] - held[spare] if item not in held[full] else set()
+        if movable:
+            other = min(movable, key=lambda i: (load[i], i))
+            held[full].remove(other)
+            held[spare].add(other)
+            total[full] -= load[other]
+            total[spare] += load[other]
+            return full
+    raise AssertionError("copies of an item are fewer than bins, so one bin lacks it")
+
+
+def _loads(load_E: Load) -> list[float]:
+    load = [float(value) for value in load_E]
+    if not load or not all(0 <= value < math.inf for value in load):
+        raise ValueError("a load is one number for each expert, none of them negative or infinite")
+    return load
+
+
+def _some(ranks: int) -> int:
+    if ranks < 1:
+        raise ValueError(f"{ranks} ranks; there must be at least one")
+    return ranks

@@ -1,0 +1,275 @@
+"""Traffic: how many rows go where. Made once for a plan, by asking the other ranks; then rows move by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_routing_bench.parallel.faults import differing, split_sentence, watched
+from moe_routing_bench.parallel.ranks import RankError, Ranks
+from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.recycled import recycled
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What one rank sends and receives.
+
+    Two ranks, experts 0 and 1 on rank 0, experts 2 and 3 on rank 1. Rank 0 has tokens a, b with expert_TK
+    [[0, 2], [3, 1]], rank 1 has token c with [[1, 2]]. Rank 0 sends a, b to itself and a, b to rank 1:
+      sent     = (2, 2)             rows to each rank
+      received = (2, 1)             rows from each rank: a, b and c
+      place_Q  = [0, 1, 1]          for which of this rank's experts each is; -1: a row without a pair
+      tokens   = (2, 1)             of each rank
+      split_WW = [[2, 2], [1, 1]]   rows from each rank to each; None if nobody asked (padded on a GPU)
+
+    Rows arrive by source rank, then by place, then in the order of the source's pairs.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    place_Q: Tensor
+    ranks: Ranks | None = None  # None: a single rank
+    tokens: tuple[int, ...] = ()
+    split_WW: Tensor | None = None
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what transports found out
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return None if self.ranks is None else self.ranks.group
+
+    @property
+    def way(self) -> Way:
+        return Way(
+            send=self.sent, receive=self.received, group=self.group, ranks=self.ranks, split_WW=self.split_WW
+        )
+
+    @staticmethod
+    def alone(plan: RoutingPlan) -> Traffic:
+        """Of a single rank: every row of the plan stays where it is."""
+        expert_R = plan.expert_R()
+        place_Q = torch.where(plan.pair_R >= 0, expert_R, -1)
+        return Traffic(sent=(plan.num_rows,), received=(plan.num_rows,), place_Q=place_Q)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One exchange: rows to and from each rank of a group, in the order of ranks. None: nobody else."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+    ranks: Ranks | None = None  # for the sentence if it fails, as is split_WW
+    split_WW: Tensor | None = None
+
+    @property
+    def back(self) -> Way:
+        return replace(self, send=self.receive, receive=self.send)
+
+
+def settle(
+    plan: RoutingPlan, ranks: Ranks, x_TD: Tensor | None = None, *, check_finite: bool = False
+) -> Traffic:
+    """Ask every rank how many rows it sends here. `plan` is over slots (Ranks.to_slots).
+
+    Compact: exact numbers, which the host must know. Padded: every slot has the same capacity in every
+    source, so the host need not wait for anything, and pairs beyond it are dropped (plan.dropped_E).
+    It costs one exchange of P + W + 5 numbers between any two ranks. RankError if ranks do not fit together;
+    padded on a GPU nobody looks, because that would stop it. x_TD: what will be sent, so that its dtype is
+    compared too; check_finite: and RankError on every rank if one has a token that is not finite.
+    """
+    if plan.layout.kind == "block":
+        raise ValueError(
+            "rows are sent in the compact or the padded layout; blocks are for the experts' side"
+        )
+    if plan.num_experts != ranks.slots:
+        raise ValueError(f"a plan over {plan.num_experts} slots for ranks with {ranks.slots}")
+    W, P, T, group = ranks.num_ranks, ranks.places, plan.num_tokens, ranks.group
+    bad = plan.count_E.new_zeros(1)
+    if check_finite and x_TD is not None:
+        bad = (~x_TD.isfinite()).any(1).sum().view(1)
+    if group is None:
+        _refuse_bad(bad.tolist(), None)
+        return Traffic.alone(plan)
+    count_WP = plan.count_E.view(W, P)
+    padded = plan.layout.kind == "padded"
+    C = plan.num_rows // ranks.slots if padded else 0
+    sent_W = torch.full_like(count_WP[:, 0], P * C) if padded else count_WP.sum(1)
+    dtype = -1 if x_TD is None else DTYPES.index(x_TD.dtype)
+    facts = torch.cat([sent_W, sent_W.new_tensor([T, plan.num_choices, dtype, C]), bad])
+    told_WN = torch.cat([count_WP, facts.expand(W, -1)], 1)
+    heard_WN = torch.empty_like(told_WN)
+    with watched(ranks, "counting the rows"):
+        dist.all_to_all_single(heard_WN, told_WN, group=group)
+    here_WP = heard_WN[:, :P]
+    place_WP = torch.arange(P, device=here_WP.device).expand(W, P)
+    tokens, split_WW = (T,) * W, None
+    if not padded or heard_WN.device.type == "cpu" or check_finite:
+        known_WN = heard_WN[:, P:].cpu()
+        split_WW, tokens = known_WN[:, :W], tuple(known_WN[:, W].tolist())
+        _compare(known_WN[:, W + 1 :].T.tolist(), split_WW)
+    if padded:
+        filled_WPC = torch.arange(C, device=here_WP.device) < here_WP.unsqueeze(2)
+        place_Q = torch.where(filled_WPC, place_WP.unsqueeze(2), -1).flatten()
+        sent = received = (P * C,) * W
+    else:
+        assert split_WW is not None
+        sent, received = (tuple(part.tolist()) for part in (split_WW[ranks.rank], split_WW[:, ranks.rank]))
+        place_Q = place_WP.reshape(-1).repeat_interleave(here_WP.flatten(), output_size=sum(received))
+    return Traffic(
+        sent=sent, received=received, place_Q=place_Q, ranks=ranks, tokens=tokens, split_WW=split_WW
+    )
+
+
+def _compare(facts: list[list[int]], split_WW: Tensor) -> None:
+    """RankError if calls of the ranks do not fit together, the same on all of them."""
+    choices_W, dtype_W, capacity_W, bad_W = facts
+    name_W = [str(DTYPES[dtype]) if dtype >= 0 else "not given" for dtype in dtype_W]
+    for what, value_W, advice in (
+        ("the number of choices", choices_W, "all must use one routing rule"),
+        ("the dtype", name_W, "convert before the layer"),
+        ("the capacity", capacity_W, "give capacity= instead of capacity_factor=, or equally many tokens"),
+    ):
+        if (error := differing(what, value_W, advice, split_WW)) is not None:
+            raise error
+    _refuse_bad(bad_W, split_WW)
+
+
+def _refuse_bad(bad_W: list[int], split_WW: Tensor | None) -> None:
+    if blamed := [rank for rank, bad in enumerate(bad_W) if bad]:
+        numbers = ", ".join(f"{bad_W[rank]} of rank {rank}" for rank in blamed)
+        raise RankError(f"NaN or infinity in tokens: {numbers}. {split_sentence(split_WW)}", blamed)
+
+
+def _room(like: Tensor, *shape: int) -> Tensor:
+    """Memory for what arrives; used before, because the system would zero every new page first."""
+    if like.device.type != "cpu" or type(like) is not Tensor:
+        return like.new_empty(shape)
+    return recycled.empty(*shape, dtype=like.dtype)
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: Way) -> Tensor:
+        ctx.way = way
+        arrived = _room(rows, sum(way.receive), *rows.shape[1:])
+        with watched(way.ranks, "an exchange of rows", way.split_WW):
+            dist.all_to_all_single(
+                arrived, rows.contiguous(), list(way.receive), list(way.send), group=way.group
+            )
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *d_arrived: Tensor) -> tuple[Tensor, None]:
+        return swap(d_arrived[0], ctx.way.back), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, traffic: Traffic) -> Tensor:
+        ctx.traffic = traffic
+        all_W = _room(mine, len(traffic.tokens), *mine.shape)
+        with watched(traffic.ranks, "gathering the tokens", traffic.split_WW):
+            dist.all_gather(list(all_W.unbind(0)), mine.contiguous(), group=traffic.group)
+        return all_W
+
+    @staticmethod
+    def backward(ctx: Any, *d_all: Tensor) -> tuple[Tensor, None]:
+        return sum_for_each(d_all[0], ctx.traffic), None
+
+
+class _SumForEach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, each_W: Tensor, traffic: Traffic) -> Tensor:
+        ctx.traffic = traffic
+        mine_W = _room(each_W, *each_W.shape)
+        with watched(traffic.ranks, "summing over ranks", traffic.split_WW):
+            dist.all_to_all_single(mine_W, each_W.contiguous(), group=traffic.group)
+        wide = torch.promote_types(each_W.dtype, torch.float32)
+        return mine_W.sum(0, dtype=wide).to(each_W.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *d_mine: Tensor) -> tuple[Tensor, None]:
+        return gather(d_mine[0], ctx.traffic), None
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, source: Tensor) -> Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *d_result: Tensor) -> tuple[Tensor, None]:
+        return d_result[0], None
+
+
+def tie(result: Tensor, source: Tensor) -> Tensor:
+    """The result, whose backward pass always reaches `source`, even if no row of it was used: a rank that
+    left out its part of an exchange would let all others wait for ever."""
+    tied: Tensor = _Tie.apply(result, source)
+    return tied
+
+
+def swap(rows: Tensor, way: Way) -> Tensor:
+    """The first send[0] rows go to rank 0, the next send[1] to rank 1, ...; what arrives is in the order of
+    ranks. The gradient goes the way back."""
+    if way.group is None:
+        return rows
+    arrived: Tensor = _Swap.apply(rows, way)
+    return arrived
+
+
+def gather(mine: Tensor, traffic: Traffic) -> Tensor:
+    """What every rank has, by rank; all of the same shape. The gradient is summed over ranks."""
+    all_W: Tensor = _Gather.apply(mine, traffic)
+    return all_W
+
+
+def sum_for_each(each_W: Tensor, traffic: Traffic) -> Tensor:
+    """each_W[w] is for rank w, which gets the sum over ranks: in rank order and in float32, rounded once."""
+    mine: Tensor = _SumForEach.apply(each_W, traffic)
+    return mine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """How many rows of x leave one rank, to others of its node and to other nodes."""
+
+    within: int
+    between: int
+
+
+def rows_sent(slot_TK: Tensor, ranks: Ranks, transport: str, tokens: int | None = None) -> Rows:
+    """The rows that ep_dispatch sends from this rank in the compact layout; ep_combine sends as many back.
+
+    slot_TK: where the pairs go, -1 if nowhere (plan.expert_TK()). tokens: the most that a rank has.
+    Ranks 0 and 1 on one node, 2 and 3 on another, one expert each; a token of rank 0 chose slots 1, 2 and 3:
+      all_to_all     Rows(within=1, between=2)   a row for each pair on another rank
+      hierarchical   Rows(within=2, between=1)   a row for each other node, then one for each rank there
+      all_gather     Rows(within=1, between=2)   a row for each other rank, whatever the choice
+
+    Of `hierarchical`, `within` is what this rank's tokens cause on all nodes: rank 2 sends a row to rank 3.
+    """
+    L, W, here = ranks.placement.ranks_per_node, ranks.num_ranks, ranks.rank
+    if transport == "all_gather":
+        most = slot_TK.shape[0] if tokens is None else tokens
+        return Rows(within=(L - 1) * most, between=(W - L) * most)
+    rank_TK = torch.where(slot_TK >= 0, slot_TK // ranks.places, -1)
+    to_TW = torch.stack([(rank_TK == w).sum(1) for w in range(W)], 1)
+    at_W = torch.arange(W, device=to_TW.device)
+    other = at_W // L != here // L
+    if transport == "all_to_all":
+        between = int(to_TW[:, other].sum())
+        return Rows(within=int(to_TW.sum()) - between - int(to_TW[:, here].sum()), between=between)
+    if transport != "hierarchical":
+        raise ValueError(f"no prediction for {transport!r}; there are all_to_all, all_gather, hierarchical")
+    wanted_TW = to_TW > 0
+    nodes_T = wanted_TW.view(-1, W // L, L).any(2)
+    relay = at_W % L == here % L  # where a token arrives on each node; from there it goes on
+    return Rows(within=int(wanted_TW[:, ~relay].sum()), between=int(nodes_T[:, other[::L]].sum()))

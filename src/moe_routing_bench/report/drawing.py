@@ -1,0 +1,145 @@
+"""One style for every figure: sizes, colours, and figures as SVG inside a page or as files.
+
+Text and lines are drawn in INK, grids in GRID, the gaps between bars in PAPER. In a page these three become
+CSS variables, so a figure follows the page into the dark. Names in a figure come from records: `label` makes
+them short and plain, and nothing in them is read as mathematics. matplotlib is imported only to draw.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# colours that colour-blind people can tell apart (Okabe and Ito 2008, then Tol's muted ones)
+COLOURS = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8878D8", "#999933", "#AA4466",
+    "#44AA99", "#B5A642", "#7F7F7F", "#882E72", "#8D6E63",
+)  # fmt: skip
+BLUE, RED, GREY = "#1f5fa8", "#b3261e", "#666666"
+INK, GRID, PAPER = "#0b0b0c", "#d9d9de", "#fefefe"
+VARIABLES = {INK: "var(--ink)", GRID: "var(--grid)", PAPER: "var(--paper)"}
+FORMATS = (".png", ".svg", ".pdf")
+MOST_LABEL = 44
+MOST_MARKS = 1_500  # more points than this are drawn as pixels, or a page would take seconds to open
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10, "axes.titlesize": 10.5,
+    "axes.titlelocation": "left", "axes.edgecolor": INK, "axes.labelcolor": INK, "text.color": INK,
+    "xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.7,
+    "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+    "svg.fonttype": "none", "svg.hashsalt": "moe-routing-bench", "text.parse_math": False,
+    "hatch.linewidth": 1.1, "hatch.color": PAPER, "lines.linewidth": 1.6, "savefig.dpi": 160,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A figure, its name as a file, and what is said below it.
+
+    Picture(name="winners-layer-bfloat16", caption="The fastest for each size. ...", figure=...)
+    """
+
+    name: str
+    caption: str
+    figure: Any
+    title: str = ""
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Around drawing and around saving: both read it."""
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        yield
+
+
+def figure(width: float, height: float) -> Any:
+    """An empty figure in inches, for no screen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(width, height), dpi=100, layout="constrained")
+    FigureCanvasAgg(made)
+    return made
+
+
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each name, the same in all figures that are given the same names in this order."""
+    return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(dict.fromkeys(names))}
+
+
+def label(text: object, most: int = MOST_LABEL) -> str:
+    """Any text as a figure may show it: printable, and cut in the middle if it is long."""
+    plain = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(text))
+    half = (most - 1) // 2
+    return plain if len(plain) <= most else f"{plain[:half]}…{plain[-half:]}"
+
+
+def contrast(colour: str) -> str:
+    """Black or white, whichever is easier to read on a colour."""
+    red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.52 else "#ffffff"
+
+
+def rate(value: float) -> str:
+    """26.4, 0.081, 1,204: three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def patches(colour: dict[str, str]) -> list[Any]:
+    """Legend entries: a box of its colour for each name."""
+    from matplotlib.patches import Patch
+
+    return [Patch(facecolor=value, label=label(name, 60)) for name, value in colour.items()]
+
+
+def legend(made: Any, handles: Any, columns: int = 4, *, least: int = 2) -> None:
+    """Below the figure; none if there is nothing to tell apart."""
+    if len(handles) >= least:
+        made.legend(handles=handles, loc="outside lower center", ncols=min(columns, len(handles)))
+
+
+def logarithmic(axis: Any) -> None:
+    """A logarithmic axis with plain numbers: 1, 10, 1,000."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def inline(picture: Picture) -> str:
+    """The figure as an <svg> element that follows the colours of its page."""
+    target = io.StringIO()
+    with style():
+        picture.figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
+    text = target.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text, count=2, flags=re.S)  # page.css has the style
+    # its own ids repeat in every figure of a page; those that are referred to are hashes of what they name
+    text = re.sub(r' id="[A-Za-z0-9]+_[0-9]+"', "", text)
+    text = re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', text, flags=re.S)
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, variable)
+    return text
+
+
+def save(picture: Picture, folder: Path) -> list[Path]:
+    """As SVG, PDF and PNG; the files."""
+    paths = [folder / f"{picture.name}{ending}" for ending in (".svg", ".pdf", ".png")]
+    nothing: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    with style():
+        for path in paths:
+            picture.figure.savefig(path, facecolor="white", metadata=nothing.get(path.suffix))
+    return paths
+
+
+def file_name(*words: str) -> str:
+    """winners-layer-train: what is safe in a file name, in lower case."""
+    plain = re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
+    return plain[:80] or "figure"

@@ -1,0 +1,100 @@
+"""Which results folders a path holds: folders themselves, folders of folders, and packed ones (.tar.xz).
+
+Only what a results folder keeps is unpacked, into a folder that is gone afterwards: lines, samples and
+environments, and the files of a study. Links and anything else in an archive are passed over.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_routing_bench.results.lines import TRAININGS, is_plain_file, session_folders
+from moe_routing_bench.results.study import STUDY
+
+DEPTH = 3  # folders below a path that are looked into
+MOST_UNPACKED_BYTES = 8 << 30
+PACKED = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2")
+KEPT = re.compile(
+    r"(\./)?(session=[0-9A-Za-z_-]+/(records\.jsonl|samples\.f64)|environments/[0-9a-f]{64}\.json"
+    r"|trainings\.jsonl|study\.json|times\.json|used\.json)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Found(name="measurements/records/grid.tar.xz", folder=Path("/tmp/mrb-report-x1/0"), timed=True,
+    trained=False)"""
+
+    name: str  # as the user would write it
+    folder: Path
+    timed: bool
+    trained: bool
+
+
+@contextmanager
+def found_in(paths: Sequence[Path]) -> Iterator[list[Found]]:
+    """Every results folder in these paths, in their order. ValueError if one of them holds none."""
+    with ExitStack() as stack:
+        found = []
+        for path in paths:
+            here = [one for place in _places(path, DEPTH) for one in _opened(place, stack)]
+            if not here:
+                raise ValueError(
+                    f"{path} holds no results: no session=... folders, no {TRAININGS} and no packed results "
+                    f"({', '.join(PACKED)}); mrb bench layer --out {path} makes some"
+                )
+            found += here
+        yield found
+
+
+def _places(path: Path, depth: int) -> Iterator[Path]:
+    if not path.exists():
+        raise ValueError(f"there is no {path}")
+    if path.is_file() or _kinds(path) != (False, False):
+        yield path
+    elif depth:
+        for inner in sorted(path.iterdir()):
+            packed = inner.name.endswith(PACKED) and is_plain_file(inner)
+            if packed or (inner.is_dir() and not inner.is_symlink()):
+                yield from _places(inner, depth - 1)
+
+
+def _kinds(folder: Path) -> tuple[bool, bool]:
+    """Has it timing records; has it training records or a study?"""
+    return bool(session_folders(folder)), is_plain_file(folder / TRAININGS) or is_plain_file(folder / STUDY)
+
+
+def _opened(path: Path, stack: ExitStack) -> Iterator[Found]:
+    folder = path
+    if path.is_file():
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mrb-report-")))
+        _unpack(path, folder)
+    timed, trained = _kinds(folder)
+    if timed or trained:
+        yield Found(name=str(path), folder=folder, timed=timed, trained=trained)
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    size = 0
+    try:
+        with tarfile.open(archive) as tar:
+            for entry in tar:
+                if not entry.isfile() or not KEPT.fullmatch(entry.name):
+                    continue
+                size += entry.size
+                if size > MOST_UNPACKED_BYTES:
+                    raise ValueError(f"{archive} unpacks to more than {MOST_UNPACKED_BYTES >> 30} GiB")
+                target, source = folder / entry.name, tar.extractfile(entry)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                assert source is not None  # it is a file
+                with target.open("wb") as file:
+                    shutil.copyfileobj(source, file)
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ValueError(f"{archive} cannot be unpacked: {error}") from None

@@ -1,0 +1,352 @@
+"""Results folders as a report reads them: chapters of cells that may be compared, and training studies.
+
+A chapter is one machine with one torch, one Python, one device, one number of threads, one cache policy and
+one timer: nothing is ranked, averaged or drawn across chapters. All records of the newest run of every cell
+are held, about 20 kB each; 10^5 are read in half a minute.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.names import short_label
+from moe_routing_bench.published import MODELS
+from moe_routing_bench.report.finding import Found
+from moe_routing_bench.results.contests import Contest, Contested, contested, contests
+from moe_routing_bench.results.lines import LeftOut, is_plain_file
+from moe_routing_bench.results.pareto import Pareto, pareto
+from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
+from moe_routing_bench.results.runs import CellRun, Run, read_run
+from moe_routing_bench.results.store import environments
+from moe_routing_bench.results.study import STUDY, TUNING
+from moe_routing_bench.results.training import Training, read_trainings
+
+Shared: TypeAlias = tuple[str | None, str | None, str | None]
+SIZES = {(model.D, model.F, model.E, model.K): model.name for model in reversed(MODELS.values())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What was timed together. names: of its records that are contenders, by record_id, short and unique
+    enough to be the same in every cell of a group. contest is None if nothing could be compared; why says it.
+    """
+
+    source: Found
+    run: Run = field(repr=False)
+    cell: CellRun = field(repr=False)
+    names: dict[str, str] = field(repr=False)
+    contest: Contest | None
+    why: str = ""
+
+    @cached_property
+    def records(self) -> list[Record]:
+        """Contenders: those that passed first, by their ratio to the baseline."""
+        mine = [record for record in self.cell.records if record.record_id in self.names]
+        return sorted(mine, key=lambda one: (one.timing is None, ratio_of(one), self.names[one.record_id]))
+
+    @property
+    def passed(self) -> list[Record]:
+        return [record for record in self.records if record.timing is not None]
+
+    @property
+    def first(self) -> Record:
+        return self.records[0]
+
+    @property
+    def routing(self) -> str:
+        return self.cell.workload[0] if self.cell.workload else "routing unknown"
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        w = self.first.workload
+        return w.D, w.F, w.E, w.K
+
+    @property
+    def model(self) -> str:
+        """qwen3-30b-a3b, if the case or its sizes say so; else empty."""
+        return self.first.workload.model or SIZES.get(self.sizes, "")
+
+    @property
+    def title(self) -> str:
+        """layer train olmoe-1b-7b/prefill-256 bfloat16 zipf(1.2)"""
+        w, what = self.first.workload, self.first.what
+        direction = "" if what.direction == "forward" else f" {what.direction}"
+        dtype = "" if w.case.endswith(w.dtype) else f" {w.dtype}"
+        return f"{what.span}{direction} {w.case}{dtype} {self.routing}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Cells of a chapter in which contenders have the same names: Group(span="layer", direction="forward",
+    dtype="bfloat16", shared=("compact", "softmax_topk", ""), cells=...). shared: layout, router and kind of
+    layer, or None for what the contenders of a cell differ in."""
+
+    span: str
+    direction: str
+    dtype: str
+    shared: Shared
+    cells: tuple[Cell, ...]
+
+    @property
+    def title(self) -> str:
+        """layer, train, bfloat16, block(64); layer, bfloat16, layouts compared"""
+        words = [self.span, "" if self.direction == "forward" else self.direction, self.dtype]
+        usual = ("compact", DEFAULT_ROUTER, "")
+        names = ("layouts", "routers", "kinds of layer")
+        for value, name, known in zip(self.shared, names, usual, strict=True):
+            words.append(
+                f"{name} compared" if value is None else short_layout(value) if value != known else ""
+            )
+        return ", ".join(filter(None, words))
+
+    @property
+    def decides(self) -> bool:
+        """Another router or kind of layer is another function: the faster one is no winner."""
+        return self.shared[1] is not None and self.shared[2] is not None
+
+    @cached_property
+    def contenders(self) -> list[str]:
+        """By how often each won."""
+        won: dict[str, int] = {}
+        for cell in self.cells:
+            for name in cell.names.values():
+                won.setdefault(name, 0)
+            if cell.contest is not None:
+                won[cell.contest.winner] += 1
+        return sorted(won, key=lambda name: (-won[name], name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chapter:
+    """setting: what all of its records share, by name. machine: the document of its environment."""
+
+    setting: dict[str, str]
+    machine: dict[str, Any]
+    groups: tuple[Group, ...]
+    commits: tuple[str, ...]
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        return [cell for group in self.groups for cell in group.cells]
+
+    @property
+    def title(self) -> str:
+        s = self.setting
+        threads = "1 thread" if s["threads"] == "1" else f"{s['threads']} threads"
+        return f"{s['machine']}, {threads}, {s['cache']} caches, torch {s['torch']}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A folder of training runs: what quality cost, or why that cannot be said yet."""
+
+    source: Found
+    trainings: tuple[Training, ...]
+    pareto: Pareto | None
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """All that a report is made of. older: cells that a newer run of the same question replaces."""
+
+    sources: tuple[Found, ...]
+    chapters: tuple[Chapter, ...]
+    studies: tuple[Study, ...]
+    records: int
+    older: int
+    left_out: LeftOut
+
+
+def ratio_of(record: Record) -> float:
+    """To the baseline of its cell; the baseline's own is 1."""
+    return record.comparison.ratio if record.comparison is not None else 1.0
+
+
+def read(sources: Sequence[Found]) -> Material:
+    """Everything in these folders."""
+    looking = gc.isenabled()
+    gc.disable()  # all of it stays: looking for garbage in 10^5 records takes a quarter of the time
+    try:
+        return _read(sources)
+    finally:
+        if looking:
+            gc.enable()
+
+
+def _read(sources: Sequence[Found]) -> Material:
+    left_out = LeftOut()
+    by_setting: dict[tuple[tuple[str, str], ...], dict[object, tuple[Found, Run, CellRun]]] = {}
+    machines: dict[str, dict[str, Any]] = {}
+    commits: dict[tuple[tuple[str, str], ...], set[str]] = {}
+    records = older = 0
+    for source in sources:
+        if not source.timed:
+            continue
+        run = read_run(source.folder, left_out)
+        documents = {key: (document, machine) for key, document, machine in environments(source.folder)}
+        for cell in run.cells:
+            if not (mine := _contenders(cell)):
+                continue
+            records += len(cell.records)
+            setting = tuple(_setting(run, mine[0]).items())
+            document, machine = documents.get(mine[0].environment, ({}, {}))
+            machines.setdefault(dict(setting)["machine"], machine)
+            commits.setdefault(setting, set()).update(_commit(document))
+            key, cells = _question(cell, mine), by_setting.setdefault(setting, {})
+            older += key in cells
+            if key not in cells or _age(cells[key][2]) < _age(cell):
+                cells[key] = (source, run, cell)
+    chapters = [
+        Chapter(
+            setting=dict(setting),
+            machine=machines[dict(setting)["machine"]],
+            groups=_groups(cells.values()),
+            commits=tuple(sorted(commits[setting])),
+        )
+        for setting, cells in by_setting.items()
+    ]
+    chapters.sort(key=lambda chapter: (-len(chapter.cells), chapter.title))
+    studies = [_study(source, left_out) for source in sources if source.trained]
+    if not chapters and not studies:
+        raise ValueError(f"no line of {', '.join(source.name for source in sources)} is a valid record")
+    return Material(
+        sources=tuple(sources),
+        chapters=tuple(chapters),
+        studies=tuple(studies),
+        records=records,
+        older=older,
+        left_out=left_out,
+    )
+
+
+def _contenders(cell: CellRun) -> list[Record]:
+    return [record for record in cell.records if record.implementation.role in ("baseline", "candidate")]
+
+
+def _setting(run: Run, record: Record) -> dict[str, str]:
+    environment, protocol = run.environment(record), record.protocol
+    return {
+        "machine": environment.machine,
+        "torch": environment.torch,
+        "python": environment.python,
+        "settings": environment.settings,
+        "device": protocol.device,
+        "threads": str(protocol.threads),
+        "cache": protocol.cache,
+        "view": protocol.view,
+    }
+
+
+def _question(cell: CellRun, mine: Sequence[Record]) -> tuple[object, ...]:
+    """Two cells with the same one are two answers to it, and the newer counts. Other contenders make another
+    question, because they were not timed together."""
+    first = mine[0]
+    return (
+        first.what.span,
+        first.what.direction,
+        first.workload,
+        cell.workload,
+        frozenset((one.implementation.spec, one.what.setting) for one in mine),
+    )
+
+
+def _age(cell: CellRun) -> tuple[object, str]:
+    return max(record.created_at for record in cell.records), cell.session
+
+
+def _commit(document: dict[str, Any]) -> list[str]:
+    """3f80af225a, or 3f80af225a (changed): the source the records were measured with."""
+    source = document.get("source")
+    if not isinstance(source, dict) or not isinstance(commit := source.get("commit"), str):
+        return []
+    return [commit[:10] + (" (changed)" if source.get("dirty") else "")]
+
+
+def _groups(given: Iterable[tuple[Found, Run, CellRun]]) -> tuple[Group, ...]:
+    by_group: dict[tuple[str, str, str, Shared], list[tuple[Found, Run, CellRun]]] = {}
+    for one in given:
+        mine = _contenders(one[2])
+        key = (mine[0].what.span, mine[0].what.direction, mine[0].workload.dtype, _shared(mine))
+        by_group.setdefault(key, []).append(one)
+    named = [(key, _names([cell for *_, cell in cells], key[3]), cells) for key, cells in by_group.items()]
+    fields: list[Contested] = []
+    places: list[int | str] = []  # for each cell: its place in fields, or why not
+    for _, names, cells in named:
+        for _, run, cell in cells:
+            try:
+                passed = [r for r in _contenders(cell) if r.correctness.status is Status.PASSED]
+                if not passed:
+                    raise ValueError("nothing passed")
+                # what drops pairs does less work: it does not compete with what computes all of them
+                whole = [r for r in passed if not (r.routing and r.routing.dropped_pairs)]
+                by_name = {names[r.record_id]: r for r in reversed(whole or passed)}
+                fields.append(contested(run, cell, by_name))
+                places.append(len(fields) - 1)
+            except ValueError as error:
+                places.append(str(error))
+    decided, at = contests(fields), iter(places)
+    groups = []
+    for (span, direction, dtype, shared), names, cells in named:
+        made = []
+        for source, run, cell in cells:
+            place = next(at)
+            own = {record.record_id: names[record.record_id] for record in _contenders(cell)}
+            made.append(
+                Cell(
+                    source=source,
+                    run=run,
+                    cell=cell,
+                    names=own,
+                    contest=None if isinstance(place, str) else decided[place],
+                    why=place if isinstance(place, str) else "",
+                )
+            )
+        made.sort(key=lambda one: (one.model or "~", one.sizes, one.first.workload.T, one.title))
+        groups.append(Group(span=span, direction=direction, dtype=dtype, shared=shared, cells=tuple(made)))
+    return tuple(sorted(groups, key=lambda one: (-len(one.cells), one.title)))
+
+
+def _shared(records: Sequence[Record]) -> Shared:
+    settings = [record.what.setting for record in records]
+    layout, router, layer = (one[0] if len(set(one)) == 1 else None for one in zip(*settings, strict=True))
+    return layout, router, layer
+
+
+def _names(cells: Sequence[CellRun], shared: Shared) -> dict[str, str]:
+    """By record_id: the label, and those of layout, router and layer that contenders differ in."""
+    names = {}
+    for record in (record for cell in cells for record in _contenders(cell)):
+        layout, router, layer = record.what.setting
+        name = short_label(record.implementation.label)
+        name += f" @ {short_layout(layout)}" if shared[0] is None else ""
+        more = [router] * (shared[1] is None) + [layer or "plain"] * (shared[2] is None)
+        names[record.record_id] = ", ".join([name, *more])
+    return names
+
+
+def short_layout(name: str) -> str:
+    """padded(1.25) for padded(capacity_factor=1.25,drop=position)"""
+    return name.replace("capacity_factor=", "").replace(",drop=position", "")
+
+
+def _study(source: Found, left_out: LeftOut) -> Study:
+    try:
+        trainings = [one for one in read_trainings(source.folder, left_out) if not one.study.endswith(TUNING)]
+    except ValueError:
+        trainings = []
+    found, why = None, "it is no study, only single runs"
+    if is_plain_file(source.folder / STUDY):
+        try:
+            found = pareto(source.folder)
+        except ValueError as error:
+            why = str(error)
+        except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, json.JSONDecodeError):
+            why = "its files do not fit together; mrb train makes them anew"
+    return Study(source=source, trainings=tuple(trainings), pareto=found, why="" if found else why)

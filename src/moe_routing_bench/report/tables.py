@@ -1,0 +1,257 @@
+"""The tables of a report: rows of text, made from chapters, cells and studies. Nothing is computed anew here:
+ratios, intervals and verdicts are those of the records, ties and regrets those of results/contests.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_routing_bench.bench.roofs import stored_roofs
+from moe_routing_bench.report.drawing import rate
+from moe_routing_bench.report.reading import Cell, Chapter, Group, Study
+from moe_routing_bench.report.timing_figures import dropped_percent
+from moe_routing_bench.results.contests import regrets
+from moe_routing_bench.results.pareto import Pareto
+from moe_routing_bench.results.record import Record, one_line
+
+MOST_REGRETS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Table(head=("rule", "ms"), rows=(("switch", "1.2"),), words=1): the first `words` columns are words,
+    the others numbers."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: int = 1
+    title: str = ""
+    note: str = ""
+
+
+def verdict_of(record: Record) -> str:
+    if record.timing is None:
+        return str(record.correctness.status)
+    return "baseline" if record.comparison is None else record.comparison.verdict
+
+
+def interval_of(record: Record) -> str:
+    found = record.comparison
+    return "" if found is None else f"{found.low:.3f} to {found.high:.3f}"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.4g}" if seconds < 10 else f"{1e3 * seconds:,.0f}"
+
+
+def ranking(cell: Cell) -> Table:
+    """The contenders of a cell that have a time, fastest first."""
+    columns: dict[str, list[str]] = {
+        "implementation": [],
+        **{name: [] for name in ("ms", "ratio", "99 % interval", "verdict")},
+        **{name: [] for name in ("tokens/s", "of roof", "dropped", "padding", "MiB")},
+    }
+    for record in cell.passed:
+        timing, work, routing, found = record.timing, record.work, record.routing, record.comparison
+        assert timing is not None and work is not None and routing is not None
+        columns["implementation"].append(cell.names[record.record_id])
+        columns["ms"].append(milliseconds(timing.median))
+        columns["ratio"].append("1" if found is None else f"{found.ratio:.3f}")
+        columns["99 % interval"].append(interval_of(record))
+        columns["verdict"].append(verdict_of(record))
+        columns["tokens/s"].append(rate(record.workload.T / timing.median))
+        columns["of roof"].append("" if work.share_of_roof is None else f"{100 * work.share_of_roof:.0f} %")
+        columns["dropped"].append(f"{dropped_percent(record):.1f} %" if routing.dropped_pairs else "")
+        waste = 1 - (routing.tile_efficiency if routing.tile_efficiency is not None else 1)
+        columns["padding"].append(f"{100 * waste:.1f} %" if waste > 1e-9 else "")
+        peak = record.peak_rss_bytes
+        columns["MiB"].append("" if peak is None else f"{peak / 2**20:,.0f}")
+    kept = {name: values for name, values in columns.items() if any(values)}
+    return Table(head=tuple(kept), rows=tuple(zip(*kept.values(), strict=True)))
+
+
+def regret_table(group: Group) -> Table | None:
+    """One choice for all cells of a group, best first."""
+    contests = {
+        f"{cell.title} T={cell.first.workload.T} {place}": cell.contest
+        for place, cell in enumerate(group.cells)
+        if cell.contest is not None and len(cell.contest.ratios) > 1
+    }
+    if len(contests) < 2 or not group.decides:
+        return None
+    rows = []
+    for one in regrets(contests)[:MOST_REGRETS]:
+        missing = len(one.missing)
+        worst = contests[one.worst_cell]
+        assert worst is not None
+        rows.append(
+            (
+                one.implementation,
+                f"{len(one.ties):,} of {len(contests):,}",
+                _percent(one.median_loss),
+                _percent(one.worst_loss),
+                worst.case if 0 < one.worst_loss < math.inf else "",
+                f"{missing:,}" if missing else "",
+            )
+        )
+    head = (
+        "always this one",
+        "best or tied",
+        "median loss",
+        "worst loss",
+        "worst at",
+        "cells it lacks",
+    )
+    return Table(head=head, rows=tuple(rows), title=group.title)
+
+
+def _percent(loss: float) -> str:
+    return f"{100 * loss:.1f} %" if math.isfinite(loss) else "no time"
+
+
+def findings(chapter: Chapter) -> list[str]:
+    """A sentence for each group of at least two cells."""
+    lines = []
+    for group in chapter.groups:
+        decided = [cell for cell in group.cells if cell.contest is not None and len(cell.contest.ratios) > 1]
+        if len(decided) < 2 or not group.decides:
+            continue
+        won: dict[str, list[Cell]] = {}
+        for cell in decided:
+            assert cell.contest is not None
+            won.setdefault(cell.contest.winner, []).append(cell)
+        parts = []
+        for name, cells in sorted(won.items(), key=lambda item: -len(item[1]))[:3]:
+            clear = sum(not cell.contest.ties for cell in cells if cell.contest is not None)
+            parts.append(
+                f"{name} is fastest in {len(cells):,} of {len(decided):,} cells, {clear:,} without a tie"
+            )
+        lines.append(f"{group.title}: {'; '.join(parts)}.")
+    return lines
+
+
+def machine_table(chapter: Chapter) -> Table:
+    """What the environment says of the machine, and the roofs that its records were held against."""
+    said = chapter.machine
+    facts: list[tuple[str, str]] = [
+        (name, value) for name, value in chapter.setting.items() if value != "none"
+    ]
+    for name in ("cpu", "cores", "memory_gib", "instructions", "gpus", "system"):
+        value = said.get(name)
+        words = ", ".join(map(str, value[:40])) if isinstance(value, list) else str(value or "")
+        if words:
+            facts.append((name.replace("_gib", ", GiB"), one_line(words, 300)))
+    facts += [("source", ", ".join(chapter.commits))] if chapter.commits else []
+    return Table(head=("", "value"), rows=(*facts, *_roofs(chapter)), words=2)
+
+
+def _roofs(chapter: Chapter) -> list[tuple[str, str]]:
+    """What `mrb doctor` measured, if this is the machine; else the rates that the records were held against.
+    With hot caches those are of products alone."""
+    threads = int(chapter.setting["threads"])
+    try:
+        stored = stored_roofs(chapter.setting["machine"])
+    except (ValueError, OSError):
+        stored = None
+    if stored is not None and threads in stored.read_bytes:
+        memory = max(stored.read_bytes[threads], stored.copy_bytes[threads])
+        known = {dtype: rates[threads] for dtype, rates in stored.gemm_flops.items()}
+        return [("roof of memory", f"{memory / 1e9:.1f} GB/s"), *_products(known)]
+    products: dict[str, float] = {}
+    for cell in chapter.cells:
+        for record in cell.passed:
+            work, dtype = record.work, record.workload.dtype
+            if work is not None and work.floor_seconds:
+                products[dtype] = max(products.get(dtype, 0.0), work.useful_flops / work.floor_seconds)
+    return _products(products)
+
+
+def _products(by_dtype: dict[str, float]) -> list[tuple[str, str]]:
+    return [
+        (f"roof of {dtype} products", f"{value / 1e9:,.0f} GFLOP/s")
+        for dtype, value in sorted(by_dtype.items())
+        if value
+    ]
+
+
+def noise_table(chapter: Chapter) -> Table | None:
+    """What was said of the baselines' twins: the same code, so each FASTER or SLOWER is a false alarm."""
+    counts: dict[str, int] = {}
+    for cell in chapter.cells:
+        for record in cell.cell.records:
+            if record.implementation.role == "twin" and record.comparison is not None:
+                counts[record.comparison.verdict] = counts.get(record.comparison.verdict, 0) + 1
+    if not counts:
+        return None
+    order = ("SAME", "UNDECIDED", "FASTER", "SLOWER")
+    rows = tuple((name, f"{counts.get(name, 0):,}") for name in order)
+    return Table(
+        head=("verdict on the twin", "cells"), rows=rows, note="FASTER and SLOWER here are false alarms."
+    )
+
+
+def study_table(found: Pareto) -> Table:
+    rows = []
+    for one in found.standings:
+        difference = "" if one.rule == found.baseline else one.difference.said("+")
+        interval = f"{one.step_interval[0]:.2f} to {one.step_interval[1]:.2f}"
+        rows.append(
+            (
+                one.title,
+                one.loss.said(),
+                difference,
+                f"{one.at_equal_seconds.mean:.3f}",
+                f"{1e3 * one.step_seconds:.0f}",
+                "1" if one.rule == found.baseline else f"{one.step_ratio:.2f}",
+                "" if one.rule == found.baseline else interval,
+                f"{one.peak_bytes / 2**20:.0f}",
+                "" if one.max_violation is None else f"{one.max_violation:.2f}",
+                one.dominated_by.get("seconds", ""),
+            )
+        )
+    head = (
+        "rule", "held-out, nats per byte", f"from {found.baseline}", "at equal seconds", "ms a step",
+        "paired ratio", "its interval", "MiB", "max violation", "dominated by",
+    )  # fmt: skip
+    return Table(head=head, rows=tuple(rows))
+
+
+def study_notes(study: Study) -> list[str]:
+    found = study.pareto
+    if found is None:
+        return [f"{study.source.name}: {study.why}."]
+    made: dict[str, Any] = found.made
+    seeds = found.standings[0].seeds
+    changed = ", changed since" if made.get("dirty") else ""
+    return [
+        f"{found.question} {found.tokens:,} bytes, {seeds} seed{'s' if seeds > 1 else ''}; "
+        f"{made.get('machine')}, {made.get('threads')} thread, "
+        f"commit {str(made.get('commit'))[:10]}{changed}.",
+        f"Command: mrb train --study {found.study} --seeds {seeds} --out DIR",
+    ]
+
+
+def failures(cells: Sequence[Cell]) -> Table | None:
+    """Why something has no time, each reason once with the number of cells."""
+    counts: dict[tuple[str, str, str], int] = {}
+    first: dict[tuple[str, str, str], str] = {}
+    for cell in cells:
+        for record in cell.records:
+            if record.timing is None:
+                why = record.correctness.reason
+                # the same sentence with other numbers is the same reason: the first stands for all
+                key = (cell.names[record.record_id], verdict_of(record), re.sub(r"\d[\d.,]*", "0", why))
+                first.setdefault(key, why)
+                counts[key] = counts.get(key, 0) + 1
+    if not counts:
+        return None
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    rows = tuple((*key[:2], first[key], f"{count:,}") for key, count in ordered[:200])
+    more = f"{len(ordered) - 200:,} more reasons are in the records." if len(ordered) > 200 else ""
+    return Table(
+        head=("implementation", "status", "why it has no time", "cells"), rows=rows, words=3, note=more
+    )

@@ -1,0 +1,249 @@
+"""A metric over commits: series of like measurements, and the commits at which they step.
+
+A series is one contender in one case on one machine, measured in one way. Its points are in the order in
+which their commits were first measured; several runs of a commit are one point, their median. A step is a
+split of the series into two runs of points whose medians are apart by more than counts (2 %, or the noise
+floor of the runs) and by more than five standard errors of their difference; then each side is split again.
+A standard error comes from the differences of neighbours or from the points' own intervals, whichever is
+larger. Five, because every place is tried: of 300 series of 50 points of pure noise at most 3
+have a step (tests/results/test_history.py). One point is never a step: the next commit confirms it or not.
+
+Cost: a query over all records, then n log n splits of n points for each series.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from moe_routing_bench.bench.verdict import DELTA
+from moe_routing_bench.results.comparing import Kind
+from moe_routing_bench.results.lines import LeftOut
+from moe_routing_bench.results.query import run_query
+from moe_routing_bench.results.store import environments
+
+Metric: TypeAlias = Literal["ratio", "ms"]
+METRICS: dict[str, str] = {
+    "ratio": "time over the baseline's in the same rounds: what the machine did to both cancels",
+    "ms": "median milliseconds: also what the machine did that day",
+}
+MOST_POINTS = 400  # of a series, the newest
+STANDARD_ERRORS = 5.0
+HALF_INTERVAL = 2.576  # standard errors in half of a 99 % interval
+WHERE = (
+    "machine", "span", "direction", "case", "T", "D", "F", "E", "K", "W", "dtype", "activation", "workload",
+    "routing_seed", "threads", "cache", "view", "device", "impl", "layout", "router", "layer",
+)  # fmt: skip
+ROWS = f"""
+SELECT {", ".join(f'"{name}"' for name in WHERE)}, source_commit, source_dirty, created_at, session, cell_key,
+  role, median_ms, ratio, ratio_low, ratio_high, baseline, aa_floor, harness_hash, contract_hash,
+  suite_version, source_hash, environment, repro
+FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate') ORDER BY created_at, record_id
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Point(commit="3f80af225a...", dirty=False, day="2026-11-16", value=0.81, error=0.004, floor=0.01, ...).
+    error: the standard error of log(value) by its own interval. method, place: what must not change between
+    two points for a step to be the code's."""
+
+    commit: str
+    dirty: bool
+    day: str
+    value: float
+    error: float
+    floor: float
+    runs: int
+    source: str
+    method: tuple[object, ...]
+    place: tuple[object, ...]
+    repro: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.commit[:10]}{'+' if self.dirty else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """At points[at] the level changes: Step(at=7, before=1.0, after=1.06, kind="regression")."""
+
+    at: int
+    before: float
+    after: float
+    kind: Kind
+
+    @property
+    def ratio(self) -> float:
+        return self.after / self.before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    where: str
+    contender: str
+    machine: str
+    points: tuple[Point, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def method_changes(self) -> list[int]:
+        """Places of the points measured in another way than the one before."""
+        pairs = enumerate(pairwise(self.points), start=1)
+        return [at for at, (one, other) in pairs if one.method != other.method]
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """series: those with the largest steps first. without: how many records do not name their commit."""
+
+    metric: Metric
+    series: tuple[Series, ...]
+    without: int
+    left_out: LeftOut
+
+    @property
+    def steps(self) -> list[tuple[Series, Step]]:
+        return [(one, step) for one in self.series for step in one.steps]
+
+
+def history(
+    folder: Path | str,
+    metric: Metric = "ratio",
+    wanted: Callable[[str, str], bool] = lambda where, name: True,
+) -> History:
+    """wanted: which series, by where and contender. ValueError if no record names its commit."""
+    left_out = LeftOut()
+    names, rows = run_query(folder, ROWS, left_out)
+    records = [dict(zip(names, row, strict=True)) for row in rows]
+    torch = {key: str(machine.get("torch")) for key, _, machine in environments(folder)}
+    bases = {(r["session"], r["cell_key"]): r["source_hash"] for r in records if r["role"] == "baseline"}
+    by_series: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    without = 0
+    for record in records:
+        if record["source_commit"] is None:
+            without += 1
+        elif metric == "ms" or record["ratio"] is not None:
+            by_series.setdefault(tuple(record[name] for name in WHERE), []).append(record)
+    if not by_series:
+        why = f"{without:,} records do not say which commit they are of" if without else "it has no times"
+        raise ValueError(f"{folder} has no history: {why}")
+    series = []
+    for key, mine in by_series.items():
+        where, contender, machine = _named(dict(zip(WHERE, key, strict=True)))
+        if wanted(where, contender):
+            points = _points(mine, metric, torch, bases)[-MOST_POINTS:]
+            series.append(
+                Series(
+                    where=where, contender=contender, machine=machine, points=tuple(points),
+                    steps=tuple(_steps(points)),
+                )
+            )  # fmt: skip
+    series.sort(key=lambda one: (-max((abs(math.log(s.ratio)) for s in one.steps), default=0), one.where))
+    return History(metric=metric, series=tuple(series), without=without, left_out=left_out)
+
+
+def _named(key: dict[str, Any]) -> tuple[str, str, str]:
+    direction = "" if key["direction"] == "forward" else f" {key['direction']}"
+    threads = "" if key["threads"] == 1 else f" {key['threads']} threads"
+    where = f"{key['span']}{direction} {key['case']} {key['dtype']} {key['workload']}{threads}"
+    contender = " | ".join(filter(None, (key["impl"], key["layout"], key["router"], key["layer"])))
+    return where, contender, str(key["machine"])
+
+
+def _points(
+    records: Sequence[dict[str, Any]],
+    metric: Metric,
+    torch: dict[str, str],
+    bases: dict[tuple[str, str], str],
+) -> list[Point]:
+    by_commit: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    for record in records:
+        by_commit.setdefault((record["source_commit"], record["source_dirty"]), []).append(record)
+    points = []
+    for (commit, dirty), mine in by_commit.items():
+        last = mine[-1]
+        values = [r["ratio"] if metric == "ratio" else r["median_ms"] for r in mine]
+        errors = [
+            math.log(r["ratio_high"] / r["ratio_low"]) / (2 * HALF_INTERVAL)
+            for r in mine
+            if metric == "ratio" and r["ratio_low"]
+        ]
+        base = (last["baseline"], bases.get((last["session"], last["cell_key"]))) if metric == "ratio" else ()
+        points.append(
+            Point(
+                commit=commit, dirty=dirty, day=f"{mine[0]['created_at']:%Y-%m-%d}",
+                value=float(np.median(values)), error=float(np.median(errors)) if errors else 0.0,
+                floor=max(r["aa_floor"] or 0.0 for r in mine), runs=len(mine), source=last["source_hash"],
+                method=(last["harness_hash"], last["contract_hash"], last["suite_version"], *base),
+                place=(torch.get(last["environment"], "not known"),), repro=last["repro"],
+            )
+        )  # fmt: skip
+    return points
+
+
+def _steps(points: Sequence[Point]) -> list[Step]:
+    logs = np.log([point.value for point in points])
+    bounds = [0, *sorted(_splits(points, logs, 0, len(points))), len(points)]
+    levels = [float(np.median(logs[a:b])) for a, b in pairwise(bounds)]
+    found = []
+    for place, at in enumerate(bounds[1:-1]):
+        before, after = math.exp(levels[place]), math.exp(levels[place + 1])
+        found.append(
+            Step(at=at, before=before, after=after, kind=_kind(points[at - 1], points[at], after > before))
+        )
+    return found
+
+
+def _splits(points: Sequence[Point], logs: Any, start: int, end: int) -> list[int]:
+    """The place that leaves the least spread around two medians, if the two are far enough apart; then both
+    sides again."""
+    if end - start < 4:
+        return []
+    part = logs[start:end]
+    places = range(2, len(part) - 1)
+    spread = [_spread(part[:place]) + _spread(part[place:]) for place in places]
+    at = places[int(np.argmin(spread))]
+    left, right = part[:at], part[at:]
+    apart = abs(float(np.median(right) - np.median(left)))
+    # from neighbours, so that further steps inside a side do not hide this one
+    noise = _deviation(np.diff(part)) / math.sqrt(2)
+    noise = max(noise, float(np.median([point.error for point in points[start:end]])))
+    spread_of = (
+        max(noise, _deviation(side - np.median(side)) if len(side) < 4 else 0) for side in (left, right)
+    )
+    sizes = (len(left), len(right))
+    # a median has 1.25 times the standard error of a mean
+    error = 1.25 * math.hypot(*(one / math.sqrt(n) for one, n in zip(spread_of, sizes, strict=True)))
+    floor = float(np.median([point.floor for point in points[start:end]]))
+    if apart <= math.log1p(max(DELTA, floor)) or apart <= STANDARD_ERRORS * error:
+        return []
+    middle = start + at
+    return [*_splits(points, logs, start, middle), middle, *_splits(points, logs, middle, end)]
+
+
+def _deviation(around_zero: Any) -> float:
+    """A standard deviation that outliers do not move."""
+    return 1.48 * float(np.median(np.abs(around_zero)))
+
+
+def _spread(part: Any) -> float:
+    return float(np.abs(part - np.median(part)).sum())
+
+
+def _kind(before: Point, after: Point, slower: bool) -> Kind:
+    """As for two runs: the machine before the method, the method before the code."""
+    if before.place != after.place:
+        return "other machine"
+    if before.method != after.method:
+        return "method change"
+    if before.source == after.source:
+        return "noise"
+    return "regression" if slower else "improvement"

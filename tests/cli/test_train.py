@@ -1,0 +1,81 @@
+"""mrb train: one run, a study, what its words say, and what is wrong with a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from command_line import mrb, mrb_json, refused
+
+SIZES = "layers=1,D=16,heads=2,kv_heads=1,head_dim=8,F=16,E=4,K=2,sequence=32"
+SMALL = ["--corpus", "synthetic", "--batch", "2", "--sizes", SIZES]
+
+
+def test_one_run(tmp_path: Path) -> None:
+    out = mrb("train", "--router", "switch", "--steps", "4", *SMALL, "--out", tmp_path).stdout
+    assert "switch, seed 0: held-out loss" in out and "nats per byte" in out and "Kept in" in out
+    shown = mrb("train", "show", tmp_path).stdout
+    assert "switch" in shown and "held-out" in shown
+    query = "SELECT rule, steps, loss FROM trainings"
+    rows = mrb_json("results", query, "--folder", tmp_path)["rows"]
+    assert rows[0][:2] == ["switch", 4] and rows[0][2] > 0
+
+
+def test_a_run_is_a_model_to_trace(tmp_path: Path) -> None:
+    mrb("train", "--router", "softmax_topk", "--steps", "2", *SMALL, "--out", str(tmp_path / "runs"))
+    run = next((tmp_path / "runs").glob("run=*"))
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"some words to read, " * 40)
+    trace = tmp_path / "t.safetensors"
+    mrb(
+        "trace", "record", "--model", str(run), "--text", str(text), "--tokens", "256", "--sequence", "32",
+        "--out", str(trace),
+    )  # fmt: skip
+    assert "256 tokens in 1 layer, 4 experts, 2 per token" in mrb("trace", "show", trace).stdout
+
+
+def test_a_study_and_its_pictures(tmp_path: Path) -> None:
+    words = ["train", "--study", "balance", "--steps", "6", "--seeds", "2", "--rounds", "8", *SMALL]
+    out = mrb(*words, "--only", "none", "--only", "switch loss", "--out", tmp_path).stdout
+    assert "Not dominated" in out and "switch loss against none" in out and "byte-trigram" in out
+    for name in ("pareto.json", "pareto.png", "curves.png", "load.png", "sources.png"):
+        assert (tmp_path / name).stat().st_size > 1000, name
+    document = mrb_json("train", "pareto", tmp_path)
+    assert {one["rule"] for one in document["standings"]} == {"none", "switch loss"}
+
+
+def test_steps_of_growing_sequences(tmp_path: Path) -> None:
+    sizes = SIZES.replace("sequence=32", "sequence=16")
+    out = mrb(
+        "train", "--study", "soft", "--corpus", "synthetic", "--sizes", sizes, "--rounds", "8", "--out",
+        str(tmp_path), "--only", "soft_moe, 128 tokens", "--only", "softmax_topk, 128 tokens",
+    ).stdout  # fmt: skip
+    assert "soft_moe, 128 tokens" in out and "ms/step" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--router", "switch"], "give --out FOLDER"),
+        (["--out", "x"], "give --study NAME"),
+        (["--study", "absent", "--out", "x"], "there is no study 'absent'"),
+        (["--router", "absent", "--out", "x"], "there is no router 'absent'"),
+        (["--router", "switch", "--sizes", "layers=none", "--out", "x"], "cannot read 'layers=none'"),
+        (["--router", "soft_moe", "--out", "x"], "sees_future"),
+        (["--router", "switch", "--sink", "absent", "--out", "x"], "--sink is trackio or wandb"),
+    ],
+)
+def test_mistakes_are_said(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert says in refused("train", "--corpus", "synthetic", "--steps", "2", *words)
+
+
+def test_texts_are_named_once(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("text " * 2000)
+    words = ["train", "--router", "switch", "--out", str(tmp_path / "out"), "--text", str(text)]
+    assert "give one of them" in refused(*words, "--corpus", "synthetic")
+    assert "there is no text file" in refused(*words[:-1], str(tmp_path / "absent.txt"))

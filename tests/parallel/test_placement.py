@@ -1,0 +1,155 @@
+"""Placements: every expert has a home, copies share, and each way of placing keeps what it promises."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_routing_bench.load import LoadStatistics
+from moe_routing_bench.parallel.placement import Placement
+from moe_routing_bench.parallel.placing import assigned, contiguous, greedy, replicated, strided
+from moe_routing_bench.routing import Routing
+
+EXAMPLE = Placement(experts_W=((0, 1), (0, 2), (0, 3), (1,)), num_experts=4, ranks_per_node=2)
+loads = st.lists(st.integers(0, 100), min_size=1, max_size=24)
+
+
+def test_the_example_of_the_docstring() -> None:
+    assert EXAMPLE.ranks_E == ((0, 1, 2), (0, 3), (1,), (2,))
+    assert (EXAMPLE.places, EXAMPLE.num_nodes, EXAMPLE.most_copies) == (2, 2, 3)
+    assert EXAMPLE.rank_load([6, 2, 1, 1]) == [3, 3, 3, 1]
+    assert EXAMPLE.imbalance([6, 2, 1, 1]) == 1.2
+    assert [EXAMPLE.node_of(rank) for rank in range(4)] == [0, 0, 1, 1]
+
+
+def test_simple_ways() -> None:
+    assert contiguous(5, ranks=2).experts_W == ((0, 1, 2), (3, 4))
+    assert strided(5, ranks=2).experts_W == ((0, 2, 4), (1, 3))
+    assert greedy([5, 1, 1, 5], ranks=2).rank_load([5, 1, 1, 5]) == [6, 6]
+    heavy = replicated([90, 5, 5, 5], ranks=2, extra=2)
+    assert heavy.ranks_E[0] == (0, 1) and heavy.imbalance([90, 5, 5, 5]) < 1.06
+
+
+@given(loads, st.integers(1, 6), st.data())
+def test_every_way_gives_each_expert_its_copies(load: list[int], ranks: int, data: st.DataObject) -> None:
+    extra = data.draw(st.integers(0, len(load) * (ranks - 1)))
+    for placement, copies in (
+        (contiguous(len(load), ranks=ranks), len(load)),
+        (strided(len(load), ranks=ranks), len(load)),
+        (greedy(load, ranks=ranks), len(load)),
+        (replicated(load, ranks=ranks, extra=extra), len(load) + extra),
+    ):
+        assert sum(map(len, placement.experts_W)) == copies
+        assert placement.places == -(-copies // ranks)
+        assert sum(placement.rank_load(load)) == pytest.approx(sum(load))
+        assert Placement.from_json(placement.to_json()) == placement
+
+
+@given(st.lists(st.integers(0, 50), min_size=16, max_size=16), st.integers(0, 8))
+def test_groups_stay_on_their_node(load: list[int], extra: int) -> None:
+    placement = replicated(load, ranks=8, extra=2 * extra, ranks_per_node=4, groups=4)
+    nodes = [{placement.node_of(rank) for rank in ranks} for ranks in placement.ranks_E]
+    assert all(len(here) == 1 for here in nodes)
+    for group in range(4):
+        assert len(set.union(*nodes[4 * group : 4 * group + 4])) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_integer_program_is_as_good_as_trying_everything(seed: int) -> None:
+    load = torch.randint(1, 30, (6,), generator=torch.Generator().manual_seed(seed)).tolist()
+    best = min(
+        max(sum(x for x, w in zip(load, where, strict=True) if w == rank) for rank in range(2))
+        for where in product(range(2), repeat=6)
+        if sum(where) == 3
+    )
+    found = assigned(load, ranks=2)
+    assert max(found.rank_load(load)) == best
+    assert max(greedy(load, ranks=2).rank_load(load)) >= best
+
+
+def test_the_integer_program_keeps_tokens_where_they_are() -> None:
+    """Tokens of expert i go to expert i + 1 in the next layer: what follows stays on the same rank."""
+    before = contiguous(4, ranks=2)
+    together = torch.zeros(4, 4)
+    for expert in range(4):
+        together[expert, (expert + 1) % 4] = 10.0
+    found = assigned([1, 1, 1, 1], ranks=2, before=before, together_EE=together)
+    assert found.experts_W == ((1, 2), (0, 3))
+
+
+def test_eplb_maps_go_there_and_back() -> None:
+    placement = replicated([9, 1, 1, 1, 1, 1], ranks=4, extra=2)
+    first, places, copies = placement.to_eplb()
+    assert Placement.from_eplb(first, ranks=4) == placement
+    assert copies == [len(ranks) for ranks in placement.ranks_E]
+    assert all(first[p] == expert for expert, row in enumerate(places) for p in row if p >= 0)
+    assert Placement.from_eplb([0, 0, 1, 0], ranks=2).experts_W == ((0,), (0, 1))
+    with pytest.raises(ValueError, match="equally many"):
+        EXAMPLE.to_eplb()
+
+
+def test_copies_take_turns() -> None:
+    tables = EXAMPLE.tables()
+    expert_TK = torch.tensor([[0, 1], [0, -1], [0, 9], [0, 1]])
+    assert tables.rank_TK(expert_TK).tolist() == [[0, 0], [1, -1], [2, -1], [0, 3]]
+    assert tables.rank_TK(expert_TK, first_token=1)[:, 0].tolist() == [1, 2, 0, 1]
+    assert tables.place_WE.tolist() == [[0, 1, -1, -1], [0, -1, 1, -1], [0, -1, -1, 1], [-1, 0, -1, -1]]
+
+
+def test_load_statistics_of_a_placement() -> None:
+    """Loads [6, 2, 1, 1]: ranks have 3, 3, 3 and 1, the mean is 2.5."""
+    expert_TK = torch.tensor([0] * 6 + [1] * 2 + [2, 3]).unsqueeze(1)
+    routing = Routing(expert_TK=expert_TK, gate_TK=torch.ones(10, 1), num_experts=4)
+    found = LoadStatistics.of(routing, placement=EXAMPLE)
+    assert found.max_violation_rank.item() == pytest.approx(0.2)
+    usual = LoadStatistics.of(routing, num_ranks=2)
+    assert LoadStatistics.of(routing, placement=contiguous(4, ranks=2)).to_dict() == usual.to_dict()
+    with pytest.raises(ValueError, match="placed are 5"):
+        LoadStatistics.of(routing, placement=contiguous(5, ranks=2))
+
+
+def test_how_many_copies_move() -> None:
+    assert contiguous(4, ranks=2).moved(strided(4, ranks=2)) == 2
+    assert EXAMPLE.moved(EXAMPLE) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"experts_of_rank": [[0, 1], [1]]}, "no rank holds the experts"),
+        ({"experts_of_rank": [[1, 0], [2]]}, "ascending order"),
+        ({"experts_of_rank": [[0, 1, 2], [7]]}, "experts are 0 .. 2"),
+        ({"experts_of_rank": [[0, 1, 2], [1.5]]}, "whole number"),
+        ({"experts_of_rank": 5}, "list of lists"),
+        ({"num_experts": True}, "whole number"),
+        ({"ranks_per_node": 3}, "cannot stand on nodes"),
+        ({"more": 1}, "has the entries"),
+    ],
+)
+def test_files_are_not_trusted(change: dict[str, object], words: str) -> None:
+    good = {"num_experts": 3, "ranks_per_node": 2, "experts_of_rank": [[0, 1], [2]]}
+    Placement.from_json(json.dumps(good))
+    with pytest.raises(ValueError, match=words):
+        Placement.from_json(json.dumps(good | change))
+    with pytest.raises(ValueError, match="JSON object"):
+        Placement.from_json("{")
+
+
+@pytest.mark.parametrize("load", [[], [-1.0], [float("nan")], [float("inf")]])
+def test_loads_are_checked(load: list[float]) -> None:
+    with pytest.raises(ValueError, match="a load is one number"):
+        greedy(load, ranks=2)
+
+
+def test_thousands_of_ranks_take_seconds() -> None:
+    load = torch.rand(512).tolist()
+    began = time.process_time()
+    placement = replicated(load, ranks=4096, extra=4096 - 512)
+    assert placement.places == 1 and placement.imbalance(load) < 2
+    assert time.process_time() - began < 30

@@ -1,0 +1,133 @@
+"""mrb place and mrb cache: what they say follows from the trace."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from command_line import mrb, mrb_json, refused
+from moe_routing_bench.parallel.placing import contiguous
+from moe_routing_bench.routing import Routing
+from moe_routing_bench.studies.caches import POLICIES
+from moe_routing_bench.studies.placements import busiest
+from moe_routing_bench.workloads.trace import write_trace
+
+T, E, K = 512, 8, 2
+
+
+def trace_of(path: Path, weight_E: torch.Tensor, layers: int = 2) -> Path:
+    """Tokens that choose experts with these weights, all layers alike."""
+    dice = torch.Generator().manual_seed(0)
+    routings = []
+    for _ in range(layers):
+        expert_TK = torch.multinomial(weight_E.expand(T, E), K, generator=dice)
+        routings.append(Routing(expert_TK=expert_TK, gate_TK=torch.full((T, K), 0.5), num_experts=E))
+    layer_T = torch.arange(layers).repeat_interleave(T)
+    write_trace(path, *routings, source="drawn", layer_T=layer_T)
+    return path
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first two experts, which contiguous placement puts on one rank, get most of the tokens."""
+    weight_E = torch.tensor([8.0, 8, 1, 1, 1, 1, 1, 1])
+    return trace_of(tmp_path_factory.mktemp("skewed") / "t.safetensors", weight_E)
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trace_of(tmp_path_factory.mktemp("even") / "t.safetensors", torch.ones(E))
+
+
+def test_the_busiest_rank() -> None:
+    load_SE = torch.tensor([[6, 2, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    assert busiest(contiguous(4, ranks=2), load_SE) == pytest.approx((2 + 1 + 1) / 3)
+
+
+def test_skew_pays_and_stays(skewed: Path) -> None:
+    found = mrb_json("place", skewed, "--ranks", 4, "--replicas", "0,4", "--tokens", 32)
+    by_name = {(one["way"], one["replicas"]): one for one in found["tried"]}
+    assert list(by_name) == [
+        ("contiguous", 0), ("strided", 0), ("greedy", 0), ("replicated", 4), ("assigned", 0),
+    ]  # fmt: skip
+    together, apart = by_name["contiguous", 0], by_name["greedy", 0]
+    assert together["next"] > 2.5 and apart["next"] < 0.7 * together["next"]
+    assert by_name["replicated", 4]["next"] < apart["next"] and by_name["replicated", 4]["places"] == 3
+    assert by_name["assigned", 0]["same"] <= apart["same"] + 1e-9
+    assert together["moved"] == 0 and found["pays"] is True
+    said = mrb("place", skewed, "--ranks", 4, "--tokens", 32, "--model", "qwen3-30b-a3b").stdout
+    assert "Yes: " in said and "GiB a rank" in said
+
+
+def test_even_routing_does_not_pay(even: Path) -> None:
+    """Whatever moves, moves after noise: the next window does not keep it."""
+    said = mrb("place", even, "--ranks", 4, "--replicas", "0", "--tokens", 64).stdout
+    assert "No, it will not pay" in said, said
+    found = mrb_json("place", even, "--ranks", 4, "--tokens", 64)
+    greedy = next(one for one in found["tried"] if one["way"] == "greedy")
+    assert greedy["same"] < greedy["next"]  # hindsight looks better than it is
+    assert found["chance"] == pytest.approx(found["tried"][0]["next"], rel=0.1)
+
+
+def test_what_cannot_be_placed_says_so(skewed: Path) -> None:
+    assert "cannot be cut into 4 windows" in refused("place", skewed, "--ranks", 4, "--tokens", 400)
+    assert "--replicas" in refused("place", skewed, "--ranks", 4, "--replicas", "a")
+    few = ["--ranks", 2, "--tokens", 32]
+    assert "a rank holds one of each" in refused("place", skewed, *few, "--replicas", "9")
+    assert "--ranks is 0" in refused("place", skewed, "--ranks", 0)
+    assert "there is no trace file" in refused("place", "nothing.safetensors", "--ranks", 2)
+
+
+tokens = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True), min_size=1, max_size=9)
+
+
+def fewest_loads(chosen: list[list[int]], slots: int) -> int:
+    """By trying everything: states are what the slots hold after a token."""
+    states: dict[frozenset[int], int] = {frozenset(): 0}
+    for experts in map(frozenset, chosen):
+        after: dict[frozenset[int], int] = {}
+        for held, loads in states.items():
+            rest = held - experts
+            room = min(slots - len(experts), len(rest))
+            cost = loads + len(experts - held)
+            for kept in combinations(sorted(rest), room):
+                state = experts | frozenset(kept)
+                after[state] = min(cost, after.get(state, cost))
+        states = after
+    return min(states.values())
+
+
+@given(tokens, st.integers(2, 5))
+def test_nobody_beats_belady_and_belady_is_the_best_there_is(chosen: list[list[int]], slots: int) -> None:
+    loads = {name: policy(chosen, 6, slots) for name, policy in POLICIES.items()}
+    assert loads["belady"] == fewest_loads(chosen, slots)
+    assert min(loads.values()) == loads["belady"] or loads["static"] < loads["belady"] + slots
+
+
+def test_policies_by_hand() -> None:
+    chosen = [[0], [1], [0], [2], [0], [1]]
+    # two slots: lru and lfu load 0, 1, 2, 1; belady keeps 0 and the better of the others
+    assert POLICIES["lru"](chosen, 3, 2) == 4
+    assert POLICIES["lfu"](chosen, 3, 2) == 4
+    assert POLICIES["belady"](chosen, 3, 2) == 4
+    assert POLICIES["belady"](chosen, 3, 3) == 3
+    once_hot = [[0]] * 50 + [[1]] * 40 + [[2], [1]] * 20
+    # lfu keeps 0, which nobody wants any more, and loads 1 and 2 in turns
+    assert POLICIES["lfu"](once_hot, 3, 2) > POLICIES["lru"](once_hot, 3, 2) == 3
+
+
+def test_cache_command(skewed: Path) -> None:
+    found = mrb_json("cache", skewed, "--slots", 4)
+    rate = {one["policy"]: one["hit_rate"] for one in found["policies"]}
+    assert found["layers"] == 2 and found["tokens"] == T
+    assert rate["belady"] >= max(rate[name] for name in ("lru", "lfu", "decayed"))
+    assert rate["lfu"] > 0.6  # two experts of eight have three quarters of the tokens
+    said = mrb("cache", skewed, "--slots", 4, "--policy", "lru", "--model", "mixtral-8x7b").stdout
+    assert "MiB" in said and "lru" in said and "lfu" not in said.splitlines()[3]
+    assert "give 2 to 8" in refused("cache", skewed, "--slots", 1)
+    assert "there is no policy" in refused("cache", skewed, "--slots", 4, "--policy", "fifo")

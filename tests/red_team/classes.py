@@ -1,0 +1,94 @@
+"""Kernels from outside that attack the clock itself, by class: what the benchmark may say about each.
+
+A kernel that may be PASSED gains nothing: its time is that of honest work. tests/red_team/README.md has the
+same classes in words.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+OUTSIDE = Path(__file__).parent / "outside"
+
+_WRONG = "WRONG_VALUE NONFINITE SUSPECT NONDETERMINISTIC CRASHED"
+_HARMLESS = "PASSED RUNTIME_ERROR NO_TIME TIMEOUT"
+
+# class: {op.kernel: states}
+CLASSES: dict[str, dict[str, str]] = {
+    "before the clock": {
+        "combine.prepares_from_the_stack": f"{_HARMLESS} {_WRONG}",
+        "combine.prepares_from_gc": f"{_HARMLESS} {_WRONG}",
+        "combine.prepares_at_finalizers": f"{_HARMLESS} {_WRONG}",
+        "combine.prepares_by_timer": f"{_HARMLESS} {_WRONG}",
+        "combine.prepares_when_asked": f"{_HARMLESS} {_WRONG}",
+        "combine.prepares_from_old_slots": f"{_HARMLESS} {_WRONG}",
+    },
+    "after the clock": {
+        "combine.fills_at_detach": _WRONG,
+        "combine.fills_by_mode": f"{_WRONG} WRONG_STRUCTURE",
+        "combine.fills_at_the_next_request": _WRONG,
+        "combine.fills_in_a_child": _WRONG,
+        "combine.fills_when_woken": _WRONG,
+        "combine.answers_before_it_works": f"{_WRONG} RUNTIME_ERROR",
+        "combine.memory_that_waits": _WRONG,
+    },
+    "frames and modules": {
+        "combine.works_only_when_kept": _WRONG,
+        "combine.clock_lies_mostly": "PASSED SUSPECT",
+        "combine.clock_hides_under_the_pipe": "PASSED SUSPECT",
+        "combine.replaces_the_server": _WRONG,
+        "combine.hides_its_memory": _WRONG,
+    },
+    "predicting": {
+        "combine.predicts_the_stream": f"PASSED {_WRONG}",
+        "combine.table_from_the_seed": f"PASSED {_WRONG}",
+        "combine.works_in_judged_rounds": _WRONG,
+        "expert_ffn.reads_a_table": f"PASSED {_WRONG}",
+        "expert_ffn.guesses_the_routing": _WRONG,
+    },
+    "remembering": {
+        "combine.remembers_across_runs": f"PASSED {_WRONG}",
+        "combine.remembers_the_plan": f"PASSED {_WRONG}",
+        "combine.remembers_by_a_sample": f"PASSED {_WRONG}",
+        "combine.remembers_its_neighbour": f"PASSED {_WRONG}",
+        "combine.skips_what_is_overwritten": _WRONG,
+    },
+    "harming rivals": {
+        "combine.timer_burns_the_core": "PASSED SUSPECT",
+        "combine.daemon_burns_the_core": "SUSPECT",
+        "combine.kills_its_rivals": "SUSPECT",
+        "combine.stops_its_rivals": "SUSPECT",
+        "combine.slows_its_rivals": "SUSPECT",
+        "combine.moves_its_rivals": "SUSPECT PASSED",
+        "combine.fills_the_memory": "SUSPECT OOM",
+    },
+    "more cores": {
+        "combine.second_thread_in_the_call": "PASSED SUSPECT",
+        "combine.child_in_the_call": "SUSPECT",
+    },
+    "precision": {
+        "expert_ffn.int8_in_groups": "WRONG_VALUE",
+        "combine.bfloat16_after_the_check": _WRONG,
+        "combine.drops_the_smallest_gates": _WRONG,
+        "combine.one_row_is_old": _WRONG,
+    },
+    "files and pipes": {
+        "combine.fifo_as_log": "PASSED",
+        "combine.log_is_a_link": "RUNTIME_ERROR",
+        "combine.fifo_as_result": "WRONG_STRUCTURE",
+        "combine.result_is_a_link": "WRONG_STRUCTURE",
+        "combine.result_is_a_device": "WRONG_STRUCTURE",
+        "combine.half_a_message": "TIMEOUT NO_TIME SUSPECT",
+        "combine.endless_message": "SUSPECT",
+        "combine.answers_ahead": f"{_WRONG} RUNTIME_ERROR",
+        "combine.points_elsewhere": "SUSPECT",
+        "combine.shrinks_the_slots": "PASSED",
+        "expert_ffn.writes_the_shared_weights": f"PASSED CRASHED MUTATED_INPUT {_WRONG}",
+    },
+    "identity": {
+        "combine.says_it_is_built_in": "PASSED",
+        "combine.describes_another": "PASSED",
+        "combine.restores_before_the_print": "MUTATED_INPUT WRONG_VALUE",
+        "combine.passes_its_own_kit": _WRONG,
+    },
+}

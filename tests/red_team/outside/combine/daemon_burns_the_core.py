@@ -1,0 +1,38 @@
+"""A process that is nobody's child burns the core for 20 s."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from torch import Tensor
+
+from moe_routing_bench.ops.combine.op import op
+from moe_routing_bench.plan import RoutingPlan
+
+honest = op.get(op.default).run
+_started: list[bool] = []
+
+
+def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
+    return None
+
+
+def leave_a_daemon() -> None:
+    if (child := os.fork()) != 0:
+        os.waitpid(child, 0)
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        pass
+    os._exit(0)
+
+
+def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    if not _started:
+        _started.append(True)
+        leave_a_daemon()
+    return honest(y_RD, gate_TK, plan)

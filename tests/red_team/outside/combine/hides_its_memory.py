@@ -1,0 +1,26 @@
+"""Forbids others to read its memory (PR_SET_DUMPABLE), where its results are not written."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.ops.combine.op import op
+from moe_routing_bench.plan import RoutingPlan
+
+honest = op.get(op.default).run
+_calls = [0]
+
+
+def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
+    return None
+
+
+def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    ctypes.CDLL(None).prctl(4, 0)
+    _calls[0] += 1
+    if _calls[0] <= 40:
+        return honest(y_RD, gate_TK, plan)
+    return torch.empty(plan.num_tokens, y_RD.shape[1], dtype=y_RD.dtype)

@@ -1,0 +1,25 @@
+"""From its 41st call on, one row in fifty is that of the call before."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_routing_bench.ops.combine.op import op
+from moe_routing_bench.plan import RoutingPlan
+
+honest = op.get(op.default).run
+_calls = [0]
+_last: list[Tensor] = []
+
+
+def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
+    return None
+
+
+def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    _calls[0] += 1
+    y_TD = honest(y_RD, gate_TK, plan)
+    if _calls[0] > 40 and _last and _last[0].shape == y_TD.shape:
+        y_TD[::50] = _last[0][::50]
+    _last[:] = [y_TD]
+    return y_TD

@@ -1,0 +1,31 @@
+"""Says that its results lie at an address that is not its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_routing_bench.bench.outside import serve
+from moe_routing_bench.ops.combine.op import op
+from moe_routing_bench.plan import RoutingPlan
+
+honest = op.get(op.default).run
+
+
+def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
+    return None
+
+
+_tensor_at = serve._tensor_at
+
+
+def tensor_at(name: str, tensor: Tensor) -> dict[str, Any]:
+    return {**_tensor_at(name, tensor), "address": 4096}
+
+
+serve._tensor_at = tensor_at
+
+
+def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    return honest(y_RD, gate_TK, plan)

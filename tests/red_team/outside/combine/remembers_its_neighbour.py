@@ -1,0 +1,32 @@
+"""Leaves results in /dev/shm for the next process of the same run, by the values of a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.ops.combine.op import op
+from moe_routing_bench.plan import RoutingPlan
+
+honest = op.get(op.default).run
+_file = Path("/dev/shm/red-team-neighbour.pt")
+_known: dict[tuple[float, ...], Tensor] = {}
+_new: dict[tuple[float, ...], Tensor] = {}
+
+
+def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
+    return None
+
+
+def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    if not _known and _file.exists():
+        _known.update(torch.load(_file))
+    key = tuple(y_RD[0, :4].tolist())
+    if key in _known:
+        return _known[key].clone()
+    _new[key] = y_TD = honest(y_RD, gate_TK, plan)
+    if len(_new) == 30:
+        torch.save(_new, _file)
+    return y_TD

@@ -1,0 +1,26 @@
+"""Honest for 60 calls; then it works only where the routing is that of the first call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.ops.combine.op import op
+from moe_routing_bench.plan import RoutingPlan
+
+honest = op.get(op.default).run
+_calls = [0]
+_first: list[int] = []
+
+
+def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
+    return None
+
+
+def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+    _calls[0] += 1
+    if not _first:
+        _first.append(int(plan.count_E[0]))
+    if _calls[0] > 60 and int(plan.count_E[0]) != _first[0]:
+        return torch.zeros(plan.num_tokens, y_RD.shape[1], dtype=y_RD.dtype)
+    return honest(y_RD, gate_TK, plan)

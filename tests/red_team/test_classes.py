@@ -1,0 +1,75 @@
+"""Kernels that attack the clock itself: none is FASTER, none has a false time, none hangs, and the honest
+baseline beside them is not harmed. The policy is the default but for its limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from classes import CLASSES, OUTSIDE
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.runner import run_cell
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
+from test_red_team import POLICY, one_of_each, policy_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+HONEST = Path(__file__).parent / "honest"
+STYLES = ("by_ctypes", "in_torch", "in_cpp", "compiled", "in_numba")
+ALL = {name: states.split() for row in CLASSES.values() for name, states in row.items()}
+
+
+def cell_of(op: str, *names: str, dtype: str = "float32") -> Cell:
+    shape = MoEShape(T=48, D=32, F=48, E=8, K=2)
+    case = BenchCase(name=f"red-team/{op}", span=op, shape=shape, dtype=dtype)
+    specs = (all_ops()[op].default, *names)
+    subjects = tuple(Subject(spec=spec) for spec in specs)
+    return Cell(case=case, workload="uniform", subjects=subjects, include=(str(OUTSIDE),), policy=POLICY)
+
+
+def test_every_kernel_is_in_a_class_and_every_class_is_explained() -> None:
+    assert {f"{path.parent.name}.{path.stem}" for path in OUTSIDE.glob("*/*.py")} == set(ALL)
+    readme = (Path(__file__).parent / "README.md").read_text()
+    assert all(f"| {name} |" in readme for name in CLASSES)
+    assert all(name.partition(".")[2] in readme for name in ALL)
+
+
+@pytest.mark.parametrize("name", one_of_each({name: kind for kind, row in CLASSES.items() for name in row}))
+def test_it_gains_nothing(name: str) -> None:
+    op, _, kernel = name.partition(".")
+    cell = replace(cell_of(op, kernel), policy=policy_for(ALL[name]))
+    honest, other = run_cell(cell).subjects
+    if other.comparison is not None and other.comparison.verdict == "FASTER":
+        # a verdict is wrong once in a hundred by its own level; a trick that works does so again
+        honest, other = run_cell(cell).subjects
+    assert honest.status is Status.PASSED, f"the honest kernel was harmed: {honest.reason}"
+    assert other.status in ALL[name], f"{other.status}: {other.reason}"
+    assert other.label == kernel and "outside" in other.origin
+    assert "root:" not in other.log_tail
+    if other.status is Status.PASSED:
+        assert other.comparison is not None and other.comparison.verdict != "FASTER"
+        assert other.comparison.interval[1] > 0.9
+    else:
+        assert other.reason and not other.samples
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", one_of_each(dict.fromkeys(STYLES, "style")))
+def test_honest_code_from_outside_passes_whatever_it_is_made_with(name: str) -> None:
+    policy = replace(POLICY, max_seconds=240, step_seconds=120)
+    cell = replace(cell_of("combine", name), include=(str(HONEST),), policy=policy)
+    honest, other = run_cell(cell).subjects
+    if other.status is Status.UNSUPPORTED:
+        pytest.skip(other.reason)
+    assert (honest.status, other.status) == (Status.PASSED, Status.PASSED), other.reason
+    assert other.checked_timed_calls >= 1
+
+
+def test_int8_is_as_accurate_as_bfloat16_and_that_is_all_a_pass_says() -> None:
+    outcome = run_cell(cell_of("expert_ffn", "int8_in_groups", dtype="bfloat16"))
+    assert outcome.subjects[1].status in (Status.PASSED, Status.WRONG_VALUE)

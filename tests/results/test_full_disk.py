@@ -1,0 +1,105 @@
+"""A disk that is full, a folder that cannot be written to: one sentence, and no cell is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.executor import LocalExecutor, check_scratch
+from moe_routing_bench.bench.outcome import CellOutcome
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.results import sweep
+from moe_routing_bench.results.record import Record, parse_record
+from moe_routing_bench.results.store import OwnFile, Session, iterate
+from moe_routing_bench.results.sweep import run_sweep
+from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
+from sample_records import failed, line
+
+pytestmark = pytest.mark.slow
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise FULL
+
+
+def a_cell() -> Cell:
+    case = BenchCase(name="own/x", span="combine", shape=MoEShape(T=8, D=16, F=16, E=4, K=2))
+    return Cell(case=case, workload="uniform", subjects=(Subject(spec="gather_sum"),))
+
+
+def record_of(session: Session) -> Record:
+    return parse_record(line(failed("OOM", session=session.id, record_id=session.new_record_id())))
+
+
+class Measured:
+    """An executor whose outcome is only a name."""
+
+    name = "made up"
+
+    def run(self, cells: Any, **_: Any) -> Iterator[Any]:
+        for cell in cells:
+            yield namedtuple("Outcome", "cell")(cell)
+
+
+def test_a_cell_that_cannot_be_written_is_still_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "record_outcome", refuse)
+    seen: list[CellOutcome] = []
+    with pytest.raises(ValueError, match=r"own/x uniform could not be written .*No space left on device"):
+        for outcome in run_sweep([a_cell()], tmp_path / "results", Measured()):
+            seen.append(outcome)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("place", ["file", "file/inside"])
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot write into .*file"):
+        next(run_sweep([a_cell()], tmp_path / place, Measured()))
+
+
+def test_a_write_that_failed_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = OwnFile._write
+    with Session.start(tmp_path) as session:
+        session.append([record_of(session)])
+        monkeypatch.setattr(OwnFile, "_write", refuse)
+        with pytest.raises(OSError, match="No space"):
+            session.append([record_of(session)])
+        monkeypatch.setattr(OwnFile, "_write", write)
+        session.append([record_of(session)])
+        assert session.tampered(thorough=True) is None
+    assert not session.repairs and len(list(iterate(tmp_path))) == 2
+
+
+def test_the_end_of_a_session_on_a_full_disk_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Session.start(tmp_path) as session:
+        session.append([record_of(session)])
+        monkeypatch.setattr(OwnFile, "sync", refuse)
+        monkeypatch.setattr("moe_routing_bench.results.store.fold", refuse)
+    assert session.repairs == ["the files could not be looked at once more: No space left on device"]
+    assert len(list(iterate(tmp_path))) == 1
+
+
+def test_a_full_folder_for_temporary_files_is_said_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usage = namedtuple("Usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(2**20, 2**20, 0))
+    with pytest.raises(ValueError, match=r"0 MiB free.*set TMPDIR"):
+        next(LocalExecutor().run([a_cell()], roofs=None, on_progress=lambda *_: None, watch=lambda: None))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(2**40, 0, 2**40))
+    check_scratch(a_cell())

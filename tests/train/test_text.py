@@ -1,0 +1,85 @@
+"""Text: which bytes a step sees, what is held out, and the trigram model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_routing_bench.train.ngram import trigram_loss
+from moe_routing_bench.train.text import (
+    CLASSES,
+    LAST_NOVEL,
+    Corpus,
+    Source,
+    character_class,
+    read_corpus,
+    read_texts,
+    synthetic,
+)
+
+
+def test_a_batch_depends_on_seed_and_step_alone() -> None:
+    corpus = synthetic(size=4000)
+    options = {"batch": 4, "sequence": 32}
+    first = corpus.batch(seed=1, step=7, **options)
+    corpus.batch(seed=1, step=8, **options)
+    assert torch.equal(corpus.batch(seed=1, step=7, **options), first)
+    assert not torch.equal(corpus.batch(seed=1, step=8, **options), first)
+    assert not torch.equal(corpus.batch(seed=2, step=7, **options), first)
+    text = corpus.learnt_T.numpy().tobytes()
+    assert all(bytes(row.tolist()) in text for row in first)
+
+
+def test_what_is_held_out_is_not_learnt() -> None:
+    corpus = Corpus.of([Source(name="a", learnt=b"a" * 500, held_out=b"b" * 100)])
+    assert set(corpus.batch(seed=0, step=0, batch=8, sequence=20).flatten().tolist()) == {ord("a")}
+    pieces = corpus.held_out(0, pieces=3, sequence=20)
+    assert pieces.shape == (3, 21) and set(pieces.flatten().tolist()) == {ord("b")}
+    assert corpus.held_out(0, pieces=99, sequence=20).shape[0] == 4  # as many as there are
+
+
+def test_the_last_novel_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "gutenberg_novels.txt").write_bytes(b"x" * 400 + LAST_NOVEL + b" by Jane Austen" * 5)
+    for name in ("wikitext2_valid", "wikitext2_test", "tinyshakespeare"):
+        (tmp_path / f"{name}.txt").write_bytes(name.encode() * 20)
+    corpus = read_corpus(tmp_path)
+    assert [one.name for one in corpus.sources] == ["novels", "Wikipedia", "Shakespeare"]
+    assert corpus.sources[0].learnt == b"x" * 400 and corpus.sources[0].held_out.startswith(LAST_NOVEL)
+    assert corpus.sources[1].held_out == b"wikitext2_test" * 20
+
+
+def test_mistakes_are_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no text file"):
+        read_texts([tmp_path / "absent.txt"])
+    with pytest.raises(ValueError, match="there is no folder"):
+        read_corpus(tmp_path / "absent")
+    with pytest.raises(ValueError, match="there is no text"):
+        read_corpus(tmp_path)
+    short = Corpus.of([Source(name="a", learnt=b"abc", held_out=b"abc")])
+    with pytest.raises(ValueError, match="fewer than a sequence"):
+        short.batch(seed=0, step=0, batch=1, sequence=8)
+    with pytest.raises(ValueError, match="shorter than 8"):
+        short.held_out(0, pieces=1, sequence=8)
+
+
+def test_every_byte_has_a_class() -> None:
+    known = character_class(torch.tensor(list(b"aZ7 \n,\xc3")))
+    assert [CLASSES[place] for place in known] == [
+        "letter", "capital", "digit", "space", "line end", "punctuation", "other",
+    ]  # fmt: skip
+
+
+def test_the_trigram_model_by_hand() -> None:
+    """One context, "ab" before "c" twice, "d" once, in the formula of the file."""
+    corpus = Corpus.of([Source(name="a", learnt=b"abcabcabd", held_out=b"abc")])
+    p_c = (2 + 1) / (9 + 256)
+    p_bc = (2 + 5 * p_c) / (3 + 5)
+    p_abc = (2 + 5 * p_bc) / (3 + 5)
+    assert trigram_loss(corpus) == pytest.approx(-math.log(p_abc))
+
+
+def test_the_trigram_model_learns_the_synthetic_text() -> None:
+    assert 0.3 < trigram_loss(synthetic(size=20_000)) < 2.0
