@@ -32,6 +32,7 @@ def differing(layer: MoE, x_TD: Tensor) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @needs_cpp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def test_the_first_case_it_takes_is_tried_in_every_dtype_and_layout(monkeypatch:
     assert wrong.answer == "wrong" and wrong.reason == "float32, compact: it is off"
 
 
+@pytest.mark.slow
 def test_it_runs_a_real_one_in_a_process_of_its_own() -> None:
     """With a kernel of plain torch in the place of a GPU's."""
     found = self_test._tried_apart("topk", "sort", "pretend")

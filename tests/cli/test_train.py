@@ -35,6 +35,7 @@ def test_a_run_is_a_model_to_trace(tmp_path: Path) -> None:
     assert "256 tokens in 1 layer, 4 experts, 2 per token" in mrb("trace", "show", trace).stdout
 
 
+@pytest.mark.slow
 def test_a_study_and_its_pictures(tmp_path: Path) -> None:
     words = ["train", "--study", "balance", "--steps", "6", "--seeds", "2", "--rounds", "8", *SMALL]
     out = mrb(*words, "--only", "none", "--only", "switch loss", "--out", tmp_path).stdout

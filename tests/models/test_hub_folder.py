@@ -60,6 +60,7 @@ def called(folder: Path, kernels: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_it_computes_without_our_package(exported: Path) -> None:
     ran = called(exported / "build" / "torch-cpu", "0.17.9")
     assert ran.stdout == "right\n", ran.stderr

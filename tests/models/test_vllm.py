@@ -202,6 +202,7 @@ def test_registering_twice_is_registering_once(vllm: Any) -> None:
     assert len(UnquantizedFusedMoEMethod.registry) == 1 and not vllm.said
 
 
+@pytest.mark.slow
 def test_the_entry_point_is_declared_and_nothing_else_imports_vllm() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ((_, value),) = project["entry-points"]["vllm.general_plugins"].items()

@@ -64,6 +64,7 @@ def test_more_of_everything_takes_longer() -> None:
     assert sent == sorted(sent), "larger groups send more"
 
 
+@pytest.mark.slow
 def test_four_thousand_gpus() -> None:
     """Counted, not sampled: 4,096 ranks, 16.8 million messages an exchange."""
     found = answer(replace(ASKED, gpus=4096, tokens=8, spare=(0,)))

@@ -287,6 +287,7 @@ def test_what_is_missing_names_its_install_line(monkeypatch: pytest.MonkeyPatch,
         render(made)
 
 
+@pytest.mark.slow
 def test_two_thousand_records_fit_three_megabytes(tmp_path: Path) -> None:
     assert fill(tmp_path / "r", 2_000) >= 2_000
     assert len(html_of(tmp_path / "r").encode()) < 3_000_000

@@ -80,6 +80,7 @@ def killed(words: list[str], when: Any, seconds: float = 300) -> None:
     process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_killed_in_the_middle_has_the_same_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -208,6 +209,7 @@ def test_a_killed_study_goes_on_to_the_same_losses(tmp_path: Path) -> None:
     assert keys and all(losses(whole / key) == losses(broken / key) for key in keys)
 
 
+@pytest.mark.slow
 def test_what_moves_to_another_text_begins_with_the_weights(tmp_path: Path, corpus: Corpus) -> None:
     like = replace(tiny(), size=Size(**vars(TINY)), steps=8)
     work = StudyRun("specialise", corpus, tmp_path, like=like, seeds=1, rates=(1e-2,))
