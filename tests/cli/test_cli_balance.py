@@ -22,6 +22,7 @@ from moe_routing_bench.studies.drift import (
     follow,
     study_balance,
 )
+from moe_routing_bench.workloads.trace import read_trace
 
 pytestmark = pytest.mark.slow
 
@@ -150,3 +151,12 @@ def test_mistakes_get_a_sentence(tmp_path: Path) -> None:
     assert "2 steps; give between 3 and 100000" in refused("bench", "balance", "--steps", "2")
     words = ("bench", "balance", "--steps", "3", "--out", tmp_path / "file")
     assert "cannot create the folder" in refused(*words)
+
+
+def test_its_stream_as_a_trace(tmp_path: Path) -> None:
+    mrb("bench", "balance", "--steps", "6", "--trace", tmp_path / "t.safetensors")
+    trace = read_trace(tmp_path / "t.safetensors")
+    stream = Stream(steps=6)
+    assert trace.routing.expert_TK.shape == (6 * stream.T, stream.K)
+    assert "steps=6" in trace.source
+    assert "there is no folder" in refused("bench", "balance", "--steps", "3", "--trace", tmp_path / "a/b")

@@ -1,4 +1,4 @@
-"""Compiles our own C++ before anything is tried, so that no trial pays for it and the user is told."""
+"""Compiles our own C++ before anything is tried, and says so, so that no trial pays for it."""
 
 from __future__ import annotations
 

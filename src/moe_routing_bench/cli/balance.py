@@ -15,7 +15,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moe_routing_bench.cli.fitting import fitted
 from moe_routing_bench.cli.terminal import Json, console, show, show_json, user_mistakes
-from moe_routing_bench.studies.drift import EVEN_WITHIN, SERIES, BalanceStudy, Stream, study_balance
+from moe_routing_bench.studies.drift import (
+    EVEN_WITHIN,
+    SERIES,
+    BalanceStudy,
+    Stream,
+    study_balance,
+    without_control,
+)
+from moe_routing_bench.workloads.trace import write_trace
 
 # a colour for each subject, related ones in similar colours; a dashed line lies on top of another line
 STYLES = {
@@ -47,6 +55,9 @@ def balance_command(
     steps: Annotated[int, typer.Option(help="Number of batches.")] = Stream.steps,
     seed: Annotated[int, typer.Option(help="Random seed of tokens and routers.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Also write table, numbers and picture here.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write what the router without control chose, for `mrb place`.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Which balance controller keeps up when the data changes? Measures no times; takes about a minute.
@@ -57,6 +68,8 @@ def balance_command(
         stream = Stream(steps=steps, seed=seed)
         if out is not None:
             _make_folder(out)
+        if trace is not None:
+            write_trace(trace, *without_control(stream), source=f"mrb bench balance: {stream}")
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:

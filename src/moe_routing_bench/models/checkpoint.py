@@ -251,7 +251,7 @@ class _Reader:
         self.about, self.tensors = about, tensors
         home = f"model.layers.{about.layer}"
         block = f"{home}.{about.family.module}"
-        # Transformers 5 calls it mlp everywhere when it is told not to save in the original format
+        # Transformers 5 calls it mlp everywhere when it does not save in the original format
         self.block = block if f"{block}.{about.family.router}.weight" in tensors else f"{home}.mlp"
 
     def read(self) -> CheckpointLayer:

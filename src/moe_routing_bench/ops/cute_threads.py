@@ -30,7 +30,7 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr  # noqa: E402
 
 THREADS = 128
 
-import cuda.bindings.driver as cuda  # noqa: E402  # cutlass brings it, and is what people are told to install
+import cuda.bindings.driver as cuda  # noqa: E402  # part of cutlass, which our messages ask for
 
 WIDEST = 16  # bytes of one access
 DTYPES = {

@@ -103,15 +103,15 @@ def settle(
     sent_W = torch.full_like(count_WP[:, 0], P * C) if padded else count_WP.sum(1)
     dtype = -1 if x_TD is None else DTYPES.index(x_TD.dtype)
     facts = torch.cat([sent_W, sent_W.new_tensor([T, plan.num_choices, dtype, C]), bad])
-    told_WN = torch.cat([count_WP, facts.expand(W, -1)], 1)
-    heard_WN = torch.empty_like(told_WN)
+    given_WN = torch.cat([count_WP, facts.expand(W, -1)], 1)
+    taken_WN = torch.empty_like(given_WN)
     with watched(ranks, "counting the rows"):
-        dist.all_to_all_single(heard_WN, told_WN, group=group)
-    here_WP = heard_WN[:, :P]
+        dist.all_to_all_single(taken_WN, given_WN, group=group)
+    here_WP = taken_WN[:, :P]
     place_WP = torch.arange(P, device=here_WP.device).expand(W, P)
     tokens, split_WW = (T,) * W, None
-    if not padded or heard_WN.device.type == "cpu" or check_finite:
-        known_WN = heard_WN[:, P:].cpu()
+    if not padded or taken_WN.device.type == "cpu" or check_finite:
+        known_WN = taken_WN[:, P:].cpu()
         split_WW, tokens = known_WN[:, :W], tuple(known_WN[:, W].tolist())
         _compare(known_WN[:, W + 1 :].T.tolist(), split_WW)
     if padded:

@@ -30,7 +30,7 @@ from moe_routing_bench.controllers.controller import Counts, controller_for
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.plan import Layout
-from moe_routing_bench.routers.router import build
+from moe_routing_bench.routers.router import Router, build
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.statistics import RoutingStatistics
 
@@ -229,14 +229,25 @@ def _step_done(on_progress: OnStep, before: int, total: int, step: int) -> None:
     on_progress(before + step, total)
 
 
+def without_control(stream: Stream) -> list[Routing]:
+    """What the router without control chooses at each step."""
+    free = _router(stream, "softmax_topk").eval()
+    with torch.no_grad():
+        return [free(stream.tokens(step)[0]) for step in range(stream.steps)]
+
+
+def _router(stream: Stream, name: str, **options: Any) -> Router:
+    router = build(name, stream.D, stream.E, stream.K, **options)
+    router.get_parameter("w_DE").data.copy_(stream.w_DE())
+    return router
+
+
 def follow(stream: Stream, subject: Subject, *, on_step: Callable[[int], None] = lambda step: None) -> Track:
     started = time.perf_counter()
-    D, E, K = stream.D, stream.E, stream.K
+    E, K = stream.E, stream.K
     start_DE = stream.w_DE()
-    free = build("softmax_topk", D, E, K).eval()
-    router = build(subject.router, D, E, K, loss_weights=subject.losses).train()
-    for one in (free, router):
-        one.get_parameter("w_DE").data.copy_(start_DE)
+    free = _router(stream, "softmax_topk").eval()
+    router = _router(stream, subject.router, loss_weights=subject.losses).train()
     controller = controller_for(router, subject.controller, **subject.options) if subject.controller else None
     capacity = Layout.padded(capacity_factor=CAPACITY_FACTOR).capacity_for(stream.T, K, E)
     seen: list[RoutingStatistics] = []

@@ -160,6 +160,8 @@ def write_trace(
     """Write the routings one after another. Labels and scores are of the tokens of them all."""
     if not routings:
         raise ValueError("a trace needs at least one routing")
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {Path(path).parent}")
     sizes = {(routing.num_choices, routing.num_experts) for routing in routings}
     if len(sizes) > 1:
         raise ValueError(f"the routings differ in (choices, experts): {sorted(sizes)}; write a file for each")
