@@ -15,10 +15,14 @@ for router in softmax_topk sigmoid_bias; do
     --tokens 32768 --batch 8 --sequence 256 --out "$router.safetensors" >>"$router.log"
 done
 mrb bench balance --trace drift.safetensors >drift.log
-for trace in softmax_topk sigmoid_bias drift; do
-  echo "== $trace"
-  grep "held-out" $trace.log || true
-  mrb place $trace.safetensors --ranks 8 --replicas 0,8 --windows 6
-  mrb cache $trace.safetensors --slots 4
-  mrb cache $trace.safetensors --slots 8
-done 2>&1 | tee "$here/policies.txt"
+{
+  for trace in softmax_topk sigmoid_bias drift; do
+    echo "== $trace"
+    grep "held-out" $trace.log || true
+    mrb place $trace.safetensors --ranks 8 --replicas 0,8 --windows 6
+    mrb cache $trace.safetensors --slots 4
+    mrb cache $trace.safetensors --slots 8
+  done
+  echo "== drift, placed anew four times as often"
+  mrb place drift.safetensors --ranks 8 --replicas 0,8 --windows 24
+} 2>&1 | tee "$here/policies.txt"
