@@ -5,7 +5,7 @@
 
 study.md, slides.md and summary.md are the sources: words and {{placeholders}}. facts.py has the numbers,
 pictures.py the figures. README.md here is study.md with its placeholders filled: the page that GitHub and the
-docs site show. PDFs are set by Typst, from what pandoc makes of the same text: pip install '.[docs]' brings
+docs site show. PDFs are set by Typst, from what pandoc makes of the same text: pip install '.[study]' brings
 both. built.json holds what they were made from; a test compares.
 """
 
