@@ -1,4 +1,4 @@
-.PHONY: fast lint ci night figures
+.PHONY: fast lint ci night figures site study
 
 fast: lint  # the inner loop
 	pytest -n 2 --dist worksteal -q -p no:cacheprovider -m "not slow"
@@ -14,3 +14,9 @@ night:  # the same and tests marked nightly, every dtype, both versions of Trito
 
 figures:  # of README and docs/figures.md, from the records in measurements/records
 	python measurements/figures.py
+
+site:  # the docs, into build/site; pip install -e ".[docs]"
+	python -m sphinx -W --keep-going docs build/site
+
+study:  # docs/study: text, figures and PDFs from the records; pip install -e ".[study]"
+	python docs/study/build.py

@@ -84,7 +84,7 @@ def _pareto(found: Pareto, colour: dict[str, str]) -> Any:
     made.legend(handles, labels, loc="outside lower center", ncols=4)
     seeds = found.standings[0].seeds
     made.suptitle(
-        f"Study {found.study}: quality against cost. {found.tokens:,} bytes, {seeds} seeds, bars: 95 % "
+        f"Study {found.study}: quality against cost. {found.tokens:,} bytes, {seeds} seeds.\nBars: 95 % "
         "intervals; hollow: sees later tokens; line: not dominated",
         x=0.01, ha="left",
     )  # fmt: skip

@@ -50,7 +50,7 @@ def winner_map(group: Group, hovers: Hovers) -> Picture | None:
     shown = [cell for cell in ordered if (cell.sizes, cell.routing) in rows]
     tokens = sorted({cell.first.workload.T for cell in shown})
     columns = {T: place for place, T in enumerate(tokens[:MOST_COLUMNS])}
-    shown = [cell for cell in shown if cell.first.workload.T in columns]
+    shown = _widest([cell for cell in shown if cell.first.workload.T in columns])
     several = len({cell.routing for cell in shown}) > 1
     by_sizes = _row_names(shown)
     names = {
@@ -77,8 +77,25 @@ def winner_map(group: Group, hovers: Hovers) -> Picture | None:
     left = len(decided) - len(shown)
     caption = "" if several else f"Routing: {ordered[0].routing}. "
     if left:
-        caption += f"{left:,} of {len(decided):,} cells do not fit the figure; the tables have them."
+        caption += (
+            f"{left:,} of {len(decided):,} cells do not fit the figure, or compare less than another in "
+            "their place; the tables have them."
+        )
     return Picture(name=file_name("winners", group.title), title=group.title, caption=caption, figure=made)
+
+
+def _widest(cells: Sequence[Cell]) -> list[Cell]:
+    """One for each place: of cells with the same size and routing, the one that compares most."""
+    at: dict[object, Cell] = {}
+    for cell in cells:
+        place = cell.sizes, cell.routing, cell.first.workload.T
+        if place not in at or _compared(at[place]) < _compared(cell):
+            at[place] = cell
+    return list(at.values())
+
+
+def _compared(cell: Cell) -> int:
+    return len(cell.contest.ratios) if cell.contest is not None else 0
 
 
 def _won(cell: Cell, name: str) -> bool:

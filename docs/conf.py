@@ -1,0 +1,89 @@
+"""The docs site: sphinx-build -W docs build/site
+
+Pages are the Markdown files here; the reference comes from docstrings, that of commands from their help.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import latex2mathml.converter
+from typer.testing import CliRunner
+
+project, author, copyright = "moe-routing-bench", "the moe-routing-bench developers", "Apache-2.0"
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+html_theme, html_title = "furo", "moe-routing-bench"
+html_static_path: list[str] = []
+html_extra_path = ["report.html"]
+exclude_patterns = ["study/study.md", "study/slides.md", "study/summary.md"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+suppress_warnings = ["myst.header"]  # pages that GitHub shows too may skip a level
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+html_math_renderer = "mathml"
+highlight_language = "none"  # literal blocks of docstrings are formulas and tables
+
+
+def rest(text: str) -> str:
+    """Our docstrings are plain text: indented lines stay as they are, the rest are paragraphs and lists."""
+    parts = []
+    for block in re.split(r"\n\s*\n", text.strip("\n")):
+        lines = block.splitlines()
+        if lines and all(line.startswith(("- ", "  ")) for line in lines) and lines[0].startswith("- "):
+            parts.append("\n".join(_escaped(line) for line in lines))
+        elif any(line.startswith("  ") for line in lines):
+            parts.append("::\n\n" + "\n".join(f"    {line}" for line in lines))
+        else:
+            parts.append("\n".join(map(_escaped, lines)))
+    return "\n\n".join(parts)
+
+
+def _escaped(line: str) -> str:
+    """`code` as code, and nothing else as markup."""
+    pieces = re.split(r"`([^`]+)`", line)
+    plain = (re.sub(r"([\\*|_`])", r"\\\1", piece) for piece in pieces[::2])
+    code = (f"``{piece}``\\ " for piece in pieces[1::2])
+    joined = [next(plain)]
+    for one, after in zip(code, plain, strict=True):
+        joined += [one, after]
+    return "".join(joined)
+
+
+def process_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = rest("\n".join(lines)).splitlines()
+
+
+def fill_commands(app: Any, docname: str, source: list[str]) -> None:
+    """The help of every command stands where reference/commands.md says {{commands}}."""
+    if docname == "reference/commands":
+        source[0] = source[0].replace("{{commands}}", "\n".join(helps()))
+
+
+def helps() -> Iterator[str]:
+    from moe_routing_bench.cli import COMMANDS, app, loaded
+
+    for name in COMMANDS:
+        inner = getattr(loaded(name), "commands", {})
+        for words in ((name,), *((name, one) for one in inner)):
+            ran = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "96"}, prog_name="mrb")
+            yield f"## mrb {' '.join(words)}\n\n```text\n{ran.stdout.strip()}\n```\n"
+
+
+def math(writer: Any, node: Any, display: str) -> None:
+    from docutils.nodes import SkipNode
+
+    writer.body.append(latex2mathml.converter.convert(node.astext(), display=display))
+    raise SkipNode
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", process_docstring)
+    app.connect("source-read", fill_commands)
+    app.add_html_math_renderer(
+        "mathml",
+        (lambda writer, node: math(writer, node, "inline"), None),
+        (lambda writer, node: math(writer, node, "block"), None),
+    )
