@@ -14,10 +14,12 @@ from typing import Protocol
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.group import run_group
+from moe_routing_bench.bench.identity import cell_key
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress, run_cell
 from moe_routing_bench.bench.trial import Watch
+from moe_routing_bench.machine import this_machine
 
 SCRATCH_BYTES = 4 << 20  # logs and small results of a cell's workers
 OnCellProgress = Callable[[Cell, Progress], None]
@@ -25,6 +27,11 @@ OnCellProgress = Callable[[Cell, Progress], None]
 
 class Executor(Protocol):
     name: str
+
+    def keys(self, cells: Sequence[Cell]) -> list[set[str]]:
+        """For each cell its resume keys on the machines that would run it, taken there: their processors,
+        versions and settings may not be those of the machine that plans."""
+        ...
 
     def run(
         self, cells: Sequence[Cell], *, roofs: Roofs | None, on_progress: OnCellProgress, watch: Watch
@@ -38,6 +45,10 @@ class LocalExecutor:
 
     def __init__(self, began: float | None = None):
         self.began = began  # when the time of the first cell began, by time.perf_counter(); now if None
+
+    def keys(self, cells: Sequence[Cell]) -> list[set[str]]:
+        machine = this_machine()
+        return [{cell_key(cell, machine)} for cell in cells]
 
     def run(
         self, cells: Sequence[Cell], *, roofs: Roofs | None, on_progress: OnCellProgress, watch: Watch

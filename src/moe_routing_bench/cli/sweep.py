@@ -75,7 +75,8 @@ def sweep_command(
         cells = made_cells(suite_cases(suite, sizes, what), what, policy)
         if shard:
             cells = list(Shard.parse(shard, os.environ).part(cells))
-        plan = plan_sweep(cells, out, retry_failed=retry_failed)
+        executor = ENGINES[engine]()
+        plan = plan_sweep(cells, out, retry_failed=retry_failed, executor=executor)
         if not resume:
             plan = SweepPlan(todo=tuple(cells), done=0, failed=0)
         roofs = stored_roofs(this_machine().name)
@@ -90,7 +91,7 @@ def sweep_command(
     try:
         with shown_progress(len(plan.todo)) as progress, user_mistakes():
             source = run_sweep(
-                plan.todo, out, ENGINES[engine](), suite=suite, roofs=roofs, on_progress=progress.update
+                plan.todo, out, executor, suite=suite, roofs=roofs, on_progress=progress.update
             )
             for outcome in source:
                 progress.cell_done()
