@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_routing_bench.machine import this_machine
 from moe_routing_bench.bench.commit import source_version
 from moe_routing_bench.bench.host import environment_document
+from moe_routing_bench.machine import this_machine
 
 NOTHING = {"commit": "", "dirty": False}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.commit import source_version
 from moe_routing_bench.bench.executor import LocalExecutor
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.identity import settings, versions
 from moe_routing_bench.bench.roofs import Roofs, stored_roofs
 from moe_routing_bench.machine import Machine, this_machine

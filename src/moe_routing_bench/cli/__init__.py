@@ -29,6 +29,7 @@ COMMANDS = {
     "doctor": Place("doctor", "doctor_command", "What is this machine, and how fast can it be at most?"),
     "sweep": Place("sweep", "sweep_command", "Measure many cases into one folder; stop and go on at will."),
     "merge": Place("merge", "merge_command", "One results folder from those of several machines."),
+    "compact": Place("compact", "compact_command", "Make a store on a URL quick to read: few big objects."),
     "results": Place(
         "results", "results_command", "What was measured? An overview, or the answer to a query."
     ),
