@@ -14,6 +14,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,7 +119,8 @@ def _claimed(
                 if store.commit_of(key, attempt) is None:
                     yield measure(cell)
             except BaseException:
-                leases.give_back(key, attempt)
+                with suppress(OSError):
+                    leases.give_back(key, attempt)
                 raise
         waiting = left
         if waiting and not took:

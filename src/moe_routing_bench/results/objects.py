@@ -7,18 +7,20 @@ used, and which server, is said by the environment, as each provider documents i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moe_routing_bench.results.record import one_line
 
 SCHEMES = ("file", "s3", "gs", "az")
 ADDRESS = re.compile(rf"({'|'.join(SCHEMES)}):/+(.+)")  # as a Path, s3://bucket is s3:/bucket
-RETRY_SECONDS = 120
+RETRY_SECONDS = 300
 MOST_OBJECT_BYTES = 2 << 30
+T = TypeVar("T")
 
 
 class StoreError(OSError, ValueError):
@@ -46,7 +48,7 @@ class Objects:
     """Objects("s3://bucket/runs").put_new("a/b", b"...") -> False if a/b is there already.
 
     StoreError if the server cannot be reached or refuses; FileNotFoundError if an object is not
-    there. What may be repeated is repeated for RETRY_SECONDS, so a server may be started again meanwhile.
+    there. A server that has answered once is waited for, RETRY_SECONDS long.
     """
 
     def __init__(self, place: Path | str, *, make: bool = False):
@@ -55,7 +57,7 @@ class Objects:
             raise ValueError(f"{place} is not the URL of a store: {', '.join(f'{s}://' for s in SCHEMES)}")
         try:
             import obstore
-            from obstore.exceptions import AlreadyExistsError, BaseError
+            from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
             from obstore.store import from_url
         except ImportError:
             raise ValueError(
@@ -63,7 +65,8 @@ class Objects:
                 "pip install 'moe-routing-bench[store]'"
             ) from None
         self.url, self._obstore, self._exists, self._errors = url, obstore, AlreadyExistsError, BaseError
-        more: dict[str, Any] = {"retry_config": {"retry_timeout": timedelta(seconds=RETRY_SECONDS)}}
+        self._passing, self._answered = GenericError, False
+        more: dict[str, Any] = {"retry_config": {"max_retries": 0}}  # see _again
         if url.startswith("file:"):
             if not make and not Path(url.removeprefix("file://")).is_dir():
                 raise ValueError(f"there is no store at {url}; mrb sweep --out {url} makes one")
@@ -75,45 +78,62 @@ class Objects:
 
     def put_new(self, name: str, data: bytes) -> bool:
         """Whole or not at all, and only if there is no such object: the first writer wins."""
-        try:
-            self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
-        except self._exists:
-            return False
-        except self._errors as error:
-            raise self._failed("write", name, error) from None
-        return True
+
+        def put() -> bool:
+            try:
+                self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
+            except self._exists:
+                return False
+            return True
+
+        return self._again("write", name, put)
 
     def get(self, name: str, *, first: int | None = None) -> bytes:
         """All of it, or its first bytes."""
-        try:
+
+        def get() -> bytes:
             if first is not None:
                 return bytes(self._obstore.get_range(self._store, name, start=0, length=first))
             answer = self._obstore.get(self._store, name)
             if answer.meta["size"] > MOST_OBJECT_BYTES:
                 raise ValueError(f"{name} has {answer.meta['size']:,} bytes, which nothing here has")
             return bytes(answer.bytes())
-        except self._errors as error:
-            raise self._failed("read", name, error) from None
 
-    def list(self, prefix: str) -> Iterator[Listed]:
-        try:
-            for some in self._obstore.list(self._store, prefix):
-                for one in some:
-                    yield Listed(one["path"], one["size"], one["e_tag"] or "")
-        except self._errors as error:
-            raise self._failed("list", prefix, error) from None
+        return self._again("read", name, get)
+
+    def list(self, prefix: str) -> Sequence[Listed]:
+        """In the order of their names."""
+
+        def listed() -> Sequence[Listed]:
+            pages = self._obstore.list(self._store, prefix)
+            found = [Listed(one["path"], one["size"], one["e_tag"] or "") for page in pages for one in page]
+            return sorted(found, key=lambda one: one.name)
+
+        return self._again("list", prefix, listed)
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
-            try:
-                self._obstore.delete(self._store, name)
-            except FileNotFoundError:
-                pass
-            except self._errors as error:
-                raise self._failed("delete", name, error) from None
+            with suppress(FileNotFoundError):
+                self._again("delete", name, lambda name=name: self._obstore.delete(self._store, name))  # type: ignore[misc]
 
-    def _failed(self, what: str, name: str, error: Exception) -> StoreError:
-        return StoreError(f"cannot {what} {name} in {self.url}: {_first_words(error)}")
+    def _again(self, what: str, name: str, call: Callable[[], T]) -> T:
+        """Until it works, if the server has answered before: it may be started again. Every call may be
+        repeated, because what a put that was carried out after all leaves behind is known by its content."""
+        pause, deadline = 0.1, time.monotonic() + RETRY_SECONDS
+        while True:
+            try:
+                answer = call()
+            except FileNotFoundError:
+                self._answered = True
+                raise
+            except self._errors as error:
+                if not (isinstance(error, self._passing) and self._answered) or time.monotonic() > deadline:
+                    raise StoreError(f"cannot {what} {name} in {self.url}: {_first_words(error)}") from None
+                time.sleep(pause)
+                pause = min(2 * pause, 5.0)
+                continue
+            self._answered = True
+            return answer
 
 
 def _first_words(error: Exception) -> str:
