@@ -120,6 +120,7 @@ CANNOT_MATTER = {
     "bench/host.py": "describes a machine; its name and settings are in the key",
     "bench/estimate.py": "how long a sweep may take",
     "bench/executor.py": "the order of cells",
+    "bench/ray_engine.py": "where cells run",
     "bench/repro.py": "a command in words",
     "cli/": "reads words and shows results",
     "report/": "shows results",

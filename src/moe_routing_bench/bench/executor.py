@@ -1,4 +1,4 @@
-"""Executors run the cells of a sweep. An engine for many machines would be another executor.
+"""Executors run the cells of a sweep: on this machine, or on those of a Ray cluster (ray_engine.py).
 
 An executor takes cells and yields each outcome as soon as it is ready, in any order. It writes no files: the
 caller stores results, so a crash loses only the cells that are running.
@@ -16,6 +16,7 @@ from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.group import run_group
 from moe_routing_bench.bench.identity import cell_key
 from moe_routing_bench.bench.outcome import CellOutcome
+from moe_routing_bench.bench.ray_engine import RayExecutor
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress, run_cell
 from moe_routing_bench.bench.trial import Watch
@@ -81,4 +82,4 @@ def check_scratch(cell: Cell) -> None:
         )
 
 
-ENGINES: dict[str, type[LocalExecutor]] = {"local": LocalExecutor}
+ENGINES: dict[str, Callable[[], Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
