@@ -49,6 +49,12 @@ def timed(call: Callable[[], Any]) -> float:
     return round(time.perf_counter() - began, 4)
 
 
+def connected() -> duckdb.DuckDBPyConnection:
+    connection = duckdb.connect(config={"memory_limit": MEMORY_LIMIT, "temp_directory": ""})
+    connection.execute("SET enable_progress_bar = false")  # it would go to stdout
+    return connection
+
+
 def grow_cells(place: Path, count: int) -> dict[str, Any]:
     url = f"file://{place}/store-{count}"
     os.environ["MRB_HOME"] = str(place / f"home-{count}")
@@ -101,7 +107,7 @@ def value(name: str, kind: str) -> str:
 
 def make_part(path: Path, first: int, rows: int) -> None:
     columns = ", ".join(f'({value(c.name, c.type)})::{c.type} AS "{c.name}"' for c in COLUMNS)
-    with duckdb.connect(config={"memory_limit": MEMORY_LIMIT}) as connection:
+    with connected() as connection:
         connection.execute(
             f"COPY (SELECT {columns} FROM range({first}, {first + rows}) t(i)) TO '{path}' "
             "(FORMAT parquet, COMPRESSION zstd)"
@@ -110,7 +116,7 @@ def make_part(path: Path, first: int, rows: int) -> None:
 
 def ask(parts: list[Path], sql: str, times: int, answer: Any) -> None:
     query = sql.format(scan(parts))
-    with duckdb.connect(config={"memory_limit": MEMORY_LIMIT, "temp_directory": ""}) as connection:
+    with connected() as connection:
         seconds = [timed(lambda: connection.execute(query).fetchall()) for _ in range(times)]
     answer.put((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10))
 
@@ -143,7 +149,7 @@ def grow_records(place: Path, power: int, distinct: list[Path]) -> dict[str, Any
     append = timed(lambda: [make_part(p, n * 10_000, 10_000) for n, p in enumerate(small)]) / len(small)
 
     def compact() -> None:
-        with duckdb.connect(config={"memory_limit": MEMORY_LIMIT}) as connection:
+        with connected() as connection:
             connection.execute(f"COPY (FROM {scan(small)}) TO '{home / 'all.parquet'}' (FORMAT parquet)")
 
     answer = {

@@ -33,6 +33,7 @@ from moe_routing_bench.results.sweep import FINE, SweepPlan
 from moe_routing_bench.results.writing import record_outcome
 
 PAUSE_SECONDS = (1.0, 15.0)  # between looks at cells that others are at work on
+LISTED_AT_ONCE, LEAST_LISTED = 1000, 20_000  # commits in one request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +106,16 @@ def _claimed(
     random.Random(leases.worker).shuffle(waiting)
     pause, longest = PAUSE_SECONDS
     while waiting:
-        done, left = store.attempts(), []
+        done, left, rest = store.attempts(), [], iter(waiting)
         took = False
-        for key in waiting:
+        for key in rest:
             attempt, cell = plan.attempts[key], plan.by_key[key]
             if done.get(key, 0) >= attempt:
                 continue
             if not leases.take(key, attempt, lease_seconds(cell)):
                 left.append(key)
+                if LISTED_AT_ONCE * len(left) > max(len(done), LEAST_LISTED):
+                    break  # to look on would take more requests than a new list of what is done
                 continue
             took = True
             try:
@@ -122,7 +125,7 @@ def _claimed(
                 with suppress(OSError):
                     leases.give_back(key, attempt)
                 raise
-        waiting = left
+        waiting = [*rest, *left]
         if waiting and not took:
             sleep(pause)
             pause = min(2 * pause, longest)
