@@ -22,10 +22,10 @@ from pathlib import Path
 from statistics import median
 
 from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.commit import source_version
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.machine import this_machine
-from moe_routing_bench.results.source import source_version
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 

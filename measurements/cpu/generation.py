@@ -36,10 +36,10 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_routing_bench.models.transformers as plugin
+from moe_routing_bench.bench.host import environment_document
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.models.reading import experts_modules
-from moe_routing_bench.results.writing import environment_document
 
 HERE = Path(__file__).parent
 OURS = "moe_routing_bench"

@@ -323,8 +323,8 @@ def session() -> dict[str, Any]:
     import vllm.version
 
     from moe_routing_bench import cpp
+    from moe_routing_bench.bench.host import environment_document
     from moe_routing_bench.machine import this_machine
-    from moe_routing_bench.results.writing import environment_document
 
     return {
         **environment_document(this_machine()),

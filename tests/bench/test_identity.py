@@ -116,8 +116,11 @@ def test_a_change_of_source_changes_the_key(kernels):
 # what no answer can hang on, with the reason
 CANNOT_MATTER = {
     "__main__.py": "starts the command line",
+    "bench/commit.py": "which commit it was, for readers",
+    "bench/host.py": "describes a machine; its name and settings are in the key",
     "bench/estimate.py": "how long a sweep may take",
     "bench/executor.py": "the order of cells",
+    "bench/ray_engine.py": "where cells run",
     "bench/repro.py": "a command in words",
     "cli/": "reads words and shows results",
     "report/": "shows results",

@@ -1,4 +1,4 @@
-"""Executors run the cells of a sweep. An engine for many machines would be another executor.
+"""Executors run the cells of a sweep: on this machine, or on those of a Ray cluster (ray_engine.py).
 
 An executor takes cells and yields each outcome as soon as it is ready, in any order. It writes no files: the
 caller stores results, so a crash loses only the cells that are running.
@@ -14,10 +14,13 @@ from typing import Protocol
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.group import run_group
+from moe_routing_bench.bench.identity import cell_key
 from moe_routing_bench.bench.outcome import CellOutcome
+from moe_routing_bench.bench.ray_engine import RayExecutor
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress, run_cell
 from moe_routing_bench.bench.trial import Watch
+from moe_routing_bench.machine import this_machine
 
 SCRATCH_BYTES = 4 << 20  # logs and small results of a cell's workers
 OnCellProgress = Callable[[Cell, Progress], None]
@@ -25,6 +28,11 @@ OnCellProgress = Callable[[Cell, Progress], None]
 
 class Executor(Protocol):
     name: str
+
+    def keys(self, cells: Sequence[Cell]) -> list[set[str]]:
+        """For each cell its resume keys on the machines that would run it, taken there: their processors,
+        versions and settings may not be those of the machine that plans."""
+        ...
 
     def run(
         self, cells: Sequence[Cell], *, roofs: Roofs | None, on_progress: OnCellProgress, watch: Watch
@@ -38,6 +46,10 @@ class LocalExecutor:
 
     def __init__(self, began: float | None = None):
         self.began = began  # when the time of the first cell began, by time.perf_counter(); now if None
+
+    def keys(self, cells: Sequence[Cell]) -> list[set[str]]:
+        machine = this_machine()
+        return [{cell_key(cell, machine)} for cell in cells]
 
     def run(
         self, cells: Sequence[Cell], *, roofs: Roofs | None, on_progress: OnCellProgress, watch: Watch
@@ -70,4 +82,4 @@ def check_scratch(cell: Cell) -> None:
         )
 
 
-ENGINES: dict[str, type[LocalExecutor]] = {"local": LocalExecutor}
+ENGINES: dict[str, Callable[[], Executor]] = {"local": LocalExecutor, "ray": RayExecutor}

@@ -72,6 +72,8 @@ def raise_stored(outcome: CellOutcome) -> None:
 
     Bytes raise nothing: some may have come from the caches. Nor do weights kept in fewer bits.
     """
+    if outcome.environment is not None:  # it ran elsewhere
+        return
     cell, threads, dtype = outcome.cell, outcome.cell.policy.threads, outcome.cell.case.dtype
     roofs = stored_roofs(this_machine().name) if cell.policy.device == "cpu" else None
     if roofs is None or threads not in roofs.gemm_flops.get(dtype, {}):

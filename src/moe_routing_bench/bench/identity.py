@@ -14,9 +14,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BeforeValidator, PlainSerializer
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.inputs import Inputs
@@ -35,6 +36,14 @@ SETTINGS = (
 )  # fmt: skip
 
 
+# JSON has no keys but text: pairs of subject and hash
+BySubject = Annotated[
+    Mapping[Subject, str],
+    PlainSerializer(lambda hashes: [[asdict(subject), text] for subject, text in hashes.items()]),
+    BeforeValidator(lambda given: given if isinstance(given, Mapping) else _by_subject(given)),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Identity:
     """Hashes of a cell, taken before it is measured.
@@ -46,8 +55,15 @@ class Identity:
 
     key: str
     harness: str
-    contracts: Mapping[Subject, str]
-    sources: Mapping[Subject, str]
+    contracts: BySubject
+    sources: BySubject
+
+
+def _by_subject(pairs: Any) -> dict[Subject, Any]:
+    try:
+        return {Subject(**subject): text for subject, text in pairs}
+    except (TypeError, ValueError):
+        raise ValueError("not pairs of a subject and a hash") from None
 
 
 def identify(cell: Cell, machine: Machine) -> Identity:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
+
+from pydantic import TypeAdapter, ValidationError
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.identity import Identity
@@ -15,6 +17,7 @@ from moe_routing_bench.bench.verdict import Comparison
 from moe_routing_bench.bench.weather import WeatherSpan
 from moe_routing_bench.cost import Cost
 
+MOST_OUTCOME_BYTES = 256 << 20
 Direction: TypeAlias = Literal["forward", "backward", "train"]
 
 
@@ -82,6 +85,7 @@ class CellOutcome:
     """One cell, measured: its subjects in the order asked for, then the further copies of the baseline.
 
     notes: what a reader must know, in sentences: a baseline that was replaced, a busy machine.
+    environment: what the machine it ran on was, as environment_document gives it; None if that is this one.
     """
 
     cell: Cell
@@ -95,6 +99,7 @@ class CellOutcome:
     weather: WeatherSpan | None = None
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    environment: Mapping[str, Any] | None = None
 
     @property
     def direction(self) -> Direction:
@@ -124,3 +129,33 @@ class CellOutcome:
     @property
     def twin(self) -> SubjectOutcome | None:
         return next((o for o in self.outcomes if o.role == "twin"), None)
+
+    def to_json(self) -> str:
+        """For another machine. What is infinite becomes null."""
+        return _OUTCOME.dump_json(self).decode()
+
+    @staticmethod
+    def from_json(text: str | bytes) -> CellOutcome:
+        """ValueError, in a sentence, if it is not an outcome that names the machine it ran on."""
+        if len(text) > MOST_OUTCOME_BYTES:
+            raise ValueError(f"this is not an outcome: it has over {MOST_OUTCOME_BYTES:,} bytes")
+        try:
+            outcome = _OUTCOME.validate_json(text)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            where = ".".join(map(str, problem["loc"])) or "the text"
+            raise ValueError(f"this is not an outcome: {where}: {problem['msg']}") from None
+        machine = (outcome.environment or {}).get("machine")
+        if not (isinstance(machine, dict) and isinstance(machine.get("name"), str)):
+            raise ValueError("this is not an outcome: it does not name the machine it was measured on")
+        asked = set(outcome.cell.subjects)
+        if asked - outcome.identity.sources.keys() or asked - outcome.identity.contracts.keys():
+            raise ValueError("this is not an outcome: an implementation of its cell has no hash")
+        if not {one.subject for one in outcome.outcomes} <= asked or outcome.weather is None:
+            raise ValueError(
+                "this is not an outcome: it is not that of its cell, or says nothing of the weather"
+            )
+        return outcome
+
+
+_OUTCOME = TypeAdapter(CellOutcome)

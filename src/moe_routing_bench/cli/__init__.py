@@ -29,10 +29,13 @@ COMMANDS = {
     "doctor": Place("doctor", "doctor_command", "What is this machine, and how fast can it be at most?"),
     "sweep": Place("sweep", "sweep_command", "Measure many cases into one folder; stop and go on at will."),
     "merge": Place("merge", "merge_command", "One results folder from those of several machines."),
+    "compact": Place("compact", "compact_command", "Make a store on a URL quick to read: few big objects."),
     "results": Place(
         "results", "results_command", "What was measured? An overview, or the answer to a query."
     ),
     "export": Place("results", "export_command", "Write all records of a folder as Parquet or CSV."),
+    "bundle": Place("bundle", "bundle_command", "Results in one file that others can check."),
+    "verify": Place("bundle", "verify_command", "Is a bundle what it says? Checked, then measured again."),
     "report": Place("report", "report_command", "One page of figures and tables from results folders."),
     "compare": Place("compare", "compare_command", "What became faster or slower from one run to another?"),
     "gate": Place("compare", "gate_command", "Is anything slower than before? Exit code 1 if so, for CI."),

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from moe_routing_bench.cli.results import left_out_json, printable, reading, show_left_out, table_of
+from moe_routing_bench.cli.results import at_hand, left_out_json, printable, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, show, show_json
 from moe_routing_bench.results.comparing import Change, RunComparison, Turned, compare_runs
 from moe_routing_bench.results.matching import LIKE
@@ -51,8 +51,8 @@ def compare_command(
     """
     with reading() as status:
         runs = compare_runs(
-            a,
-            b,
+            at_hand(a),
+            at_hand(b),
             allow=allow or (),
             keep_unlike=html is not None,
             on_progress=lambda done, total: status.update(f"{done} of {total} compared"),
@@ -100,7 +100,7 @@ def gate_command(
     with reading() as status:
         limit = _fraction(max_regression)
         runs = compare_runs(
-            baseline, current, allow=allow or (), delta=limit,
+            at_hand(baseline), at_hand(current), allow=allow or (), delta=limit,
             on_progress=lambda done, total: status.update(f"{done} of {total} compared"),
         )  # fmt: skip
     regressions = tuple(change for change in reversed(runs.changes) if change.verdict == "SLOWER")

@@ -10,11 +10,12 @@ import typer
 from rich.text import Text
 
 from moe_routing_bench.bench.verdict import Regret
-from moe_routing_bench.cli.results import left_out_json, printable, reading, show_left_out, table_of
+from moe_routing_bench.cli.results import at_hand, left_out_json, printable, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, show, show_json
 from moe_routing_bench.ops.auto import VARIABLE
 from moe_routing_bench.places import default_results
 from moe_routing_bench.results.deciding import Answer, Decided, decide, write_decisions
+from moe_routing_bench.results.objects import url_of
 
 MOST_REGRETS = 5
 
@@ -40,8 +41,9 @@ def decide_command(
       MRB_DECISIONS=decisions.json mrb explain expert_ffn --tokens 16
     """
     folder = default_results() if folder is None else folder
-    target = folder / "decisions.json" if output is None else output
     with reading():
+        target = output or (folder if url_of(folder) is None else Path()) / "decisions.json"
+        folder = at_hand(folder)
         decided = decide(folder, cache=cache)
         document = write_decisions(decided, folder, target)
     if as_json:

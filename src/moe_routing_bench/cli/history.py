@@ -12,7 +12,7 @@ from rich.text import Text
 
 from moe_routing_bench.cli.pictures import check_picture_path
 from moe_routing_bench.cli.report import write_page
-from moe_routing_bench.cli.results import left_out_json, printable, reading, show_left_out, table_of
+from moe_routing_bench.cli.results import at_hand, left_out_json, printable, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, pick, show, show_json
 from moe_routing_bench.report.drawing import style
 from moe_routing_bench.report.over_commits import draw, over_commits, series_table, steps_table
@@ -50,7 +50,7 @@ def history_command(
         if out is not None:
             check_picture_path(out)
         found = history(
-            folder, "ms" if chosen == "ms" else "ratio",
+            at_hand(folder), "ms" if chosen == "ms" else "ratio",
             lambda where, name: fnmatchcase(where, f"*{case}*") and fnmatchcase(name, impl + "*"),
         )  # fmt: skip
         if html is not None:

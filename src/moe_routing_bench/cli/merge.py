@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from moe_routing_bench.cli.terminal import Json, say, show, show_json, user_mistakes
+from moe_routing_bench.cli.results import at_hand, reading
+from moe_routing_bench.cli.terminal import Json, say, show, show_json
 from moe_routing_bench.results.merging import merge
 
 
 def merge_command(
-    folders: Annotated[list[Path], typer.Argument(help="Results folders, each the --out of a sweep.")],
+    folders: Annotated[list[Path], typer.Argument(help="Folders or URLs, each the --out of a sweep.")],
     out: Annotated[Path, typer.Option(help="The folder to merge into; it may hold results already.")],
     as_json: Json = False,
 ) -> None:
@@ -28,8 +29,8 @@ def merge_command(
     bad line, or whose samples are not those it was measured with, is refused
     with a sentence and exit code 1; the others are merged.
     """
-    with user_mistakes():
-        merged = merge(folders, out)
+    with reading():
+        merged = merge([at_hand(folder) for folder in folders], out)
     if as_json:
         show_json(vars(merged))
     else:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moe_routing_bench.cli.results import printable, reading, show_left_out
+from moe_routing_bench.cli.results import at_hand, printable, reading, show_left_out
 from moe_routing_bench.cli.terminal import fail, say, show
 from moe_routing_bench.report.drawing import save
 from moe_routing_bench.report.finding import found_in
@@ -46,7 +46,7 @@ def report_command(
     Timing and training records may be mixed. Results of unlike machines stand
     in chapters of their own and are never compared.
     """
-    with reading() as status, found_in(folders) as found:
+    with reading() as status, found_in([at_hand(folder) for folder in folders]) as found:
         status.update(f"reading {len(found)} folders")
         material = read(found)
         if as_markdown:

@@ -15,15 +15,17 @@ from rich.status import Status
 from rich.text import Text
 
 from moe_routing_bench.cli.fitting import fitted_rows
-from moe_routing_bench.cli.terminal import Json, console, fail, show, show_json, user_mistakes
+from moe_routing_bench.cli.terminal import Json, console, fail, say, show, show_json, user_mistakes
 from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.places import default_results
 from moe_routing_bench.results.flat import COLUMNS, quoted
 from moe_routing_bench.results.lines import LeftOut
+from moe_routing_bench.results.objects import url_of
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 
 MOST_SHOWN = 1_000
 MOST_CASES = 40
+MOST_SENTENCES = 20
 MOST_CELL_LETTERS = 300
 # the newest run of every case under the same conditions, and the best implementation in it
 SAME = (
@@ -55,7 +57,7 @@ def results_command(
     sql: Annotated[str | None, typer.Argument(metavar="SQL", help="One SELECT over records.")] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--folder", "-f", help="The results folder. Default: where `mrb bench` saves."),
+        typer.Option("--folder", "-f", help="Results folder or URL. Default: where `mrb bench` saves."),
     ] = None,
     router: Annotated[str | None, typer.Option(help="Only this router, with or without its options.")] = None,
     layer: Annotated[str | None, typer.Option(help="Only this kind of layer: moe, chain, ...")] = None,
@@ -73,6 +75,7 @@ def results_command(
       mrb results "SELECT impl, median(ratio) FROM records GROUP BY impl"
       mrb results "SELECT impl FROM records WHERE status = 'OOM'" --folder monday
       mrb results "SELECT * FROM left_out" --json
+      mrb results --folder s3://bucket/runs
     """
     if columns:
         _show_columns(as_json)
@@ -87,6 +90,7 @@ def results_command(
     if sql is not None and wanted:
         fail(f"--{next(iter(wanted))} is for the overview; in a query use WHERE")
     with reading():
+        folder = at_hand(folder)
         if sql is not None:
             names, rows = run_query(folder, sql, left_out)
         else:
@@ -145,6 +149,7 @@ def export_command(
         assert target is not None
         if target.is_dir():
             raise ValueError(f"{target} is a folder; name a file such as {target / f'results.{form}'}")
+        folder = at_hand(folder)
         run_query(folder, "SELECT 1", left_out)
         try:
             count = export(folder, target)
@@ -178,6 +183,20 @@ def reading() -> Iterator[Status]:
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
         fail(printable(f"cannot read the results{where}: {error.strerror or error}"))
+
+
+def at_hand(folder: Path) -> Path:
+    """The folder, or the copy here of a store on a URL, brought up to date."""
+    if url_of(folder) is None:
+        return folder
+    from moe_routing_bench.results.mirror import mirror  # most commands read a folder
+
+    found = mirror(folder)
+    for sentence in found.sentences[:MOST_SENTENCES]:
+        say(printable(f"{url_of(folder)}: {sentence}"))
+    if len(found.sentences) > MOST_SENTENCES:
+        say(f"and {len(found.sentences) - MOST_SENTENCES:,} more")
+    return found.folder
 
 
 def printable(text: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,10 @@ from moe_routing_bench.cli.tables import outcome_document
 from moe_routing_bench.cli.terminal import Json, pick, show, show_json, user_mistakes
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.names import short_label
+from moe_routing_bench.results.fleet import FleetPlan, plan_fleet, run_fleet
+from moe_routing_bench.results.objects import url_of
 from moe_routing_bench.results.shards import Shard
+from moe_routing_bench.results.shared import Shared
 from moe_routing_bench.results.sweep import SweepPlan, plan_sweep, run_sweep
 from moe_routing_bench.workloads.cases import SUITES
 
@@ -36,7 +40,7 @@ def sweep_command(
             help=f"{', '.join(SUITES)} (`mrb list cases` explains), a model, a case, or a span with sizes."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The results folder; it is created if needed.")],
+    out: Annotated[Path, typer.Option(help="The results folder, or a URL; it is created if needed.")],
     sizes: SizeOptions,
     what: WhatOptions,
     measure: MeasureOptions,
@@ -50,6 +54,9 @@ def sweep_command(
         str,
         typer.Option(metavar="I/N", help="Every N-th cell only, for N machines; auto in a Slurm array."),
     ] = "",
+    claim: Annotated[
+        bool, typer.Option("--claim", help="Take only cells that no other machine is at; --out is a URL.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show cells and time, measure nothing.")] = False,
     engine: Annotated[str, typer.Option(help=f"What runs the cells: {', '.join(ENGINES)}.")] = "local",
     as_json: Json = False,
@@ -64,19 +71,29 @@ def sweep_command(
       mrb sweep seed-grid~scaled --out results --layout "compact,block(64)"
       mrb sweep gpu-quick --out gpu           needs a GPU; takes under 15 minutes
       mrb sweep seed-grid --out part1 --shard 1/2        then `mrb merge`
+      mrb sweep seed-grid --out s3://bucket/runs --claim    on any number of machines
 
     A cell is one case under one workload; its implementations are timed
     together. A LIST is separated by commas; every combination is measured.
     """
     include_all(what.include_path)
+    name = url_of(out) or out
     pick("engine", engine, ENGINES)
     with user_mistakes():
         policy = measure.policy(suite)
         cells = made_cells(suite_cases(suite, sizes, what), what, policy)
         if shard:
             cells = list(Shard.parse(shard, os.environ).part(cells))
-        plan = plan_sweep(cells, out, retry_failed=retry_failed)
-        if not resume:
+        executor, store = ENGINES[engine](), None
+        plan: SweepPlan
+        if claim and url_of(out) is None:
+            raise ValueError(f"--claim needs a store that others reach too, as --out file://{out.absolute()}")
+        if url_of(out) is not None:
+            store = Shared(out, make=not dry_run)
+            plan = plan_fleet(cells, store, executor, retry_failed=retry_failed, resume=resume)
+        elif resume:
+            plan = plan_sweep(cells, out, retry_failed=retry_failed, executor=executor)
+        else:
             plan = SweepPlan(todo=tuple(cells), done=0, failed=0)
         roofs = stored_roofs(this_machine().name)
     if dry_run:
@@ -89,9 +106,12 @@ def sweep_command(
     outcomes: list[CellOutcome] = []
     try:
         with shown_progress(len(plan.todo)) as progress, user_mistakes():
-            source = run_sweep(
-                plan.todo, out, ENGINES[engine](), suite=suite, roofs=roofs, on_progress=progress.update
-            )
+            if isinstance(plan, FleetPlan):
+                assert store is not None
+                run = partial(run_fleet, plan, store, executor, claim=claim)
+            else:
+                run = partial(run_sweep, plan.todo, out, executor)
+            source = run(suite=suite, roofs=roofs, on_progress=progress.update)
             for outcome in source:
                 progress.cell_done()
                 raise_stored(outcome)
@@ -100,12 +120,12 @@ def sweep_command(
                     text = _line(outcome)
                     progress.pause(lambda text=text: show(text))  # type: ignore[misc]
     except KeyboardInterrupt:
-        advice = f"The same command goes on from here; `mrb results --folder {out}` shows what there is."
+        advice = f"The same command goes on from here; `mrb results --folder {name}` shows what there is."
         stopped(len(outcomes), len(plan.todo), advice)
     if as_json:
         show_json({**_numbers(plan), "cells": [outcome_document(one) for one in outcomes]})
     else:
-        show(f"Results are in {out}: `mrb results --folder {out}`, `mrb decide {out}`.")
+        show(f"Results are in {name}: `mrb results --folder {name}`, `mrb decide {name}`.")
     end(outcomes, what)
     if plan.failed and not retry_failed:
         raise typer.Exit(NOT_TIMED)  # the first sentence said so

@@ -1,4 +1,4 @@
-"""Which results folders a path holds: folders themselves, folders of folders, and packed ones (.tar.xz).
+"""Which results folders a path holds: folders themselves, folders of folders, packed ones, and bundles.
 
 Only what a results folder keeps is unpacked, into a folder that is gone afterwards: lines, samples and
 environments, and the files of a study. Links and anything else in an archive are passed over.
@@ -15,12 +15,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_routing_bench.results.bundle import SUFFIX as BUNDLE
+from moe_routing_bench.results.bundle import opened_bundle
 from moe_routing_bench.results.lines import TRAININGS, is_plain_file, session_folders
 from moe_routing_bench.results.study import STUDY
 
 DEPTH = 3  # folders below a path that are looked into
 MOST_UNPACKED_BYTES = 8 << 30
-PACKED = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2")
+PACKED = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", BUNDLE)
 KEPT = re.compile(
     r"(\./)?(session=[0-9A-Za-z_-]+/(records\.jsonl|samples\.f64)|environments/[0-9a-f]{64}\.json"
     r"|trainings\.jsonl|study\.json|times\.json|used\.json)"
@@ -75,7 +77,10 @@ def _opened(path: Path, stack: ExitStack) -> Iterator[Found]:
     folder = path
     if path.is_file():
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mrb-report-")))
-        _unpack(path, folder)
+        if path.suffix == BUNDLE:
+            folder, _ = stack.enter_context(opened_bundle(path))
+        else:
+            _unpack(path, folder)
     timed, trained = _kinds(folder)
     if timed or trained:
         yield Found(name=str(path), folder=folder, timed=timed, trained=trained)

@@ -242,7 +242,7 @@ def _noted(folder: Path) -> list[Any]:
 def fold(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
     """Write the session's Parquet file: the rows it has, then the new lines; renamed when whole."""
     before, lines_before = source.lines.stat(), _stamp(source.folder)[-1]
-    end = _end_of_last_line(source.lines, before.st_size)
+    end = end_of_last_line(source.lines, before.st_size)
     left_out = source.left_out_before()
     part = source.folder / f"{PARQUET}.part-{os.getpid()}"
     with tempfile.TemporaryDirectory() as scratch:
@@ -366,7 +366,7 @@ def _chunks(path: Path, stop: int) -> Iterator[bytes]:
             yield chunk
 
 
-def _end_of_last_line(path: Path, size: int) -> int:
+def end_of_last_line(path: Path, size: int) -> int:
     """The byte after the last newline within the first `size` bytes."""
     with path.open("rb") as file:
         while size > 0:

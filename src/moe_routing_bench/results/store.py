@@ -80,6 +80,10 @@ class OwnFile:
         if os.fstat(self._fd).st_size != before + len(data) or before != self.size:
             self._stamp = None  # somebody wrote in between: look at every byte next time
 
+    def since(self, start: int) -> bytes:
+        """What was appended from byte `start` on, from the copy that nobody else can open."""
+        return os.pread(self._copy.fileno(), self.size - start, start)
+
     def sync(self) -> None:
         os.fdatasync(self._fd)
 
@@ -228,6 +232,15 @@ class Session:
             if samples:
                 samples.result()
         self._unsynced_samples = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of records and of samples so far."""
+        return self._records.size, self._samples.size
+
+    def since(self, sizes: tuple[int, int]) -> tuple[bytes, bytes]:
+        """The records and samples that were added since there were so many bytes."""
+        return self._records.since(sizes[0]), self._samples.since(sizes[1])
 
     def tampered(self, *, thorough: bool = False) -> str | None:
         """What somebody else did to this session's files, in a sentence. thorough reads every byte."""

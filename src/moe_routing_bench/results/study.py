@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from moe_routing_bench.bench.commit import source_version
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.results.lines import is_plain_file
-from moe_routing_bench.results.source import source_version
 from moe_routing_bench.results.training import (
     EVENTS,
     Training,

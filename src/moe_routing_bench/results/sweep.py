@@ -13,8 +13,8 @@ from pathlib import Path
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.estimate import estimate
-from moe_routing_bench.bench.executor import Executor
-from moe_routing_bench.bench.identity import cell_key
+from moe_routing_bench.bench.executor import Executor, LocalExecutor
+from moe_routing_bench.bench.host import environment_document
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress
@@ -22,7 +22,7 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.results.query import connect
 from moe_routing_bench.results.store import Session
-from moe_routing_bench.results.writing import environment_document, record_outcome
+from moe_routing_bench.results.writing import record_outcome
 
 FINE = frozenset({Status.PASSED, Status.UNSUPPORTED, Status.NO_TIME})
 
@@ -42,15 +42,18 @@ class SweepPlan:
         return sum(estimate(cell) for cell in self.todo)
 
 
-def plan_sweep(cells: Sequence[Cell], folder: Path, *, retry_failed: bool = False) -> SweepPlan:
-    machine = this_machine()
+def plan_sweep(
+    cells: Sequence[Cell], folder: Path, *, retry_failed: bool = False, executor: Executor | None = None
+) -> SweepPlan:
+    """A cell is done if it was measured on a machine like one of those that the executor runs cells on."""
     known = latest_states(folder)
     todo, done, failed = [], 0, 0
-    for cell in cells:
-        states = known.get(cell_key(cell, machine))
-        if states is None:
+    for cell, keys in zip(cells, (executor or LocalExecutor()).keys(cells), strict=True):
+        measured = [known[key] for key in keys if key in known]
+        if not measured:
             todo.append(cell)
             continue
+        states = min(measured, key=lambda one: not one <= FINE)
         if not states <= FINE:
             failed += 1
             if retry_failed:
@@ -91,7 +94,7 @@ def run_sweep(
         return
     try:
         session = Session.start(folder)
-        environment = session.put_environment(environment_document(this_machine()))
+        environment = session.put_environment(environment_document(this_machine(), roofs))
     except OSError as error:
         raise ValueError(f"cannot write into {folder}: {error.strerror or error}") from None
     with session:
@@ -105,7 +108,10 @@ def run_sweep(
         for outcome in executor.run(cells, roofs=roofs, on_progress=on_progress, watch=watch):
             failure: OSError | None = None
             try:
-                record_outcome(outcome, session, suite=suite, environment=environment)
+                there = environment
+                if outcome.environment is not None:
+                    there = session.put_environment(outcome.environment)
+                record_outcome(outcome, session, suite=suite, environment=there)
             except OSError as error:
                 failure = error
             yield outcome

@@ -28,11 +28,11 @@ from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from moe_routing_bench.bench.commit import source_version
 from moe_routing_bench.bench.identity import package_version
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.results.lines import TRAININGS, LeftOut, is_plain_file
 from moe_routing_bench.results.record import Amount, Count, Moment, Name, Part, Seconds, Sentence, Share
-from moe_routing_bench.results.source import source_version
 from moe_routing_bench.results.store import sync_folder
 from moe_routing_bench.train.loop import Ended, Event, State, train
 from moe_routing_bench.train.model import Decoder

@@ -8,28 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from moe_routing_bench.bench.identity import (
-    package_version,
-    settings,
-    versions,
-)
+from moe_routing_bench.bench.identity import package_version
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.rounds import WARM_SAMPLES
-from moe_routing_bench.machine import Machine
 from moe_routing_bench.published import MODELS
 from moe_routing_bench.results import record as schema
 from moe_routing_bench.results.record import Record, log_tail, one_line
-from moe_routing_bench.results.source import source_version
 from moe_routing_bench.results.store import Session
 from moe_routing_bench.workloads.workload import SUITE_VERSION
-
-
-def environment_document(machine: Machine) -> dict[str, object]:
-    """What was the same for the whole session, stored once by its hash. The commit is for readers: what is
-    measured again is decided by the resume key, which has hashes of the files themselves."""
-    known = {"machine": machine.to_dict(), "versions": versions(), "settings": settings()}
-    return {**known, "source": source_version()}
 
 
 def record_outcome(outcome: CellOutcome, session: Session, *, suite: str, environment: str) -> list[Record]:

@@ -1,0 +1,142 @@
+"""The engine `ray`: a cell is a task of a Ray cluster (pip install 'moe-routing-bench[ray]').
+
+A node takes part if it was started with `ray start --resources '{"cell": 1}'`: one cell at a time, because
+two would disturb each other's times. Ray starts a task again if its machine or process is lost. A kernel that
+crashes ends its own process inside the task, which is a result, so it is never started again. Nothing is kept
+in Ray: if the driver dies, the same command goes on from what is stored.
+
+Folders of --include-path and recorded traces must be on every node under the same path; the resume key holds
+hashes of their content.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.outcome import CellOutcome
+from moe_routing_bench.bench.roofs import Roofs
+
+RESOURCE = "cell"
+RETRIES = 3  # of a task whose machine was lost
+AHEAD = 1000  # tasks handed to Ray at once
+PATIENCE_SECONDS = 120.0  # without any node that measures cells
+
+
+class RayExecutor:
+    """RAY_ADDRESS names the cluster; without it, that of this machine."""
+
+    name = "ray"
+
+    def __init__(self) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise ValueError(
+                "the engine ray needs Ray, which is not installed: pip install 'moe-routing-bench[ray]'"
+            ) from None
+        self.ray: Any = ray
+        if not ray.is_initialized():
+            address = os.environ.get("RAY_ADDRESS", "auto")
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise ValueError(f"there is no Ray cluster at {address}: {sentence}") from None
+        # the same options for both, so that a key is taken under the settings a cell is measured with
+        task = ray.remote(num_cpus=0, max_retries=RETRIES, retry_exceptions=False)
+        self._keys, self._measure = task(_keys), task(_measure).options(resources={RESOURCE: 1})
+        if not self._nodes():
+            raise ValueError(
+                "no node of the Ray cluster measures cells: start some with "
+                f"ray start --resources '{{\"{RESOURCE}\": 1}}'"
+            )
+
+    def keys(self, cells: Sequence[Cell]) -> list[set[str]]:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        texts = self.ray.put([cell.to_json() for cell in cells])
+        asked = [
+            self._keys.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                texts
+            )
+            for node in self._nodes()
+        ]
+        found: list[set[str]] = [set() for _ in cells]
+        for answer in asked:
+            try:
+                keys = self.ray.get(answer)
+            except self.ray.exceptions.RayTaskError as error:
+                raise ValueError(_sentence(error)) from None
+            except self.ray.exceptions.RayError:
+                continue  # the node is gone, and its cells will be measured elsewhere
+            for known, key in zip(found, keys, strict=True):
+                known.add(key)
+        return found
+
+    def run(
+        self, cells: Sequence[Cell], *, roofs: Roofs | None, on_progress: Any, watch: Any
+    ) -> Iterator[CellOutcome]:
+        """Roofs are those of the machine that measures. ValueError at the end if some cells were lost."""
+        rest = iter(cells)
+        waiting: dict[Any, Cell] = {}
+        lost: list[str] = []
+        seen = time.monotonic()
+        while True:
+            for cell in islice(rest, AHEAD - len(waiting)):
+                waiting[self._measure.remote(cell.to_json())] = cell
+            if not waiting:
+                break
+            done, _ = self.ray.wait(list(waiting), num_returns=1, timeout=1.0)
+            for answer in done:
+                cell = waiting.pop(answer)
+                try:
+                    text = self.ray.get(answer)
+                except self.ray.exceptions.RayTaskError as error:
+                    raise ValueError(f"{cell.name}: {_sentence(error)}") from None
+                except self.ray.exceptions.RayError as error:
+                    lost.append(f"{cell.name} ({type(error).__name__})")
+                    continue
+                yield CellOutcome.from_json(text)
+            if done or self._nodes():
+                seen = time.monotonic()
+            elif time.monotonic() - seen > PATIENCE_SECONDS:
+                raise ValueError(
+                    "no node of the Ray cluster measures cells any more; the same command goes on"
+                )
+        if lost:
+            raise ValueError(
+                f"{len(lost)} cells were lost with their machines {RETRIES + 1} times, the first {lost[0]}; "
+                "the same command goes on"
+            )
+
+    def _nodes(self) -> list[str]:
+        return [n["NodeID"] for n in self.ray.nodes() if n["Alive"] and n["Resources"].get(RESOURCE, 0) >= 1]
+
+
+def _measure(cell_json: str) -> str:
+    from moe_routing_bench.bench.host import measured_here
+
+    return measured_here(cell_json)
+
+
+def _keys(cells: list[str]) -> list[str]:
+    from moe_routing_bench.bench.identity import cell_key
+    from moe_routing_bench.machine import this_machine
+    from moe_routing_bench.routers.router import include_folder
+
+    machine, keys = this_machine(), []
+    for cell in map(Cell.from_json, cells):
+        for folder in cell.include:
+            include_folder(folder)
+        keys.append(cell_key(cell, machine))
+    return keys
+
+
+def _sentence(error: Exception) -> str:
+    """What the code in a task said, without Ray's report around it."""
+    return str(getattr(error, "cause", None) or error).splitlines()[0]

@@ -1,0 +1,155 @@
+"""A copy here of a store on a URL, so that everything which reads a results folder reads a store.
+
+    <MRB_HOME>/stores/<hash of the URL>/    a results folder, and index.sqlite: which commits are in it
+
+Only commits that are not in the copy yet are fetched. Each part is held to the size and sha256 of its commit,
+and later each record to its samples, as in any folder (held.py). What does not hold is left out with a
+sentence. The copy may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import sqlite3
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from moe_routing_bench.places import home
+from moe_routing_bench.results.held import SAMPLES
+from moe_routing_bench.results.lines import RECORDS
+from moe_routing_bench.results.objects import Objects, StoreError
+from moe_routing_bench.results.packs import packed
+from moe_routing_bench.results.parts import COMMIT, Contents, opened, parse_commit
+from moe_routing_bench.results.store import ENVIRONMENTS, MOST_ENVIRONMENT_BYTES
+
+AT_ONCE = 256  # commits fetched, then written and noted together
+REQUESTS = 16
+TABLES = """
+CREATE TABLE IF NOT EXISTS commits (name TEXT PRIMARY KEY, etag TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS sessions (session TEXT PRIMARY KEY, records INTEGER) WITHOUT ROWID;
+"""
+
+
+@dataclass
+class Mirror:
+    """The folder to read, and what was left out or looks wrong, in sentences."""
+
+    folder: Path
+    fetched: int = 0
+    sentences: list[str] = field(default_factory=list)
+
+
+def mirror(place: Path | str, on_progress: Callable[[int, int], None] = lambda done, of: None) -> Mirror:
+    """ValueError if there is no store or nothing in it, StoreError if it cannot be read."""
+    objects = Objects(place)
+    here = Mirror(home() / "stores" / hashlib.sha256(objects.url.encode()).hexdigest()[:16])
+    here.folder.mkdir(parents=True, exist_ok=True)
+    with _alone(here.folder), closing(sqlite3.connect(here.folder / "index.sqlite")) as index:
+        index.executescript(TABLES)
+        listed = {one.name: one.etag for one in objects.list("commits/") if COMMIT.fullmatch(one.name)}
+        known = dict(index.execute("SELECT name, etag FROM commits"))
+        if not listed and not known:
+            raise ValueError(f"there are no results in {objects.url}; mrb sweep --out {objects.url}")
+        for name in sorted(known):
+            if name not in listed:
+                here.sentences.append(f"{name} was committed and is gone; the copy here keeps its results")
+            elif listed[name] != known[name]:
+                here.sentences.append(f"{name} was changed after it was committed; its first content counts")
+        _fetch_environments(objects, here)
+        new = sorted(listed.keys() - known.keys())
+        contents = _all_contents(objects, new, here.sentences)
+        done = 0
+        while some := list(islice(contents, AT_ONCE)):
+            _add(here.folder, index, [(name, listed[name], found) for name, found in some])
+            done += len(some)
+            on_progress(done, len(new))
+        here.fetched = done
+    return here
+
+
+def _all_contents(objects: Objects, new: list[str], sentences: list[str]) -> Iterator[tuple[str, Contents]]:
+    """From packs what they hold, the rest part by part."""
+    missing = set(new)
+    for name, contents in packed(objects, missing, sentences):
+        missing.discard(name)
+        yield name, contents
+
+    def fetch(name: str) -> Contents | str:
+        try:
+            commit = parse_commit(objects.get(name), name)
+            return opened(objects.get(commit.part), commit, name)
+        except FileNotFoundError:
+            return f"{name} names a part that is not there"
+        except StoreError:
+            raise
+        except ValueError as error:
+            return str(error)
+
+    gone: dict[str, str] = {}
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        rest = iter(sorted(missing))
+        while some := list(islice(rest, AT_ONCE)):
+            for name, found in zip(some, pool.map(fetch, some), strict=True):
+                if isinstance(found, Contents):
+                    yield name, found
+                else:
+                    gone[name] = found
+    # a compaction may have put it into a pack meanwhile
+    for name, contents in packed(objects, set(gone), sentences) if gone else ():
+        del gone[name]
+        yield name, contents
+    sentences += (f"left out: {sentence}" for sentence in gone.values())
+
+
+def _add(folder: Path, index: sqlite3.Connection, some: list[tuple[str, str, Contents]]) -> None:
+    """Samples go where the records say; lines are appended behind those that are noted, so what a killed
+    reader left half written is written over."""
+    sizes = dict(index.execute("SELECT session, records FROM sessions"))
+    for _, _, contents in sorted(some, key=lambda one: (one[2].header.session, one[2].header.number)):
+        session = contents.header.session
+        place = folder / f"session={session}"
+        place.mkdir(exist_ok=True)
+        for name, at, data in (
+            (SAMPLES, contents.header.samples_at, contents.samples),
+            (RECORDS, sizes.get(session, 0), contents.records),
+        ):
+            fd = os.open(place / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            with os.fdopen(fd, "r+b") as file:
+                if name == RECORDS:
+                    file.truncate(at)
+                file.seek(at)
+                file.write(data)
+        sizes[session] = sizes.get(session, 0) + len(contents.records)
+    with index:
+        index.executemany("INSERT INTO commits VALUES (?, ?)", [(name, etag) for name, etag, _ in some])
+        index.executemany("INSERT OR REPLACE INTO sessions VALUES (?, ?)", sizes.items())
+
+
+def _fetch_environments(objects: Objects, here: Mirror) -> None:
+    (here.folder / ENVIRONMENTS).mkdir(exist_ok=True)
+    for one in objects.list(f"{ENVIRONMENTS}/"):
+        target = here.folder / one.name
+        if not re.fullmatch(rf"{ENVIRONMENTS}/[0-9a-f]{{64}}\.json", one.name) or target.exists():
+            continue
+        data = objects.get(one.name) if one.size <= MOST_ENVIRONMENT_BYTES else b""
+        if hashlib.sha256(data).hexdigest() != target.stem:
+            here.sentences.append(f"{one.name} was changed: its sha256 is another")
+            continue
+        part = target.with_suffix(f".part-{os.getpid()}")
+        part.write_bytes(data)
+        part.replace(target)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time brings the copy up to date."""
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

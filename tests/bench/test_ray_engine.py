@@ -1,0 +1,59 @@
+"""The engine ray on three raylets of this machine, one of which is lost while cells run."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from child_process import python
+from command_line import refused
+from repository import ROOT
+
+RAYLETS = """
+import json, runpy, sys, threading, time
+from pathlib import Path
+import ray
+from ray.cluster_utils import Cluster
+from moe_routing_bench.bench.executor import ENGINES, LocalExecutor
+from moe_routing_bench.results.store import iterate
+from moe_routing_bench.results.sweep import plan_sweep, run_sweep
+
+folder = Path(sys.argv[1])
+make_cells = runpy.run_path(sys.argv[2])["make_cells"]
+cells = make_cells(6, ["segfaults"])
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+nodes = [cluster.add_node(num_cpus=1, resources={"cell": 1}) for _ in range(3)]
+ray.init(address=cluster.address, log_to_driver=False)
+engine = ENGINES["ray"]()
+plan = plan_sweep(cells, folder, executor=engine)
+outcomes = []
+for outcome in run_sweep(plan.todo, folder, engine):
+    outcomes.append(outcome)
+    if len(outcomes) == 1:
+        cluster.remove_node(nodes[0], allow_graceful=False)
+again = plan_sweep(cells, folder, executor=engine)
+print(json.dumps({
+    "todo": len(plan.todo), "cells": len({r.cell_key for r in iterate(folder)}),
+    "statuses": sorted({str(r.correctness.status) for r in iterate(folder)}),
+    "twice": len(outcomes) - len({o.cell.name for o in outcomes}),
+    "done": again.done, "machines": sorted({o.environment["machine"]["name"] for o in outcomes}),
+}))
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_lost_raylet_costs_nothing_and_a_crash_of_a_kernel_is_a_result(tmp_path):
+    pytest.importorskip("ray")
+    ran = python(RAYLETS, tmp_path / "results", ROOT / "measurements/bench/sweep_driver.py")
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["todo"] == found["cells"] == found["done"] == 6 and found["twice"] == 0
+    assert found["statuses"] == ["CRASHED", "PASSED"] and len(found["machines"]) == 1
+
+
+def test_without_ray_the_engine_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    said = refused("sweep", "seed-fused~scaled", "--out", tmp_path, "--engine", "ray")
+    assert "moe-routing-bench[ray]" in said

@@ -1,0 +1,44 @@
+"""Sweeps whose cells take no time: an engine that makes times up, for tests of stores and fleets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.outcome import CellOutcome
+from moe_routing_bench.bench.subject import Subject
+from sample_outcomes import an_outcome
+
+SUBJECTS = (Subject(spec="staged"), Subject(spec="native"))
+
+
+def made_cells(count: int) -> list[Cell]:
+    return [an_outcome(0.01, 0.02, subjects=SUBJECTS, T=100 + n).cell for n in range(count)]
+
+
+def key_of(cell: Cell) -> str:
+    return hashlib.sha256(cell.name.encode()).hexdigest()
+
+
+class MadeUp:
+    """measured: the names of the cells that were run, in order. failing: T of cells whose second crashes."""
+
+    name = "made up"
+
+    def __init__(self, *, failing: Sequence[int] = ()):
+        self.measured: list[str] = []
+        self.failing = failing
+
+    def keys(self, cells: Sequence[Cell]) -> list[set[str]]:
+        return [{key_of(cell)} for cell in cells]
+
+    def run(self, cells: Sequence[Cell], **more: Any) -> Iterator[CellOutcome]:
+        for cell in cells:
+            self.measured.append(cell.name)
+            T = cell.case.shape.T
+            second = "CRASHED" if T in self.failing else T * 2e-4
+            made = an_outcome(T * 1e-4, second, subjects=SUBJECTS, T=T)
+            yield replace(made, identity=replace(made.identity, key=key_of(cell)))

@@ -1,0 +1,268 @@
+"""Bundles: honest ones open, and whatever else somebody sends is refused in a sentence."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import random
+import runpy
+import stat
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from command_line import mrb, mrb_json
+from damaged_files import assert_one_sentence
+from made_sweeps import MadeUp, made_cells
+from moe_routing_bench.bench.executor import LocalExecutor
+from moe_routing_bench.bench.runner import run_cell
+from moe_routing_bench.bench.verdict import compare
+from moe_routing_bench.results import bundle
+from moe_routing_bench.results.again import measure_again
+from moe_routing_bench.results.bundle import MANIFEST, make_bundle, opened_bundle
+from moe_routing_bench.results.store import iterate
+from moe_routing_bench.results.sweep import run_sweep
+from repository import ROOT
+
+Files = dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory) -> Files:
+    """The files of an honest bundle."""
+    place = tmp_path_factory.mktemp("bundle")
+    list(run_sweep(made_cells(3), place / "results", MadeUp(failing=[101])))
+    make_bundle(place / "results", place / "a.zip", made_by="test")
+    with zipfile.ZipFile(place / "a.zip") as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def sealed(files: Files) -> Files:
+    """With a manifest that has their sizes and hashes, as a forger would make it."""
+    manifest = json.loads(files[MANIFEST])
+    manifest["files"] = {
+        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in files.items()
+        if name != MANIFEST
+    }
+    return {**files, MANIFEST: json.dumps(manifest).encode()}
+
+
+def write(files: Files, path: Path, *, seal: bool = True) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in (sealed(files) if seal else files).items():
+            archive.writestr(name, data)
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ValueError) as caught, opened_bundle(path):
+        pass
+    assert_one_sentence(caught.value, path)
+    return str(caught.value)
+
+
+def one(files: Files, ending: str) -> str:
+    return next(name for name in files if name.endswith(ending))
+
+
+def test_an_honest_bundle_opens_with_the_same_records_and_is_the_same_bytes_each_time(honest, tmp_path):
+    with opened_bundle(write(honest, tmp_path / "a.zip")) as (folder, manifest):
+        assert len(list(iterate(folder))) == 6 and len(manifest.machines) == 1
+        make_bundle(folder, tmp_path / "b.zip", made_by="test")
+        make_bundle(folder, tmp_path / "c.zip", made_by="test")
+    assert (tmp_path / "b.zip").read_bytes() == (tmp_path / "c.zip").read_bytes()
+    assert not folder.exists()
+
+
+def _edited(files: Files, ending: str, change: Callable[[bytes], bytes]) -> Files:
+    name = one(files, ending)
+    return {**files, name: change(files[name])}
+
+
+def _scaled(line: bytes) -> bytes:
+    """All times of a record a tenth, consistently: only the samples contradict it."""
+    record = json.loads(line)
+    if record["timing"]:
+        for name in ("median", "mean", "std", "least", "most", "p05", "p25", "p75", "p95"):
+            record["timing"][name] /= 10
+        for name in ("tokens_per_second", "flops_per_second", "bytes_per_second"):
+            if record["work"][name] is not None:
+                record["work"][name] *= 10
+    return json.dumps(record).encode()
+
+
+def _summary_of_others(data: bytes) -> bytes:
+    manifest = json.loads(data)
+    next(iter(manifest["machines"].values()))["name"] = "a-better-machine"
+    return json.dumps(manifest).encode()
+
+
+FORGED: dict[str, tuple[Callable[[Files], Files], str]] = {
+    "times a tenth": (
+        lambda f: _edited(f, "records.jsonl", lambda d: b"\n".join(map(_scaled, d.splitlines())) + b"\n"),
+        "where its samples say",
+    ),
+    "no samples": (
+        lambda f: {name: data for name, data in f.items() if not name.endswith("samples.f64")},
+        "has no samples.f64",
+    ),
+    "samples cut": (lambda f: _edited(f, "samples.f64", lambda d: d[:-8]), "not of its samples"),
+    "a line cut": (lambda f: _edited(f, "records.jsonl", lambda d: d[:-5]), "cut off"),
+    "another machine in the summary": (lambda f: _edited(f, MANIFEST, _summary_of_others), "machines are"),
+    "a machine edited": (
+        lambda f: {**f, next(n for n in f if n.startswith("env")): b'{"machine":{"name":"x"}}'},
+        "description",
+    ),
+    "no machine": (
+        lambda f: {name: data for name, data in f.items() if not name.startswith("environments")},
+        "description",
+    ),
+    "zip slip": (lambda f: {**f, "../../evil": b"x"}, "which no bundle has"),
+    "an absolute path": (lambda f: {**f, "/etc/evil": b"x"}, "which no bundle has"),
+    "a pickle": (lambda f: {**f, "records.pkl": b"x"}, "which no bundle has"),
+    "a bomb": (lambda f: {**f, "power.json": b"0" * (8 << 20)}, "a bomb"),
+    "no records": (lambda f: {MANIFEST: f[MANIFEST]}, "there are no records"),
+    "a huge manifest": (lambda f: _edited(f, MANIFEST, lambda d: d + b" " * (9 << 20)), "bytes|a bomb"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_bundle_is_refused(honest, tmp_path, name):
+    forge, words = FORGED[name]
+    said = refusal(write(forge(honest), tmp_path / "a.zip", seal=name != "a huge manifest"))
+    assert any(word in said for word in words.split("|")), said
+
+
+def test_wrong_hashes_and_sizes_are_refused(honest, tmp_path):
+    for change in (lambda d: d + b"\n", lambda d: d[:-1] + b"\0", lambda d: b""):
+        said = refusal(write(_edited(honest, "records.jsonl", change), tmp_path / "a.zip", seal=False))
+        assert "its size or its sha256 is another" in said
+    spare = {**honest, "power.json": b"{}"}
+    assert "not in both" in refusal(write(spare, tmp_path / "a.zip", seal=False))
+
+
+def test_links_two_of_a_name_and_what_is_no_zip_are_refused(honest, tmp_path):
+    path = tmp_path / "a.zip"
+    write(honest, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        link = zipfile.ZipInfo(f"environments/{'a' * 64}.json")
+        link.external_attr = (stat.S_IFLNK | 0o777) << 16
+        archive.writestr(link, "/etc/passwd")
+    assert "is not a plain file" in refusal(path)
+    write(honest, path)
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr(MANIFEST, b"{}")
+    assert "two files of the same name" in refusal(path)
+    path.write_bytes(b"not a zip")
+    assert "is not a whole zip file" in refusal(path)
+    path.write_bytes(write(honest, tmp_path / "b.zip").read_bytes()[:-200])
+    assert "is not a whole zip file" in refusal(path)
+
+
+def test_too_many_files_and_too_many_bytes_are_refused(honest, tmp_path, monkeypatch):
+    path = write(honest, tmp_path / "a.zip")
+    monkeypatch.setattr(bundle, "MOST_BYTES", 100)
+    assert "unpacks to over" in refusal(path)
+    monkeypatch.setattr(bundle, "MOST_FILES", 1)
+    assert "files, over the limit" in refusal(path)
+
+
+def mutated(honest: Files, draw: random.Random) -> bytes:
+    """Bytes of the zip changed or cut; or those of a file in it; or its name."""
+    buffer = io.BytesIO()
+    files = dict(honest)
+    kind = draw.randrange(4)
+    if kind:
+        name = draw.choice(list(files))
+        data = bytearray(files[name])
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(data))
+            data[at] = (data[at] + draw.randint(1, 255)) % 256
+        if draw.random() < 0.3:
+            del data[draw.randrange(len(data)) :]
+        files[name] = bytes(data)
+        if kind == 2:
+            files[draw.choice(["../x", name.upper(), "", "session=/records.jsonl", name])] = files.pop(name)
+        if kind == 3 and name != MANIFEST:
+            files = sealed(files)
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name or "_", data)
+    raw = bytearray(buffer.getvalue())
+    if not kind:
+        at = draw.randrange(len(raw))
+        raw[at] ^= 1 << draw.randrange(8)
+        if draw.random() < 0.3:
+            del raw[draw.randrange(len(raw)) :]
+    return bytes(raw)
+
+
+def times_in(folder: Path) -> list[float]:
+    return sorted(record.timing.median for record in iterate(folder) if record.timing)
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [pytest.param(range(40), id="some"), pytest.param(range(40, 640), id="600", marks=pytest.mark.nightly)],
+)
+def test_mutations_are_refused_in_a_sentence_or_change_no_time(honest, tmp_path, rounds):
+    path, opened = tmp_path / "a.zip", 0
+    with opened_bundle(write(honest, path)) as (folder, _):
+        true = times_in(folder)
+    for seed in rounds:
+        path.write_bytes(mutated(honest, random.Random(seed)))
+        try:
+            with opened_bundle(path) as (folder, _):
+                assert times_in(folder) == true, seed
+                opened += 1
+        except ValueError as error:
+            assert_one_sentence(error, path)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["a.zip"]
+    assert opened < len(rounds) / 2
+
+
+def test_a_bundle_of_this_machine_is_measured_again_and_a_lie_is_seen(tmp_path):
+    cells = runpy.run_path(str(ROOT / "measurements/bench/sweep_driver.py"))["make_cells"](2, [])
+    list(run_sweep(cells, tmp_path / "results", LocalExecutor()))
+    mrb("bundle", tmp_path / "results", "-o", tmp_path / "a.zip")
+    outcomes = {}
+
+    def as_then(cell):
+        outcomes[cell.name] = run_cell(cell)
+        return outcomes[cell.name]
+
+    with opened_bundle(tmp_path / "a.zip") as (folder, _):
+        (answer,) = measure_again(folder, 1, seed=0, run=as_then)
+        assert answer.what in ("agrees", "differs") and "then" in answer.sentence  # the machine may be busy
+
+        def tenfold(cell):
+            outcome = outcomes[cell.name]
+            base, second, *rest = outcome.outcomes
+            samples = tuple(10 * sample for sample in second.samples)
+            worse = replace(second, samples=samples, comparison=compare(base.samples, samples))
+            return replace(outcome, outcomes=(base, worse, *rest))
+
+        (answer,) = measure_again(folder, 1, seed=0, run=tenfold)
+        assert answer.what == "differs"
+
+
+def test_cells_that_cannot_be_measured_alike_say_why(honest, tmp_path):
+    path = write(honest, tmp_path / "a.zip")
+    answers = mrb_json("verify", path)["again"]
+    assert {answer["what"] for answer in answers} == {"not compared"}
+    reasons = " ".join(answer["sentence"] for answer in answers)
+    assert "other code here" in reasons and "nothing that was compared" in reasons
+    assert "cells not compared" in mrb("verify", path).stdout
+    assert "every file" in mrb("verify", path, "--measure", 0).stdout.lower()
+    path.write_bytes(b"PK")
+    assert "mrb: " in mrb("verify", path, code=2).stderr
+
+
+def test_a_report_reads_bundles(honest, tmp_path):
+    path = write(honest, tmp_path / "a.zip")
+    assert "native" in mrb("report", path, "--markdown").stdout

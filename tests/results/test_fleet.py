@@ -1,0 +1,316 @@
+"""A store on a URL: many machines write it, each cell counts once, and damage is said in a sentence."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from command_line import mrb, mrb_json, refused
+from made_sweeps import MadeUp, key_of, made_cells
+from moe_routing_bench.results.fleet import plan_fleet, run_fleet
+from moe_routing_bench.results.leases import Leases, lease_seconds
+from moe_routing_bench.results.mirror import mirror
+from moe_routing_bench.results.objects import Objects, url_of
+from moe_routing_bench.results.packs import compact_store
+from moe_routing_bench.results.shared import Shared
+from moe_routing_bench.results.store import iterate
+from moe_routing_bench.results.sweep import run_sweep
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("MRB_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def url(tmp_path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+def swept(url: str, cells, engine: MadeUp | None = None, **more) -> list[str]:
+    store, engine = Shared(url, make=True), engine or MadeUp()
+    plan = plan_fleet(cells, store, engine, retry_failed=more.pop("retry_failed", False), resume=True)
+    return [outcome.cell.name for outcome in run_fleet(plan, store, engine, **more)]
+
+
+def cells_of(folder: Path) -> Counter[str]:
+    """How often each cell is there: it has one baseline."""
+    return Counter(r.cell_key for r in iterate(folder) if r.implementation.role == "baseline")
+
+
+def contents(folder: Path) -> set[tuple]:
+    return {(r.cell_key, r.contender, r.timing and r.timing.median) for r in iterate(folder)}
+
+
+def objects_in(url: str, prefix: str) -> list[Path]:
+    return sorted((Path(url.removeprefix("file://")) / prefix).rglob("*"))
+
+
+def test_urls_survive_being_paths():
+    assert url_of(Path("s3://bucket/runs/")) == "s3://bucket/runs"
+    assert url_of(Path("file:///tmp/x")) == url_of("file:///tmp/x") == "file:///tmp/x"
+    assert url_of("results") is None and url_of("/s3:/x") is None
+
+
+def test_a_store_reads_as_a_folder_with_the_same_records_and_is_not_measured_again(url, tmp_path):
+    cells = made_cells(5)
+    assert len(swept(url, cells[:3])) == 3 and len(swept(url, cells)) == 2
+    list(run_sweep(cells, tmp_path / "local", MadeUp()))
+    first = mirror(url)
+    assert first.fetched == 5 and not first.sentences
+    assert len(contents(first.folder)) == 10 and contents(first.folder) == contents(tmp_path / "local")
+    assert mirror(url).fetched == 0 and swept(url, cells) == []
+    assert not list((tmp_path / "home" / "unsent").iterdir())
+
+
+def test_cells_that_failed_are_repeated_when_asked_and_the_later_result_counts(url):
+    cells = made_cells(2)
+    swept(url, cells, MadeUp(failing=[101]))
+    assert swept(url, cells) == []
+    assert swept(url, cells, retry_failed=True) == [cells[1].name]
+    assert swept(url, cells, retry_failed=True) == []
+    assert cells_of(mirror(url).folder)[key_of(cells[1])] == 2
+    rows = mrb_json("results", "SELECT status FROM latest", "--folder", url)["rows"]
+    assert rows == [["PASSED"]] * 4
+
+
+def test_four_workers_claim_every_cell_once(url):
+    cells, engines = made_cells(12), [MadeUp() for _ in range(4)]
+    Shared(url, make=True)
+    threads = [
+        threading.Thread(
+            target=swept, args=(url, cells, engine), kwargs={"claim": True, "sleep": lambda s: None}
+        )
+        for engine in engines
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sum(len(engine.measured) for engine in engines) == 12
+    assert len(objects_in(url, "parts")) == 12
+    assert cells_of(mirror(url).folder) == Counter(map(key_of, cells)) == dict.fromkeys(map(key_of, cells), 1)
+
+
+def test_a_dead_worker_s_cell_is_taken_when_its_lease_is_over_by_the_waiter_s_own_clock(url):
+    (cell,), store = made_cells(1), Shared(url, make=True)
+    key, seconds = key_of(cell), lease_seconds(cell)
+    far_ahead = [1e12]
+    assert Leases(store.objects, "dead", clock=lambda: far_ahead[0]).take(key, 1, seconds)
+    now = [5.0]
+    waiter = Leases(store.objects, "waiter", clock=lambda: now[0])
+    slept = []
+
+    def sleep(pause: float) -> None:
+        slept.append(pause)
+        now[0] += pause
+
+    assert swept(url, [cell], claim=True, leases=waiter, sleep=sleep) == [cell.name]
+    assert seconds <= sum(slept) <= seconds + 60
+    assert not waiter.take(key, 1, seconds), "its own lease holds"
+
+
+def test_a_lease_nobody_can_read_is_respected_and_one_given_back_is_free(url):
+    store = Shared(url, make=True)
+    now = [0.0]
+    one, other = (Leases(store.objects, name, clock=lambda: now[0]) for name in ("one", "other"))
+    assert one.take("a" * 64, 1, 10.0) and not other.take("a" * 64, 1, 10.0)
+    one.give_back("a" * 64, 1)
+    assert other.take("a" * 64, 1, 10.0)
+    store.objects.put_new(f"leases/{'b' * 64}-0001/000001.json", b"\xff not JSON")
+    assert not other.take("b" * 64, 1, 10.0)
+    now[0] = 4000.0
+    assert other.take("b" * 64, 1, 10.0)
+
+
+def test_a_slow_writer_whose_lease_expired_changes_nothing(url):
+    (cell,), store = made_cells(1), Shared(url, make=True)
+    slow = MadeUp()
+    plan = plan_fleet([cell], store, slow, retry_failed=False, resume=True)
+
+    class Slow(MadeUp):
+        def run(self, cells, **more):
+            for outcome in super().run(cells, **more):
+                swept(url, [cell])  # another machine is done in the meantime
+                yield outcome
+
+    assert list(run_fleet(plan, store, Slow())) == []
+    assert len(objects_in(url, "parts")) == len(objects_in(url, "commits")) == 1
+    assert cells_of(mirror(url).folder) == {key_of(cell): 1}
+
+
+def test_a_commit_whose_answer_was_lost_is_known_as_our_own(url, monkeypatch):
+    put = Objects.put_new
+
+    def answer_lost(self, name, data):
+        put(self, name, data)
+        return False
+
+    monkeypatch.setattr(Objects, "put_new", answer_lost)
+    assert len(swept(url, made_cells(2))) == 2
+    assert len(swept(url, made_cells(3), claim=True)) == 1
+    monkeypatch.undo()
+    os.environ["MRB_HOME"] = str(objects_in(url, ".")[0].parent / "home2")
+    assert len(cells_of(mirror(url).folder)) == 3
+
+
+def test_a_part_that_no_commit_names_is_never_read(url):
+    swept(url, made_cells(1))
+    Shared(url).objects.put_new("parts/torn-000001-aaaa", b"half an upload")
+    found = mirror(url)
+    assert found.fetched == 1 and not found.sentences
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def _one_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "damage", "sentence"),
+    [
+        ("parts", _cut, "was cut off or written over"),
+        ("parts", _one_byte, "was changed after it was committed"),
+        ("parts", Path.unlink, "names a part that is not there"),
+        ("commits", _cut, "is not what this version writes"),
+        ("environments", _one_byte, "its sha256 is another"),
+        ("packs", _one_byte, "was changed|is no pack"),
+        ("packs", _cut, "not what its header says"),
+    ],
+)
+def test_damage_is_said_in_a_sentence_and_the_rest_is_read(url, prefix, damage, sentence):
+    swept(url, made_cells(3))
+    if prefix == "packs":
+        compact_store(Objects(url))
+        compact_store(Objects(url), drop=True)
+    damage(objects_in(url, prefix)[0])
+    found = mirror(url)
+    assert any(re.search(sentence, one) for one in found.sentences), found.sentences
+    assert all(one.isprintable() and len(one) < 400 for one in found.sentences)
+    whole = {"environments": 3, "packs": 2 if damage is _one_byte else 0}.get(prefix, 2)
+    assert found.fetched in (whole, 0 if prefix == "packs" else whole)
+
+
+def test_what_was_read_before_it_was_damaged_stays_and_the_change_is_noticed(url):
+    swept(url, made_cells(2))
+    mirror(url)
+    one, other = objects_in(url, "commits")
+    _one_byte(one)
+    other.unlink()
+    found = mirror(url)
+    assert "was changed after it was committed" in found.sentences[0] and "is gone" in found.sentences[1]
+    assert len(cells_of(found.folder)) == 2
+
+
+def test_a_reader_killed_half_way_doubles_nothing(url, monkeypatch):
+    swept(url, made_cells(2))
+    with monkeypatch.context() as patched:
+        patched.setattr("moe_routing_bench.results.mirror.AT_ONCE", 1)
+
+        def dies(done: int, of: int) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            mirror(url, dies)
+    folder = mirror(url).folder
+    records = next(folder.glob("session=*/records.jsonl"))
+    whole = records.read_bytes()
+    with records.open("ab") as file:  # what a reader wrote and had not noted when it died
+        file.write(whole[:1000])
+    swept(url, made_cells(3))
+    mirror(url)
+    assert cells_of(folder) == dict.fromkeys(map(key_of, made_cells(3)), 1)
+
+
+def test_compaction_twice_beside_writers_and_with_parts_deleted_loses_nothing(url, tmp_path, monkeypatch):
+    cells = made_cells(6)
+    swept(url, cells[:4])
+    assert compact_store(Objects(url)) == (4, 0, []) and compact_store(Objects(url)) == (0, 0, [])
+    swept(url, cells)
+    assert compact_store(Objects(url), drop=True) == (2, 4, [])
+    assert len(objects_in(url, "parts")) == 2 and len(objects_in(url, "packs")) == 2
+    before = contents(mirror(url).folder)
+    assert len(before) == 12
+    assert "0 cells packed, 2 parts deleted" in mrb("compact", url, "--drop").stdout
+    monkeypatch.setenv("MRB_HOME", str(tmp_path / "another"))
+    again = mirror(url)
+    assert contents(again.folder) == before and not again.sentences
+    assert swept(url, cells) == []
+
+
+def test_two_compactions_that_overlap_are_read_once(url):
+    swept(url, made_cells(3))
+    compact_store(Objects(url))
+    (pack,) = objects_in(url, "packs")
+    aside = pack.read_bytes()
+    pack.unlink()
+    swept(url, made_cells(4))
+    compact_store(Objects(url))  # did not see the first one
+    pack.write_bytes(aside)
+    compact_store(Objects(url), drop=True)
+    found = mirror(url)
+    assert not objects_in(url, "parts") and not found.sentences
+    assert cells_of(found.folder) == dict.fromkeys(map(key_of, made_cells(4)), 1)
+
+
+def test_a_damaged_pack_keeps_its_parts(url):
+    swept(url, made_cells(2))
+    compact_store(Objects(url))
+    (pack,) = objects_in(url, "packs")
+    data = bytearray(pack.read_bytes())
+    data[-5] ^= 1
+    pack.write_bytes(bytes(data))
+    _, dropped, sentences = compact_store(Objects(url), drop=True)
+    assert dropped == 1 and "was changed after it was committed" in sentences[0]
+    assert len(cells_of(mirror(url).folder)) == 2
+
+
+def test_the_commands_read_urls(url, tmp_path, monkeypatch):
+    swept(url, made_cells(3))
+    swept(url.replace("store", "other"), made_cells(3))
+    monkeypatch.chdir(tmp_path)
+    assert mrb_json("results", "SELECT count(*) FROM records", "--folder", url)["rows"] == [[6]]
+    assert len(mrb_json("compare", url, url.replace("store", "other"))["changes"]) > 0
+    mrb("decide", url)
+    assert (tmp_path / "decisions.json").exists()
+    assert "native" in mrb("report", url, "--markdown").stdout
+    assert mrb_json("merge", url, url.replace("store", "other"), "--out", tmp_path / "merged")["cells"] == 3
+    mrb("export", url, "--csv", tmp_path / "a.csv")
+
+
+def test_mistakes_with_urls_get_a_sentence(url, tmp_path, monkeypatch):
+    assert "there is no store" in refused("results", "--folder", url)
+    assert "--claim needs a store" in refused("sweep", "seed-fused~scaled", "--out", tmp_path, "--claim")
+    Path(url.removeprefix("file://")).mkdir()
+    assert "there are no results in" in refused("results", "--folder", url)
+    monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("moe_routing_bench.results.objects.RETRY_SECONDS", 0)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    assert "cannot list commits/ in s3://bucket/x" in refused("results", "--folder", "s3://bucket/x")
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    assert "moe-routing-bench[store]" in refused("results", "--folder", url)
+
+
+def test_what_cannot_be_sent_stays_here(url, tmp_path, monkeypatch):
+    store, engine = Shared(url, make=True), MadeUp()
+    plan = plan_fleet(made_cells(1), store, engine, retry_failed=False, resume=True)
+    monkeypatch.setattr(Shared, "publish", lambda *a, **k: (_ for _ in ()).throw(OSError("no route to host")))
+    with pytest.raises(ValueError, match=r"no route to host\. The results of .* are in .*unsent"):
+        list(run_fleet(plan, store, engine))
+    (kept,) = (tmp_path / "home" / "unsent").iterdir()
+    assert len(list(iterate(kept))) == 2
