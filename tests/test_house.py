@@ -26,20 +26,8 @@ DOCUMENTS = [
 
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
 FLOORS = [
-    ["layouts"],
-    [
-        "shapes",
-        "names",
-        "places",
-        "published",
-        "machine",
-        "cpp",
-        "recycled",
-        "steady",
-        "accuracy",
-        "routing",
-        "formats",
-    ],
+    ["layouts", "formats"],
+    ["shapes", "names", "places", "published", "machine", "cpp", "recycled", "steady", "accuracy", "routing"],
     ["plan", "experts", "frozen", "parallel.placement", "parallel.placing", "load", "cost"],
     ["parallel.ranks", "parallel.faults", "parallel.traffic"],
     ["ops.tracing", "ops.targets", "ops.implementation", "ops.registry"],

@@ -1,1 +1,1 @@
-"""Formats that expert weights are stored in with 8 and 4 bits: one file a format, `named.py` for all of them."""
+"""Formats for expert weights of 8 and 4 bits: one file a format, `named.py` for all of them."""

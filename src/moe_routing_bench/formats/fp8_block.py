@@ -55,7 +55,7 @@ class FP8Block:
 
 def quantise(w_EKN: Tensor) -> FP8Block:
     """The largest weight of a block becomes 448."""
-    E, K, N = w_EKN.shape
+    _, K, N = w_EKN.shape
     codes, scales = [], []
     for w_eNki in groups_of(w_EKN, BLOCK):
         w_enjki = torch.nn.functional.pad(w_eNki, (0, 0, 0, 0, 0, -N % BLOCK)).unflatten(1, (-1, BLOCK))

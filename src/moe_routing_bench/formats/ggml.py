@@ -17,7 +17,7 @@ Q4_K_CODING = Coding(code="nibble", group=32, numbers=tuple(float(i) for i in ra
 
 
 @dataclass(frozen=True, kw_only=True)
-class Q8_0:
+class Q8_0:  # noqa: N801 - its published name
     """A block is 34 bytes: a float16 scale, 32 codes of int8. One column of depth 32:
 
     block_ENbB   [[[[0x00, 0x38, 1, 0xFF, 0, .. 0]]]]    0x3800 is 0.5: the weights are .5, -.5, 0, ..
@@ -42,9 +42,9 @@ class Q8_0:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Q4_K:
-    """A block is 144 bytes for 256 codes in 8 groups of 32: float16 d and dmin, 8 scales and 8 minima of 6 bits
-    in 12 bytes, 128 bytes of codes. w = d * scale * code - dmin * minimum.
+class Q4_K:  # noqa: N801 - its published name
+    """A block is 144 bytes for 256 codes in 8 groups of 32: float16 d and dmin, 8 scales and 8 minima of
+    6 bits in 12 bytes, 128 bytes of codes. w = d * scale * code - dmin * minimum.
 
     Byte i of the 12, for groups 0 .. 3: scales in 0-3, minima in 4-7, both in the lower 6 bits. For groups
     4 .. 7: the lower 4 bits of scale and minimum in byte 8 + i, their upper 2 bits above those of 0-3, 4-7.

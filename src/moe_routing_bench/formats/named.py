@@ -1,13 +1,14 @@
-"""The formats by name, as in native(store=int4_g32): int8, int8_g<n>, int4_g<n>, int4_g<n>_asym, mxfp4, ..."""
+"""The formats by name, as in native(store=int4_g32). A number behind _g is the size of a group."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from torch import Tensor
 
 from moe_routing_bench.formats import fp8_block, ggml, int4, int8, mxfp4
-from moe_routing_bench.formats.stored import Coding, Stored
+from moe_routing_bench.formats.stored import Coding, Stored, check
 
 # what tables and the kit show; any other group that is a multiple of 32 has a name too
 NAMES = (
@@ -41,7 +42,8 @@ def coding_of(name: str) -> Coding:
 
 def quantise(w_EKN: Tensor, name: str) -> Stored:
     """Experts x depth x columns to the nearest that the format can store."""
-    fixed = {
+    check(w_EKN.numel() > 0, "there are no experts, or no weights in them, to store")
+    fixed: dict[str, Callable[[Tensor], Stored]] = {
         "int8": int8.quantise, "mxfp4": mxfp4.quantise, "fp8_block": fp8_block.quantise,
         "q8_0": ggml.quantise_q8_0, "q4_k": ggml.quantise_q4_k,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Stored weights as the panels that coded.h multiplies with: codes and the scales of their groups in one stream."""
+"""Stored weights as the panels that coded.h multiplies with: codes and their scales in one stream."""
 
 from __future__ import annotations
 

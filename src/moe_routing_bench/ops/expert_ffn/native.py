@@ -3,8 +3,8 @@
 Weights that are frozen were packed once. Plain ones may change at any time, so they are packed in strips as
 they are used: `staged` with the native dispatch, grouped_gemm and combine, which also has gradients.
 
-store=bfloat16, or a format of formats/named.py (int8, int4_g32, mxfp4, ...), rounds the weights and computes with
-what is then stored, so results are judged against `stored(weights)`. Plain weights are rounded at every call,
+store=bfloat16, or a format of formats/named.py (int8, int4_g32, mxfp4, ...), rounds the weights and computes
+with what is then stored, so results are judged against `stored(weights)`. Plain weights are rounded at every call,
 which costs more than it saves: freeze them. Weights that a checkpoint stores so are frozen as they are.
 
 batch_invariant=True changes nothing for frozen weights. With plain ones the activation between the two
@@ -217,8 +217,9 @@ def run(
     coding = None if store in (None, "bfloat16") else coding_of(store)
     problem = _Problem(
         x_TD.data_ptr(), w_in.panels.data_ptr(), w_out.panels.data_ptr(), _pointer(b_in_EG),
-        _pointer(b_out_ED), gate_TK.data_ptr(), coding and ctypes.pointer(coded.for_c(coding)), plan.pair_R.data_ptr(),
-        plan.offset_E1.data_ptr(), plan.count_E.data_ptr(), y_TD.data_ptr(), x_TD.stride(0), T,
+        _pointer(b_out_ED), gate_TK.data_ptr(), coding and ctypes.pointer(coded.for_c(coding)),
+        plan.pair_R.data_ptr(), plan.offset_E1.data_ptr(), plan.count_E.data_ptr(), y_TD.data_ptr(),
+        x_TD.stride(0), T,
         max(plan.num_choices, 1), D, weights.F, weights.num_experts, _stride(w_in), _stride(w_out),
         _panel(coding, D), _panel(coding, weights.F), ACTIVATIONS[weights.activation],
         torch.get_num_threads(), plan.pair_R.shape[0],
