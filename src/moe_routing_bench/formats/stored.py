@@ -9,9 +9,9 @@ and a format says what its numbers, groups and offsets are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Literal, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -89,6 +89,20 @@ def bytes_per_weight(stored: Stored) -> float:
     E, K, N = stored.size
     tensors = (getattr(stored, field.name) for field in fields(stored))  # type: ignore[arg-type]
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)) / (E * K * N)
+
+
+def joined(parts: Sequence[Stored], *, columns: bool = False) -> Stored:
+    """Matrices of one format as one: of more experts, or of more columns."""
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        if tensors[0].dtype == torch.float8_e4m3fn:  # torch joins bytes, not these
+            return join([tensor.view(torch.uint8) for tensor in tensors]).view(torch.float8_e4m3fn)
+        return torch.cat(list(tensors), dim=1 if columns else 0)
+
+    first: Any = parts[0]
+    values = {field.name: [getattr(part, field.name) for part in parts] for field in fields(first)}
+    tensors = {name: join(each) for name, each in values.items() if isinstance(each[0], Tensor)}
+    return cast(Stored, replace(first, **tensors))
 
 
 def some_experts(w_Exx: Tensor) -> list[slice]:

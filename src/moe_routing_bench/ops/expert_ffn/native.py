@@ -4,8 +4,8 @@ Weights that are frozen were packed once. Plain ones may change at any time, so 
 they are used: `staged` with the native dispatch, grouped_gemm and combine, which also has gradients.
 
 store=bfloat16, or a format of formats/named.py (int8, int4_g32, mxfp4, ...), rounds the weights and computes
-with what is then stored, so results are judged against `stored(weights)`. Plain weights are rounded at every call,
-which costs more than it saves: freeze them. Weights that a checkpoint stores so are frozen as they are.
+with what is then stored, so results are judged against `stored(weights)`. Plain weights are rounded at every
+call, which costs more than it saves: freeze them. Weights that a checkpoint stores so are frozen as they are.
 
 batch_invariant=True changes nothing for frozen weights. With plain ones the activation between the two
 products is then computed by functions whose bits do not depend on the place of a row.
