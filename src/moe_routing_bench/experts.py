@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_routing_bench import steady
+from moe_routing_bench.formats.stored import Stored
 
 # gpt-oss: both numbers are its config's swiglu_alpha and swiglu_limit, and constants in OpenAI's own code
 OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
@@ -134,6 +135,44 @@ class ExpertWeights:
                 )
             if tensor.dtype != self.w_in_EDG.dtype or tensor.device != self.w_in_EDG.device:
                 raise ValueError(f"{name} must have the dtype and device of w_in_EDG")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedExperts:
+    """ExpertWeights as a checkpoint stores them in 8 or 4 bits: both matrices in one format.
+
+    A layer of gpt-oss-20b: w_in and w_out are MXFP4 of size (32, 2880, 5760) and (32, 2880, 2880), columns
+    0-2879 of w_in the gate and the others the up projection, activation="swiglu_oai", store "mxfp4".
+    Implementations take it frozen: native.freeze_stored(experts, torch.bfloat16).
+    """
+
+    w_in: Stored
+    w_out: Stored
+    b_in_EG: Tensor | None = None
+    b_out_ED: Tensor | None = None
+    activation: str = "swiglu"
+
+    @property
+    def store(self) -> str:
+        return self.w_in.name
+
+    def dequantised(self, dtype: torch.dtype = torch.float64) -> ExpertWeights:
+        """The same with plain weights; exact in float64, so it is the oracle's side of what is stored."""
+        b_in_EG, b_out_ED = (None if b is None else b.to(dtype) for b in (self.b_in_EG, self.b_out_ED))
+        return ExpertWeights(
+            w_in_EDG=self.w_in.decoded().weights(dtype), w_out_EFD=self.w_out.decoded().weights(dtype),
+            b_in_EG=b_in_EG, b_out_ED=b_out_ED, activation=self.activation,
+        ).validate()  # fmt: skip
+
+    def validate(self) -> QuantisedExperts:
+        if self.w_in.name != self.w_out.name:
+            raise ValueError(
+                f"the first matrix is stored as {self.w_in.name} and the second as {self.w_out.name}; "
+                "experts have one format"
+            )
+        sizes = [torch.empty(stored.size, device="meta") for stored in (self.w_in, self.w_out)]
+        ExpertWeights(w_in_EDG=sizes[0], w_out_EFD=sizes[1], activation=self.activation).validate()
         return self
 
 

@@ -51,7 +51,7 @@ UNPACK: dict[str, Callable[[Tensor, Form], Tensor]] = {}
 
 
 class Frozen(Tensor):
-    """A parameter whose values are in `panels` (int8: times scale_EN) and nowhere else.
+    """A parameter whose values are in `panels` and nowhere else.
 
     It has the shape, dtype and device of the parameter it replaces. clone() and pickling give the plain
     values; reading in any other way, and every write, raises. Copies share the panels, which nobody changes.
@@ -59,15 +59,14 @@ class Frozen(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     panels: Tensor
-    scale_EN: Tensor | None
     form: Form
 
     @staticmethod
-    def __new__(cls, panels: Tensor, scale_EN: Tensor | None, form: Form) -> Frozen:
+    def __new__(cls, panels: Tensor, form: Form) -> Frozen:
         E, depth, columns = form.size
         shape = (E, columns, depth) if form.output_first else (E, depth, columns)
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=form.dtype, device=panels.device)
-        made.panels, made.scale_EN, made.form = panels, scale_EN, form
+        made.panels, made.form = panels, form
         return made
 
     def plain(self) -> Tensor:
@@ -88,20 +87,20 @@ class Frozen(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in (aten.detach.default, aten.alias.default):
-            return Frozen(args[0].panels, args[0].scale_EN, args[0].form)
+            return Frozen(args[0].panels, args[0].form)
         if func in (aten.clone.default, aten._to_copy.default) and isinstance(args[0], Frozen):
             return func(args[0].plain(), *args[1:], **(kwargs or {}))
         _refuse(f"{func.overloadpacket.__name__}()")
 
     def __tensor_flatten__(self) -> tuple[list[str], Form]:
-        return (["panels"] if self.scale_EN is None else ["panels", "scale_EN"]), self.form
+        return ["panels"], self.form
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], form: Form, size: Any, stride: Any) -> Frozen:
-        return Frozen(inner["panels"], inner.get("scale_EN"), form)
+        return Frozen(inner["panels"], form)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied = Frozen(self.panels, self.scale_EN, self.form)
+        copied = Frozen(self.panels, self.form)
         memo[id(self)] = made = nn.Parameter(copied, requires_grad=False) if _is_parameter(self) else copied
         return made
 
@@ -166,7 +165,7 @@ def as_parameter(tensor: Tensor, *, output_first: bool, alternating: bool) -> Te
     if not isinstance(tensor, Frozen):
         raise RuntimeError("only one of the two matrices is frozen; thaw() the model")
     form = replace(tensor.form, output_first=output_first, alternating=alternating)
-    return Frozen(tensor.panels, tensor.scale_EN, form)
+    return Frozen(tensor.panels, form)
 
 
 def take_place(module: nn.Module, frozen: Mapping[str, Tensor]) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,13 +98,20 @@ def read_layer(folder: Path | str, layer: int) -> CheckpointLayer:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give the folder that holds the checkpoint's config.json")
-    config = _json(folder / "config.json", MAX_CONFIG_BYTES)
-    about = _About(folder, config, layer)
-    with _opened(folder) as tensors:
+    config = read_json(folder / "config.json", MAX_CONFIG_BYTES)
+    about = About(folder, config, layer)
+    method = config.get("quantization_config")
+    if isinstance(method, dict) and method.get("quant_method") is not None:
+        raise NotImplementedError(
+            f"{folder} is quantised ({short(method['quant_method'])}), and this reads only float32, bfloat16 "
+            "and float16; its experts are read by models.stored_layers, or save a copy with Transformers' "
+            "dequantize"
+        )
+    with opened(folder) as tensors:
         return _Reader(about, tensors).read()
 
 
-class _About:
+class About:
     """What config.json says about the layer, each number within bounds."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], layer: int):
@@ -112,15 +119,9 @@ class _About:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in READ:
             raise NotImplementedError(
-                f"{self.path} is for model_type {_short(model_type)}; this reads {', '.join(READ)}"
+                f"{self.path} is for model_type {short(model_type)}; this reads {', '.join(READ)}"
             )
         self.model_type, self.family = model_type, READ[model_type]
-        method = config.get("quantization_config")
-        if isinstance(method, dict) and method.get("quant_method") is not None:
-            raise NotImplementedError(
-                f"{folder} is quantised ({_short(method['quant_method'])}), but this reads only float32, "
-                "bfloat16 and float16; save a copy with Transformers' dequantize"
-            )
         layers = self.number("num_hidden_layers")
         if not 0 <= layer < layers:
             raise ValueError(f"{folder} has layers 0 to {layers - 1}, not {layer}")
@@ -134,19 +135,19 @@ class _About:
         act = config.get("hidden_act")
         if not isinstance(act, str) or act not in GATED_AS:
             known = ", ".join(GATED_AS)
-            raise NotImplementedError(f"{self.path} has hidden_act {_short(act)}; this reads {known}")
+            raise NotImplementedError(f"{self.path} has hidden_act {short(act)}; this reads {known}")
         self.activation = GATED_AS[act]
         if model_type == "gpt_oss":
             self.activation = "swiglu_oai"
             if (limit := config.get("swiglu_limit", OAI_LIMIT)) != OAI_LIMIT:
                 raise NotImplementedError(
-                    f"{self.path} has swiglu_limit {_short(limit)}; our activation has {OAI_LIMIT}"
+                    f"{self.path} has swiglu_limit {short(limit)}; our activation has {OAI_LIMIT}"
                 )
 
     def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         value = self.config.get(name, default)
         if type(value) is not int or not least <= value <= MOST:
-            raise ValueError(f"{name} in {self.path} is {_short(value)}; it must be from {least} to {MOST:,}")
+            raise ValueError(f"{name} in {self.path} is {short(value)}; it must be from {least} to {MOST:,}")
         return value
 
     def _rule(self) -> ScoreRule:
@@ -154,7 +155,7 @@ class _About:
         if K > self.E:
             raise ValueError(f"{self.path} has {K} choices per token of only {self.E} experts")
         if type(renormalise) is not bool:
-            value = _short(renormalise)
+            value = short(renormalise)
             raise ValueError(f"norm_topk_prob in {self.path} is {value}; it must be true or false")
         if self.family.score == "softmax":
             return ScoreRule(renormalise=self.family.renormalises or renormalise)
@@ -165,14 +166,14 @@ class _About:
             )
         scale = self.config.get("routed_scaling_factor", 1.0)
         if type(scale) not in (int, float) or not math.isfinite(scale) or scale <= 0:
-            raise ValueError(f"routed_scaling_factor in {self.path} is {_short(scale)}; it must be positive")
+            raise ValueError(f"routed_scaling_factor in {self.path} is {short(scale)}; it must be positive")
         return ScoreRule(
             score=self.family.score, renormalise=renormalise, scale=float(scale), groups=groups,
             keep_groups=keep, group_score="top2_sum",
         )  # fmt: skip
 
 
-class _Tensors:
+class Tensors:
     """The tensors of all shards by name: shapes and types at once, numbers when they are sliced."""
 
     def __init__(self, folder: Path, shard_of: Mapping[str, str] | None, stack: ExitStack):
@@ -184,7 +185,7 @@ class _Tensors:
             return name in self._shard_of
         return name in self._keys("model.safetensors")
 
-    def slice(self, name: str, shape: tuple[int, ...]) -> Any:
+    def slice(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = tuple(DTYPES)) -> Any:
         """The tensor in its file, not yet read; raises if it has another shape or type than expected."""
         shard = "model.safetensors" if self._shard_of is None else self._shard_of.get(name)
         if shard is None:
@@ -197,9 +198,9 @@ class _Tensors:
                 f"{name} in {self.folder / shard} has shape {tensor.get_shape()}; config.json calls for "
                 f"{list(shape)}"
             )
-        if (dtype := tensor.get_dtype()) not in DTYPES:
+        if (dtype := tensor.get_dtype()) not in dtypes:
             raise NotImplementedError(
-                f"{name} in {self.folder / shard} is stored as {dtype}; this reads {', '.join(DTYPES)}"
+                f"{name} in {self.folder / shard} is stored as {dtype}; this reads {', '.join(dtypes)}"
             )
         return tensor
 
@@ -213,23 +214,23 @@ class _Tensors:
             try:
                 self._open[shard] = self._stack.enter_context(safe_open(path, framework="pt"))
             except SafetensorError as error:
-                raise ValueError(f"{path} is not a whole safetensors file: {_short(error)}") from None
+                raise ValueError(f"{path} is not a whole safetensors file: {short(error)}") from None
         return self._open[shard].keys()
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[_Tensors]:
+def opened(folder: Path) -> Iterator[Tensors]:
     index = folder / "model.safetensors.index.json"
     shard_of: dict[str, str] | None = None
     if index.is_file():
-        shard_of = _json(index, MAX_INDEX_BYTES).get("weight_map")
+        shard_of = read_json(index, MAX_INDEX_BYTES).get("weight_map")
         if not isinstance(shard_of, dict):
             raise ValueError(f"{index} has no weight_map from tensors to files")
         for name, shard in shard_of.items():
             # a plain name in this folder; the file itself may be a link, as in Hugging Face's cache
             if not isinstance(shard, str) or not _is_file_name(shard):
                 raise ValueError(
-                    f"{index} puts {_short(name)} into {_short(shard)}, which is not a .safetensors file of "
+                    f"{index} puts {short(name)} into {short(shard)}, which is not a .safetensors file of "
                     "this folder"
                 )
     elif not (folder / "model.safetensors").is_file():
@@ -238,7 +239,7 @@ def _opened(folder: Path) -> Iterator[_Tensors]:
             "to be unpickled are not read"
         )
     with ExitStack() as stack:
-        yield _Tensors(folder, shard_of, stack)
+        yield Tensors(folder, shard_of, stack)
 
 
 def _is_file_name(shard: str) -> bool:
@@ -247,7 +248,7 @@ def _is_file_name(shard: str) -> bool:
 
 
 class _Reader:
-    def __init__(self, about: _About, tensors: _Tensors):
+    def __init__(self, about: About, tensors: Tensors):
         self.about, self.tensors = about, tensors
         home = f"model.layers.{about.layer}"
         block = f"{home}.{about.family.module}"
@@ -334,7 +335,7 @@ class _Reader:
         return DTYPES[dtypes.pop()]
 
 
-def _json(path: Path, most: int) -> dict[str, Any]:
+def read_json(path: Path, most: int) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"there is no {path}; give the folder that a model was saved to")
     if (size := path.stat().st_size) > most:
@@ -348,7 +349,7 @@ def _json(path: Path, most: int) -> dict[str, Any]:
     return document
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     """A value from a file as text for a message: printable and short."""
     text = "".join(c if c.isprintable() else "?" for c in str(value)[:1000])
     return text if len(text) <= 80 else f"{text[:80]}..."

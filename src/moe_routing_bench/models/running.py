@@ -132,22 +132,22 @@ def _(x_TD: Tensor, *rest: Any) -> Tensor:
 @torch.library.custom_op("moe_routing_bench::frozen_experts", mutates_args=())
 def frozen_experts_op(
     x_TD: Tensor, expert_TK: Tensor, gate_TK: Tensor,
-    panels_in: Tensor, panels_out: Tensor, scale_in: Tensor | None, scale_out: Tensor | None,
+    panels_in: Tensor, panels_out: Tensor,
     b_in: Tensor | None, b_out: Tensor | None, size_in: list[int], size_out: list[int],
     kernel: str, store: str, activation: str, interleaved: bool, impl: str,
 ) -> Tensor:  # fmt: skip
     """The same with frozen weights, which reach it as the plain tensors inside."""
 
-    def frozen(panels: Tensor, scale_EN: Tensor | None, size: list[int], gated: bool) -> Frozen:
+    def frozen(panels: Tensor, size: list[int], gated: bool) -> Frozen:
         form = Form(
             kernel=kernel, size=(size[0], size[1], size[2]), dtype=x_TD.dtype, gated=gated,
             store=store or None,
         )  # fmt: skip
-        return Frozen(panels, scale_EN, form)
+        return Frozen(panels, form)
 
     weights = make_weights(
-        frozen(panels_in, scale_in, size_in, activation in GATED),
-        frozen(panels_out, scale_out, size_out, False), b_in, b_out,
+        frozen(panels_in, size_in, activation in GATED),
+        frozen(panels_out, size_out, False), b_in, b_out,
         activation=activation, is_transposed=True, interleaved=interleaved,
     )  # fmt: skip
     return run_experts(x_TD, expert_TK, gate_TK, weights, impl)

@@ -129,7 +129,7 @@ def _compiled_frozen(
     w_in, w_out, b_in, b_out = tensors_of(m)
     (E, D), F = (w_in.shape[0], x_TD.shape[1]), w_out.shape[1 if m.is_transposed else 2]
     return torch.ops.moe_routing_bench.frozen_experts(
-        x_TD, expert_TK, gate_TK, w_in.panels, w_out.panels, w_in.scale_EN, w_out.scale_EN, b_in, b_out,
+        x_TD, expert_TK, gate_TK, w_in.panels, w_out.panels, b_in, b_out,
         [E, D, w_in.numel() // (E * D)], [E, F, D], w_in.form.kernel, w_in.form.store or "",
         reading.activation, reading.interleaved, impl,
     )  # fmt: skip

@@ -53,7 +53,7 @@ static inline float one(const uint16_t* p) {
 }
 
 // ---- packed weights: expert, panel, then depth
-// float32 and int8: [depth][32 columns]. bfloat16: [depth / 32][2 halves][16 pairs of depth][16 columns][2], AMX's tiles.
+// float32: [depth][32 columns]. bfloat16: [depth / 32][2 halves][16 pairs of depth][16 columns][2], AMX's tiles.
 
 static inline int64_t packed_depth(int64_t depth) { return up_to(depth, PANEL); }
 static inline int64_t panels(int64_t columns, bool gated) {
@@ -83,7 +83,7 @@ template <class B>
 static void pack_block(B* dst, const B* from, int64_t sk, int64_t sn, int64_t depth, int64_t columns, int64_t half,
                        int64_t k0) {
   const int64_t step = sizeof(B) == 2 ? 2 : 1;
-  const bool whole = columns == HALF && k0 + 32 <= depth && sizeof(B) > 1;
+  const bool whole = columns == HALF && k0 + 32 <= depth;
   if (whole && sn == 1) {
     for (int64_t k = k0; k < k0 + 32; k += step) {
       u32x16* to = (u32x16*)(dst + place<B>(k, half));
@@ -131,9 +131,9 @@ static void pack_strip(B* dst, const B* src, int64_t sk, int64_t sn, int64_t dep
 struct Ahead {
   const char* at;
   int64_t each;  // bytes, for every 1024 weights used
-  template <class B> static Ahead in(const B* b) { return {(const char*)b + 8192, 1024 * sizeof(B)}; }
-  template <class B> static Ahead share(const B* next, int64_t blocks) {
-    return {(const char*)next, next && blocks ? up_to(1024 * sizeof(B) / blocks, 64) : 0};
+  template <class B> static Ahead in(const B* b, int64_t bytes = 1024 * sizeof(B)) { return {(const char*)b + 8192, bytes}; }
+  template <class B> static Ahead share(const B* next, int64_t blocks, int64_t bytes = 1024 * sizeof(B)) {
+    return {(const char*)next, next && blocks ? up_to(bytes / blocks, 64) : 0};
   }
   inline void fetch(int64_t parts = 1) {  // one of so many parts: a burst of prefetches would stall the loads behind it
     for (int64_t i = 0; i < each / parts; i += 64) __builtin_prefetch(at + i, 0, 2);
@@ -163,21 +163,15 @@ template <class B_> struct Vector {  // any float weights, float32 rows
         *to = first ? s[r][n] : *to + s[r][n];
       }
   }
-  static Lanes lanes(const float* b) { return *(const Lanes*)b; }
-#ifdef __AVX512F__
-  static Lanes lanes(const int8_t* b) { return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)b))); }
-#else
-  static Lanes lanes(const int8_t* b) { return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)b))); }
-#endif
-  template <int M, class Plain>  // float or int8_t
-  __attribute__((noinline)) static void block(const float* a, int64_t lda, const Plain* b, int64_t depth, float* c, Ahead& ahead) {
+  template <int M>
+  __attribute__((noinline)) static void block(const float* a, int64_t lda, const float* b, int64_t depth, float* c, Ahead& ahead) {
     for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
       Lanes s[M][N] = {};
       for (int64_t k = k0; k < std::min(k0 + CHAIN, depth); k++, b += PANEL) {
         if (k % 2 == 0) ahead.fetch(16);
         Lanes v[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++) v[n] = lanes(b + n * WIDE);
+        for (int n = 0; n < N; n++) v[n] = *(const Lanes*)(b + n * WIDE);
 #pragma GCC unroll 16
         for (int r = 0; r < M; r++) {
           const Lanes x = a[r * lda + k] - Lanes{};
@@ -215,7 +209,8 @@ template <class B_> struct Vector {  // any float weights, float32 rows
     if constexpr (M > 1) choose<M - 1>(rows, a, lda, b, depth, c, ahead);
   }
   template <class Other>
-  static void times(const float* a, int64_t lda, int rows, const B* b, int64_t depth, float* c, Ahead& ahead, Other&) {
+  static void times(const float* a, int64_t lda, int rows, const B* b, int64_t depth, float* c, Ahead& ahead, Other&,
+                    const void* = nullptr) {
     choose<STEP>(rows, a, lda, b, depth, c, ahead);
   }
   static void begin() {}
@@ -250,7 +245,7 @@ struct Amx {  // bfloat16 weights and rows, 16 x 16 tiles with float32 sums
   // `other` is work for the vector units, which idle beside the tiles: called once for every 32 of depth
   template <class Other>
   static void times(const uint16_t* a, int64_t lda, int rows, const uint16_t* b, int64_t depth, float* c, Ahead& ahead,
-                    Other& other) {
+                    Other& other, const void* = nullptr) {
     const uint16_t* lower = a + 16 * lda;
     configure(std::min(rows, 16), std::max(rows - 16, 0));
     _tile_zero(0);

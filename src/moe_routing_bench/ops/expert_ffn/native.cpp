@@ -8,7 +8,7 @@
 //
 // A task owns its columns whoever runs it, so the sums are taken in one order: same input, same bits, for any number
 // of threads, and one hot expert keeps every thread busy.
-#include "../tiles.h"
+#include "../coded.h"
 
 enum Activation { GELU, RELU, SILU, RELU2, GEGLU, SWIGLU, SWIGLU_OAI };  // mirrored in native.py; the gated last
 enum { WIDEST = 8 };  // panels of one task
@@ -66,15 +66,32 @@ template <int ACTIVATION> static inline f32x16 activate(f32x16 gate, f32x16 up) 
   return gate / (exp(gate * -1.702f) + 1.f) * (up + 1.f);
 }
 
+// one row of a panel's sums to hidden values: the only code that is compiled for each activation
+template <class A> using Row = void (*)(const float* sums, const f32x16 (&bias)[2], A* to);
+
+template <int ACTIVATION, class A> static void row_of(const float* sums, const f32x16 (&bias)[2], A* to) {
+  const f32x16 v0 = load(sums) + bias[0], v1 = load(sums + HALF) + bias[1];
+  if (is_gated(ACTIVATION)) return store(to, activate<ACTIVATION>(v0, v1));
+  store(to, activate<ACTIVATION>(v0));
+  store(to + HALF, activate<ACTIVATION>(v1));
+}
+
+template <class A> static Row<A> row_function(int64_t activation) {
+  static const Row<A> all[] = {row_of<GELU, A>,  row_of<RELU, A>,   row_of<SILU, A>,      row_of<RELU2, A>,
+                               row_of<GEGLU, A>, row_of<SWIGLU, A>, row_of<SWIGLU_OAI, A>};
+  return all[activation];
+}
+
 // ---- the layer
 
 struct Problem {  // mirrored in native.py
   const void *x, *w_in, *w_out;
   const float *b_in, *b_out, *gate;  // biases may be null
-  const float *s_in, *s_out;  // what int8 weights are to be multiplied by, a number for each column; else null
+  const Coding* coding;  // of weights in 8 and 4 bits; else null
   const int64_t *pair_R, *offset_E1, *count_E;
   void* y;
-  int64_t ldx, T, K, D, F, E, in_stride, out_stride;  // strides of experts, in elements
+  int64_t ldx, T, K, D, F, E;
+  int64_t in_stride, out_stride, in_panel, out_panel;  // from an expert, from a panel to the next, in elements
   int64_t activation, threads, R;
 };
 
@@ -89,11 +106,13 @@ template <class Engine, class X> struct Layer {
   typedef typename Engine::B B;
   const Problem& p;
   const bool gated = is_gated((int)p.activation);
+  const Row<A> row_of = row_function<A>(p.activation);
   const int64_t lda = row_stride(p.D, sizeof(A)), ldh = row_stride(p.F, sizeof(A)), ldl = row_stride(p.D, 2);
   const int64_t G = gated ? 2 * p.F : p.F, Dp = packed_depth(p.D), Fp = packed_depth(p.F);
   A *a = nullptr, *h = nullptr;
   uint16_t* low = nullptr;  // bfloat16 y: the lower halves of float32 sums, whose upper halves stand in y itself
 
+  static int64_t bytes(int64_t panel, int64_t depth) { return panel * (int64_t)sizeof(B) * 32 / depth; }  // of 1024 weights
   int64_t rows_of_a_group() const { return std::max<int64_t>(64, GROUP_BYTES / ((lda + ldh) * (int64_t)sizeof(A))); }
 
   std::vector<std::vector<Segment>> groups() const {
@@ -123,53 +142,43 @@ template <class Engine, class X> struct Layer {
     memset(to + p.D, 0, (Dp - p.D) * sizeof(A));
   }
 
-  // the only part that knows the activation; the rest is compiled once for all of them
-  template <int ACTIVATION> void first(const Segment& s, int64_t begin, int64_t end) {
-    constexpr bool gated = is_gated(ACTIVATION);
+  void first(const Segment& s, int64_t begin, int64_t end) {
     const int64_t most = std::max<int64_t>(Engine::STEP, CACHE_BYTES / (lda * sizeof(A)));
     const int64_t tiles = (s.rows + most - 1) / most, tile = up_to((s.rows + tiles - 1) / tiles, Engine::STEP);
     float c[2][Engine::STEP * PANEL] __attribute__((aligned(64)));
     struct {  // the block before, whose activation is still to be done
       const float* c;
       A* to;
-      f32x16 bias[2], scale[2];
+      f32x16 bias[2];
       int rows, done;
     } last = {};
     auto one_row = [&] {
       if (last.done == last.rows) return;
-      const float* from = last.c + last.done * PANEL;
-      A* to = last.to + last.done++ * ldh;
-      f32x16 v0 = load(from) * last.scale[0] + last.bias[0], v1 = load(from + HALF) * last.scale[1] + last.bias[1];
-      if (gated) {
-        store(to, activate<ACTIVATION>(v0, v1));
-      } else {
-        store(to, activate<ACTIVATION>(v0));
-        store(to + HALF, activate<ACTIVATION>(v1));
-      }
+      row_of(last.c + last.done * PANEL, last.bias, last.to + last.done * ldh);
+      last.done++;
     };
     const B* w = (const B*)p.w_in + s.expert * p.in_stride;
     int turn = 0;
     for (int64_t r0 = 0; r0 < s.rows; r0 += tile) {
       const int64_t m = std::min(tile, s.rows - r0), step = block_rows<Engine>(m), blocks = (m + step - 1) / step;
-      Ahead stream = Ahead::in(w + begin * Dp * PANEL);
+      Ahead stream = Ahead::in(w + begin * p.in_panel, bytes(p.in_panel, Dp));
       for (int64_t panel = begin; panel < end; panel++) {
-        f32x16 bias[2] = {}, scale[2] = {all(1.f), all(1.f)};
-        if (p.b_in || p.s_in)
+        f32x16 bias[2] = {};
+        if (p.b_in)
           for (int i = 0; i < PANEL; i++) {
             const int64_t n = gated ? panel * HALF + i % HALF : panel * PANEL + i;
             if (n >= p.F) continue;
-            const int64_t at = s.expert * G + n + (gated && i >= HALF ? p.F : 0);
-            if (p.b_in) bias[i / HALF][i % HALF] = p.b_in[at];
-            if (p.s_in) scale[i / HALF][i % HALF] = p.s_in[at];
+            bias[i / HALF][i % HALF] = p.b_in[s.expert * G + n + (gated && i >= HALF ? p.F : 0)];
           }
-        const B* b = w + panel * Dp * PANEL;
-        Ahead share = Ahead::share(panel + 1 < end ? b + Dp * PANEL : nullptr, blocks);
+        const B* b = w + panel * p.in_panel;
+        Ahead share = Ahead::share(panel + 1 < end ? b + p.in_panel : nullptr, blocks, bytes(p.in_panel, Dp));
         for (int64_t r = 0; r < m; r += step, turn ^= 1) {
           const int rows = (int)std::min(step, m - r);
           const int64_t row = s.at + r0 + r;
-          Engine::times(a + row * lda, lda, rows, b, Dp, c[turn], blocks == 1 || (panel == begin && r == 0) ? stream : share, one_row);
+          Engine::times(a + row * lda, lda, rows, b, Dp, c[turn], blocks == 1 || (panel == begin && r == 0) ? stream : share, one_row,
+                        p.coding);
           while (last.done < last.rows) one_row();
-          last = {c[turn], h + row * ldh + panel * (gated ? HALF : PANEL), {bias[0], bias[1]}, {scale[0], scale[1]}, rows, 0};
+          last = {c[turn], h + row * ldh + panel * (gated ? HALF : PANEL), {bias[0], bias[1]}, rows, 0};
         }
       }
     }
@@ -187,7 +196,7 @@ template <class Engine, class X> struct Layer {
   struct Block {  // rows of one expert times a strip of panels, to be weighed and added to y
     const float* c;
     const int64_t* pair;
-    const float *bias, *scale;  // may be null
+    const float* bias;  // may be null
     int rows;
     int64_t columns, d0, done;  // done: of rows x panels
   };
@@ -205,14 +214,12 @@ template <class Engine, class X> struct Layer {
       const int64_t left = k.columns - d - j;
       f32x16 v = load(c + j);
       if (left >= HALF) {
-        if (k.scale) v *= load(k.scale + d + j);
         if (k.bias) v += load(k.bias + d + j);
         add(y + j, l + j, gate * v);
       } else {
-        float bias[HALF] = {}, scale[HALF] = {};
+        float bias[HALF] = {};
         X tail[HALF] = {};
         if (k.bias) memcpy(bias, k.bias + d + j, left * 4);
-        if (k.scale) memcpy(scale, k.scale + d + j, left * 4), v *= load(scale);
         memcpy(tail, y + j, left * sizeof(X));
         add(tail, l + j, gate * (v + load(bias)));
         memcpy(y + j, tail, left * sizeof(X));
@@ -228,11 +235,12 @@ template <class Engine, class X> struct Layer {
     int turn = 0;
     for (size_t i = 0; i < group.size(); i++) {
       const Segment& s = group[i];
-      auto strip = [&](const Segment& s) { return (const B*)p.w_out + s.expert * p.out_stride + begin * Fp * PANEL; };
+      auto strip = [&](const Segment& s) { return (const B*)p.w_out + s.expert * p.out_stride + begin * p.out_panel; };
       const B* b = strip(s);
       const int64_t step = block_rows<Engine>(s.rows), blocks = (s.rows + step - 1) / step;
-      Ahead stream = Ahead::in(b);  // the first block meets weights from memory, others bring those of the next expert
-      Ahead share = Ahead::share(i + 1 < group.size() ? strip(group[i + 1]) : nullptr, blocks - 1);
+      Ahead stream = Ahead::in(b, bytes(p.out_panel, Fp));  // the first block meets weights from memory, others bring those of the next expert
+      Ahead share = Ahead::share(i + 1 < group.size() ? strip(group[i + 1]) : nullptr, blocks - 1,
+                                 bytes(p.out_panel, Fp));
       for (int64_t r = 0; r < s.rows; r += step, turn ^= 1) {
         const int rows = (int)std::min(step, s.rows - r);
         for (int64_t n = 0; n < wide; n++) {
@@ -243,12 +251,12 @@ template <class Engine, class X> struct Layer {
               if (low) __builtin_prefetch(low + t * ldl + d0 + d, 1, 2);
             }
           }
-          Engine::times(h + (s.at + r) * ldh, ldh, rows, b + n * Fp * PANEL, Fp, c[turn] + n * Engine::STEP * PANEL,
-                        r ? share : stream, one_part);
+          Engine::times(h + (s.at + r) * ldh, ldh, rows, b + n * p.out_panel, Fp, c[turn] + n * Engine::STEP * PANEL,
+                        r ? share : stream, one_part, p.coding);
         }
         while (last.done < last.rows * wide) one_part();
-        auto of_columns = [&](const float* v) { return v ? v + s.expert * p.D + d0 : nullptr; };
-        last = {c[turn], p.pair_R + s.first + r, of_columns(p.b_out), of_columns(p.s_out), rows, columns, d0, 0};
+        const float* bias = p.b_out ? p.b_out + s.expert * p.D + d0 : nullptr;
+        last = {c[turn], p.pair_R + s.first + r, bias, rows, columns, d0, 0};
       }
     }
     while (last.done < last.rows * wide) one_part();
@@ -266,22 +274,7 @@ template <class Engine, class X> struct Layer {
     }
   }
 
-  typedef void (Layer::*First)(const Segment&, int64_t, int64_t);
-
-  First of_activation() const {
-    switch (p.activation) {
-      case GELU: return &Layer::first<GELU>;
-      case RELU: return &Layer::first<RELU>;
-      case SILU: return &Layer::first<SILU>;
-      case RELU2: return &Layer::first<RELU2>;
-      case GEGLU: return &Layer::first<GEGLU>;
-      case SWIGLU_OAI: return &Layer::first<SWIGLU_OAI>;
-      default: return &Layer::first<SWIGLU>;
-    }
-  }
-
   int run() {
-    const First first = of_activation();
     const bool split = sizeof(X) == 2;
     const auto all_groups = groups();
     int64_t most = 0;
@@ -293,7 +286,7 @@ template <class Engine, class X> struct Layer {
 
     const int64_t first_panels = panels(G, gated), second_panels = panels(p.D, false);
     const int64_t enough = 4 * p.threads;  // tasks, so that none is left alone at the end for long
-    const int64_t in_cache = CACHE_BYTES / (Fp * PANEL * (int64_t)sizeof(B));
+    const int64_t in_cache = CACHE_BYTES / (p.out_panel * (int64_t)sizeof(B));
     const int64_t widest = sizeof(B) == 4 ? WIDEST / 2 : WIDEST;
     const int64_t broad = std::clamp<int64_t>(std::min(second_panels / enough, in_cache), 1, widest);
 #pragma omp parallel num_threads(p.threads)
@@ -318,7 +311,7 @@ template <class Engine, class X> struct Layer {
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < (int64_t)group.size() * each; task++) {
           const int64_t begin = task % each * wide;
-          (this->*first)(order[task / each], begin, std::min(begin + wide, first_panels));
+          first(order[task / each], begin, std::min(begin + wide, first_panels));
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t begin = 0; begin < second_panels; begin += broad)
@@ -336,6 +329,9 @@ template <class Engine, class X> struct Layer {
 };
 
 template <class Engine, class X> static int forward(const Problem& p) { return Layer<Engine, X>{p}.run(); }
+template <int CODE> static int coded(const Problem& p, int size) {
+  return size == 4 ? forward<Coded<CODE>, float>(p) : forward<Coded<CODE>, uint16_t>(p);
+}
 
 template <class B>
 static void pack(B* dst, const B* src, int64_t se, int64_t sk, int64_t sn, int64_t E, int64_t depth, int64_t columns,
@@ -373,7 +369,6 @@ int64_t mrb_packed_elements(int64_t depth, int64_t columns, int gated) {  // of 
 void mrb_pack(void* dst, const void* src, int64_t se, int64_t sk, int64_t sn, int64_t E, int64_t depth, int64_t columns,
               int gated, int size, int threads) {
   if (size == 4) pack((float*)dst, (const float*)src, se, sk, sn, E, depth, columns, gated, threads);
-  else if (size == 1) pack((int8_t*)dst, (const int8_t*)src, se, sk, sn, E, depth, columns, gated, threads);
   else pack((uint16_t*)dst, (const uint16_t*)src, se, sk, sn, E, depth, columns, gated, threads);
 }
 
@@ -395,7 +390,9 @@ static bool plan_fits(const Problem& p) {
 // 0; 1: there was no memory; 3: the plan points outside
 int mrb_forward(const Problem* p, int size, int packed_size) {  // bytes of an activation, and of a packed weight
   if (!plan_fits(*p)) return 3;
-  if (packed_size == 1) return size == 4 ? forward<Vector<int8_t>, float>(*p) : forward<Vector<int8_t>, uint16_t>(*p);
+  if (p->coding && p->coding->code == INT8) return coded<INT8>(*p, size);
+  if (p->coding && p->coding->code == E4M3) return coded<E4M3>(*p, size);
+  if (p->coding) return coded<NIBBLE>(*p, size);
   if (packed_size < size) return forward<Vector<uint16_t>, float>(*p);
   return size == 4 ? forward<Float32, float>(*p) : forward<Bfloat16, uint16_t>(*p);
 }

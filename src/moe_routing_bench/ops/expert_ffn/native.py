@@ -3,9 +3,9 @@
 Weights that are frozen were packed once. Plain ones may change at any time, so they are packed in strips as
 they are used: `staged` with the native dispatch, grouped_gemm and combine, which also has gradients.
 
-store=bfloat16 and store=int8 round the weights to that type and compute with the rounded ones, so results are
-judged against `stored(weights)`. int8 is symmetric, with a factor for each expert and column. Plain weights
-are rounded at every call, which costs more than it saves: freeze them.
+store=bfloat16, or a format of formats/named.py (int8, int4_g32, mxfp4, ...), rounds the weights and computes
+with what is then stored, so results are judged against `stored(weights)`. Plain weights are rounded at every
+call, which costs more than it saves: freeze them. Weights that a checkpoint stores so are frozen as they are.
 
 batch_invariant=True changes nothing for frozen weights. With plain ones the activation between the two
 products is then computed by functions whose bits do not depend on the place of a row.
@@ -23,8 +23,11 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench import cpp
-from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.experts import GATED, ExpertWeights, QuantisedExperts
+from moe_routing_bench.formats.named import coding_of, quantise
+from moe_routing_bench.formats.stored import Coding, Stored
 from moe_routing_bench.frozen import UNPACK, Form, Frozen
+from moe_routing_bench.ops import coded
 from moe_routing_bench.ops.expert_ffn.op import check_sizes, op
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.plan import RoutingPlan
@@ -37,10 +40,9 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"level": "avx2"},
     {"store": "bfloat16"},
     {"store": "int8"},
-    {"level": "avx2", "store": "int8"},
+    {"level": "avx2", "store": "int4_g32_asym"},  # tests/ops/test_stored_experts.py has all formats
     {"batch_invariant": True},
 )
-STORES = ("bfloat16", "int8")
 SOURCE = Path(__file__).with_name("native.cpp")
 # the enum of native.cpp
 ACTIVATIONS = {
@@ -52,10 +54,11 @@ WRONG_PLAN = 3  # a return code of mrb_forward
 class _Problem(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "w_in", "w_out", "b_in", "b_out", "gate")),
-        *((name, ctypes.c_void_p) for name in ("s_in", "s_out")),
+        ("coding", ctypes.POINTER(coded.CCoding)),
         *((name, ctypes.c_void_p) for name in ("pair_R", "offset_E1", "count_E", "y")),
         *((name, ctypes.c_int64) for name in ("ldx", "T", "K", "D", "F", "E")),
-        *((name, ctypes.c_int64) for name in ("in_stride", "out_stride", "activation", "threads", "R")),
+        *((name, ctypes.c_int64) for name in ("in_stride", "out_stride", "in_panel", "out_panel")),
+        *((name, ctypes.c_int64) for name in ("activation", "threads", "R")),
     )
 
 
@@ -72,30 +75,18 @@ def _library(level: str | None) -> ctypes.CDLL:
 
 
 def stored(weights: ExpertWeights, *, store: str) -> ExpertWeights:
-    """The weights it computes with, in float32."""
+    """The weights it computes with, exact in float64."""
     matrices: dict[str, Any] = {}
     for name in ("w_in_EDG", "w_out_EFD"):
-        w_EKN, scale_EN = _narrow(getattr(weights, name).detach(), store)
-        matrices[name] = w_EKN.float() if scale_EN is None else w_EKN.float() * scale_EN.unsqueeze(1)
-    return replace(weights.to(dtype=torch.float32), **matrices)
-
-
-def _narrow(w_EKN: Tensor, store: str | None) -> tuple[Tensor, Tensor | None]:
-    if store != "int8":
-        return (w_EKN if store is None else w_EKN.to(torch.bfloat16)), None
-    scale_EN = w_EKN.abs().amax(dim=1).float() / 127
-    scale_EN = torch.where(scale_EN > 0, scale_EN, 1.0)
-    # expert by expert, because all of them in float32 may not fit in memory
-    each = zip(w_EKN, scale_EN, strict=True)
-    return torch.stack([w_KN.float().div(s_N).round_().to(torch.int8) for w_KN, s_N in each]), scale_EN
+        w_EKN = getattr(weights, name).detach()
+        rounded = store == "bfloat16"
+        matrices[name] = w_EKN.bfloat16() if rounded else quantise(w_EKN, store).decoded().weights()
+    return replace(weights, **matrices).to(dtype=torch.float64)
 
 
 def freeze(weights: ExpertWeights, *, store: str | None = None) -> ExpertWeights:
     """Both matrices in panels of 32 columns, the same at every level; biases as they are."""
-    if (reason := cpp.unsupported(SOURCE, None, weights.validate().w_in_EDG)) or (
-        reason := _why_not_type(weights.w_in_EDG.dtype, store)
-    ):
-        raise NotImplementedError(f"cannot freeze weights for expert_ffn.native: {reason}")
+    _must_freeze(weights.validate().w_in_EDG.dtype, store, weights.w_in_EDG)
     return replace(
         weights,
         w_in_EDG=_pack(weights.w_in_EDG.detach(), weights.gated, store),
@@ -103,18 +94,43 @@ def freeze(weights: ExpertWeights, *, store: str | None = None) -> ExpertWeights
     )
 
 
+def freeze_stored(experts: QuantisedExperts, dtype: torch.dtype) -> ExpertWeights:
+    """The same of weights that a checkpoint stores in a format, for activations of this dtype: no weight is
+    rounded, and nothing of what was loaded is needed any more."""
+    _must_freeze(dtype, experts.validate().store)
+    return ExpertWeights(
+        w_in_EDG=_pack_stored(experts.w_in, dtype, experts.activation in GATED),
+        w_out_EFD=_pack_stored(experts.w_out, dtype, False),
+        b_in_EG=None if experts.b_in_EG is None else experts.b_in_EG.to(dtype),
+        b_out_ED=None if experts.b_out_ED is None else experts.b_out_ED.to(dtype),
+        activation=experts.activation,
+    ).validate()
+
+
+def _must_freeze(dtype: torch.dtype, store: str | None, *tensors: Tensor) -> None:
+    if (reason := cpp.unsupported(SOURCE, None, *tensors)) or (reason := _why_not_type(dtype, store)):
+        raise NotImplementedError(f"cannot freeze weights for expert_ffn.native: {reason}")
+
+
 def _pack(w_EKN: Tensor, gated: bool, store: str | None) -> Frozen:
     form = Form(kernel="native", size=tuple(w_EKN.shape), dtype=w_EKN.dtype, gated=gated, store=store)  # type: ignore[arg-type]
-    w_EKN, scale_EN = _narrow(w_EKN, store)
+    w_EKN = w_EKN[:1] if w_EKN.stride(0) == 0 else w_EKN  # experts that share memory are packed once
+    if store not in (None, "bfloat16"):
+        return Frozen(coded.pack(quantise(w_EKN, store).decoded(), gated), form)
+    w_EKN = w_EKN if store is None else w_EKN.to(torch.bfloat16)
     E, depth, columns = w_EKN.shape
-    E = 1 if w_EKN.stride(0) == 0 else E  # experts that share memory are packed once
     library = _library(None)
     panels = recycled.empty(E, library.mrb_packed_elements(depth, columns, gated), dtype=w_EKN.dtype)
     library.mrb_pack(
         panels.data_ptr(), w_EKN.data_ptr(), *w_EKN.stride(), E, depth, columns, gated, w_EKN.element_size(),
         torch.get_num_threads(),
     )  # fmt: skip
-    return Frozen(panels, scale_EN, form)
+    return Frozen(panels, form)
+
+
+def _pack_stored(stored: Stored, dtype: torch.dtype, gated: bool) -> Frozen:
+    form = Form(kernel="native", size=stored.size, dtype=dtype, gated=gated, store=stored.name)
+    return Frozen(coded.pack(stored.decoded(), gated), form)
 
 
 def _unpack(panels: Tensor, form: Form) -> Tensor:
@@ -157,8 +173,13 @@ def unsupported(
 
 
 def _why_not_type(dtype: torch.dtype, store: str | None) -> str | None:
-    if store is not None and store not in STORES:
-        return f"it stores weights as {' or '.join(STORES)}, not as {store}"
+    if store not in (None, "bfloat16"):
+        try:
+            coding = coding_of(store)
+        except ValueError as unknown:
+            return f"it stores weights as bfloat16 or in a format, and {unknown}"
+        if reason := coded.why_not(coding):
+            return reason
     if store == str(dtype).removeprefix("torch."):
         return f"these weights are {store} already; leave store out"
     if dtype not in (torch.bfloat16, torch.float32):
@@ -193,12 +214,15 @@ def run(
     b_in_EG, b_out_ED = (
         None if b is None else b.detach().float().contiguous() for b in (weights.b_in_EG, weights.b_out_ED)
     )
+    coding = None if store in (None, "bfloat16") else coding_of(store)
     problem = _Problem(
         x_TD.data_ptr(), w_in.panels.data_ptr(), w_out.panels.data_ptr(), _pointer(b_in_EG),
-        _pointer(b_out_ED), gate_TK.data_ptr(), _pointer(w_in.scale_EN), _pointer(w_out.scale_EN),
+        _pointer(b_out_ED), gate_TK.data_ptr(), coding and ctypes.pointer(coded.for_c(coding)),
         plan.pair_R.data_ptr(), plan.offset_E1.data_ptr(), plan.count_E.data_ptr(), y_TD.data_ptr(),
-        x_TD.stride(0), T, max(plan.num_choices, 1), D, weights.F, weights.num_experts, _stride(w_in),
-        _stride(w_out), ACTIVATIONS[weights.activation], torch.get_num_threads(), plan.pair_R.shape[0],
+        x_TD.stride(0), T,
+        max(plan.num_choices, 1), D, weights.F, weights.num_experts, _stride(w_in), _stride(w_out),
+        _panel(coding, D), _panel(coding, weights.F), ACTIVATIONS[weights.activation],
+        torch.get_num_threads(), plan.pair_R.shape[0],
     )  # fmt: skip
     failed = _library(level).mrb_forward(problem, x_TD.element_size(), w_in.panels.element_size())
     if failed == WRONG_PLAN:
@@ -210,6 +234,11 @@ def run(
 
 def _wants_gradients(x_TD: Tensor, gate_TK: Tensor, weights: ExpertWeights) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((x_TD, gate_TK, weights)))
+
+
+def _panel(coding: Coding | None, depth: int) -> int:
+    """From one panel to the next, in elements."""
+    return -(-depth // 32) * 32 * 32 if coding is None else coded.panel_bytes(coding, depth)
 
 
 def _stride(packed: Frozen) -> int:

@@ -69,7 +69,7 @@ def freeze(weights: ExpertWeights) -> ExpertWeights:
         panels = torch.empty_like(stored_ENK)
         _kernels().prepack_moe_weight(stored_ENK, panels, _isa(w_EKN.dtype))
         E, depth, columns = given_EKN.shape
-        return Frozen(panels, None, Form(kernel="vllm_cpu", size=(E, depth, columns), dtype=w_EKN.dtype))
+        return Frozen(panels, Form(kernel="vllm_cpu", size=(E, depth, columns), dtype=w_EKN.dtype))
 
     w_in_EDG, w_out_EFD = weights.w_in_EDG.detach(), weights.w_out_EFD.detach()
     return replace(

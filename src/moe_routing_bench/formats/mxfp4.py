@@ -1,0 +1,70 @@
+"""MXFP4 as gpt-oss stores it: sixteen numbers of 4 bits (e2m1), a power of two for every 32 of a column."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.formats.stored import E2M1, Coding, Decoded, check, from_nibbles, groups_of, nibbles
+
+GROUP = 32
+CODING = Coding(code="nibble", group=GROUP, numbers=E2M1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP4:
+    """w = E2M1[code] * 2^(exponent - 127). One column of depth 32:
+
+    block_ENgB     [[[[0x72, 0x0F, 0, .. 0]]]]    codes 2, 7, 15, 0, ..: the first in the lower half
+    exponent_ENg   [[[128]]]                      so the weights are 2, 12, -12, 0, ..
+
+    The names in a checkpoint end in _blocks and _scales. depth may be less than 32 times the groups.
+    """
+
+    block_ENgB: Tensor
+    exponent_ENg: Tensor
+    depth: int
+
+    @property
+    def name(self) -> str:
+        return "mxfp4"
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        return self.block_ENgB.shape[0], self.depth, self.block_ENgB.shape[1]
+
+    def decoded(self) -> Decoded:
+        E, K, N = self.size
+        wanted = E, N, -(-K // GROUP)
+        for what, tensor, shape in (
+            ("blocks", self.block_ENgB, (*wanted, GROUP // 2)),
+            ("scales", self.exponent_ENg, wanted),
+        ):
+            check(
+                tuple(tensor.shape) == shape and tensor.dtype == torch.uint8,
+                f"MXFP4 of {E} experts, {N} columns of depth {K} needs {what} {shape} of bytes, "
+                f"not {tuple(tensor.shape)} of {tensor.dtype}",
+            )
+        check(not bool((self.exponent_ENg == 255).any()), "an MXFP4 scale is 255, which is no number")
+        return Decoded(
+            coding=CODING,
+            code_ENK=from_nibbles(self.block_ENgB).flatten(2)[:, :, :K],
+            scale_ENg=torch.exp2(self.exponent_ENg.double() - 127),
+        )
+
+
+def quantise(w_EKN: Tensor) -> MXFP4:
+    """The rule of the OCP specification: the power of two of the largest weight of a group, less 2, because 4
+    is the largest power of two in e2m1; then the nearest number, at most 6."""
+    blocks, exponents = [], []
+    levels = torch.tensor(E2M1[:8])
+    for w_eNgi in groups_of(w_EKN, GROUP):
+        _, exponent_eNg = torch.frexp(w_eNgi.abs().amax(dim=-1))  # amax = m * 2^exponent, m in .5 .. 1
+        exponent_eNg = (exponent_eNg - 1 - 2 + 127).clamp(0, 254)
+        w_eNgi = (w_eNgi.double() * torch.exp2(127 - exponent_eNg.double()).unsqueeze(-1)).float()
+        code_eNgi = torch.bucketize(w_eNgi.abs().contiguous(), (levels[1:] + levels[:-1]) / 2)
+        blocks.append(nibbles(code_eNgi + 8 * (w_eNgi < 0)))
+        exponents.append(exponent_eNg.to(torch.uint8))
+    return MXFP4(block_ENgB=torch.cat(blocks), exponent_ENg=torch.cat(exponents), depth=w_EKN.shape[1])

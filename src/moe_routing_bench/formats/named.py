@@ -1,0 +1,56 @@
+"""The formats by name, as in native(store=int4_g32). A number behind _g is the size of a group."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from torch import Tensor
+
+from moe_routing_bench.formats import fp8_block, ggml, int4, int8, mxfp4
+from moe_routing_bench.formats.stored import Coding, Stored, check
+
+# what tables and the kit show; any other group that is a multiple of 32 has a name too
+NAMES = (
+    "int8", "int8_g128", "int4_g32", "int4_g128", "int4_g32_asym", "int4_g128_asym", "mxfp4", "fp8_block",
+    "q8_0", "q4_k",
+)  # fmt: skip
+GROUPED = re.compile(r"(int8|int4)_g([1-9]\d{0,4})(_asym)?")
+
+
+def _grouped(name: str) -> tuple[str, int, bool] | None:
+    """ "int4_g32_asym" -> ("int4", 32, True)"""
+    found = GROUPED.fullmatch(name)
+    if found is None or (found[1] == "int8" and found[3]):
+        return None
+    return found[1], int(found[2]), found[3] is not None
+
+
+def coding_of(name: str) -> Coding:
+    """ValueError with all names for one that is unknown."""
+    fixed = {
+        "int8": int8.coding(None), "mxfp4": mxfp4.CODING, "fp8_block": fp8_block.CODING,
+        "q8_0": ggml.Q8_0_CODING, "q4_k": ggml.Q4_K_CODING,
+    }  # fmt: skip
+    if name in fixed:
+        return fixed[name]
+    if (grouped := _grouped(name)) is None:
+        raise ValueError(f"there is no format {name!r}; there are {', '.join(NAMES)}")
+    kind, group, asymmetric = grouped
+    return int8.coding(group) if kind == "int8" else int4.coding(group, asymmetric)
+
+
+def quantise(w_EKN: Tensor, name: str) -> Stored:
+    """Experts x depth x columns to the nearest that the format can store."""
+    check(w_EKN.numel() > 0, "there are no experts, or no weights in them, to store")
+    fixed: dict[str, Callable[[Tensor], Stored]] = {
+        "int8": int8.quantise, "mxfp4": mxfp4.quantise, "fp8_block": fp8_block.quantise,
+        "q8_0": ggml.quantise_q8_0, "q4_k": ggml.quantise_q4_k,
+    }  # fmt: skip
+    if name in fixed:
+        return fixed[name](w_EKN)
+    coding_of(name)
+    kind, group, asymmetric = _grouped(name) or ("", 0, False)
+    if kind == "int8":
+        return int8.quantise(w_EKN, group)
+    return int4.quantise(w_EKN, group, asymmetric=asymmetric)

@@ -1,0 +1,141 @@
+"""What all formats have in common: codes of 8 or 4 bits, and numbers for each group of them along the depth.
+
+Weights are stored output first, as checkpoints are: expert, column n, depth k. In every format
+
+    w[e, k, n] = number(code[e, n, k]) * scale[e, n, k // group] + offset[e, n, k // group]
+
+and a format says what its numbers, groups and offsets are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coding:
+    """How codes become numbers: what a kernel must know of a format.
+
+    MXFP4: Coding(code="nibble", group=32, numbers=E2M1)
+    Q4_K:  Coding(code="nibble", group=32, numbers=(0, 1, .. 15), offsets=True)
+    """
+
+    code: Literal["int8", "e4m3", "nibble"]
+    group: int | None = None  # how many of one column share a scale; None: all of them
+    numbers: tuple[float, ...] = ()  # nibble: what each of the 16 codes stands for
+    offsets: bool = False
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.code == "nibble" else 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """One matrix of experts as codes and exact scales. Two columns of depth 4 in groups of 2, int8:
+
+    code_ENK    [[[1, 2, 3, 4], [5, 6, 7, 8]]]
+    scale_ENg   [[[.5, 1.], [1., 2.]]]
+    weights()   [[[.5, 5.], [1., 6.], [3., 14.], [4., 16.]]]        experts x depth x columns
+    """
+
+    coding: Coding
+    code_ENK: Tensor  # int8 of int8 codes, uint8 of the others; one code in a byte
+    scale_ENg: Tensor  # float64, as exact as what is stored
+    offset_ENg: Tensor | None = None
+
+    def weights(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """What is stored, experts x depth x columns; exact in float64."""
+        experts = some_experts(self.code_ENK)
+        return torch.cat([self._weights(e).to(dtype) for e in experts]).transpose(1, 2)
+
+    def _weights(self, e: slice) -> Tensor:
+        code_eNK, K = self.code_ENK[e], self.code_ENK.shape[2]
+        if self.coding.code == "nibble":
+            number_eNK = torch.tensor(self.coding.numbers, dtype=torch.float64)[code_eNK.long()]
+        elif self.coding.code == "e4m3":
+            number_eNK = code_eNK.view(torch.float8_e4m3fn).double()
+        else:
+            number_eNK = code_eNK.double()
+
+        def of_codes(value_eNg: Tensor) -> Tensor:
+            return value_eNg.repeat_interleave(self.coding.group or K, dim=2)[:, :, :K]
+
+        w_eNK = number_eNK * of_codes(self.scale_ENg[e])
+        return w_eNK if self.offset_ENg is None else w_eNK + of_codes(self.offset_ENg[e])
+
+
+class Stored(Protocol):
+    """One matrix of E experts in a format: a frozen dataclass of the tensors as they are published."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> tuple[int, int, int]: ...  # experts, depth, columns
+
+    def decoded(self) -> Decoded: ...
+
+
+def bytes_per_weight(stored: Stored) -> float:
+    """All tensors of the format by the number of weights: 0.53125 for MXFP4."""
+    E, K, N = stored.size
+    tensors = (getattr(stored, field.name) for field in fields(stored))  # type: ignore[arg-type]
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)) / (E * K * N)
+
+
+def joined(parts: Sequence[Stored], *, columns: bool = False) -> Stored:
+    """Matrices of one format as one: of more experts, or of more columns."""
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        if tensors[0].dtype == torch.float8_e4m3fn:  # torch joins bytes, not these
+            return join([tensor.view(torch.uint8) for tensor in tensors]).view(torch.float8_e4m3fn)
+        return torch.cat(list(tensors), dim=1 if columns else 0)
+
+    first: Any = parts[0]
+    values = {field.name: [getattr(part, field.name) for part in parts] for field in fields(first)}
+    tensors = {name: join(each) for name, each in values.items() if isinstance(each[0], Tensor)}
+    return cast(Stored, replace(first, **tensors))
+
+
+def some_experts(w_Exx: Tensor) -> list[slice]:
+    """All experts, a few at a time: all of them in a wider type may not fit in memory."""
+    E = w_Exx.shape[0]
+    step = max(1, (1 << 22) // max(1, w_Exx[0].numel())) if E else 1
+    return [slice(e, e + step) for e in range(0, max(E, 1), step)]
+
+
+def groups_of(w_EKN: Tensor, group: int) -> Iterator[Tensor]:
+    """For a few experts at a time: output first, the depth cut into groups, e x N x groups x group, float32,
+    with zeros behind the end."""
+    for e in some_experts(w_EKN):
+        w_eNK = w_EKN[e].detach().transpose(1, 2).float()
+        yield torch.nn.functional.pad(w_eNK, (0, -w_eNK.shape[2] % group)).unflatten(2, (-1, group))
+
+
+def positive(scale: Tensor) -> Tensor:
+    """A group of zeros has scale 1."""
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def nibbles(code: Tensor) -> Tensor:
+    """Two codes in a byte, the first in the lower half: [1, 2, 3] -> [0x21, 0x03]."""
+    code = torch.nn.functional.pad(code, (0, code.shape[-1] % 2)).to(torch.uint8)
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
+def from_nibbles(byte: Tensor) -> Tensor:
+    """The inverse: [0x21, 0x03] -> [1, 2, 3, 0]."""
+    return torch.stack((byte & 15, byte >> 4), dim=-1).flatten(-2)
+
+
+def check(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)

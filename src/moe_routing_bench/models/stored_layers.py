@@ -1,0 +1,209 @@
+"""The experts of one layer as a quantised checkpoint stores them: no weight is rounded or unpacked.
+
+    experts = read_stored("gpt-oss-20b", 3);  experts -> QuantisedExperts;  native.freeze_stored(experts)
+
+What is read, by quant_method in config.json; names come after model.layers.{i}.mlp.experts.:
+
+    mxfp4               gate_up_proj_blocks and _scales, the same of down_proj, both with biases (gpt-oss)
+    fp8                 {e}.gate_proj.weight in float8 with weight_scale_inv, blocks of 128 x 128 (DeepSeek)
+    compressed-tensors  {e}.gate_proj.weight in int8 with weight_scale (int-quantized), or weight_packed in
+                        int32 with weight_scale, perhaps weight_zero_point (pack-quantized), 4 or 8 bits
+
+A checkpoint is untrusted: what checkpoint.py says about bounds holds here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.experts import QuantisedExperts
+from moe_routing_bench.formats.fp8_block import BLOCK, FP8Block
+from moe_routing_bench.formats.int4 import Int4
+from moe_routing_bench.formats.int8 import Int8
+from moe_routing_bench.formats.mxfp4 import GROUP, MXFP4
+from moe_routing_bench.formats.stored import Stored, joined, nibbles
+from moe_routing_bench.models.checkpoint import (
+    MAX_CONFIG_BYTES,
+    About,
+    Tensors,
+    opened,
+    read_json,
+    short,
+)
+
+# compressed-tensors: format, bits, symmetric
+READ = (
+    ("int-quantized", 8, True),
+    ("pack-quantized", 8, True),
+    ("pack-quantized", 4, True),
+    ("pack-quantized", 4, False),
+)
+
+
+def read_stored(folder: Path | str, layer: int) -> QuantisedExperts:
+    """ValueError in one sentence if the folder is damaged or no checkpoint, NotImplementedError with the
+    reason if it is stored in a way that is not read here."""
+    folder = Path(folder)
+    config = read_json(folder / "config.json", MAX_CONFIG_BYTES)
+    how = config.get("quantization_config")
+    method = how.get("quant_method") if isinstance(how, dict) else None
+    read = {"mxfp4": _mxfp4, "fp8": _fp8, "compressed-tensors": _compressed}.get(str(method))
+    if read is None or not isinstance(how, dict):
+        raise NotImplementedError(
+            f"{folder} has quant_method {short(method)}; this reads mxfp4, fp8 and compressed-tensors"
+        )
+    about = About(folder, config, layer)
+    with opened(folder) as tensors:
+        return read(about, tensors, how).validate()
+
+
+def _mxfp4(about: About, tensors: Tensors, how: Mapping[str, Any]) -> QuantisedExperts:
+    E, D, F = about.E, about.D, about.F
+    if D % GROUP or F % GROUP:
+        raise ValueError(f"{about.path}: MXFP4 needs widths that are multiples of {GROUP}, not {D} and {F}")
+    home, byte = f"{_home(about)}.experts", ("U8",)
+    sizes = {"gate_up_proj": (2 * F, D), "down_proj": (D, F)}
+    slices = {
+        part: (
+            tensors.slice(f"{home}.{part}_blocks", (E, N, K // GROUP, GROUP // 2), byte),
+            tensors.slice(f"{home}.{part}_scales", (E, N, K // GROUP), byte),
+            tensors.slice(f"{home}.{part}_bias", (E, N)),
+        )
+        for part, (N, K) in sizes.items()
+    }
+    made, biases = {}, {}
+    for part, (block, exponent, bias) in slices.items():
+        # gate and up alternate; ours are halves
+        order = slice(None) if part == "down_proj" else _halves(2 * F)
+        made[part] = MXFP4(
+            block_ENgB=block[:][:, order].clone(), exponent_ENg=exponent[:][:, order].clone(),
+            depth=sizes[part][1],
+        )  # fmt: skip
+        biases[part] = bias[:][:, order].clone()
+    return QuantisedExperts(
+        w_in=made["gate_up_proj"], w_out=made["down_proj"], b_in_EG=biases["gate_up_proj"],
+        b_out_ED=biases["down_proj"], activation=about.activation,
+    )  # fmt: skip
+
+
+def _halves(n: int) -> Tensor:
+    """0, 2, 4, .. 1, 3, 5, .."""
+    return torch.cat((torch.arange(0, n, 2), torch.arange(1, n, 2)))
+
+
+def _fp8(about: About, tensors: Tensors, how: Mapping[str, Any]) -> QuantisedExperts:
+    if how.get("weight_block_size") != [BLOCK, BLOCK]:
+        raise NotImplementedError(
+            f"{about.path} has weight_block_size {short(how.get('weight_block_size'))}; this reads "
+            f"[{BLOCK}, {BLOCK}]"
+        )
+    if about.F % BLOCK:
+        raise NotImplementedError(
+            f"{about.path}: a block of scales would hold gate and up columns; this reads widths of experts "
+            f"that are multiples of {BLOCK}, not {about.F}"
+        )
+
+    def slices(name: str, N: int, K: int) -> tuple[Any, ...]:
+        blocks = -(-N // BLOCK), -(-K // BLOCK)
+        return (
+            tensors.slice(f"{name}.weight", (N, K), ("F8_E4M3",)),
+            tensors.slice(f"{name}.weight_scale_inv", blocks, ("F32", "BF16")),
+        )
+
+    def stored(N: int, K: int, code_NK: Tensor, scale_nk: Tensor) -> Stored:
+        return FP8Block(code_ENK=code_NK[None], scale_Enk=scale_nk[None])
+
+    return _of_experts(about, slices, stored)
+
+
+def _compressed(about: About, tensors: Tensors, how: Mapping[str, Any]) -> QuantisedExperts:
+    form, weights = how.get("format"), _weights_of(about, how)
+    bits, symmetric, group = (
+        weights.get("num_bits"),
+        weights.get("symmetric", True),
+        weights.get("group_size"),
+    )
+    channel = weights.get("strategy") == "channel"
+    if (
+        (form, bits, symmetric) not in READ or weights.get("type", "int") != "int"
+        or not (channel or (weights.get("strategy") == "group" and type(group) is int and 0 < group <= 1 << 16))
+    ):  # fmt: skip
+        raise NotImplementedError(
+            f"{about.path}: {short(form)} with weights {short(dict(weights))} is not read here; int8 and int4 "
+            "by channel or group are, int4 also with zero points"
+        )
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise NotImplementedError(f"{about.path}: groups that are not in order (actorder) are not read here")
+    if not channel and (about.D % group or about.F % group):
+        raise ValueError(f"{about.path}: widths {about.D} and {about.F} are not cut into groups of {group}")
+
+    def slices(name: str, N: int, K: int) -> tuple[Any, ...]:
+        groups = 1 if channel else K // group
+        code, packed = ("weight", (N, K)), ("weight_packed", (N, -(-K * bits // 32)))
+        last, shape = code if form == "int-quantized" else packed
+        found = (
+            tensors.slice(f"{name}.{last}", shape, ("I8",) if last == "weight" else ("I32",)),
+            tensors.slice(f"{name}.weight_scale", (N, groups)),
+        )
+        if symmetric:
+            return found
+        zeros = -(-N * bits // 32), groups
+        return *found, tensors.slice(f"{name}.weight_zero_point", zeros, ("I32",))
+
+    def stored(N: int, K: int, code_NK: Tensor, scale_Ng: Tensor, zero_ng: Tensor | None = None) -> Stored:
+        if form == "pack-quantized":
+            code_NK = from_words(code_NK, bits)[:, :K]
+        if bits == 8:
+            code_NK = code_NK if form == "int-quantized" else (code_NK.int() - 128).to(torch.int8)
+            return Int8(code_ENK=code_NK[None], scale_ENg=scale_Ng[None], group=None if channel else group)
+        zero_ENg = None if zero_ng is None else from_words(zero_ng.t(), bits)[:, :N].t()[None]
+        return Int4(
+            code_ENH=nibbles(code_NK)[None], scale_ENg=scale_Ng[None], zero_ENg=zero_ENg,
+            group=K if channel else group, depth=K,
+        )  # fmt: skip
+
+    return _of_experts(about, slices, stored)
+
+
+def _weights_of(about: About, how: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What compressed-tensors says about the weights; one way for all layers is read."""
+    groups = how.get("config_groups")
+    one = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
+    weights = one.get("weights") if isinstance(one, dict) else None
+    if not isinstance(weights, dict):
+        raise NotImplementedError(
+            f"{about.path} does not have one config_group with weights, as is read here"
+        )
+    return weights
+
+
+def from_words(word_Nw: Tensor, bits: int) -> Tensor:
+    """Words of 32 bits to codes, the first in the lowest bits: 0x21 -> 1, 2, 0, .. for 4 bits."""
+    shift = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((word_Nw.unsqueeze(-1) >> shift) & ((1 << bits) - 1)).flatten(-2).to(torch.uint8)
+
+
+def _of_experts(
+    about: About, slices: Callable[[str, int, int], tuple[Any, ...]], stored: Callable[..., Stored]
+) -> QuantisedExperts:
+    """Three matrices for each expert. All shapes and types are checked before a number is read."""
+    D, F = about.D, about.F
+    sizes = dict(zip(about.family.parts, ((F, D), (F, D), (D, F)), strict=True))
+    home = f"{_home(about)}.experts"
+    found = [
+        {part: slices(f"{home}.{e}.{part}", N, K) for part, (N, K) in sizes.items()} for e in range(about.E)
+    ]
+    gate, up, down = (
+        [stored(*sizes[part], *(one[:] for one in expert[part])) for expert in found] for part in sizes
+    )
+    w_in = joined([joined(pair, columns=True) for pair in zip(gate, up, strict=True)])
+    return QuantisedExperts(w_in=w_in, w_out=joined(down), activation=about.activation)
+
+
+def _home(about: About) -> str:
+    return f"model.layers.{about.layer}.{about.family.module}"

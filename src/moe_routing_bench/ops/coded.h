@@ -1,0 +1,127 @@
+// Weights of 8 and 4 bits: codes become numbers in registers, on their way to the sums.
+//
+// A panel has 32 columns, as in tiles.h, and is read front to back. Before the codes of each group of depth stand the
+// group's 32 scales, and its 32 offsets if the format has them, in float32. Codes of a byte: [depth][32 columns]. Nibbles:
+// [depth / 2][32 columns], the even depth in the lower half.
+#pragma once
+#include "tiles.h"
+
+enum Code { INT8, E4M3, NIBBLE };  // mirrored in coded.py
+
+struct Coding {     // mirrored in native.py
+  int64_t code, group, offsets;  // group: a multiple of 32; offsets: 0 or 1
+  float numbers[16];  // what nibbles stand for
+};
+
+template <int CODE> struct Coded {
+  typedef float A;
+  typedef uint8_t B;
+  enum { WIDE = sizeof(Lanes) / 4, N = PANEL / WIDE, STEP = WIDE == 16 ? 11 : 3, CHAIN = 256 };
+
+#ifdef __AVX512F__
+  typedef __m512i Bits;
+  struct Table {
+    __m512 all;
+    Table(const float* numbers) : all(_mm512_loadu_ps(numbers)) {}
+    Lanes operator[](Bits code) const { return (Lanes)_mm512_permutexvar_ps(code, all); }  // looks at 4 bits alone
+  };
+  static Bits bits(const uint8_t* b) {
+    const __m128i v = _mm_loadu_si128((const __m128i*)b);
+    return CODE == INT8 ? _mm512_cvtepi8_epi32(v) : _mm512_cvtepu8_epi32(v);
+  }
+  static Lanes number(const uint8_t* b) {
+    if (CODE == INT8) return (Lanes)_mm512_cvtepi32_ps(bits(b));
+    // e4m3 in the place of float16, whose exponents are larger by 8: 256 times too small, which the scales repair
+    const __m256i v = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)b));
+    return (Lanes)_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(v, 7), _mm256_set1_epi16((short)0xbfff)));
+  }
+  static Bits upper(Bits code) { return _mm512_srli_epi32(code, 4); }
+#else
+  typedef __m256i Bits;
+  struct Table {
+    __m256 low, high;
+    Table(const float* numbers) : low(_mm256_loadu_ps(numbers)), high(_mm256_loadu_ps(numbers + 8)) {}
+    Lanes operator[](Bits code) const {
+      const __m256 eight = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28));  // bit 3 as the sign
+      return (Lanes)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, code), _mm256_permutevar8x32_ps(high, code), eight);
+    }
+  };
+  static Bits bits(const uint8_t* b) {
+    const __m128i v = _mm_loadl_epi64((const __m128i*)b);
+    return CODE == INT8 ? _mm256_cvtepi8_epi32(v) : _mm256_cvtepu8_epi32(v);
+  }
+  static Lanes number(const uint8_t* b) {
+    if (CODE == INT8) return (Lanes)_mm256_cvtepi32_ps(bits(b));
+    const __m128i v = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)b));
+    return (Lanes)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(v, 7), _mm_set1_epi16((short)0xbfff)));
+  }
+  static Bits upper(Bits code) { return _mm256_srli_epi32(code, 4); }
+#endif
+
+  template <int M>
+  __attribute__((noinline)) static void block(const float* a, int64_t lda, const uint8_t* b, int64_t depth, float* c,
+                                              Ahead& ahead, const Coding& coding) {
+    const Table table(coding.numbers);
+    Lanes scale[N], offset[N] = {};
+    int64_t left = 0;  // of the group
+    auto add = [&](Lanes (&s)[M][N], const Lanes (&v)[N], int64_t k) {
+#pragma GCC unroll 16
+      for (int r = 0; r < M; r++) {
+        const Lanes x = a[r * lda + k] - Lanes{};
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) s[r][n] += x * v[n];
+      }
+    };
+    for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
+      Lanes s[M][N] = {};
+      for (int64_t k1 = k0; k1 < std::min(k0 + CHAIN, depth); k1 += 32) {
+        if (left == 0) {
+          for (int n = 0; n < N; n++) scale[n] = *(const Lanes*)((const float*)b + n * WIDE);
+          b += PANEL * 4;
+          if (coding.offsets) {
+            for (int n = 0; n < N; n++) offset[n] = *(const Lanes*)((const float*)b + n * WIDE);
+            b += PANEL * 4;
+          }
+          left = coding.group;
+        }
+        left -= 32;
+        for (int64_t k = k1; k < k1 + 32; k += 2) {
+          if (k % 8 == 0) ahead.fetch(4);
+          Lanes even[N], odd[N];
+#pragma GCC unroll 4
+          for (int n = 0; n < N; n++) {
+            if (CODE == NIBBLE) {
+              const Bits code = bits(b + n * WIDE);
+              even[n] = table[code], odd[n] = table[upper(code)];
+            } else {
+              even[n] = number(b + n * WIDE), odd[n] = number(b + PANEL + n * WIDE);
+            }
+            even[n] = even[n] * scale[n] + offset[n];
+            odd[n] = odd[n] * scale[n] + offset[n];
+          }
+          b += CODE == NIBBLE ? PANEL : 2 * PANEL;
+          add(s, even, k);
+          add(s, odd, k + 1);
+        }
+      }
+      for (int r = 0; r < M; r++)
+        for (int n = 0; n < N; n++) {
+          Lanes* to = (Lanes*)(c + r * PANEL + n * WIDE);
+          *to = k0 == 0 ? s[r][n] : *to + s[r][n];
+        }
+    }
+  }
+  template <int M>
+  static void choose(int rows, const float* a, int64_t lda, const uint8_t* b, int64_t depth, float* c, Ahead& ahead,
+                     const Coding& coding) {
+    if (rows == M) return block<M>(a, lda, b, depth, c, ahead, coding);
+    if constexpr (M > 1) choose<M - 1>(rows, a, lda, b, depth, c, ahead, coding);
+  }
+  template <class Other>
+  static void times(const float* a, int64_t lda, int rows, const uint8_t* b, int64_t depth, float* c, Ahead& ahead, Other&,
+                    const Coding* coding) {
+    choose<STEP>(rows, a, lda, b, depth, c, ahead, *coding);
+  }
+  static void begin() {}
+  static void end() {}
+};

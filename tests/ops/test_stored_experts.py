@@ -1,0 +1,201 @@
+"""expert_ffn.native on weights of 8 and 4 bits: every format at every level, planted faults, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from moe_routing_bench import cpp
+from moe_routing_bench.accuracy import judge
+from moe_routing_bench.conformance.cases import Case, KitCell
+from moe_routing_bench.conformance.check import cells_of, check, check_implementation
+from moe_routing_bench.experts import QuantisedExperts
+from moe_routing_bench.formats.named import NAMES, quantise
+from moe_routing_bench.formats.stored import Decoded
+from moe_routing_bench.ops import coded
+from moe_routing_bench.ops.expert_ffn import native
+from tiny_layers import EXPERT_FFN, arguments
+
+pytestmark = pytest.mark.slow
+
+if (reason := cpp.why_not()) is not None:
+    pytest.skip(reason, allow_module_level=True)
+
+LEVELS = [level for level in ("avx512", "avx2") if level in (cpp.best_level(), "avx2")]
+# depths with a last group that is not whole, columns with a last panel that is not, several blocks of rows
+STORED = Case(
+    name="stored", guards="what is stored is what is computed with", T=30, D=296, F=200, E=2, K=2,
+    layouts=("compact",), activation="swiglu", bias=True,
+)  # fmt: skip
+FEW = Case(
+    name="few", guards=STORED.guards, T=2, D=40, F=24, E=5, K=2, layouts=("compact",), activation="gelu"
+)
+
+
+def cell(spec: str, case: Case, dtype: str) -> KitCell:
+    return KitCell(op="expert_ffn", spec=spec, case=case, layout="compact", dtype=dtype, device="cpu")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", [*NAMES, "int8_g32", "int4_g64", "int4_g256_asym"])
+def test_every_format_at_every_level(name: str, level: str) -> None:
+    spec = f"native(level={level},store={name})"
+    for case, dtype in ((STORED, "float32"), (FEW, "bfloat16")):
+        outcome = check(cell(spec, case, dtype))
+        assert outcome.status == "passed", outcome.sentences
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_whole_kit(name: str, level: str) -> None:
+    for one in cells_of("expert_ffn", f"native(level={level},store={name})", ("float32", "bfloat16")):
+        outcome = check(one)
+        assert outcome.status == "passed", (str(one), outcome.sentences)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4_g32_asym", "fp8_block"])
+def test_the_same_bits_for_any_number_of_threads(name: str) -> None:
+    x_TD, gate_TK, plan, weights = arguments(60, 2, 5, 296, 200, dtype=torch.float32)
+    frozen = native.freeze(weights, store=name)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            results.append(native.run(x_TD, gate_TK, plan, frozen, store=name).clone())
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results)
+
+
+def test_a_checkpoint_s_weights_run_as_they_are_stored() -> None:
+    x_TD, gate_TK, plan, weights = arguments(30, 2, 5, 96, 64, dtype=torch.float32)
+    w_in, w_out = (quantise(w, "mxfp4") for w in (weights.w_in_EDG, weights.w_out_EFD))
+    experts = QuantisedExperts(
+        w_in=w_in,
+        w_out=w_out,
+        b_in_EG=weights.b_in_EG,
+        b_out_ED=weights.b_out_ED,
+        activation=weights.activation,
+    )
+    frozen = native.freeze_stored(experts, torch.float32)
+    assert experts.store == "mxfp4"
+    y_TD = EXPERT_FFN.get("native(store=mxfp4)")(x_TD, gate_TK, plan, frozen)
+    oracle_TD = EXPERT_FFN.reference(x_TD.double(), gate_TK.double(), plan, experts.dequantised())
+    plain_TD = EXPERT_FFN.reference(x_TD, gate_TK, plan, experts.dequantised(torch.float32))
+    verdict = judge(y_TD, oracle_TD, plain_TD)
+    assert verdict.passed, verdict.sentence
+    with pytest.raises(NotImplementedError, match=r"frozen for native\(store=mxfp4\)"):
+        EXPERT_FFN.get("native(store=int8)")(x_TD, gate_TK, plan, frozen)
+    with pytest.raises(ValueError, match="experts have one format"):
+        replace(experts, w_out=quantise(weights.w_out_EFD, "int8")).validate()
+    with pytest.raises(ValueError, match="w_out_EFD has shape"):
+        replace(experts, w_out=w_in).validate()
+
+
+def test_what_the_kernel_cannot_read_is_refused() -> None:
+    case = arguments(4, 2, 5, 96, 64, dtype=torch.float32)
+    assert "multiples of 32 weights, not 16" in (
+        EXPERT_FFN.get("native(store=int4_g16)").why_not(*case) or ""
+    )
+    assert "there is no format 'int3'" in (EXPERT_FFN.get("native(store=int3)").why_not(*case) or "")
+    stored = quantise(case[3].w_in_EDG, "int8").decoded()
+    for wrong in (float("inf"), float("nan"), 1e300):
+        with pytest.raises(ValueError, match="too large for float32, or no number"):
+            coded.pack(replace(stored, scale_ENg=stored.scale_ENg * wrong), gated=True)
+
+
+# ---- planted faults: what the kernel is given differs from what is stored
+
+Fault = Callable[[Decoded], Decoded]
+
+
+def scale(change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
+    return lambda d: replace(d, scale_ENg=change(d.scale_ENg))
+
+
+def codes(change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
+    return lambda d: replace(d, code_ENK=change(d.code_ENK))
+
+
+def offset(change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
+    return lambda d: d if d.offset_ENg is None else replace(d, offset_ENg=change(d.offset_ENg))
+
+
+def numbers(change: Callable[[float], float]) -> Fault:
+    return lambda d: replace(d, coding=replace(d.coding, numbers=tuple(map(change, d.coding.numbers))))
+
+
+def swapped_pairs(code_ENK: torch.Tensor) -> torch.Tensor:
+    return code_ENK.unflatten(2, (-1, 2)).flip(3).flatten(2)
+
+
+def first_half_again(value_ENg: torch.Tensor) -> torch.Tensor:
+    return value_ENg[..., [i & ~4 for i in range(value_ENg.shape[-1])]]
+
+
+def without_last(value_ENg: torch.Tensor) -> torch.Tensor:
+    return value_ENg * (torch.arange(value_ENg.shape[-1]) < value_ENg.shape[-1] - 1)
+
+
+FAULTS: dict[str, tuple[str, Fault]] = {
+    "the scale of the next group": ("int4_g32", scale(lambda s: s.roll(1, dims=2))),
+    "the scale of the next column": ("int8", scale(lambda s: s.roll(1, dims=1))),
+    "the scale of the next expert": ("int8", scale(lambda s: s.roll(1, dims=0))),
+    "a stale scale in one group": ("int8_g128", scale(lambda s: s.index_fill(2, torch.tensor([1]), 0.01))),
+    "one scale for the whole column": ("q8_0", scale(lambda s: s[..., :1].expand_as(s))),
+    "scales rounded to bfloat16": ("int8", scale(lambda s: s.bfloat16().double())),
+    "the last group without a scale": ("int4_g128", scale(without_last)),
+    "scale blocks of columns for depth": ("fp8_block", scale(lambda s: s.flip(2))),
+    "an exponent off by one": ("mxfp4", scale(lambda s: s * 2)),
+    "zero points dropped": ("int4_g32_asym", offset(lambda z: z * 0)),
+    "zero points with the wrong sign": ("int4_g128_asym", offset(torch.neg)),
+    "the zero point of the next group": ("int4_g32_asym", offset(lambda z: z.roll(1, dims=2))),
+    "minima dropped": ("q4_k", offset(lambda z: z * 0)),
+    "two upper bits of a scale lost": ("q4_k", scale(lambda s: s - 16 * s.amax() / 63 * (s > s.amax() / 2))),
+    "groups 4 to 7 read as 0 to 3": ("q4_k", scale(first_half_again)),
+    "nibbles in the other order": ("int4_g32", codes(swapped_pairs)),
+    "mxfp4 nibbles in the other order": ("mxfp4", codes(swapped_pairs)),
+    "codes saturated at 100": ("int8", codes(lambda c: c.clamp(-100, 100))),
+    "the code 15 saturated to 14": ("int4_g32", codes(lambda c: c.clamp(max=14))),
+    "signed nibbles read as unsigned": ("int4_g128", numbers(lambda n: n % 16)),
+    "the sign of e2m1 ignored": ("mxfp4", numbers(abs)),
+    "6 read as 5": ("mxfp4", numbers(lambda n: 5.0 if n == 6 else n)),
+    "float8 subnormals flushed": ("fp8_block", codes(lambda c: torch.where(c & 127 < 8, c & 128, c))),
+    "the sign of float8 lost": ("fp8_block", codes(lambda c: c & 127)),
+}  # fmt: skip
+
+
+@cache
+def passes(name: str) -> bool:
+    return check(cell(f"native(store={name})", STORED, "float32")).status == "passed"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, plant = FAULTS[fault]
+    implementation = EXPERT_FFN.get(f"native(store={name})")
+    mine = cell(f"native(store={name})", STORED, "float32")
+    assert passes(name)
+    pack, changes = coded.pack, []
+    numbers_of = native.coding_of
+
+    def faulty(decoded: Decoded, gated: bool) -> torch.Tensor:
+        planted = plant(decoded)
+        changes.append(not torch.equal(planted.weights(), decoded.weights()))
+        return pack(planted, gated)
+
+    def faulty_coding(name: str) -> object:
+        empty = torch.empty(0)
+        return plant(Decoded(coding=numbers_of(name), code_ENK=empty, scale_ENg=empty)).coding
+
+    monkeypatch.setattr(coded, "pack", faulty)
+    if plant(quantise(torch.randn(1, 296, 32), name).decoded()).coding != numbers_of(name):
+        monkeypatch.setattr(native, "coding_of", faulty_coding)
+    outcome = check_implementation(implementation, mine)
+    assert any(changes), "the fault changes nothing"
+    assert outcome.status == "failed" and "oracle" in outcome.sentences[0], outcome.sentences
