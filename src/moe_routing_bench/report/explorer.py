@@ -25,7 +25,7 @@ def explorer(material: Material) -> str:
         raise NotImplementedError(
             "--plotly needs plotly; pip install 'moe-routing-bench[interactive]' brings it"
         ) from None
-    parts = []
+    parts: list[str] = []
     for chapter in material.chapters:
         for group in chapter.groups:
             made = go.Figure()
