@@ -317,3 +317,22 @@ def test_a_hundred_thousand_records_have_exact_tables(tmp_path: Path) -> None:
     assert rows["hf"][3] == f"{100 * worst:.1f} %"
     html = render(make_page(material, "mrb report r"))
     assert len(html.encode()) < 10_000_000 and "cells are not listed here" in html
+
+
+def test_plotly_shows_hostile_names_as_text(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    make_run(tmp_path / "r", {name: 1.0 + place for place, name in enumerate(HOSTILE[:3])})
+    mrb("report", tmp_path / "r", "-o", tmp_path / "page.html", "--plotly", tmp_path / "explore.html")
+    text = (tmp_path / "explore.html").read_text()
+    assert "Plotly.newPlot" in text and "src=" not in text.partition("Plotly.newPlot")[2]
+    assert not [name for name in HOSTILE[:3] if name in text]
+
+
+def test_without_plotly_a_sentence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    make_run(tmp_path / "r", {"staged": 1.0, "native": 0.5})
+    page = tmp_path / "page.html"
+    ran = mrb("report", tmp_path / "r", "-o", page, "--plotly", tmp_path / "explore.html", code=2)
+    assert "[interactive]" in ran.stderr and not (tmp_path / "explore.html").exists()

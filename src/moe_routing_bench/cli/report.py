@@ -12,6 +12,7 @@ import typer
 from moe_routing_bench.cli.results import at_hand, printable, reading, show_left_out
 from moe_routing_bench.cli.terminal import fail, say, show
 from moe_routing_bench.report.drawing import save
+from moe_routing_bench.report.explorer import explorer
 from moe_routing_bench.report.finding import found_in
 from moe_routing_bench.report.markdown import markdown
 from moe_routing_bench.report.page import Page, make_page, render
@@ -30,6 +31,10 @@ def report_command(
         Path | None,
         typer.Option("--figures", metavar="DIR", help="Also write each figure as SVG, PDF and PNG."),
     ] = None,
+    plotly: Annotated[
+        Path | None,
+        typer.Option("--plotly", metavar="FILE", help="Also write every time as points to explore."),
+    ] = None,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print a short table for a pull request; no page without -o.")
     ] = False,
@@ -42,6 +47,7 @@ def report_command(
       mrb report results training -o report.html --figures figures
       mrb report measurements/records measurements/training -o report.html
       mrb report results --markdown
+      mrb report results --plotly explore.html
 
     Timing and training records may be mixed. Results of unlike machines stand
     in chapters of their own and are never compared.
@@ -51,6 +57,14 @@ def report_command(
         material = read(found)
         if as_markdown:
             typer.echo(markdown(material), nl=False)
+        if plotly is not None:
+            try:
+                part = plotly.with_name(f"{plotly.name}.part")
+                part.write_text(explorer(material), encoding="utf-8")
+            except NotImplementedError as error:
+                fail(str(error))
+            part.replace(plotly)
+            say(printable(f"{plotly}: every time as a point"))
         if out is not None or figures is not None or not as_markdown:
             status.update("drawing")
             tell = say if as_markdown else show

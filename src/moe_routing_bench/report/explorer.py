@@ -1,0 +1,78 @@
+"""Every timed record as a point that can be zoomed, filtered and hovered over: an HTML file made by Plotly.
+
+For looking around; what is decided stands in the report. The file holds Plotly's script (5 MB) and asks no
+network. Plotly reads a little HTML in names, so every text from a record is made plain and escaped.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from moe_routing_bench.report.drawing import COLOURS, label
+from moe_routing_bench.report.page import plain
+from moe_routing_bench.report.reading import Cell, Material, ratio_of
+from moe_routing_bench.report.tables import verdict_of
+from moe_routing_bench.results.record import Record
+
+
+def explorer(material: Material) -> str:
+    """The page: for each chapter and group a figure, milliseconds against tokens, a colour an implementation.
+    NotImplementedError with the line to install what is missing."""
+    try:
+        import plotly.graph_objects as go
+    except ImportError:
+        raise NotImplementedError(
+            "--plotly needs plotly; pip install 'moe-routing-bench[interactive]' brings it"
+        ) from None
+    parts: list[str] = []
+    for chapter in material.chapters:
+        for group in chapter.groups:
+            made = go.Figure()
+            for place, name in enumerate(group.contenders):
+                points = [
+                    (cell, record)
+                    for cell in group.cells
+                    for record in cell.passed
+                    if cell.names[record.record_id] == name
+                ]
+                if points:
+                    made.add_trace(_trace(go, name, points, COLOURS[place % len(COLOURS)]))
+            made.update_layout(
+                title=_text(f"{group.title}; {chapter.title}"), template="plotly_white", height=560
+            )
+            made.update_xaxes(title="tokens", type="log")
+            made.update_yaxes(title="milliseconds", type="log")
+            parts.append(made.to_html(full_html=False, include_plotlyjs=not parts))
+    if not parts:
+        raise ValueError("nothing here was timed, so there is nothing to explore")
+    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Explore</title><body>'
+    return f"{head}{''.join(parts)}</body></html>"
+
+
+def _trace(go: Any, name: str, points: list[tuple[Cell, Record]], colour: str) -> Any:
+    times = [record.timing.median for _, record in points if record.timing is not None]
+    return go.Scatter(
+        x=[cell.first.workload.T for cell, _ in points],
+        y=[1e3 * seconds for seconds in times],
+        mode="markers",
+        name=_text(label(name, 60)),
+        marker={"color": colour, "size": 9},
+        text=[_hover(cell, record) for cell, record in points],
+        hoverinfo="text",
+    )
+
+
+def _hover(cell: Cell, record: Record) -> str:
+    assert record.timing is not None  # it passed
+    lines = (
+        cell.title,
+        cell.names[record.record_id],
+        f"{1e3 * record.timing.median:.4g} ms, ratio {ratio_of(record):.3f}, {verdict_of(record)}",
+        label(record.repro, 120),
+    )
+    return "<br>".join(map(_text, lines))
+
+
+def _text(value: str) -> str:
+    return escape(plain(value))
