@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from moe_routing_bench.bench.executor import ENGINES
+from moe_routing_bench.bench.engines import ENGINES
 from moe_routing_bench.bench.floor import raise_stored
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
