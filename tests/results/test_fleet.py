@@ -293,7 +293,9 @@ def test_the_commands_read_urls(url, tmp_path, monkeypatch):
 
 def test_mistakes_with_urls_get_a_sentence(url, tmp_path, monkeypatch):
     assert "there is no store" in refused("results", "--folder", url)
-    assert "--claim needs a store" in refused("sweep", "seed-fused~scaled", "--out", tmp_path, "--claim")
+    claim = ("sweep", "seed-fused~scaled", "--claim", "--out")
+    assert "--claim needs a store" in refused(*claim, tmp_path)
+    assert "machines that work alone" in refused(*claim, url, "--engine", "ray")
     Path(url.removeprefix("file://")).mkdir()
     assert "there are no results in" in refused("results", "--folder", url)
     monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")

@@ -84,6 +84,10 @@ def sweep_command(
         cells = made_cells(suite_cases(suite, sizes, what), what, policy)
         if shard:
             cells = list(Shard.parse(shard, os.environ).part(cells))
+        if claim and engine != "local":
+            raise ValueError(
+                f"--claim is for machines that work alone; the engine {engine} gives out cells itself"
+            )
         executor, store = ENGINES[engine](), None
         plan: SweepPlan
         if claim and url_of(out) is None:
