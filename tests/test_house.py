@@ -224,6 +224,8 @@ def test_every_dependency_is_imported_somewhere() -> None:
         *extras["triton"],
         *extras["cutedsl"],
         *extras["report"],
+        *extras["store"],
+        *extras["ray"],
     ]
     module = {"nvidia_cutlass_dsl": "cutlass", "quack_kernels": "quack"}
     names = {re.split(r"[^\w-]", one)[0].replace("-", "_") for one in needed}

@@ -118,6 +118,7 @@ CANNOT_MATTER = {
     "__main__.py": "starts the command line",
     "bench/commit.py": "which commit it was, for readers",
     "bench/host.py": "describes a machine; its name and settings are in the key",
+    "bench/engines.py": "the engines by name",
     "bench/estimate.py": "how long a sweep may take",
     "bench/executor.py": "the order of cells",
     "bench/ray_engine.py": "where cells run",

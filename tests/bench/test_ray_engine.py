@@ -16,7 +16,7 @@ import json, runpy, sys, threading, time
 from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
-from moe_routing_bench.bench.executor import ENGINES, LocalExecutor
+from moe_routing_bench.bench.engines import ENGINES
 from moe_routing_bench.results.store import iterate
 from moe_routing_bench.results.sweep import plan_sweep, run_sweep
 

@@ -16,7 +16,6 @@ from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.group import run_group
 from moe_routing_bench.bench.identity import cell_key
 from moe_routing_bench.bench.outcome import CellOutcome
-from moe_routing_bench.bench.ray_engine import RayExecutor
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress, run_cell
 from moe_routing_bench.bench.trial import Watch
@@ -80,6 +79,3 @@ def check_scratch(cell: Cell) -> None:
             f"{place} has {free / 2**20:,.0f} MiB free, and the workers of {cell.name} may need "
             f"{needed / 2**20:,.0f} MiB there; free some, or set TMPDIR to another folder"
         )
-
-
-ENGINES: dict[str, Callable[[], Executor]] = {"local": LocalExecutor, "ray": RayExecutor}

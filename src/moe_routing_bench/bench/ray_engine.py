@@ -18,8 +18,12 @@ from itertools import islice
 from typing import Any
 
 from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.host import measured_here
+from moe_routing_bench.bench.identity import cell_key
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
+from moe_routing_bench.machine import this_machine
+from moe_routing_bench.routers.router import include_folder
 
 RESOURCE = "cell"
 RETRIES = 3  # of a task whose machine was lost
@@ -49,7 +53,7 @@ class RayExecutor:
                 raise ValueError(f"there is no Ray cluster at {address}: {sentence}") from None
         # the same options for both, so that a key is taken under the settings a cell is measured with
         task = ray.remote(num_cpus=0, max_retries=RETRIES, retry_exceptions=False)
-        self._keys, self._measure = task(_keys), task(_measure).options(resources={RESOURCE: 1})
+        self._keys, self._measure = task(_keys), task(measured_here).options(resources={RESOURCE: 1})
         if not self._nodes():
             raise ValueError(
                 "no node of the Ray cluster measures cells: start some with "
@@ -118,17 +122,7 @@ class RayExecutor:
         return [n["NodeID"] for n in self.ray.nodes() if n["Alive"] and n["Resources"].get(RESOURCE, 0) >= 1]
 
 
-def _measure(cell_json: str) -> str:
-    from moe_routing_bench.bench.host import measured_here
-
-    return measured_here(cell_json)
-
-
 def _keys(cells: list[str]) -> list[str]:
-    from moe_routing_bench.bench.identity import cell_key
-    from moe_routing_bench.machine import this_machine
-    from moe_routing_bench.routers.router import include_folder
-
     machine, keys = this_machine(), []
     for cell in map(Cell.from_json, cells):
         for folder in cell.include:

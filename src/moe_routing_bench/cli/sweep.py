@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from moe_routing_bench.bench.executor import ENGINES
+from moe_routing_bench.bench.engines import ENGINES
 from moe_routing_bench.bench.floor import raise_stored
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
@@ -84,6 +84,10 @@ def sweep_command(
         cells = made_cells(suite_cases(suite, sizes, what), what, policy)
         if shard:
             cells = list(Shard.parse(shard, os.environ).part(cells))
+        if claim and engine != "local":
+            raise ValueError(
+                f"--claim is for machines that work alone; the engine {engine} gives out cells itself"
+            )
         executor, store = ENGINES[engine](), None
         plan: SweepPlan
         if claim and url_of(out) is None:

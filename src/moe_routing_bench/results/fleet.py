@@ -139,9 +139,12 @@ class _Writer:
     def __init__(self, store: Shared, plan: FleetPlan, suite: str, roofs: Roofs | None):
         self.store, self.plan, self.suite = store, plan, suite
         place = home() / "unsent"
-        place.mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(dir=place))
-        self.session = Session.start(self.folder)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            self.folder = Path(tempfile.mkdtemp(dir=place))
+            self.session = Session.start(self.folder)
+        except OSError as error:
+            raise ValueError(f"cannot write into {place}: {error.strerror or error}") from None
         self.here = environment_document(this_machine(), roofs)
         self.number = 0
         self.unsent = False
@@ -153,9 +156,15 @@ class _Writer:
         return f"{touched} while it ran; no other process may write there"
 
     def publish(self, outcome: CellOutcome) -> bool:
-        session, document = self.session, outcome.environment or self.here
-        environment, before = session.put_environment(document), session.sizes
-        record_outcome(outcome, session, suite=self.suite, environment=environment)
+        session, document, before = self.session, outcome.environment or self.here, self.session.sizes
+        try:
+            environment = session.put_environment(document)
+            record_outcome(outcome, session, suite=self.suite, environment=environment)
+        except OSError as error:
+            raise ValueError(
+                f"the records of {outcome.cell.name} could not be written into {self.folder}: "
+                f"{error.strerror or error}. Cells before it are in the store; the same command goes on"
+            ) from None
         records, samples = session.since(before)
         self.number += 1
         header = Header(
