@@ -107,8 +107,12 @@ def freeze_stored(experts: QuantisedExperts, dtype: torch.dtype) -> ExpertWeight
     ).validate()
 
 
+def why_not_freeze(dtype: torch.dtype, store: str | None, *tensors: Tensor) -> str | None:
+    return cpp.unsupported(SOURCE, None, *tensors) or _why_not_type(dtype, store)
+
+
 def _must_freeze(dtype: torch.dtype, store: str | None, *tensors: Tensor) -> None:
-    if (reason := cpp.unsupported(SOURCE, None, *tensors)) or (reason := _why_not_type(dtype, store)):
+    if (reason := why_not_freeze(dtype, store, *tensors)) is not None:
         raise NotImplementedError(f"cannot freeze weights for expert_ffn.native: {reason}")
 
 
