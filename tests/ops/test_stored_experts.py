@@ -213,7 +213,7 @@ def test_the_smallest_power_of_two_is_a_scale_too(exponent: int, level: str) -> 
     assert isinstance(w_in, MXFP4)
     w_in = replace(w_in, exponent_ENg=torch.full_like(w_in.exponent_ENg, exponent))
     experts = QuantisedExperts(w_in=w_in, w_out=w_out, activation="relu")
-    x_TD = x_TD * 2.0 ** (127 - exponent)
+    x_TD = x_TD * 2.0 ** (120 - exponent)
     y_TD = native.run(
         x_TD, gate_TK, plan, native.freeze_stored(experts, x_TD.dtype), level=level, store="mxfp4"
     )
@@ -221,4 +221,4 @@ def test_the_smallest_power_of_two_is_a_scale_too(exponent: int, level: str) -> 
     plain_TD = EXPERT_FFN.reference(x_TD, gate_TK, plan, experts.dequantised(torch.float32))
     verdict = judge(y_TD, oracle_TD, plain_TD)
     assert verdict.passed, verdict.sentence
-    assert float(y_TD.abs().max()) > 0
+    assert bool(y_TD.isfinite().all()) and float(y_TD.abs().max()) > 0
