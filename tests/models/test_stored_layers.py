@@ -56,12 +56,11 @@ def by_expert(
 
 
 def words(code: Tensor, bits: int) -> Tensor:
-    """Codes 0 .. 2^bits - 1 of the last dimension into words, number by number, as compressed-tensors does."""
-    rows = code.flatten(0, -2).tolist()
-    made = [
-        [sum(c << (bits * i) for i, c in enumerate(row[at : at + 32 // bits])) for at in range(0, len(row), 32 // bits)]
-        for row in rows
-    ]  # fmt: skip
+    """Codes of the last dimension into words of 32 bits, number by number, as compressed-tensors does."""
+    each, made = 32 // bits, []
+    for row in code.flatten(0, -2).tolist():
+        some = (row[at : at + each] for at in range(0, len(row), each))
+        made.append([sum(c << (bits * i) for i, c in enumerate(codes)) for codes in some])
     return torch.tensor(made, dtype=torch.int64).to(torch.int32).view(*code.shape[:-1], -1)
 
 
@@ -114,7 +113,7 @@ def test_a_checkpoint_is_read_as_it_is_stored(how: str, tmp_path: Path) -> None:
     experts = read_stored(folder, 1)
     assert experts.activation == "swiglu"
     assert_holds(experts, name, w_in_EDG, w_out_EFD)
-    with pytest.raises(NotImplementedError, match="models.stored_layers"):
+    with pytest.raises(NotImplementedError, match="stored_layers"):
         read_layer(folder, 1)
 
 
@@ -124,7 +123,8 @@ def gpt_oss(folder: Path) -> tuple[Path, Tensor, Tensor, Tensor]:
     assert isinstance(up, MXFP4) and isinstance(down, MXFP4)
     bias_EG = torch.randn(E, 2 * F).bfloat16()
     tensors = {
-        "gate_up_proj_blocks": up.block_ENgB, "gate_up_proj_scales": up.exponent_ENg, "gate_up_proj_bias": bias_EG,
+        "gate_up_proj_blocks": up.block_ENgB, "gate_up_proj_scales": up.exponent_ENg,
+        "gate_up_proj_bias": bias_EG,
         "down_proj_blocks": down.block_ENgB, "down_proj_scales": down.exponent_ENg,
         "down_proj_bias": torch.zeros(E, D).bfloat16(),
     }  # fmt: skip
@@ -202,7 +202,7 @@ def gguf_file(path: Path, name: str, kind: int, *, alignment: int = 64) -> tuple
     """Written by the specification: magic, version, counts, values, entries, padding, data."""
     torch.manual_seed(0)
     kept, entries, data = {}, b"", b""
-    for part, (N, K) in {"gate": (F, D), "up": (F, D), "down": (D, 256)}.items():
+    for part, (N, K) in {"gate": (256, D), "up": (256, D), "down": (D, 256)}.items():
         stored: Any = quantise(torch.randn(E, K, N), name)
         kept[part] = stored.decoded().weights()
         data += b"\0" * (-len(data) % alignment)
@@ -219,13 +219,8 @@ def gguf_file(path: Path, name: str, kind: int, *, alignment: int = 64) -> tuple
 
 @pytest.mark.parametrize(("name", "kind"), [("q8_0", 8), ("q4_k", 12)])
 def test_a_gguf_file_is_read_as_it_is_stored(name: str, kind: int, tmp_path: Path) -> None:
-    global F
     path = tmp_path / "tiny.gguf"
-    before, F = F, 256
-    try:
-        w_in_EDG, w_out_EFD = gguf_file(path, name, kind)
-    finally:
-        F = before
+    w_in_EDG, w_out_EFD = gguf_file(path, name, kind)
     assert_holds(read_gguf(path, 1), name, w_in_EDG, w_out_EFD)
     with pytest.raises(ValueError, match=r"no tensor blk\.0\.ffn_gate_exps"):
         read_gguf(path, 0)
@@ -235,6 +230,7 @@ def test_damaged_gguf_files_are_refused_in_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     gguf_file(path, "q8_0", 8)
     whole = path.read_bytes()
+    texts, floats = struct.pack("<IIQ", 9, 8, 2), struct.pack("<IIQ", 9, 6, 3)
     at = whole.index(b"blk.1.ffn_down") + len("blk.1.ffn_down_exps.weight")
     damaged = {
         "is not a GGUF file": b"GGML" + whole[4:],
@@ -243,19 +239,16 @@ def test_damaged_gguf_files_are_refused_in_a_sentence(tmp_path: Path) -> None:
         "values; this reads at most": whole[:16] + struct.pack("<Q", 1 << 60) + whole[24:],
         "letters in a name": whole[:24] + struct.pack("<Q", 1 << 63) + whole[32:],
         "no power of two": whole.replace(struct.pack("<II", 4, 64), struct.pack("<II", 4, 63), 1),
-        "items in an array": whole.replace(struct.pack("<IIQ", 9, 8, 2), struct.pack("<IIQ", 9, 8, 1 << 40), 1),
-        "ends inside its head": whole.replace(struct.pack("<IIQ", 9, 6, 3), struct.pack("<IIQ", 9, 6, 1 << 23), 1),
-        "unknown type 77": whole.replace(struct.pack("<IIQ", 9, 8, 2), struct.pack("<IIQ", 9, 77, 2), 1),
+        "items in an array": whole.replace(texts, struct.pack("<IIQ", 9, 8, 1 << 40), 1),
+        "ends inside its head": whole.replace(floats, struct.pack("<IIQ", 9, 6, 1 << 23), 1),
+        "unknown type 77": whole.replace(texts, struct.pack("<IIQ", 9, 77, 2), 1),
         "dimensions in a tensor": whole[:at] + struct.pack("<I", 1 << 30) + whole[at + 4 :],
         "whole blocks of 32": whole[:at + 4] + struct.pack("<Q", 33) + whole[at + 12 :],
         "past the end": whole[:at + 12] + struct.pack("<Q", 1 << 60) + whole[at + 20 :],
-        "ggml's type 2; this reads 8 (Q8_0), 12 (Q4_K)": whole[:at + 28] + struct.pack("<I", 2) + whole[at + 32 :],
+        "type 2; this reads 8 (Q8_0), 12 (Q4_K)": whole[:at + 28] + struct.pack("<I", 2) + whole[at + 32 :],
         "reaches past the end": whole[:-1],
-        "two tensors of one name": whole.replace(b"ffn_up_exps.weight", b"ffn_up_exps.weighT").replace(
-            b"ffn_up_exps.weighT", b"ffn_gate_exps.weig"
-        ),
+        "two tensors of one name": whole.replace(b"ffn_down_exps", b"ffn_gate_exps"),
     }  # fmt: skip
-    damaged.pop("two tensors of one name")
     for sentence, content in damaged.items():
         path.write_bytes(content)
         with pytest.raises((ValueError, NotImplementedError), match=re.escape(sentence)):

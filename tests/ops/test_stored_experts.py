@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from moe_routing_bench.accuracy import judge
 from moe_routing_bench.conformance.cases import Case, KitCell
 from moe_routing_bench.conformance.check import cells_of, check, check_implementation
 from moe_routing_bench.experts import QuantisedExperts
+from moe_routing_bench.formats.mxfp4 import MXFP4
 from moe_routing_bench.formats.named import NAMES, quantise
 from moe_routing_bench.formats.stored import Decoded
 from moe_routing_bench.ops import coded
@@ -106,7 +108,7 @@ def test_what_the_kernel_cannot_read_is_refused() -> None:
     stored = quantise(case[3].w_in_EDG, "int8").decoded()
     for wrong in (float("inf"), float("nan"), 1e300):
         with pytest.raises(ValueError, match="too large for float32, or no number"):
-            coded.pack(replace(stored, scale_ENg=stored.scale_ENg * wrong), gated=True)
+            coded.pack(replace(stored, scale_ENg=stored.scale_ENg * wrong), True, native._library(None))
 
 
 # ---- planted faults: what the kernel is given differs from what is stored
@@ -184,10 +186,10 @@ def test_planted_faults_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch)
     pack, changes = coded.pack, []
     numbers_of = native.coding_of
 
-    def faulty(decoded: Decoded, gated: bool) -> torch.Tensor:
+    def faulty(decoded: Decoded, gated: bool, library: Any) -> torch.Tensor:
         planted = plant(decoded)
         changes.append(not torch.equal(planted.weights(), decoded.weights()))
-        return pack(planted, gated)
+        return pack(planted, gated, library)
 
     def faulty_coding(name: str) -> object:
         empty = torch.empty(0)
@@ -199,3 +201,24 @@ def test_planted_faults_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch)
     outcome = check_implementation(implementation, mine)
     assert any(changes), "the fault changes nothing"
     assert outcome.status == "failed" and "oracle" in outcome.sentences[0], outcome.sentences
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("exponent", [0, 1, 100])
+def test_the_smallest_power_of_two_is_a_scale_too(exponent: int, level: str) -> None:
+    """2^-127 has no exponent of its own in float32."""
+    x_TD, gate_TK, plan, weights = arguments(6, 2, 5, 96, 64, dtype=torch.float32)
+    weights = replace(weights, w_in_EDG=weights.w_in_EDG[..., :64], activation="relu", b_in_EG=None)
+    w_in, w_out = quantise(weights.w_in_EDG, "mxfp4"), quantise(weights.w_out_EFD, "mxfp4")
+    assert isinstance(w_in, MXFP4)
+    w_in = replace(w_in, exponent_ENg=torch.full_like(w_in.exponent_ENg, exponent))
+    experts = QuantisedExperts(w_in=w_in, w_out=w_out, activation="relu")
+    x_TD = x_TD * 2.0 ** (120 - exponent)
+    y_TD = native.run(
+        x_TD, gate_TK, plan, native.freeze_stored(experts, x_TD.dtype), level=level, store="mxfp4"
+    )
+    oracle_TD = EXPERT_FFN.reference(x_TD.double(), gate_TK.double(), plan, experts.dequantised())
+    plain_TD = EXPERT_FFN.reference(x_TD, gate_TK, plan, experts.dequantised(torch.float32))
+    verdict = judge(y_TD, oracle_TD, plain_TD)
+    assert verdict.passed, verdict.sentence
+    assert bool(y_TD.isfinite().all()) and float(y_TD.abs().max()) > 0

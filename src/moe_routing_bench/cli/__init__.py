@@ -27,6 +27,7 @@ COMMANDS = {
     "explain": Place("explain", "explain_command", "What would run for these sizes, and why not the others."),
     "check": Place("check", "check_command", "Is it correct? Results, gradients and memory, on hard cases."),
     "doctor": Place("doctor", "doctor_command", "What is this machine, and how fast can it be at most?"),
+    "formats": Place("formats", "formats_command", "What do weights of 8 and 4 bits lose against float32?"),
     "sweep": Place("sweep", "sweep_command", "Measure many cases into one folder; stop and go on at will."),
     "merge": Place("merge", "merge_command", "One results folder from those of several machines."),
     "compact": Place("compact", "compact_command", "Make a store on a URL quick to read: few big objects."),

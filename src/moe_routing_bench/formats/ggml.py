@@ -12,7 +12,7 @@ from moe_routing_bench.formats.stored import Coding, Decoded, check, groups_of, 
 # codes of a block, bytes of a block
 Q8_0_BLOCK, Q8_0_BYTES = 32, 34
 Q4_K_BLOCK, Q4_K_BYTES = 256, 144
-Q8_0_CODING = Coding(code="int8", group=32)
+Q8_0_CODING = Coding(code="int8", group=32, scale="float16")
 Q4_K_CODING = Coding(code="nibble", group=32, numbers=tuple(float(i) for i in range(16)), offsets=True)
 
 

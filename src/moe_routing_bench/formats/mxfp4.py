@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_routing_bench.formats.stored import E2M1, Coding, Decoded, check, from_nibbles, groups_of, nibbles
 
 GROUP = 32
-CODING = Coding(code="nibble", group=GROUP, numbers=E2M1)
+CODING = Coding(code="nibble", group=GROUP, numbers=E2M1, scale="exponent")
 
 
 @dataclass(frozen=True, kw_only=True)

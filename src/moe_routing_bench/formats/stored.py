@@ -23,7 +23,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 class Coding:
     """How codes become numbers: what a kernel must know of a format.
 
-    MXFP4: Coding(code="nibble", group=32, numbers=E2M1)
+    MXFP4: Coding(code="nibble", group=32, numbers=E2M1, scale="exponent")
     Q4_K:  Coding(code="nibble", group=32, numbers=(0, 1, .. 15), offsets=True)
     """
 
@@ -31,6 +31,7 @@ class Coding:
     group: int | None = None  # how many of one column share a scale; None: all of them
     numbers: tuple[float, ...] = ()  # nibble: what each of the 16 codes stands for
     offsets: bool = False
+    scale: Literal["float32", "float16", "exponent"] = "float32"  # the narrowest that holds every scale
 
     @property
     def bits(self) -> int:

@@ -122,20 +122,18 @@ def _fp8(about: About, tensors: Tensors, how: Mapping[str, Any]) -> QuantisedExp
 
 
 def _compressed(about: About, tensors: Tensors, how: Mapping[str, Any]) -> QuantisedExperts:
-    form, weights = how.get("format"), _weights_of(about, how)
-    bits, symmetric, group = (
-        weights.get("num_bits"),
-        weights.get("symmetric", True),
-        weights.get("group_size"),
-    )
-    channel = weights.get("strategy") == "channel"
-    if (
-        (form, bits, symmetric) not in READ or weights.get("type", "int") != "int"
-        or not (channel or (weights.get("strategy") == "group" and type(group) is int and 0 < group <= 1 << 16))
-    ):  # fmt: skip
+    weights = _weights_of(about, how)
+    form: Any = how.get("format")
+    bits: Any = weights.get("num_bits")
+    group: Any = weights.get("group_size")
+    strategy, symmetric = weights.get("strategy"), weights.get("symmetric", True)
+    channel = strategy == "channel"
+    grouped = strategy == "group" and type(group) is int and 0 < group <= 1 << 16
+    whole_numbers = (form, bits, symmetric) in READ and weights.get("type", "int") == "int"
+    if not whole_numbers or not (channel or grouped):
         raise NotImplementedError(
-            f"{about.path}: {short(form)} with weights {short(dict(weights))} is not read here; int8 and int4 "
-            "by channel or group are, int4 also with zero points"
+            f"{about.path}: {short(form)} with weights {short(dict(weights))} is not read here; int8 and "
+            "int4 by channel or group are, int4 also with zero points"
         )
     if weights.get("actorder") not in (None, False, "weight", "static"):
         raise NotImplementedError(f"{about.path}: groups that are not in order (actorder) are not read here")

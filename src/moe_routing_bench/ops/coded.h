@@ -1,17 +1,48 @@
 // Weights of 8 and 4 bits: codes become numbers in registers, on their way to the sums.
 //
 // A panel has 32 columns, as in tiles.h, and is read front to back. Before the codes of each group of depth stand the
-// group's 32 scales, and its 32 offsets if the format has them, in float32. Codes of a byte: [depth][32 columns]. Nibbles:
-// [depth / 2][32 columns], the even depth in the lower half.
+// group's 32 scales, in the narrowest type that holds all scales of the format, and its 32 offsets in float32 if it has
+// them. Codes of a byte: [depth][32 columns]. Nibbles: [depth / 2][32 columns], the even depth in the lower half.
 #pragma once
 #include "tiles.h"
 
-enum Code { INT8, E4M3, NIBBLE };  // mirrored in coded.py
+enum Code { INT8, E4M3, NIBBLE };          // mirrored in coded.py
+enum Scale { FLOAT32, FLOAT16, EXPONENT };  // too; EXPONENT: a byte e for 2^(e - 127)
 
-struct Coding {     // mirrored in native.py
-  int64_t code, group, offsets;  // group: a multiple of 32; offsets: 0 or 1
-  float numbers[16];  // what nibbles stand for
+struct Coding {  // too
+  int64_t code, group, offsets, scale;  // group: a multiple of 32; offsets: 0 or 1
+  float numbers[16];                    // what nibbles stand for
+  int64_t scale_bytes() const { return PANEL * (scale == FLOAT32 ? 4 : scale == FLOAT16 ? 2 : 1); }
 };
+
+// 32 columns of one expert: code is columns x depth, one in a byte, scale and offset columns x groups. Where order is
+// negative there is no column.
+static inline void pack_panel(uint8_t* to, const uint8_t* code, const float* scale, const float* offset,
+                              const int64_t* order, int64_t K, int64_t groups, const Coding& coding) {
+  const int64_t depth = packed_depth(K), step = coding.code == NIBBLE ? 2 : 1;
+  for (int64_t k0 = 0, g = 0; k0 < depth; k0 += coding.group, g++) {
+    float some[2][PANEL] = {};
+    for (int c = 0; c < PANEL; c++)
+      if (order[c] >= 0) {
+        some[0][c] = scale[order[c] * groups + g];
+        if (coding.offsets) some[1][c] = offset[order[c] * groups + g];
+      }
+    for (int c = 0; c < PANEL; c++) {
+      uint32_t bits;
+      memcpy(&bits, &some[0][c], 4);
+      if (coding.scale == EXPONENT) to[c] = bits >> 23;  // the least, 2^-127, has no exponent in float32
+      else if (coding.scale == FLOAT16) ((uint16_t*)to)[c] = _cvtss_sh(some[0][c], 0);
+      else ((float*)to)[c] = some[0][c];
+    }
+    to += coding.scale_bytes();
+    if (coding.offsets) memcpy(to, some[1], sizeof some[1]), to += sizeof some[1];
+    for (int64_t k = k0; k < std::min(k0 + coding.group, depth); k += step)
+      for (int c = 0; c < PANEL; c++) {
+        auto at = [&](int64_t k) { return order[c] < 0 || k >= K ? 0 : code[order[c] * K + k]; };
+        *to++ = step == 2 ? at(k) | at(k + 1) << 4 : at(k);
+      }
+  }
+}
 
 template <int CODE> struct Coded {
   typedef float A;
@@ -36,6 +67,8 @@ template <int CODE> struct Coded {
     return (Lanes)_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(v, 7), _mm256_set1_epi16((short)0xbfff)));
   }
   static Bits upper(Bits code) { return _mm512_srli_epi32(code, 4); }
+  static Lanes half(const uint16_t* b) { return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)b)); }
+  static Words wide(const uint8_t* b) { return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)b)); }
 #else
   typedef __m256i Bits;
   struct Table {
@@ -56,7 +89,13 @@ template <int CODE> struct Coded {
     return (Lanes)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(v, 7), _mm_set1_epi16((short)0xbfff)));
   }
   static Bits upper(Bits code) { return _mm256_srli_epi32(code, 4); }
+  static Lanes half(const uint16_t* b) { return (Lanes)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)b)); }
+  static Words wide(const uint8_t* b) { return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)b)); }
 #endif
+  static Lanes power(const uint8_t* b) {
+    const Words e = wide(b);
+    return (Lanes)(e == 0 ? 0x400000u + Words{} : e << 23);
+  }
 
   template <int M>
   __attribute__((noinline)) static void block(const float* a, int64_t lda, const uint8_t* b, int64_t depth, float* c,
@@ -76,8 +115,11 @@ template <int CODE> struct Coded {
       Lanes s[M][N] = {};
       for (int64_t k1 = k0; k1 < std::min(k0 + CHAIN, depth); k1 += 32) {
         if (left == 0) {
-          for (int n = 0; n < N; n++) scale[n] = *(const Lanes*)((const float*)b + n * WIDE);
-          b += PANEL * 4;
+          for (int n = 0; n < N; n++)
+            scale[n] = coding.scale == FLOAT32   ? *(const Lanes*)((const float*)b + n * WIDE)
+                       : coding.scale == FLOAT16 ? half((const uint16_t*)b + n * WIDE)
+                                                 : power(b + n * WIDE);
+          b += coding.scale_bytes();
           if (coding.offsets) {
             for (int n = 0; n < N; n++) offset[n] = *(const Lanes*)((const float*)b + n * WIDE);
             b += PANEL * 4;

@@ -7,24 +7,27 @@ import ctypes
 import torch
 from torch import Tensor
 
-from moe_routing_bench.formats.stored import Coding, Decoded, some_experts
+from moe_routing_bench.formats.stored import Coding, Decoded
 from moe_routing_bench.recycled import recycled
 
 PANEL, HALF = 32, 16  # columns, as in tiles.h
 CODES = ("int8", "e4m3", "nibble")  # the enum of coded.h
+SCALES = ("float32", "float16", "exponent")  # another one, and the bytes of each
+SCALE_BYTES = dict(zip(SCALES, (4, 2, 1), strict=True))
 E4M3_FACTOR = 256.0  # the kernel reads e4m3 as float16, 256 times too small
 
 
 class CCoding(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("code", "group", "offsets")),
+        *((name, ctypes.c_int64) for name in ("code", "group", "offsets", "scale")),
         ("numbers", ctypes.c_float * 16),
     )
 
 
 def for_c(coding: Coding) -> CCoding:
     numbers = (ctypes.c_float * 16)(*coding.numbers)
-    return CCoding(CODES.index(coding.code), coding.group or 1 << 62, coding.offsets, numbers)
+    group = coding.group or 1 << 62
+    return CCoding(CODES.index(coding.code), group, coding.offsets, SCALES.index(coding.scale), numbers)
 
 
 def why_not(coding: Coding) -> str | None:
@@ -36,48 +39,41 @@ def why_not(coding: Coding) -> str | None:
 def panel_bytes(coding: Coding, depth: int) -> int:
     depth = _up(depth, PANEL)
     groups = -(-depth // (coding.group or depth)) if depth else 0
-    return depth * PANEL * coding.bits // 8 + groups * PANEL * 4 * (1 + coding.offsets)
+    return depth * PANEL * coding.bits // 8 + groups * PANEL * (
+        SCALE_BYTES[coding.scale] + 4 * coding.offsets
+    )
 
 
-def pack(decoded: Decoded, gated: bool) -> Tensor:
-    """Panels of all experts: E x bytes."""
+def pack(decoded: Decoded, gated: bool, library: ctypes.CDLL) -> Tensor:
+    """Panels of all experts: E x bytes. library: the compiled coded.h."""
     coding, (E, N, K) = decoded.coding, decoded.code_ENK.shape
-    group = coding.group or _up(K, PANEL)
-    order_n = _columns(N, gated)  # N: a column of padding
-    one = panel_bytes(coding, K)
-    panels = recycled.empty(E, len(order_n) // PANEL, one, dtype=torch.uint8)
-    factor = E4M3_FACTOR if coding.code == "e4m3" else 1.0
-    for e in some_experts(decoded.code_ENK) if panels.numel() else ():
-        code_eNK = decoded.code_ENK[e].view(torch.uint8)
-        code_eNK = torch.nn.functional.pad(code_eNK, (0, _up(K, group) - K, 0, 1))[:, order_n]
-        # experts x panels x groups x depth of a group x columns
-        code_epgkc = code_eNK.unflatten(2, (-1, group)).unflatten(1, (-1, PANEL)).permute(0, 1, 3, 4, 2)
-        if coding.code == "nibble":
-            code_epgkc = code_epgkc[..., 0::2, :] | (code_epgkc[..., 1::2, :] << 4)
-        parts = [_numbers(decoded.scale_ENg[e] * factor, order_n)]
-        if decoded.offset_ENg is not None:
-            parts.append(_numbers(decoded.offset_ENg[e], order_n))
-        stream = torch.cat((*parts, code_epgkc.flatten(3)), dim=3).flatten(2)
-        panels[e] = stream[:, :, :one]  # without the depth past the last 32 that are used
-    return panels.flatten(1)
+    order_n, one = _columns(N, gated), panel_bytes(coding, K)
+    code_ENK = decoded.code_ENK.view(torch.uint8).contiguous()
+    scale_ENg = _numbers(decoded.scale_ENg * (E4M3_FACTOR if coding.code == "e4m3" else 1.0))
+    offset_ENg = None if decoded.offset_ENg is None else _numbers(decoded.offset_ENg)
+    panels = recycled.empty(E, len(order_n) // PANEL * one, dtype=torch.uint8)
+    library.mrb_pack_coded(
+        panels.data_ptr(), code_ENK.data_ptr(), scale_ENg.data_ptr(),
+        None if offset_ENg is None else offset_ENg.data_ptr(), order_n.data_ptr(), E, N, K,
+        scale_ENg.shape[2], len(order_n) // PANEL, one, for_c(coding), torch.get_num_threads(),
+    )  # fmt: skip
+    return panels
 
 
-def _numbers(value_eNg: Tensor, order_n: Tensor) -> Tensor:
-    """Scales or offsets as bytes: experts x panels x groups x (32 columns of float32)."""
-    if not bool(value_eNg.abs().le(torch.finfo(torch.float32).max).all()):
+def _numbers(value_ENg: Tensor) -> Tensor:
+    if not bool(value_ENg.abs().le(torch.finfo(torch.float32).max).all()):
         raise ValueError("a scale is too large for float32, or no number")
-    value_eng = torch.nn.functional.pad(value_eNg.float(), (0, 0, 0, 1))[:, order_n]
-    return value_eng.unflatten(1, (-1, PANEL)).transpose(2, 3).contiguous().view(torch.uint8)
+    return value_ENg.float().contiguous()
 
 
 def _columns(N: int, gated: bool) -> Tensor:
-    """Which column stands where in the panels, as tiles.h has them; N is padding. Gated, N = 4:
+    """Which column stands where in the panels, as tiles.h has them; -1 is padding. Gated, N = 4:
     0, 1 (gate), padding to 16, 2, 3 (up), padding to 32, and a panel of padding."""
     column = torch.arange(_up(N // 2, PANEL) if gated else _up(N, PANEL))
     if not gated:
-        return torch.where(column < N, column, N)
-    gate = torch.where(column < N // 2, column, N)
-    up = torch.where(column < N // 2, column + N // 2, N)
+        return torch.where(column < N, column, -1)
+    gate = torch.where(column < N // 2, column, -1)
+    up = torch.where(column < N // 2, column + N // 2, -1)
     return torch.stack((gate.view(-1, HALF), up.view(-1, HALF)), dim=1).flatten()
 
 

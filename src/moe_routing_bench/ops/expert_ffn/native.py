@@ -69,6 +69,14 @@ def _library(level: str | None) -> ctypes.CDLL:
     library.mrb_packed_elements.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     library.mrb_pack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 6 + [ctypes.c_int] * 3
     library.mrb_unpack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 3
+    numbers = [ctypes.c_int64] * 6
+    library.mrb_pack_coded.argtypes = [
+        *[ctypes.c_void_p] * 5,
+        *numbers,
+        ctypes.POINTER(coded.CCoding),
+        ctypes.c_int,
+    ]
+    library.mrb_pack_coded.restype = None
     library.mrb_pack.restype = library.mrb_unpack.restype = None
     library.mrb_forward.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int, ctypes.c_int]
     return library
@@ -107,8 +115,12 @@ def freeze_stored(experts: QuantisedExperts, dtype: torch.dtype) -> ExpertWeight
     ).validate()
 
 
+def why_not_freeze(dtype: torch.dtype, store: str | None, *tensors: Tensor) -> str | None:
+    return cpp.unsupported(SOURCE, None, *tensors) or _why_not_type(dtype, store)
+
+
 def _must_freeze(dtype: torch.dtype, store: str | None, *tensors: Tensor) -> None:
-    if (reason := cpp.unsupported(SOURCE, None, *tensors)) or (reason := _why_not_type(dtype, store)):
+    if (reason := why_not_freeze(dtype, store, *tensors)) is not None:
         raise NotImplementedError(f"cannot freeze weights for expert_ffn.native: {reason}")
 
 
@@ -116,7 +128,7 @@ def _pack(w_EKN: Tensor, gated: bool, store: str | None) -> Frozen:
     form = Form(kernel="native", size=tuple(w_EKN.shape), dtype=w_EKN.dtype, gated=gated, store=store)  # type: ignore[arg-type]
     w_EKN = w_EKN[:1] if w_EKN.stride(0) == 0 else w_EKN  # experts that share memory are packed once
     if store not in (None, "bfloat16"):
-        return Frozen(coded.pack(quantise(w_EKN, store).decoded(), gated), form)
+        return Frozen(coded.pack(quantise(w_EKN, store).decoded(), gated, _library(None)), form)
     w_EKN = w_EKN if store is None else w_EKN.to(torch.bfloat16)
     E, depth, columns = w_EKN.shape
     library = _library(None)
@@ -130,7 +142,7 @@ def _pack(w_EKN: Tensor, gated: bool, store: str | None) -> Frozen:
 
 def _pack_stored(stored: Stored, dtype: torch.dtype, gated: bool) -> Frozen:
     form = Form(kernel="native", size=stored.size, dtype=dtype, gated=gated, store=stored.name)
-    return Frozen(coded.pack(stored.decoded(), gated), form)
+    return Frozen(coded.pack(stored.decoded(), gated, _library(None)), form)
 
 
 def _unpack(panels: Tensor, form: Form) -> Tensor:

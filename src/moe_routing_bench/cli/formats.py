@@ -1,0 +1,66 @@
+"""mrb formats: what 8 and 4 bits lose, and what the kernel adds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_routing_bench.cli.fitting import fitted
+from moe_routing_bench.cli.terminal import Json, show, show_json, user_mistakes
+from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.studies.format_losses import layer_losses, trained_losses
+from moe_routing_bench.train.text import read_texts
+
+
+def formats_command(
+    d: Annotated[int, typer.Option("--D", min=1, max=1 << 16, help="Width of the model.")] = 2048,
+    f: Annotated[int, typer.Option("--F", min=1, max=1 << 16, help="Width of an expert.")] = 768,
+    e: Annotated[int, typer.Option("--E", min=1, max=512, help="Experts.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, max=1 << 16)] = 64,
+    seed: int = 0,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Also train a small model on this text; may be repeated.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Of that training.")] = 300,
+    as_json: Json = False,
+) -> None:
+    """What a format for expert weights loses against float32.
+
+    \b
+    Examples:
+      mrb formats                                        a layer of Qwen3-30B-A3B's width
+      mrb formats --D 2880 --F 2880                      of gpt-oss's
+      mrb formats --text book.txt --steps 600            held-out loss by format too
+
+    weights, layer: error of the stored weights and of a layer's result with
+    them, against float32. kernel: what expert_ffn.native adds to that in
+    bfloat16. All are root mean squares, relative to the right values; weights
+    are random, with tails and column sizes like those of trained ones.
+    """
+    with user_mistakes():
+        shape = MoEShape(T=tokens, D=d, F=f, E=e, K=min(2, e))
+        losses = list(layer_losses(shape, seed=seed))
+        trained = list(trained_losses(read_texts(text), steps=steps, seed=seed)) if text else []
+    if as_json:
+        show_json({"layer": [asdict(one) for one in losses], "trained": [asdict(one) for one in trained]})
+        return
+    show(
+        *fitted(
+            {"format": [one.name for one in losses]},
+            {
+                "bits": [f"{one.bits:.2f}" for one in losses],
+                "weights": [f"{one.weights:.4f}" for one in losses],
+                "layer": [f"{one.layer:.4f}" for one in losses],
+                "kernel": ["-" if one.kernel is None else f"{one.kernel:.4f}" for one in losses],
+            },
+        )
+    )
+    if trained:
+        columns = {
+            "held-out loss": [f"{one.loss:.4f}" for one in trained],
+            "more": [f"{one.more:+.4f}" for one in trained],
+        }
+        show("", *fitted({"format": [one.name for one in trained]}, columns))

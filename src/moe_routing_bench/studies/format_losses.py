@@ -1,0 +1,122 @@
+"""What a format for weights loses against float32, and what a kernel adds to that.
+
+Weights are random, from a distribution like that of trained ones: Student's t with 5 degrees of freedom,
+which has heavier tails than a Gaussian, and columns of different size. Or a small model is trained, and its
+held-out loss is taken with the experts of every layer in the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_routing_bench.experts import ExpertWeights, QuantisedExperts
+from moe_routing_bench.formats.named import NAMES, quantise
+from moe_routing_bench.formats.stored import bytes_per_weight
+from moe_routing_bench.layer import Experts
+from moe_routing_bench.ops.expert_ffn import native
+from moe_routing_bench.ops.expert_ffn.op import op
+from moe_routing_bench.ops.make_plan.op import reference as make_plan
+from moe_routing_bench.plan import Layout
+from moe_routing_bench.routing import Routing
+from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.train.loop import Ended, evaluate, train
+from moe_routing_bench.train.settings import Rule, Run
+from moe_routing_bench.train.text import Corpus
+
+FREEDOM = 5.0  # of Student's t
+COLUMNS = 0.3  # spread of the columns' sizes, as the standard deviation of their logarithm
+MODEL = "softmax_topk"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatLoss:
+    """Errors are root mean squares, relative to that of what is right:
+    FormatLoss(name="int8", bits=8.02, weights=0.011, layer=0.019, kernel=0.0017)
+
+    weights   of the stored weights against float32
+    layer     of the layer's result with stored weights, computed exactly, against the same with float32
+    kernel    of expert_ffn.native in bfloat16 against the exact result with stored weights; None: cannot run
+    """
+
+    name: str
+    bits: float
+    weights: float
+    layer: float
+    kernel: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedLoss:
+    """Held-out nats per byte, and how many more than with float32:
+    TrainedLoss(name="int4_g32", loss=2.2496, more=0.0015)."""
+
+    name: str
+    loss: float
+    more: float
+
+
+def like_trained(size: tuple[int, int, int], dice: torch.Generator) -> Tensor:
+    """Experts x depth x columns, each column's root mean square about 1 / sqrt(depth)."""
+    E, K, N = size
+    normal = torch.randn(size, generator=dice)
+    chi_EKN = torch.stack([torch.randn(size, generator=dice).square_() for _ in range(int(FREEDOM))]).sum(0)
+    t_EKN = normal / (chi_EKN / FREEDOM).sqrt() * ((FREEDOM - 2) / FREEDOM) ** 0.5
+    return t_EKN * torch.exp(COLUMNS * torch.randn(E, 1, N, generator=dice)) / K**0.5
+
+
+def layer_losses(shape: MoEShape, *, seed: int = 0, names: Sequence[str] = NAMES) -> Iterator[FormatLoss]:
+    dice = torch.Generator().manual_seed(seed)
+    T, D, F, E, K = shape.T, shape.D, shape.F, shape.E, shape.K
+    weights = ExpertWeights(
+        w_in_EDG=like_trained((E, D, 2 * F), dice), w_out_EFD=like_trained((E, F, D), dice)
+    ).validate()
+    x_TD = torch.randn(T, D, generator=dice).bfloat16()
+    expert_TK = torch.stack([torch.randperm(E, generator=dice)[:K] for _ in range(T)])
+    gate_TK = torch.rand(T, K, generator=dice).softmax(dim=1)
+    routing = Routing(expert_TK=expert_TK, gate_TK=gate_TK, num_experts=E, ragged=False)
+    plan = make_plan(routing, Layout.compact())
+    exact = (x_TD.double(), gate_TK.double(), plan)
+    right_TD = op.reference(*exact, weights.to(dtype=torch.float64))
+    for name in names:
+        w_in, w_out = quantise(weights.w_in_EDG, name), quantise(weights.w_out_EFD, name)
+        experts = QuantisedExperts(w_in=w_in, w_out=w_out)
+        kept = experts.dequantised()
+        stored_TD = op.reference(*exact, kept)
+        error = None
+        if native.why_not_freeze(torch.bfloat16, name) is None:
+            frozen = native.freeze_stored(experts, torch.bfloat16)
+            error = _relative(native.run(x_TD, gate_TK, plan, frozen, store=name), stored_TD)
+        sizes = [weights.w_in_EDG.numel(), weights.w_out_EFD.numel()]
+        total = sum(n * bytes_per_weight(one) for n, one in zip(sizes, (w_in, w_out), strict=True))
+        yield FormatLoss(
+            name=name, bits=8 * total / sum(sizes),
+            weights=_relative(kept.w_in_EDG, weights.w_in_EDG.double()),
+            layer=_relative(stored_TD, right_TD), kernel=error,
+        )  # fmt: skip
+
+
+def trained_losses(corpus: Corpus, *, steps: int, seed: int = 0) -> Iterator[TrainedLoss]:
+    """The first is float32 itself."""
+    run = Run(
+        rule=Rule(name=MODEL, router=MODEL), steps=steps, seed=seed, evaluations=1, warmup=min(40, steps)
+    )
+    (model,) = (event.model for event in train(run, corpus) if isinstance(event, Ended))
+    first = next(iter(evaluate(model, corpus, run).values()))
+    yield TrainedLoss(name="float32", loss=first, more=0.0)
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    plain = [layer.weights().to(dtype=torch.float64) for layer in layers]
+    for name in NAMES:
+        with torch.no_grad():
+            for layer, weights in zip(layers, plain, strict=True):
+                layer.w_in_EDG.copy_(quantise(weights.w_in_EDG, name).decoded().weights())
+                layer.w_out_EFD.copy_(quantise(weights.w_out_EFD, name).decoded().weights())
+        loss = next(iter(evaluate(model, corpus, run).values()))
+        yield TrainedLoss(name=name, loss=loss, more=loss - first)
+
+
+def _relative(got: Tensor, right: Tensor) -> float:
+    return float((got.double() - right).square().mean().sqrt() / right.square().mean().sqrt())
