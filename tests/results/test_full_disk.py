@@ -49,7 +49,7 @@ class Measured:
 
     def run(self, cells: Any, **_: Any) -> Iterator[Any]:
         for cell in cells:
-            yield namedtuple("Outcome", "cell")(cell)
+            yield namedtuple("Outcome", "cell environment")(cell, None)
 
 
 def test_a_cell_that_cannot_be_written_is_still_shown(
