@@ -84,7 +84,7 @@ def freeze(weights: ExpertWeights) -> ExpertWeights:
 
     def frozen(w_EKN: Tensor) -> Frozen:
         E, depth, columns = w_EKN.shape
-        return Frozen(inside, None, Form(kernel="kt", size=(E, depth, columns), dtype=w_EKN.dtype))
+        return Frozen(inside, Form(kernel="kt", size=(E, depth, columns), dtype=w_EKN.dtype))
 
     return replace(weights, w_in_EDG=frozen(weights.w_in_EDG), w_out_EFD=frozen(weights.w_out_EFD))
 
