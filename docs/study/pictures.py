@@ -12,7 +12,7 @@ from facts import MEASUREMENTS, load, soft_growth, standings
 from matplotlib.ticker import NullFormatter
 
 from moe_routing_bench.report.drawing import COLOURS, GREY, INK, Picture, figure, style
-from moe_routing_bench.report.finding import found_in
+from moe_routing_bench.report.finding import results_folders
 from moe_routing_bench.report.page import make_page
 from moe_routing_bench.report.reading import read
 
@@ -29,7 +29,7 @@ SOURCES = (*sorted((MEASUREMENTS / "records").glob("*.tar.xz")), MEASUREMENTS / 
 
 
 def pictures() -> Iterator[Picture]:
-    with found_in(SOURCES) as found:
+    with results_folders(SOURCES) as found:
         page = make_page(read(found), "")
         for name, start in FROM_REPORT.items():
             made = next(one for one in page.pictures if one.name.startswith(start))

@@ -20,7 +20,7 @@ from command_line import mrb
 from many_runs import fill
 from moe_routing_bench.report import page as page_of
 from moe_routing_bench.report.drawing import inline
-from moe_routing_bench.report.finding import found_in
+from moe_routing_bench.report.finding import results_folders
 from moe_routing_bench.report.markdown import markdown
 from moe_routing_bench.report.page import HERE, make_page, plain, render
 from moe_routing_bench.report.reading import Material, read
@@ -44,7 +44,7 @@ HOSTILE = (
 
 
 def material_of(*paths: Path) -> Material:
-    with found_in(paths) as found:
+    with results_folders(paths) as found:
         return read(found)
 
 
@@ -240,7 +240,7 @@ def test_packed_folders_and_folders_of_folders(tmp_path: Path) -> None:
     make_run(tmp_path / "second", {"a": 1.0, "b": 0.7}, seed=5)
     with tarfile.open(tmp_path / "all" / "second.tar.xz", "w:xz") as tar:
         tar.add(tmp_path / "second", ".")
-    with found_in([tmp_path / "all"]) as found:
+    with results_folders([tmp_path / "all"]) as found:
         assert [Path(one.name).name for one in found] == ["first", "second.tar.xz"]
         material = read(found)
         unpacked = found[1].folder
@@ -256,7 +256,7 @@ def test_an_archive_cannot_write_elsewhere(tmp_path: Path) -> None:
         link = tarfile.TarInfo("session=link/records.jsonl")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
-    with found_in([tmp_path / "bad.tar"]) as found:
+    with results_folders([tmp_path / "bad.tar"]) as found:
         inside = {path.name for path in found[0].folder.rglob("*") if path.is_file()}
         assert {"records.jsonl", "samples.f64"} <= inside and not {"run.py", "escaped.txt"} & inside
         assert not list(found[0].folder.parent.glob("escaped.txt"))

@@ -92,13 +92,13 @@ class Group:
         return torch.cat([part["y_TD"] for part in parts])
 
     def _answers(self, seconds: float) -> list[dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
+        answered: dict[int, dict[str, Any]] = {}
         until = time.monotonic() + seconds
-        while len(found) < len(self._pipes):
-            left = [pipe for rank, pipe in enumerate(self._pipes) if rank not in found]
+        while len(answered) < len(self._pipes):
+            left = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answered]
             ready = wait(left, max(0.0, until - time.monotonic()))
             if not ready:
-                missing = sorted(set(range(len(self._pipes))) - set(found))
+                missing = sorted(set(range(len(self._pipes))) - set(answered))
                 raise SubjectError(Status.TIMEOUT, f"ranks {missing} gave no answer within {seconds:g} s")
             for pipe in ready:
                 rank = next(r for r, one in enumerate(self._pipes) if one is pipe)
@@ -109,8 +109,8 @@ class Group:
                 if "failed" in answer:
                     status = Status.UNSUPPORTED if answer["unsupported"] else Status.RUNTIME_ERROR
                     raise SubjectError(status, f"rank {rank}: {answer['failed']}")
-                found[rank] = answer
-        return [found[rank] for rank in range(len(self._pipes))]
+                answered[rank] = answer
+        return [answered[rank] for rank in range(len(self._pipes))]
 
     def close(self) -> None:
         for process in self._processes:

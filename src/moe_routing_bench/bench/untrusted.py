@@ -51,9 +51,9 @@ def read_file(path: Path, most_bytes: int) -> bytes:
     except OSError as error:
         raise ValueError(f"the result is not a file: {error.strerror}") from None
     with os.fdopen(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode):
             raise ValueError("the result is not a file")
-        if found.st_size > most_bytes:
-            raise ValueError(f"the result is {found.st_size} bytes, far more than expected")
-        return file.read(found.st_size)
+        if facts.st_size > most_bytes:
+            raise ValueError(f"the result is {facts.st_size} bytes, far more than expected")
+        return file.read(facts.st_size)

@@ -281,10 +281,10 @@ def _signed_rank_ps(logs: Sequence[Floats]) -> list[float]:
         method: Literal["exact", "auto"] = "exact" if rounds <= 50 else "auto"
         together = [places] if rounds <= 50 else [[place] for place in places]
         for some in together:
-            found = stats.wilcoxon(
+            tested = stats.wilcoxon(
                 np.stack([logs[place] for place in some]), zero_method="zsplit", method=method, axis=1
             )
-            for place, p in zip(some, np.atleast_1d(found.pvalue), strict=True):
+            for place, p in zip(some, np.atleast_1d(tested.pvalue), strict=True):
                 p_values[place] = float(p)
     return p_values
 

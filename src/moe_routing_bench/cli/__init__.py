@@ -79,12 +79,12 @@ class LazyCommands(TyperGroup):
 def loaded(name: str) -> Any:
     """The command of this name, imported."""
     place = COMMANDS[name]
-    found = getattr(importlib.import_module(f"moe_routing_bench.cli.{place.file}"), place.name)
+    command = getattr(importlib.import_module(f"moe_routing_bench.cli.{place.file}"), place.name)
     app = _typer()
-    if isinstance(found, typer.Typer):
-        app.add_typer(found, name=name)
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=name)
         return typer.main.get_group(app).commands[name]
-    app.command(name)(found)
+    app.command(name)(command)
     return typer.main.get_command(app)
 
 

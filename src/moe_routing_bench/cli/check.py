@@ -88,22 +88,22 @@ def _show_maps(rows: list[Row], dtypes: tuple[str, ...], device: str, text: str,
         numbers = parse_tokens(text)
     maps = []
     for row in (row for row in rows if row.op != ROUTERS and not row.broken):
-        maps.append(found := token_map(row, dtypes, device, numbers))
+        maps.append(one_map := token_map(row, dtypes, device, numbers))
         if as_json:
             continue
-        verdict = f"wrong at T = {found.wrong_ranges()}" if found.wrong else "right at every T that ran"
-        verdict = verdict if found.ran else "nothing ran"
-        style = "red" if found.wrong else "green" if found.ran else "yellow"
+        verdict = f"wrong at T = {one_map.wrong_ranges()}" if one_map.wrong else "right at every T that ran"
+        verdict = verdict if one_map.ran else "nothing ran"
+        style = "red" if one_map.wrong else "green" if one_map.ran else "yellow"
         show(Text.assemble((f"{row.op}.{row.spec}: ", "bold"), (verdict, style)))
-        for line in found.lines():
+        for line in one_map.lines():
             show(Text(line))
-        for T, sentence in list(found.wrong.items())[:SHOWN]:
+        for T, sentence in list(one_map.wrong.items())[:SHOWN]:
             show(_indented(Text(f"T={T}: {sentence}")))
     if as_json:
-        show_json([vars(found) for found in maps])
+        show_json([vars(one_map) for one_map in maps])
     else:
         show(Text("  . right   X wrong   - not supported; 64 numbers of tokens a line", "dim"))
-    unhealthy = any(found.wrong or not found.ran for found in maps) or any(row.broken for row in rows)
+    unhealthy = any(one_map.wrong or not one_map.ran for one_map in maps) or any(row.broken for row in rows)
     raise typer.Exit(1 if unhealthy or not maps else 0)
 
 

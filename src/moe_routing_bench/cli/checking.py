@@ -18,7 +18,7 @@ from moe_routing_bench.conformance.cases import KitCell
 from moe_routing_bench.conformance.check import Outcome, cells_of, check, matches
 from moe_routing_bench.conformance.router_checks import check_router
 from moe_routing_bench.names import did_you_mean
-from moe_routing_bench.ops.catalog import Found, find_all
+from moe_routing_bench.ops.catalog import Entry, find_all
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops, get_op
 
 NO_DTYPE = "any"
@@ -133,7 +133,7 @@ def select(
     return list(dict.fromkeys(wanted)), rows
 
 
-def _row(op: str, entry: Found, dtypes: tuple[str, ...], device: str) -> Row:
+def _row(op: str, entry: Entry, dtypes: tuple[str, ...], device: str) -> Row:
     row = Row(op=op, spec=entry.spec, origin=entry.origin, broken=entry.state == "broken")
     if row.broken:
         row.take_sentences([entry.reason])

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from moe_routing_bench.cli.apart import ApartError, Shown, answers
 from moe_routing_bench.cli.finding import ROUTERS, Outside, OutsideFile
-from moe_routing_bench.ops.catalog import Found, find, find_all
+from moe_routing_bench.ops.catalog import Entry, find, find_all
 from moe_routing_bench.ops.preference import machine_of, preferences
 from moe_routing_bench.ops.registry import BUILT_IN, Op, get_op
 from moe_routing_bench.routers.router import GROUPS, Router, router_named
@@ -128,7 +128,7 @@ def describe_op(op: Op) -> dict[str, Any]:
     }
 
 
-def describe(op: Op, entry: Found) -> dict[str, Any]:
+def describe(op: Op, entry: Entry) -> dict[str, Any]:
     """The same keys for every implementation; null where a file that could not be loaded would say."""
     one = entry.implementation
     options = None if one is None else [*inspect.signature(one.run).parameters][len(op.parameters()) :]

@@ -28,7 +28,7 @@ from moe_routing_bench.cli.terminal import (
 from moe_routing_bench.experts import ACTIVATIONS, ExpertWeights
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.auto import choose
-from moe_routing_bench.ops.catalog import Found, find, find_all
+from moe_routing_bench.ops.catalog import Entry, find, find_all
 from moe_routing_bench.ops.registry import Op, all_ops, get_op
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
@@ -108,11 +108,11 @@ def explain_command(
 def _explained_apart(asked: dict[str, Any], impl: str, outside: Outside) -> tuple[dict[str, Any], bool]:
     """The same with code from outside, each file in a process of its own; and is one of them broken?"""
     try:
-        (found,) = answers(explained, asked, impl, include=outside.folders, answer=Explanation)
+        (explanation,) = answers(explained, asked, impl, include=outside.folders, answer=Explanation)
     except ApartError as reason:
         show(Text.assemble((f"{asked['op']} {impl}", "bold"), " is broken: ", (str(reason), "red")))
         raise typer.Exit(1) from None
-    document, died = found.model_dump(), False
+    document, died = explanation.model_dump(), False
     for file in outside.of(asked["op"]):
         try:
             others = [
@@ -264,7 +264,7 @@ def _describe(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _answer(entry: Found, args: dict[str, Any]) -> dict[str, Any]:
+def _answer(entry: Entry, args: dict[str, Any]) -> dict[str, Any]:
     answer, reason = "could run", None
     if entry.implementation is None:
         answer, reason = ("no" if entry.state == "absent" else "broken"), entry.reason
@@ -283,7 +283,7 @@ def _answer(entry: Found, args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _same(entry: Found, chosen: Found) -> bool:
+def _same(entry: Entry, chosen: Entry) -> bool:
     if entry.implementation is None or chosen.implementation is None:
         return entry.spec == chosen.spec
     return entry.implementation.label == chosen.implementation.label

@@ -49,38 +49,38 @@ def history_command(
     with reading():
         if out is not None:
             check_picture_path(out)
-        found = history(
+        past = history(
             at_hand(folder), "ms" if chosen == "ms" else "ratio",
             lambda where, name: fnmatchcase(where, f"*{case}*") and fnmatchcase(name, impl + "*"),
         )  # fmt: skip
         if html is not None:
-            write_page(over_commits(found, f"mrb history {folder} --metric {metric} --html {html}"), html)
+            write_page(over_commits(past, f"mrb history {folder} --metric {metric} --html {html}"), html)
         if out is not None:
-            picture = draw(found)
+            picture = draw(past)
             if picture is None:
                 raise ValueError("there is nothing to draw: no series has two commits")
             with style():
                 picture.figure.savefig(out)
     if as_json:
-        series = [asdict(one) for one in found.series]
-        left_out = left_out_json(found.left_out)
-        show_json({"metric": chosen, "series": series, "without": found.without, "left_out": left_out})
+        series = [asdict(one) for one in past.series]
+        left_out = left_out_json(past.left_out)
+        show_json({"metric": chosen, "series": series, "without": past.without, "left_out": left_out})
         return
-    _show(found)
-    show_left_out(found.left_out)
+    _show(past)
+    show_left_out(past.left_out)
 
 
-def _show(found: History) -> None:
-    series, steps = series_table(found.series), steps_table(found)
+def _show(past: History) -> None:
+    series, steps = series_table(past.series), steps_table(past)
     if steps.rows:
         show("Steps:", table_of(steps.head, steps.rows[:MOST_SHOWN], words=steps.head[:2]), "")
     show(table_of(series.head, series.rows[:MOST_SHOWN], words=series.head[:3]))
-    if len(found.series) > MOST_SHOWN:
-        show(f"and {len(found.series) - MOST_SHOWN:,} more series; all of them: --json")
-    single = sum(len(one.points) < 2 for one in found.series)
+    if len(past.series) > MOST_SHOWN:
+        show(f"and {len(past.series) - MOST_SHOWN:,} more series; all of them: --json")
+    single = sum(len(one.points) < 2 for one in past.series)
     lines = [
-        f"Series: {len(found.series):,}, steps: {len(found.steps):,}. {METRICS[found.metric].capitalize()}."
+        f"Series: {len(past.series):,}, steps: {len(past.steps):,}. {METRICS[past.metric].capitalize()}."
     ]
     lines += [f"{single:,} series have one commit only."] if single else []
-    lines += [f"{found.without:,} records do not say which commit they are of."] if found.without else []
+    lines += [f"{past.without:,} records do not say which commit they are of."] if past.without else []
     show("", Text(printable("\n".join(lines)), "dim"))

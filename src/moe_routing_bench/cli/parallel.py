@@ -104,24 +104,24 @@ def plan_command(
             drop=drop, memory=memory_share * places.device.memory_gb * 1e9,
         )  # fmt: skip
         with console(stderr=True).status("counting") as status:
-            found = answer(question, lambda degree: status.update(f"groups of {degree} ranks"))
-    if not found.options:
+            reply = answer(question, lambda degree: status.update(f"groups of {degree} ranks"))
+    if not reply.options:
         with user_mistakes():
-            raise ValueError(found.left_out[0] if found.left_out else "nothing could be tried")
+            raise ValueError(reply.left_out[0] if reply.left_out else "nothing could be tried")
     if out is not None:
-        draw_plan(model, question, found, out)
+        draw_plan(model, question, reply, out)
     if as_json:
-        show_json(_document(model, question, found))
+        show_json(_document(model, question, reply))
         return
     sizes = f"{gpus:,} GPUs, {tokens:,} tokens each and step, {workload} routing; {places.title}"
-    best_of = [found.of(degree) for degree in found.degrees]
+    best_of = [reply.of(degree) for degree in reply.degrees]
     show(heading(model, sizes), "", *_table(best_of), "")
-    show(_advice(question, found))
-    if found.best is not None and found.best.degree > 1:
-        same = [option for option in found.options if option.degree == found.best.degree]
+    show(_advice(question, reply))
+    if reply.best is not None and reply.best.degree > 1:
+        same = [option for option in reply.options if option.degree == reply.best.degree]
         others = sorted(same, key=lambda option: option.total)[:SHOWN]
-        show("", Text(f"The fastest with degree {found.best.degree}:", "bold"), *_table(others))
-    show("", Text("Assumptions", "bold"), *(Text(line, "dim") for line in assumptions(question, found)))
+        show("", Text(f"The fastest with degree {reply.best.degree}:", "bold"), *_table(others))
+    show("", Text("Assumptions", "bold"), *(Text(line, "dim") for line in assumptions(question, reply)))
 
 
 def _table(options: list[Option]) -> list[RenderableType]:
@@ -147,10 +147,10 @@ def _way(one: Option) -> str:
     return f"{one.way}{copies}, {one.transport}, {one.layout}"
 
 
-def _advice(question: Question, found: Answer) -> str:
-    best, room = found.best, question.memory / 1e9
+def _advice(question: Question, reply: Answer) -> str:
+    best, room = reply.best, question.memory / 1e9
     if best is None:
-        least = min(found.options, key=lambda one: one.memory)
+        least = min(reply.options, key=lambda one: one.memory)
         return (
             f"None fits {room:.0f} GB a GPU: the least is {least.memory / 1e9:.1f} GB with degree "
             f"{least.degree}. Take more GPUs, fewer bits or a larger --memory-share."
@@ -174,10 +174,10 @@ def _advice(question: Question, found: Answer) -> str:
     )
 
 
-def assumptions(question: Question, found: Answer) -> list[str]:
+def assumptions(question: Question, reply: Answer) -> list[str]:
     fabric, size = question.fabric, question.size
     device, inside, between = fabric.device, fabric.inside, fabric.between
-    once = ", ".join(f"{steps} of degree {degree}" for degree, steps in found.steps.items())
+    once = ", ".join(f"{steps} of degree {degree}" for degree, steps in reply.steps.items())
     lines = [
         f"inside a node ({fabric.ranks_per_node} ranks): {inside.gb_per_second:g} GB/s a rank and direction, "
         f"{inside.exchange_us:g} us an exchange, {inside.message_us:g} us a message; between nodes: "
@@ -198,9 +198,9 @@ def assumptions(question: Question, found: Answer) -> list[str]:
         "placements are made from the step before; of the workload's tokens, each rank has the same number "
         "unless the workload says otherwise; limits on groups of experts hold only if the routing has them",
     ]
-    if found.reused:
+    if reply.reused:
         lines.append(f"{MOST_TOKENS:,} tokens were drawn for a group and used again by further ranks")
-    return [*lines, *found.left_out]
+    return [*lines, *reply.left_out]
 
 
 def _shared(fabric: Fabric) -> str:
@@ -211,12 +211,12 @@ def _shared(fabric: Fabric) -> str:
     )
 
 
-def _document(model: str, question: Question, found: Answer) -> dict[str, object]:
+def _document(model: str, question: Question, reply: Answer) -> dict[str, object]:
     asked = {**asdict(question), "fabric": question.fabric.model_dump()}
     return {
         "model": model,
         "question": asked,
-        "best": None if found.best is None else {**asdict(found.best), "total": found.best.total},
-        "options": [{**asdict(one), "total": one.total} for one in found.options],
-        "assumptions": assumptions(question, found),
+        "best": None if reply.best is None else {**asdict(reply.best), "total": reply.best.total},
+        "options": [{**asdict(one), "total": one.total} for one in reply.options],
+        "assumptions": assumptions(question, reply),
     }

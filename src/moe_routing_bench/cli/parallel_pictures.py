@@ -11,12 +11,12 @@ from moe_routing_bench.studies.parallel_plans import Answer, Question
 COLOURS = dict(zip(PARTS, ("#c9a227", "#8a8a8a", "#1f5fa8", "#3d8f5f", "#7fb2e5"), strict=True))
 
 
-def draw_plan(model: str, question: Question, found: Answer, path: Path) -> None:
+def draw_plan(model: str, question: Question, reply: Answer, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-    best_of = [found.of(degree) for degree in found.degrees]
+    best_of = [reply.of(degree) for degree in reply.degrees]
     places = range(len(best_of))
     figure = Figure(figsize=(10, 7), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
@@ -27,7 +27,7 @@ def draw_plan(model: str, question: Question, found: Answer, path: Path) -> None
         above.bar(places, heights, bottom=under, width=0.66, color=COLOURS[part], label=part)
         under = [low + more for low, more in zip(under, heights, strict=True)]
     for place, one in zip(places, best_of, strict=True):
-        taken = found.best is not None and one.degree == found.best.degree
+        taken = reply.best is not None and one.degree == reply.best.degree
         how = "" if one.degree == 1 else one.transport.replace("_", " ")
         how += f"\n+{one.copies} copies" if one.copies else ""
         above.annotate(

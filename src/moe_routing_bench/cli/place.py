@@ -138,31 +138,31 @@ def cache_command(
         if tokens < 1 or not 0 < gb_per_second < 1e6:
             raise ValueError("--tokens and --gb-per-second must be positive")
         expert = None if model is None else _expert_bytes(model, bits)
-        found, layers, used = study_caches(read_trace(file), slots=slots, policies=names, most_tokens=tokens)
-    per_token = [one.loads / (layers * used) for one in found]
+        cached, layers, used = study_caches(read_trace(file), slots=slots, policies=names, most_tokens=tokens)
+    per_token = [one.loads / (layers * used) for one in cached]
     if as_json:
         rows = [
             {**asdict(one), "hit_rate": one.hit_rate, "loads_per_token_and_layer": rate}
-            for one, rate in zip(found, per_token, strict=True)
+            for one, rate in zip(cached, per_token, strict=True)
         ]
         show_json({"layers": layers, "tokens": used, "expert_bytes": expert, "policies": rows})
         return
     sizes = f"{layers} layer{'s' if layers > 1 else ''}, {used:,} tokens each, {slots} slots"
-    show(heading(printable(file.name), sizes), "", *_cached(found, per_token, expert, gb_per_second))
+    show(heading(printable(file.name), sizes), "", *_cached(cached, per_token, expert, gb_per_second))
     show("", Text("belady knows the future: no policy can load less. loads: a token and layer.", "dim"))
 
 
 def _cached(
-    found: list[Cached], per_token: list[float], expert: float | None, gb_per_second: float
+    cached: list[Cached], per_token: list[float], expert: float | None, gb_per_second: float
 ) -> list[RenderableType]:
     numbers = {
-        "hit rate": [f"{100 * one.hit_rate:.1f} %" for one in found],
+        "hit rate": [f"{100 * one.hit_rate:.1f} %" for one in cached],
         "loads": [f"{rate:.3f}" for rate in per_token],
     }
     if expert is not None:
         numbers["MiB"] = [f"{rate * expert / 2**20:.1f}" for rate in per_token]
         numbers["ms"] = [f"{1e3 * rate * expert / (gb_per_second * 1e9):.3f}" for rate in per_token]
-    return fitted({"policy": [one.policy for one in found]}, numbers, style="bold")
+    return fitted({"policy": [one.policy for one in cached]}, numbers, style="bold")
 
 
 def _expert_bytes(name: str, bits: float) -> float:

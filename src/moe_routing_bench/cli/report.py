@@ -13,7 +13,7 @@ from moe_routing_bench.cli.results import at_hand, printable, reading, show_left
 from moe_routing_bench.cli.terminal import fail, say, show
 from moe_routing_bench.report.drawing import save
 from moe_routing_bench.report.explorer import explorer
-from moe_routing_bench.report.finding import found_in
+from moe_routing_bench.report.finding import results_folders
 from moe_routing_bench.report.markdown import markdown
 from moe_routing_bench.report.page import Page, make_page, render
 from moe_routing_bench.report.reading import read
@@ -52,9 +52,9 @@ def report_command(
     Timing and training records may be mixed. Results of unlike machines stand
     in chapters of their own and are never compared.
     """
-    with reading() as status, found_in([at_hand(folder) for folder in folders]) as found:
-        status.update(f"reading {len(found)} folders")
-        material = read(found)
+    with reading() as status, results_folders([at_hand(folder) for folder in folders]) as contents:
+        status.update(f"reading {len(contents)} folders")
+        material = read(contents)
         if as_markdown:
             typer.echo(markdown(material), nl=False)
         if plotly is not None:

@@ -191,12 +191,12 @@ def at_hand(folder: Path) -> Path:
         return folder
     from moe_routing_bench.results.mirror import mirror  # most commands read a folder
 
-    found = mirror(folder)
-    for sentence in found.sentences[:MOST_SENTENCES]:
+    copied = mirror(folder)
+    for sentence in copied.sentences[:MOST_SENTENCES]:
         say(printable(f"{url_of(folder)}: {sentence}"))
-    if len(found.sentences) > MOST_SENTENCES:
-        say(f"and {len(found.sentences) - MOST_SENTENCES:,} more")
-    return found.folder
+    if len(copied.sentences) > MOST_SENTENCES:
+        say(f"and {len(copied.sentences) - MOST_SENTENCES:,} more")
+    return copied.folder
 
 
 def printable(text: object) -> str:

@@ -119,13 +119,13 @@ def show_all(device: str, pattern: str) -> list[Tried]:
     show(f"Trying the smallest case of every GPU kernel on {gpu}, against the oracle on the CPU")
     if target.unlisted:
         show(Text(target.unlisted, "yellow"))
-    found = []
+    tried = []
     for one in try_all(device, pattern):
-        found.append(one)
+        tried.append(one)
         row = two_columns(16)
         row.add_row(Text(one.answer, STYLES[one.answer]), f"{one.name}: {one.reason}")
         show(row)
-    return found
+    return tried
 
 
 def show_summary(tried: list[Tried]) -> None:

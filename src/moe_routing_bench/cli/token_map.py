@@ -102,7 +102,7 @@ def checked_tokens(
 
 def token_map(row: Row, dtypes: tuple[str, ...], device: str, tokens: list[int]) -> TokenMap:
     """What dies or hangs is wrong at the number it had begun, and the rest is not known."""
-    found, asked = TokenMap(row.op, row.spec), (row.op, row.spec, dtypes, device, tokens)
+    result, asked = TokenMap(row.op, row.spec), (row.op, row.spec, dtypes, device, tokens)
     begun = tokens[0]
     try:
         source: Any = (
@@ -113,9 +113,9 @@ def token_map(row: Row, dtypes: tuple[str, ...], device: str, tokens: list[int])
         for one in source:
             begun = one.T
             if one.status != "begun":
-                found.status[one.T] = one.status
+                result.status[one.T] = one.status
                 if one.status == "failed":
-                    found.wrong[one.T] = one.sentence
+                    result.wrong[one.T] = one.sentence
     except (ApartError, ValueError) as reason:
-        found.status[begun], found.wrong[begun] = "failed", str(reason)
-    return found
+        result.status[begun], result.wrong[begun] = "failed", str(reason)
+    return result

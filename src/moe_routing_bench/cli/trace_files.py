@@ -118,26 +118,26 @@ def diff_command(
       mrb trace diff rollout.safetensors trainer.safetensors
     """
     with user_mistakes():
-        found = diff(read_trace(a), read_trace(b))
+        difference = diff(read_trace(a), read_trace(b))
     if as_json:
         show_json(
             {
-                "whole": asdict(found.whole),
-                "layers": [{"layer": layer, **asdict(one)} for layer, one in found.by_layer.items()],
+                "whole": asdict(difference.whole),
+                "layers": [{"layer": layer, **asdict(one)} for layer, one in difference.by_layer.items()],
                 "positions": [
                     {"first": first, "last": last, **asdict(one)}
-                    for (first, last), one in found.by_position.items()
+                    for (first, last), one in difference.by_position.items()
                 ],
-                "only_a": found.only_a,
-                "only_b": found.only_b,
-                "scores_of": found.scores_of,
+                "only_a": difference.only_a,
+                "only_b": difference.only_b,
+                "scores_of": difference.scores_of,
             }
         )
         return
-    layers = {str(layer): one for layer, one in found.by_layer.items()} | {"all": found.whole}
-    spans = {_span(*span): one for span, one in found.by_position.items()}
-    show(_table("layer", layers, found), "", _table("positions", spans, found), "")
-    show(*(Text(line, "dim") for line in _notes(found)))
+    layers = {str(layer): one for layer, one in difference.by_layer.items()} | {"all": difference.whole}
+    spans = {_span(*span): one for span, one in difference.by_position.items()}
+    show(_table("layer", layers, difference), "", _table("positions", spans, difference), "")
+    show(*(Text(line, "dim") for line in _notes(difference)))
 
 
 def _sizes(recording: Recording) -> str:
@@ -149,15 +149,15 @@ def _sizes(recording: Recording) -> str:
     )
 
 
-def _table(first: str, rows: dict[str, Difference], found: TraceDiff) -> Table:
+def _table(first: str, rows: dict[str, Difference], difference: TraceDiff) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     names = [first, "tokens", "choices differ", "tokens differ"]
-    names += ["margin", "usual margin"] if found.scores_of else []
+    names += ["margin", "usual margin"] if difference.scores_of else []
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for name, one in rows.items():
         cells = [name, f"{one.tokens:,}", f"{100 * one.choices:.3f} %", f"{100 * one.flipped:.2f} %"]
-        if found.scores_of:
+        if difference.scores_of:
             cells += ["" if margin is None else f"{margin:.2g}" for margin in (one.margin, one.usual)]
         table.add_row(*cells)
     return table
@@ -167,19 +167,21 @@ def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _notes(found: TraceDiff) -> list[str]:
+def _notes(difference: TraceDiff) -> list[str]:
     notes = ["choices differ: experts of A that B did not choose for the token, in whatever order."]
-    if found.scores_of:
+    if difference.scores_of:
         notes.append(
-            f"margin: {found.scores_of}'s score of a choice less its score of the one that took its place, "
+            f"margin: {difference.scores_of}'s score of a choice less its score of the one that took its "
+            "place, "
             "median "
             "over flips; usual margin: the last chosen less the first not chosen, median over tokens."
         )
     else:
         notes.append("Neither has scores, so there are no margins; record with --scores.")
-    if found.only_a or found.only_b:
+    if difference.only_a or difference.only_b:
         notes.append(
-            f"Not compared: {found.only_a:,} tokens that only A has, {found.only_b:,} that only B has."
+            f"Not compared: {difference.only_a:,} tokens that only A has, "
+            f"{difference.only_b:,} that only B has."
         )
     return notes
 

@@ -128,15 +128,15 @@ def pareto_command(
 ) -> None:
     """What each rule reached and what it cost: a table, pareto.json, and pictures."""
     with user_mistakes():
-        found = pareto(folder)
+        reached = pareto(folder)
         target = folder if out is None else out
         target.mkdir(parents=True, exist_ok=True)
-        (target / "pareto.json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")
-        drawn = draw_study(folder, found, target)
+        (target / "pareto.json").write_text(json.dumps(reached.to_dict(), indent=1) + "\n")
+        drawn = draw_study(folder, reached, target)
     if as_json:
-        show_json(found.to_dict())
+        show_json(reached.to_dict())
         return
-    show(*table(found), "", *sentences(found), "", *_notes(found))
+    show(*table(reached), "", *sentences(reached), "", *_notes(reached))
     show(f"Written: {', '.join(str(target / name) for name in ('pareto.json', *drawn))}")
 
 
@@ -251,12 +251,12 @@ def _show_run(one: Training, out: Path) -> None:
     )
 
 
-def table(found: Pareto) -> list[RenderableType]:
-    rows = found.standings
+def table(reached: Pareto) -> list[RenderableType]:
+    rows = reached.standings
     numbers = {
         "held-out": [one.loss.said() for one in rows],
-        f"from {found.baseline}": [
-            "-" if one.rule == found.baseline else one.difference.said("+") for one in rows
+        f"from {reached.baseline}": [
+            "-" if one.rule == reached.baseline else one.difference.said("+") for one in rows
         ],
         "equal seconds": [f"{one.at_equal_seconds.mean:.3f}" for one in rows],
         "ms/step": [f"{1e3 * one.step_seconds:.0f}" for one in rows],
@@ -276,15 +276,15 @@ def table(found: Pareto) -> list[RenderableType]:
     )
 
 
-def _notes(found: Pareto) -> list[str]:
-    made = found.made
-    seeds = found.standings[0].seeds
+def _notes(reached: Pareto) -> list[str]:
+    made = reached.made
+    seeds = reached.standings[0].seeds
     return [
-        f"{found.question} {seeds} seed{'s' if seeds > 1 else ''}, {found.tokens:,} bytes each; ± is half "
-        "of a 95 % interval over seeds.",
+        f"{reached.question} {seeds} seed{'s' if seeds > 1 else ''}, {reached.tokens:,} bytes each; "
+        "± is half of a 95 % interval over seeds.",
         "held-out: nats per byte at equal tokens. equal seconds: the same after "
-        f"{found.budget:.0f} s, read off the curve. ratio: of the times of a step to "
-        f"{found.baseline}'s, in turns.",
+        f"{reached.budget:.0f} s, read off the curve. ratio: of the times of a step to "
+        f"{reached.baseline}'s, in turns.",
         f"{made['machine']}, {made['threads']} thread, torch {made['torch']}, commit {made['commit'][:10]}"
         + (", changed since" if made["dirty"] else "")
         + f", load {made['load']:.1f}",

@@ -31,8 +31,8 @@ def batch_dependence(implementation: Implementation, cell: KitCell) -> str | Non
         for seed in SEEDS[:1] if threads == 2 else SEEDS:
             with torch_threads(threads):
                 for way in _ways(implementation, cell):
-                    if (found := _first_difference(implementation, cell, way, seed)) is not None:
-                        return f"{found} ({way}, {threads} thread{'s' * (threads > 1)}, seed {seed})"
+                    if (difference := _first_difference(implementation, cell, way, seed)) is not None:
+                        return f"{difference} ({way}, {threads} thread{'s' * (threads > 1)}, seed {seed})"
     return None
 
 

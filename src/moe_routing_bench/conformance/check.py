@@ -167,8 +167,8 @@ def _whats_wrong(implementation: Implementation, cell: KitCell, args: Mapping[st
         frozen[weights] = implementation.freeze(frozen[weights])
         with poisoned_memory(), torch.no_grad():
             out_of_frozen = _on_host(implementation.run(*frozen.values()))
-        found = judge_output(implementation, cell, out_of_frozen, host_args)
-        wrong += [f"with frozen weights: {sentence}" for sentence in found]
+        sentences = judge_output(implementation, cell, out_of_frozen, host_args)
+        wrong += [f"with frozen weights: {sentence}" for sentence in sentences]
     if not implementation.reuses_output and cell.case.name == "plain":
         run_again(with_grad=False, seed=1)
         if not _all_same_bits(kept, _on_host(out)):

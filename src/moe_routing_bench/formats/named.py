@@ -20,10 +20,10 @@ GROUPED = re.compile(r"(int8|int4)_g([1-9]\d{0,4})(_asym)?")
 
 def _grouped(name: str) -> tuple[str, int, bool] | None:
     """ "int4_g32_asym" -> ("int4", 32, True)"""
-    found = GROUPED.fullmatch(name)
-    if found is None or (found[1] == "int8" and found[3]):
+    match = GROUPED.fullmatch(name)
+    if match is None or (match[1] == "int8" and match[3]):
         return None
-    return found[1], int(found[2]), found[3] is not None
+    return match[1], int(match[2]), match[3] is not None
 
 
 def coding_of(name: str) -> Coding:

@@ -118,13 +118,13 @@ def right_inverse(layout: Layout) -> Layout:
     for size, stride in _merged(layout.flat()):
         modes.append((stride, size, start))
         start *= size
-    found: list[tuple[int, int]] = []
+    inverse: list[tuple[int, int]] = []
     reached = 1
     for stride, size, start in sorted(modes, key=lambda mode: mode[0]):
         if stride == reached and size > 1:
-            found.append((size, start))
+            inverse.append((size, start))
             reached *= size
-    return _layout(_merged(found))
+    return _layout(_merged(inverse))
 
 
 def thread_values(threads: Layout, values: Layout) -> tuple[tuple[int, ...], Layout]:
@@ -200,7 +200,7 @@ def _compose(modes: list[tuple[int, int]], inner: Layout, outer: Layout) -> Layo
     left, step = inner.shape, inner.stride
     if step == 0:
         return inner
-    found: list[tuple[int, int]] = []
+    composed: list[tuple[int, int]] = []
     for size, stride in modes[:-1]:
         if step >= size and step % size:
             raise ValueError(
@@ -213,9 +213,9 @@ def _compose(modes: list[tuple[int, int]], inner: Layout, outer: Layout) -> Layo
                 raise ValueError(
                     f"no layout is {outer} after {inner}: {left} steps, {fit} fit its mode of {size}"
                 )
-            found.append((taken, step * stride))
+            composed.append((taken, step * stride))
             left //= taken
         step = -(-step // size)
-    if left > 1 or not found:
-        found.append((left, step * modes[-1][1]))
-    return _layout(_merged(found) if len(found) > 1 else found)
+    if left > 1 or not composed:
+        composed.append((left, step * modes[-1][1]))
+    return _layout(_merged(composed) if len(composed) > 1 else composed)

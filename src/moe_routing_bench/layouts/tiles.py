@@ -108,20 +108,20 @@ def faults(copy: Copy, *, width_bits: int = WIDEST, copies: int = 1) -> list[str
     `copies`: how many threads are meant to hold each place; Triton lets several hold the same if threads are
     left over, and stores from one of them.
     """
-    found = []
+    wrong = []
     if copy.missing:
-        found.append(f"{copy.missing} places of the tile are touched by no thread")
+        wrong.append(f"{copy.missing} places of the tile are touched by no thread")
     if copy.outside:
-        found.append(f"{copy.outside} values lie outside the tile")
+        wrong.append(f"{copy.outside} values lie outside the tile")
     if copy.holders[1] > copies:
-        found.append(f"a place is touched {copy.holders[1]} times, not {copies}")
+        wrong.append(f"a place is touched {copy.holders[1]} times, not {copies}")
     if not copy.outside and copy.width_bits < width_bits:
-        found.append(f"one access has {copy.width_bits} bits, not {width_bits}")
+        wrong.append(f"one access has {copy.width_bits} bits, not {width_bits}")
     if copy.space == "global" and copy.sectors > copy.least_sectors:
-        found.append(f"an access of a warp touches {copy.sectors} sectors; {copy.least_sectors} would do")
+        wrong.append(f"an access of a warp touches {copy.sectors} sectors; {copy.least_sectors} would do")
     if copy.space == "shared" and copy.passes > 1:
-        found.append(f"lanes of one phase meet in a bank: {copy.passes} passes, not 1")
-    return found
+        wrong.append(f"lanes of one phase meet in a bank: {copy.passes} passes, not 1")
+    return wrong
 
 
 def coordinate_layout(*sizes: int) -> Layout:
@@ -146,14 +146,14 @@ def tile_faults(tiles: Layout, sizes: Sequence[int], *, guarded: bool = True) ->
             seen[coordinate] += 1
         else:
             beyond += 1
-    found = []
+    wrong = []
     if lost := math.prod(sizes) - len(seen):
-        found.append(f"{lost} of {math.prod(sizes)} places are in no tile")
+        wrong.append(f"{lost} of {math.prod(sizes)} places are in no tile")
     if twice := sum(count > 1 for count in seen.values()):
-        found.append(f"{twice} places are in more than one tile")
+        wrong.append(f"{twice} places are in more than one tile")
     if beyond and not guarded:
-        found.append(f"{beyond} places of tiles lie past the edge, and nothing masks them")
-    return found
+        wrong.append(f"{beyond} places of tiles lie past the edge, and nothing masks them")
+    return wrong
 
 
 def _width(address: list[list[int]], item_bits: int) -> int:

@@ -161,16 +161,16 @@ def _needed(triton: bool) -> list[Path]:
     queue = [*(PACKAGE / root for root in ROOTS), *PACKAGE.glob("ops/*.h"), *kept]
     if not triton:
         queue = [path for path in queue if not path.stem.startswith("triton_")]
-    found: dict[Path, None] = {}
+    needed: dict[Path, None] = {}
     while queue:
         path = queue.pop()
-        if path in found or path == PACKAGE / "__init__.py":
+        if path in needed or path == PACKAGE / "__init__.py":
             continue
-        found[path] = None
+        needed[path] = None
         queue += [package for parent in path.parents if (package := parent / "__init__.py").is_file()]
         if path.suffix == ".py":
             queue += _imported(path)
-    return sorted(path for path in found if path.is_relative_to(PACKAGE) and path.parent != PACKAGE.parent)
+    return sorted(path for path in needed if path.is_relative_to(PACKAGE) and path.parent != PACKAGE.parent)
 
 
 def _imported(path: Path) -> list[Path]:

@@ -144,14 +144,14 @@ def _compressed(about: About, tensors: Tensors, how: Mapping[str, Any]) -> Quant
         groups = 1 if channel else K // group
         code, packed = ("weight", (N, K)), ("weight_packed", (N, -(-K * bits // 32)))
         last, shape = code if form == "int-quantized" else packed
-        found = (
+        parts = (
             tensors.slice(f"{name}.{last}", shape, ("I8",) if last == "weight" else ("I32",)),
             tensors.slice(f"{name}.weight_scale", (N, groups)),
         )
         if symmetric:
-            return found
+            return parts
         zeros = -(-N * bits // 32), groups
-        return *found, tensors.slice(f"{name}.weight_zero_point", zeros, ("I32",))
+        return *parts, tensors.slice(f"{name}.weight_zero_point", zeros, ("I32",))
 
     def stored(N: int, K: int, code_NK: Tensor, scale_Ng: Tensor, zero_ng: Tensor | None = None) -> Stored:
         if form == "pack-quantized":
@@ -193,11 +193,11 @@ def _of_experts(
     D, F = about.D, about.F
     sizes = dict(zip(about.family.parts, ((F, D), (F, D), (D, F)), strict=True))
     home = f"{_home(about)}.experts"
-    found = [
+    experts = [
         {part: slices(f"{home}.{e}.{part}", N, K) for part, (N, K) in sizes.items()} for e in range(about.E)
     ]
     gate, up, down = (
-        [stored(*sizes[part], *(one[:] for one in expert[part])) for expert in found] for part in sizes
+        [stored(*sizes[part], *(one[:] for one in expert[part])) for expert in experts] for part in sizes
     )
     w_in = joined([joined(pair, columns=True) for pair in zip(gate, up, strict=True)])
     return QuantisedExperts(w_in=w_in, w_out=joined(down), activation=about.activation)

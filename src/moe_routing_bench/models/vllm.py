@@ -54,8 +54,8 @@ def register() -> None:
 
 
 def why_not_version(version: str) -> str | None:
-    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if FIRST <= found < BEFORE:
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if FIRST <= numbers < BEFORE:
         return None
     return f"it was tried with vLLM {FIRST[0]}.{FIRST[1]} alone and this is {version}; {INSTALL}"
 

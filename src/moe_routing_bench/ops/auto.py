@@ -114,8 +114,8 @@ def resolve(
 
 def invariant_names(op: Op) -> list[str]:
     """The implementations that say BATCH_INVARIANT, with the configurations a tuner may try."""
-    found = ((entry.spec, entry.implementation) for entry in find_all(op, configs=True))
-    return [spec for spec, one in found if one is not None and one.batch_invariant]
+    entries = ((entry.spec, entry.implementation) for entry in find_all(op, configs=True))
+    return [spec for spec, one in entries if one is not None and one.batch_invariant]
 
 
 def _made_invariant(op: Op, spec: str) -> Implementation:

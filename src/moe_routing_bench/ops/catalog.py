@@ -11,10 +11,10 @@ from moe_routing_bench.ops.registry import BUILT_IN, Op
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Entry:
     """One implementation, or one configuration of it, whether or not it can be loaded.
 
-    Found(spec="mine", origin="file combine/mine.py", state="broken", reason="SyntaxError: invalid syntax")
+    Entry(spec="mine", origin="file combine/mine.py", state="broken", reason="SyntaxError: invalid syntax")
     """
 
     spec: str
@@ -24,7 +24,7 @@ class Found:
     implementation: Implementation | None = None
 
 
-def find(op: Op, spec: str, config: Mapping[str, Any] | None = None) -> Found:
+def find(op: Op, spec: str, config: Mapping[str, Any] | None = None) -> Entry:
     """`spec` with `config` on top. Errors in code from outside are reported in the result; errors in built-in
     code are raised, and so is ValueError for a name that does not exist."""
     try:
@@ -32,19 +32,19 @@ def find(op: Op, spec: str, config: Mapping[str, Any] | None = None) -> Found:
         if config:
             spec = replace(implementation, config=config).label
             implementation = op.get(spec)
-        return Found(spec=spec, origin=implementation.origin, state="ready", implementation=implementation)
+        return Entry(spec=spec, origin=implementation.origin, state="ready", implementation=implementation)
     except Exception as error:
         name = spec.partition("(")[0].strip()
         origin = op.origin(name) if name in op.names() else BUILT_IN
         if isinstance(error, NotImplementedError):
             reason = str(error).partition(": ")[2] or str(error)
-            return Found(spec=spec, origin=origin, state="absent", reason=reason)
+            return Entry(spec=spec, origin=origin, state="absent", reason=reason)
         if origin == BUILT_IN:
             raise
-        return Found(spec=spec, origin=origin, state="broken", reason=f"{type(error).__name__}: {error}")
+        return Entry(spec=spec, origin=origin, state="broken", reason=f"{type(error).__name__}: {error}")
 
 
-def find_all(op: Op, *, configs: bool, only: str | None = None) -> Iterator[Found]:
+def find_all(op: Op, *, configs: bool, only: str | None = None) -> Iterator[Entry]:
     """Every implementation of the op, or of one origin; with `configs` also what a tuner may try."""
     for name in op.names():
         if only not in (None, op.origin(name)):

@@ -245,12 +245,12 @@ class Watch:
         """Raise what was seen; `whole` results must have been stored everywhere."""
         if self.faults is None:
             return
-        found = [f"{n} {fault}" for n, fault in zip(self.faults.tolist(), FAULTS, strict=True) if n]
+        counted = [f"{n} {fault}" for n, fault in zip(self.faults.tolist(), FAULTS, strict=True) if n]
         for stored in self.stored:
             if stored is not None and whole and (missing := int((stored == 0).sum())):
-                found.append(f"{missing} elements of a result were never stored")
-        if found:
-            raise KernelMemoryError(f"{kernel}: {'; '.join(found)}")
+                counted.append(f"{missing} elements of a result were never stored")
+        if counted:
+            raise KernelMemoryError(f"{kernel}: {'; '.join(counted)}")
 
 
 class Launch:

@@ -104,9 +104,9 @@ def by_gathering(plan: RoutingPlan, traffic: Traffic) -> RoutingPlan:
     slot_WTK = all_tokens(plan.expert_TK().to(INDEX) + 1, traffic).long() - 1
     source_N = torch.arange(ranks.num_ranks, device=slot_WTK.device).repeat_interleave(most)
     here_NK = (slot_WTK >= 0) & (slot_WTK // P == ranks.rank)
-    found = _arrived(slot_WTK % P, here_NK, source_N.unsqueeze(1), ranks, capacity_of(plan, ranks))
-    traffic.kept["by_gathering"] = found
-    return found
+    arrived = _arrived(slot_WTK % P, here_NK, source_N.unsqueeze(1), ranks, capacity_of(plan, ranks))
+    traffic.kept["by_gathering"] = arrived
+    return arrived
 
 
 def all_tokens(mine_TD: Tensor, traffic: Traffic) -> Tensor:

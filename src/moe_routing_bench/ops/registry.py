@@ -333,8 +333,8 @@ def files_of(folders: Sequence[Path | str]) -> list[Path]:
                 f"{folder} holds no folder named after an op and none called routers; "
                 f"the ops are {', '.join(sorted(ops))}"
             )
-    found = [file for path in paths for name in known for file in sorted((path / name).glob("[!_]*.py"))]
-    return list(dict.fromkeys(found))
+    files = [file for path in paths for name in known for file in sorted((path / name).glob("[!_]*.py"))]
+    return list(dict.fromkeys(files))
 
 
 @cache

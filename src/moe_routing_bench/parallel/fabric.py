@@ -178,18 +178,18 @@ def ports(rows_WW: Rows, fabric: Fabric) -> Ports:
 
 def exchange(rows: Ports, row_bytes: float, fabric: Fabric) -> Exchange:
     out, into, waits = rows.out, rows.into, fabric.waits
-    found = [
+    limits = [
         _most("inside a node", out.near_W, into.near_W, fabric.inside.gb_per_second, waits),
         _most("between nodes", out.far_W, into.far_W, fabric.between.gb_per_second, waits),
     ]
     if fabric.node is not None:
         per_node = (-1, min(fabric.ranks_per_node, len(out.far_W)))
         out_N, into_N = (side.far_W.reshape(per_node).sum(1) for side in (out, into))
-        found.append(_most("all ranks of a node", out_N, into_N, fabric.node.gb_per_second, waits))
+        limits.append(_most("all ranks of a node", out_N, into_N, fabric.node.gb_per_second, waits))
     if fabric.switch is not None and out.switch_S is not None and into.switch_S is not None:
         rate = fabric.switch.gb_per_second
-        found.append(_most("all nodes of a switch", out.switch_S, into.switch_S, rate, waits))
-    most, limit = max(found)
+        limits.append(_most("all nodes of a switch", out.switch_S, into.switch_S, rate, waits))
+    most, limit = max(limits)
     used = [(fabric.inside, rows.out.near_ranks_W), (fabric.between, rows.out.far_ranks_W)]
     constant = max((link.exchange_us for link, ranks_W in used if ranks_W.any()), default=0.0)
     each = float(np.sum([link.message_us * ranks_W for link, ranks_W in used], axis=0).max())

@@ -93,13 +93,13 @@ def differing(
 
 def _find_out(ranks: Ranks, group: dist.ProcessGroup, waited: float) -> tuple[tuple[int, ...], str]:
     """Who is to blame, and how it shows. In a thread, because a store whose keeper stalls answers nobody."""
-    found: list[tuple[tuple[int, ...], str]] = []
-    asking = threading.Thread(target=lambda: found.append(_ask(ranks, group, waited)), daemon=True)
+    causes: list[tuple[tuple[int, ...], str]] = []
+    asking = threading.Thread(target=lambda: causes.append(_ask(ranks, group, waited)), daemon=True)
     asking.start()
     asking.join(2 * GRACE)
-    if not found:
+    if not causes:
         return (0,), "nobody answers at the store of the group, which rank 0 or the launcher keeps"
-    return found[0]
+    return causes[0]
 
 
 def _ask(ranks: Ranks, group: dist.ProcessGroup, waited: float) -> tuple[tuple[int, ...], str]:

@@ -105,7 +105,7 @@ def assigned(
         (np.append(np.asarray(load)[e], -np.ones(W)), (np.append(w, range(W)), np.append(x, [E * W] * W))),
         shape=(W, E * W + 1),
     )
-    found = milp(
+    solution = milp(
         cost,
         integrality=np.append(np.ones(E * W), 0),
         bounds=Bounds(0, np.append(np.ones(E * W), np.inf)),
@@ -116,9 +116,9 @@ def assigned(
         ],
         options={"time_limit": seconds},
     )
-    if found.x is None:
-        raise ValueError(f"no placement of {E} experts on {W} ranks within {seconds:g} s: {found.message}")
-    held_EW = found.x[:-1].reshape(E, W) > 0.5
+    if solution.x is None:
+        raise ValueError(f"no placement of {E} experts on {W} ranks within {seconds:g} s: {solution.message}")
+    held_EW = solution.x[:-1].reshape(E, W) > 0.5
     experts_W = tuple(tuple(int(one) for one in np.flatnonzero(held_EW[:, rank])) for rank in range(W))
     return Placement(experts_W=experts_W, num_experts=E, ranks_per_node=ranks_per_node)
 

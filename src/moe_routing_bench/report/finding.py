@@ -30,8 +30,8 @@ KEPT = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """Found(name="measurements/records/grid.tar.xz", folder=Path("/tmp/mrb-report-x1/0"), timed=True,
+class ResultsFolder:
+    """ResultsFolder(name="measurements/records/grid.tar.xz", folder=Path("/tmp/mrb-report-x1/0"), timed=True,
     trained=False)"""
 
     name: str  # as the user would write it
@@ -41,10 +41,10 @@ class Found:
 
 
 @contextmanager
-def found_in(paths: Sequence[Path]) -> Iterator[list[Found]]:
+def results_folders(paths: Sequence[Path]) -> Iterator[list[ResultsFolder]]:
     """Every results folder in these paths, in their order. ValueError if one of them holds none."""
     with ExitStack() as stack:
-        found = []
+        folders = []
         for path in paths:
             here = [one for place in _places(path, DEPTH) for one in _opened(place, stack)]
             if not here:
@@ -52,8 +52,8 @@ def found_in(paths: Sequence[Path]) -> Iterator[list[Found]]:
                     f"{path} holds no results: no session=... folders, no {TRAININGS} and no packed results "
                     f"({', '.join(PACKED)}); mrb bench layer --out {path} makes some"
                 )
-            found += here
-        yield found
+            folders += here
+        yield folders
 
 
 def _places(path: Path, depth: int) -> Iterator[Path]:
@@ -73,7 +73,7 @@ def _kinds(folder: Path) -> tuple[bool, bool]:
     return bool(session_folders(folder)), is_plain_file(folder / TRAININGS) or is_plain_file(folder / STUDY)
 
 
-def _opened(path: Path, stack: ExitStack) -> Iterator[Found]:
+def _opened(path: Path, stack: ExitStack) -> Iterator[ResultsFolder]:
     folder = path
     if path.is_file():
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mrb-report-")))
@@ -83,7 +83,7 @@ def _opened(path: Path, stack: ExitStack) -> Iterator[Found]:
             _unpack(path, folder)
     timed, trained = _kinds(folder)
     if timed or trained:
-        yield Found(name=str(path), folder=folder, timed=timed, trained=trained)
+        yield ResultsFolder(name=str(path), folder=folder, timed=timed, trained=trained)
 
 
 def _unpack(archive: Path, folder: Path) -> None:

@@ -14,10 +14,10 @@ MOST_PANELS, MOST_TICKS, MOST_ROWS = 12, 16, 1_000
 UNITS = {"ratio": "ratio to the baseline", "ms": "milliseconds"}
 
 
-def steps_table(found: History) -> Table:
+def steps_table(past: History) -> Table:
     head = ("case", "implementation", "kind", "at commit", "day", "before", "after", "after / before")
     rows = []
-    for series, step in found.steps[:MOST_ROWS]:
+    for series, step in past.steps[:MOST_ROWS]:
         point = series.points[step.at]
         numbers = (f"{step.before:.4g}", f"{step.after:.4g}", f"{step.ratio:.3f}")
         rows.append((series.where, series.contender, step.kind, point.name, point.day, *numbers))
@@ -36,17 +36,17 @@ def series_table(series: Sequence[Series]) -> Table:
     return Table(head=head, rows=tuple(rows), words=3)
 
 
-def draw(found: History) -> Picture | None:
+def draw(past: History) -> Picture | None:
     """The series with the largest steps, one panel each."""
-    shown = [one for one in found.series if len(one.points) > 1][:MOST_PANELS]
+    shown = [one for one in past.series if len(one.points) > 1][:MOST_PANELS]
     if not shown:
         return None
     with style():
         made = figure(9.5, 2.3 * len(shown) + 0.4)
         for axes, one in zip(made.subplots(len(shown), 1, squeeze=False)[:, 0], shown, strict=True):
             _panel(axes, one)
-            axes.set_ylabel(UNITS[found.metric], fontsize=8.5)
-    left = sum(len(one.points) > 1 for one in found.series) - len(shown)
+            axes.set_ylabel(UNITS[past.metric], fontsize=8.5)
+    left = sum(len(one.points) > 1 for one in past.series) - len(shown)
     caption = (
         "Points in the order in which commits were first measured, with 99 % intervals where they have one; "
         "hollow: the source was changed after the commit. Thick lines are levels between steps. Dashed: "
@@ -80,9 +80,9 @@ def _panel(axes: Any, one: Series) -> None:
     axes.set_title(f"{label(one.contender, 40)}: {label(one.where, 60)}")
 
 
-def over_commits(found: History, command: str) -> Page:
-    picture = draw(found)
-    steps = steps_table(found)
+def over_commits(past: History, command: str) -> Page:
+    picture = draw(past)
+    steps = steps_table(past)
     sections = [
         Section(
             title="Steps" if steps.rows else "No step",
@@ -90,17 +90,17 @@ def over_commits(found: History, command: str) -> Page:
             tables=(steps,) if steps.rows else (),
             pictures=() if picture is None else (picture,),
         ),
-        Section(title="Series", tables=(series_table(found.series),)),
+        Section(title="Series", tables=(series_table(past.series),)),
     ]
-    without = f" {found.without:,} records do not say which commit they are of." if found.without else ""
+    without = f" {past.without:,} records do not say which commit they are of." if past.without else ""
     return Page(
         title="Measurements over commits",
         summary=(
-            f"Series: {len(found.series):,}, steps: {len(found.steps):,}.",
-            f"{METRICS[found.metric].capitalize()}.{without}",
+            f"Series: {len(past.series):,}, steps: {len(past.steps):,}.",
+            f"{METRICS[past.metric].capitalize()}.{without}",
         ),
-        chapters=((UNITS[found.metric], tuple(sections)),),
-        notes=(*found.left_out.first, *found.left_out.remarks),
+        chapters=((UNITS[past.metric], tuple(sections)),),
+        notes=(*past.left_out.first, *past.left_out.remarks),
         command=command,
         data={"rows": [], "hovers": {}},
     )

@@ -184,7 +184,7 @@ def _ranked(cell: Cell, details: list[list[str]]) -> Ranked:
 
 def _details(record: Record) -> list[str]:
     """What a row shows when it is opened, line by line; the last is its command."""
-    timing, found = record.timing, record.comparison
+    timing, comparison = record.timing, record.comparison
     assert timing is not None
     quantiles = " ".join(
         f"{name} {1e3 * getattr(timing, name):.4g}"
@@ -196,20 +196,20 @@ def _details(record: Record) -> list[str]:
         f"{record.created_at:%Y-%m-%d %H:%M} UTC, {record.record_id}; "
         f"{record.correctness.checked_timed_calls} timed results judged",
     ]
-    if found is not None:
-        lines.append(f"against {found.baseline}: {found.reason}")
+    if comparison is not None:
+        lines.append(f"against {comparison.baseline}: {comparison.reason}")
     return [*map(plain, lines), plain(record.repro)]
 
 
 def _trained(study: Study) -> Section:
-    found = study.pareto
-    if found is None:
+    reached = study.pareto
+    if reached is None:
         return Section(title=study.source.name, text=tuple(study_notes(study)))
     return Section(
-        title=f"Study {found.study}",
-        text=(*study_notes(study), *sentences(found)),
-        pictures=tuple(training_figures.pictures(found, study.trainings)),
-        tables=(study_table(found),),
+        title=f"Study {reached.study}",
+        text=(*study_notes(study), *sentences(reached)),
+        pictures=tuple(training_figures.pictures(reached, study.trainings)),
+        tables=(study_table(reached),),
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.names import short_label
 from moe_routing_bench.published import MODELS
-from moe_routing_bench.report.finding import Found
+from moe_routing_bench.report.finding import ResultsFolder
 from moe_routing_bench.results.contests import Contest, Contested, contested, contests
 from moe_routing_bench.results.lines import LeftOut, is_plain_file
 from moe_routing_bench.results.pareto import Pareto, pareto
@@ -37,7 +37,7 @@ class Cell:
     enough to be the same in every cell of a group. contest is None if nothing could be compared; why says it.
     """
 
-    source: Found
+    source: ResultsFolder
     run: Run = field(repr=False)
     cell: CellRun = field(repr=False)
     names: dict[str, str] = field(repr=False)
@@ -146,7 +146,7 @@ class Chapter:
 class Study:
     """A folder of training runs: what quality cost, or why that cannot be said yet."""
 
-    source: Found
+    source: ResultsFolder
     trainings: tuple[Training, ...]
     pareto: Pareto | None
     why: str = ""
@@ -156,7 +156,7 @@ class Study:
 class Material:
     """All that a report is made of. older: cells that a newer run of the same question replaces."""
 
-    sources: tuple[Found, ...]
+    sources: tuple[ResultsFolder, ...]
     chapters: tuple[Chapter, ...]
     studies: tuple[Study, ...]
     records: int
@@ -169,7 +169,7 @@ def ratio_of(record: Record) -> float:
     return record.comparison.ratio if record.comparison is not None else 1.0
 
 
-def read(sources: Sequence[Found]) -> Material:
+def read(sources: Sequence[ResultsFolder]) -> Material:
     """Everything in these folders."""
     looking = gc.isenabled()
     gc.disable()  # all of it stays: looking for garbage in 10^5 records takes a quarter of the time
@@ -180,9 +180,9 @@ def read(sources: Sequence[Found]) -> Material:
             gc.enable()
 
 
-def _read(sources: Sequence[Found]) -> Material:
+def _read(sources: Sequence[ResultsFolder]) -> Material:
     left_out = LeftOut()
-    by_setting: dict[tuple[tuple[str, str], ...], dict[object, tuple[Found, Run, CellRun]]] = {}
+    by_setting: dict[tuple[tuple[str, str], ...], dict[object, tuple[ResultsFolder, Run, CellRun]]] = {}
     machines: dict[str, dict[str, Any]] = {}
     commits: dict[tuple[tuple[str, str], ...], set[str]] = {}
     records = older = 0
@@ -269,8 +269,8 @@ def _commit(document: dict[str, Any]) -> list[str]:
     return [commit[:10] + (" (changed)" if source.get("dirty") else "")]
 
 
-def _groups(given: Iterable[tuple[Found, Run, CellRun]]) -> tuple[Group, ...]:
-    by_group: dict[tuple[str, str, str, Shared], list[tuple[Found, Run, CellRun]]] = {}
+def _groups(given: Iterable[tuple[ResultsFolder, Run, CellRun]]) -> tuple[Group, ...]:
+    by_group: dict[tuple[str, str, str, Shared], list[tuple[ResultsFolder, Run, CellRun]]] = {}
     for one in given:
         mine = _contenders(one[2])
         key = (mine[0].what.span, mine[0].what.direction, mine[0].workload.dtype, _shared(mine))
@@ -336,17 +336,17 @@ def short_layout(name: str) -> str:
     return name.replace("capacity_factor=", "").replace(",drop=position", "")
 
 
-def _study(source: Found, left_out: LeftOut) -> Study:
+def _study(source: ResultsFolder, left_out: LeftOut) -> Study:
     try:
         trainings = [one for one in read_trainings(source.folder, left_out) if not one.study.endswith(TUNING)]
     except ValueError:
         trainings = []
-    found, why = None, "it is no study, only single runs"
+    reached, why = None, "it is no study, only single runs"
     if is_plain_file(source.folder / STUDY):
         try:
-            found = pareto(source.folder)
+            reached = pareto(source.folder)
         except ValueError as error:
             why = str(error)
         except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, json.JSONDecodeError):
             why = "its files do not fit together; mrb train makes them anew"
-    return Study(source=source, trainings=tuple(trainings), pareto=found, why="" if found else why)
+    return Study(source=source, trainings=tuple(trainings), pareto=reached, why="" if reached else why)

@@ -40,8 +40,8 @@ def verdict_of(record: Record) -> str:
 
 
 def interval_of(record: Record) -> str:
-    found = record.comparison
-    return "" if found is None else f"{found.low:.3f} to {found.high:.3f}"
+    comparison = record.comparison
+    return "" if comparison is None else f"{comparison.low:.3f} to {comparison.high:.3f}"
 
 
 def milliseconds(seconds: float) -> str:
@@ -56,11 +56,11 @@ def ranking(cell: Cell) -> Table:
         **{name: [] for name in ("tokens/s", "of roof", "dropped", "padding", "MiB")},
     }
     for record in cell.passed:
-        timing, work, routing, found = record.timing, record.work, record.routing, record.comparison
+        timing, work, routing, comparison = record.timing, record.work, record.routing, record.comparison
         assert timing is not None and work is not None and routing is not None
         columns["implementation"].append(cell.names[record.record_id])
         columns["ms"].append(milliseconds(timing.median))
-        columns["ratio"].append("1" if found is None else f"{found.ratio:.3f}")
+        columns["ratio"].append("1" if comparison is None else f"{comparison.ratio:.3f}")
         columns["99 % interval"].append(interval_of(record))
         columns["verdict"].append(verdict_of(record))
         columns["tokens/s"].append(rate(record.workload.T / timing.median))
@@ -194,10 +194,10 @@ def noise_table(chapter: Chapter) -> Table | None:
     )
 
 
-def study_table(found: Pareto) -> Table:
+def study_table(reached: Pareto) -> Table:
     rows = []
-    for one in found.standings:
-        difference = "" if one.rule == found.baseline else one.difference.said("+")
+    for one in reached.standings:
+        difference = "" if one.rule == reached.baseline else one.difference.said("+")
         interval = f"{one.step_interval[0]:.2f} to {one.step_interval[1]:.2f}"
         rows.append(
             (
@@ -206,32 +206,32 @@ def study_table(found: Pareto) -> Table:
                 difference,
                 f"{one.at_equal_seconds.mean:.3f}",
                 f"{1e3 * one.step_seconds:.0f}",
-                "1" if one.rule == found.baseline else f"{one.step_ratio:.2f}",
-                "" if one.rule == found.baseline else interval,
+                "1" if one.rule == reached.baseline else f"{one.step_ratio:.2f}",
+                "" if one.rule == reached.baseline else interval,
                 f"{one.peak_bytes / 2**20:.0f}",
                 "" if one.max_violation is None else f"{one.max_violation:.2f}",
                 one.dominated_by.get("seconds", ""),
             )
         )
     head = (
-        "rule", "held-out, nats per byte", f"from {found.baseline}", "at equal seconds", "ms a step",
+        "rule", "held-out, nats per byte", f"from {reached.baseline}", "at equal seconds", "ms a step",
         "paired ratio", "its interval", "MiB", "max violation", "dominated by",
     )  # fmt: skip
     return Table(head=head, rows=tuple(rows))
 
 
 def study_notes(study: Study) -> list[str]:
-    found = study.pareto
-    if found is None:
+    reached = study.pareto
+    if reached is None:
         return [f"{study.source.name}: {study.why}."]
-    made: dict[str, Any] = found.made
-    seeds = found.standings[0].seeds
+    made: dict[str, Any] = reached.made
+    seeds = reached.standings[0].seeds
     changed = ", changed since" if made.get("dirty") else ""
     return [
-        f"{found.question} {found.tokens:,} bytes, {seeds} seed{'s' if seeds > 1 else ''}; "
+        f"{reached.question} {reached.tokens:,} bytes, {seeds} seed{'s' if seeds > 1 else ''}; "
         f"{made.get('machine')}, {made.get('threads')} thread, "
         f"commit {str(made.get('commit'))[:10]}{changed}.",
-        f"Command: mrb train --study {found.study} --seeds {seeds} --out DIR",
+        f"Command: mrb train --study {reached.study} --seeds {seeds} --out DIR",
     ]
 
 

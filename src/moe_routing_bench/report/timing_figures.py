@@ -269,9 +269,11 @@ def routers(group: Group) -> Picture | None:
             shown = cell.passed[:MOST_BARS]
             places = range(len(shown))
             for place, record in enumerate(shown):
-                found = record.comparison
-                ratio, low, high = (1, 1, 1) if found is None else (found.ratio, found.low, found.high)
-                left.barh(place, ratio, color=COLOURS[0] if found else COLOURS[11], height=0.7)
+                comparison = record.comparison
+                ratio, low, high = (
+                    (1, 1, 1) if comparison is None else (comparison.ratio, comparison.low, comparison.high)
+                )
+                left.barh(place, ratio, color=COLOURS[0] if comparison else COLOURS[11], height=0.7)
                 left.plot([low, high], [place, place], color=INK, linewidth=1.3)
                 routing = record.routing
                 if routing is not None:

@@ -28,48 +28,48 @@ CAPTIONS = {
 Lines = dict[str, list[tuple[Training, list[dict[str, Any]]]]]
 
 
-def pictures(found: Pareto, trainings: Sequence[Training]) -> list[Picture]:
+def pictures(reached: Pareto, trainings: Sequence[Training]) -> list[Picture]:
     """Quality against cost, and the loss over steps and seconds: what the records of a study hold."""
     by_rule: dict[str, list[Training]] = {}
     for one in trainings:
         by_rule.setdefault(one.rule, []).append(one)
-    rules = [one.rule for one in found.standings]
+    rules = [one.rule for one in reached.standings]
     colour = colours(rules)
     with style():
-        drawn = {"pareto": _pareto(found, colour)}
+        drawn = {"pareto": _pareto(reached, colour)}
         if all(rule in by_rule for rule in rules):
-            drawn["curves"] = _curves(found, by_rule, colour)
+            drawn["curves"] = _curves(reached, by_rule, colour)
     return [
-        Picture(name=file_name(name, found.study), caption=CAPTIONS[name], figure=made)
+        Picture(name=file_name(name, reached.study), caption=CAPTIONS[name], figure=made)
         for name, made in drawn.items()
     ]
 
 
-def draw_study(folder: Path, found: Pareto, target: Path) -> list[str]:
+def draw_study(folder: Path, reached: Pareto, target: Path) -> list[str]:
     """Draw what there is as PNG, load and experts too if the lines of every run are there; the names."""
     kept = [one for one in read_trainings(folder) if not one.study.endswith(TUNING)]
-    drawn = {f"{one.name.partition('-')[0]}.png": one.figure for one in pictures(found, kept)}
+    drawn = {f"{one.name.partition('-')[0]}.png": one.figure for one in pictures(reached, kept)}
     lines: Lines = {}
     for training, events in curves(folder, kept):
         if events:
             lines.setdefault(training.rule, []).append((training, events))
-    rules = [one.rule for one in found.standings]
+    rules = [one.rule for one in reached.standings]
     routed = [rule for rule in rules if rule in lines and lines[rule][0][0].layers]
     with style():
         if routed and all(rule in lines for rule in rules):
-            drawn["load.png"] = _load(found, routed, lines, colours(rules))
-            drawn["sources.png"] = _sources(found, routed, lines)
+            drawn["load.png"] = _load(reached, routed, lines, colours(rules))
+            drawn["sources.png"] = _sources(reached, routed, lines)
         for name, made in drawn.items():
             made.savefig(target / name, dpi=100)
     return list(drawn)
 
 
-def _pareto(found: Pareto, colour: dict[str, str]) -> Any:
+def _pareto(reached: Pareto, colour: dict[str, str]) -> Any:
     made = figure(11, 8.4)
     panels = made.subplots(2, 2)
     for axes, (cost, (label, scale)) in zip(panels.flat, PANELS.items(), strict=True):
-        _front(axes, found, cost, scale)
-        for one in found.standings:
+        _front(axes, reached, cost, scale)
+        for one in reached.standings:
             x = scale * getattr(one, cost)
             low, high = one.loss.interval or (one.loss.mean, one.loss.mean)
             hollow = {"mfc": PAPER} if one.sees_future else {}
@@ -79,28 +79,28 @@ def _pareto(found: Pareto, colour: dict[str, str]) -> Any:
             )  # fmt: skip
         axes.set_xlabel(label)
         axes.set_ylabel("held-out loss, nats per byte")
-        _within(axes, found)
+        _within(axes, reached)
     handles, labels = panels[0][0].get_legend_handles_labels()
     made.legend(handles, labels, loc="outside lower center", ncols=4)
-    seeds = found.standings[0].seeds
+    seeds = reached.standings[0].seeds
     made.suptitle(
-        f"Study {found.study}: quality against cost. {found.tokens:,} bytes, {seeds} seeds.\nBars: 95 % "
+        f"Study {reached.study}: quality against cost. {reached.tokens:,} bytes, {seeds} seeds.\nBars: 95 % "
         "intervals; hollow: sees later tokens; line: not dominated",
         x=0.01, ha="left",
     )  # fmt: skip
     return made
 
 
-def _within(axes: Any, found: Pareto) -> None:
+def _within(axes: Any, reached: Pareto) -> None:
     """The scale of the rules that write; far better losses of those that see the future are noted instead."""
-    losses = [one.loss.mean for one in found.standings if not one.sees_future]
-    spread = [bound for one in found.standings if not one.sees_future for bound in one.loss.interval or ()]
+    losses = [one.loss.mean for one in reached.standings if not one.sees_future]
+    spread = [bound for one in reached.standings if not one.sees_future for bound in one.loss.interval or ()]
     low, high = min([*losses, *spread]), max([*losses, *spread])
     margin = 0.12 * (high - low) or 0.05
     axes.set_ylim(low - margin, high + margin)
     outside = [
         f"{one.rule} {one.loss.mean:.3f}"
-        for one in found.standings
+        for one in reached.standings
         if not low - margin <= one.loss.mean <= high + margin
     ]
     if outside:
@@ -109,11 +109,11 @@ def _within(axes: Any, found: Pareto) -> None:
         )
 
 
-def _front(axes: Any, found: Pareto, cost: str, scale: float) -> None:
+def _front(axes: Any, reached: Pareto, cost: str, scale: float) -> None:
     """Steps through the rules that no other dominates."""
     points = sorted(
         (scale * getattr(one, cost), one.loss.mean)
-        for one in found.standings
+        for one in reached.standings
         if not one.sees_future and cost not in one.dominated_by
     )
     axes.step(
@@ -121,11 +121,11 @@ def _front(axes: Any, found: Pareto, cost: str, scale: float) -> None:
     )
 
 
-def _curves(found: Pareto, by_rule: dict[str, list[Training]], colour: dict[str, str]) -> Any:
+def _curves(reached: Pareto, by_rule: dict[str, list[Training]], colour: dict[str, str]) -> Any:
     made = figure(11, 5.2)
     left, right = made.subplots(1, 2)
-    best = min(one.loss.mean for one in found.standings if not one.sees_future)
-    for one in found.standings:
+    best = min(one.loss.mean for one in reached.standings if not one.sees_future)
+    for one in reached.standings:
         runs = by_rule[one.rule]
         steps = [point.step for point in runs[0].curve][1:]
         losses = np.array([[point.loss for point in training.curve][1:] for training in runs])
@@ -136,27 +136,28 @@ def _curves(found: Pareto, by_rule: dict[str, list[Training]], colour: dict[str,
                 x, losses.min(0), losses.max(0), color=colour[one.rule], alpha=0.15, linewidth=0
             )
     for axes, label in ((left, "step"), (right, "seconds in steps, one thread")):
-        axes.axhline(found.trigram, color=INK, linewidth=1, linestyle=":")
+        axes.axhline(reached.trigram, color=INK, linewidth=1, linestyle=":")
         word = axes.annotate(
-            "byte trigrams", (1, found.trigram), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+            "byte trigrams", (1, reached.trigram),
+            xycoords=("axes fraction", "data"), ha="right", va="bottom",
             fontsize=9, annotation_clip=True,
         )  # fmt: skip
         word.set_in_layout(False)  # it may be far outside
-        axes.set_ylim(best - 0.1, max(found.trigram + 0.15, best + 0.9))
+        axes.set_ylim(best - 0.1, max(reached.trigram + 0.15, best + 0.9))
         axes.set_xlabel(label)
         axes.set_ylabel("held-out loss, nats per byte")
-    right.axvline(found.budget, color=GREY, linewidth=1, linestyle="--")
+    right.axvline(reached.budget, color=GREY, linewidth=1, linestyle="--")
     handles, labels = left.get_legend_handles_labels()
     made.legend(handles, labels, loc="outside lower center", ncols=4)
     made.suptitle(
-        f"Study {found.study}: held-out loss at equal tokens and at equal seconds; bands from the "
+        f"Study {reached.study}: held-out loss at equal tokens and at equal seconds; bands from the "
         "lowest to the highest seed",
         x=0.01, ha="left",
     )  # fmt: skip
     return made
 
 
-def _load(found: Pareto, rules: Sequence[str], lines: Lines, colour: dict[str, str]) -> Any:
+def _load(reached: Pareto, rules: Sequence[str], lines: Lines, colour: dict[str, str]) -> Any:
     made = figure(11, 5.2)
     panels = made.subplots(1, 3)
     titles = (
@@ -183,11 +184,11 @@ def _load(found: Pareto, rules: Sequence[str], lines: Lines, colour: dict[str, s
         axes.set_xlabel("step")
     handles, labels = panels[0].get_legend_handles_labels()
     made.legend(handles, labels, loc="outside lower center", ncols=4)
-    made.suptitle(f"Study {found.study}: load over steps, mean over layers and seeds", x=0.01, ha="left")
+    made.suptitle(f"Study {reached.study}: load over steps, mean over layers and seeds", x=0.01, ha="left")
     return made
 
 
-def _sources(found: Pareto, rules: Sequence[str], lines: Lines) -> Any:
+def _sources(reached: Pareto, rules: Sequence[str], lines: Lines) -> Any:
     """The last layer of seed 0: which expert reads which text, before the first step and at the end."""
     shown = rules[:6]
     made = figure(max(9.0, 3.2 * len(shown) + 1), 6.6)
@@ -210,6 +211,6 @@ def _sources(found: Pareto, rules: Sequence[str], lines: Lines) -> Any:
     if image is not None:
         made.colorbar(image, ax=panels, label="share of the text's pairs / mean over texts", shrink=0.8)
     made.suptitle(
-        f"Study {found.study}: experts by text in the last layer, held-out text, seed 0", x=0.01, ha="left"
+        f"Study {reached.study}: experts by text in the last layer, held-out text, seed 0", x=0.01, ha="left"
     )
     return made

@@ -88,14 +88,14 @@ def contests(fields: Sequence[Contested]) -> list[Contest]:
     )
     for (number, name), comparison in zip(asked, compared, strict=True):
         against[number][name] = comparison
-    found = []
+    listed = []
     for field, winner, others in zip(fields, winners, against, strict=True):
         workload = field.records[winner].workload
         ratios = {winner: field.ratios[winner], **field.ratios}  # of equal ratios `regret` takes the first
-        found.append(
+        listed.append(
             Contest(T=workload.T, case=workload.case, winner=winner, ratios=ratios, against_winner=others)
         )
-    return found
+    return listed
 
 
 def _paired(times: dict[str, NDArray[np.float64]], a: str, b: str) -> tuple[Any, Any]:

@@ -72,8 +72,8 @@ def decide(folder: Path | str, *, cache: str | None = None) -> Decided:
     run = read_run(folder, left_out)
     cells = _cells(run, cache, notes)
     machine, torch = _one_of_each(run, cells)
-    found = [_contested(run, *one, notes) for one in _chosen(cells, notes)]
-    asked = [one for one in found if one is not None]
+    contested = [_contested(run, *one, notes) for one in _chosen(cells, notes)]
+    asked = [one for one in contested if one is not None]
     by_question: dict[Question, list[Contest]] = {}
     for (question, _), contest in zip(asked, contests([one for _, one in asked]), strict=True):
         by_question.setdefault(question, []).append(contest)

@@ -214,12 +214,12 @@ def _source(session: str, folder: Path, cover: Cover | None) -> Source:
 
 def _stamp(folder: Path) -> list[list[int]]:
     """[[inode, size, modified, changed] of the Parquet file, then of the lines]."""
-    found = []
+    stamps = []
     for name in (PARQUET, RECORDS):
         with suppress(OSError):
             status = (folder / name).lstat()
-            found.append([status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
-    return found
+            stamps.append([status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
+    return stamps
 
 
 def _note(folder: Path, lines: list[int]) -> None:

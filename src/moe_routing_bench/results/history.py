@@ -193,13 +193,13 @@ def _steps(points: Sequence[Point]) -> list[Step]:
     logs = np.log([point.value for point in points])
     bounds = [0, *sorted(_splits(points, logs, 0, len(points))), len(points)]
     levels = [float(np.median(logs[a:b])) for a, b in pairwise(bounds)]
-    found = []
+    steps = []
     for place, at in enumerate(bounds[1:-1]):
         before, after = math.exp(levels[place]), math.exp(levels[place + 1])
-        found.append(
+        steps.append(
             Step(at=at, before=before, after=after, kind=_kind(points[at - 1], points[at], after > before))
         )
-    return found
+    return steps
 
 
 def _splits(points: Sequence[Point], logs: Any, start: int, end: int) -> list[int]:

@@ -53,12 +53,12 @@ def merge(sources: Sequence[Path], into: Path) -> Merged:
     for source in sources:
         if source.resolve() == into.resolve():
             raise ValueError(f"{into} is the folder to merge into and one of those to merge")
-    found = [(source, _sessions(source)) for source in sources]  # before anything is written
+    given = [(source, _sessions(source)) for source in sources]  # before anything is written
     merged = Merged()
     try:
         into.mkdir(parents=True, exist_ok=True)
         (into / ENVIRONMENTS).mkdir(exist_ok=True)
-        for source, sessions in found:
+        for source, sessions in given:
             known = {name for name, _, _ in environments(source)}
             for session, folder in sessions.items():
                 try:

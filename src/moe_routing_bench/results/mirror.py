@@ -67,7 +67,7 @@ def mirror(place: Path | str, on_progress: Callable[[int, int], None] = lambda d
         contents = _all_contents(objects, new, here.sentences)
         done = 0
         while some := list(islice(contents, AT_ONCE)):
-            _add(here.folder, index, [(name, listed[name], found) for name, found in some])
+            _add(here.folder, index, [(name, listed[name], fetched) for name, fetched in some])
             done += len(some)
             on_progress(done, len(new))
         here.fetched = done
@@ -96,11 +96,11 @@ def _all_contents(objects: Objects, new: list[str], sentences: list[str]) -> Ite
     with ThreadPoolExecutor(REQUESTS) as pool:
         rest = iter(sorted(missing))
         while some := list(islice(rest, AT_ONCE)):
-            for name, found in zip(some, pool.map(fetch, some), strict=True):
-                if isinstance(found, Contents):
-                    yield name, found
+            for name, fetched in zip(some, pool.map(fetch, some), strict=True):
+                if isinstance(fetched, Contents):
+                    yield name, fetched
                 else:
-                    gone[name] = found
+                    gone[name] = fetched
     # a compaction may have put it into a pack meanwhile
     for name, contents in packed(objects, set(gone), sentences) if gone else ():
         del gone[name]

@@ -106,8 +106,8 @@ class Objects:
 
         def listed() -> Sequence[Listed]:
             pages = self._obstore.list(self._store, prefix)
-            found = [Listed(one["path"], one["size"], one["e_tag"] or "") for page in pages for one in page]
-            return sorted(found, key=lambda one: one.name)
+            listed = [Listed(one["path"], one["size"], one["e_tag"] or "") for page in pages for one in page]
+            return sorted(listed, key=lambda one: one.name)
 
         return self._again("list", prefix, listed)
 

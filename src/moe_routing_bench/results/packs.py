@@ -106,12 +106,12 @@ def compact_store(objects: Objects, *, drop: bool = False) -> tuple[int, int, li
     held: list[tuple[Member, bytes]] = []
     with ThreadPoolExecutor(REQUESTS) as pool:
         for start in range(0, len(todo), 4 * REQUESTS):
-            for found in pool.map(fetch, todo[start : start + 4 * REQUESTS]):
-                if isinstance(found, str):
-                    sentences.append(f"left as it is: {found}")
+            for fetched in pool.map(fetch, todo[start : start + 4 * REQUESTS]):
+                if isinstance(fetched, str):
+                    sentences.append(f"left as it is: {fetched}")
                     continue
-                held.append(found)
-                size += len(found[1])
+                held.append(fetched)
+                size += len(fetched[1])
                 if size >= PACK_BYTES or len(held) >= PACK_PARTS:
                     count += _put_pack(objects, held)
                     held, size = [], 0

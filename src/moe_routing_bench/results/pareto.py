@@ -195,7 +195,7 @@ def _loss_at(one: Training, steps: float) -> float:
 def _with_dominance(one: Standing, others: Sequence[Standing]) -> Standing:
     """Of the rules that have both less of a cost and a lower loss, the one with the lowest loss. A rule that
     sees the future dominates nothing: its loss is no loss of a model that writes."""
-    found = {}
+    by_cost = {}
     for cost in COSTS:
         better = [
             other
@@ -206,26 +206,28 @@ def _with_dominance(one: Standing, others: Sequence[Standing]) -> Standing:
             and other.rule != one.rule
         ]
         if better:
-            found[cost] = min(better, key=lambda other: other.loss.mean).rule
-    return replace(one, dominated_by=found)
+            by_cost[cost] = min(better, key=lambda other: other.loss.mean).rule
+    return replace(one, dominated_by=by_cost)
 
 
-def sentences(found: Pareto) -> list[str]:
+def sentences(reached: Pareto) -> list[str]:
     """Findings in words, derived from the numbers alone."""
     lines = []
-    front = [one.rule for one in found.standings if not one.sees_future and "seconds" not in one.dominated_by]
+    front = [
+        one.rule for one in reached.standings if not one.sees_future and "seconds" not in one.dominated_by
+    ]
     lines.append(f"Not dominated, held-out loss against seconds: {', '.join(front)}.")
-    for one in found.standings:
+    for one in reached.standings:
         if one.sees_future or "seconds" not in one.dominated_by:
             continue
-        by = next(other for other in found.standings if other.rule == one.dominated_by["seconds"])
+        by = next(other for other in reached.standings if other.rule == one.dominated_by["seconds"])
         gap = one.loss.mean - by.loss.mean
         lines.append(
             f"{one.rule} is dominated by {by.rule}: {gap:.3f} nats worse, "
             f"{one.seconds / by.seconds:.2f} times the seconds."
         )
-    for one in found.standings:
-        if one.rule == found.baseline or one.sees_future:
+    for one in reached.standings:
+        if one.rule == reached.baseline or one.sees_future:
             continue
         spread = one.difference
         if spread.interval is None:
@@ -233,17 +235,17 @@ def sentences(found: Pareto) -> list[str]:
         low, high = spread.interval
         word = ("worse" if spread.mean > 0 else "better") if spread.clear else "not clearly different"
         lines.append(
-            f"{one.rule} against {found.baseline}: {spread.mean:+.4f} nats "
+            f"{one.rule} against {reached.baseline}: {spread.mean:+.4f} nats "
             f"({low:+.4f} to {high:+.4f}), {word}."
         )
     lines += [
         f"{one.rule} sees later tokens: its loss of {one.loss.mean:.3f} is not that of a language model."
-        for one in found.standings
+        for one in reached.standings
         if one.sees_future
     ]
-    above = [one.rule for one in found.standings if one.loss.mean >= found.trigram]
+    above = [one.rule for one in reached.standings if one.loss.mean >= reached.trigram]
     lines.append(
-        f"The byte-trigram model has {found.trigram:.3f} nats; "
+        f"The byte-trigram model has {reached.trigram:.3f} nats; "
         + (f"above it: {', '.join(above)}." if above else "every rule is below it.")
     )
     return lines

@@ -54,17 +54,17 @@ def predicted(folder: Path, records: Path) -> list[Predicted]:
     _, rows = run_query(records, QUERY.format(**sizes))
     layers = {(parse_spec(router)[0], layer.partition("(")[0]): ms for router, layer, *ms in rows}
     rules = {one.rule: one.settings["rule"] for one in read_trainings(folder)}
-    found = {}
+    by_rule = {}
     for name, rule in rules.items():
         kind = "chain" if rule["kind"] == "chain" else ""
         if rule["kind"] in ("moe", "chain") and (rule["router"], kind) in layers and name in times["seconds"]:
-            found[name] = layers[rule["router"], kind]
+            by_rule[name] = layers[rule["router"], kind]
     baseline = about["baseline"]
-    if baseline not in found:
+    if baseline not in by_rule:
         wanted = ", ".join(f"{letter}={value}" for letter, value in sizes.items())
         raise ValueError(f"{records} has no layer of {baseline} in direction train with {wanted}")
-    step = {name: 1e3 * median(times["seconds"][name]) for name in found}
-    base = found[baseline][0]
+    step = {name: 1e3 * median(times["seconds"][name]) for name in by_rule}
+    base = by_rule[baseline][0]
     return [
         Predicted(
             rule=name,
@@ -76,5 +76,5 @@ def predicted(folder: Path, records: Path) -> list[Predicted]:
             ),
             layer=middle,
         )
-        for name, (middle, low, high) in sorted(found.items(), key=lambda one: (one[0] != baseline, one[1]))
+        for name, (middle, low, high) in sorted(by_rule.items(), key=lambda one: (one[0] != baseline, one[1]))
     ]

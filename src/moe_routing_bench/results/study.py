@@ -104,13 +104,13 @@ class StudyRun:
 
     def runs(self, chosen: dict[str, float]) -> dict[tuple[str, int], Run]:
         """Every run by rule and seed, those that others begin with first."""
-        found: dict[tuple[str, int], Run] = {}
+        by_seed: dict[tuple[str, int], Run] = {}
         for entry in self.entries:
             for seed in range(self.seeds):
-                begin = found[entry.begin, seed].key if entry.begin else ""
+                begin = by_seed[entry.begin, seed].key if entry.begin else ""
                 rate = chosen.get(entry.rule.name, entry.rate or self.rates[len(self.rates) // 2])
-                found[entry.rule.name, seed] = self._run(entry, seed=seed, rate=rate, begin=begin)
-        return found
+                by_seed[entry.rule.name, seed] = self._run(entry, seed=seed, rate=rate, begin=begin)
+        return by_seed
 
     def run(self, on_progress: OnProgress = lambda ongoing: None, *, rounds: int = 30) -> None:
         self._begin()

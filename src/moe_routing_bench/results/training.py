@@ -129,11 +129,11 @@ COLUMNS = {
 
 def rows(folder: Path, left_out: LeftOut) -> list[tuple[Any, ...]]:
     """For the table: a value for each of COLUMNS, then max_violation."""
-    found = []
+    lines = []
     for one in read_trainings(folder, left_out):
         violations = [layer.max_violation for layer in one.layers]
-        found.append((*(getattr(one, name) for name in COLUMNS), fmean(violations) if violations else None))
-    return found
+        lines.append((*(getattr(one, name) for name in COLUMNS), fmean(violations) if violations else None))
+    return lines
 
 
 def run_folder(folder: Path, key: str) -> Path:
@@ -146,7 +146,7 @@ def read_trainings(folder: Path | str, left_out: LeftOut | None = None) -> list[
     path = Path(folder) / TRAININGS
     if not is_plain_file(path):
         raise ValueError(f"there are no training runs in {folder}; mrb train --out {folder} makes them")
-    found: dict[str, Training] = {}
+    by_key: dict[str, Training] = {}
     with path.open("rb") as file:
         while line := file.readline(MOST_LINE_BYTES + 1):
             if not line.endswith(b"\n"):
@@ -159,8 +159,8 @@ def read_trainings(folder: Path | str, left_out: LeftOut | None = None) -> list[
                 where = ".".join(str(part) for part in first["loc"])
                 left_out.add(f"{path}: {where}: {first['msg']}")
                 continue
-            found[one.key] = one
-    return list(found.values())
+            by_key[one.key] = one
+    return list(by_key.values())
 
 
 def finished(folder: Path) -> dict[str, Training]:

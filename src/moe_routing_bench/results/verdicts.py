@@ -16,8 +16,8 @@ OPPOSITE: dict[Verdict, Verdict] = {"FASTER": "SLOWER", "SLOWER": "FASTER"}
 
 def recorded(winner: str, records: Mapping[str, Record]) -> dict[str, Comparison]:
     """Those of a cell's records that were compared with this one when they were measured, and how."""
-    found = {name: _recorded(records[winner], one) for name, one in records.items() if name != winner}
-    return {name: one for name, one in found.items() if one is not None}
+    comparisons = {name: _recorded(records[winner], one) for name, one in records.items() if name != winner}
+    return {name: one for name, one in comparisons.items() if one is not None}
 
 
 def _recorded(a: Record, b: Record) -> Comparison | None:
@@ -30,9 +30,9 @@ def _recorded(a: Record, b: Record) -> Comparison | None:
 
 
 def _comparison(record: Record, *, flipped: bool) -> Comparison | None:
-    found = record.comparison
-    assert found is not None and record.timing is not None
-    ratio, low, high, verdict = found.ratio, found.low, found.high, found.verdict
+    kept = record.comparison
+    assert kept is not None and record.timing is not None
+    ratio, low, high, verdict = kept.ratio, kept.low, kept.high, kept.verdict
     if not 0 < low <= ratio <= high:
         return None  # no harness wrote this
     if flipped:
@@ -41,10 +41,10 @@ def _comparison(record: Record, *, flipped: bool) -> Comparison | None:
     return Comparison(
         ratio=ratio,
         interval=(low, high),
-        p_value=found.p_adjusted,
-        p_adjusted=found.p_adjusted,
+        p_value=kept.p_adjusted,
+        p_adjusted=kept.p_adjusted,
         rounds=record.timing.samples.count,
         verdict=verdict,
-        reason=found.reason,
-        more_rounds=found.more_rounds,
+        reason=kept.reason,
+        more_rounds=kept.more_rounds,
     )

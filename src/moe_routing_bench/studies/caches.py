@@ -57,7 +57,7 @@ def study_caches(
         raise ValueError("the trace holds no tokens")
     tokens_L = [_tokens(layer, most_tokens) for layer in layers]
     uses = sum(len(chosen) for tokens in tokens_L for chosen in tokens)
-    found = [
+    cached = [
         Cached(
             policy=name,
             slots=slots,
@@ -66,7 +66,7 @@ def study_caches(
         )
         for name in policies
     ]
-    return found, len(layers), max(map(len, tokens_L))
+    return cached, len(layers), max(map(len, tokens_L))
 
 
 def _tokens(trace: Trace, most: int) -> list[list[int]]:

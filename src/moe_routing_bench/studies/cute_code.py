@@ -159,7 +159,7 @@ def ours(arch: str, *models: str) -> list[dict[str, Any]]:
     from moe_routing_bench.ops.dispatch import cute_gather
     from moe_routing_bench.ops.make_plan import cute_counting
 
-    bf16, found = (torch.bfloat16, torch.float32), []
+    bf16, rows = (torch.bfloat16, torch.float32), []
     for name in models:
         shape = model(name).shape(1)
         sizes = (shape.D, shape.K, 8)
@@ -175,8 +175,8 @@ def ours(arch: str, *models: str) -> list[dict[str, Any]]:
             with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
                 file.write(launch.cubin)
                 file.flush()
-                found.append({"kernel": kernel, "model": name, "arch": arch, **look_at(Path(file.name))})
-    return found
+                rows.append({"kernel": kernel, "model": name, "arch": arch, **look_at(Path(file.name))})
+    return rows
 
 
 def quacks(arch: str, *unused: str) -> list[dict[str, Any]]:
@@ -275,7 +275,7 @@ def quacks(arch: str, *unused: str) -> list[dict[str, Any]]:
         "dw_out: gather": lambda: plain("m", "n", varlen_k=True, gather_A=True),
         "grouped GEMM": lambda: plain("k", "n", varlen_m=True),
     }  # fmt: skip
-    found = []
+    rows = []
     for name, call in calls.items():
         shared.clear()
         barriers.clear()
@@ -293,8 +293,8 @@ def quacks(arch: str, *unused: str) -> list[dict[str, Any]]:
             row |= {"shared": sum(shared), "barriers": list(barriers), **look_at(cubin)}
             cubin.unlink()  # kernels of one class have one file name
         row["seconds"] = round(time.perf_counter() - started, 1)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def look_at(cubin: Path) -> dict[str, Any]:

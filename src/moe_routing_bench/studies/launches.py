@@ -138,8 +138,8 @@ def recording(target: Target) -> Iterator[set[Launch]]:
 
 
 def _kernel_modules() -> list[ModuleType]:
-    found = [name for _, name, _ in pkgutil.walk_packages(ops.__path__, f"{OURS}.ops.")]
-    loaded = [importlib.import_module(name) for name in found if ".triton_" in name or ".gpu" in name]
+    names = [name for _, name, _ in pkgutil.walk_packages(ops.__path__, f"{OURS}.ops.")]
+    loaded = [importlib.import_module(name) for name in names if ".triton_" in name or ".gpu" in name]
     return [module for module in loaded if hasattr(module, "wrap_triton")]
 
 
@@ -183,8 +183,8 @@ def launches_of(implementation: Implementation, args: Mapping[str, Any]) -> str 
 def _others_gradients(implementation: Implementation) -> Implementation | None:
     """The implementation whose gradients are recomputed, for a kernel that has none."""
     run: Any = implementation.run
-    found = getattr(run, "func", run).__globals__.get("GRADIENTS")
-    return found if isinstance(found, Implementation) else None
+    gradients = getattr(run, "func", run).__globals__.get("GRADIENTS")
+    return gradients if isinstance(gradients, Implementation) else None
 
 
 def _fake(value: Any) -> Any:

@@ -68,13 +68,13 @@ def named_routings(chosen: Sequence[Chosen]) -> dict[str, Routing]:
 
 
 def loads(model: Decoder, chosen: Sequence[Chosen]) -> dict[str, LayerLoad]:
-    found = {}
+    by_layer = {}
     for name, routing in named_routings(chosen).items():
         moe = _moe(model.layers()[int(name.partition(".")[0])])
         drops = moe.layout.kind == "padded" and routing.num_experts == moe.experts.w_in_EDG.shape[0]
         plain = replace(routing, expert_TK=routing.expert_TK.detach(), gate_TK=routing.gate_TK.detach())
         numbers = RoutingStatistics.of(plain, moe.plan(plain) if drops else None)
-        found[name] = LayerLoad(
+        by_layer[name] = LayerLoad(
             cv=numbers.load.cv.item(),
             max_violation=numbers.load.max_violation.item(),
             entropy_bits=numbers.load.entropy_bits.item(),
@@ -84,7 +84,7 @@ def loads(model: Decoder, chosen: Sequence[Chosen]) -> dict[str, LayerLoad]:
             confidence=None if numbers.confidence is None else numbers.confidence.item(),
             share_E=numbers.share_E.tolist(),
         )
-    return found
+    return by_layer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,20 +73,20 @@ def read_requests(
         raise ValueError(f"start is {start}; the first row cannot stand before position 0")
     content, form = path.read_bytes(), (num_layers, choices)
     if content.startswith(MAGIC):
-        found = [Request(name="the array", ids=_npy(content, "the array"), start=start)]
+        requests = [Request(name="the array", ids=_npy(content, "the array"), start=start)]
     else:
-        found = []
+        requests = []
         for number, response in enumerate(_responses(content, path)):
-            found += _requests(response, f"response {number}", form, start)
-            if len(found) > MAX_REQUESTS:
+            requests += _requests(response, f"response {number}", form, start)
+            if len(requests) > MAX_REQUESTS:
                 raise ValueError(f"{path} has more than {MAX_REQUESTS:,} requests; split it")
-    if not found:
+    if not requests:
         raise ValueError(
             f"{path} holds no routed_experts; start the engine with --enable-return-routed-experts"
         )
-    for request in found:
-        _check_shape(request, form, found[0])
-    return found
+    for request in requests:
+        _check_shape(request, form, requests[0])
+    return requests
 
 
 def _check_shape(request: Request, form: tuple[int | None, int | None], first: Request) -> None:

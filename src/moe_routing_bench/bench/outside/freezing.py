@@ -60,13 +60,13 @@ def cpu_seconds(pid: int) -> float:
 
 def family(pid: int) -> set[int]:
     """Processes that this one started, and theirs."""
-    found: set[int] = set()
+    members: set[int] = set()
     waiting = [pid]
     while waiting:
-        new = set(_children(waiting.pop())) - found
-        found |= new
+        new = set(_children(waiting.pop())) - members
+        members |= new
         waiting += new
-    return found
+    return members
 
 
 def _children(pid: int) -> Iterator[int]:

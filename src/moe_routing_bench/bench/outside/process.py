@@ -92,11 +92,11 @@ class OutsideProcess(Worker):
         spans = [(place.start, place.num_bytes) for place in places]
         copies = iter(self._within(READ_SECONDS, lambda: read_memory(self.pid, spans)))
         waiting = iter(places)
-        found = []
+        copied = []
         for result in results:
             tensors = {t.name: _tensor(next(copies), next(waiting)) for t in result.tensors}
-            found.append(tensors | ({"filled": torch.ones(1)} if result.filled else {}))
-        return found
+            copied.append(tensors | ({"filled": torch.ones(1)} if result.filled else {}))
+        return copied
 
     def _is_stopped(self) -> bool:
         return False  # it is by us, most of the time
