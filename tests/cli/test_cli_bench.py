@@ -114,7 +114,7 @@ def test_sweep_writes_and_goes_on_where_it_was(tmp_path: Path):
         (["bench", "layer", "--direction", "sideways"], "there is no direction 'sideways'"),
         (["bench", "layer", "--tokens", "8,many"], "cannot read T = '8,many'"),
         (["sweep", "seed-nothing", "--out", "x"], "there is no case 'seed-nothing'"),
-        (["sweep", "seed-pack", "--out", "x", "--engine", "ray"], "there is no engine 'ray'"),
+        (["sweep", "seed-pack", "--out", "x", "--engine", "rays"], "there is no engine 'rays'"),
     ],
 )
 def test_mistakes_get_one_sentence(words, sentence):
