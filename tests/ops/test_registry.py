@@ -75,6 +75,16 @@ def test_an_entry_point_is_an_implementation(monkeypatch: pytest.MonkeyPatch, tm
     sys.modules.pop("outside_kernels")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_torch_compile_may_trace_the_call_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(combine_op, "_ready", {})
+    compiled = torch.compile(
+        lambda *args: combine_op.get("index_add")(*args), fullgraph=True, backend="eager"
+    )
+    args = arguments()
+    assert torch.equal(compiled(*args), combine(*args))
+
+
 def test_an_absent_library_is_a_reason(folder: Path) -> None:
     put(folder, "import no_such_library\n" + GOOD)
     assert combine_op.why_not("mine", *arguments()) == "needs no_such_library, which is not installed"

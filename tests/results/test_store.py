@@ -184,8 +184,10 @@ def edited(session: Session) -> None:
 def edited_and_dated_back(session: Session) -> None:
     before = records_file(session).stat()
     with records_file(session).open("r+b") as file:
+        file.seek(40)  # inside a date: write what was not there
+        other = b"8" if file.read(1) == b"7" else b"7"
         file.seek(40)
-        file.write(b"7")
+        file.write(other)
     os.utime(records_file(session), ns=(before.st_atime_ns, before.st_mtime_ns))
 
 

@@ -77,7 +77,8 @@ def sweep_command(
     together. A LIST is separated by commas; every combination is measured.
     """
     include_all(what.include_path)
-    name = url_of(out) or out
+    url = url_of(out)
+    name = url or out
     pick("engine", engine, ENGINES)
     with user_mistakes():
         policy = measure.policy(suite)
@@ -90,9 +91,9 @@ def sweep_command(
             )
         executor, store = ENGINES[engine](), None
         plan: SweepPlan
-        if claim and url_of(out) is None:
+        if claim and url is None:
             raise ValueError(f"--claim needs a store that others reach too, as --out file://{out.absolute()}")
-        if url_of(out) is not None:
+        if url is not None:
             store = Shared(out, make=not dry_run)
             plan = plan_fleet(cells, store, executor, retry_failed=retry_failed, resume=resume)
         elif resume:

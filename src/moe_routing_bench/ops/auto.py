@@ -174,7 +174,6 @@ def _choose(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] 
             break
     warning, passed = row.warning, ""
     for spec, why in row.candidates:
-        _load(op.name, spec)
         implementation = op.get(spec)
         if (reason := implementation.why_not(*args)) is None:
             return Choice(implementation=implementation, why=why + passed, warning=warning)
@@ -232,12 +231,6 @@ def _rows(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | 
     follows = _follows_decisions()
     sizes = _sizes(args, None if weights is None else weights()) if follows else None
     return _ranked(op.name, _device(args), follows, sizes)
-
-
-@while_tracing
-def _load(op_name: str, spec: str) -> None:
-    """The first call of a layer may be one that torch.compile traces, which cannot import."""
-    get_op(op_name).get(spec)
 
 
 @while_tracing

@@ -32,12 +32,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.names import did_you_mean, parse_spec
 from moe_routing_bench.ops.implementation import Implementation
+from moe_routing_bench.ops.tracing import while_tracing
 
 OURS = __name__.partition(".")[0]
 GROUP = f"{OURS}.implementations"
@@ -121,6 +123,8 @@ class Op:
 
         Raises ValueError for a name that does not exist, NotImplementedError if a library it needs is absent.
         """
+        if torch.compiler.is_dynamo_compiling():
+            _load(self.name, spec)
         if (ready := self._ready.get(spec)) is not None:
             return ready
         name, config = parse_spec(spec)
@@ -276,6 +280,12 @@ def all_ops() -> dict[str, Op]:
 def get_op(name: str) -> Op:
     """One operation; of the files from outside only its own op.py is loaded."""
     return _built_in_op(name) if name in built_in_ops() else _outside_op(_ops_outside()[name])
+
+
+@while_tracing
+def _load(op_name: str, spec: str) -> None:
+    """The first call may be one that torch.compile traces, which cannot import."""
+    get_op(op_name).get(spec)
 
 
 @cache

@@ -18,15 +18,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from moe_routing_bench.places import home
 from moe_routing_bench.results.held import SAMPLES
 from moe_routing_bench.results.lines import RECORDS
-from moe_routing_bench.results.objects import Objects, StoreError
-from moe_routing_bench.results.packs import packed
-from moe_routing_bench.results.parts import COMMIT, Contents, opened, parse_commit
+from moe_routing_bench.results.objects import Objects
+from moe_routing_bench.results.packs import fetch_part, packed
+from moe_routing_bench.results.parts import COMMIT, Contents
 from moe_routing_bench.results.store import ENVIRONMENTS, MOST_ENVIRONMENT_BYTES
 
 AT_ONCE = 256  # commits fetched, then written and noted together
@@ -81,26 +82,15 @@ def _all_contents(objects: Objects, new: list[str], sentences: list[str]) -> Ite
         missing.discard(name)
         yield name, contents
 
-    def fetch(name: str) -> Contents | str:
-        try:
-            commit = parse_commit(objects.get(name), name)
-            return opened(objects.get(commit.part), commit, name)
-        except FileNotFoundError:
-            return f"{name} names a part that is not there"
-        except StoreError:
-            raise
-        except ValueError as error:
-            return str(error)
-
     gone: dict[str, str] = {}
     with ThreadPoolExecutor(REQUESTS) as pool:
         rest = iter(sorted(missing))
         while some := list(islice(rest, AT_ONCE)):
-            for name, fetched in zip(some, pool.map(fetch, some), strict=True):
-                if isinstance(fetched, Contents):
-                    yield name, fetched
+            for name, part in zip(some, pool.map(partial(fetch_part, objects), some), strict=True):
+                if isinstance(part, str):
+                    gone[name] = part
                 else:
-                    gone[name] = fetched
+                    yield name, part[2]
     # a compaction may have put it into a pack meanwhile
     for name, contents in packed(objects, set(gone), sentences) if gone else ():
         del gone[name]

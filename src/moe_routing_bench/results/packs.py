@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
@@ -77,6 +78,20 @@ def packed(objects: Objects, wanted: set[str], sentences: list[str]) -> Iterator
             at += member.body.bytes
 
 
+def fetch_part(objects: Objects, commit: str) -> tuple[Member, bytes, Contents] | str:
+    """A part by its commit, checked; or a sentence that says what is wrong with it."""
+    try:
+        body = parse_commit(objects.get(commit), commit)
+        data = objects.get(body.part)
+        return Member(commit=commit, body=body), data, opened(data, body, commit)
+    except FileNotFoundError:
+        return f"{commit} names a part that is not there"
+    except StoreError:
+        raise
+    except ValueError as error:
+        return str(error)
+
+
 def compact_store(objects: Objects, *, drop: bool = False) -> tuple[int, int, list[str]]:
     """(parts packed, parts deleted, what was left as it is and why).
 
@@ -89,29 +104,17 @@ def compact_store(objects: Objects, *, drop: bool = False) -> tuple[int, int, li
     listed = [one.name for one in objects.list("commits/") if COMMIT.fullmatch(one.name)]
     todo = sorted(name for name in listed if name not in before)
 
-    def fetch(name: str) -> tuple[Member, bytes] | str:
-        try:
-            body = parse_commit(objects.get(name), name)
-            data = objects.get(body.part)
-            opened(data, body, name)
-        except FileNotFoundError:
-            return f"{name} names a part that is not there"
-        except StoreError:
-            raise
-        except ValueError as error:
-            return str(error)
-        return Member(commit=name, body=body), data
-
     count, size = 0, 0
     held: list[tuple[Member, bytes]] = []
     with ThreadPoolExecutor(REQUESTS) as pool:
         for start in range(0, len(todo), 4 * REQUESTS):
-            for fetched in pool.map(fetch, todo[start : start + 4 * REQUESTS]):
-                if isinstance(fetched, str):
-                    sentences.append(f"left as it is: {fetched}")
+            for part in pool.map(partial(fetch_part, objects), todo[start : start + 4 * REQUESTS]):
+                if isinstance(part, str):
+                    sentences.append(f"left as it is: {part}")
                     continue
-                held.append(fetched)
-                size += len(fetched[1])
+                member, data, _ = part
+                held.append((member, data))
+                size += len(data)
                 if size >= PACK_BYTES or len(held) >= PACK_PARTS:
                     count += _put_pack(objects, held)
                     held, size = [], 0
