@@ -9,6 +9,7 @@ import pytest
 
 from command_line import mrb, mrb_json, refused
 from moe_routing_bench.bench import group as group_file
+from moe_routing_bench.bench.calls import Result
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.group import Group, run_group
 from moe_routing_bench.bench.spans.parallel import STAGES, span
@@ -36,7 +37,9 @@ def test_every_transport_is_judged_and_timed(W: int) -> None:
     assert names[0] == "all_to_all+all_to_all" and "hierarchical+hierarchical" in names
     for one in outcome.subjects:
         assert one.status is Status.PASSED, f"{one.label}: {one.reason}"
-        assert len(one.samples) == 8 and list(one.stages) == list(STAGES) and one.checked_timed_calls == 2
+        assert (
+            len(one.samples) == 8 and tuple(one.stages) == STAGES["forward"] and one.checked_timed_calls == 2
+        )
         assert one.wire is not None and one.wire.sent >= one.wire.least > 0
     baseline, *others = outcome.subjects
     assert outcome.baseline is baseline and all(one.comparison for one in others)
@@ -45,9 +48,35 @@ def test_every_transport_is_judged_and_timed(W: int) -> None:
     assert nodes is not None and nodes.sent == nodes.least, "on one node it sends a token once to a rank"
 
 
+@pytest.mark.parametrize("direction", ["train", "backward"])
+def test_gradients_are_judged_and_timed(direction: str) -> None:
+    outcome = run_group(cell_of(direction=direction))
+    for one in outcome.subjects:
+        assert one.status is Status.PASSED, f"{one.label}: {one.reason}"
+        assert tuple(one.stages) == STAGES[direction] and one.checked_timed_calls == 2
+
+
+def test_a_wrong_gradient_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Group.result
+
+    def wrong(self: Group) -> Result:
+        result = right(self)
+        gradients = {**result.gradients, "experts.w_in_EDG": result.gradients["experts.w_in_EDG"] * 1.1}
+        return replace(result, gradients=gradients)
+
+    monkeypatch.setattr(Group, "result", wrong)
+    (one,) = run_group(cell_of("all_to_all+all_to_all", direction="train")).outcomes
+    assert one.status is Status.WRONG_VALUE and "gradient of experts.w_in_EDG" in one.reason
+
+
 def test_what_is_wrong_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Group.result
-    monkeypatch.setattr(Group, "result", lambda self: right(self) * 1.5)
+
+    def wrong(self: Group) -> Result:
+        result = right(self)
+        return replace(result, out=result.out * 1.5)
+
+    monkeypatch.setattr(Group, "result", wrong)
     outcome = run_group(cell_of("all_to_all+all_to_all"))
     assert [one.status for one in outcome.outcomes] == [Status.WRONG_VALUE] and outcome.rounds == 0
 
@@ -74,7 +103,6 @@ def test_what_cannot_be_measured_says_why(tmp_path: Path) -> None:
     padded = padded.only((replace(padded.subjects[0], layout="padded(capacity_factor=2)"),))
     for cell, words in (
         (padded, "only the compact layout"),
-        (cell_of("all_to_all+all_to_all", direction="train"), "only the forward pass"),
         (cell_of("all_to_all+all_to_all", W=3), "cannot be placed on 3 ranks"),
     ):
         (one,) = run_group(cell).outcomes

@@ -140,7 +140,6 @@ CANNOT_MATTER = {
     "models/reading.py": "reads experts for the plug-in, which no span runs",
     "models/running.py": "runs them",
     "models/transformers.py": "the plug-in",
-    "parallel/moe.py": "the layer; the span parallel calls the operations itself",
     "parallel/step.py": "predicts times",
     "ops/*/preferences.py": "what it makes auto pick is in the key by name",
     "public.py": "imports the public names",

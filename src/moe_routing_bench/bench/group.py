@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file
 
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.calls import Result
+from moe_routing_bench.bench.calls import Result, tensors_by_name
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.cores import judging_threads
 from moe_routing_bench.bench.group_worker import serve
@@ -45,6 +45,7 @@ from moe_routing_bench.bench.verdict import FEWEST_ROUNDS, aa_floor, compare_cel
 from moe_routing_bench.bench.weather import WeatherSpan, weather
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.parallel.flow import TRANSPORTS, count_flow
+from moe_routing_bench.parallel.moe import EXPERTS
 from moe_routing_bench.plan import Layout
 
 CHECKS = ("value", "value of other inputs", "same bits twice", "value of timed calls")
@@ -86,10 +87,19 @@ class Group:
         answers = self._answers(self.cell.policy.step_seconds)
         return np.array([answer["stamps"] for answer in answers]).max(0)
 
-    def result(self) -> torch.Tensor:
-        """Of the last call that was kept, the tokens of all ranks."""
+    def result(self) -> Result:
+        """Of the last call that was kept: the tokens of all ranks and the gradients of all experts. What
+        every rank has must be the same on all of them."""
         parts = [load_file(Path(self._place.name) / f"{rank}.safetensors") for rank in range(self.cell.W)]
-        return torch.cat([part["y_TD"] for part in parts])
+        whole = {}
+        for name, first in parts[0].items():
+            if name in ("y_TD", "x_TD") or name.startswith(EXPERTS):
+                whole[name] = torch.cat([part[name] for part in parts])
+            elif all(torch.equal(part[name], first) for part in parts):
+                whole[name] = first
+            else:
+                raise SubjectError(Status.WRONG_VALUE, f"ranks have different gradients of {name}")
+        return Result(out=whole.pop("y_TD"), gradients=whole)
 
     def _answers(self, seconds: float) -> list[dict[str, Any]]:
         answered: dict[int, dict[str, Any]] = {}
@@ -150,8 +160,9 @@ class _Session:
         self._group = None
 
     def judged(self, subject: int, number: int) -> Finding:
-        result = Result(out=self.group.result())
-        return self.judge.judge_result(result, number, number % ROUTINGS, self.cell.subjects[subject])
+        return self.judge.judge_result(
+            self.group.result(), number, number % ROUTINGS, self.cell.subjects[subject]
+        )
 
     def timed(self, subject: int, seen: _Series, number: int, look: bool) -> None:
         ends = self.group.call(subject, number, keep=look)
@@ -172,9 +183,10 @@ class _Session:
             if finding.status is not Status.PASSED:
                 raise SubjectError(finding.status, finding.reason)
             seen.finding = finding
-            results.append(self.group.result())
+            results.append(tensors_by_name(self.group.result()))
         parts = self.cell.span.parts(self.cell.subjects[subject].spec)
-        if all(part.deterministic for part in parts) and not torch.equal(results[0], results[2]):
+        same = all(torch.equal(results[2][name], tensor) for name, tensor in results[0].items())
+        if all(part.deterministic for part in parts) and not same:
             raise SubjectError(Status.NONDETERMINISTIC, "two runs gave different bits")
 
 
@@ -226,13 +238,11 @@ def _notes(cell: Cell, outcomes: tuple[SubjectOutcome, ...]) -> tuple[str, ...]:
     ]
     return (
         f"{cell.W} ranks are processes on one machine, joined by Gloo over the loopback",
-        *([f"rows that leave their rank, both ways: {'; '.join(wires)}"] if wires else []),
+        *([f"rows that leave their rank in a forward pass, both ways: {'; '.join(wires)}"] if wires else []),
     )
 
 
 def _refused(cell: Cell, inputs: Inputs) -> str:
-    if cell.case.direction != "forward":
-        return "on several ranks only the forward pass is measured"
     try:
         inputs.workload(0)
     except (ValueError, NotImplementedError) as error:
@@ -311,7 +321,7 @@ def _rounds(
 def _outcomes(
     cell: Cell, inputs: Inputs, seen: dict[int, _Series], alive: list[int]
 ) -> tuple[SubjectOutcome, ...]:
-    outcomes = []
+    outcomes, stages = [], STAGES[cell.case.direction]
     for place, subject in enumerate(cell.subjects):
         one = seen[place]
         about: dict[str, Any] = {
@@ -329,7 +339,7 @@ def _outcomes(
                 "host_sync": next((part.host_sync for part in parts if part.host_sync), ""),
                 "checks": CHECKS, "checked_timed_calls": one.checked, "first_call": one.first_call,
                 "samples": tuple(one.samples), "cost": cost, "load": load,
-                "stages": {name: median(s[i] for s in one.stages) for i, name in enumerate(STAGES)},
+                "stages": {name: median(s[i] for s in one.stages) for i, name in enumerate(stages)},
                 "wire": wire_of(inputs, cell.W, parts[0].name),
                 "max_error": verdict and verdict.max_error, "max_bound": verdict and verdict.max_bound,
             }  # fmt: skip
@@ -350,7 +360,7 @@ def _outcomes(
 
 def wire_of(inputs: Inputs, W: int, transport: str) -> Wire | None:
     """Bytes of rows that leave their rank in the first call, both ways, and the least that any transport
-    needs: a token once to each rank with one of its experts, and one sum back."""
+    needs in a forward pass: a token once to each rank with one of its experts, and one sum back."""
     if transport not in TRANSPORTS:
         return None
     plan, tokens_W = inputs.at(0, 0, "compact").plan, inputs.workload(0).tokens_W

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.spans.parallel import placement_of, span
+from moe_routing_bench.parallel.moe import ParallelMoE
 from moe_routing_bench.parallel.ranks import Ranks
 
 MOST_TEXT = 2_000
@@ -33,18 +34,27 @@ def serve(pipe: Connection, rank: int, cell_text: str, folder: str) -> None:
         )  # fmt: skip
         inputs = cell.inputs()
         ranks = Ranks(placement_of(cell.case.shape.E, cell.W), dist.group.WORLD)
+        direction, layers = cell.case.direction, dict[int, ParallelMoE]()
         pipe.send_bytes(json.dumps({"ready": True}).encode())
-        with torch.no_grad():
+        with torch.set_grad_enabled(direction != "forward"):
             while (request := json.loads(pipe.recv_bytes())) is not None:
-                subject = cell.subjects[request["subject"]]
-                call = span.on_rank(subject, inputs, request["number"], request["step"], ranks)
+                place = request["subject"]
+                subject = cell.subjects[place]
+                if place not in layers:
+                    layers[place] = span.layer_on(subject, inputs, ranks)
+                layers[place].zero_grad()
+                call = span.on_rank(layers[place], subject, inputs, request["number"], request["step"])
+                if direction == "backward":  # the forward pass before it is not timed
+                    for _, step in call.stages("forward"):
+                        step()
                 dist.barrier()
                 stamps = [time.monotonic()]
-                for _, step in call.stages():
+                for _, step in call.stages(direction):
                     step()
                     stamps.append(time.monotonic())
                 if request["keep"]:
-                    save_file({"y_TD": call.y_TD.contiguous()}, Path(folder) / f"{rank}.safetensors")
+                    kept = {name: tensor.contiguous() for name, tensor in call.result().items()}
+                    save_file(kept, Path(folder) / f"{rank}.safetensors")
                 pipe.send_bytes(json.dumps({"stamps": stamps}).encode())
         dist.destroy_process_group()
     except Exception as error:

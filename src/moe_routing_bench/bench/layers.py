@@ -81,13 +81,13 @@ def layer_of(
         sizes["K"] *= options["iterations"]
         layer: nn.Module = ChainOfExperts(**sizes, **options, router=name, router_options=router_options)
         assert isinstance(layer, ChainOfExperts)
-        routers = [_router(subject, inputs, topk, fused) for _ in range(1 + len(layer.later_routers))]
+        routers = [router_of(subject, inputs, topk, fused) for _ in range(1 + len(layer.later_routers))]
         layer.later_routers = nn.ModuleList(routers[1:])
         moe = layer.layer
         moe.router = routers[0]
     else:
         moe = layer = MoE(**sizes, router=name, router_options=router_options)
-        moe.router = _router(subject, inputs, topk, fused)
+        moe.router = router_of(subject, inputs, topk, fused)
     moe.expert_ffn, moe.make_plan = ffn, make_plan
     if kind == "moe" and ffn.batch_invariant and ffn.invariant_with:
         moe.make_batch_invariant()
@@ -157,7 +157,7 @@ def experts_arguments(
     return x_TD, routing, plan, layer.experts.weights()
 
 
-def _router(subject: Subject, inputs: Inputs, topk: str, fused: bool) -> Router:
+def router_of(subject: Subject, inputs: Inputs, topk: str, fused: bool = True) -> Router:
     """The router, with a projection that reads the columns that hold the logits."""
     s = inputs.case.shape
     if inputs.checkpoint is not None and not subject.router:

@@ -144,7 +144,7 @@ class ParallelMoE(MoE):
         return y_TD
 
     def _one(self, part: Part) -> Tensor:
-        return self._combined(part, self._experts_of(part, self._dispatched(part)))
+        return self.given_back(part, self.experts_computed(part, self._there(part, part.x_TD)))
 
     def _overlapped(self, parts: list[Part]) -> Tensor:
         """All exchanges are made by one other thread, in one order on every rank:  there 0, there 1, back 0,
@@ -160,22 +160,31 @@ class ParallelMoE(MoE):
             return last
 
         with ThreadPoolExecutor(1) as exchanges:
-            there = exchanges.submit(in_turn, self._dispatched, parts[0], parts[0].x_TD)
+            there = exchanges.submit(in_turn, self._there, parts[0], parts[0].x_TD)
             back = []
             for part, after in zip_longest(parts, parts[1:]):
                 x_QD = there.result()
                 if after is not None:
-                    there = exchanges.submit(in_turn, self._dispatched, after, after.x_TD)
-                back.append(exchanges.submit(in_turn, self._combined, part, self._experts_of(part, x_QD)))
+                    there = exchanges.submit(in_turn, self._there, after, after.x_TD)
+                y_QD = self.experts_computed(part, x_QD)
+                back.append(exchanges.submit(in_turn, self.given_back, part, y_QD))
             return torch.cat([y.result() for y in back])
 
-    def _dispatched(self, part: Part, x_TD: Tensor | None = None) -> Tensor:
-        x_TD = part.x_TD if x_TD is None else x_TD
+    def _there(self, part: Part, x_TD: Tensor) -> Tensor:
+        self.settle(part, x_TD)
+        return self.send(part, x_TD)
+
+    # the stages of a call, which `mrb bench parallel` times one by one
+
+    def settle(self, part: Part, x_TD: Tensor) -> None:
+        """Who sends how many rows to whom."""
         part.sent = make_plan(self.ranks.to_slots(part.routing), self.send_layout)
         part.traffic = settle(part.sent, self.ranks, x_TD, check_finite=self.check_finite)
+
+    def send(self, part: Part, x_TD: Tensor) -> Tensor:
         return self.ep_dispatch(x_TD, part.sent, part.traffic)
 
-    def _experts_of(self, part: Part, x_QD: Tensor) -> Tensor:
+    def experts_computed(self, part: Part, x_QD: Tensor) -> Tensor:
         here = Routing(
             expert_TK=part.traffic.place_Q.unsqueeze(1),
             gate_TK=x_QD.new_ones(x_QD.shape[0], 1, dtype=part.routing.gate_TK.dtype),
@@ -185,7 +194,7 @@ class ParallelMoE(MoE):
         plan_here = self.make_plan(here, self.layout)
         return tie(self.expert_ffn(x_QD, here.gate_TK, plan_here, self.experts.weights()), x_QD)
 
-    def _combined(self, part: Part, y_QD: Tensor) -> Tensor:
+    def given_back(self, part: Part, y_QD: Tensor) -> Tensor:
         return self.ep_combine(y_QD, part.routing.gate_TK, part.sent, part.traffic)
 
     def compute(

@@ -62,8 +62,8 @@ WHOLE = re.compile(r"\s*(transformers|hand-ordered)\s*(?:\((\w*)\))?\s*")
 
 class LayerSpan(Span):
     name = "layer"
-    ops = ("expert_ffn",)
-    included = ("router projection", "topk", "make_plan", "expert_ffn", "shared expert")
+    ops: tuple[str, ...] = ("expert_ffn",)
+    included: tuple[str, ...] = ("router projection", "topk", "make_plan", "expert_ffn", "shared expert")
     weights = routed = True
     decides = "expert_ffn"
 

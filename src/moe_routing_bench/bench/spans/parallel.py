@@ -1,4 +1,4 @@
-"""parallel: plan, send, experts, return. A MoE layer on --ranks processes, after its router has chosen."""
+"""parallel: route, plan, send, experts, return. A MoE layer on --ranks processes, with tokens on each."""
 
 from __future__ import annotations
 
@@ -6,52 +6,47 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_routing_bench.accuracy import Expected, Verdict
-from moe_routing_bench.bench.inputs import Call, Inputs
+from moe_routing_bench.bench.inputs import Inputs
+from moe_routing_bench.bench.layers import choices_of, layer_kind, router_of
+from moe_routing_bench.bench.spans.layer import LayerSpan
 from moe_routing_bench.bench.spans.span import (
     PACKAGE,
     Computation,
-    Load,
-    Span,
     Stage,
     auto_label,
     stand_ins,
     why_not_one_of,
 )
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cost import Cost
 from moe_routing_bench.experts import ExpertWeights
-from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
-from moe_routing_bench.ops.implementation import Implementation
-from moe_routing_bench.ops.make_plan.op import make_plan
+from moe_routing_bench.layer import Experts
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
+from moe_routing_bench.parallel.moe import ParallelMoE, Part
 from moe_routing_bench.parallel.placement import Placement
 from moe_routing_bench.parallel.placing import contiguous
 from moe_routing_bench.parallel.ranks import Ranks
-from moe_routing_bench.parallel.traffic import Traffic, settle
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.routing import Routing
+from moe_routing_bench.parallel.traffic import Traffic
+from moe_routing_bench.plan import Layout
+from moe_routing_bench.routing import Routing, TokenInfo
 
-STAGES = ("plan", "send", "compute", "return")
-COMPACT = Layout.compact()
+FORWARD = ("route", "plan", "send", "compute", "return")
+BACKWARD = ("backward", "reduce")  # reduce: gradients of what every rank has, summed over the ranks
+STAGES = {"forward": FORWARD, "backward": BACKWARD, "train": FORWARD + BACKWARD}
 BLOCKS = "rows are sent in the compact or the padded layout; blocks are for the experts' side"
 Step = Callable[[], None]
 
 
-class ParallelSpan(Span):
-    """A subject names a transport of each way: "hierarchical+hierarchical"."""
+class ParallelSpan(LayerSpan):
+    """The layer, with its experts on several ranks. A subject names a transport of each way:
+    "hierarchical+hierarchical"; "auto" picks what computes the experts."""
 
     name = "parallel"
     ops = ("ep_dispatch", "ep_combine")
-    included = STAGES
-    excluded = ("router", "allocation of weights", "weight conversion")
-    weights = True
-    widens = True
-    differentiable = False
+    included = (*FORWARD, "shared expert")
     grouped = True
+    decides = ""
 
     def specs(self) -> list[str]:
         there, back = (all_ops()[name] for name in self.ops)
@@ -59,123 +54,138 @@ class ParallelSpan(Span):
         names.sort(key=lambda name: (name != there.default, name))
         return [f"{name}+{name}" for name in names]
 
-    def arguments(self, call: Call) -> dict[str, Any]:
-        return expert_ffn_op.arguments(call)
-
     def built(self, subject: Subject, inputs: Inputs) -> Computation:
         """On one rank, where nothing is sent."""
-
-        def run(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
-            layer = OneCall(x_TD, gate_TK, weights, self._runs(subject, inputs))
-            layer.sent, layer.traffic = plan, Traffic.alone(plan)
-            for _, step in [*layer.stages()][1:]:
-                step()
-            return layer.y_TD
-
-        return Computation(run=run)
+        layer = self.layer_on(subject, inputs, Ranks(placement_of(inputs.case.shape.E, 1)))
+        wanting = {name: tensor for name, tensor in layer.named_parameters() if tensor.requires_grad}
+        return Computation(run=lambda x_TD, info: layer(x_TD, info)[0], parameters=wanting, owner=layer)
 
     def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
         if Layout.parse(subject.layout).kind == "block":
             return BLOCKS
-        x_TD, plan = args["x_TD"], args["plan"]
+        if layer_kind(subject)[0] != "moe":
+            return "on several ranks only a plain MoE layer is measured"
+        if router_of(subject, inputs, "sort").batch_dependent:
+            return "its router looks at all tokens, and a rank has only its own"
+        call = self.call(subject, inputs, 0, 0)
+        x_TD, plan = args["x_TD"], call.plan
         traffic = Traffic.alone(plan)
         rows_QD = x_TD.new_empty(1, x_TD.shape[1]).expand(plan.num_rows, -1)
         asked = {
             "ep_dispatch": (x_TD, plan, traffic),
-            "ep_combine": (rows_QD, args["gate_TK"], plan, traffic),
+            "ep_combine": (rows_QD, call.gate_TK, plan, traffic),
         }
         return why_not_one_of(self.parts(subject.spec), asked)
 
     def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
-        run = self.built(subject, inputs).run
-        yield "compute", lambda: run(*args.values())
-
-    def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
-        return Computation(run=expert_ffn_op.reference)
-
-    def judge(self, out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
-        return expert_ffn_op.judge(out, expected, args)
-
-    def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
-        args = self.arguments(inputs.at(0, 0, subject.layout))
-        load = inputs.workload(0).statistics(args["plan"]).to_dict()
-        return expert_ffn_op.cost(*args.values()), load
+        layer = self.layer_on(subject, inputs, Ranks(placement_of(inputs.case.shape.E, 1)))
+        yield from OneCall(layer, args["x_TD"], args["info"]).stages("forward")
 
     def roots(self, subject: Subject) -> list[Path]:
-        return [
-            *super().roots(subject),
-            PACKAGE / "bench" / "group.py",
-            PACKAGE / "bench" / "group_worker.py",
-        ]
+        files = ("spans/parallel.py", "group.py", "group_worker.py")
+        return [*super().roots(subject), *(PACKAGE / "bench" / file for file in files)]
 
     def resolved(self, subject: Subject, inputs: Inputs) -> list[tuple[str, str]]:
-        return [("expert_ffn", self._experts(subject, inputs).label)]
+        """What "auto" picks from the sizes of the whole case: the same on every rank."""
+        source = stand_ins(subject, inputs.case, choices_of(subject, inputs))
+        return [*super().resolved(subject, inputs), ("expert_ffn", auto_label("expert_ffn", source))]
 
-    def _experts(self, subject: Subject, inputs: Inputs) -> Implementation:
-        """What "auto" picks for the experts, from the sizes of the whole case: the same on every rank."""
-        plain = Subject(spec=subject.spec)
-        return expert_ffn_op.get(auto_label("expert_ffn", stand_ins(plain, inputs.case)))
-
-    def _runs(self, subject: Subject, inputs: Inputs) -> tuple[Implementation, ...]:
-        return *self.parts(subject.spec), self._experts(subject, inputs)
-
-    def on_rank(self, subject: Subject, inputs: Inputs, number: int, step: int, ranks: Ranks) -> OneCall:
-        """This rank's part of a call, ready to run."""
-        call = inputs.at(number, step, "compact")
-        tokens_W = inputs.workload(step).tokens_W
-        first = sum(tokens_W[: ranks.rank])
-        mine = slice(first, first + tokens_W[ranks.rank])
-        weights, held = inputs.weights, list(ranks.experts)
-        parts = {name: tensor[held] for name, tensor in weights.tensors().items()}
-        layer = OneCall(
-            call.x_TD[mine], call.gate_TK[mine], ExpertWeights(**parts, activation=weights.activation),
-            self._runs(subject, inputs),
+    def layer_on(self, subject: Subject, inputs: Inputs, ranks: Ranks) -> ParallelMoE:
+        """This rank's part of the layer around the inputs' weights. In the forward pass they are packed once,
+        as in one process."""
+        s, case = inputs.case.shape, inputs.case
+        there, back = self.parts(subject.spec)
+        picked = dict(self.resolved(subject, inputs))
+        router = router_of(subject, inputs, picked["topk"])
+        layer = ParallelMoE(
+            s.D, s.F, s.E, router.K, ranks=ranks, send_layout=subject.layout, dispatch_impl=there.label,
+            combine_impl=back.label, impl=picked["expert_ffn"], plan_impl=picked["make_plan"], router=router,
+            activation=case.activation, bias=case.bias, dtype=inputs.dtype,
+            shared_F=0 if inputs.shared is None else inputs.shared.F,
         )  # fmt: skip
-        layer.ranks, layer.expert_TK = ranks, call.plan.expert_TK()[mine]
-        layer.layout = Layout.parse(subject.layout)
-        return layer
+        train = case.direction != "forward"
+        _put(layer.experts, inputs.weights, list(ranks.experts), train)
+        if layer.shared is not None and inputs.shared is not None:
+            _put(layer.shared, inputs.shared, [0], train)
+        if not train:
+            layer.freeze()
+        return layer.train(train)
+
+    def on_rank(
+        self, layer: ParallelMoE, subject: Subject, inputs: Inputs, number: int, step: int
+    ) -> OneCall:
+        """This rank's part of a call, ready to run."""
+        call = self.call(subject, inputs, number, step)
+        args, tokens_W = self.arguments(call), inputs.workload(step).tokens_W
+        first = sum(tokens_W[: layer.ranks.rank])
+        mine = slice(first, first + tokens_W[layer.ranks.rank])
+        whole_TD, info = args["x_TD"].detach(), args["info"]
+        x_TD = whole_TD[mine].requires_grad_(inputs.case.direction != "forward")
+        own = TokenInfo(token_id_T=info.token_id_T[mine])
+        return OneCall(layer, x_TD, own, call.upstream(whole_TD.shape)[mine])
 
 
 class OneCall:
-    """A call stage by stage: for name, step in OneCall(...).stages(): step(); then y_TD is there."""
+    """A call of this rank, stage by stage: for name, step in call.stages("train"): step(). Then y_TD is
+    there, and after "train" the gradients of x_TD and of the layer's parameters."""
 
-    sent: RoutingPlan
-    traffic: Traffic
+    part: Part
     y_TD: Tensor
-    ranks: Ranks
-    expert_TK: Tensor
-    layout: Layout
 
     def __init__(
-        self, x_TD: Tensor, gate_TK: Tensor, weights: ExpertWeights, runs: tuple[Implementation, ...]
-    ):
-        self.x_TD, self.gate_TK, self.weights = x_TD, gate_TK, weights
-        self.dispatch, self.combine, self.experts = runs
+        self, layer: ParallelMoE, x_TD: Tensor, info: TokenInfo, d_out_TD: Tensor | None = None
+    ) -> None:
+        self.layer, self.x_TD, self.info, self.d_out_TD = layer, x_TD, info, d_out_TD
         self._rows: Tensor | None = None
+        self._shared: Tensor | None = None
 
-    def stages(self) -> Iterator[tuple[str, Step]]:
-        yield from zip(STAGES, (self.plan, self.send, self.compute, self.give_back), strict=True)
+    def stages(self, direction: str) -> Iterator[tuple[str, Step]]:
+        steps = (
+            self.route, self.plan, self.send, self.compute, self.give_back, self.backward, self.reduce,
+        )  # fmt: skip
+        named = dict(zip(STAGES["train"], steps, strict=True))
+        return ((name, named[name]) for name in STAGES[direction])
+
+    def route(self) -> None:
+        routing = self.layer.route(self.layer.router, self.x_TD, self.info)
+        assert isinstance(routing, Routing)
+        self.part = Part(x_TD=self.x_TD, routing=routing)
 
     def plan(self) -> None:
-        routing = Routing(
-            expert_TK=self.expert_TK, gate_TK=self.gate_TK, num_experts=self.ranks.placement.num_experts
-        )
-        self.sent = make_plan(self.ranks.to_slots(routing), self.layout)
-        self.traffic = settle(self.sent, self.ranks)
+        self.layer.settle(self.part, self.x_TD)
 
     def send(self) -> None:
-        self._rows = self.dispatch.run(self.x_TD, self.sent, self.traffic)
+        self._rows = self.layer.send(self.part, self.x_TD)
 
     def compute(self) -> None:
         assert self._rows is not None
-        place_Q1 = self.traffic.place_Q.unsqueeze(1)
-        gate_Q1 = torch.ones(place_Q1.shape, dtype=self.gate_TK.dtype, device=self.gate_TK.device)
-        here = Routing(expert_TK=place_Q1, gate_TK=gate_Q1, num_experts=self.weights.num_experts)
-        self._rows = self.experts.run(self._rows, gate_Q1, make_plan(here, COMPACT), self.weights)
+        self._rows = self.layer.experts_computed(self.part, self._rows)
+        if self.layer.shared is not None:
+            self._shared = self.layer.shared.on_every_token(self.x_TD, self.layer.shared_ffn)
 
     def give_back(self) -> None:
         assert self._rows is not None
-        self.y_TD = self.combine.run(self._rows, self.gate_TK, self.sent, self.traffic)
+        self.y_TD = self.layer.given_back(self.part, self._rows)
+        if self._shared is not None:
+            self.y_TD = self.y_TD + self._shared
+
+    def backward(self) -> None:
+        assert self.d_out_TD is not None
+        self.y_TD.backward(self.d_out_TD.to(self.y_TD.dtype))
+
+    def reduce(self) -> None:
+        self.layer.reduce_gradients()
+
+    def result(self) -> dict[str, Tensor]:
+        """By name, as the judge knows them: of one's own tokens, or of one's own experts."""
+        wanting = {"x_TD": self.x_TD, **dict(self.layer.named_parameters())}
+        gradients = {name: tensor.grad for name, tensor in wanting.items() if tensor.grad is not None}
+        return {"y_TD": self.y_TD.detach(), **gradients}
+
+
+def _put(module: Experts, weights: ExpertWeights, held: list[int], train: bool) -> None:
+    for name, tensor in weights.tensors().items():
+        setattr(module, name, nn.Parameter(tensor.detach()[held], requires_grad=train))
 
 
 def placement_of(E: int, W: int) -> Placement:
