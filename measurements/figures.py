@@ -263,6 +263,8 @@ def document(all_records: dict[str, Records]) -> str:
         *_section("decode", all_records, _cells_table(all_records["decode"])),
         *_section("skew", all_records, _cells_table(all_records["skew"])),
         *_section("training", all_records, _cells_table(all_records["training"])),
+        *_section("invariant_olmoe", all_records, _cells_table(all_records["invariant_olmoe"])),
+        *_section("invariant_qwen3", all_records, _cells_table(all_records["invariant_qwen3"])),
         *_section("layouts", all_records, _layouts_table(all_records["layouts"])),
         "",
         "### Where compact beats padded",

@@ -93,6 +93,14 @@ TOPICS = {
         ),
         minutes=2.5,
     ),
+    **{
+        f"invariant_{model.partition('-')[0]}": Topic(
+            shows=f"what the same bits in every batch cost, {model}",
+            sweep=_sweep(f"layer --model {model} --tokens 1,64,512", 120, "--only batch-invariant"),
+            minutes=6,
+        )
+        for model in ("olmoe-1b-7b", "qwen3-30b-a3b")
+    },
     "layouts": Topic(
         shows="compact, padded and block on the same kernels, under three kinds of routing",
         sweep=_sweep(

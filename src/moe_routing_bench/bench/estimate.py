@@ -1,7 +1,7 @@
 """About how long a cell will take on this machine as it is now, before anything of it has run.
 
-A short probe says how fast the machine multiplies and copies, and how much times scatter: that decides how
-many rounds the precision takes. Subjects are taken to be half as fast as the probe.
+A short probe says how fast the machine multiplies and copies, and how much times scatter at least: that
+decides how many rounds the precision takes. Subjects are taken to be half as fast as the probe.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ GPU_TRIAL_SECONDS = 6.0  # a guess: starting CUDA and compiling a kernel; nobody
 TRIAL_CALLS, LONG_TRIAL_CALLS, SHARE_OF_PEAK = 9, 4, 0.5
 LEAST_SAMPLE = 1e-3
 PROBE_SECONDS = 1.0
+# a cell goes on until its worst ratio is known, and different kernels scatter more than one product does:
+# 0.05 for two alike on a quiet machine, 0.08 to 0.2 (quartiles) in the cells of measurements/records
+USUAL_SCATTER = 0.1
 HALF_INTERVAL = 2.58 * 1.2533  # of a median, in standard deviations over the root of the rounds
 
 
@@ -53,7 +56,7 @@ def estimate(cell: Cell) -> float:
     trials = subjects * (TRIAL_SECONDS + (LONG_TRIAL_CALLS if long else TRIAL_CALLS) * call)
     calls = 1 if long else 1 + max(1.0, LEAST_SAMPLE / 2 / call)
     one_round = (subjects + 1) * (calls * call + SAMPLE_OVERHEAD)
-    wanted = (HALF_INTERVAL * speed.jitter / policy.target) ** 2
+    wanted = (HALF_INTERVAL * max(speed.jitter, USUAL_SCATTER) / policy.target) ** 2
     rounds = min(max(wanted, policy.min_rounds), policy.max_rounds) * one_round
     least = fewest_rounds(subjects) * one_round
     before = START_SECONDS + trials + judged

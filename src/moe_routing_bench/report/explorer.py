@@ -41,12 +41,16 @@ def explorer(material: Material) -> str:
             made.update_layout(
                 title=_text(f"{group.title}; {chapter.title}"), template="plotly_white", height=560
             )
-            made.update_xaxes(title="tokens", type="log")
-            made.update_yaxes(title="milliseconds", type="log")
-            parts.append(made.to_html(full_html=False, include_plotlyjs=not parts))
+            tokens = sorted({cell.first.workload.T for cell in group.cells})
+            names = [f"{T:,}" for T in tokens]
+            made.update_xaxes(title="tokens", type="log", tickvals=tokens, ticktext=names)
+            made.update_yaxes(title="milliseconds", type="log", dtick=1)  # powers of ten
+            shown = made.to_html(full_html=False, include_plotlyjs=not parts, config={"responsive": True})
+            parts.append(shown)
     if not parts:
         raise ValueError("nothing here was timed, so there is nothing to explore")
-    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Explore</title><body>'
+    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Explore</title>'
+    head += '<meta name="viewport" content="width=device-width"><body>'
     return f"{head}{''.join(parts)}</body></html>"
 
 
