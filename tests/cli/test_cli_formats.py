@@ -14,7 +14,7 @@ from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.studies.format_losses import layer_losses, trained_losses
 from moe_routing_bench.train.text import synthetic
 
-SMALL = ["formats", "--D", "256", "--F", "128", "--E", "2", "--tokens", "8"]
+SMALL = ["formats", "--width", "256", "--hidden", "128", "--experts", "2", "--tokens", "8"]
 
 
 def test_the_table_has_every_format() -> None:

@@ -16,15 +16,17 @@ from moe_routing_bench.train.text import read_texts
 
 
 def formats_command(
-    d: Annotated[int, typer.Option("--D", min=1, max=1 << 16, help="Width of the model.")] = 2048,
-    f: Annotated[int, typer.Option("--F", min=1, max=1 << 16, help="Width of an expert.")] = 768,
-    e: Annotated[int, typer.Option("--E", min=1, max=512, help="Experts.")] = 4,
-    tokens: Annotated[int, typer.Option(min=1, max=1 << 16)] = 64,
-    seed: int = 0,
+    d: Annotated[int, typer.Option("--width", min=1, max=1 << 16, help="D, width of the model.")] = 2048,
+    f: Annotated[
+        int, typer.Option("--hidden", min=1, max=1 << 16, help="F, hidden width of an expert.")
+    ] = 768,
+    e: Annotated[int, typer.Option("--experts", min=1, max=512, help="E, experts of the layer.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, max=1 << 16, help="T, tokens in the batch.")] = 64,
+    seed: Annotated[int, typer.Option(help="Random seed of weights and tokens.")] = 0,
     text: Annotated[
         list[Path] | None, typer.Option(help="Also train a small model on this text; may be repeated.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Of that training.")] = 300,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Steps of that training.")] = 300,
     as_json: Json = False,
 ) -> None:
     """What a format for expert weights loses against float32.
@@ -32,7 +34,7 @@ def formats_command(
     \b
     Examples:
       mrb formats                                        a layer of Qwen3-30B-A3B's width
-      mrb formats --D 2880 --F 2880                      of gpt-oss's
+      mrb formats --width 2880 --hidden 2880             of gpt-oss's
       mrb formats --text book.txt --steps 600            held-out loss by format too
 
     weights, layer: error of the stored weights and of a layer's result with

@@ -34,7 +34,7 @@ def history_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """When did it become faster or slower? Every record says of which commit its source was.
+    """When did it become faster or slower? Every record names the commit that was measured.
 
     \b
     Examples:

@@ -55,7 +55,7 @@ def sweep_command(
         typer.Option(metavar="I/N", help="Every N-th cell only, for N machines; auto in a Slurm array."),
     ] = "",
     claim: Annotated[
-        bool, typer.Option("--claim", help="Take only cells that no other machine is at; --out is a URL.")
+        bool, typer.Option("--claim", help="Take only cells that no other machine works on; --out is a URL.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show cells and time, measure nothing.")] = False,
     engine: Annotated[str, typer.Option(help=f"What runs the cells: {', '.join(ENGINES)}.")] = "local",
