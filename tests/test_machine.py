@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from command_line import mrb, mrb_json
 from moe_routing_bench.bench import roofs as roofs_module
@@ -93,11 +95,37 @@ def test_counters_that_stand_still_or_step_back_give_no_nonsense(seconds: float)
 def test_roofs_are_measured_and_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofs_module, "MEMORY_BYTES", 2**24)
     monkeypatch.setattr(roofs_module, "GEMM_SIZES", (128,))
-    told: list[str] = []
-    roofs = measure_roofs("here", (1,), told.append)
+    steps: list[str] = []
+    roofs = measure_roofs("here", (1,), steps.append)
     assert 1e8 < roofs.read_bytes[1] < 1e13 and 1e8 < roofs.copy_bytes[1] < 1e13
     assert all(1e8 < rates[1] < 1e15 for rates in roofs.gemm_flops.values())
-    assert told[0] == "memory, 1 threads"
+    assert steps[0] == "memory, 1 threads"
+
+
+def test_a_slow_product_is_not_waited_for_and_is_no_roof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float16 on a processor without it: 0.4 GFLOP/s beside 100 in float32."""
+    now, plain, sizes = [0.0], torch.mm, []
+
+    def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        slow = a.dtype == torch.float16
+        now[0] += 2 * a.shape[0] ** 3 / (4e8 if slow else 1e11)
+        sizes.append(a.shape[0]) if slow else None
+        return plain(a[:1], b[:, :1])
+
+    monkeypatch.setattr(roofs_module, "MEMORY_BYTES", 2**20)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(roofs_module, "_best", _not_zero(roofs_module._best))
+    roofs = measure_roofs("here", (1,))
+    assert sizes == [512], "0.7 s; the largest would take 43"
+    assert {name: rates[1] for name, rates in roofs.gemm_flops.items()} == pytest.approx(
+        dict.fromkeys(("float32", "bfloat16", "float16"), 1e11)
+    )
+
+
+def _not_zero(best: Callable[..., float]) -> Callable[..., float]:
+    """Memory takes no time on that clock."""
+    return lambda run: best(run) or 1e-3
 
 
 def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
