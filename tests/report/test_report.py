@@ -76,11 +76,10 @@ class Elements(HTMLParser):
 
 
 def test_the_records_of_this_project_make_a_page(tmp_path: Path) -> None:
-    found = mrb(
-        "report", MEASUREMENTS / "records" / "layouts.tar.xz", MEASUREMENTS / "records" / "pack.tar.xz",
-        MEASUREMENTS / "training" / "chain", "-o", tmp_path / "r.html",
-    )  # fmt: skip
-    assert "63 records" in found.stdout
+    timed = [MEASUREMENTS / "records" / f"{topic}.tar.xz" for topic in ("layouts", "pack", "training")]
+    made = mrb("report", *timed, MEASUREMENTS / "training" / "chain", "-o", tmp_path / "r.html")
+    records = re.search(r": (\d+) records, ", made.stdout)
+    assert records is not None and int(records[1]) > 60
     html = (tmp_path / "r.html").read_text()
     for title in (
         "Machine and roofs",
