@@ -78,8 +78,7 @@ class Elements(HTMLParser):
 def test_the_records_of_this_project_make_a_page(tmp_path: Path) -> None:
     timed = [MEASUREMENTS / "records" / f"{topic}.tar.xz" for topic in ("layouts", "pack", "training")]
     made = mrb("report", *timed, MEASUREMENTS / "training" / "chain", "-o", tmp_path / "r.html")
-    records = re.search(r": (\d+) records, ", made.stdout)
-    assert records is not None and int(records[1]) > 60
+    assert "137 records" in made.stdout
     html = (tmp_path / "r.html").read_text()
     for title in (
         "Machine and roofs",

@@ -159,17 +159,15 @@ class _Session:
             self._group.close()
         self._group = None
 
-    def judged(self, subject: int, number: int) -> Finding:
-        return self.judge.judge_result(
-            self.group.result(), number, number % ROUTINGS, self.cell.subjects[subject]
-        )
+    def judged(self, result: Result, subject: int, number: int) -> Finding:
+        return self.judge.judge_result(result, number, number % ROUTINGS, self.cell.subjects[subject])
 
     def timed(self, subject: int, seen: _Series, number: int, look: bool) -> None:
         ends = self.group.call(subject, number, keep=look)
         seen.samples.append(float(ends[-1] - ends[0]))
         seen.stages.append(np.diff(ends).tolist())
         if look:
-            finding = self.judged(subject, number)
+            finding = self.judged(self.group.result(), subject, number)
             if finding.status is not Status.PASSED:
                 raise SubjectError(finding.status, f"{finding.reason} (during the rounds)")
             seen.checked += 1
@@ -179,11 +177,12 @@ class _Session:
         for number in (TRIAL_CALLS, TRIAL_CALLS + 1, TRIAL_CALLS):
             ends = self.group.call(subject, number, keep=True)
             seen.first_call = seen.first_call or float(ends[-1] - ends[0])
-            finding = self.judged(subject, number)
+            result = self.group.result()
+            finding = self.judged(result, subject, number)
             if finding.status is not Status.PASSED:
                 raise SubjectError(finding.status, finding.reason)
             seen.finding = finding
-            results.append(tensors_by_name(self.group.result()))
+            results.append(tensors_by_name(result))
         parts = self.cell.span.parts(self.cell.subjects[subject].spec)
         same = all(torch.equal(results[2][name], tensor) for name, tensor in results[0].items())
         if all(part.deterministic for part in parts) and not same:

@@ -72,7 +72,7 @@ def layer_of(
     name, router_options = parse_spec(subject.router or ROUTER)
     sizes: dict[str, Any] = {
         "D": s.D, "F": s.F, "E": s.E, "K": choices_of(subject, inputs), "layout": subject.layout,
-        "activation": case.activation, "bias": case.bias, "shared_F": _shared_width(inputs),
+        "activation": case.activation, "bias": case.bias, "shared_F": shared_width(inputs),
         "device": "meta", "dtype": dtype,
     }  # fmt: skip
     if kind == "chain":
@@ -171,13 +171,13 @@ def router_of(subject: Subject, inputs: Inputs, topk: str, fused: bool = True) -
     router.reset_parameters(torch.Generator().manual_seed(SEED))
     weight = getattr(router, "w_DE", None)
     if isinstance(weight, Tensor) and weight.shape == inputs.router_DE.shape:
-        _put(router, "w_DE", inputs.router_DE, inputs)
+        put(router, "w_DE", inputs.router_DE, inputs)
     for parameter in router.parameters():
         parameter.requires_grad_(inputs.case.direction != "forward")
     return router.to(inputs.put)
 
 
-def _shared_width(inputs: Inputs) -> int:
+def shared_width(inputs: Inputs) -> int:
     return 0 if inputs.shared is None else inputs.shared.F
 
 
@@ -196,7 +196,7 @@ def _put_weights(moe: MoE, inputs: Inputs, ffn: Implementation, dtype: torch.dty
             moe.expert_ffn = replace(moe.expert_ffn, run=_with_weights(moe.expert_ffn, weights))
         for name, tensor in weights.tensors().items():
             value = tensor.detach().to(dtype) if not narrow else tensor.new_zeros(1, dtype=dtype)
-            _put(home, name, value.expand(tensor.shape) if narrow else value, inputs)
+            put(home, name, value.expand(tensor.shape) if narrow else value, inputs)
 
 
 def _with_weights(ffn: Implementation, weights: ExpertWeights) -> Callable[..., Tensor]:
@@ -221,11 +221,11 @@ def _with_adapters(moe: MoE, inputs: Inputs, options: dict[str, Any]) -> Perft:
     for place, name in enumerate(("down_EDF", "up_EFD")):
         value = getattr(layer.adapters, name)
         drawn = inputs.normal(*value.shape, place=31 + place, scale=value.shape[1] ** -0.5)
-        _put(layer.adapters, name, drawn.to(inputs.put, value.dtype), inputs)
+        put(layer.adapters, name, drawn.to(inputs.put, value.dtype), inputs)
     if layer.router is not None:
         layer.router.reset_parameters(torch.Generator().manual_seed(SEED + 1))
     return layer
 
 
-def _put(module: nn.Module, name: str, value: Tensor, inputs: Inputs) -> None:
+def put(module: nn.Module, name: str, value: Tensor, inputs: Inputs) -> None:
     setattr(module, name, nn.Parameter(value, requires_grad=inputs.case.direction != "forward"))

@@ -103,7 +103,7 @@ class LayerSpan(Span):
         named = [*self.resolved(subject, inputs), ("expert_ffn", ffn.label)]
         runs = " + ".join(f"{op}.{label}" for op, label in named)
         runs += packed_once(moe_of(layer).experts.weights())
-        return Computation(run=_runner(layer), parameters=_wanting(layer), runs=runs, owner=layer)
+        return Computation(run=runner(layer), parameters=wanting(layer), runs=runs, owner=layer)
 
     def _layer(self, subject: Subject, inputs: Inputs, ffn: Implementation) -> nn.Module:
         """The layer; "auto" picks, for these sizes, all parts that the subject does not name."""
@@ -152,7 +152,7 @@ class LayerSpan(Span):
 
     def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
         layer = plain_layer(subject, inputs, dtype)
-        return Computation(run=_runner(layer), parameters=_wanting(layer))
+        return Computation(run=runner(layer), parameters=wanting(layer))
 
     def rows(self, subject: Subject, inputs: Inputs) -> int:
         name, options = parse_spec(subject.router or ROUTER)
@@ -184,7 +184,7 @@ class LayerSpan(Span):
         return [(op, auto_label(op, source)) for op in ("topk", "make_plan", *adapters)]
 
 
-def _runner(layer: nn.Module) -> Callable[[Tensor, TokenInfo], Tensor]:
+def runner(layer: nn.Module) -> Callable[[Tensor, TokenInfo], Tensor]:
     def run(x_TD: Tensor, info: TokenInfo) -> Tensor:
         if layer.training:  # some rules draw random numbers then: every subject gets the same
             torch.manual_seed(SEED)
@@ -193,7 +193,7 @@ def _runner(layer: nn.Module) -> Callable[[Tensor, TokenInfo], Tensor]:
     return run
 
 
-def _wanting(layer: nn.Module) -> dict[str, Tensor]:
+def wanting(layer: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in layer.named_parameters() if tensor.requires_grad}
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.layers import choices_of, layer_kind, router_of
-from moe_routing_bench.bench.spans.layer import LayerSpan
+from moe_routing_bench.bench.layers import choices_of, layer_kind, put, router_of, shared_width
+from moe_routing_bench.bench.spans.layer import LayerSpan, runner, wanting
 from moe_routing_bench.bench.spans.span import (
     PACKAGE,
     Computation,
@@ -20,8 +20,6 @@ from moe_routing_bench.bench.spans.span import (
     why_not_one_of,
 )
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.experts import ExpertWeights
-from moe_routing_bench.layer import Experts
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.parallel.moe import ParallelMoE, Part
 from moe_routing_bench.parallel.placement import Placement
@@ -57,8 +55,7 @@ class ParallelSpan(LayerSpan):
     def built(self, subject: Subject, inputs: Inputs) -> Computation:
         """On one rank, where nothing is sent."""
         layer = self.layer_on(subject, inputs, Ranks(placement_of(inputs.case.shape.E, 1)))
-        wanting = {name: tensor for name, tensor in layer.named_parameters() if tensor.requires_grad}
-        return Computation(run=lambda x_TD, info: layer(x_TD, info)[0], parameters=wanting, owner=layer)
+        return Computation(run=runner(layer), parameters=wanting(layer), owner=layer)
 
     def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
         if Layout.parse(subject.layout).kind == "block":
@@ -101,12 +98,14 @@ class ParallelSpan(LayerSpan):
             s.D, s.F, s.E, router.K, ranks=ranks, send_layout=subject.layout, dispatch_impl=there.label,
             combine_impl=back.label, impl=picked["expert_ffn"], plan_impl=picked["make_plan"], router=router,
             activation=case.activation, bias=case.bias, dtype=inputs.dtype,
-            shared_F=0 if inputs.shared is None else inputs.shared.F,
+            shared_F=shared_width(inputs),
         )  # fmt: skip
-        train = case.direction != "forward"
-        _put(layer.experts, inputs.weights, list(ranks.experts), train)
+        for name, tensor in inputs.weights.tensors().items():
+            put(layer.experts, name, tensor.detach()[list(ranks.experts)], inputs)
         if layer.shared is not None and inputs.shared is not None:
-            _put(layer.shared, inputs.shared, [0], train)
+            for name, tensor in inputs.shared.tensors().items():
+                put(layer.shared, name, tensor.detach().clone(), inputs)
+        train = case.direction != "forward"
         if not train:
             layer.freeze()
         return layer.train(train)
@@ -119,10 +118,10 @@ class ParallelSpan(LayerSpan):
         args, tokens_W = self.arguments(call), inputs.workload(step).tokens_W
         first = sum(tokens_W[: layer.ranks.rank])
         mine = slice(first, first + tokens_W[layer.ranks.rank])
-        whole_TD, info = args["x_TD"].detach(), args["info"]
-        x_TD = whole_TD[mine].requires_grad_(inputs.case.direction != "forward")
-        own = TokenInfo(token_id_T=info.token_id_T[mine])
-        return OneCall(layer, x_TD, own, call.upstream(whole_TD.shape)[mine])
+        whole_TD, train = args["x_TD"].detach(), inputs.case.direction != "forward"
+        own = TokenInfo(token_id_T=args["info"].token_id_T[mine])
+        d_out_TD = call.upstream(whole_TD.shape)[mine] if train else None
+        return OneCall(layer, whole_TD[mine].requires_grad_(train), own, d_out_TD)
 
 
 class OneCall:
@@ -181,11 +180,6 @@ class OneCall:
         wanting = {"x_TD": self.x_TD, **dict(self.layer.named_parameters())}
         gradients = {name: tensor.grad for name, tensor in wanting.items() if tensor.grad is not None}
         return {"y_TD": self.y_TD.detach(), **gradients}
-
-
-def _put(module: Experts, weights: ExpertWeights, held: list[int], train: bool) -> None:
-    for name, tensor in weights.tensors().items():
-        setattr(module, name, nn.Parameter(tensor.detach()[held], requires_grad=train))
 
 
 def placement_of(E: int, W: int) -> Placement:
