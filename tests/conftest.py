@@ -59,6 +59,6 @@ def _as_if_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if registry._included:
         for op in registry.all_ops().values():
-            op._ready.clear()
+            vars(op._ready).clear()
     if routers._included:
         routers._load.cache_clear()

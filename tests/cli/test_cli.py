@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_an_error_in_built_in_code_is_raised(monkeypatch: pytest.MonkeyPatch):
     import moe_routing_bench.ops.combine.index_add as module
 
     monkeypatch.delattr(module, "run")
-    monkeypatch.setattr(all_ops()["combine"], "_ready", {})
+    monkeypatch.setattr(all_ops()["combine"], "_ready", SimpleNamespace())
     for words in (["list"], ["check", "--op", "combine"], ["explain", "combine"]):
         with pytest.raises(ValueError, match="index_add"):
             mrb(*words)

@@ -221,7 +221,7 @@ def test_a_table_by_tokens_is_followed_by_a_layer_built_once(anew) -> None:
             seen.append(found.name)
             return found.run(*args)
 
-        anew.setitem(FFN._ready, spec, replace(found, run=run))
+        anew.setattr(FFN._ready, spec, replace(found, run=run))
     for T in (1, 4, 5, 64, 2):
         layer(torch.randn(T, 12))
     assert seen == ["eager_loop", "eager_loop", "staged", "staged", "eager_loop"]

@@ -259,7 +259,7 @@ def ran(layer: mrb.MoE, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> str
                 seen.append(found.label)
                 return found.run(*args)
 
-            patch.setitem(op._ready, spec, replace(found, run=run))
+            patch.setattr(op._ready, spec, replace(found, run=run))
         layer(x)
     return seen[0]
 

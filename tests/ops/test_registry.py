@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +71,7 @@ def test_an_entry_point_is_an_implementation(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.syspath_prepend(tmp_path)
     entry = importlib.metadata.EntryPoint("combine.outside", "outside_kernels", registry.GROUP)
     monkeypatch.setattr(registry, "_entry_points", lambda: (entry,))
-    monkeypatch.setattr(combine_op, "_ready", {})
+    monkeypatch.setattr(combine_op, "_ready", SimpleNamespace())
     assert combine_op.get("outside").origin == "package outside_kernels"
     assert "outside" not in all_ops()["dispatch"].names()
     sys.modules.pop("outside_kernels")
@@ -77,12 +79,14 @@ def test_an_entry_point_is_an_implementation(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_torch_compile_may_trace_the_call_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(combine_op, "_ready", {})
-    compiled = torch.compile(
-        lambda *args: combine_op.get("index_add")(*args), fullgraph=True, backend="eager"
-    )
+    monkeypatch.setattr(combine_op, "_ready", SimpleNamespace())
     args = arguments()
-    assert torch.equal(compiled(*args), combine(*args))
+
+    def twice(*args: Any) -> torch.Tensor:
+        return combine_op.get("index_add")(*args) + combine_op.get("gather_sum")(*args)
+
+    compiled = torch.compile(twice, fullgraph=True, backend="eager")(*args)
+    torch.testing.assert_close(compiled, 2 * combine(*args))
 
 
 def test_an_absent_library_is_a_reason(folder: Path) -> None:

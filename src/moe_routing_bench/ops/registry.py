@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,7 +107,8 @@ class Op:
         self.file = inspect.getfile(reference)
         self.default = default
         self.summary = (inspect.getdoc(sys.modules[reference.__module__]) or "").partition("\n")[0]
-        self._ready: dict[str, Implementation] = {}
+        # not a dict: torch.compile does not see what is added to a dict that it has looked into
+        self._ready = SimpleNamespace()
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
@@ -125,7 +126,7 @@ class Op:
         """
         if torch.compiler.is_dynamo_compiling():
             _load(self.name, spec)
-        if (ready := self._ready.get(spec)) is not None:
+        if isinstance(ready := getattr(self._ready, spec, None), Implementation):
             return ready
         name, config = parse_spec(spec)
         source = self._source(name)
@@ -144,7 +145,7 @@ class Op:
         if parts := getattr(module, "parts", None):
             composed, config = plain.composed_of(parts(**config), config)
             ready = composed.configured(config, self.parameters())
-        self._ready[spec] = ready
+        setattr(self._ready, spec, ready)
         return ready
 
     def why_not(self, spec: str, *args: Any) -> str | None:
