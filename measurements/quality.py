@@ -9,10 +9,11 @@ A test holds the document to these files.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from moe_routing_bench.results.predicting import predicted
@@ -22,8 +23,9 @@ DOCUMENT = HERE.parent / "docs" / "quality.md"
 STUDIES = HERE / "training"
 HEAD = (
     "rule", "held-out, nats per byte", "from {baseline}", "at equal seconds", "ms a step", "ratio",
-    "MFLOP a token", "MiB", "max violation", "rate", "decode, 8 prompts",
+    "MFLOP a token", "thousand parameters", "MiB", "max violation", "rate", "decode, 8 prompts",
 )  # fmt: skip
+EARLY = 75  # steps: the first evaluation after the start
 
 
 def table(found: dict[str, Any]) -> str:
@@ -40,6 +42,7 @@ def table(found: dict[str, Any]) -> str:
             f"{1e3 * one['step_seconds']:.0f}",
             f"{one['step_ratio']:.2f} ({one['step_interval'][0]:.2f} to {one['step_interval'][1]:.2f})",
             f"{one['flops_per_token'] / 1e6:.2f}",
+            f"{one['parameters'] / 1e3:,.0f}",
             f"{one['peak_bytes'] / 2**20:.0f}",
             "" if one["max_violation"] is None else f"{one['max_violation']:.2f}",
             f"{one['learning_rate']:g}",
@@ -64,6 +67,50 @@ def _spread(value: dict[str, Any], sign: str) -> str:
         return mean
     low, high = value["interval"]
     return f"{mean} ± {(high - low) / 2:.3f}"
+
+
+def inside_table() -> str:
+    """What the runs of `routers` did on the way, and what their experts chose by at the end."""
+    head = (
+        "rule", f"held-out after {EARLY} steps", "experts a token at the end", "gives away of the letter",
+        "of the text's source", "of the source before training", "layers that collapsed on the way",
+    )  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    runs: dict[str, list[dict[str, Any]]] = {}
+    with (STUDIES / "routers" / "trainings.jsonl").open() as file:
+        for run in map(json.loads, file):
+            if run["study"] == "routers" and run["experts_per_token"]:
+                runs.setdefault(run["rule"], []).append(run)
+    for rule, seeds in runs.items():
+        early = mean(point["loss"] for run in seeds for point in run["curve"] if point["step"] == EARLY)
+        layers = [layer for run in seeds for layer in run["layers"]]
+        cells = (
+            rule,
+            f"{early:.2f}",
+            f"{mean(run['experts_per_token'] for run in seeds):.2f}",
+            _shares(layers, "tells", "character"),
+            _shares(layers, "tells", "source"),
+            _shares(layers, "tells_at_first", "source"),
+            _collapses([said for run in seeds for said in run["collapsed"]], len(layers)),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Gives away: the chosen expert, in % of the entropy of the letter's class or of the text's source.",
+    ]
+    lines += ["The least and the most of all layers and seeds."]
+    return "\n".join(lines)
+
+
+def _collapses(said: list[str], layers: int) -> str:
+    """_collapses(["layer 2 from step 75, until step 225: ..."], 9) is "1 of 9, until step 225"."""
+    until = [int(re.search(r"until step (\d+)", one)[1]) for one in said]  # type: ignore[index]
+    return f"{len(said)} of {layers}, until step {max(until)}" if said else ""
+
+
+def _shares(layers: list[dict[str, Any]], when: str, what: str) -> str:
+    shares = [100 * layer[when][what] for layer in layers if layer[when]]
+    return f"{min(shares):.1f} to {max(shares):.1f} %" if shares else ""
 
 
 def layers_table() -> str:
@@ -102,7 +149,7 @@ def tables() -> dict[str, str]:
     studies = {
         path.parent.name: table(json.loads(path.read_text())) for path in STUDIES.glob("*/pareto.json")
     }
-    return {**studies, "layers": layers_table(), "soft": soft_table()}
+    return {**studies, "inside": inside_table(), "layers": layers_table(), "soft": soft_table()}
 
 
 def written(text: str) -> str:
