@@ -4,10 +4,9 @@
 
 Cells: one part and one commit each, put into a store in a folder (file://), then resume, compaction, and the
 copy of a reader, cold and warm. Scaled down: 10^8 cells would be 2 * 10^8 small files on this disk.
-Records: rows with the columns of results/flat.py in parts of a million. Four parts are distinct and the
-others copies of them, because making them takes the time and not reading them. They are read by DuckDB as
-query.py sets it up (2 GB), but in place: query.py first copies every Parquet file into a folder of its own.
-The machine was busy, so these are upper bounds.
+Records: a reader's copy of rows (results/rows.py) with files of a million. Four files are distinct and the
+others copies of them, because making them takes the time and not reading them. They are asked by run_query,
+and once by the command `mrb results` itself.
 """
 
 from __future__ import annotations
@@ -18,28 +17,36 @@ import json
 import multiprocessing
 import os
 import resource
+import runpy
 import shutil
+import sqlite3
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import duckdb
 
-from moe_routing_bench.results.flat import COLUMNS, scan
-from moe_routing_bench.results.mirror import mirror
+from moe_routing_bench.machine import this_machine
+from moe_routing_bench.results.flat import COLUMNS
+from moe_routing_bench.results.fleet import plan_fleet, run_fleet
+from moe_routing_bench.results.mirror import mirror, mirror_rows
 from moe_routing_bench.results.objects import Objects
 from moe_routing_bench.results.packs import compact_store
 from moe_routing_bench.results.parts import Header
-from moe_routing_bench.results.query import MEMORY_LIMIT
+from moe_routing_bench.results.query import MEMORY_LIMIT, run_query
+from moe_routing_bench.results.rows import INDEX, TABLES, note_file
 from moe_routing_bench.results.shared import Shared
 
+TESTS = Path(__file__).parents[2] / "tests"
 PART_ROWS, DISTINCT_PARTS = 1_000_000, 4
 LINE, SAMPLES = 4_000, 320  # bytes of a record and of its samples: 40 rounds
-AGGREGATE = """SELECT impl, count(*), avg(ratio), min(median_ms), max(ratio) FROM {}
+AGGREGATE = """SELECT impl, count(*), avg(ratio), min(median_ms), max(ratio) FROM records
     WHERE status = 'PASSED' GROUP BY impl"""
-RESUME = """SELECT count(DISTINCT cell_key) FROM {}
+RESUME = """SELECT count(DISTINCT cell_key) FROM records
     WHERE cell_key IN (SELECT md5(i::VARCHAR) FROM range(60000) t(i))"""
 
 
@@ -47,12 +54,6 @@ def timed(call: Callable[[], Any]) -> float:
     began = time.perf_counter()
     call()
     return round(time.perf_counter() - began, 4)
-
-
-def connected() -> duckdb.DuckDBPyConnection:
-    connection = duckdb.connect(config={"memory_limit": MEMORY_LIMIT, "temp_directory": ""})
-    connection.execute("SET enable_progress_bar = false")  # it would go to stdout
-    return connection
 
 
 def grow_cells(place: Path, count: int) -> dict[str, Any]:
@@ -81,6 +82,26 @@ def grow_cells(place: Path, count: int) -> dict[str, Any]:
     return {"cells": count, "seconds": seconds}
 
 
+def grow_rows(place: Path, count: int) -> dict[str, Any]:
+    """Rows from cells whose records hold, each with two of them, though their times are made up."""
+    url = f"file://{place}/made-{count}"
+    os.environ["MRB_HOME"] = str(place / f"home-made-{count}")
+    sys.path.append(str(TESTS))  # for what it imports
+    made = runpy.run_path(str(TESTS / "made_sweeps.py"))
+    store, engine = Shared(url, make=True), made["MadeUp"]()
+    plan = plan_fleet(made["made_cells"](count), store, engine, retry_failed=False, resume=True)
+    for _ in run_fleet(plan, store, engine):
+        pass
+    seconds = timed(lambda: mirror_rows(url))
+    found = {
+        "cells": count,
+        "copy of rows, a record": seconds / count / 2,
+        "nothing new": timed(lambda: mirror_rows(url)),
+    }
+    shutil.rmtree(place / f"made-{count}")
+    return found
+
+
 def value(name: str, kind: str) -> str:
     """SQL for a made-up column: names repeat as they do in sweeps, times and ratios do not."""
     special = {
@@ -107,25 +128,24 @@ def value(name: str, kind: str) -> str:
 
 def make_part(path: Path, first: int, rows: int) -> None:
     columns = ", ".join(f'({value(c.name, c.type)})::{c.type} AS "{c.name}"' for c in COLUMNS)
-    with connected() as connection:
+    with duckdb.connect(config={"memory_limit": MEMORY_LIMIT}) as connection:
+        connection.execute("SET enable_progress_bar = false")  # it would go to stdout
         connection.execute(
             f"COPY (SELECT {columns} FROM range({first}, {first + rows}) t(i)) TO '{path}' "
             "(FORMAT parquet, COMPRESSION zstd)"
         )
 
 
-def ask(parts: list[Path], sql: str, times: int, answer: Any) -> None:
-    query = sql.format(scan(parts))
-    with connected() as connection:
-        seconds = [timed(lambda: connection.execute(query).fetchall()) for _ in range(times)]
+def ask(folder: Path, sql: str, times: int, answer: Any) -> None:
+    seconds = [timed(lambda: run_query(folder, sql)) for _ in range(times)]
     answer.put((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10))
 
 
-def asked(parts: list[Path], sql: str, times: int = 3) -> dict[str, Any]:
+def asked(folder: Path, sql: str, times: int = 3) -> dict[str, Any]:
     """In a process of its own, whose memory is then its own too."""
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
-    process = context.Process(target=ask, args=(parts, sql, times, answer))
+    process = context.Process(target=ask, args=(folder, sql, times, answer))
     process.start()
     seconds, mib = answer.get(timeout=1800)
     process.join()
@@ -140,27 +160,27 @@ def distinct_parts(place: Path) -> tuple[list[Path], float]:
 
 
 def grow_records(place: Path, power: int, distinct: list[Path]) -> dict[str, Any]:
-    home = place / f"records-{power}"
-    home.mkdir()
-    parts = [home / f"{number}.parquet" for number in range(10**power // PART_ROWS)]
-    for number, part in enumerate(parts):
-        shutil.copyfile(distinct[number % len(distinct)], part)
-    small = [home / f"small-{number}.parquet" for number in range(20)]
-    append = timed(lambda: [make_part(p, n * 10_000, 10_000) for n, p in enumerate(small)]) / len(small)
-
-    def compact() -> None:
-        with connected() as connection:
-            connection.execute(f"COPY (FROM {scan(small)}) TO '{home / 'all.parquet'}' (FORMAT parquet)")
-
+    folder = place / f"records-{power}-rows"
+    (folder / "environments").mkdir(parents=True)
+    count = 10**power // PART_ROWS
+    with closing(sqlite3.connect(folder / INDEX)) as index, index:
+        index.executescript(TABLES)
+        for number in range(1, count + 1):
+            path = folder / f"rows-{number}.parquet"
+            shutil.copyfile(distinct[number % len(distinct)], path)
+            note_file(index, path, level=5, rows=PART_ROWS)
+    size = sum(path.stat().st_size for path in folder.glob("rows-*"))
+    command = [sys.executable, "-m", "moe_routing_bench", "results", AGGREGATE, "--folder", str(folder)]
     answer = {
-        "records": len(parts) * PART_ROWS,
-        "bytes of a record": round(sum(p.stat().st_size for p in parts) / len(parts) / PART_ROWS, 1),
-        "append: a part of 10^4": round(append, 3),
-        "compaction of twenty such": timed(compact),
-        "aggregate query": asked(parts, AGGREGATE),
-        "resume: which of 60,000 cells are there": asked(parts, RESUME),
+        "records": count * PART_ROWS,
+        "bytes of a record": round(size / count / PART_ROWS, 1),
+        "aggregate query": asked(folder, AGGREGATE),
+        "resume: which of 60,000 cells are there": asked(folder, RESUME),
+        "mrb results, the whole command": timed(
+            lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        ),
     }
-    shutil.rmtree(home)
+    shutil.rmtree(folder)
     return answer
 
 
@@ -172,11 +192,14 @@ def main() -> None:
     given = parser.parse_args()
     place = given.folder.resolve()
     place.mkdir(parents=True)
-    found: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": "busy"}
-    found |= {"cells": [], "records": []}
+    found: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": this_machine().name}
+    found |= {"load": os.getloadavg()[0], "cells": [], "rows": [], "records": []}
     for count in given.cells.split(","):
         found["cells"].append(grow_cells(place, int(count)))
         print(json.dumps(found["cells"][-1]), file=sys.stderr, flush=True)
+    for count in (100, 1000):
+        found["rows"].append(grow_rows(place, count))
+        print(json.dumps(found["rows"][-1]), file=sys.stderr, flush=True)
     parts, making = distinct_parts(place / "distinct")
     found["seconds to make a part of 10^6 records"] = round(making, 1)
     for power in given.records.split(","):

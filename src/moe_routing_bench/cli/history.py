@@ -50,7 +50,7 @@ def history_command(
         if out is not None:
             check_picture_path(out)
         past = history(
-            at_hand(folder), "ms" if chosen == "ms" else "ratio",
+            at_hand(folder, rows=True), "ms" if chosen == "ms" else "ratio",
             lambda where, name: fnmatchcase(where, f"*{case}*") and fnmatchcase(name, impl + "*"),
         )  # fmt: skip
         if html is not None:

@@ -90,7 +90,7 @@ def results_command(
     if sql is not None and wanted:
         fail(f"--{next(iter(wanted))} is for the overview; in a query use WHERE")
     with reading():
-        folder = at_hand(folder)
+        folder = at_hand(folder, rows=True)
         if sql is not None:
             names, rows = run_query(folder, sql, left_out)
         else:
@@ -149,7 +149,7 @@ def export_command(
         assert target is not None
         if target.is_dir():
             raise ValueError(f"{target} is a folder; name a file such as {target / f'results.{form}'}")
-        folder = at_hand(folder)
+        folder = at_hand(folder, rows=True)
         run_query(folder, "SELECT 1", left_out)
         try:
             count = export(folder, target)
@@ -185,13 +185,13 @@ def reading() -> Iterator[Status]:
         fail(printable(f"cannot read the results{where}: {error.strerror or error}"))
 
 
-def at_hand(folder: Path) -> Path:
-    """The folder, or the copy here of a store on a URL, brought up to date."""
+def at_hand(folder: Path, *, rows: bool = False) -> Path:
+    """The folder, or the copy here of a store on a URL, brought up to date. rows: only what a query needs."""
     if url_of(folder) is None:
         return folder
-    from moe_routing_bench.results.mirror import mirror  # most commands read a folder
+    from moe_routing_bench.results.mirror import mirror, mirror_rows  # most commands read a folder
 
-    copied = mirror(folder)
+    copied = mirror_rows(folder) if rows else mirror(folder)
     for sentence in copied.sentences[:MOST_SENTENCES]:
         say(printable(f"{url_of(folder)}: {sentence}"))
     if len(copied.sentences) > MOST_SENTENCES:

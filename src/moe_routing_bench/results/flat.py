@@ -213,13 +213,17 @@ def _source(session: str, folder: Path, cover: Cover | None) -> Source:
 
 
 def _stamp(folder: Path) -> list[list[int]]:
-    """[[inode, size, modified, changed] of the Parquet file, then of the lines]."""
-    stamps = []
-    for name in (PARQUET, RECORDS):
-        with suppress(OSError):
-            status = (folder / name).lstat()
-            stamps.append([status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
-    return stamps
+    """The stamp of the Parquet file, then of the lines; of what is there."""
+    return [stamp for name in (PARQUET, RECORDS) if (stamp := stamp_of(folder / name))]
+
+
+def stamp_of(path: Path) -> list[int]:
+    """[inode, size, modified, changed]; empty if there is no such file."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return []
+    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _note(folder: Path, lines: list[int]) -> None:

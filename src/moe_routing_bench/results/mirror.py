@@ -1,10 +1,11 @@
 """A copy here of a store on a URL, so that everything which reads a results folder reads a store.
 
-    <MRB_HOME>/stores/<hash of the URL>/    a results folder, and index.sqlite: which commits are in it
+    <MRB_HOME>/stores/<hash of the URL>/         a results folder, and index.sqlite: which commits are in it
+    <MRB_HOME>/stores/<hash of the URL>-rows/    its rows alone, for queries (rows.py)
 
 Only commits that are not in the copy yet are fetched. Each part is held to the size and sha256 of its commit,
-and later each record to its samples, as in any folder (held.py). What does not hold is left out with a
-sentence. The copy may be deleted at any time.
+and each record to its samples, as in any folder (held.py): when it is read, or when it becomes a row. What
+does not hold is left out with a sentence. A copy may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import os
 import re
 import sqlite3
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -28,6 +30,8 @@ from moe_routing_bench.results.lines import RECORDS
 from moe_routing_bench.results.objects import Objects
 from moe_routing_bench.results.packs import fetch_part, packed
 from moe_routing_bench.results.parts import COMMIT, Contents
+from moe_routing_bench.results.rows import INDEX, add_rows, forget_changed
+from moe_routing_bench.results.rows import TABLES as ROWS_TABLES
 from moe_routing_bench.results.store import ENVIRONMENTS, MOST_ENVIRONMENT_BYTES
 
 AT_ONCE = 256  # commits fetched, then written and noted together
@@ -47,13 +51,41 @@ class Mirror:
     sentences: list[str] = field(default_factory=list)
 
 
-def mirror(place: Path | str, on_progress: Callable[[int, int], None] = lambda done, of: None) -> Mirror:
-    """ValueError if there is no store or nothing in it, StoreError if it cannot be read."""
+Watch = Callable[[int, int], None]
+Fetched = list[tuple[str, str, Contents]]  # name of the commit, its etag, what it holds
+
+
+def mirror(place: Path | str, on_progress: Watch = lambda done, of: None) -> Mirror:
+    """All of the store. ValueError if there is no store or nothing in it, StoreError if it cannot be read."""
+    return _copied(place, "", TABLES, _add, lambda folder, index: None, on_progress)
+
+
+def mirror_rows(place: Path | str, on_progress: Watch = lambda done, of: None) -> Mirror:
+    """What queries need: the whole copy if there is one, else rows alone."""
+    if (_place(Objects(place), "") / INDEX).is_file():
+        return mirror(place, on_progress)
+    return _copied(place, "-rows", ROWS_TABLES, _add_rows, forget_changed, on_progress)
+
+
+def _place(objects: Objects, kind: str) -> Path:
+    return home() / "stores" / (hashlib.sha256(objects.url.encode()).hexdigest()[:16] + kind)
+
+
+def _copied(
+    place: Path | str,
+    kind: str,
+    tables: str,
+    add: Callable[[Path, sqlite3.Connection, Fetched], None],
+    mend: Callable[[Path, sqlite3.Connection], None],
+    on_progress: Watch,
+) -> Mirror:
+    """The copy of a kind, brought up to date."""
     objects = Objects(place)
-    here = Mirror(home() / "stores" / hashlib.sha256(objects.url.encode()).hexdigest()[:16])
+    here = Mirror(_place(objects, kind))
     here.folder.mkdir(parents=True, exist_ok=True)
-    with _alone(here.folder), closing(sqlite3.connect(here.folder / "index.sqlite")) as index:
-        index.executescript(TABLES)
+    with _alone(here.folder), closing(sqlite3.connect(here.folder / INDEX)) as index:
+        index.executescript(tables)
+        mend(here.folder, index)
         listed = {one.name: one.etag for one in objects.list("commits/") if COMMIT.fullmatch(one.name)}
         known = dict(index.execute("SELECT name, etag FROM commits"))
         if not listed and not known:
@@ -68,7 +100,7 @@ def mirror(place: Path | str, on_progress: Callable[[int, int], None] = lambda d
         contents = _all_contents(objects, new, here.sentences)
         done = 0
         while some := list(islice(contents, AT_ONCE)):
-            _add(here.folder, index, [(name, listed[name], fetched) for name, fetched in some])
+            add(here.folder, index, [(name, listed[name], fetched) for name, fetched in some])
             done += len(some)
             on_progress(done, len(new))
         here.fetched = done
@@ -98,10 +130,24 @@ def _all_contents(objects: Objects, new: list[str], sentences: list[str]) -> Ite
     sentences += (f"left out: {sentence}" for sentence in gone.values())
 
 
-def _add(folder: Path, index: sqlite3.Connection, some: list[tuple[str, str, Contents]]) -> None:
-    """Samples go where the records say; lines are appended behind those that are noted, so what a killed
-    reader left half written is written over."""
+def _add(folder: Path, index: sqlite3.Connection, some: Fetched) -> None:
+    """Lines are appended behind those that are noted, so what a killed reader left half written is written
+    over."""
     sizes = dict(index.execute("SELECT session, records FROM sessions"))
+    _write(folder, sizes, some)
+    with index:
+        index.executemany("INSERT INTO commits VALUES (?, ?)", [(name, etag) for name, etag, _ in some])
+        index.executemany("INSERT OR REPLACE INTO sessions VALUES (?, ?)", sizes.items())
+
+
+def _add_rows(folder: Path, index: sqlite3.Connection, some: Fetched) -> None:
+    with tempfile.TemporaryDirectory(prefix="mrb-rows-") as scratch:
+        _write(Path(scratch), {}, some)
+        add_rows(folder, index, [(name, etag) for name, etag, _ in some], Path(scratch))
+
+
+def _write(folder: Path, sizes: dict[str, int], some: Fetched) -> None:
+    """Samples go where the records say, lines behind the first `sizes[session]` bytes, which then grows."""
     for _, _, contents in sorted(some, key=lambda one: (one[2].header.session, one[2].header.number)):
         session = contents.header.session
         place = folder / f"session={session}"
@@ -117,9 +163,6 @@ def _add(folder: Path, index: sqlite3.Connection, some: list[tuple[str, str, Con
                 file.seek(at)
                 file.write(data)
         sizes[session] = sizes.get(session, 0) + len(contents.records)
-    with index:
-        index.executemany("INSERT INTO commits VALUES (?, ?)", [(name, etag) for name, etag, _ in some])
-        index.executemany("INSERT OR REPLACE INTO sessions VALUES (?, ?)", sizes.items())
 
 
 def _fetch_environments(objects: Objects, here: Mirror) -> None:

@@ -1,12 +1,14 @@
 """SQL over a results folder: the views `records` and `latest`, the tables `trainings` and `left_out`.
 
-Rows come from the Parquet copies that flat.py keeps and, for lines newer than those, from the lines. A query
-sees copies of these files in a folder of its own, gone with the connection, and nothing else: no other file,
-no network, no settings. So even a way to write that nobody thought of changes nothing. Its time, memory, rows
-and text are limited.
+Rows come from the Parquet copies that flat.py keeps and, for lines newer than those, from the lines; or from
+the files of rows.py. A query sees copies of these files in a folder of its own, gone with the connection, and
+nothing else: no other file, no network, no settings. So even a way to write that nobody thought of changes
+nothing. Where copying would take long, it reads the files themselves, in a process that may not write a byte
+into any file meanwhile. Its time, memory, rows and text are limited.
 
-Cost: a query reads the columns it names of all rows, so time grows linearly: 10^8 records take about a
-hundred times what `measurements/bench/results_scale.json` shows for 10^6; a median holds 8 bytes a row.
+Cost: a query reads the columns it names of all rows, so time grows linearly, as
+`measurements/fleet/growth.json` shows for 10^6 to 10^8 records. A median holds 8 bytes a row; `latest` holds
+every cell, and does not fit the memory limit at 10^7 records.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,11 @@ from moe_routing_bench.results.flat import (
 )
 from moe_routing_bench.results.lines import TRAININGS, LeftOut, is_plain_file, read_records
 from moe_routing_bench.results.record import one_line
+from moe_routing_bench.results.rows import is_rows_copy, usable
 from moe_routing_bench.results.store import environments
 
 MEMORY_LIMIT = "2GB"  # of what DuckDB counts; it does not count long texts
+MOST_COPIED_BYTES = 1 << 30  # of Parquet files; copying as many takes about a second
 MOST_PROCESS_BYTES = 3 << 30  # that a query may add to this process, counted or not
 MOST_SECONDS = 60.0
 MOST_QUERY_LETTERS = 20_000
@@ -62,7 +66,8 @@ FORMULA = r"^(\s*[=+@\x{FF1D}\x{FF0B}\x{FF20}\x{FF0D}-]|[\t\r\n'])"
 
 @contextmanager
 def connect(folder: Path | str) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A locked connection with the views. `SELECT * FROM left_out` shows which lines are no records."""
+    """A locked connection with the views. `SELECT * FROM left_out` shows which lines are no records. If the
+    results are large, this process cannot write into any file until it is closed."""
     with tempfile.TemporaryDirectory(prefix="mrb-query-") as private:
         connection, parquets = _open(Path(folder).resolve(), Path(private))
         allowed = ", ".join(quoted(name) for path in parquets for name in {str(path), glob_free(path)})
@@ -73,7 +78,8 @@ def connect(folder: Path | str) -> Iterator[duckdb.DuckDBPyConnection]:
             "lock_configuration = true",
         ):
             connection.execute(f"SET {setting}")
-        with connection:
+        copied = all(path.is_relative_to(private) for path in parquets)
+        with connection, nullcontext() if copied else _no_writes():
             yield connection
 
 
@@ -162,6 +168,17 @@ def _limited(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+@contextmanager
+def _no_writes() -> Iterator[None]:
+    """Inside, this process cannot write into a file: Python ignores the signal, so the write fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def keys(folder: Path | str) -> dict[str, set[Status]]:
     """cell_key -> the states it has ended in, over all sessions: what a resumed sweep need not repeat."""
     states: dict[str, set[Status]] = {}
@@ -211,7 +228,8 @@ def _export(folder: Path | str, target: Path, columns: str, form: str) -> int:
 
 
 def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection, list[Path]]:
-    """The views, not locked yet, and the Parquet files they read: copies in the folder `private` if given."""
+    """The views, not locked yet, and the Parquet files they read: copies in the folder `private` if given and
+    if they are small enough."""
     connection = duckdb.connect(
         config={
             "memory_limit": MEMORY_LIMIT,
@@ -224,14 +242,18 @@ def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection
     columns = ", ".join(f'"{column.name}" {column.type}' for column in COLUMNS)
     connection.execute(f"CREATE TABLE fresh ({columns})")
     about = LeftOut()
-    parquets = [
-        source.parquet
-        for given in sources(connection, folder, about)
-        if (source := _load(connection, given)).cover
-    ]
-    if about.remarks:
-        connection.execute("INSERT INTO left_out VALUES ('', 0, ?)", [about.remarks])
-    if private is not None:
+    if is_rows_copy(folder):
+        parquets = usable(folder, about)
+    else:
+        parquets = [
+            source.parquet
+            for given in sources(connection, folder, about)
+            if (source := _load(connection, given)).cover
+        ]
+    for lines, sentences in ((about.count, about.first), (0, about.remarks)):
+        if sentences:
+            connection.execute("INSERT INTO left_out VALUES ('', ?, ?)", [lines, sentences])
+    if private is not None and sum(path.stat().st_size for path in parquets) <= MOST_COPIED_BYTES:
         parquets = [_copied(path, private / f"{n}.parquet") for n, path in enumerate(parquets)]
     joined = ", ".join(f"{name} {sql_type}" for name, sql_type in JOINED)
     connection.execute(f"CREATE TABLE environments (environment VARCHAR, {joined})")
