@@ -16,7 +16,7 @@ import json, runpy, sys, threading, time
 from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
-from moe_routing_bench.bench.engines import ENGINES
+from moe_routing_bench.bench.engines import engine_named
 from moe_routing_bench.results.store import iterate
 from moe_routing_bench.results.sweep import plan_sweep, run_sweep
 
@@ -24,9 +24,10 @@ folder = Path(sys.argv[1])
 make_cells = runpy.run_path(sys.argv[2])["make_cells"]
 cells = make_cells(6, ["segfaults"])
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-nodes = [cluster.add_node(num_cpus=1, resources={"cell": 1}) for _ in range(3)]
+nodes = [cluster.add_node(num_cpus=1, resources={"cell": 1}, labels={"kind": "good"}) for _ in range(3)]
+cluster.add_node(num_cpus=1, resources={"cell": 1})  # and one of another kind, which shall measure nothing
 ray.init(address=cluster.address, log_to_driver=False)
-engine = ENGINES["ray"]()
+engine = engine_named("ray(kind=good)")
 plan = plan_sweep(cells, folder, executor=engine)
 outcomes = []
 for outcome in run_sweep(plan.todo, folder, engine):
@@ -51,6 +52,44 @@ def test_a_lost_raylet_costs_nothing_and_a_crash_of_a_kernel_is_a_result(tmp_pat
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["todo"] == found["cells"] == found["done"] == 6 and found["twice"] == 0
     assert found["statuses"] == ["CRASHED", "PASSED"] and len(found["machines"]) == 1
+
+
+LABELS = """
+import json, os
+import ray
+from ray.cluster_utils import Cluster
+from moe_routing_bench.bench.engines import engine_named
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+good = cluster.add_node(num_cpus=1, resources={"cell": 1}, labels={"kind": "good"})
+cluster.add_node(num_cpus=1, resources={"cell": 1})
+ray.init(address=cluster.address, log_to_driver=False)
+engine = engine_named("ray(kind=good)")
+try:
+    engine_named("ray(kind=best)")
+except ValueError as error:
+    refused = str(error)
+every = engine_named("ray")
+print(json.dumps({
+    "nodes": engine._nodes() == [good.node_id], "all": len(every._nodes()), "refused": refused,
+}))
+"""
+
+
+@pytest.mark.nightly
+def test_labels_choose_nodes():
+    pytest.importorskip("ray")
+    found = json.loads(python(LABELS).stdout.splitlines()[-1])
+    assert found["nodes"] and found["all"] == 2
+    assert "has the labels kind=best" in found["refused"] and "--labels kind=best" in found["refused"]
+
+
+def test_engines_by_name(tmp_path):
+    assert "did you mean 'ray'" in refused(
+        "sweep", "seed-fused~scaled", "--out", tmp_path, "--engine", "rays"
+    )
+    said = refused("sweep", "seed-fused~scaled", "--out", tmp_path, "--engine", "local(gpu=h100)")
+    assert "takes no labels" in said
 
 
 def test_without_ray_the_engine_says_what_to_install(tmp_path, monkeypatch):

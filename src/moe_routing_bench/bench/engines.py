@@ -6,5 +6,19 @@ from collections.abc import Callable
 
 from moe_routing_bench.bench.executor import Executor, LocalExecutor
 from moe_routing_bench.bench.ray_engine import RayExecutor
+from moe_routing_bench.names import did_you_mean, parse_spec
 
-ENGINES: dict[str, Callable[[], Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
+ENGINES: dict[str, Callable[..., Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
+
+
+def engine_named(spec: str) -> Executor:
+    """engine_named("ray(gpu=h100)"): Ray's nodes with that label."""
+    name, labels = parse_spec(spec)
+    if name not in ENGINES:
+        hint = did_you_mean(name, ENGINES)
+        raise ValueError(f"there is no engine {name!r}; {hint}there are {', '.join(ENGINES)}")
+    if name == "ray":
+        return RayExecutor({key: str(value) for key, value in labels.items()})
+    if labels:
+        raise ValueError(f"the engine {name} takes no labels: write --engine {name}")
+    return ENGINES[name]()

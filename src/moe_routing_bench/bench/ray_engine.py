@@ -1,9 +1,12 @@
 """The engine `ray`: a cell is a task of a Ray cluster (pip install 'moe-routing-bench[ray]').
 
 A node takes part if it was started with `ray start --resources '{"cell": 1}'`: one cell at a time, because
-two would disturb each other's times. Ray starts a task again if its machine or process is lost. A kernel that
-crashes ends its own process inside the task, which is a result, so it is never started again. Nothing is kept
-in Ray: if the driver dies, the same command goes on from what is stored.
+two would disturb each other's times. `--engine "ray(gpu=h100)"` takes only nodes that were started with
+`--labels gpu=h100`. A cell that runs on a GPU asks Ray for one.
+
+Ray starts a task again if its machine or process is lost. A kernel that crashes ends its own process inside
+the task, which is a result, so it is never started again. Nothing is kept in Ray: if the driver dies, the
+same command goes on from what is stored.
 
 Folders of --include-path and recorded traces must be on every node under the same path; the resume key holds
 hashes of their content.
@@ -13,8 +16,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from moe_routing_bench.bench.cell import Cell
@@ -32,11 +36,12 @@ PATIENCE_SECONDS = 120.0  # without any node that measures cells
 
 
 class RayExecutor:
-    """RAY_ADDRESS names the cluster; without it, that of this machine."""
+    """RAY_ADDRESS names the cluster; without it, that of this machine. labels: of nodes that take part."""
 
     name = "ray"
 
-    def __init__(self) -> None:
+    def __init__(self, labels: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.labels = dict(labels)
         try:
             import ray
         except ImportError:
@@ -53,11 +58,13 @@ class RayExecutor:
                 raise ValueError(f"there is no Ray cluster at {address}: {sentence}") from None
         # the same options for both, so that a key is taken under the settings a cell is measured with
         task = ray.remote(num_cpus=0, max_retries=RETRIES, retry_exceptions=False)
-        self._keys, self._measure = task(_keys), task(measured_here).options(resources={RESOURCE: 1})
+        self._keys, self._measure = task(_keys), task(measured_here)
         if not self._nodes():
+            words = ",".join(f"{key}={value}" for key, value in self.labels.items())
+            has, start = (f" and has the labels {words}", f" --labels {words}") if words else ("", "")
             raise ValueError(
-                "no node of the Ray cluster measures cells: start some with "
-                f"ray start --resources '{{\"{RESOURCE}\": 1}}'"
+                f"no node of the Ray cluster measures cells{has}: "
+                f"start some with ray start --resources '{{\"{RESOURCE}\": 1}}'{start}"
             )
 
     def keys(self, cells: Sequence[Cell]) -> list[set[str]]:
@@ -92,7 +99,12 @@ class RayExecutor:
         seen = time.monotonic()
         while True:
             for cell in islice(rest, AHEAD - len(waiting)):
-                waiting[self._measure.remote(cell.to_json())] = cell
+                place = self._measure.options(
+                    resources={RESOURCE: 1},
+                    num_gpus=int(cell.policy.device.startswith("cuda")),
+                    label_selector=self.labels,
+                )
+                waiting[place.remote(cell.to_json())] = cell
             if not waiting:
                 break
             done, _ = self.ray.wait(list(waiting), num_returns=1, timeout=1.0)
@@ -119,7 +131,13 @@ class RayExecutor:
             )
 
     def _nodes(self) -> list[str]:
-        return [n["NodeID"] for n in self.ray.nodes() if n["Alive"] and n["Resources"].get(RESOURCE, 0) >= 1]
+        return [
+            node["NodeID"]
+            for node in self.ray.nodes()
+            if node["Alive"]
+            and node["Resources"].get(RESOURCE, 0) >= 1
+            and self.labels.items() <= node.get("Labels", {}).items()
+        ]
 
 
 def _keys(cells: list[str]) -> list[str]:

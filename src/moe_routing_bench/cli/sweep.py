@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from moe_routing_bench.bench.engines import ENGINES
+from moe_routing_bench.bench.engines import ENGINES, engine_named
 from moe_routing_bench.bench.floor import raise_stored
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
@@ -21,7 +21,7 @@ from moe_routing_bench.cli.finding import include_all
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
 from moe_routing_bench.cli.progress import shown_progress
 from moe_routing_bench.cli.tables import outcome_document
-from moe_routing_bench.cli.terminal import Json, pick, show, show_json, user_mistakes
+from moe_routing_bench.cli.terminal import Json, show, show_json, user_mistakes
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.names import short_label
 from moe_routing_bench.results.fleet import FleetPlan, plan_fleet, run_fleet
@@ -58,7 +58,10 @@ def sweep_command(
         bool, typer.Option("--claim", help="Take only cells that no other machine works on; --out is a URL.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show cells and time, measure nothing.")] = False,
-    engine: Annotated[str, typer.Option(help=f"What runs the cells: {', '.join(ENGINES)}.")] = "local",
+    engine: Annotated[
+        str,
+        typer.Option(help=f"What runs the cells: {', '.join(ENGINES)}, ray(LABEL=VALUE) for some nodes."),
+    ] = "local",
     as_json: Json = False,
 ) -> None:
     """Measure many cases into one folder. Stop it at any time; the same command continues it.
@@ -79,7 +82,6 @@ def sweep_command(
     include_all(what.include_path)
     url = url_of(out)
     name = url or out
-    pick("engine", engine, ENGINES)
     with user_mistakes():
         policy = measure.policy(suite)
         cells = made_cells(suite_cases(suite, sizes, what), what, policy)
@@ -89,7 +91,7 @@ def sweep_command(
             raise ValueError(
                 f"--claim is for machines that work alone; the engine {engine} gives out cells itself"
             )
-        executor, store = ENGINES[engine](), None
+        executor, store = engine_named(engine), None
         plan: SweepPlan
         if claim and url is None:
             raise ValueError(f"--claim needs a store that others reach too, as --out file://{out.absolute()}")
@@ -105,7 +107,8 @@ def sweep_command(
         _show_plan(plan, as_json)
         return
     with user_mistakes():
-        check_device(policy)
+        if executor.name == "local":
+            check_device(policy)
     if not as_json:
         show(_sentence(plan))
     outcomes: list[CellOutcome] = []
