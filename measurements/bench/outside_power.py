@@ -1,11 +1,12 @@
 """How often the verdict on code from outside is wrong: A/A comparisons, and a known slow-down, by run_cell.
 
-python measurements/bench/outside_power.py             an hour on a quiet machine  -> outside_power.json
+python measurements/bench/outside_power.py             75 minutes on a quiet machine  -> outside_power.json
 python measurements/bench/outside_power.py --disturb   another process is busy -> outside_power_disturbed.json
 
-A cell compares the built-in baseline with five copies of it from a folder, and for the slow-downs with five
+A cell compares the built-in baseline with four copies of it from a folder, and for the slow-downs with four
 copies that work 5 % longer by their own clock; each copy is a comparison. They share the 60 s that
-`mrb bench` has by default, so a kernel measured alone is known better than here.
+`mrb bench` has by default, so a kernel measured alone is known better than here. The file is written after
+each cell, two of the same to one that is slower: it may be stopped at any time.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.commit import source_version
@@ -31,9 +34,9 @@ from moe_routing_bench.workloads.cases import BenchCase
 
 BUSY = "while True: sum(range(10**6))"
 SLOW_DOWN = 0.05
-COPIES = 5
-# T, D, F, E, K: calls of about 0.3 ms to 10 ms
-SIZES = ((64, 256, 256, 8, 2), (256, 256, 512, 8, 2), (128, 512, 512, 16, 4))
+COPIES = 4
+# T, D, F, E, K: calls of about 0.5 ms to 10 ms on a slow core
+SIZES = ((16, 128, 128, 8, 2), (64, 256, 256, 8, 2), (256, 256, 512, 8, 2))
 KERNEL = '''
 """A copy of the default{how}."""
 import time
@@ -74,26 +77,40 @@ def main() -> None:
             text = KERNEL.format(how=f", {100 * more:g} % slower", more=more).lstrip()
             (folder / "expert_ffn" / f"{name}_{n}.py").write_text(text)
     busy = subprocess.Popen([sys.executable, "-c", BUSY]) if given.disturb else None
+    results: dict[str, list[Compared]] = {"copy": [], "slower_copy": []}
     try:
-        results = {
-            name: [row for i in range(count // COPIES) for row in compared(folder, name, i, given.seconds)]
-            for name, count in (("copy", given.same), ("slower_copy", given.slower))
-        }
+        for name in in_turn(given.same // COPIES, given.slower // COPIES):
+            results[name] += compared(folder, name, len(results[name]) // COPIES, given.seconds)
+            summary = summarised(results, given.seconds, given.disturb)
+            out.write_text(json.dumps(summary, indent=1) + "\n")
     finally:
         if busy is not None:
             busy.kill()
-    summary = {
+    print(json.dumps({key: value for key, value in summary.items() if key != "ratios"}, indent=1))
+
+
+def in_turn(same: int, slower: int) -> Iterator[str]:
+    """What each cell compares: in_turn(4, 2) is copy, copy, slower_copy, copy, copy, slower_copy."""
+    done = 0
+    for number in range(1, same + 1):
+        yield "copy"
+        while done < slower * number // same:
+            yield "slower_copy"
+            done += 1
+
+
+def summarised(results: dict[str, list[Compared]], seconds: float, disturbed: bool) -> dict[str, Any]:
+    return {
         "machine": this_machine().name,
         **source_version(),
-        "disturbed": given.disturb,
-        "seconds": given.seconds,
+        "disturbed": disturbed,
+        "seconds": seconds,
+        "copies in a cell": COPIES,
         **{name: dict(Counter(row.verdict for row in rows)) for name, rows in results.items()},
         "ratios": {name: [round(row.ratio, 4) for row in rows] for name, rows in results.items()},
         "rounds": {name: median(row.rounds for row in rows) for name, rows in results.items() if rows},
         "half_interval": {name: median(row.half for row in rows) for name, rows in results.items() if rows},
     }
-    out.write_text(json.dumps(summary, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in summary.items() if key != "ratios"}, indent=1))
 
 
 @dataclass(frozen=True)
