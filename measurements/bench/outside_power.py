@@ -77,11 +77,13 @@ def main() -> None:
             text = KERNEL.format(how=f", {100 * more:g} % slower", more=more).lstrip()
             (folder / "expert_ffn" / f"{name}_{n}.py").write_text(text)
     busy = subprocess.Popen([sys.executable, "-c", BUSY]) if given.disturb else None
+    made = {"machine": this_machine().name, **source_version()}  # before the file changes
+    made |= {"disturbed": given.disturb, "seconds": given.seconds, "copies in a cell": COPIES}
     results: dict[str, list[Compared]] = {"copy": [], "slower_copy": []}
     try:
         for name in in_turn(given.same // COPIES, given.slower // COPIES):
             results[name] += compared(folder, name, len(results[name]) // COPIES, given.seconds)
-            summary = summarised(results, given.seconds, given.disturb)
+            summary = {**made, **summarised(results)}
             out.write_text(json.dumps(summary, indent=1) + "\n")
     finally:
         if busy is not None:
@@ -99,13 +101,8 @@ def in_turn(same: int, slower: int) -> Iterator[str]:
             done += 1
 
 
-def summarised(results: dict[str, list[Compared]], seconds: float, disturbed: bool) -> dict[str, Any]:
+def summarised(results: dict[str, list[Compared]]) -> dict[str, Any]:
     return {
-        "machine": this_machine().name,
-        **source_version(),
-        "disturbed": disturbed,
-        "seconds": seconds,
-        "copies in a cell": COPIES,
         **{name: dict(Counter(row.verdict for row in rows)) for name, rows in results.items()},
         "ratios": {name: [round(row.ratio, 4) for row in rows] for name, rows in results.items()},
         "rounds": {name: median(row.rounds for row in rows) for name, rows in results.items() if rows},
