@@ -170,6 +170,13 @@ def test_floors_may_differ_by_cell() -> None:
     assert verdicts == ["SLOWER", "UNDECIDED"]
 
 
+def test_a_difference_must_be_larger_between_processes() -> None:
+    cell = jittered(400, 1.025)
+    verdicts = [c.verdict for c in compare_cells([cell, cell], delta=[0.02, 0.03])]
+    assert verdicts == ["SLOWER", "UNDECIDED"]
+    assert [c.verdict for c in compare_cells([jittered(400, 1.05)], delta=[0.03])] == ["SLOWER"]
+
+
 def test_the_floor_has_no_direction_and_ignores_spikes() -> None:
     a = [1.0] * 9
     assert aa_floor(a, [1.03] * 9) == pytest.approx(0.03)

@@ -27,7 +27,7 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.bench.trial import CHECKS, Setup, Trial, Watch, try_alone
-from moe_routing_bench.bench.verdict import aa_floor, compare, compare_cells
+from moe_routing_bench.bench.verdict import DELTA, DELTA_APART, aa_floor, compare, compare_cells
 from moe_routing_bench.bench.weather import WeatherSpan, weather
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.machine import this_machine
@@ -267,7 +267,9 @@ def _outcomes(
     pairs = {place: measured.against(place) for place in alive[1:]}
     pairs[len(outcomes) - 1] = measured.samples[alive[0]]
     comparisons = compare_cells(
-        [(against, outcomes[place].samples) for place, against in pairs.items()], aa_floor=floor
+        [(against, outcomes[place].samples) for place, against in pairs.items()],
+        aa_floor=floor,
+        delta=[DELTA_APART if place in measured.paired else DELTA for place in pairs],
     )
     for place, comparison in zip(pairs, comparisons, strict=True):
         outcomes[place] = replace(outcomes[place], comparison=comparison)
