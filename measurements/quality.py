@@ -97,8 +97,8 @@ def inside_table() -> str:
     lines += [
         "",
         "Gives away: the chosen expert, in % of the entropy of the letter's class or of the text's source.",
+        "The least and the most of all layers and seeds.",
     ]
-    lines += ["The least and the most of all layers and seeds."]
     return "\n".join(lines)
 
 

@@ -75,6 +75,7 @@ def sweep_command(
       mrb sweep gpu-quick --out gpu           needs a GPU; takes under 15 minutes
       mrb sweep seed-grid --out part1 --shard 1/2        then `mrb merge`
       mrb sweep seed-grid --out s3://bucket/runs --claim    on any number of machines
+      mrb sweep seed-grid --out results --engine "ray(gpu=h100)"
 
     A cell is one case under one workload; its implementations are timed
     together. A LIST is separated by commas; every combination is measured.

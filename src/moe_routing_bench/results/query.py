@@ -250,9 +250,7 @@ def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection
             for given in sources(connection, folder, about)
             if (source := _load(connection, given)).cover
         ]
-    for lines, sentences in ((about.count, about.first), (0, about.remarks)):
-        if sentences:
-            connection.execute("INSERT INTO left_out VALUES ('', ?, ?)", [lines, sentences])
+    _note_left_out(connection, "", about)
     if private is not None and sum(path.stat().st_size for path in parquets) <= MOST_COPIED_BYTES:
         parquets = [_copied(path, private / f"{n}.parquet") for n, path in enumerate(parquets)]
     joined = ", ".join(f"{name} {sql_type}" for name, sql_type in JOINED)
@@ -320,11 +318,14 @@ def _load(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
             rows = Path(scratch) / "rows.jsonl"
             write_rows(rows, read_records(source.lines, source.session, left_out, start=source.start))
             connection.execute(f"INSERT INTO fresh {select_rows(rows)}")
+    _note_left_out(connection, source.session, left_out)
+    return source
+
+
+def _note_left_out(connection: duckdb.DuckDBPyConnection, session: str, left_out: LeftOut) -> None:
     for lines, sentences in ((left_out.count, left_out.first), (0, left_out.remarks)):
         if sentences:
-            row = [source.session, lines, sentences]
-            connection.execute("INSERT INTO left_out VALUES (?, ?, ?)", row)
-    return source
+            connection.execute("INSERT INTO left_out VALUES (?, ?, ?)", [session, lines, sentences])
 
 
 def _copied(path: Path, target: Path) -> Path:

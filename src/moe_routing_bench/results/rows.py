@@ -119,8 +119,8 @@ def _write(select: str, path: Path) -> int:
     part = path.with_suffix(f".part-{os.getpid()}")
     with duckdb.connect(config={"memory_limit": MEMORY_LIMIT, "temp_directory": ""}) as connection:
         connection.execute("SET preserve_insertion_order = false; SET enable_progress_bar = false")
-        connection.execute(f"COPY ({select}) TO {quoted(part)} (FORMAT parquet, COMPRESSION zstd)")
-        row = connection.execute(f"SELECT count(*) FROM {scan([part])}").fetchone()
+        copy = f"COPY ({select}) TO {quoted(part)} (FORMAT parquet, COMPRESSION zstd)"
+        row = connection.execute(copy).fetchone()  # how many rows it wrote
     part.replace(path)
     return int(row[0]) if row else 0
 
