@@ -1,6 +1,6 @@
 """Every figure of README and docs/figures.md, derived from the records in measurements/records.
 
-    python measurements/figures.py             writes README's table, docs/figures.md and docs/figures.png
+    python measurements/figures.py             writes README's table, docs/figures.md and the two pictures
     python measurements/figures.py --check     writes nothing; says what is not as the records have it
 
 A ratio is that of a record: the median over interleaved rounds of a subject's time over the baseline's in the
@@ -21,12 +21,14 @@ from statistics import geometric_mean, median
 from typing import Annotated, Any
 
 import typer
+from stored_picture import draw_stored, stored_points
 from sweeps import RECORDS, THREADS, TOPICS, Topic, unpack
 
 from moe_routing_bench.results.query import run_query
 
 ROOT = Path(__file__).parents[1]
 README, DOCUMENT, PICTURE = ROOT / "README.md", ROOT / "docs/figures.md", ROOT / "docs/figures.png"
+STORED_PICTURE = ROOT / "docs/formats.png"
 BEGIN = "<!-- written by `python measurements/figures.py`: begin -->"
 END = "<!-- written by `python measurements/figures.py`: end -->"
 PLOTTED = "Plotted"  # the entry of the picture's file that holds the hash of what it shows
@@ -34,7 +36,8 @@ LEAST_ROUNDS = 8
 BUSY = 3.0  # load before a cell, when the cell before it had two threads
 # in each cell of each contender the newest; a baseline's own ratio is 1
 ROWS = """
-SELECT suite, "case", dtype, workload, direction, impl, layout, router, baseline, verdict, T, D, E, K, rounds,
+SELECT suite, "case", dtype, store, error, workload, direction, impl, layout, router, baseline, verdict,
+  T, D, E, K, rounds,
   coalesce(ratio, 1) AS ratio, coalesce(ratio_low, 1) AS low, coalesce(ratio_high, 1) AS high, median_ms,
   share_of_roof, bw_2pass, bw_strict, dropped_pairs, padded_rows, max_over_mean, stage_seconds, role,
   load_before, machine, source_commit, source_dirty, threads, created_at
@@ -274,6 +277,9 @@ def document(all_records: dict[str, Records]) -> str:
         *_section("topk", all_records, _cells_table(all_records["topk"])),
         *_section("routing", all_records, _cells_table(all_records["routing"])),
         *_section("soft", all_records, _soft_table(all_records["soft"])),
+        *_section("experts", all_records, _cells_table(all_records["experts"])),
+        *_section("stored_int8", all_records, _stored_table(all_records["stored_int8"])),
+        *_section("stored_int4_g128", all_records, _stored_table(all_records["stored_int4_g128"])),
     ]
     return "\n".join(parts) + "\n"
 
@@ -293,9 +299,25 @@ def _cells_table(records: Records) -> list[str]:
         dtype = "" if row["case"].endswith(row["dtype"]) else f" {row['dtype']}"
         case = f"{row['case']}{dtype} {row['workload']}"
         roof = "-" if row["share_of_roof"] is None else f"{100 * row['share_of_roof']:.0f} %"
-        return case, row["impl"], f"{row['median_ms']:.3g}", _ratio(row), row["verdict"] or "baseline", roof
+        return case, row["impl"], f"{row['median_ms']:.3g}", _ratio(row), _verdict(row), roof
 
     return table(("case", "implementation", "ms", "ratio", "verdict", "of roof"), map(line, records.rows))
+
+
+def _stored_table(records: Records) -> list[str]:
+    """Of roof: of the rate at which memory is read; only bytes make the floor of stored weights."""
+
+    def line(row: Row) -> tuple[object, ...]:
+        error = "-" if row["error"] is None else f"{row['error']:.2g}"
+        roof = "-" if row["share_of_roof"] is None else f"{100 * row['share_of_roof']:.0f} %"
+        return row["T"], row["impl"], f"{row['median_ms']:.3g}", error, _ratio(row), _verdict(row), roof
+
+    rows = sorted(records.rows, key=lambda row: (row["T"], row["ratio"]))
+    return table(("T", "implementation", "ms", "error", "ratio", "verdict", "of roof"), map(line, rows))
+
+
+def _verdict(row: Row) -> str:
+    return row["verdict"] or "baseline"
 
 
 def _ratio(row: Row) -> str:
@@ -320,7 +342,7 @@ def _layouts_table(records: Records) -> list[str]:
             name,
             f"{row['median_ms']:.3g}",
             _ratio(row),
-            row["verdict"] or "baseline",
+            _verdict(row),
             _dropped([row]),
         )
 
@@ -353,7 +375,7 @@ def _soft_table(records: Records) -> list[str]:
             row["router"],
             f"{row['median_ms']:.3g}",
             _ratio(row),
-            row["verdict"] or "baseline",
+            _verdict(row),
             shares,
         )
 
@@ -426,12 +448,13 @@ def differences(all_records: dict[str, Records]) -> list[str]:
         found.append("README.md has other figures")
     if not DOCUMENT.is_file() or DOCUMENT.read_text() != document(all_records):
         found.append("docs/figures.md has other figures")
-    shown = None
-    if PICTURE.is_file():
-        with Image.open(PICTURE) as picture:
-            shown = picture.info.get(PLOTTED)
-    if shown != hash_of(plotted(all_records)):
-        found.append("docs/figures.png shows other figures")
+    for path, points in ((PICTURE, plotted(all_records)), (STORED_PICTURE, stored_points(all_records))):
+        shown = None
+        if path.is_file():
+            with Image.open(path) as picture:
+                shown = picture.info.get(PLOTTED)
+        if shown != hash_of(points):
+            found.append(f"docs/{path.name} shows other figures")
     return found
 
 
@@ -443,8 +466,10 @@ def main(check: Annotated[bool, typer.Option("--check", help="Write nothing.")] 
         README.write_text(before + readme_part(all_records) + after)
         DOCUMENT.write_text(document(all_records))
         draw(all_records, PICTURE)
+        points = stored_points(all_records)
+        draw_stored(points, STORED_PICTURE, {PLOTTED: hash_of(points), "Software": ""})
     found = differences(all_records)
-    print("\n".join(found) or "README.md, docs/figures.md and docs/figures.png are as the records have them.")
+    print("\n".join(found) or "README.md, docs/figures.md and both pictures are as the records have them.")
     raise typer.Exit(bool(found))
 
 

@@ -139,6 +139,26 @@ TOPICS = {
         ),
         minutes=1,
     ),
+    **{
+        f"stored_{store}": Topic(
+            shows=f"experts stored as {store}: rows in bfloat16 and in 8 bits, beside bfloat16 weights",
+            sweep=_sweep(
+                "expert_ffn --model qwen3-30b-a3b --tokens 1,16,64,256,1024", 110,
+                f'--store {store} --cache weights-cold',
+                f'--impl "native,native(store={store}),native(store={store}_a8)"',
+            ),
+            minutes=9.2,
+        )
+        for store in ("int8", "int4_g128")
+    },
+    "experts": Topic(
+        shows="the same experts in bfloat16: ours and vLLM's kernel",
+        sweep=_sweep(
+            "expert_ffn --model qwen3-30b-a3b --tokens 1,16,64,256,1024", 60,
+            '--cache weights-cold --impl "native,vllm_cpu"',
+        ),
+        minutes=5,
+    ),
     "soft": Topic(
         shows="Soft-MoE against top-k, with the time of its write-back",
         sweep=_sweep("soft-moe", 20, '--router "softmax_topk,soft_moe(slots_per_expert=8)" --stages'),

@@ -43,6 +43,11 @@ class Verdict:
     max_bound: float = 0.0
     rms_error: float = 0.0
     rms_bound: float = 0.0
+    rms_true: float = 0.0  # root mean square of the oracle
+
+    @property
+    def relative_error(self) -> float | None:
+        return self.rms_error / self.rms_true if self.rms_true else None
 
     def of(self, what: str) -> Verdict:
         """The same verdict with the sentence about a named part of a result."""
@@ -143,6 +148,7 @@ def judge(
         "max_bound": max_bound.item(),
         "rms_error": _rms(error).item(),
         "rms_bound": rms_bound.item(),
+        "rms_true": _rms(true).item(),
     }
     if numbers["max_error"] > numbers["max_bound"]:
         full = torch.zeros(finite.shape, dtype=torch.float64)
@@ -199,7 +205,7 @@ def _clearly_right(out: Tensor, oracle: Tensor, baseline: Tensor) -> Verdict | N
         return None
     return Verdict(
         passed=True, max_error=error.item(), max_bound=max_bound.item(), rms_error=rms.item(),
-        rms_bound=rms_bound.item(),
+        rms_bound=rms_bound.item(), rms_true=size_rms.item(),
     )  # fmt: skip
 
 

@@ -36,6 +36,10 @@ LEVELS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
         frozenset({"amx_bf16", "avx512f", "avx512_bf16"}),
         ("-march=sapphirerapids",),
     ),
+    "vnni": (
+        frozenset({"avx512f", "avx512_vnni"}),
+        ("-march=cascadelake", "-mprefer-vector-width=512"),
+    ),
     "avx512": (frozenset({"avx512f"}), ("-march=skylake-avx512", "-mprefer-vector-width=512")),
     "avx2": (frozenset({"avx2"}), ("-march=haswell",)),
 }

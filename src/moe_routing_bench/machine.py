@@ -15,7 +15,12 @@ from pathlib import Path
 import torch
 
 # instruction sets that change which kernels can run, in the words of /proc/cpuinfo
-NOTABLE = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
+NOTABLE = (
+    "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "sve",
+    "bf16",
+)  # fmt: skip
+# noted after machines had their names, which must not change: resuming and comparing go by them
+NOT_IN_NAMES = ("avx512_vnni",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,8 @@ class Machine:
 
     @property
     def name(self) -> str:
-        fixed = (self.cpu, self.cores, self.memory_gib, self.instructions, self.gpus)
+        named = tuple(flag for flag in self.instructions if flag not in NOT_IN_NAMES)
+        fixed = (self.cpu, self.cores, self.memory_gib, named, self.gpus)
         digits = hashlib.sha256(repr(fixed).encode()).hexdigest()[:8]
         words = re.findall(r"[a-z0-9]+", re.sub(r"\(.*?\)|processor|cpu|@.*", "", self.cpu.lower()))
         return f"{'-'.join(words[-2:]) or 'cpu'}-{self.cores}-cores-{self.memory_gib}-gib-{digits}"

@@ -30,6 +30,8 @@ def test_json_and_the_order_of_errors() -> None:
         rows["q8_0"]["layer"] < rows["int8"]["layer"] < rows["int4_g32"]["layer"] < rows["int4_g128"]["layer"]
     )
     assert all(row["kernel"] is None or row["kernel"] < 0.004 for row in rows.values())
+    rounded = {name: row["int8_rows"] for name, row in rows.items()}
+    assert rounded.pop("fp8_block") is None and all(0.005 < one < 0.04 for one in rounded.values())
 
 
 def test_numbers_do_not_change_with_the_run() -> None:

@@ -96,6 +96,18 @@ def test_quantise(name: str) -> None:
         assert torch.allclose(again, kept, rtol=1e-6)
 
 
+def test_published_weights_come_back_from_bfloat16() -> None:
+    """Transformers makes bfloat16 of them when it loads a model on a CPU."""
+    torch.manual_seed(1)
+    w_EKN = torch.randn(2, 512, 256) * torch.logspace(-3, 3, 256)
+    for name, scales in (("mxfp4", 0.0), ("fp8_block", 2**-8)):
+        published = quantise(w_EKN, name).decoded()
+        again = quantise(published.weights(torch.bfloat16), name).decoded()
+        if name == "fp8_block":  # the largest of a block is 448 in both
+            assert torch.equal(again.code_ENK, published.code_ENK)
+        torch.testing.assert_close(again.weights(), published.weights(), rtol=scales, atol=0)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [(2, 37, 19), (1, 1, 1), (2, 300, 130), (0, 32, 32)])
 def test_any_size_is_stored(name: str, size: tuple[int, int, int]) -> None:

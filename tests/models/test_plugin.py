@@ -23,6 +23,7 @@ import moe_routing_bench.models.transformers as plugin
 from changing_weights import WAYS, outcome
 from moe_routing_bench import cpp, use_decisions
 from moe_routing_bench.accuracy import judge
+from moe_routing_bench.formats.named import quantise
 from moe_routing_bench.frozen import Frozen
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.models.convert import convert, revert
@@ -340,6 +341,22 @@ def test_frozen_models_may_be_rounded_and_converted_ones_frozen() -> None:
     assert any(isinstance(parameter, Frozen) for parameter in model.parameters())
     revert(model)
     close(model(ids).logits, want)
+
+
+@needs_compiler
+def test_gpt_oss_runs_in_the_bits_it_was_published_in() -> None:
+    """On a CPU Transformers makes bfloat16 of MXFP4 when it loads a model; freezing brings back its codes."""
+    model, ids = make("gpt_oss"), tokens()
+    for _, module in experts_modules(model):
+        for name in ("gate_up_proj", "down_proj"):  # experts x depth x columns
+            published = quantise(getattr(module, name), "mxfp4").decoded().weights(torch.bfloat16)
+            getattr(module, name).data.copy_(published)
+    want = model(ids).logits.detach()
+    rounded = copy.deepcopy(model)
+    plugin.freeze(model, "native(store=mxfp4)")
+    close(model(ids).logits, want)
+    plugin.freeze(rounded, "native(store=mxfp4_a8)")
+    assert 0 < (rounded(ids).logits - want).abs().max() < 0.1 * want.abs().max()
 
 
 @pytest.mark.parametrize("impl", ["auto", "staged"])

@@ -215,6 +215,7 @@ def test_levels_follow_the_processor(anew: pytest.MonkeyPatch) -> None:
         ("amx", ("avx2", "avx512f", "avx512_bf16", "amx_bf16")),
         ("avx512", ("avx2", "avx512f", "avx512_bf16")),
         ("avx512", ("avx2", "avx512f", "amx_bf16")),
+        ("vnni", ("avx2", "avx512f", "avx512_vnni")),
         ("avx2", ("avx2",)),
         (None, ("asimd", "sve")),
     ):
@@ -224,7 +225,7 @@ def test_levels_follow_the_processor(anew: pytest.MonkeyPatch) -> None:
             cpp.best_level.cache_clear()
             assert cpp.best_level() == level
     cpp.best_level.cache_clear()
-    with pytest.raises(ValueError, match="no level 'sse'; there are amx, avx512, avx2"):
+    with pytest.raises(ValueError, match="no level 'sse'; there are amx, vnni, avx512, avx2"):
         cpp.load(launcher.SOURCE, "sse")
 
 
@@ -287,7 +288,7 @@ def test_rows_may_lie_anyhow_in_memory(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("level", ["amx", "avx512", "avx2"])
+@pytest.mark.parametrize("level", ["amx", "vnni", "avx512", "avx2"])
 def test_odd_sizes(level: str, dtype: torch.dtype) -> None:
     spec = f"native(level={level})"
     if (reason := EXPERT_FFN.why_not(spec, *arguments(dtype=dtype))) is not None:

@@ -15,11 +15,14 @@ from moe_routing_bench.accuracy import judge
 from moe_routing_bench.conformance.cases import Case, KitCell
 from moe_routing_bench.conformance.check import cells_of, check, check_implementation
 from moe_routing_bench.experts import QuantisedExperts
+from moe_routing_bench.formats.int8 import rounded_rows
 from moe_routing_bench.formats.mxfp4 import MXFP4
 from moe_routing_bench.formats.named import NAMES, quantise
 from moe_routing_bench.formats.stored import Decoded
+from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops import coded
 from moe_routing_bench.ops.expert_ffn import native
+from moe_routing_bench.ops.expert_ffn.op import by_expert
 from tiny_layers import EXPERT_FFN, arguments
 
 pytestmark = pytest.mark.slow
@@ -27,7 +30,9 @@ pytestmark = pytest.mark.slow
 if (reason := cpp.why_not()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-LEVELS = [level for level in ("avx512", "avx2") if level in (cpp.best_level(), "avx2")]
+HAS = set(this_machine().instructions)
+LEVELS = [level for level in ("vnni", "avx512", "avx2") if cpp.LEVELS[level][0] <= HAS]
+INTEGERS = [name for name in NAMES if name != "fp8_block"]
 # depths with a last group that is not whole, columns with a last panel that is not, several blocks of rows
 STORED = Case(
     name="stored", guards="what is stored is what is computed with", T=30, D=296, F=200, E=2, K=2,
@@ -43,7 +48,9 @@ def cell(spec: str, case: Case, dtype: str) -> KitCell:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", [*NAMES, "int8_g32", "int4_g64", "int4_g256_asym"])
+@pytest.mark.parametrize(
+    "name", [*NAMES, "int8_g32", "int4_g64", "int4_g256_asym", *(f"{name}_a8" for name in INTEGERS)]
+)
 def test_every_format_at_every_level(name: str, level: str) -> None:
     spec = f"native(level={level},store={name})"
     for case, dtype in ((STORED, "float32"), (FEW, "bfloat16")):
@@ -53,14 +60,52 @@ def test_every_format_at_every_level(name: str, level: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *(f"{name}_a8" for name in INTEGERS)])
 def test_the_whole_kit(name: str, level: str) -> None:
     for one in cells_of("expert_ffn", f"native(level={level},store={name})", ("float32", "bfloat16")):
         outcome = check(one)
         assert outcome.status == "passed", (str(one), outcome.sentences)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4_g32_asym", "fp8_block"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_rows_of_8_bits_are_multiplied_exactly(name: str, level: str) -> None:
+    """Sums of integers have no error, so the result is that of the same roundings in float64. Where a number
+    of h lies so near to the middle of two codes that float32 takes the other, that token alone differs."""
+    store = f"{name}_a8"
+    x_TD, gate_TK, plan, weights = arguments(60, 2, 5, 296, 200, dtype=torch.float32)
+    y_TD = native.run(x_TD, gate_TK, plan, native.freeze(weights, store=store), level=level, store=store)
+    kept = native.stored(weights, store=store)
+    right_TD = by_expert(x_TD.double(), gate_TK.double(), plan, kept, rounded=rounded_rows)
+    error_T = (y_TD - right_TD).square().mean(dim=1).sqrt() / right_TD.square().mean().sqrt()
+    assert int((error_T > 1e-6).sum()) <= 2, error_T
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_8_bits_that_are_extreme(dtype: torch.dtype, level: str) -> None:
+    """Zeros, one number only, the smallest and the largest numbers, NaN and infinity: each row by itself."""
+    x_TD, gate_TK, plan, weights = arguments(40, 2, 5, 96, 64, dtype=dtype, activation="relu")
+    info = torch.finfo(dtype)
+    x_TD[0] = 0.0
+    x_TD[1] = 0.0
+    x_TD[1, 95] = 3.0
+    x_TD[2] *= info.smallest_normal
+    x_TD[3] *= info.max / 100
+    x_TD[4, 7] = float("nan")
+    x_TD[5, 9] = float("-inf")
+    y_TD = native.run(
+        x_TD, gate_TK, plan, native.freeze(weights, store="int8_a8"), level=level, store="int8_a8"
+    )
+    kept = native.stored(weights, store="int8_a8")
+    right_TD = by_expert(x_TD.double(), gate_TK.double(), plan, kept, rounded=rounded_rows)
+    assert bool(y_TD[4].isnan().all()) and bool(y_TD[5].isnan().all())
+    for t in (0, 1, 2, 3, *range(6, 40)):
+        allowed = 0.02 * float(right_TD[t].abs().max()) + info.smallest_normal
+        assert float((y_TD[t].double() - right_TD[t]).abs().max()) <= allowed, t
+
+
+@pytest.mark.parametrize("name", ["int8", "int4_g32_asym", "fp8_block", "int8_a8", "int4_g32_a8"])
 def test_the_same_bits_for_any_number_of_threads(name: str) -> None:
     x_TD, gate_TK, plan, weights = arguments(60, 2, 5, 296, 200, dtype=torch.float32)
     frozen = native.freeze(weights, store=name)
@@ -105,6 +150,11 @@ def test_what_the_kernel_cannot_read_is_refused() -> None:
         EXPERT_FFN.get("native(store=int4_g16)").why_not(*case) or ""
     )
     assert "there is no format 'int3'" in (EXPERT_FFN.get("native(store=int3)").why_not(*case) or "")
+    why = EXPERT_FFN.get("native(store=fp8_block_a8)").why_not(*case) or ""
+    assert "need weights that are integers times a scale" in why
+    deep = arguments(1, 1, 1, 1 << 17, 8, dtype=torch.float32)
+    why = EXPERT_FFN.get("native(store=int8_a8)").why_not(*deep) or ""
+    assert "at most 65536 numbers long, not 131072" in why
     stored = quantise(case[3].w_in_EDG, "int8").decoded()
     for wrong in (float("inf"), float("nan"), 1e300):
         with pytest.raises(ValueError, match="too large for float32, or no number"):
@@ -169,6 +219,16 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "6 read as 5": ("mxfp4", numbers(lambda n: 5.0 if n == 6 else n)),
     "float8 subnormals flushed": ("fp8_block", codes(lambda c: torch.where(c & 127 < 8, c & 128, c))),
     "the sign of float8 lost": ("fp8_block", codes(lambda c: c & 127)),
+    "W8A8: the scale of the next column": ("int8_a8", scale(lambda s: s.roll(1, dims=1))),
+    "W8A8: pairs of codes exchanged": ("int8_a8", codes(swapped_pairs)),
+    "W8A8: codes saturated at 100": ("int8_a8", codes(lambda c: c.clamp(-100, 100))),
+    "W8A8: the last group without a scale": ("int8_g128_a8", scale(without_last)),
+    "W4A8: the scale of the next group": ("int4_g32_a8", scale(lambda s: s.roll(1, dims=2))),
+    "W4A8: nibbles in the other order": ("int4_g32_a8", codes(swapped_pairs)),
+    "W4A8: zero points dropped": ("int4_g128_asym_a8", offset(lambda z: z * 0)),
+    "W4A8: minima with the wrong sign": ("q4_k_a8", offset(torch.neg)),
+    "W4A8: an exponent off by one": ("mxfp4_a8", scale(lambda s: s * 2)),
+    "W4A8: 6 read as 5": ("mxfp4_a8", codes(lambda c: torch.where(c & 7 == 7, c & 8 | 6, c))),
 }  # fmt: skip
 
 
@@ -186,17 +246,18 @@ def test_planted_faults_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch)
     pack, changes = coded.pack, []
     numbers_of = native.coding_of
 
-    def faulty(decoded: Decoded, gated: bool, library: Any) -> torch.Tensor:
+    def faulty(decoded: Decoded, gated: bool, library: Any, int8_rows: bool) -> torch.Tensor:
         planted = plant(decoded)
         changes.append(not torch.equal(planted.weights(), decoded.weights()))
-        return pack(planted, gated, library)
+        return pack(planted, gated, library, int8_rows)
 
     def faulty_coding(name: str) -> object:
         empty = torch.empty(0)
         return plant(Decoded(coding=numbers_of(name), code_ENK=empty, scale_ENg=empty)).coding
 
     monkeypatch.setattr(coded, "pack", faulty)
-    if plant(quantise(torch.randn(1, 296, 32), name).decoded()).coding != numbers_of(name):
+    format_ = name.removesuffix("_a8")
+    if plant(quantise(torch.randn(1, 296, 32), format_).decoded()).coding != numbers_of(format_):
         monkeypatch.setattr(native, "coding_of", faulty_coding)
     outcome = check_implementation(implementation, mine)
     assert any(changes), "the fault changes nothing"

@@ -122,6 +122,7 @@ UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
     "direction": ({"what__direction": "train"}, "the directions differ: a is forward, b is train"),
     "contract": ({"what__contract_hash": "f" * 64}, "a is 0123456789ab, b is ffffffffffff"),
     "dtype": ({"workload__dtype": "bfloat16"}, "the dtypes differ: a is float32, b is bfloat16"),
+    "store": ({"workload__store": "int8"}, "the formats of weights differ: a is none, b is int8"),
     "routing": ({"routing__checksum": "f" * 64}, "the routed experts differ"),
     "device": ({"protocol__device": "cuda"}, "the devices differ: a is cpu, b is cuda"),
     "threads": ({"protocol__threads": 2}, "the numbers of threads differ: a is 1, b is 2"),

@@ -45,7 +45,7 @@ def estimate(cell: Cell) -> float:
     case, policy, subjects = cell.case, cell.policy, len(cell.subjects)
     speed = probe(policy.threads, case.dtype)
     work = {"forward": 1, "backward": 3, "train": 3}[case.direction]
-    moved = case.weight_bytes + 6 * case.activation_bytes
+    moved = case.held_bytes + 6 * case.activation_bytes
     call = 5e-5 + work * (case.flops / (SHARE_OF_PEAK * speed.flops) + moved / speed.bytes)
     oracle = work * (8 * case.flops / speed.flops + 5 * moved / speed.bytes)
     judged = (2 + policy.checked) * len({subject.question for subject in cell.subjects}) * oracle

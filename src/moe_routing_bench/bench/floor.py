@@ -29,7 +29,8 @@ def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
     """The least time a call can take under the cell's cache policy. None if the roofs are not known: only
     the CPU's are measured, and those of a busy machine do not count.
 
-    With hot caches, bytes count only if the caches cannot hold them all.
+    With hot caches, bytes count only if the caches cannot hold them all. For stored weights nothing else
+    does: roofs of floats say nothing about sums of integers.
     """
     threads, dtype = cell.policy.threads, cell.case.dtype
     if cell.policy.device != "cpu" or roofs is None or not roofs.quiet:
@@ -40,6 +41,8 @@ def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
     if cell.policy.cache == "hot" and cost.bytes > 2 * last_level_cache_bytes():
         moved = cost.bytes
     memory = max(roofs.read_bytes[threads], roofs.copy_bytes[threads])
+    if cell.case.store:
+        return moved / memory or None
     return max(moved / memory, cost.useful_flops / roofs.gemm_flops[dtype][threads])
 
 
@@ -73,6 +76,8 @@ def raise_stored(outcome: CellOutcome) -> None:
     Bytes raise nothing: some may have come from the caches. Nor do weights kept in fewer bits.
     """
     if outcome.environment is not None:  # it ran elsewhere
+        return
+    if outcome.cell.case.store:
         return
     cell, threads, dtype = outcome.cell, outcome.cell.policy.threads, outcome.cell.case.dtype
     roofs = stored_roofs(this_machine().name) if cell.policy.device == "cpu" else None

@@ -341,6 +341,7 @@ def _outcomes(
                 "stages": {name: median(s[i] for s in one.stages) for i, name in enumerate(stages)},
                 "wire": wire_of(inputs, cell.W, parts[0].name),
                 "max_error": verdict and verdict.max_error, "max_bound": verdict and verdict.max_bound,
+                "error": verdict and verdict.relative_error,
             }  # fmt: skip
         outcomes.append(SubjectOutcome(**about))
     if not alive:

@@ -26,6 +26,7 @@ from moe_routing_bench.bench.spans.span import Span
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.machine import Machine
 from moe_routing_bench.ops.registry import BUILT_IN, OURS, all_ops
+from moe_routing_bench.workloads.cases import BenchCase
 from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of
 
 HARNESS = ("bench/runner.py", "bench/worker.py", "bench/outside/inside_sandbox.py")
@@ -81,7 +82,7 @@ def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
     inputs = cell.inputs()
     sources = {subject: _Source.of(cell.span, subject, inputs) for subject in cell.subjects}
     return {
-        "case": asdict(cell.case),
+        "case": _case_fields(cell.case),
         "contract": contract_hash(cell.span, cell.subjects[0]),
         "workload": {
             "name": cell.workload,
@@ -100,6 +101,12 @@ def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
         "machine": machine.name,
         "settings": settings(),
     }
+
+
+def _case_fields(case: BenchCase) -> dict[str, Any]:
+    """Without what cases of former versions do not have, unless it says something."""
+    given = asdict(case)
+    return given if case.store else {name: value for name, value in given.items() if name != "store"}
 
 
 def cell_key(cell: Cell, machine: Machine) -> str:

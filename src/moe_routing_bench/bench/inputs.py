@@ -9,7 +9,7 @@ distributed, with full entropy: zeros and round numbers run faster on some hardw
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.bench.device import placed
+from moe_routing_bench.bench.kept import Kept, kept_of, quantised
 from moe_routing_bench.bench.roofs import DTYPES
-from moe_routing_bench.experts import GATED, ExpertWeights
+from moe_routing_bench.experts import GATED, ExpertWeights, QuantisedExperts
+from moe_routing_bench.machine import torch_threads
 from moe_routing_bench.models.checkpoint import CheckpointLayer, read_layer
 from moe_routing_bench.ops.implementation import Implementation, tensors_in
 from moe_routing_bench.ops.make_plan.op import make_plan
@@ -90,19 +92,55 @@ class Inputs:
 
     @cached_property
     def weights(self) -> ExpertWeights:
-        s = self.case.shape
+        """What calls read. In a stored case: what its format keeps of the drawn ones, in the case's dtype."""
         if self.checkpoint is not None:
             return self.placed_weights(self.checkpoint.weights.to(dtype=self.dtype))
-        return self.placed_weights(self._expert_weights(s.E, s.F, place=11))
+        if self._stored is None:
+            return self.placed_weights(self._drawn())
+        with torch_threads(1):
+            return self.placed_weights(self._stored.dequantised(self.dtype))
+
+    @cached_property
+    def exact(self) -> ExpertWeights:
+        """In a stored case: the same, exact in float64. For references alone."""
+        kept: Any = self._kept
+        return replace(self.weights, **kept)
+
+    @cached_property
+    def drawn(self) -> ExpertWeights | None:
+        """In a stored case: the weights before they are stored, for what stores them itself."""
+        return self.placed_weights(self._drawn()) if self.case.store else None
+
+    @cached_property
+    def _stored(self) -> QuantisedExperts | None:
+        if not self.case.store:
+            return None
+        with torch_threads(1):  # parent and worker do it at once, and threads that wait for a core cost more
+            return quantised(self._drawn(), self.case.store)
+
+    @cached_property
+    def _kept(self) -> dict[str, Kept]:
+        return {} if self._stored is None else kept_of(self._stored)
+
+    def _drawn(self) -> ExpertWeights:
+        return self._expert_weights(self.case.shape.E, self.case.shape.F, place=11)
 
     def frozen(self, implementation: Implementation) -> ExpertWeights:
         """The weights in the form this implementation likes best, made once, because a cell never changes its
-        weights. As they are if it likes them so, or if they are trained."""
-        freeze = implementation.freeze
+        weights. As they are if it likes them so, or if they are trained. What stores weights gets them as
+        they are stored, or makes its own of the drawn ones."""
+        if implementation.freeze_stored is not None and self._stored is not None:
+            return self._frozen_once(implementation.freeze_stored, self._stored, self.dtype)
+        freeze, given = implementation.freeze, self.weights
+        if implementation.stored is not None and self.drawn is not None:
+            given = self.drawn
         if freeze is None or self.case.direction != "forward":
-            return self.weights
+            return given
+        return self._frozen_once(freeze, given)
+
+    def _frozen_once(self, freeze: Callable[..., ExpertWeights], *given: Any) -> ExpertWeights:
         if freeze not in self._frozen:
-            self._frozen[freeze] = freeze(self.weights)
+            self._frozen[freeze] = freeze(*given)
         return self._frozen[freeze]
 
     @cached_property
@@ -142,9 +180,15 @@ class Inputs:
     def _expert_weights(self, E: int, F: int, place: int) -> ExpertWeights:
         D, case = self.case.shape.D, self.case
         G = 2 * F if case.activation in GATED else F
+
+        def matrix(depth: int, columns: int, place: int) -> Tensor:
+            if case.store:  # formats are output first, so nothing has to be transposed
+                return self.normal(E, columns, depth, place=place, scale=depth**-0.5).transpose(1, 2)
+            return self.normal(E, depth, columns, place=place, scale=depth**-0.5)
+
         return ExpertWeights(
-            w_in_EDG=self.normal(E, D, G, place=place, scale=D**-0.5),
-            w_out_EFD=self.normal(E, F, D, place=place + 1, scale=F**-0.5),
+            w_in_EDG=matrix(D, G, place),
+            w_out_EFD=matrix(F, D, place + 1),
             b_in_EG=self.normal(E, G, place=place + 2) if case.bias else None,
             b_out_ED=self.normal(E, D, place=place + 3) if case.bias else None,
             activation=case.activation,

@@ -26,7 +26,7 @@ from moe_routing_bench.bench.calls import Caller, Result, named_tensors, result_
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs, fingerprint
 from moe_routing_bench.bench.spans.span import Span
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.bench.subject import Question, Subject
 from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.ops.implementation import tensors_in
@@ -66,7 +66,7 @@ class Right:
     d_out: Tensor | None = None
 
 
-Key = tuple[int, int, tuple[str, str, str]]  # number, step, question
+Key = tuple[int, int, Question]  # number and step of a call
 
 
 class Judge:
@@ -75,8 +75,8 @@ class Judge:
     def __init__(self, span: Span, inputs: Inputs):
         self.span, self.inputs = span, inputs
         self._right: OrderedDict[Key, Right] = OrderedDict()
-        self._callers: dict[tuple[tuple[str, str, str], torch.dtype], Caller] = {}
-        self._others: dict[tuple[str, str, str], list[Right]] = {}
+        self._callers: dict[tuple[Question, torch.dtype], Caller] = {}
+        self._others: dict[Question, list[Right]] = {}
         self._prints: dict[Key, str] = {}
         self.oracle_seconds = 0.0  # of the last one
 
@@ -211,6 +211,8 @@ class Judge:
         for dtype in (self.inputs.dtype, torch.float64):
             if results and self.span.exact and forward:
                 return Right(oracle=results[0], baseline=results[0])
+            if results and (known := self._known(number, step, subject)) is not None:
+                return Right(oracle=known.oracle, baseline=results[0], d_out=known.d_out)
             caller = self._caller(subject, dtype)
             given = args if dtype == self.inputs.dtype else {n: self._wide(v) for n, v in args.items()}
             results.append(caller.result(caller.ready(call, given)(), given))
@@ -220,6 +222,11 @@ class Judge:
             d_out = self.span.upstream(call.upstream(shape), args).double()
         self.oracle_seconds = time.perf_counter() - began
         return Right(oracle=results[1], baseline=results[0], d_out=d_out)
+
+    def _known(self, number: int, step: int, subject: Subject) -> Right | None:
+        """A result of the same call for subjects with another tolerance: the oracle is the same."""
+        asked = (number, step, subject.question[:3])
+        return next((right for (n, s, q), right in self._right.items() if (n, s, q[:3]) == asked), None)
 
     def _caller(self, subject: Subject, dtype: torch.dtype) -> Caller:
         key = (subject.question, dtype)
@@ -232,6 +239,8 @@ class Judge:
 
     def _wide(self, value: Any) -> Any:
         if value is self.inputs.weights:
+            if self.inputs.case.store:
+                return self.inputs.exact
             narrow = self.span.widens and self.inputs.case.direction == "forward"
             return value if narrow else self._wide_weights
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -282,6 +291,8 @@ def weights_print(span: Span, inputs: Inputs) -> str:
 def _sums_print(tensor: Tensor) -> str:
     """A hash of sums of the bits over rows and over columns, for gigabytes: any write that is not made for it
     shows, also if values only changed places. sha256 of everything takes ten times as long."""
+    if tensor.ndim > 1 and tensor.mT.is_contiguous():  # as it lies in memory: to transpose it takes longest
+        tensor = tensor.mT
     words = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     whole = words.numel() // 8192 * 8192
     table = words[:whole].view(torch.int64).view(-1, 1024)

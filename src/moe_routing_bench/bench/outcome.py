@@ -63,6 +63,7 @@ class SubjectOutcome:
     checks: tuple[str, ...] = ()
     max_error: float | None = None
     max_bound: float | None = None
+    error: float | None = None  # root mean square, relative to that of the right result
     checked_timed_calls: int = 0
     first_call: float | None = None
     calls_per_sample: int = 1

@@ -25,7 +25,7 @@ def repro_command(cell: Cell, subject: Subject) -> str:
     if case.checkpoint:
         words += ["--checkpoint", case.checkpoint, "--layer", str(case.layer), "--tokens", str(s.T)]
     elif _is_named(cell):
-        words += ["--case", case.name]
+        words += ["--case", _unstored_name(cell)]
     else:
         sizes = (("tokens", s.T), ("width", s.D), ("hidden", s.F), ("experts", s.E), ("topk", s.K))
         for name, size in sizes:
@@ -33,6 +33,7 @@ def repro_command(cell: Cell, subject: Subject) -> str:
         words += ["--dtype", case.dtype, "--activation", case.activation]
         words += ["--bias"] if case.bias else []
         words += ["--shared", str(case.shared_F)] if case.shared_F else []
+    words += ["--store", case.store] if case.store else []
     words += ["--direction", case.direction] if case.direction != "forward" else []
     words += ["--workload", cell.workload] if cell.workload else []
     words += ["--seed", str(cell.seed)]
@@ -57,12 +58,18 @@ def repro_command(cell: Cell, subject: Subject) -> str:
     return shlex.join(words)
 
 
+def _unstored_name(cell: Cell) -> str:
+    """The name without the format that --store adds to it."""
+    store = cell.case.store
+    return cell.case.name.removesuffix(f"-{store}") if store else cell.case.name
+
+
 def _is_named(cell: Cell) -> bool:
     group = cell.case.name.partition("/")[0]
     if group not in SUITES and group not in MODELS:
         return False
     try:
-        (named,) = cases(cell.case.name)
+        (named,) = cases(_unstored_name(cell))
     except ValueError:
         return False
     return named.shape == cell.case.shape and named.dtype == cell.case.dtype

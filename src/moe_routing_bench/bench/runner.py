@@ -24,7 +24,7 @@ from moe_routing_bench.bench.rounds import BaselineError, measure
 from moe_routing_bench.bench.series import TWIN, Measured, beside, fewest_rounds, round_seconds
 from moe_routing_bench.bench.spans.span import Load, Span, is_ours
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.bench.subject import Question, Subject
 from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.bench.trial import CHECKS, Setup, Trial, Watch, try_alone
 from moe_routing_bench.bench.verdict import DELTA, DELTA_APART, aa_floor, compare, compare_cells
@@ -222,7 +222,7 @@ def _cannot(cell: Cell, identity: Identity, reason: str, weather_span: WeatherSp
 
 def _outcomes(
     cell: Cell, trials: dict[int, Trial], measured: Measured | None, alive: list[int],
-    facts: Mapping[tuple[str, str, str], WorkAndLoad], floors: Mapping[int, float | None],
+    facts: Mapping[Question, WorkAndLoad], floors: Mapping[int, float | None],
 ) -> tuple[SubjectOutcome, ...]:  # fmt: skip
     outcomes = []
     for index, subject in enumerate(cell.subjects):
@@ -254,6 +254,7 @@ def _outcomes(
             }
             if trial.verdict is not None:
                 about |= {"max_error": trial.verdict.max_error, "max_bound": trial.verdict.max_bound}
+                about["error"] = trial.verdict.relative_error
         outcomes.append(SubjectOutcome(**about))
     if measured is None:
         return tuple(outcomes)

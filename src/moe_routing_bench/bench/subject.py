@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+from moe_routing_bench.formats.named import INT8_ROWS
+
+Question = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +30,12 @@ class Subject:
         return " | ".join((self.spec, self.layout, *more))
 
     @property
-    def question(self) -> tuple[str, str, str]:
-        """What it must compute: subjects with the same question have the same right result."""
-        return self.layout, self.router, self.layer
+    def int8_rows(self) -> bool:
+        """Does it round rows to int8 too, as native(store=int8_a8) does? So accurate it can be, no more."""
+        return re.search(rf"\bstore=\w+{INT8_ROWS}\b", self.spec) is not None
+
+    @property
+    def question(self) -> Question:
+        """What it must compute, and how well: subjects with the same question have the same right result and
+        the same tolerance."""
+        return self.layout, self.router, self.layer, "int8 rows" if self.int8_rows else ""

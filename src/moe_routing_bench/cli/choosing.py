@@ -12,15 +12,16 @@ import torch
 
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.estimate import SHARE_OF_PEAK, probe
-from moe_routing_bench.bench.spans.span import Span, is_ours, span_named, span_names
+from moe_routing_bench.bench.spans.span import Span, is_ours, span_named, span_names, stand_ins
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cli.options import ON_A_GPU, WORKLOAD, SizeOptions, WhatOptions
+from moe_routing_bench.formats.named import INT8_ROWS
 from moe_routing_bench.models.checkpoint import read_layer
 from moe_routing_bench.ops.auto import invariant_names
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.shapes import MoEShape
-from moe_routing_bench.workloads.cases import MINUTE_FLOPS, BenchCase, cases, fitted, model_cases
+from moe_routing_bench.workloads.cases import MINUTE_FLOPS, BenchCase, cases, fitted, model_cases, stored_as
 from moe_routing_bench.workloads.workload import check_name
 
 MODEL_TOKENS = 128
@@ -61,7 +62,7 @@ def chosen_cases(
         chosen = [replace(case, dtype=sizes.dtype) for case in chosen]
     if sizes.activation:
         chosen = [replace(case, activation=sizes.activation) for case in chosen]
-    chosen = in_directions(chosen, what)
+    chosen = in_directions([stored_as(case, sizes.store) for case in chosen], what)
     if sizes.lists():
         _refuse_too_big(chosen)
         return chosen  # what is asked for by number is never replaced
@@ -74,7 +75,7 @@ def _refuse_too_big(chosen: Sequence[BenchCase]) -> None:
     """The judge and a worker each hold the weights, beside a few copies of the rows."""
     room = psutil.virtual_memory().available
     for case in chosen:
-        if (needed := 2 * case.weight_bytes + 4 * case.activation_bytes) > room:
+        if (needed := 2 * case.held_bytes + 4 * case.activation_bytes) > room:
             raise ValueError(
                 f"{case.name} needs about {needed / 2**30:,.0f} GiB of memory and {room / 2**30:.0f} are "
                 "free; sizes given by number are not replaced by smaller ones"
@@ -132,7 +133,7 @@ def fitted_once(chosen: Sequence[BenchCase], policy: Policy | None = None) -> li
     for case in chosen:
         flops = MINUTE_FLOPS
         if policy is not None and policy.device == "cpu" and case.weights:
-            left = max(policy.max_seconds - SECONDS_PER_BYTE * case.weight_bytes, 0.1 * policy.max_seconds)
+            left = max(policy.max_seconds - SECONDS_PER_BYTE * case.held_bytes, 0.1 * policy.max_seconds)
             speed = probe(policy.threads, case.dtype)
             flops = min(flops, CALL_SHARE * left * SHARE_OF_PEAK * speed.flops)
         twin = fitted(case, memory_bytes=room, most_flops=flops)
@@ -202,10 +203,26 @@ def _meaning(span: Span, subject: Subject) -> Subject:
 def _default_specs(span: Span, case: BenchCase, *, several: bool) -> list[str]:
     if several:  # routers or kinds of layer are compared, not implementations
         return ["auto"]
+    if case.store:
+        return _stored_specs(span, case)
     quick = case.name.partition("/")[0] in ON_A_GPU
     if not quick:
         return span.usual()
     return [spec for spec in span.specs() if not NOT_QUICK.search(spec)]
+
+
+def _stored_specs(span: Span, case: BenchCase) -> list[str]:
+    """The weights in the case's dtype, then as they are stored, the fastest first; what else runs here."""
+    stored = f"native(store={case.store})"
+    source = stand_ins(Subject(spec=stored, layout=case.layout), case)
+    asked = all_ops()[span.name].arguments(source).values()
+    specs = ["native"]
+    for spec in (f"native(store={case.store}{INT8_ROWS})", stored, "vllm_cpu"):
+        try:
+            specs += [spec] if spec == stored or span.parts(spec)[0].why_not(*asked) is None else []
+        except NotImplementedError:  # a library is absent
+            continue
+    return specs
 
 
 def made_cells(chosen: Sequence[BenchCase], what: WhatOptions, policy: Policy) -> list[Cell]:
@@ -253,7 +270,7 @@ def suite_cases(suite: str, sizes: SizeOptions, what: WhatOptions) -> list[Bench
     if sizes.lists() or sizes.model or sizes.case or sizes.checkpoint:
         raise ValueError(f"{suite} fixes all sizes; give a span instead: mrb sweep layer --tokens 128,512")
     chosen = [replace(case, dtype=sizes.dtype or case.dtype) for case in cases(suite)]
-    chosen = in_directions(chosen, what)
+    chosen = in_directions([stored_as(case, sizes.store) for case in chosen], what)
     return chosen if sizes.full else fitted_once(chosen)
 
 

@@ -39,8 +39,9 @@ def formats_command(
 
     weights, layer: error of the stored weights and of a layer's result with
     them, against float32. kernel: what expert_ffn.native adds to that in
-    bfloat16. All are root mean squares, relative to the right values; weights
-    are random, with tails and column sizes like those of trained ones.
+    bfloat16; int8 rows: what it adds if it rounds rows to 8 bits as well, with
+    store=..._a8. All are root mean squares, relative to the right values;
+    weights are random, with tails and column sizes like those of trained ones.
     """
     with user_mistakes():
         shape = MoEShape(T=tokens, D=d, F=f, E=e, K=min(2, e))
@@ -56,7 +57,8 @@ def formats_command(
                 "bits": [f"{one.bits:.2f}" for one in losses],
                 "weights": [f"{one.weights:.4f}" for one in losses],
                 "layer": [f"{one.layer:.4f}" for one in losses],
-                "kernel": ["-" if one.kernel is None else f"{one.kernel:.4f}" for one in losses],
+                "kernel": [_or_none(one.kernel) for one in losses],
+                "int8 rows": [_or_none(one.int8_rows) for one in losses],
             },
         )
     )
@@ -66,3 +68,7 @@ def formats_command(
             "more": [f"{one.more:+.4f}" for one in trained],
         }
         show("", *fitted({"format": [one.name for one in trained]}, columns))
+
+
+def _or_none(error: float | None) -> str:
+    return "-" if error is None else f"{error:.4f}"

@@ -41,6 +41,9 @@ class SizeOptions:
     experts: Annotated[str | None, _list(help="E, experts of the layer.")] = None
     topk: Annotated[str | None, _list("--topk", "--choices", help="K, experts per token.")] = None
     dtype: Annotated[str | None, _option(help="float32, bfloat16 or float16.")] = None
+    store: Annotated[
+        str | None, _option(help="For expert_ffn: weights in this format, int8 or int4_g32 (`mrb formats`).")
+    ] = None
     activation: Annotated[str | None, _option(help="Of the experts: swiglu, gelu, ...")] = None
     bias: Annotated[bool, _option("--bias/--no-bias", help="Give the experts biases.")] = False
     shared: Annotated[int, _option(help="Hidden width of a shared expert; 0: none.")] = 0

@@ -29,8 +29,8 @@ MOST_SENTENCES = 20
 MOST_CELL_LETTERS = 300
 # the newest run of every case under the same conditions, and the best implementation in it
 SAME = (
-    'span, direction, router, layer, "case", T, D, F, E, K, W, dtype, activation, workload, routing_seed, '
-    "threads, cache, view, machine"
+    'span, direction, router, layer, "case", T, D, F, E, K, W, dtype, store, activation, workload, '
+    "routing_seed, threads, cache, view, machine"
 )
 COUNTS = """
 SELECT span, status, count(*) AS records FROM records
@@ -43,8 +43,8 @@ WITH passed AS (
   SELECT * FROM passed
   QUALIFY dense_rank() OVER (PARTITION BY {SAME} ORDER BY run_at DESC, session DESC, cell_key) = 1
 )
-SELECT span, direction, "case", dtype, workload, threads, impl AS best, layout, router, layer, median_ms,
-  tokens_per_second, coalesce(ratio, 1) AS ratio, coalesce(baseline, 'itself') AS baseline,
+SELECT span, direction, "case", dtype, store, workload, threads, impl AS best, layout, router, layer,
+  median_ms, error, tokens_per_second, coalesce(ratio, 1) AS ratio, coalesce(baseline, 'itself') AS baseline,
   coalesce(verdict, '') AS verdict,
   count(*) OVER (PARTITION BY {SAME}) AS contenders
 FROM newest
@@ -296,8 +296,12 @@ def _show_overview(
     else:
         show("Best of each case, by the ratio to the baseline of the same run:")
         shown = [dict(zip(names, row, strict=True)) for row in rows[:MOST_CASES]]
-        columns = ("case", "best", "ms", "ratio", "baseline", "verdict", "of")
-        show(table_of(columns, [*map(_best, shown)], words=("case", "best", "baseline")))
+        columns = ["case", "best", "ms", "ratio", "baseline", "verdict", "of"]
+        cells = [_best(row) for row in shown]
+        if any(row["store"] for row in shown):  # how well it computes with stored weights is worth as much
+            columns.append("error")
+            cells = [(*cell, row["error"]) for cell, row in zip(cells, shown, strict=True)]
+        show(table_of(columns, cells, words=("case", "best", "baseline")))
         if len(rows) > MOST_CASES:
             show(f"and {len(rows) - MOST_CASES:,} more cases; all of them: mrb results --json")
     show("", Text('Ask more with mrb results "SELECT ..."; mrb results --columns shows the columns.', "dim"))

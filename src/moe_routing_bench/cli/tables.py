@@ -35,6 +35,7 @@ FACTS: dict[str, Callable[[CellOutcome, SubjectOutcome], str]] = {
     "E": lambda outcome, one: str(outcome.cell.case.shape.E),
     "K": lambda outcome, one: str(outcome.cell.case.shape.K),
     "dtype": lambda outcome, one: outcome.cell.case.dtype,
+    "weights": lambda outcome, one: _stored(outcome),
     "workload": lambda outcome, one: outcome.cell.workload,
 }
 
@@ -43,7 +44,8 @@ def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | No
     cell, s = outcome.cell, outcome.cell.case.shape
     span = cell.case.span if outcome.direction == "forward" else f"{cell.case.span} {outcome.direction}"
     sizes = f"T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}"
-    show("", heading(cell.case.name, f"{span}, {sizes}, {cell.case.dtype}, {cell.workload or 'own router'}"))
+    words = (span, sizes, cell.case.dtype, _stored(outcome), cell.workload or "own router")
+    show("", heading(cell.case.name, ", ".join(filter(None, words))))
     ranked = sorted((o for o in outcome.subjects if o.samples), key=_ratio)
     if ranked:
         show(*_ranking(outcome, ranked))
@@ -55,6 +57,11 @@ def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | No
     if repro:
         for one in ranked:
             show(Text(f"{_name(one, outcome)}: {repro_command(cell, one.subject)}", "dim"))
+
+
+def _stored(outcome: CellOutcome) -> str:
+    """weights stored as int8"""
+    return f"weights stored as {store}" if (store := outcome.cell.case.store) else ""
 
 
 def _show_not_timed(outcome: CellOutcome) -> None:
@@ -146,6 +153,7 @@ def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[Rendera
     ratios, intervals, verdicts = zip(*map(_compared, ranked), strict=True)
     numbers: dict[str, Cells] = {
         "ms": [_ms(one) for one in ranked],
+        **_errors(outcome, ranked),
         **_rates(outcome, ranked),
         "ratio": ratios,
         "99 % interval": intervals,
@@ -158,6 +166,12 @@ def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[Rendera
     ]
     names = [_name(one, outcome) for one in ranked]
     return fitted({"implementation": names}, numbers, spare=("peak MiB", "GB/s", "of roof"))
+
+
+def _errors(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
+    """On stored weights implementations differ in how well they compute, so that stands beside the time."""
+    errors = ["" if one.error is None else f"{one.error:.2g}" for one in ranked]
+    return {"error": errors} if outcome.cell.case.store else {}
 
 
 def _share(one: SubjectOutcome) -> str:
@@ -277,6 +291,7 @@ def outcome_document(outcome: CellOutcome) -> dict[str, Any]:
         "direction": outcome.direction,
         "shape": vars(cell.case.shape),
         "dtype": cell.case.dtype,
+        "store": cell.case.store,
         "workload": cell.workload,
         "seed": cell.seed,
         "cell_key": outcome.identity.key,
@@ -314,6 +329,7 @@ def _subject_document(one: SubjectOutcome, outcome: CellOutcome) -> dict[str, An
         "peak_rss_bytes": one.peak_rss_bytes,
         "max_error": one.max_error,
         "max_bound": one.max_bound,
+        "error": one.error,
         "checked_timed_calls": one.checked_timed_calls,
         "repro": repro_command(outcome.cell, one.subject),
     }

@@ -84,8 +84,8 @@ def quantise(w_EKN: Tensor, group: int, *, asymmetric: bool = False) -> Int4:
         span = (high - low) / 15 if asymmetric else torch.maximum(-low, high) / 7.5
         scale = positive(span.to(torch.bfloat16))
         zero = (-low / scale.float()).round().clamp(0, 15) if asymmetric else torch.full_like(low, 8)
-        code_eNgi = (w_eNgi / scale.float().unsqueeze(-1)).round() + zero.unsqueeze(-1)
-        codes.append(nibbles(code_eNgi.clamp(0, 15).flatten(2)[:, :, :K]))
+        code_eNgi = w_eNgi.div(scale.float().unsqueeze(-1)).round_().add_(zero.unsqueeze(-1)).clamp_(0, 15)
+        codes.append(nibbles(code_eNgi.to(torch.uint8).flatten(2)[:, :, :K]))
         scales.append(scale)
         zeros.append(zero.to(torch.uint8))
     return Int4(

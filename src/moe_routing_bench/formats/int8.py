@@ -48,6 +48,13 @@ def coding(group: int | None) -> Coding:
     return Coding(code="int8", group=group)
 
 
+def rounded_rows(x_RK: Tensor) -> Tensor:
+    """Each row to 255 steps, its largest number 127 of them: what kernels with int8 rows multiply."""
+    x = x_RK if x_RK.dtype == torch.float64 else x_RK.float()
+    scale_R1 = positive(x.abs().amax(dim=-1, keepdim=True) / 127)
+    return (x.div(scale_R1).round_().clamp_(-127, 127) * scale_R1).to(x_RK.dtype)
+
+
 def quantise(w_EKN: Tensor, group: int | None = None) -> Int8:
     """The largest weight of a group becomes 127 or -127; scales are float32."""
     K = w_EKN.shape[1]

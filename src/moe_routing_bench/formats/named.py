@@ -15,6 +15,8 @@ NAMES = (
     "int8", "int8_g128", "int4_g32", "int4_g128", "int4_g32_asym", "int4_g128_asym", "mxfp4", "fp8_block",
     "q8_0", "q4_k",
 )  # fmt: skip
+# ends the name of a format whose kernel rounds rows to int8 as well: int4_g32_a8 is W4A8
+INT8_ROWS = "_a8"
 GROUPED = re.compile(r"(int8|int4)_g([1-9]\d{0,4})(_asym)?")
 
 

@@ -15,7 +15,9 @@ register("staged(combine=index_add,dispatch=native)") adds others.
 
 Without freeze the weights are read as they are at every call, however they were changed. After it they exist
 only packed, in as much memory as before; changing them raises, and thaw(model) makes them plain again. Save
-before freezing, or thaw. Quantised experts (FP8) have another registry and are not served.
+before freezing, or thaw. Models published in MXFP4 are bfloat16 after loading on a CPU;
+freeze(model, "native(store=mxfp4)") brings back their codes. Experts that stay quantised (FP8 on a GPU) have
+another registry and are not served.
 
 torch.compile: without gradients the experts are one node of the graph, also with fullgraph=True; with them
 the graph breaks there.

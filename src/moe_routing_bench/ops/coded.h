@@ -3,6 +3,8 @@
 // A panel has 32 columns, as in tiles.h, and is read front to back. Before the codes of each group of depth stand the
 // group's 32 scales, in the narrowest type that holds all scales of the format, and its 32 offsets in float32 if it has
 // them. Codes of a byte: [depth][32 columns]. Nibbles: [depth / 2][32 columns], the even depth in the lower half.
+// For rows of int8 (int8_rows.h) four of depth stand side by side: [depth / 4][32 columns][4], int8 codes 128 higher;
+// nibbles: [depth / 8][32 columns][4], the first four of eight in the lower halves.
 #pragma once
 #include "tiles.h"
 
@@ -12,6 +14,9 @@ enum Scale { FLOAT32, FLOAT16, EXPONENT };  // too; EXPONENT: a byte e for 2^(e 
 struct Coding {  // too
   int64_t code, group, offsets, scale;  // group: a multiple of 32; offsets: 0 or 1
   float numbers[16];                    // what nibbles stand for
+  int64_t int8_rows, zero;              // int8_rows: 0 or 1; zero: bytes of weights are so much higher than their numbers
+  float unit;                           // of those numbers
+  uint8_t table[16];                    // nibbles as such bytes
   int64_t scale_bytes() const { return PANEL * (scale == FLOAT32 ? 4 : scale == FLOAT16 ? 2 : 1); }
 };
 
@@ -36,11 +41,13 @@ static inline void pack_panel(uint8_t* to, const uint8_t* code, const float* sca
     }
     to += coding.scale_bytes();
     if (coding.offsets) memcpy(to, some[1], sizeof some[1]), to += sizeof some[1];
-    for (int64_t k = k0; k < std::min(k0 + coding.group, depth); k += step)
-      for (int c = 0; c < PANEL; c++) {
-        auto at = [&](int64_t k) { return order[c] < 0 || k >= K ? 0 : code[order[c] * K + k]; };
-        *to++ = step == 2 ? at(k) | at(k + 1) << 4 : at(k);
-      }
+    const int64_t side = coding.int8_rows ? 4 : 1;  // of depth, of one column, side by side
+    for (int64_t k = k0; k < std::min(k0 + coding.group, depth); k += step * side)
+      for (int c = 0; c < PANEL; c++)
+        for (int64_t i = k; i < k + side; i++) {
+          auto at = [&](int64_t k) { return order[c] < 0 || k >= K ? 0 : code[order[c] * K + k]; };
+          *to++ = step == 2 ? at(i) | at(i + side) << 4 : coding.int8_rows ? at(i) ^ 0x80 : at(i);
+        }
   }
 }
 
@@ -97,6 +104,18 @@ template <int CODE> struct Coded {
     return (Lanes)(e == 0 ? 0x400000u + Words{} : e << 23);
   }
 
+  // the numbers that stand before a group; returns where its codes begin
+  static const uint8_t* read_scales(const uint8_t* b, const Coding& coding, Lanes (&scale)[N], Lanes (&offset)[N]) {
+    for (int n = 0; n < N; n++)
+      scale[n] = coding.scale == FLOAT32   ? *(const Lanes*)((const float*)b + n * WIDE)
+                 : coding.scale == FLOAT16 ? half((const uint16_t*)b + n * WIDE)
+                                           : power(b + n * WIDE);
+    b += coding.scale_bytes();
+    if (!coding.offsets) return b;
+    for (int n = 0; n < N; n++) offset[n] = *(const Lanes*)((const float*)b + n * WIDE);
+    return b + PANEL * 4;
+  }
+
   template <int M>
   __attribute__((noinline)) static void block(const float* a, int64_t lda, const uint8_t* b, int64_t depth, float* c,
                                               Ahead& ahead, const Coding& coding) {
@@ -114,18 +133,7 @@ template <int CODE> struct Coded {
     for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
       Lanes s[M][N] = {};
       for (int64_t k1 = k0; k1 < std::min(k0 + CHAIN, depth); k1 += 32) {
-        if (left == 0) {
-          for (int n = 0; n < N; n++)
-            scale[n] = coding.scale == FLOAT32   ? *(const Lanes*)((const float*)b + n * WIDE)
-                       : coding.scale == FLOAT16 ? half((const uint16_t*)b + n * WIDE)
-                                                 : power(b + n * WIDE);
-          b += coding.scale_bytes();
-          if (coding.offsets) {
-            for (int n = 0; n < N; n++) offset[n] = *(const Lanes*)((const float*)b + n * WIDE);
-            b += PANEL * 4;
-          }
-          left = coding.group;
-        }
+        if (left == 0) b = read_scales(b, coding, scale, offset), left = coding.group;
         left -= 32;
         for (int64_t k = k1; k < k1 + 32; k += 2) {
           if (k % 8 == 0) ahead.fetch(4);

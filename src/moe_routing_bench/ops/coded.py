@@ -1,4 +1,4 @@
-"""Stored weights as the panels that coded.h multiplies with: codes and their scales in one stream."""
+"""Stored weights as the panels that coded.h and int8_rows.h multiply with: codes and scales in one stream."""
 
 from __future__ import annotations
 
@@ -21,18 +21,37 @@ class CCoding(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("code", "group", "offsets", "scale")),
         ("numbers", ctypes.c_float * 16),
+        *((name, ctypes.c_int64) for name in ("int8_rows", "zero")),
+        ("unit", ctypes.c_float),
+        ("table", ctypes.c_uint8 * 16),
     )
 
 
-def for_c(coding: Coding) -> CCoding:
+def for_c(coding: Coding, int8_rows: bool = False) -> CCoding:
     numbers = (ctypes.c_float * 16)(*coding.numbers)
     group = coding.group or 1 << 62
-    return CCoding(CODES.index(coding.code), group, coding.offsets, SCALES.index(coding.scale), numbers)
+    zero, unit, table = _unsigned(coding) if int8_rows else (0, 1.0, [])
+    return CCoding(
+        CODES.index(coding.code), group, coding.offsets, SCALES.index(coding.scale), numbers, int8_rows, zero,
+        unit, (ctypes.c_uint8 * 16)(*table),
+    )  # fmt: skip
 
 
-def why_not(coding: Coding) -> str | None:
+def _unsigned(coding: Coding) -> tuple[int, float, list[int]]:
+    """zero, unit and bytes with numbers[i] = (bytes[i] - zero) * unit. MXFP4's -6 .. 6 in halves: 12, 0.5 and
+    12, 13, 14, 15, 16, 18, 20, 24, 12, 11, .. 0."""
+    if coding.code == "int8":
+        return 128, 1.0, []
+    unit = 1.0 if all(number.is_integer() for number in coding.numbers) else 0.5
+    zero = -int(min(coding.numbers) / unit)
+    return zero, unit, [int(number / unit) + zero for number in coding.numbers]
+
+
+def why_not(coding: Coding, int8_rows: bool = False) -> str | None:
     if coding.group is not None and coding.group % PANEL:
         return f"its groups are multiples of {PANEL} weights, not {coding.group}"
+    if int8_rows and coding.code == "e4m3":
+        return "rows of 8 bits need weights that are integers times a scale; float8 weights are not"
     return None
 
 
@@ -44,8 +63,8 @@ def panel_bytes(coding: Coding, depth: int) -> int:
     )
 
 
-def pack(decoded: Decoded, gated: bool, library: ctypes.CDLL) -> Tensor:
-    """Panels of all experts: E x bytes. library: the compiled coded.h."""
+def pack(decoded: Decoded, gated: bool, library: ctypes.CDLL, int8_rows: bool = False) -> Tensor:
+    """Panels of all experts: E x bytes. library: the compiled coded.h. int8_rows: for rows of 8 bits."""
     coding, (E, N, K) = decoded.coding, decoded.code_ENK.shape
     order_n, one = _columns(N, gated), panel_bytes(coding, K)
     code_ENK = decoded.code_ENK.view(torch.uint8).contiguous()
@@ -55,7 +74,7 @@ def pack(decoded: Decoded, gated: bool, library: ctypes.CDLL) -> Tensor:
     library.mrb_pack_coded(
         panels.data_ptr(), code_ENK.data_ptr(), scale_ENg.data_ptr(),
         None if offset_ENg is None else offset_ENg.data_ptr(), order_n.data_ptr(), E, N, K,
-        scale_ENg.shape[2], len(order_n) // PANEL, one, for_c(coding), torch.get_num_threads(),
+        scale_ENg.shape[2], len(order_n) // PANEL, one, for_c(coding, int8_rows), torch.get_num_threads(),
     )  # fmt: skip
     return panels
 

@@ -37,8 +37,12 @@ class Implementation:
     reuses_output: bool = False  # the result is overwritten by the next call on the same thread
     # with the option store= it computes with other weights than given: these, which results are judged by
     stored: Callable[..., Any] | None = None
+    # what plain torch with the same roundings gives on those weights; None: the op's reference
+    plain: Callable[..., Any] | None = None
     # weights in the form it likes best, for weights that do not change any more
     freeze: Callable[..., Any] | None = None
+    # the same of weights that are stored in a format already: QuantisedExperts, dtype
+    freeze_stored: Callable[..., Any] | None = None
     ties: str = "lower id first"  # topk only: "any" if equal scores may be picked in any order
 
     @property
@@ -90,7 +94,6 @@ class Implementation:
                 f"it has {', '.join(sorted(takes_run)) or 'none'}"
             )
         seen = {name: value for name, value in config.items() if name in takes_unsupported}
-        stored = self.stored if self.stored is None else partial(self.stored, store=config.get("store"))
         store = {"store": config["store"]} if config.get("store") else {}
         return replace(
             self,
@@ -98,7 +101,9 @@ class Implementation:
             freeze=partial(self.freeze, **store) if self.freeze and store else self.freeze,
             run=partial(self.run, **config) if config else self.run,
             unsupported=partial(self.unsupported, **seen) if seen else self.unsupported,
-            stored=stored if config.get("store") else None,
+            freeze_stored=partial(self.freeze_stored, **store) if self.freeze_stored and store else None,
+            stored=partial(self.stored, **store) if self.stored and store else None,
+            plain=partial(self.plain, **store) if self.plain and store else None,
             forward_only=self.forward_only or bool(config.get("store")),
             batch_invariant=self.batch_invariant
             and all(config.get(option) == value for option, value in self.invariant_with.items()),

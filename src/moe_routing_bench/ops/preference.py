@@ -20,7 +20,7 @@ from moe_routing_bench import cpp
 from moe_routing_bench.ops.registry import OURS, Op
 from moe_routing_bench.ops.targets import TARGETS, target_of
 
-COMPILED = tuple(cpp.LEVELS)  # processors for which C++ is compiled: amx, avx512, avx2
+COMPILED = tuple(cpp.LEVELS)  # processors for which C++ is compiled: amx, vnni, avx512, avx2
 PLAIN = "plain"  # torch's own operations: other processors and devices, or no compiler
 GPUS = tuple(TARGETS)
 MACHINES = (*COMPILED, PLAIN, *GPUS)

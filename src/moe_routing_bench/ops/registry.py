@@ -11,10 +11,11 @@ It defines
 with its own options, if any, as keywords after the op's arguments (`unsupported` takes those it needs). If it
 is composed of other implementations, it defines `parts(**options) -> {option: Implementation}`; if it has an
 option `store`, a type to keep weights in, `stored(weights, *, store)`: the weights it computes with; if it
-likes weights in another form, `freeze(weights)`: the same, made once, for weights that do not change. It may
-define FORWARD_ONLY, CONFIGS, NEEDS, HOST_SYNC, SPREADS_NAN, DETERMINISTIC, BATCH_INVARIANT, REUSES_OUTPUT or
-TIES (DESIGN.md). `mrb list` shows its docstring's first line. There is no fallback: what cannot run raises
-NotImplementedError with the reason.
+rounds more than these, `plain(*arguments, store)`: the same in plain torch; if it likes weights in another
+form, `freeze(weights)`: the same, made once, for weights that do not change. It may define FORWARD_ONLY,
+CONFIGS, NEEDS, HOST_SYNC, SPREADS_NAN, DETERMINISTIC, BATCH_INVARIANT, REUSES_OUTPUT or TIES (DESIGN.md).
+`mrb list` shows its docstring's first line. There is no fallback: what cannot run raises NotImplementedError
+with the reason.
 """
 
 from __future__ import annotations
@@ -266,7 +267,9 @@ class Op:
             invariant_with=invariant if isinstance(invariant, Mapping) else {},
             reuses_output=getattr(module, "REUSES_OUTPUT", False),
             stored=getattr(module, "stored", None),
+            plain=getattr(module, "plain", None),
             freeze=getattr(module, "freeze", None),
+            freeze_stored=getattr(module, "freeze_stored", None),
             ties=ties,
         )
 

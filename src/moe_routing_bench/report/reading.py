@@ -84,19 +84,20 @@ class Cell:
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """Cells of a chapter in which contenders have the same names: Group(span="layer", direction="forward",
-    dtype="bfloat16", shared=("compact", "softmax_topk", ""), cells=...). shared: layout, router and kind of
-    layer, or None for what the contenders of a cell differ in."""
+    dtype="bfloat16", store="", shared=("compact", "softmax_topk", ""), cells=...). store: the format of the
+    weights. shared: layout, router and kind of layer, or None for what the contenders of a cell differ in."""
 
     span: str
     direction: str
     dtype: str
+    store: str
     shared: Shared
     cells: tuple[Cell, ...]
 
     @property
     def title(self) -> str:
         """layer, train, bfloat16, block(64); layer, bfloat16, layouts compared"""
-        words = [self.span, "" if self.direction == "forward" else self.direction, self.dtype]
+        words = [self.span, "" if self.direction == "forward" else self.direction, self.dtype, self.store]
         usual = ("compact", DEFAULT_ROUTER, "")
         names = ("layouts", "routers", "kinds of layer")
         for value, name, known in zip(self.shared, names, usual, strict=True):
@@ -270,12 +271,13 @@ def _commit(document: dict[str, Any]) -> list[str]:
 
 
 def _groups(given: Iterable[tuple[ResultsFolder, Run, CellRun]]) -> tuple[Group, ...]:
-    by_group: dict[tuple[str, str, str, Shared], list[tuple[ResultsFolder, Run, CellRun]]] = {}
+    by_group: dict[tuple[str, str, str, str, Shared], list[tuple[ResultsFolder, Run, CellRun]]] = {}
     for one in given:
         mine = _contenders(one[2])
-        key = (mine[0].what.span, mine[0].what.direction, mine[0].workload.dtype, _shared(mine))
+        what, w = mine[0].what, mine[0].workload
+        key = (what.span, what.direction, w.dtype, w.store, _shared(mine))
         by_group.setdefault(key, []).append(one)
-    named = [(key, _names([cell for *_, cell in cells], key[3]), cells) for key, cells in by_group.items()]
+    named = [(key, _names([cell for *_, cell in cells], key[-1]), cells) for key, cells in by_group.items()]
     fields: list[Contested] = []
     places: list[int | str] = []  # for each cell: its place in fields, or why not
     for _, names, cells in named:
@@ -293,7 +295,7 @@ def _groups(given: Iterable[tuple[ResultsFolder, Run, CellRun]]) -> tuple[Group,
                 places.append(str(error))
     decided, at = contests(fields), iter(places)
     groups = []
-    for (span, direction, dtype, shared), names, cells in named:
+    for (span, direction, dtype, store, shared), names, cells in named:
         made = []
         for source, run, cell in cells:
             place = next(at)
@@ -309,7 +311,8 @@ def _groups(given: Iterable[tuple[ResultsFolder, Run, CellRun]]) -> tuple[Group,
                 )
             )
         made.sort(key=lambda one: (one.model or "~", one.sizes, one.first.workload.T, one.title))
-        groups.append(Group(span=span, direction=direction, dtype=dtype, shared=shared, cells=tuple(made)))
+        about = {"span": span, "direction": direction, "dtype": dtype, "store": store}
+        groups.append(Group(**about, shared=shared, cells=tuple(made)))
     return tuple(sorted(groups, key=lambda one: (-len(one.cells), one.title)))
 
 

@@ -165,7 +165,7 @@ def _roofs(chapter: Chapter) -> list[tuple[str, str]]:
     for cell in chapter.cells:
         for record in cell.passed:
             work, dtype = record.work, record.workload.dtype
-            if work is not None and work.floor_seconds:
+            if work is not None and work.floor_seconds and not record.workload.store:
                 products[dtype] = max(products.get(dtype, 0.0), work.useful_flops / work.floor_seconds)
     return _products(products)
 

@@ -78,7 +78,7 @@ def cell_of(records: Sequence[Record], machine: str) -> Cell:
     if spec and file_of(spec) is not None:
         raise ValueError("its workload is a recorded trace, which a bundle does not hold")
     case = _case(first)
-    if case.weight_bytes + case.activation_bytes > MOST_CELL_BYTES:
+    if case.held_bytes + case.activation_bytes > MOST_CELL_BYTES:
         raise ValueError(f"it needs more than {MOST_CELL_BYTES >> 30} GiB")
     asked = [
         r for r in records if r.implementation.role in ("baseline", "candidate") and r.timing is not None
@@ -116,7 +116,8 @@ def _case(record: Record) -> BenchCase:
     except ValueError:
         named = []
     for case in named:
-        if case.shape == sizes and case.dtype == where.dtype and case.span == record.what.span:
+        like = (case.shape, case.dtype, case.store, case.span)
+        if like == (sizes, where.dtype, where.store, record.what.span):
             return case
     return BenchCase(
         name=where.case,
@@ -129,6 +130,7 @@ def _case(record: Record) -> BenchCase:
         heads=where.heads,
         sequences=where.sequences,
         direction=record.what.direction,
+        store=where.store,
     )
 
 

@@ -162,13 +162,15 @@ def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, li
 
 def _is_asked(record: Record, notes: _Notes) -> bool:
     """impl="auto" asks for an operation going forward. Another router or layer changes what the
-    operation sees, and decisions do not name it: only the plain layer with the default router counts."""
-    what = record.what
+    operation sees, and so do stored weights. Decisions name neither: only the plain layer with the default
+    router counts."""
+    what, store = record.what, record.workload.store
     _, router, layer = what.setting
     unlike = {
         f"measured {what.direction}, not forward": what.direction != "forward",
         f"measured with the router {_printable(router)}": router != DEFAULT_ROUTER,
         f"measured in the layer {_printable(layer)}": layer != "",
+        f"measured on weights stored as {_printable(store)}": store != "",
     }
     for words, differs in unlike.items():
         if differs:

@@ -37,8 +37,8 @@ MOST_POINTS = 400  # of a series, the newest
 STANDARD_ERRORS = 5.0
 HALF_INTERVAL = 2.576  # standard errors in half of a 99 % interval
 WHERE = (
-    "machine", "span", "direction", "case", "T", "D", "F", "E", "K", "W", "dtype", "activation", "workload",
-    "routing_seed", "threads", "cache", "view", "device", "impl", "layout", "router", "layer",
+    "machine", "span", "direction", "case", "T", "D", "F", "E", "K", "W", "dtype", "store", "activation",
+    "workload", "routing_seed", "threads", "cache", "view", "device", "impl", "layout", "router", "layer",
 )  # fmt: skip
 ROWS = f"""
 SELECT {", ".join(f'"{name}"' for name in WHERE)}, source_commit, source_dirty, created_at, session, cell_key,

@@ -58,6 +58,7 @@ LIKE: dict[str, tuple[str, Callable[[Measured], str]]] = {
     "direction": ("directions", lambda m: m.record.what.direction),
     "contract": ("contracts", lambda m: m.record.what.contract_hash[:12]),
     "dtype": ("dtypes", lambda m: m.record.workload.dtype),
+    "store": ("formats of weights", lambda m: m.record.workload.store or "none"),
     "routing": ("routed experts", lambda m: m.record.routing.checksum[:12] if m.record.routing else ""),
     "device": ("devices", lambda m: m.record.protocol.device),
     "threads": ("numbers of threads", lambda m: str(m.record.protocol.threads)),

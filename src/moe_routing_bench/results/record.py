@@ -102,6 +102,7 @@ class Workload(Part):
     activation: Name
     bias: bool
     dtype: Name
+    store: Name = ""  # the format of its weights; "": they are in the dtype
 
 
 class Routing(Part):
@@ -201,9 +202,7 @@ class Timing(Part):
             least=float(seconds.min()),
             most=float(seconds.max()),
             p05=p05, p25=p25, p75=p75, p95=p95,
-            first_call=first_call,
-            samples=samples_ref,
-            stages=dict(stages),
+            first_call=first_call, samples=samples_ref, stages=dict(stages),
         )  # fmt: skip
 
     @model_validator(mode="after")
@@ -282,6 +281,7 @@ class Correctness(Part):
     checks: Annotated[tuple[Name, ...], Field(max_length=64)]
     max_error: Amount | None
     max_bound: Amount | None
+    error: Amount | None = None  # root mean square, relative to that of the right result
     checked_timed_calls: Count
 
 

@@ -72,6 +72,7 @@ def _record(
             activation=case.activation,
             bias=case.bias,
             dtype=case.dtype,
+            store=case.store,
         ),
         routing=_routing(one, outcome),
         implementation=schema.Implementation(
@@ -106,6 +107,7 @@ def _record(
             checks=one.checks,
             max_error=_finite(one.max_error),
             max_bound=_finite(one.max_bound),
+            error=_finite(one.error),
             checked_timed_calls=one.checked_timed_calls,
         ),
         peak_rss_bytes=one.peak_rss_bytes,

@@ -14,6 +14,7 @@ from moe_routing_bench.experts import GATED
 from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.published import MODELS, model
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.stored_cases import bytes_per_weight, check_store
 
 # of the cases of a published model
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
@@ -41,6 +42,7 @@ class BenchCase:
               dtype="float32")
     span: an op; or pack (dispatch and combine), routing (top-k, plan, pack), layer, block (a decoder block).
     weights: whether experts' weights take part. checkpoint: a saved model to take them from, from this layer.
+    store: the format their weights are stored in (formats/named.py), which says what is right; empty: none.
     """
 
     name: str
@@ -58,12 +60,16 @@ class BenchCase:
     checkpoint: str = ""
     layer: int = 0
     scaled_from: str = ""  # the name of the case this one stands in for
+    store: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in BYTES:
             raise ValueError(f"cases come in {', '.join(BYTES)}, not in {self.dtype!r}")
         if self.direction not in DIRECTIONS:
             raise ValueError(f"there is no direction {self.direction!r}; there are {', '.join(DIRECTIONS)}")
+        if self.store:
+            where = {"span": self.span, "direction": self.direction, "checkpoint": self.checkpoint}
+            check_store(self.store, self.shape, **where)
 
     @property
     def element_size(self) -> int:
@@ -71,11 +77,27 @@ class BenchCase:
 
     @property
     def weight_bytes(self) -> int:
+        """As they are stored: in the case's dtype, or with the bits and scales of its format."""
+        if not self.store:
+            return self.drawn_bytes
+        matrices = 3 if self.activation in GATED else 2  # all but one as deep as the model is wide
+        of_in, of_out = (bytes_per_weight(self.store, depth) for depth in (self.shape.D, self.shape.F))
+        share = ((matrices - 1) * of_in + of_out) / matrices / self.element_size
+        return round(self.drawn_bytes * share)
+
+    @property
+    def drawn_bytes(self) -> int:
+        """All weights in the case's dtype."""
         if not self.weights:
             return 0
         per_unit = 3 if self.activation in GATED else 2
         units = self.shape.E * self.shape.F + self.shared_F
         return per_unit * self.shape.D * units * self.element_size
+
+    @property
+    def held_bytes(self) -> int:
+        """Of weights in the memory of a process: those of a stored case are also held as they were drawn."""
+        return self.drawn_bytes * (2 if self.store else 1)
 
     @property
     def activation_bytes(self) -> int:
@@ -100,10 +122,15 @@ class BenchCase:
     @property
     def fits_a_laptop(self) -> bool:
         return (
-            self.weight_bytes <= MOST_WEIGHT_BYTES
+            self.held_bytes <= MOST_WEIGHT_BYTES
             and self.activation_bytes <= MOST_ACTIVATION_BYTES
             and self.flops <= MOST_FLOPS
         )
+
+
+def stored_as(case: BenchCase, store: str | None) -> BenchCase:
+    """The case with its weights in a format, which its name then says; the case itself without one."""
+    return replace(case, name=f"{case.name}-{store}", store=store) if store else case
 
 
 def scaled(case: BenchCase) -> BenchCase:
@@ -138,12 +165,12 @@ def fitted(case: BenchCase, *, memory_bytes: int, most_flops: float = MINUTE_FLO
     times; with gradients also for weights and gradients in float64, which is 16 times.
     """
     train = case.direction != "forward"
-    if (20 if train else 3) * case.weight_bytes > 0.8 * memory_bytes:
+    if (20 if train else 3) * case.held_bytes > 0.8 * memory_bytes:
         return scaled(case)
     smaller = case
     while smaller.shape.T > 1 and (
         smaller.flops * (3 if train else 1) > most_flops
-        or (20 if train else 3) * smaller.weight_bytes + 8 * smaller.activation_bytes > 0.8 * memory_bytes
+        or (20 if train else 3) * smaller.held_bytes + 8 * smaller.activation_bytes > 0.8 * memory_bytes
     ):
         smaller = replace(smaller, shape=replace(smaller.shape, T=smaller.shape.T // 2))
     name = f"{case.name}~{smaller.shape.T}{FEWER_TOKENS}"

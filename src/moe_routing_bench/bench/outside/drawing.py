@@ -27,7 +27,7 @@ from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.workloads.workload import Workload
 
 LEVELS = 2**16
-OWNERS = ("weights", "shared")
+OWNERS = ("weights", "shared", "drawn")
 CHUNK = 2**23  # values drawn by one thread at a time
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

@@ -22,6 +22,7 @@ from moe_routing_bench.bench.calls import Result
 from moe_routing_bench.bench.inputs import ROUTINGS
 from moe_routing_bench.bench.outside.checking import Checker
 from moe_routing_bench.bench.outside.seats import Drawn, Seat, Secret
+from moe_routing_bench.bench.subject import Question
 from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.bench.trial import Trial
 
@@ -55,7 +56,7 @@ class Pair:
         self.seats: dict[int, Seat] = {}
         self.numbers: list[int] = []
         self.steps: list[int] = []
-        self.drawn: dict[tuple[str, str, str], Drawn] = {}
+        self.drawn: dict[Question, Drawn] = {}
         self.results: dict[int, list[Result]] = {}
         self.rounds = 0
         self.compared = 0

@@ -19,7 +19,7 @@ from moe_routing_bench.bench.outside.freezing import adopt_orphans
 from moe_routing_bench.bench.outside.memory import Place, Shared, places_for, places_to_json
 from moe_routing_bench.bench.outside.process import OutsideProcess
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.bench.subject import Question, Subject
 from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.bench.trial import Setup
 from moe_routing_bench.ops.implementation import tensors_in
@@ -52,7 +52,7 @@ class Secret:
             self._share_weights()
         self.judge = Judge(self.span, self.inputs)
         self._next = 100
-        self._rights: dict[tuple[str, str, str], Right] = {}
+        self._rights: dict[Question, Right] = {}
 
     def numbers(self, calls: int) -> range:
         """Numbers of calls that never were before."""

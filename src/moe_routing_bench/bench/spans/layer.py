@@ -33,7 +33,6 @@ from moe_routing_bench.bench.layers import (
 from moe_routing_bench.bench.spans.op import STAGED, staged_stages
 from moe_routing_bench.bench.spans.span import (
     PACKAGE,
-    STORED,
     Computation,
     Load,
     Span,
@@ -41,6 +40,7 @@ from moe_routing_bench.bench.spans.span import (
     auto_label,
     packed_once,
     stand_ins,
+    why_not_stored,
 )
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
@@ -117,13 +117,15 @@ class LayerSpan(Span):
                 differs = inputs.case.direction != "forward"
                 return "only the forward pass of layers that are not ours is measured" if differs else None
             (ffn,) = self.parts(subject.spec)
+            if (reason := why_not_stored(ffn, inputs.case.store)) is not None:
+                return reason
             layer = moe_of(layer_of(subject, inputs, ffn, make_plan_op.get("counting"), topk="sort"))
             with torch.no_grad():
                 routing = layer.router(args["x_TD"], args["info"])
                 x_TD, settled, plan, weights = experts_arguments(layer, args["x_TD"], routing)
-            return STORED if ffn.stored else ffn.why_not(x_TD, settled.gate_TK, plan, weights)
-        except (NotImplementedError, ValueError) as reason:
-            return str(reason)
+            return ffn.why_not(x_TD, settled.gate_TK, plan, weights)
+        except (NotImplementedError, ValueError) as error:
+            return str(error)
 
     def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
         if WHOLE.fullmatch(subject.spec):

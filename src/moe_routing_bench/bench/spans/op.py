@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from moe_routing_bench.bench.spans.span import (
     Load,
     Span,
     Stage,
+    is_ours,
     packed_once,
     why_not_one_of,
 )
@@ -24,6 +26,7 @@ from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.experts import activate
 from moe_routing_bench.ops.registry import Op, all_ops
+from moe_routing_bench.workloads.cases import BenchCase
 
 STAGED = ("dispatch", "grouped_gemm", "combine")
 
@@ -55,7 +58,8 @@ class OpSpan(Span):
         return Computation(run=run, runs=f"{one.label}{packed_once(weights)}")
 
     def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
-        return why_not_one_of(self.parts(subject.spec), {self.op.name: tuple(args.values())})
+        asked = {self.op.name: tuple(args.values())}
+        return why_not_one_of(self.parts(subject.spec), asked, inputs.case.store)
 
     def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
         """The parts of an implementation that is made of others."""
@@ -67,7 +71,10 @@ class OpSpan(Span):
             yield subject.spec, lambda: run(*args.values())
 
     def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
-        return Computation(run=self.op.reference)
+        run = self.op.reference
+        if subject.int8_rows and dtype == inputs.dtype and all(map(is_ours, self.origins(subject.spec))):
+            run = self.op.get(subject.spec).plain or run
+        return Computation(run=run)
 
     def judge(self, out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
         return self.op.judge(out, expected, args)
@@ -84,7 +91,18 @@ class OpSpan(Span):
     def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
         plan = inputs.plan(0, subject.layout) if self.op.has_layout else None
         args = self.arguments(inputs.at(0, 0, subject.layout))
-        return self.op.cost(*args.values()), inputs.workload(0).statistics(plan).to_dict()
+        cost, case = self.op.cost(*args.values()), inputs.case
+        if case.store:
+            cost = replace(cost, weight_bytes=cost.weight_bytes * case.weight_bytes // case.drawn_bytes)
+        return cost, inputs.workload(0).statistics(plan).to_dict()
+
+    def notes(self, case: BenchCase) -> list[str]:
+        if not case.store:
+            return []
+        return [
+            f"Errors are root mean squares relative to the exact result with what {case.store} keeps of the "
+            "weights; bytes are those of the format."
+        ]
 
     def roots(self, subject: Subject) -> list[Path]:
         return [PACKAGE / "bench" / "spans" / "op.py"]

@@ -26,6 +26,7 @@ from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.formats.named import INT8_ROWS, coding_of
 from moe_routing_bench.frozen import Frozen
 from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.ops.auto import choose
@@ -35,6 +36,7 @@ from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.ops.score_topk.op import PLAIN
 from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
 from moe_routing_bench.plan import Layout
+from moe_routing_bench.workloads import stored_cases
 from moe_routing_bench.workloads.cases import BenchCase
 
 PACKAGE = Path(__file__).parents[2]
@@ -253,14 +255,41 @@ def packed_once(weights: ExpertWeights) -> str:
     return ", weights packed once" if isinstance(weights.w_in_EDG, Frozen) else ""
 
 
-def why_not_one_of(parts: Sequence[Implementation], asked: Mapping[str, tuple[Any, ...]]) -> str | None:
-    """The first reason why one of the implementations cannot compute its arguments; None if all can."""
+def why_not_one_of(
+    parts: Sequence[Implementation], asked: Mapping[str, tuple[Any, ...]], store: str = ""
+) -> str | None:
+    """The first reason why one of the implementations cannot compute its arguments; None if all can. store:
+    the format of the case's weights."""
     for part in parts:
-        if part.stored is not None:
-            return STORED
+        if (reason := why_not_stored(part, store)) is not None:
+            return reason
         if (reason := part.why_not(*asked[part.op])) is not None:
             return f"{part.op}.{part.label}: {reason}" if len(parts) > 1 else reason
     return None
+
+
+def why_not_stored(part: Implementation, store: str) -> str | None:
+    """Why what it stores weights as is not what a case with this format asks for; None if it is."""
+    if part.stored is None:
+        return None
+    own = str(part.config["store"])
+    name = own.removesuffix(INT8_ROWS)
+    if not store:
+        how = f"; `mrb bench {stored_cases.SPAN} --store {name}` measures it" if _is_format(name) else ""
+        return f"{STORED}{how}"
+    if name != store:
+        return f"it stores weights as {name}, and those of this case are stored as {store}"
+    if own != name and not is_ours(part.origin):
+        return "how well rows of 8 bits can do is asked of the code itself, which is not done from outside"
+    return None
+
+
+def _is_format(name: str) -> bool:
+    try:
+        coding_of(name)
+    except ValueError:
+        return False
+    return True
 
 
 STORED = "it computes with weights stored in another type, so its times cannot be compared"

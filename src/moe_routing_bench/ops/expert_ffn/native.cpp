@@ -4,11 +4,14 @@
 //
 //   gather    x rows of the group              -> a  (rows x D)
 //   first     tasks (expert, columns of F)     -> h  (rows x F), largest expert first
+//   round     only for rows of int8: h         -> mid, what the second product reads; else that is h
 //   second    tasks (columns of D)             -> y, each over all experts of the group in order
 //
 // A task owns its columns whoever runs it, so the sums are taken in one order: same input, same bits, for any number
 // of threads, and one hot expert keeps every thread busy.
-#include "../coded.h"
+#include "../int8_rows.h"
+
+#include <type_traits>
 
 enum Activation { GELU, RELU, SILU, RELU2, GEGLU, SWIGLU, SWIGLU_OAI };  // mirrored in native.py; the gated last
 enum { WIDEST = 8 };  // panels of one task
@@ -104,16 +107,24 @@ static thread_local Workspace workspace;
 template <class Engine, class X> struct Layer {
   typedef typename Engine::A A;
   typedef typename Engine::B B;
+  static constexpr bool int8_rows = sizeof(A) == 1;
+  typedef std::conditional_t<int8_rows, float, A> H;
   const Problem& p;
   const bool gated = is_gated((int)p.activation);
-  const Row<A> row_of = row_function<A>(p.activation);
-  const int64_t lda = row_stride(p.D, sizeof(A)), ldh = row_stride(p.F, sizeof(A)), ldl = row_stride(p.D, 2);
+  const Row<H> row_of = row_function<H>(p.activation);
+  const int64_t lda = stride(p.D), ldh = row_stride(p.F, sizeof(H)), ldm = stride(p.F), ldl = row_stride(p.D, 2);
   const int64_t G = gated ? 2 * p.F : p.F, Dp = packed_depth(p.D), Fp = packed_depth(p.F);
-  A *a = nullptr, *h = nullptr;
+  A *a = nullptr, *mid = nullptr;
+  H* h = nullptr;
   uint16_t* low = nullptr;  // bfloat16 y: the lower halves of float32 sums, whose upper halves stand in y itself
 
   static int64_t bytes(int64_t panel, int64_t depth) { return panel * (int64_t)sizeof(B) * 32 / depth; }  // of 1024 weights
-  int64_t rows_of_a_group() const { return std::max<int64_t>(64, GROUP_BYTES / ((lda + ldh) * (int64_t)sizeof(A))); }
+  int64_t stride(int64_t depth) const {
+    if constexpr (int8_rows) return int8_row_stride(depth, *p.coding);
+    return row_stride(depth, sizeof(A));
+  }
+  int64_t row_bytes() const { return lda * sizeof(A) + ldh * sizeof(H) + (int8_rows ? ldm : 0); }
+  int64_t rows_of_a_group() const { return std::max<int64_t>(64, GROUP_BYTES / row_bytes()); }
 
   std::vector<std::vector<Segment>> groups() const {
     std::vector<std::vector<Segment>> found;
@@ -132,6 +143,7 @@ template <class Engine, class X> struct Layer {
   void gather(int64_t first, int64_t row) {
     const X* from = (const X*)p.x + p.pair_R[first] / p.K * p.ldx;
     A* to = a + row * lda;
+    if constexpr (int8_rows) return quantise_row(from, p.D, to, *p.coding);
     if (sizeof(X) == sizeof(A)) {
       memcpy(to, from, p.D * sizeof(X));
     } else {
@@ -148,7 +160,7 @@ template <class Engine, class X> struct Layer {
     float c[2][Engine::STEP * PANEL] __attribute__((aligned(64)));
     struct {  // the block before, whose activation is still to be done
       const float* c;
-      A* to;
+      H* to;
       f32x16 bias[2];
       int rows, done;
     } last = {};
@@ -251,7 +263,7 @@ template <class Engine, class X> struct Layer {
               if (low) __builtin_prefetch(low + t * ldl + d0 + d, 1, 2);
             }
           }
-          Engine::times(h + (s.at + r) * ldh, ldh, rows, b + n * p.out_panel, Fp, c[turn] + n * Engine::STEP * PANEL,
+          Engine::times(mid + (s.at + r) * ldm, ldm, rows, b + n * p.out_panel, Fp, c[turn] + n * Engine::STEP * PANEL,
                         r ? share : stream, one_part, p.coding);
         }
         while (last.done < last.rows * wide) one_part();
@@ -279,10 +291,12 @@ template <class Engine, class X> struct Layer {
     const auto all_groups = groups();
     int64_t most = 0;
     for (const auto& group : all_groups) most = std::max(most, group.back().at + group.back().rows);
-    const int64_t a_bytes = up_to(most * lda * sizeof(A), 4096), h_bytes = up_to(most * ldh * sizeof(A), 4096);
-    char* memory = workspace.get(a_bytes + h_bytes + 4096 + (split ? p.T * ldl * 2 : 0));
+    const int64_t a_bytes = up_to(most * lda * sizeof(A), 4096), h_bytes = up_to(most * ldh * sizeof(H), 4096);
+    const int64_t m_bytes = int8_rows ? up_to(most * ldm, 4096) : 0;
+    char* memory = workspace.get(a_bytes + h_bytes + m_bytes + 4096 + (split ? p.T * ldl * 2 : 0));
     if (!memory) return 1;
-    a = (A*)memory, h = (A*)(memory + a_bytes), low = split ? (uint16_t*)(memory + a_bytes + h_bytes) : nullptr;
+    a = (A*)memory, h = (H*)(memory + a_bytes), mid = int8_rows ? (A*)(memory + a_bytes + h_bytes) : (A*)h;
+    low = split ? (uint16_t*)(memory + a_bytes + h_bytes + m_bytes) : nullptr;
 
     const int64_t first_panels = panels(G, gated), second_panels = panels(p.D, false);
     const int64_t enough = 4 * p.threads;  // tasks, so that none is left alone at the end for long
@@ -313,6 +327,10 @@ template <class Engine, class X> struct Layer {
           const int64_t begin = task % each * wide;
           first(order[task / each], begin, std::min(begin + wide, first_panels));
         }
+        if constexpr (int8_rows) {
+#pragma omp for schedule(static)
+          for (int64_t row = 0; row < rows; row++) quantise_row(h + row * ldh, p.F, mid + row * ldm, *p.coding);
+        }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t begin = 0; begin < second_panels; begin += broad)
           second(group, begin, std::min(begin + broad, second_panels));
@@ -330,6 +348,9 @@ template <class Engine, class X> struct Layer {
 
 template <class Engine, class X> static int forward(const Problem& p) { return Layer<Engine, X>{p}.run(); }
 template <int CODE> static int coded(const Problem& p, int size) {
+  if constexpr (CODE != E4M3)
+    if (p.coding->int8_rows)
+      return size == 4 ? forward<Int8Rows<CODE>, float>(p) : forward<Int8Rows<CODE>, uint16_t>(p);
   return size == 4 ? forward<Coded<CODE>, float>(p) : forward<Coded<CODE>, uint16_t>(p);
 }
 

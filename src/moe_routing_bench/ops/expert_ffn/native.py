@@ -6,6 +6,8 @@ they are used: `staged` with the native dispatch, grouped_gemm and combine, whic
 store=bfloat16, or a format of formats/named.py (int8, int4_g32, mxfp4, ...), rounds the weights and computes
 with what is then stored, so results are judged against `stored(weights)`. Plain weights are rounded at every
 call, which costs more than it saves: freeze them. Weights that a checkpoint stores so are frozen as they are.
+A format with _a8 behind it (int8_a8: W8A8, int4_g32_a8: W4A8) rounds the rows of both products to int8 as
+well, each with its own scale. That is faster, and as exact as `plain`, which rounds the same in plain torch.
 
 batch_invariant=True changes nothing for frozen weights. With plain ones the activation between the two
 products is then computed by functions whose bits do not depend on the place of a row.
@@ -24,11 +26,12 @@ from torch import Tensor
 
 from moe_routing_bench import cpp
 from moe_routing_bench.experts import GATED, ExpertWeights, QuantisedExperts
-from moe_routing_bench.formats.named import coding_of, quantise
+from moe_routing_bench.formats.int8 import rounded_rows
+from moe_routing_bench.formats.named import INT8_ROWS, coding_of, quantise
 from moe_routing_bench.formats.stored import Coding, Stored
 from moe_routing_bench.frozen import UNPACK, Form, Frozen
 from moe_routing_bench.ops import coded
-from moe_routing_bench.ops.expert_ffn.op import check_sizes, op
+from moe_routing_bench.ops.expert_ffn.op import by_expert, check_sizes, op
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.recycled import recycled
@@ -36,10 +39,12 @@ from moe_routing_bench.recycled import recycled
 BATCH_INVARIANT = {"batch_invariant": True}
 CONFIGS: tuple[dict[str, Any], ...] = (
     {},
+    {"level": "vnni"},
     {"level": "avx512"},
     {"level": "avx2"},
     {"store": "bfloat16"},
     {"store": "int8"},
+    {"store": "int8_a8"},
     {"level": "avx2", "store": "int4_g32_asym"},  # tests/ops/test_stored_experts.py has all formats
     {"batch_invariant": True},
 )
@@ -49,6 +54,7 @@ ACTIVATIONS = {
     name: i for i, name in enumerate(("gelu", "relu", "silu", "relu2", "geglu", "swiglu", "swiglu_oai"))
 }
 WRONG_PLAN = 3  # a return code of mrb_forward
+DEEPEST = 1 << 16  # products of a byte and an int8 that a sum of 32 bits holds
 
 
 class _Problem(ctypes.Structure):
@@ -88,8 +94,24 @@ def stored(weights: ExpertWeights, *, store: str) -> ExpertWeights:
     for name in ("w_in_EDG", "w_out_EFD"):
         w_EKN = getattr(weights, name).detach()
         rounded = store == "bfloat16"
-        matrices[name] = w_EKN.bfloat16() if rounded else quantise(w_EKN, store).decoded().weights()
+        matrices[name] = w_EKN.bfloat16() if rounded else quantise(w_EKN, _format(store)).decoded().weights()
     return replace(weights, **matrices).to(dtype=torch.float64)
+
+
+def plain(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, store: str) -> Tensor:
+    """The reference, with rows of 8 bits if the kernel has them."""
+    if not _int8_rows(store):
+        return op.reference(x_TD, gate_TK, plan, weights)
+    return by_expert(x_TD, gate_TK, plan, weights, rounded=rounded_rows)
+
+
+def _format(store: str) -> str:
+    """ "int8_a8" -> "int8": how the weights alone are stored."""
+    return store.removesuffix(INT8_ROWS)
+
+
+def _int8_rows(store: str | None) -> bool:
+    return store is not None and store.endswith(INT8_ROWS)
 
 
 def freeze(weights: ExpertWeights, *, store: str | None = None) -> ExpertWeights:
@@ -102,13 +124,19 @@ def freeze(weights: ExpertWeights, *, store: str | None = None) -> ExpertWeights
     )
 
 
-def freeze_stored(experts: QuantisedExperts, dtype: torch.dtype) -> ExpertWeights:
+def freeze_stored(
+    experts: QuantisedExperts, dtype: torch.dtype, *, store: str | None = None
+) -> ExpertWeights:
     """The same of weights that a checkpoint stores in a format, for activations of this dtype: no weight is
-    rounded, and nothing of what was loaded is needed any more."""
-    _must_freeze(dtype, experts.validate().store)
+    rounded, and nothing of what was loaded is needed any more. store: its format, or with _a8 behind."""
+    own = experts.validate().store
+    store = store or own
+    if _format(store) != own:
+        raise ValueError(f"these weights are stored as {own}, not as {_format(store)}")
+    _must_freeze(dtype, store)
     return ExpertWeights(
-        w_in_EDG=_pack_stored(experts.w_in, dtype, experts.activation in GATED),
-        w_out_EFD=_pack_stored(experts.w_out, dtype, False),
+        w_in_EDG=_pack_stored(experts.w_in, dtype, experts.activation in GATED, store),
+        w_out_EFD=_pack_stored(experts.w_out, dtype, False, store),
         b_in_EG=None if experts.b_in_EG is None else experts.b_in_EG.to(dtype),
         b_out_ED=None if experts.b_out_ED is None else experts.b_out_ED.to(dtype),
         activation=experts.activation,
@@ -127,8 +155,9 @@ def _must_freeze(dtype: torch.dtype, store: str | None, *tensors: Tensor) -> Non
 def _pack(w_EKN: Tensor, gated: bool, store: str | None) -> Frozen:
     form = Form(kernel="native", size=tuple(w_EKN.shape), dtype=w_EKN.dtype, gated=gated, store=store)  # type: ignore[arg-type]
     w_EKN = w_EKN[:1] if w_EKN.stride(0) == 0 else w_EKN  # experts that share memory are packed once
-    if store not in (None, "bfloat16"):
-        return Frozen(coded.pack(quantise(w_EKN, store).decoded(), gated, _library(None)), form)
+    if store is not None and store != "bfloat16":
+        stored = quantise(w_EKN, _format(store)).decoded()
+        return Frozen(coded.pack(stored, gated, _library(None), _int8_rows(store)), form)
     w_EKN = w_EKN if store is None else w_EKN.to(torch.bfloat16)
     E, depth, columns = w_EKN.shape
     library = _library(None)
@@ -140,9 +169,9 @@ def _pack(w_EKN: Tensor, gated: bool, store: str | None) -> Frozen:
     return Frozen(panels, form)
 
 
-def _pack_stored(stored: Stored, dtype: torch.dtype, gated: bool) -> Frozen:
-    form = Form(kernel="native", size=stored.size, dtype=dtype, gated=gated, store=stored.name)
-    return Frozen(coded.pack(stored.decoded(), gated, _library(None)), form)
+def _pack_stored(stored: Stored, dtype: torch.dtype, gated: bool, store: str) -> Frozen:
+    form = Form(kernel="native", size=stored.size, dtype=dtype, gated=gated, store=store)
+    return Frozen(coded.pack(stored.decoded(), gated, _library(None), _int8_rows(store)), form)
 
 
 def _unpack(panels: Tensor, form: Form) -> Tensor:
@@ -169,6 +198,8 @@ def unsupported(
 ) -> str | None:
     if reason := _why_not_type(x_TD.dtype, store):
         return reason
+    if _int8_rows(store) and max(weights.D, weights.F) > DEEPEST:
+        return f"rows of 8 bits are at most {DEEPEST} numbers long, not {max(weights.D, weights.F)}"
     if weights.w_in_EDG.dtype != x_TD.dtype:
         return cpp.other_dtypes(x_TD.dtype, weights.w_in_EDG.dtype)
     w_in = weights.w_in_EDG
@@ -185,12 +216,12 @@ def unsupported(
 
 
 def _why_not_type(dtype: torch.dtype, store: str | None) -> str | None:
-    if store not in (None, "bfloat16"):
+    if store is not None and store != "bfloat16":
         try:
-            coding = coding_of(store)
+            coding = coding_of(_format(store))
         except ValueError as unknown:
             return f"it stores weights as bfloat16 or in a format, and {unknown}"
-        if reason := coded.why_not(coding):
+        if reason := coded.why_not(coding, _int8_rows(store)):
             return reason
     if store == str(dtype).removeprefix("torch."):
         return f"these weights are {store} already; leave store out"
@@ -226,10 +257,11 @@ def run(
     b_in_EG, b_out_ED = (
         None if b is None else b.detach().float().contiguous() for b in (weights.b_in_EG, weights.b_out_ED)
     )
-    coding = None if store in (None, "bfloat16") else coding_of(store)
+    coding = None if store is None or store == "bfloat16" else coding_of(_format(store))
+    for_c = coding and ctypes.pointer(coded.for_c(coding, _int8_rows(store)))
     problem = _Problem(
         x_TD.data_ptr(), w_in.panels.data_ptr(), w_out.panels.data_ptr(), _pointer(b_in_EG),
-        _pointer(b_out_ED), gate_TK.data_ptr(), coding and ctypes.pointer(coded.for_c(coding)),
+        _pointer(b_out_ED), gate_TK.data_ptr(), for_c,
         plan.pair_R.data_ptr(), plan.offset_E1.data_ptr(), plan.count_E.data_ptr(), y_TD.data_ptr(),
         x_TD.stride(0), T,
         max(plan.num_choices, 1), D, weights.F, weights.num_experts, _stride(w_in), _stride(w_out),

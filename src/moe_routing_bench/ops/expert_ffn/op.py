@@ -23,6 +23,18 @@ from moe_routing_bench.plan import RoutingPlan
 
 
 def reference(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
+    return by_expert(x_TD, gate_TK, plan, weights)
+
+
+def by_expert(
+    x_TD: Tensor,
+    gate_TK: Tensor,
+    plan: RoutingPlan,
+    weights: ExpertWeights,
+    *,
+    rounded: Callable[[Tensor], Tensor] = lambda rows: rows,
+) -> Tensor:
+    """The reference; with `rounded` rows in both products, what kernels with narrow rows should give."""
     wide = torch.promote_types(torch.promote_types(x_TD.dtype, gate_TK.dtype), torch.float32)
     y_TD = torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
     expert_TK = plan.expert_TK()
@@ -30,10 +42,12 @@ def reference(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertW
     w_in, w_out = weights.w_in_EDG.unbind(0), weights.w_out_EFD.unbind(0)
     for e in range(weights.num_experts):
         t, k = (expert_TK == e).nonzero(as_tuple=True)
+        if not t.numel() and not torch.is_grad_enabled():  # converting its weights takes time
+            continue
         # weights of another dtype are converted one expert at a time: all of them may not fit in memory
-        h = x_TD[t] @ w_in[e].to(x_TD.dtype)
+        h = rounded(x_TD[t]) @ w_in[e].to(x_TD.dtype)
         h = activate(h if weights.b_in_EG is None else h + weights.b_in_EG[e], weights.activation)
-        y = h @ w_out[e].to(x_TD.dtype)
+        y = rounded(h) @ w_out[e].to(x_TD.dtype)
         y = y if weights.b_out_ED is None else y + weights.b_out_ED[e]
         y_TD = y_TD.index_add(0, t, gate_TK[t, k].to(wide).unsqueeze(1) * y.to(wide))
     return y_TD.to(x_TD.dtype)

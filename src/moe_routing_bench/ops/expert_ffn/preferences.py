@@ -10,7 +10,7 @@ PREFERENCES = (
         "against Transformers and vLLM, summed up in docs/figures.md",
     ),
     Preference(
-        machines=("avx512",),
+        machines=("vnni", "avx512"),
         order=("native",),
         evidence="measurements/cpu/auto.txt: 0.23 to 0.32 of staged's time in bfloat16, 0.49 to 0.75 in "
         "float32",

@@ -42,9 +42,7 @@ def _kernels() -> Any:
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise NotImplementedError("vllm is not a package that is installed")
-    if not torch.cpu._is_avx512_bf16_supported():
-        raise NotImplementedError("only vLLM's library for AVX-512 with bfloat16 is called here")
-    library = Path(spec.submodule_search_locations[0]) / "_C.abi3.so"
+    library = Path(spec.submodule_search_locations[0]) / f"{_library()}.abi3.so"
     try:
         torch.ops.load_library(library)
     except (OSError, RuntimeError) as error:
@@ -54,6 +52,13 @@ def _kernels() -> Any:
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()  # the system gives tiles to processes that ask for them
     return torch.ops._C
+
+
+def _library() -> str:
+    """The one of its three that vLLM loads on this processor."""
+    if torch.cpu._is_avx512_bf16_supported():
+        return "_C"
+    return "_C_AVX512" if torch.cpu._is_avx512_supported() else "_C_AVX2"
 
 
 def _isa(dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ PREFERENCES = (
         "training measurements/records/training.tar.xz",
     ),
     Preference(
-        machines=("avx512",),
+        machines=("vnni", "avx512"),
         order=("native",),
         evidence="measurements/cpu/auto.txt: 0.35 of expert_loop's time in bfloat16, 1.03 in float32",
     ),

@@ -1,0 +1,192 @@
+// Rows of 8 bits times weights of 8 and 4 bits: products of integers, summed exactly.
+//
+// A row is int8 codes, padded with zeros to whole tiles, then its scale, then a number for each group of the weights'
+// depth. Weights are unsigned bytes, because that is what vpdpbusd multiplies with signed ones: a code stands `zero`
+// higher than its number, and zero times the sum of the row's codes is taken off again where a group begins.
+//
+//   sum over k of x_k w_k = scale_x * (scale_w * (sum of code_x * byte_w - zero * sum of code_x) + offset_w * sum of code_x)
+#pragma once
+#include "coded.h"
+
+static inline int64_t row_groups(int64_t depth, const Coding& coding) {
+  return (packed_depth(depth) - 1) / coding.group + 1;
+}
+// bytes from a row to the next; not a multiple of 512, which would put all rows into few sets of the cache
+static inline int64_t int8_row_stride(int64_t depth, const Coding& coding) {
+  const int64_t bytes = up_to(packed_depth(depth) + 4 + 4 * row_groups(depth, coding), 64);
+  return bytes % 512 ? bytes : bytes + 64;
+}
+
+#ifdef __AVX512F__
+static inline void store_codes(int8_t* to, f32x16 v, i32x16& sum) {
+  const __m512i code = _mm512_cvtps_epi32((__m512)v);  // to nearest, ties to even
+  sum += (i32x16)code;
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(code));
+}
+#else
+static inline void store_codes(int8_t* to, f32x16 v, i32x16& sum) {
+  float numbers[HALF];
+  store(numbers, v);
+  for (int i = 0; i < HALF; i += 8) {
+    int32_t codes[8];
+    _mm256_storeu_si256((__m256i*)codes, _mm256_cvtps_epi32(_mm256_loadu_ps(numbers + i)));
+    for (int j = 0; j < 8; j++) to[i + j] = (int8_t)codes[j], sum[i + j] += codes[j];
+  }
+}
+#endif
+
+// n numbers to a row: the largest becomes 127. A row with a NaN or an infinity gets the scale NaN.
+template <class X> static void quantise_row(const X* from, int64_t n, int8_t* to, const Coding& coding) {
+  const int64_t depth = packed_depth(n);
+  auto numbers = [&](int64_t d) {
+    if (d + HALF <= n) return load(from + d);
+    X some[HALF] = {};
+    if (d < n) memcpy(some, from + d, (n - d) * sizeof(X));
+    return load(some);
+  };
+  u32x16 most = {};
+  for (int64_t d = 0; d < n; d += HALF) {
+    const u32x16 size = (u32x16)numbers(d) & 0x7fffffffu;  // as integers, NaN and infinity are the largest
+    most = size > most ? size : most;
+  }
+  uint32_t bits = 0;
+  for (int i = 0; i < HALF; i++) bits = std::max(bits, most[i]);
+  float scale;
+  memcpy(&scale, &bits, 4);
+  scale = bits < 0x7f800000u ? scale / 127 : __builtin_nanf("");
+  if (scale == 0) scale = 1;
+  const float lift = scale < 0x1p-100f ? 0x1p100f : 1;  // so that 1 / scale is a number
+  const f32x16 up = all(lift), inverse = all(scale == scale ? 1 / (scale * lift) : 0);
+  char* tail = (char*)to + depth;
+  memcpy(tail, &scale, 4);
+  for (int64_t d = 0, g = 1; d < depth; g++) {
+    i32x16 sum = {};
+    for (const int64_t end = coding.group < depth - d ? d + coding.group : depth; d < end; d += HALF)
+      store_codes(to + d, numbers(d) * up * inverse, sum);
+    int32_t total = 0;
+    for (int i = 0; i < HALF; i++) total += sum[i];
+    total *= coding.offsets ? 1 : -(int32_t)coding.zero;  // formats with offsets have zero 0
+    memcpy(tail + 4 * g, &total, 4);
+  }
+}
+
+template <int CODE> struct Int8Rows {
+  typedef int8_t A;
+  typedef uint8_t B;
+  enum { WIDE = sizeof(Lanes) / 4, N = PANEL / WIDE, STEP = WIDE == 16 ? 12 : 3 };
+
+#ifdef __AVX512F__
+  typedef __m512i Bits;
+  static Bits same(int32_t v) { return _mm512_set1_epi32(v); }
+  static Bits read(const uint8_t* b) { return _mm512_loadu_si512(b); }
+  static Bits four(const uint8_t* b) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)b)); }
+  static Bits both(Bits a, Bits b) { return _mm512_and_si512(a, b); }
+  static Bits upper(Bits a) { return _mm512_srli_epi16(a, 4); }
+  static Bits look_up(Bits table, Bits a) { return _mm512_shuffle_epi8(table, a); }
+  static Lanes number(Bits a) { return (Lanes)_mm512_cvtepi32_ps(a); }
+  static Bits add(Bits a, Bits b) { return _mm512_add_epi32(a, b); }
+  static Bits pairs(Bits a, Bits b) { return _mm512_madd_epi16(a, b); }
+  static Bits unsigned_pairs(Bits a, Bits b) { return _mm512_maddubs_epi16(a, b); }
+  static Bits odd(Bits a) { return _mm512_srli_epi16(a, 8); }
+  static Bits signed_odd(Bits a) { return _mm512_srai_epi16(a, 8); }
+  static Bits signed_even(Bits a) { return _mm512_srai_epi16(_mm512_slli_epi16(a, 8), 8); }
+#else
+  typedef __m256i Bits;
+  static Bits same(int32_t v) { return _mm256_set1_epi32(v); }
+  static Bits read(const uint8_t* b) { return _mm256_loadu_si256((const __m256i*)b); }
+  static Bits four(const uint8_t* b) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)b)); }
+  static Bits both(Bits a, Bits b) { return _mm256_and_si256(a, b); }
+  static Bits upper(Bits a) { return _mm256_srli_epi16(a, 4); }
+  static Bits look_up(Bits table, Bits a) { return _mm256_shuffle_epi8(table, a); }
+  static Lanes number(Bits a) { return (Lanes)_mm256_cvtepi32_ps(a); }
+  static Bits add(Bits a, Bits b) { return _mm256_add_epi32(a, b); }
+  static Bits pairs(Bits a, Bits b) { return _mm256_madd_epi16(a, b); }
+  static Bits unsigned_pairs(Bits a, Bits b) { return _mm256_maddubs_epi16(a, b); }
+  static Bits odd(Bits a) { return _mm256_srli_epi16(a, 8); }
+  static Bits signed_odd(Bits a) { return _mm256_srai_epi16(a, 8); }
+  static Bits signed_even(Bits a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
+#endif
+
+  // sums of four products each: weights unsigned, rows signed
+  static Bits dot(Bits sum, Bits w, Bits x) {
+#ifdef __AVX512VNNI__
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));  // gcc 12 keeps sums of the builtin in memory
+    return sum;
+#else
+    // numbers of nibbles are at most 24, so 16 bits hold a sum of two products
+    if (CODE == NIBBLE) return add(sum, pairs(unsigned_pairs(w, x), same(0x00010001)));
+    return add(sum, add(pairs(both(w, same(0x00ff00ff)), signed_even(x)), pairs(odd(w), signed_odd(x))));
+#endif
+  }
+  static Bits quad(const int8_t* a) {
+    int32_t four;
+    memcpy(&four, a, 4);
+    return same(four);
+  }
+  static int32_t taken_off(const int8_t* row, int64_t depth, int64_t g) {
+    int32_t v;
+    memcpy(&v, row + depth + 4 + 4 * g, 4);
+    return v;
+  }
+
+  template <int M>
+  __attribute__((noinline)) static void block(const int8_t* a, int64_t lda, const uint8_t* b, int64_t depth, float* c,
+                                              Ahead& ahead, const Coding& coding) {
+    const Bits table = four(coding.table), low = same(0x0f0f0f0f);
+    for (int64_t k0 = 0, g = 0; k0 < depth; g++) {
+      const int64_t end = coding.group < depth - k0 ? k0 + coding.group : depth;
+      Lanes scale[N], offset[N] = {};
+      b = Coded<CODE>::read_scales(b, coding, scale, offset);
+      Bits s[M][N];  // in registers only if every loop over it is unrolled
+#pragma GCC unroll 16
+      for (int r = 0; r < M; r++)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) s[r][n] = same(coding.offsets ? 0 : taken_off(a + r * lda, depth, g));
+      for (int64_t k = k0; k < end; k += 4, b += CODE == NIBBLE && k % 8 ? 0 : PANEL * 4) {
+        if (k % 8 == 0) ahead.fetch(4);
+        Bits w[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) {
+          w[n] = read(b + n * WIDE * 4);
+          if (CODE == NIBBLE) w[n] = look_up(table, both(k % 8 ? upper(w[n]) : w[n], low));
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < M; r++) {
+          const Bits x = quad(a + r * lda + k);
+#pragma GCC unroll 4
+          for (int n = 0; n < N; n++) s[r][n] = dot(s[r][n], w[n], x);
+        }
+      }
+      auto to = [&](int r, int n) -> Lanes& { return *(Lanes*)(c + r * PANEL + n * WIDE); };
+#pragma GCC unroll 16
+      for (int r = 0; r < M; r++)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) {
+          const Lanes v = number(s[r][n]) * scale[n];
+          to(r, n) = k0 == 0 ? v : to(r, n) + v;
+        }
+      if (coding.offsets)
+        for (int r = 0; r < M; r++)
+          for (int n = 0; n < N; n++) to(r, n) += offset[n] * (float)taken_off(a + r * lda, depth, g);
+      k0 = end;
+    }
+    for (int r = 0; r < M; r++) {
+      float scale;
+      memcpy(&scale, a + r * lda + depth, 4);
+      for (int n = 0; n < N; n++) *(Lanes*)(c + r * PANEL + n * WIDE) *= scale * coding.unit;
+    }
+  }
+  template <int M>
+  static void choose(int rows, const int8_t* a, int64_t lda, const uint8_t* b, int64_t depth, float* c, Ahead& ahead,
+                     const Coding& coding) {
+    if (rows == M) return block<M>(a, lda, b, depth, c, ahead, coding);
+    if constexpr (M > 1) choose<M - 1>(rows, a, lda, b, depth, c, ahead, coding);
+  }
+  template <class Other>
+  static void times(const int8_t* a, int64_t lda, int rows, const uint8_t* b, int64_t depth, float* c, Ahead& ahead, Other&,
+                    const Coding* coding) {
+    choose<STEP>(rows, a, lda, b, depth, c, ahead, *coding);
+  }
+  static void begin() {}
+  static void end() {}
+};

@@ -1,0 +1,59 @@
+"""Records of cases with stored weights: read beside older ones, and never taken for the same question."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_routing_bench.report.finding import results_folders
+from moe_routing_bench.report.reading import read
+from moe_routing_bench.results.again import _case
+from moe_routing_bench.results.comparing import compare_runs
+from moe_routing_bench.results.deciding import decide
+from moe_routing_bench.results.history import WHERE
+from moe_routing_bench.results.query import run_query
+from moe_routing_bench.results.store import Session
+from sample_records import a_record, document
+from sample_runs import add_cell
+
+TIMES = {"native": 1.0, "native(store=int8)": 0.6}
+
+
+def folder_with(path: Path, *stores: str) -> Path:
+    with Session.start(path) as session:
+        for number, store in enumerate(stores):
+            add_cell(session, TIMES, workload__store=store, correctness__error=0.001, seed=number)
+    return path
+
+
+def test_records_written_before_have_no_format_and_no_error() -> None:
+    assert "store" not in document()["workload"] and "error" not in document()["correctness"]
+    old = a_record()
+    assert old.workload.store == "" and old.correctness.error is None
+    new = a_record(workload__store="int8", correctness__error=0.0017)
+    assert b'"store":"int8"' in new.line() and b'"error":0.0017' in new.line()
+    case = _case(a_record(workload__store="int8", workload__case="own/x-int8"))
+    assert (case.store, case.name) == ("int8", "own/x-int8")
+
+
+def test_another_format_is_another_question(tmp_path: Path) -> None:
+    plain, int8 = folder_with(tmp_path / "plain", ""), folder_with(tmp_path / "int8", "int8")
+    with pytest.raises(ValueError, match="the formats of weights differ: a is none, b is int8; add --allow"):
+        compare_runs(plain, int8)
+    assert compare_runs(int8, folder_with(tmp_path / "again", "int8"))
+    assert "store" in WHERE  # a series of mrb history has one format
+
+
+def test_formats_are_groups_of_their_own_and_decide_nothing(tmp_path: Path) -> None:
+    both = folder_with(tmp_path / "both", "", "int8")
+    with results_folders([both]) as sources:
+        (chapter,) = read(sources).chapters
+        assert {group.title for group in chapter.groups} == {
+            "expert_ffn, float32", "expert_ffn, float32, int8"
+        }  # fmt: skip
+    decided = decide(both)
+    assert [len(answer.contests) for answer in decided.answers] == [1]
+    assert any("measured on weights stored as int8" in note for note in decided.notes)
+    rows = run_query(both, "SELECT store, min(error) FROM records GROUP BY 1 ORDER BY 1")[1]
+    assert rows == [("", 0.001), ("int8", 0.001)]
