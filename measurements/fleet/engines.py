@@ -1,6 +1,6 @@
 """The same 60 cells by every engine, and with random kill -9: equal sets of records, none twice.
 
-    python measurements/fleet/engines.py FOLDER [--kills 8] [--only local,claim,ray,slurm] > engines.json
+    python measurements/fleet/engines.py FOLDER [--kills 16] [--only local,claim,ray,slurm] > engines.json
 
 local: one process. claim: four workers on one store. ray: three raylets (ray.cluster_utils.Cluster). slurm:
 an array of four on two nodes (Debian's slurm-wlm and munge, as root). In the runs with kills, workers,
@@ -20,9 +20,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from moe_routing_bench.results.mirror import mirror
 from moe_routing_bench.results.store import iterate
@@ -36,8 +39,8 @@ CELLS = 60
 PATIENCE = 900.0
 
 
-def start(out: str, *more: str, **environment: str) -> subprocess.Popen[str]:
-    words = [*MRB, *SWEEP, "--out", out, *more]
+def start(out: str, *more: str, sweep: list[str] = SWEEP, **environment: str) -> subprocess.Popen[str]:
+    words = [*MRB, *sweep, "--out", out, *more]
     return subprocess.Popen(
         words, env={**os.environ, **environment}, start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -64,54 +67,73 @@ def contents(folder: Path) -> Counter[tuple[str, ...]]:
     )
 
 
-def kill(process: subprocess.Popen[Any]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+class Kills(random.Random):
+    """Random moments and victims, and a count of what was killed."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.killed: Counter[str] = Counter()
+
+    def wait(self, least: float, most: float) -> None:
+        time.sleep(self.uniform(least, most))
+
+    def kill(self, process: subprocess.Popen[Any], what: str) -> None:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self.killed[what] += 1
 
 
-def local(place: Path, draw: random.Random | None) -> Path:
-    for again in range(3 if draw else 1):
+def local(place: Path, kills: Kills | None) -> Path:
+    for again in range(3 if kills else 1):
         process = start(str(place / "out"))
-        if draw and again < 2:
-            time.sleep(draw.uniform(8, 40))
-            kill(process)
+        if kills and again < 2:
+            kills.wait(8, 40)
+            kills.kill(process, "driver")
         else:
             ended(process)
     return place / "out"
 
 
-def claim(place: Path, draw: random.Random | None) -> Path:
+def claim(place: Path, kills: Kills | None) -> Path:
     url = f"file://{place}/store"
     os.environ["MRB_HOME"] = str(place / "home")
     workers = [start(url, "--claim") for _ in range(4)]
-    if draw:  # leases of the dead hold for 140 s, so one is killed early
-        time.sleep(draw.uniform(12, 40))
-        for worker in draw.sample(workers, 2):
-            kill(worker)
+    if kills:  # leases of the dead hold for 140 s, so they are killed early
+        kills.wait(12, 40)
+        for worker in kills.sample(workers, 2):
+            kills.kill(worker, "worker")
             workers.remove(worker)
     for worker in workers:
         ended(worker)
     return mirror(url).folder
 
 
-def ray(place: Path, draw: random.Random | None) -> Path:
+@contextmanager
+def raylets(count: int) -> Iterator[tuple[Any, list[Any]]]:
+    """A Ray cluster of a head and `count` nodes that measure cells."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    nodes = [cluster.add_node(num_cpus=1, resources={"cell": 1}) for _ in range(3)]
+    nodes = [cluster.add_node(num_cpus=1, resources={"cell": 1}) for _ in range(count)]
     try:
-        where = {"RAY_ADDRESS": cluster.address}
-        process = start(str(place / "out"), "--engine", "ray", **where)
-        if draw:
-            time.sleep(draw.uniform(15, 50))
-            cluster.remove_node(nodes.pop(draw.randrange(3)), allow_graceful=False)
-            time.sleep(draw.uniform(0, 10))
-            if process.poll() is None:
-                kill(process)
-            process = start(str(place / "out"), "--engine", "ray", **where)
-        ended(process)
+        yield cluster, nodes
     finally:
         cluster.shutdown()
+
+
+def ray(place: Path, kills: Kills | None) -> Path:
+    with raylets(3) as (cluster, nodes):
+        where = {"RAY_ADDRESS": cluster.address}
+        process = start(str(place / "out"), "--engine", "ray", **where)
+        if kills:
+            kills.wait(15, 50)
+            cluster.remove_node(nodes.pop(kills.randrange(3)), allow_graceful=False)  # kill -9
+            kills.killed["raylet"] += 1
+            kills.wait(0, 10)
+            kills.kill(process, "driver")
+            process = start(str(place / "out"), "--engine", "ray", **where)
+        ended(process)
     return place / "out"
 
 
@@ -137,50 +159,74 @@ PartitionName=p Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def slurm(place: Path, draw: random.Random | None) -> Path:
-    """sbatch --wait --array=1-4; a lost node's tasks are queued again by Slurm (--requeue)."""
-    (place / "state").mkdir()
-    host = os.uname().nodename.partition(".")[0]
-    (place / "slurm.conf").write_text(CONF.format(host=host, place=place))
-    environment = {**os.environ, "SLURM_CONF": str(place / "slurm.conf")}
+class Slurm:
+    """A controller and two nodes on this machine, whose files are in one folder."""
 
-    def run(*words: str, check: bool = True) -> None:
-        subprocess.run(words, env=environment, check=check, timeout=PATIENCE, stdout=subprocess.DEVNULL)
+    def __init__(self, place: Path):
+        self.place, host = place, os.uname().nodename.partition(".")[0]
+        (place / "state").mkdir(parents=True)
+        (place / "slurm.conf").write_text(CONF.format(host=host, place=place))
+        self.environment = {**os.environ, "SLURM_CONF": str(place / "slurm.conf")}
 
-    if subprocess.run(["munge", "-n"], capture_output=True).returncode:
-        Path("/run/munge").mkdir(exist_ok=True)
-        shutil.chown("/run/munge", "munge")
-        run("su", "-s", "/bin/sh", "munge", "-c", "/usr/sbin/munged")
-    run("slurmctld", "-f", environment["SLURM_CONF"])
-    for node in ("n1", "n2"):
-        run("slurmd", "-f", environment["SLURM_CONF"], "-N", node)
-    words = " ".join([*MRB, *SWEEP, "--shard", "auto", "--out", f"{place}/part-$SLURM_ARRAY_TASK_ID"])
-    (place / "job.sh").write_text(f"#!/bin/bash\n{words}\n")
-    batch = [
-        "sbatch",
-        "--wait",
-        "--requeue",
-        "--array=1-4",
-        "-o",
-        f"{place}/said-%a.txt",
-        str(place / "job.sh"),
-    ]
-    try:
-        job = subprocess.Popen(batch, env=environment, stdout=subprocess.DEVNULL)
-        if draw:
-            time.sleep(draw.uniform(15, 40))
-            os.kill(int((place / "slurmd-n1.pid").read_text()), signal.SIGKILL)
-            time.sleep(3)
-            (place / "slurmd-n1.pid").unlink()
-            run("slurmd", "-f", environment["SLURM_CONF"], "-N", "n1")
-        job.wait(PATIENCE)
-        if draw:  # what the killed node did not end
-            subprocess.run(batch, env=environment, stdout=subprocess.DEVNULL, timeout=PATIENCE)
-    finally:
-        for name in ("ctld.pid", "slurmd-n1.pid", "slurmd-n2.pid"):
-            if (place / name).exists():
-                os.kill(int((place / name).read_text()), signal.SIGTERM)
+    def __enter__(self) -> Slurm:
+        if subprocess.run(["munge", "-n"], capture_output=True).returncode:
+            Path("/run/munge").mkdir(exist_ok=True)
+            shutil.chown("/run/munge", "munge")
+            self.run("su", "-s", "/bin/sh", "munge", "-c", "/usr/sbin/munged")
+        self.run("slurmctld", "-f", self.environment["SLURM_CONF"])
+        for node in ("n1", "n2"):
+            self.start_node(node)
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        for file in self.place.glob("*.pid"):
+            with suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGTERM)
         time.sleep(3)
+
+    def run(self, *words: str) -> None:
+        subprocess.run(words, env=self.environment, check=True, timeout=PATIENCE, stdout=subprocess.DEVNULL)
+
+    def start_node(self, node: str) -> None:
+        self.run("slurmd", "-f", self.environment["SLURM_CONF"], "-N", node)
+
+    def kill_node(self, node: str) -> None:
+        file = self.place / f"slurmd-{node}.pid"
+        os.kill(int(file.read_text()), signal.SIGKILL)
+        time.sleep(3)
+        file.unlink()
+
+    def batch(self, tasks: int, sweep: list[str] = SWEEP) -> subprocess.Popen[bytes]:
+        """sbatch --wait; a lost node's tasks are queued again by Slurm (--requeue)."""
+        out = f"{self.place}/part-$SLURM_ARRAY_TASK_ID"
+        words = " ".join([*MRB, *sweep, "--shard", "auto", "--out", out])
+        (self.place / "job.sh").write_text(
+            f"#!/bin/bash\n{words} && touch {self.place}/ended-$SLURM_ARRAY_TASK_ID\n"
+        )
+        batch = ["sbatch", "--wait", "--requeue", f"--array=1-{tasks}", "-o", f"{self.place}/said-%a.txt"]
+        return subprocess.Popen(
+            [*batch, str(self.place / "job.sh")], env=self.environment, stdout=subprocess.DEVNULL
+        )
+
+
+def slurm(place: Path, kills: Kills | None) -> Path:
+    with Slurm(place) as cluster:
+        job = cluster.batch(4)
+        if kills:
+            kills.wait(15, 40)
+            victim = kills.choice(("n1", "n2"))
+            cluster.kill_node(victim)
+            kills.killed["slurmd"] += 1
+            cluster.start_node(victim)
+            kills.wait(0, 10)
+            task = f"{place}/part-{kills.randint(1, 4)}"
+            for process in psutil.process_iter(["cmdline"]):
+                if task in (process.info["cmdline"] or ()):
+                    process.kill()
+                    kills.killed["task of Slurm"] += 1
+        job.wait(PATIENCE)
+        if kills:  # what the killed task did not end
+            cluster.batch(4).wait(PATIENCE)
     parts = sorted(str(p) for p in place.glob("part-*"))
     subprocess.run(
         [*MRB, "merge", *parts, "--out", str(place / "out")], check=True, stdout=subprocess.DEVNULL
@@ -188,7 +234,7 @@ def slurm(place: Path, draw: random.Random | None) -> Path:
     return place / "out"
 
 
-ENGINES: dict[str, Callable[[Path, random.Random | None], Path]] = {
+ENGINES: dict[str, Callable[[Path, Kills | None], Path]] = {
     "local": local, "claim": claim, "ray": ray, "slurm": slurm,
 }  # fmt: skip
 
@@ -204,18 +250,17 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     wanted: Counter[tuple[str, ...]] | None = None
     for number in range(len(names) + asked.kills):
-        name, draw = names[number % len(names)], None
-        if number >= len(names):
-            draw = random.Random(asked.seed + number)
+        name = names[number % len(names)]
+        kills = Kills(asked.seed + number) if number >= len(names) else None
         place = asked.folder.resolve() / f"{number:02d}-{name}"
         place.mkdir(parents=True)
         began = time.monotonic()
-        found = contents(ENGINES[name](place, draw))
+        found = contents(ENGINES[name](place, kills))
         wanted = found if wanted is None else wanted
         runs.append(
             {
                 "engine": name,
-                "kill -9": draw is not None,
+                "kill -9": dict(kills.killed) if kills else {},
                 "seconds": round(time.monotonic() - began, 1),
                 "records": sum(found.values()),
                 "twice": sum(count > 1 for count in found.values()),

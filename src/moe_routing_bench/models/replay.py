@@ -60,7 +60,7 @@ def replay(
     layers = moe_layers(model)
     _check_layers(recorded, layers)
     rows = _Rows.of(recorded, documents, missing)
-    again = bool(getattr(model, "is_gradient_checkpointing", False)) and model.training
+    again = model.training and _checkpoints(model)
     feeds = {
         layer: _Feed(name=name, ids=ids, rows=rows, again=again)
         for (layer, (name, _)), ids in zip(sorted(layers.items()), rows.tables(recorded), strict=True)
@@ -76,6 +76,13 @@ def replay(
         yield
     for feed in feeds.values():
         feed.end()
+
+
+def _checkpoints(model: nn.Module) -> bool:
+    """Whether layers run again in the backward pass. Transformers 5.23 has a new name for it and warns of
+    the old one."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return bool(next((getattr(model, name) for name in names if hasattr(type(model), name)), False))
 
 
 def _check_layers(trace: ModelTrace, layers: dict[int, tuple[str, nn.Module]]) -> None:
