@@ -278,8 +278,12 @@ def document(all_records: dict[str, Records]) -> str:
         *_section("routing", all_records, _cells_table(all_records["routing"])),
         *_section("soft", all_records, _soft_table(all_records["soft"])),
         *_section("experts", all_records, _cells_table(all_records["experts"])),
-        *_section("stored_int8", all_records, _stored_table(all_records["stored_int8"])),
-        *_section("stored_int4_g128", all_records, _stored_table(all_records["stored_int4_g128"])),
+        *(
+            line
+            for topic in TOPICS
+            if topic.startswith("stored_")
+            for line in _section(topic, all_records, _stored_table(all_records[topic]))
+        ),
     ]
     return "\n".join(parts) + "\n"
 

@@ -140,16 +140,21 @@ TOPICS = {
         minutes=1,
     ),
     **{
-        f"stored_{store}": Topic(
-            shows=f"experts stored as {store}: rows in bfloat16 and in 8 bits, beside bfloat16 weights",
+        f"stored_{name}": Topic(
+            shows=f"experts of {model} as {store}: rows in bfloat16 and in 8 bits, beside bfloat16 weights",
             sweep=_sweep(
-                "expert_ffn --model qwen3-30b-a3b --tokens 1,16,64,256,1024", 110,
+                f"expert_ffn --model {model} --tokens {tokens}", 110,
                 f'--store {store} --cache weights-cold',
                 f'--impl "native,native(store={store}),native(store={store}_a8)"',
             ),
-            minutes=9.2,
+            minutes=round(110 / 60 * len(tokens.split(",")), 1),
         )
-        for store in ("int8", "int4_g128")
+        for name, model, store, tokens in (
+            ("int8", "qwen3-30b-a3b", "int8", "1,16,64,256,1024"),
+            ("int4_g128", "qwen3-30b-a3b", "int4_g128", "1,16,64,256,1024"),
+            ("olmoe", "olmoe-1b-7b", "int4_g128", "1,64,1024,4096"),
+            ("gpt_oss", "gpt-oss-20b", "mxfp4", "1,64,1024"),
+        )
     },
     "experts": Topic(
         shows="the same experts in bfloat16: ours and vLLM's kernel",

@@ -14,7 +14,7 @@ HASH = "0123456789abcdef" * 4
 def document(**changes: Any) -> dict[str, Any]:
     """A whole record as JSON would hold it; changes are by dotted path with __ for the dot."""
     whole: dict[str, Any] = {
-        "schema_version": 1,
+        "schema_version": 2,
         "record_id": f"{SESSION}-000001",
         "cell_key": HASH,
         "session": SESSION,
@@ -31,7 +31,7 @@ def document(**changes: Any) -> dict[str, Any]:
         "workload": {
             "case": "seed-fused/32x7168~scaled", "scaled_from": "seed-fused/32x7168", "model": "", "T": 32,
             "D": 1792, "F": 64, "E": 64, "K": 8, "W": 1, "shared_F": 0, "heads": 0, "sequences": 1,
-            "activation": "swiglu", "bias": False, "dtype": "float32",
+            "activation": "swiglu", "bias": False, "dtype": "float32", "store": "",
         },
         "routing": {
             "suite_version": 1, "spec": "zipf(1.2)", "seed": 0, "checksum": HASH, "active_experts": 60,
@@ -41,7 +41,7 @@ def document(**changes: Any) -> dict[str, Any]:
         },
         "implementation": {
             "label": "staged", "spec": "staged", "origin": "built in", "source_hash": HASH,
-            "role": "candidate", "deterministic": True, "host_sync": "",
+            "role": "candidate", "deterministic": True, "host_sync": "", "runs": "",
         },
         "protocol": {
             "view": "host wall", "cache": "hot", "device": "cpu", "threads": 1, "processes": 1, "rounds": 40,
@@ -69,10 +69,12 @@ def document(**changes: Any) -> dict[str, Any]:
         },
         "correctness": {
             "status": "PASSED", "reason": "", "checks": ["shape", "value"], "max_error": 1e-6,
-            "max_bound": 1e-5, "checked_timed_calls": 4,
+            "max_bound": 1e-5, "error": None, "checked_timed_calls": 4,
         },
         "peak_rss_bytes": 500_000_000,
         "weather": {"load_before": 0.5, "load_after": 0.6, "steal_percent": 0.1, "throttled": None},
+        "engine": "local",
+        "cell_seconds": 12.5,
         "environment": HASH,
         "repro": "mrb bench expert_ffn --case seed-fused/32x7168~scaled",
         "log_tail": "a line\nanother\n",

@@ -4,9 +4,10 @@
 
 Cells: one part and one commit each, put into a store in a folder (file://), then resume, compaction, and the
 copy of a reader, cold and warm. Scaled down: 10^8 cells would be 2 * 10^8 small files on this disk.
-Records: a reader's copy of rows (results/rows.py) with files of a million. Four files are distinct and the
+Records: a reader's copy of rows (results/rows.py) with files of a million. Ten files are distinct and the
 others copies of them, because making them takes the time and not reading them. They are asked by run_query,
-and once by the command `mrb results` itself.
+and once by the command `mrb results` itself. `latest` is asked only where all files are distinct: copies
+would have fewer cells.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ from moe_routing_bench.results.rows import INDEX, TABLES, note_file
 from moe_routing_bench.results.shared import Shared
 
 TESTS = Path(__file__).parents[2] / "tests"
-PART_ROWS, DISTINCT_PARTS = 1_000_000, 4
+PART_ROWS, DISTINCT_PARTS = 1_000_000, 10
 LINE, SAMPLES = 4_000, 320  # bytes of a record and of its samples: 40 rounds
 AGGREGATE = """SELECT impl, count(*), avg(ratio), min(median_ms), max(ratio) FROM records
     WHERE status = 'PASSED' GROUP BY impl"""
+LATEST = "SELECT impl, count(*), avg(ratio) FROM latest WHERE status = 'PASSED' GROUP BY impl"
 RESUME = """SELECT count(DISTINCT cell_key) FROM records
     WHERE cell_key IN (SELECT md5(i::VARCHAR) FROM range(60000) t(i))"""
 
@@ -180,6 +182,8 @@ def grow_records(place: Path, power: int, distinct: list[Path]) -> dict[str, Any
             lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         ),
     }
+    if count <= len(distinct):
+        answer["the newest record of each cell"] = asked(folder, LATEST)
     shutil.rmtree(folder)
     return answer
 

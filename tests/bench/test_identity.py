@@ -123,6 +123,7 @@ CANNOT_MATTER = {
     "bench/executor.py": "the order of cells",
     "bench/ray_engine.py": "where cells run",
     "bench/repro.py": "a command in words",
+    "bench/shipping.py": "sends files, which are in the key by their content",
     "cli/": "reads words and shows results",
     "report/": "shows results",
     "results/": "keeps results",

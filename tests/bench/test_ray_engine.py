@@ -71,7 +71,7 @@ except ValueError as error:
     refused = str(error)
 every = engine_named("ray")
 print(json.dumps({
-    "nodes": engine._nodes() == [good.node_id], "all": len(every._nodes()), "refused": refused,
+    "nodes": list(engine._nodes()) == [good.node_id], "all": len(every._nodes()), "refused": refused,
 }))
 """
 
@@ -82,6 +82,85 @@ def test_labels_choose_nodes():
     found = json.loads(python(LABELS).stdout.splitlines()[-1])
     assert found["nodes"] and found["all"] == 2
     assert "has the labels kind=best" in found["refused"] and "--labels kind=best" in found["refused"]
+
+
+SENT = """
+import json, os, shutil, sys
+from dataclasses import replace
+from pathlib import Path
+import ray
+from ray.cluster_utils import Cluster
+from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.engines import engine_named
+from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.ops.registry import include
+from moe_routing_bench.results.store import iterate
+from moe_routing_bench.results.sweep import plan_sweep, run_sweep
+from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.trace import write_trace
+from moe_routing_bench.workloads.workload import make_workload
+
+place = Path(sys.argv[1])
+kernels, trace = place / "mine", place / "routing.safetensors"
+(kernels / "combine").mkdir(parents=True)
+shutil.copy(sys.argv[2], kernels / "combine")
+write_trace(trace, make_workload("zipf(1.2)", T=32, E=4, K=2).routing, source="test")
+include(kernels)
+policy = Policy(min_rounds=8, max_rounds=8, checked=2, target=0.5)
+cells = [
+    Cell(
+        case=BenchCase(
+            name=f"own/{T}", span="combine", shape=MoEShape(T=T, D=32, F=32, E=4, K=2), dtype="float32"
+        ),
+        workload=f"trace({trace})",
+        subjects=(Subject(spec="gather_sum"), Subject(spec=Path(sys.argv[2]).stem)),
+        policy=policy, include=(str(kernels),),
+    )
+    for T in (16, 24)
+]
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+cluster.add_node(num_cpus=1, resources={"cell": 1})
+os.environ["MRB_HOME"] = str(place / "driver")
+there = {"env_vars": {"MRB_HOME": str(place / "node")}}
+ray.init(address=cluster.address, log_to_driver=False, runtime_env=there)
+engine, folder = engine_named("ray"), place / "results"
+(keys,) = zip(*map(tuple, engine.keys(cells)))
+outcomes = []
+for outcome in run_sweep(cells, folder, engine):
+    outcomes.append(outcome)
+    if len(outcomes) == 1:  # the second was handed to Ray already, and has all it needs
+        kernels.rename(place / "away")
+        trace.rename(place / "gone")
+records = [r for r in iterate(folder)]
+wide = replace(cells[0], W=2, include=(), workload="uniform", subjects=cells[0].subjects[:1])
+try:
+    list(engine.run([wide], roofs=None, on_progress=None, watch=None))
+except ValueError as error:
+    refused = str(error)
+print(json.dumps({
+    "statuses": sorted({str(r.correctness.status) for r in records}),
+    "engines": sorted({r.engine for r in records}), "cells": [o.cell == c for o, c in zip(outcomes, cells)],
+    "paths": all(f"--include-path {kernels}" in r.repro and str(trace) in r.repro for r in records),
+    "keys": sorted(keys) == sorted(o.identity.key for o in outcomes), "refused": refused,
+    "shipped": sorted(p.name for p in (place / "node" / "shipped").glob("*/*")),
+}))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_code_and_traces_are_sent_along(tmp_path):
+    pytest.importorskip("ray")
+    mine = tmp_path / "mine_alone.py"  # index_add under another name
+    mine.write_text((ROOT / "src/moe_routing_bench/ops/combine/index_add.py").read_text())
+    ran = python(SENT, tmp_path, mine)
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["statuses"] == ["PASSED"] and found["engines"] == ["ray"] and found["cells"] == [True, True]
+    assert found["paths"] and found["keys"] and found["shipped"] == ["mine", "routing.safetensors"]
+    assert "2 ranks need 2 CPUs of one node" in found["refused"]
 
 
 def test_engines_by_name(tmp_path):

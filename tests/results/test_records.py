@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import Any, get_args
 
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import Verdict, compare
+from moe_routing_bench.results.migrating import VERSION_1
 from moe_routing_bench.results.record import (
     MOST_LINE_BYTES,
     Comparison,
@@ -42,13 +44,41 @@ def test_a_record_survives_the_round_trip() -> None:
     assert b'"2026-11-15T02:47:34Z"' in a_record(created_at="2026-11-15T07:47:34+05:00").line()
 
 
-def test_a_record_of_before_there_were_routers_and_rates_is_still_read() -> None:
-    """Measured by the version before them; schema_version is the same."""
-    record = parse_record((ROOT / "tests" / "data" / "old_record.jsonl").read_bytes())
+def old_document() -> dict[str, Any]:
+    return json.loads((ROOT / "tests" / "data" / "old_record.jsonl").read_bytes())
+
+
+def test_a_record_of_version_1_is_read_as_one_of_version_2() -> None:
+    """Measured before there were routers, rates and formats."""
+    record = parse_record(line(old_document()))
     assert (record.what.direction, record.what.router, record.what.layer) == ("forward", "", "")
     assert record.work is not None and record.work.bw_2pass and record.work.tokens_per_second is None
     assert record.what.setting == ("compact", "softmax_topk", "")
-    assert parse_record(record.line()) == record
+    assert (record.workload.store, record.correctness.error) == ("", None)
+    assert (record.schema_version, record.engine, record.cell_seconds) == (2, "", None)
+    assert parse_record(record.line()) == record and b'"schema_version":2' in record.line()
+
+
+@pytest.mark.parametrize("part", ["what", "workload", "implementation", "work", "correctness", ""])
+def test_version_2_must_have_what_version_1_may_lack(part: str) -> None:
+    for name in VERSION_1[part]:
+        whole = document()
+        del (whole[part] if part else whole)[name]
+        assert name in refusal(whole)
+        assert parse_record(line({**whole, "schema_version": 1})) is not None
+
+
+@pytest.mark.parametrize("version", [True, 1.0, "1", None, [1], 0, -1])
+def test_only_version_1_is_migrated(version: Any) -> None:
+    assert "schema_version" in refusal({**old_document(), "schema_version": version})
+
+
+def test_a_wrong_record_of_version_1_is_refused() -> None:
+    assert "the field timing" in refusal({**old_document(), "timing": 7})
+    assert "brand_new" in refusal({**old_document(), "brand_new": 7})
+    assert "the field what" in refusal({**old_document(), "what": []})
+    endless = line(old_document()).replace(b'"stages": {}', b'"stages": ' + b"[" * 9_000)
+    assert "not JSON" in refusal(endless)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward", "train"])
@@ -125,7 +155,7 @@ def test_a_frozen_record_stays_as_it_is() -> None:
         ({"comparison__low": 0.95}, "comparison"),
         ({"record_id": "other-000001"}, "record_id must begin with the session"),
         ({"log_tail": "x" * 2001}, "log_tail"),
-        ({"schema_version": 2}, "made by a newer version; update"),
+        ({"schema_version": 3}, "made by a newer version; update"),
         ({"schema_version": 0}, "schema_version"),
     ],
 )

@@ -27,7 +27,7 @@ from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.machine import Machine
 from moe_routing_bench.ops.registry import BUILT_IN, OURS, all_ops
 from moe_routing_bench.workloads.cases import BenchCase
-from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of
+from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of, with_file
 
 HARNESS = ("bench/runner.py", "bench/worker.py", "bench/outside/inside_sandbox.py")
 LIBRARIES = ("numpy", "scipy", "triton", "nvidia-cutlass-dsl", "quack-kernels")
@@ -85,7 +85,7 @@ def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
         "case": _case_fields(cell.case),
         "contract": contract_hash(cell.span, cell.subjects[0]),
         "workload": {
-            "name": cell.workload,
+            "name": _workload_name(cell.workload),
             "suite": SUITE_VERSION,
             "seed": cell.seed,
             "ranks": cell.W,
@@ -101,6 +101,12 @@ def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
         "machine": machine.name,
         "settings": settings(),
     }
+
+
+def _workload_name(name: str) -> str:
+    """Without the folder of a recorded trace: its content is in the key, and it may lie anywhere."""
+    file = file_of(name) if name else None
+    return name if file is None else with_file(name, file.name)
 
 
 def _case_fields(case: BenchCase) -> dict[str, Any]:

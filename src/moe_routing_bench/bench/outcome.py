@@ -101,6 +101,7 @@ class CellOutcome:
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     environment: Mapping[str, Any] | None = None
+    engine: str = "local"
 
     @property
     def direction(self) -> Direction:

@@ -2,14 +2,16 @@
 
 A node takes part if it was started with `ray start --resources '{"cell": 1}'`: one cell at a time, because
 two would disturb each other's times. `--engine "ray(gpu=h100)"` takes only nodes that were started with
-`--labels gpu=h100`. A cell that runs on a GPU asks Ray for one.
+`--labels gpu=h100`. A cell that runs on a GPU asks Ray for one. One of several ranks asks for a CPU for each
+thread of each rank, all on one node: its ranks share a clock, so they are never spread over machines.
 
 Ray starts a task again if its machine or process is lost. A kernel that crashes ends its own process inside
 the task, which is a result, so it is never started again. Nothing is kept in Ray: if the driver dies, the
 same command goes on from what is stored.
 
-Folders of --include-path and recorded traces must be on every node under the same path; the resume key holds
-hashes of their content.
+Folders of --include-path and recorded traces are sent along (shipping.py). Cells that have some are measured
+each in a process of its own, which has never seen another version of that code. A checkpoint is not sent: it
+must be on every node under the same path.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +30,7 @@ from moe_routing_bench.bench.host import measured_here
 from moe_routing_bench.bench.identity import cell_key
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
+from moe_routing_bench.bench.shipping import Parcel, moved, named_by
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.routers.router import include_folder
 
@@ -57,8 +62,11 @@ class RayExecutor:
                 sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise ValueError(f"there is no Ray cluster at {address}: {sentence}") from None
         # the same options for both, so that a key is taken under the settings a cell is measured with
-        task = ray.remote(num_cpus=0, max_retries=RETRIES, retry_exceptions=False)
-        self._keys, self._measure = task(_keys), task(measured_here)
+        again = {"max_retries": RETRIES, "retry_exceptions": False}
+        self._keys = ray.remote(num_cpus=0, max_calls=1, **again)(_keys)
+        self._measure = ray.remote(num_cpus=0, **again)(measured_here)
+        self._measure_sent = ray.remote(num_cpus=0, max_calls=1, **again)(_measured_with)
+        self._sent: dict[str, Any] = {}  # by hash, Ray's reference to a parcel
         if not self._nodes():
             words = ",".join(f"{key}={value}" for key, value in self.labels.items())
             has, start = (f" and has the labels {words}", f" --labels {words}") if words else ("", "")
@@ -71,9 +79,10 @@ class RayExecutor:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         texts = self.ray.put([cell.to_json() for cell in cells])
+        parcels = self._parcels(cells)
         asked = [
             self._keys.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-                texts
+                texts, list(parcels), *parcels.values()
             )
             for node in self._nodes()
         ]
@@ -93,18 +102,23 @@ class RayExecutor:
         self, cells: Sequence[Cell], *, roofs: Roofs | None, on_progress: Any, watch: Any
     ) -> Iterator[CellOutcome]:
         """Roofs are those of the machine that measures. ValueError at the end if some cells were lost."""
+        self._check_ranks(cells)
+        sent = self._parcels(cells)
         rest = iter(cells)
         waiting: dict[Any, Cell] = {}
         lost: list[str] = []
         seen = time.monotonic()
         while True:
             for cell in islice(rest, AHEAD - len(waiting)):
-                place = self._measure.options(
+                parcels = {text: sent[text] for text in named_by(cell)}
+                place = (self._measure_sent if parcels else self._measure).options(
                     resources={RESOURCE: 1},
+                    num_cpus=_cpus(cell),
                     num_gpus=int(cell.policy.device.startswith("cuda")),
                     label_selector=self.labels,
                 )
-                waiting[place.remote(cell.to_json())] = cell
+                more = (list(parcels), *parcels.values()) if parcels else ()
+                waiting[place.remote(cell.to_json(), *more)] = cell
             if not waiting:
                 break
             done, _ = self.ray.wait(list(waiting), num_returns=1, timeout=1.0)
@@ -117,7 +131,8 @@ class RayExecutor:
                 except self.ray.exceptions.RayError as error:
                     lost.append(f"{cell.name} ({type(error).__name__})")
                     continue
-                yield CellOutcome.from_json(text)
+                # with the paths of this machine, not of the one that measured it
+                yield replace(CellOutcome.from_json(text), cell=cell, engine=self.name)
             if done or self._nodes():
                 seen = time.monotonic()
             elif time.monotonic() - seen > PATIENCE_SECONDS:
@@ -130,23 +145,62 @@ class RayExecutor:
                 "the same command goes on"
             )
 
-    def _nodes(self) -> list[str]:
-        return [
-            node["NodeID"]
+    def _nodes(self) -> dict[str, float]:
+        """The nodes that take part, and how many CPUs they have."""
+        return {
+            node["NodeID"]: node["Resources"].get("CPU", 0)
             for node in self.ray.nodes()
             if node["Alive"]
             and node["Resources"].get(RESOURCE, 0) >= 1
             and self.labels.items() <= node.get("Labels", {}).items()
-        ]
+        }
+
+    def _check_ranks(self, cells: Sequence[Cell]) -> None:
+        largest = max(cells, key=_cpus)
+        most = max(self._nodes().values(), default=0)
+        if _cpus(largest) > most:
+            raise ValueError(
+                f"{largest.name}: {largest.W} ranks need {_cpus(largest)} CPUs of one node, and the largest "
+                f"node of the Ray cluster that measures cells has {most:g}"
+            )
+
+    def _parcels(self, cells: Sequence[Cell]) -> dict[str, Any]:
+        """By the path in a cell, Ray's reference to what lies there; each content is put once."""
+        paths = {text: path for cell in cells for text, path in named_by(cell).items()}
+        references = {}
+        for text, path in paths.items():
+            parcel = Parcel.of(path)
+            if parcel.sha256 not in self._sent:
+                self._sent[parcel.sha256] = self.ray.put(parcel)
+            references[text] = self._sent[parcel.sha256]
+        return references
 
 
-def _keys(cells: list[str]) -> list[str]:
-    machine, keys = this_machine(), []
-    for cell in map(Cell.from_json, cells):
-        for folder in cell.include:
-            include_folder(folder)
-        keys.append(cell_key(cell, machine))
-    return keys
+def _cpus(cell: Cell) -> int:
+    """That Ray must have free on a node. A cell of one process has its node for itself anyway."""
+    return cell.W * cell.policy.threads if cell.W > 1 else 0
+
+
+def _here(text: str, places: Mapping[str, Path]) -> Cell:
+    """A cell with the paths of this machine, and what it includes known to this process."""
+    cell = moved(Cell.from_json(text), places)
+    for folder in cell.include:
+        include_folder(folder)
+    return cell
+
+
+def _unpacked(names: Sequence[str], parcels: Sequence[Parcel]) -> dict[str, Path]:
+    return {name: parcel.unpacked() for name, parcel in zip(names, parcels, strict=True)}
+
+
+# Ray replaces a reference by its content only if it is an argument of its own
+def _keys(cells: list[str], names: list[str], *parcels: Parcel) -> list[str]:
+    machine, places = this_machine(), _unpacked(names, parcels)
+    return [cell_key(_here(text, places), machine) for text in cells]
+
+
+def _measured_with(cell: str, names: list[str], *parcels: Parcel) -> str:
+    return measured_here(_here(cell, _unpacked(names, parcels)).to_json())
 
 
 def _sentence(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -59,12 +60,16 @@ def quantise(w_EKN: Tensor) -> MXFP4:
     """The rule of the OCP specification: the power of two of the largest weight of a group, less 2, because 4
     is the largest power of two in e2m1; then the nearest number, at most 6."""
     blocks, exponents = [], []
-    levels = torch.tensor(E2M1[:8])
+    halfway = [(low + high) / 2 for low, high in pairwise(E2M1[:8])]
     for w_eNgi in groups_of(w_EKN, GROUP):
         _, exponent_eNg = torch.frexp(w_eNgi.abs().amax(dim=-1))  # amax = m * 2^exponent, m in .5 .. 1
         exponent_eNg = (exponent_eNg - 1 - 2 + 127).clamp(0, 254)
-        w_eNgi = (w_eNgi.double() * torch.exp2(127 - exponent_eNg.double()).unsqueeze(-1)).float()
-        code_eNgi = torch.bucketize(w_eNgi.abs().contiguous(), (levels[1:] + levels[:-1]) / 2)
-        blocks.append(nibbles(code_eNgi + 8 * (w_eNgi < 0)))
+        # a power of two, so the products are exact but where they are far too small to matter
+        w_eNgi = w_eNgi * torch.exp2(127 - exponent_eNg.double()).float().unsqueeze(-1)
+        code_eNgi = (w_eNgi < 0).to(torch.uint8) << 3
+        size_eNgi = w_eNgi.abs_()
+        for border in halfway:  # ten times as fast as torch.bucketize
+            code_eNgi += size_eNgi > border
+        blocks.append(nibbles(code_eNgi))
         exponents.append(exponent_eNg.to(torch.uint8))
     return MXFP4(block_ENgB=torch.cat(blocks), exponent_ENg=torch.cat(exponents), depth=w_EKN.shape[1])

@@ -122,7 +122,7 @@ def groups_of(w_EKN: Tensor, group: int) -> Iterator[Tensor]:
     """For a few experts at a time: output first, the depth cut into groups, e x N x groups x group, float32,
     with zeros behind the end."""
     for e in some_experts(w_EKN):
-        w_eNK = w_EKN[e].detach().transpose(1, 2).float()
+        w_eNK = w_EKN[e].detach().transpose(1, 2).contiguous().float()
         yield torch.nn.functional.pad(w_eNK, (0, -w_eNK.shape[2] % group)).unflatten(2, (-1, group))
 
 

@@ -115,6 +115,8 @@ COLUMNS = (
     Column("peak_rss_bytes", "BIGINT", "peak_rss_bytes"),
     *(Column(name, "DOUBLE", f"weather.{name}") for name in ("load_before", "load_after", "steal_percent")),
     Column("throttled", "BOOLEAN", "weather.throttled"),
+    Column("engine", "VARCHAR", "engine"),
+    Column("cell_seconds", "DOUBLE", "cell_seconds"),
     Column("environment", "VARCHAR", "environment"),
     Column("repro", "VARCHAR", "repro"),
 )

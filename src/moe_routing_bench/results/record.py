@@ -27,11 +27,11 @@ from pydantic import (
 )
 
 from moe_routing_bench.bench.status import Status
+from moe_routing_bench.results.migrating import SCHEMA_VERSION, newest
 
 if TYPE_CHECKING:  # it imports scipy.stats, which takes longer than most queries
     from moe_routing_bench.bench.verdict import Comparison as Compared
 
-SCHEMA_VERSION = 1
 MOST_LINE_BYTES = 64 * 1024
 MOST_LOG = 2_000
 DEFAULT_ROUTER = "softmax_topk"
@@ -75,8 +75,8 @@ class What(Part):
     included: Annotated[tuple[Name, ...], Field(max_length=64)]
     excluded: Annotated[tuple[Name, ...], Field(max_length=64)]
     layout: Name
-    router: Name = ""  # the rule with its options: "switch"; "" where the span has none
-    layer: Name = ""  # "chain(iterations=2)"; "" is the plain one
+    router: Name  # the rule with its options: "switch"; "" where the span has none
+    layer: Name  # "chain(iterations=2)"; "" is the plain one
 
     @property
     def setting(self) -> tuple[str, str, str]:
@@ -102,7 +102,7 @@ class Workload(Part):
     activation: Name
     bias: bool
     dtype: Name
-    store: Name = ""  # the format of its weights; "": they are in the dtype
+    store: Name  # the format of its weights; "": they are in the dtype
 
 
 class Routing(Part):
@@ -139,7 +139,7 @@ class Implementation(Part):
     role: Literal["baseline", "twin", "beside", "candidate"]
     deterministic: bool
     host_sync: Sentence  # why it must read device values on the host; "" if it does not
-    runs: Sentence = ""  # what really ran, if more than the label: topk.sort + make_plan.native + ...
+    runs: Sentence  # what really ran, if more than the label: topk.sort + make_plan.native + ...
 
 
 class Protocol(Part):
@@ -188,9 +188,7 @@ class Timing(Part):
     stages: Annotated[dict[Name, Seconds], Field(max_length=64)]
 
     @classmethod
-    def of(
-        cls, samples: ArrayLike, first_call: float, samples_ref: Samples, stages: Mapping[str, float]
-    ) -> Timing:
+    def of(cls, samples: ArrayLike, first_call: float, kept: Samples, stages: Mapping[str, float]) -> Timing:
         seconds = np.asarray(samples, dtype=np.float64).ravel()
         if not seconds.size or not np.isfinite(seconds).all() or seconds.min() <= 0:
             raise ValueError("a timing needs at least one sample, and samples must be positive and finite")
@@ -202,7 +200,7 @@ class Timing(Part):
             least=float(seconds.min()),
             most=float(seconds.max()),
             p05=p05, p25=p25, p75=p75, p95=p95,
-            first_call=first_call, samples=samples_ref, stages=dict(stages),
+            first_call=first_call, samples=kept, stages=dict(stages),
         )  # fmt: skip
 
     @model_validator(mode="after")
@@ -265,11 +263,11 @@ class Work(Part):
     share_of_roof: Share | None
     bw_2pass: Amount | None
     bw_strict: Amount | None
-    tokens_per_second: Amount | None = None
-    flops_per_second: Amount | None = None  # useful ones
-    bytes_per_second: Amount | None = None
-    wire_bytes: Count | None = None  # on several ranks: sent to one another, and the least there must be
-    least_wire_bytes: Count | None = None
+    tokens_per_second: Amount | None
+    flops_per_second: Amount | None  # useful ones
+    bytes_per_second: Amount | None
+    wire_bytes: Count | None  # on several ranks: sent to one another, and the least there must be
+    least_wire_bytes: Count | None
 
 
 class Correctness(Part):
@@ -281,7 +279,7 @@ class Correctness(Part):
     checks: Annotated[tuple[Name, ...], Field(max_length=64)]
     max_error: Amount | None
     max_bound: Amount | None
-    error: Amount | None = None  # root mean square, relative to that of the right result
+    error: Amount | None  # root mean square, relative to that of the right result
     checked_timed_calls: Count
 
 
@@ -297,10 +295,11 @@ class Record(Part):
 
     record_id = "20261115T024734123-1f3a9c02-000007", session = "20261115T024734123-1f3a9c02"
     cell_key  = hash of all that could change the answer: contract, workload, source, versions, machine
+    engine    = "local", "ray": who ran the cell; "" if that is not known
     routing and work are None if the worker died before they were known.
     """
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     record_id: Annotated[str, Field(pattern=rf"^{SESSION}-[0-9]{{6,9}}$")]
     cell_key: Hash
     session: SessionId
@@ -320,6 +319,8 @@ class Record(Part):
     correctness: Correctness
     peak_rss_bytes: Count | None
     weather: Weather
+    engine: Name
+    cell_seconds: Seconds | None  # that the whole cell took, all its subjects together
     environment: Hash
     repro: Annotated[str, Field(max_length=4_000, pattern=r"^[^\x00-\x1f\x7f]*$")]
     log_tail: Log
@@ -360,7 +361,7 @@ def parse_record(line: bytes) -> Record:
     if len(line) > MOST_LINE_BYTES:
         raise ValueError(f"the line has over {MOST_LINE_BYTES:,} bytes, which no record has")
     try:
-        return Record.model_validate_json(line)
+        return Record.model_validate_json(newest(line))
     except ValidationError as error:
         raise ValueError(_sentence(error)) from None
 

@@ -21,13 +21,14 @@ from moe_routing_bench.workloads.workload import SUITE_VERSION
 
 def record_outcome(outcome: CellOutcome, session: Session, *, suite: str, environment: str) -> list[Record]:
     """Write raw samples and records of one cell; on disk when this returns."""
-    records = [_record(one, outcome, session, suite, environment) for one in outcome.outcomes]
+    now = datetime.now(UTC)
+    records = [_record(one, outcome, session, suite, environment, now) for one in outcome.outcomes]
     session.append(records)
     return records
 
 
 def _record(
-    one: SubjectOutcome, outcome: CellOutcome, session: Session, suite: str, environment: str
+    one: SubjectOutcome, outcome: CellOutcome, session: Session, suite: str, environment: str, now: datetime
 ) -> Record:
     cell, case = outcome.cell, outcome.cell.case
     span, weather = cell.span, outcome.weather
@@ -41,13 +42,13 @@ def _record(
     sizes: dict[str, Any] = vars(case.shape)
     group = case.name.partition("/")[0]
     return Record(
-        schema_version=1,
+        schema_version=2,
         record_id=session.new_record_id(),
         cell_key=outcome.identity.key,
         session=session.id,
         suite=suite,
         suite_version=SUITE_VERSION,
-        created_at=datetime.now(UTC),
+        created_at=now,
         harness_version=package_version(),
         harness_hash=outcome.identity.harness,
         what=schema.What(
@@ -117,6 +118,8 @@ def _record(
             steal_percent=weather.steal_percent,
             throttled=None if weather.throttles is None else weather.throttles > 0,
         ),
+        engine=outcome.engine,
+        cell_seconds=outcome.seconds,
         environment=environment,
         repro=repro_command(cell, one.subject),
         log_tail=log_tail(one.log_tail),

@@ -136,6 +136,12 @@ def file_of(name: str) -> Path | None:
     return Path(_parse(name)[1]["file"]) if re.match(r"\s*trace\s*\(", name) else None
 
 
+def with_file(name: str, file: Path | str) -> str:
+    """The same workload, read from another file."""
+    family, given = _parse(name)
+    return _canonical(family, {**given, "file": str(file)})
+
+
 def _plain_name(name: str, *, E: int, K: int, W: int) -> str:
     """The name without an alias; those with a share spell it out for these sizes."""
     text = ALIASES.get(name.strip(), name)
