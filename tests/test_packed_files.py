@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops import coded
 from moe_routing_bench.ops.expert_ffn import native
 from moe_routing_bench.packed_files import HEADER, LEFT_OVER, PackedFiles
+from tiny_layers import EXPERT_FFN
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))]
 HAS = set(this_machine().instructions)
@@ -230,6 +232,12 @@ def test_a_full_disk_is_said_and_weights_are_right(tmp_path: Path, monkeypatch: 
     with pytest.warns(UserWarning, match="not kept in .*: .*No space left"):
         packed = native.freeze(weights(), store="int8", kept=PackedFiles(tmp_path))
     assert same(packed, native.freeze(weights(), store="int8")) and not list(tmp_path.iterdir())
+
+
+def test_who_cannot_keep_says_so(tmp_path: Path) -> None:
+    other = replace(EXPERT_FFN.get("native"), freeze=lambda weights: weights)
+    with pytest.raises(NotImplementedError, match=r"expert_ffn\.native cannot keep packed weights on disk"):
+        other.frozen(weights(), PackedFiles(tmp_path))
 
 
 def test_the_usual_folder_and_thawing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
