@@ -5,9 +5,9 @@ model trained here, with its held-out loss.
     python measurements/cpu/generation_by_format.py --quick    tiny, written to /tmp, to see that it works
 
 The random model is that of generation.py. Transformers' own experts run on its bfloat16 weights; ours are
-frozen by plugin.freeze, in bfloat16 and in each format. Before anything is timed, the logits of a whole prompt
-are held to a float32 model with the weights that the format keeps: their error (root mean square, relative) is
-at most twice that of plain torch in bfloat16 with the same roundings. The trained model is that of
+frozen by plugin.freeze, in bfloat16 and in each format. Before anything is timed, the logits of a prompt are
+held to a float32 model with the weights that the format keeps: their error (root mean square, relative) is at
+most twice that of plain torch in bfloat16 with the same roundings. The trained model is that of
 `mrb formats --text`, in float32; its loss is taken through the kernels that are timed.
 
 Every round times both phases of every subject once, in a new order, on one text per round: the prompt in one
@@ -221,16 +221,13 @@ def measured(
 
 def summary(document: dict[str, Any]) -> str:
     here = document["session"]
-    lines = [
-        f"{here['threads']} threads, {here['machine']['cpu']}, {here['date']}, load {here['load_average']}"
-    ]
+    cpu, load = here["machine"]["cpu"], here["load_average"][0]
+    lines = [f"{here['threads']} threads, {cpu}, {here['date']}, load average before {load:.1f}"]
     heads = "".join(f"{phase + ' tokens/s':>20}{'time / native (95 %)':>24}" for phase in PHASES)
     for title in ("random", "trained"):
         model = document[title]
-        lines += [
-            "",
-            f"{title}, {model['type']}: {model['prompt']} tokens in one call, {model['new']} in one each",
-        ]
+        prompt, new = model["prompt"], model["new"]
+        lines += ["", f"{title}, {model['type']}: {prompt} tokens in one call, then {new} calls of one"]
         lines.append(f"{'experts':28}{'MB':>8}{'loss':>9}{heads}")
         for name, one in model["subjects"].items():
             line = f"{name:28}{one['experts_bytes'] / 1e6:8.1f}{one['loss']:9.4f}"
