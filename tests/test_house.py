@@ -28,7 +28,7 @@ DOCUMENTS = [
 FLOORS = [
     ["layouts", "formats"],
     ["shapes", "names", "places", "published", "machine", "cpp", "recycled", "steady", "accuracy", "routing"],
-    ["plan", "experts", "frozen", "parallel.placement", "parallel.placing", "load", "cost"],
+    ["plan", "experts", "frozen", "packed_files", "parallel.placement", "parallel.placing", "load", "cost"],
     ["parallel.ranks", "parallel.faults", "parallel.traffic"],
     ["ops.tracing", "ops.targets", "ops.implementation", "ops.registry"],
     ["ops.decisions", "ops.preference", "ops.stand_ins", "ops.auto", "ops.catalog"],

@@ -7,6 +7,7 @@ form takes the place of the parameter. There is nothing else left to write to, a
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import weakref
@@ -189,6 +190,15 @@ def take_place(module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
             "state_dict, a flat buffer, a numpy view, another module), and what it writes later would not be "
             "seen; let it go first, or freeze a deepcopy"
         )
+    left.clear()
+    _give_back()
+
+
+def _give_back() -> None:
+    """Freed memory goes to the system; the C library would keep what packing used, more than it made."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
 
 
 class _Left:

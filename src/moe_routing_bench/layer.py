@@ -19,6 +19,7 @@ from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.stand_ins import StandIns
+from moe_routing_bench.packed_files import PackedFiles
 from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routers.router import Router, build
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
@@ -113,15 +114,14 @@ class Experts(nn.Module):
         y_TD = h_TF @ self.w_out_EFD[0]
         return y_TD if self.b_out_ED is None else y_TD + self.b_out_ED[0]
 
-    def freeze(self, implementation: Implementation) -> None:
+    def freeze(self, implementation: Implementation, kept: PackedFiles | None = None) -> None:
         """Hold the matrices only in the form that this implementation likes best; see MoE.freeze."""
         names = ("w_in_EDG", "w_out_EFD")
-        if all(isinstance(getattr(self, name), Frozen) for name in names):
+        if implementation.freeze is None or all(isinstance(getattr(self, name), Frozen) for name in names):
             return
-        if implementation.freeze is not None:
-            thaw(self)  # one of them may be frozen
-            frozen = implementation.freeze(self.weights()).tensors()
-            take_place(self, {name: frozen[name] for name in names})
+        thaw(self)  # one of them may be frozen
+        frozen = implementation.frozen(self.weights(), kept).tensors()
+        take_place(self, {name: frozen[name] for name in names})
 
     @torch.no_grad()
     def load_weights(self, weights: ExpertWeights) -> None:
@@ -290,12 +290,12 @@ class MoE(nn.Module):
         return self
 
     @torch.no_grad()
-    def freeze(self) -> MoE:
+    def freeze(self, kept: PackedFiles | None = None) -> MoE:
         """For inference: the experts' matrices are packed once, and the packed form takes their place.
 
         No memory is used twice, and nothing can change the weights behind the layer's back: writing to a
-        frozen parameter raises, and so does freezing one that something else can write to. No parameter of
-        the layer requires gradients afterwards. An implementation that packs nothing leaves them as they are.
+        frozen parameter raises, and so does freezing one that something else can write to. Nothing requires
+        gradients afterwards. What packs nothing leaves them as they are. kept: see packed_files.py.
         """
         if isinstance(self.expert_ffn, Auto):
             args = expert_ffn_op.arguments(StandIns(self.experts.weights(), self.router.K, self.layout, 1))
@@ -303,7 +303,7 @@ class MoE(nn.Module):
             del args  # it holds the weights, which must be ours alone
         else:
             implementation = self.expert_ffn
-        self.experts.freeze(implementation)
+        self.experts.freeze(implementation, kept)
         return self.requires_grad_(False)
 
     def thaw(self) -> MoE:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from moe_routing_bench import cpp
 from moe_routing_bench.cli import app
 from moe_routing_bench.formats.named import NAMES
 from moe_routing_bench.shapes import MoEShape
@@ -45,6 +46,11 @@ def test_held_out_loss_by_format() -> None:
     assert [one.name for one in losses] == ["float32", *NAMES]
     assert all(abs(one.more) < 0.5 and one.loss > 0 for one in losses)
     assert any(one.more != 0 for one in losses)
+    rows = {one.name: one.int8_rows for one in losses}
+    assert rows.pop("float32") is None and rows.pop("fp8_block") is None
+    for one in losses:
+        if cpp.why_not() is None and one.name in rows:
+            assert one.int8_rows != one.more and one.int8_rows == pytest.approx(one.more, abs=0.02)
 
 
 def test_a_text_that_is_not_there(tmp_path: Path) -> None:

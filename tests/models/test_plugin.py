@@ -344,6 +344,29 @@ def test_frozen_models_may_be_rounded_and_converted_ones_frozen() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "converted"])
+def test_a_frozen_model_is_packed_once_for_all_processes(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, logits, said = tokens(), [], []
+    original = make("qwen3_moe" if name == "converted" else name)
+    for keep_packed in (False, tmp_path, tmp_path):
+        model = copy.deepcopy(original)
+        if name == "converted":
+            convert(model, impl="native(store=int8_g32)")
+        plugin.freeze(model, "native(store=int8_g32)", keep_packed=keep_packed)
+        logits.append(model(ids).logits)
+        said.append(capsys.readouterr().err)
+        if keep_packed:
+            monkeypatch.setattr("moe_routing_bench.ops.coded.pack", None)
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+    files = list(tmp_path.iterdir())
+    assert len(files) == sum(isinstance(parameter, Frozen) for parameter in model.parameters()) > 0
+    assert not said[0] and "0 GB mapped" in said[1] and "0 GB written" in said[2]
+    assert str(tmp_path) in said[1]
+
+
+@needs_compiler
 def test_gpt_oss_runs_in_the_bits_it_was_published_in() -> None:
     """On a CPU Transformers makes bfloat16 of MXFP4 when it loads a model; freezing brings back its codes."""
     model, ids = make("gpt_oss"), tokens()

@@ -29,6 +29,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ from moe_routing_bench.models.running import (
 from moe_routing_bench.ops.auto import Choice, invariant_names, pick, resolve
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.stand_ins import StandIns
+from moe_routing_bench.packed_files import PackedFiles
 
 __all__ = ["experts_forward", "freeze", "implementations", "register", "replay", "thaw"]
 NAME = "moe_routing_bench"
@@ -211,28 +213,41 @@ def _choice(module: nn.Module, reading: Reading, impl: str, tokens: int = 1) -> 
 
 
 @torch.no_grad()
-def freeze(model: nn.Module, impl: str = "auto", *, batch_invariant: bool = False) -> None:
+def freeze(
+    model: nn.Module,
+    impl: str = "auto",
+    *,
+    batch_invariant: bool = False,
+    keep_packed: bool | Path | str = False,
+) -> None:
     """For inference: our kernels in every experts module, with the weights packed once; also in our own
     layers inside, as from models.convert.
 
     The packed form takes the place of the parameters: no memory is used twice, and writing to them raises.
     RuntimeError if something else (an optimizer, a state_dict) can still write to one of them. No parameter
     of the model requires gradients afterwards. batch_invariant: see register.
+
+    keep_packed: the packed form is in files too, in <MRB_HOME>/packed or in this folder. Whoever freezes the
+    same weights again maps them instead of packing, and processes share their memory (packed_files.py). It
+    takes as much of the disk as the packed weights; a line on stderr says how much and where.
     """
+    kept = PackedFiles.asked(keep_packed)
     modules = list(experts_modules(model))
     if modules:
         name = register(impl, batch_invariant=batch_invariant)
         impl = impl if name == NAME else name.removeprefix(f"{NAME}:")
         model.set_experts_implementation(name)  # type: ignore[operator]
     for _, module in modules:
-        _freeze(module, impl)
+        _freeze(module, impl, kept)
     for layer in model.modules():
         if isinstance(layer, MoE):
-            layer.freeze()
+            layer.freeze(kept)
     model.requires_grad_(False)
+    if kept is not None:
+        kept.say()
 
 
-def _freeze(module: Any, impl: str) -> None:
+def _freeze(module: Any, impl: str, kept: PackedFiles | None) -> None:
     reading = read(module)
     if reading.activation is None or all(isinstance(w, Frozen) for w in tensors_of(module)[:2]):
         return
@@ -240,7 +255,7 @@ def _freeze(module: Any, impl: str) -> None:
     implementation = _choice(module, reading, impl).implementation
     if implementation.freeze is None:
         return
-    frozen = implementation.freeze(weights_of(module, reading))
+    frozen = implementation.frozen(weights_of(module, reading), kept)
     output_first = not module.is_transposed
     take_place(
         module,

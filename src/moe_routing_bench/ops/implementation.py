@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_routing_bench.packed_files import PackedFiles
+
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
@@ -62,6 +64,15 @@ class Implementation:
         if (reason := self.why_not(*args)) is not None:
             raise NotImplementedError(f"{self.op}.{self.label}: {reason}")
         return self.run(*args)
+
+    def frozen(self, weights: Any, kept: PackedFiles | None = None) -> Any:
+        """freeze(weights), with the packed form in files that are used again if kept says where."""
+        assert self.freeze is not None
+        if kept is None:
+            return self.freeze(weights)
+        if "kept" not in inspect.signature(self.freeze).parameters:
+            raise NotImplementedError(f"{self.op}.{self.label} cannot keep packed weights on disk")
+        return self.freeze(weights, kept=kept)
 
     def composed_of(
         self, parts: Mapping[str, Implementation], config: Mapping[str, Any]

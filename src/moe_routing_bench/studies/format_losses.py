@@ -7,16 +7,17 @@ held-out loss is taken with the experts of every layer in the format.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_routing_bench.experts import ExpertWeights, QuantisedExperts
 from moe_routing_bench.formats.named import INT8_ROWS, NAMES, quantise
 from moe_routing_bench.formats.stored import bytes_per_weight
-from moe_routing_bench.layer import Experts
+from moe_routing_bench.layer import Experts, MoE
 from moe_routing_bench.ops.expert_ffn import native
 from moe_routing_bench.ops.expert_ffn.op import op
 from moe_routing_bench.ops.make_plan.op import reference as make_plan
@@ -53,12 +54,14 @@ class FormatLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedLoss:
-    """Held-out nats per byte, and how many more than with float32:
-    TrainedLoss(name="int4_g32", loss=2.2496, more=0.0015)."""
+    """Held-out nats per byte, and how many more than with float32; int8_rows: how many more if the kernel
+    rounds rows to 8 bits as well, None if it cannot run.
+    TrainedLoss(name="int4_g32", loss=2.2496, more=0.0015, int8_rows=0.0017)."""
 
     name: str
     loss: float
     more: float
+    int8_rows: float | None = None
 
 
 def like_trained(size: tuple[int, int, int], dice: torch.Generator) -> Tensor:
@@ -109,17 +112,38 @@ def trained_losses(corpus: Corpus, *, steps: int, seed: int = 0) -> Iterator[Tra
         rule=Rule(name=MODEL, router=MODEL), steps=steps, seed=seed, evaluations=1, warmup=min(40, steps)
     )
     (model,) = (event.model for event in train(run, corpus) if isinstance(event, Ended))
-    first = next(iter(evaluate(model, corpus, run).values()))
+
+    def loss_of(model: nn.Module) -> float:
+        return next(iter(evaluate(model, corpus, run).values()))
+
+    first = loss_of(model)
     yield TrainedLoss(name="float32", loss=first, more=0.0)
-    layers = [module for module in model.modules() if isinstance(module, Experts)]
-    plain = [layer.weights().to(dtype=torch.float64) for layer in layers]
     for name in NAMES:
-        with torch.no_grad():
-            for layer, weights in zip(layers, plain, strict=True):
-                layer.w_in_EDG.copy_(quantise(weights.w_in_EDG, name).decoded().weights())
-                layer.w_out_EFD.copy_(quantise(weights.w_out_EFD, name).decoded().weights())
-        loss = next(iter(evaluate(model, corpus, run).values()))
-        yield TrainedLoss(name=name, loss=loss, more=loss - first)
+        loss, rows = loss_of(_stored(model, name)), name + INT8_ROWS
+        runs = native.why_not_freeze(torch.float32, rows) is None
+        int8_rows = loss_of(_frozen(model, rows)) - first if runs else None
+        yield TrainedLoss(name=name, loss=loss, more=loss - first, int8_rows=int8_rows)
+
+
+@torch.no_grad()
+def _stored(model: nn.Module, name: str) -> nn.Module:
+    """A copy with what the format keeps of the experts' weights."""
+    model = copy.deepcopy(model)
+    for layer in model.modules():
+        if isinstance(layer, Experts):
+            for w_EKN in (layer.w_in_EDG, layer.w_out_EFD):
+                w_EKN.copy_(quantise(w_EKN, name).decoded().weights())
+    return model
+
+
+def _frozen(model: nn.Module, store: str) -> nn.Module:
+    """A copy whose experts are computed by the kernel for stored weights."""
+    model = copy.deepcopy(model)
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            layer.expert_ffn = op.get(f"native(store={store})")
+            layer.freeze()
+    return model
 
 
 def _relative(got: Tensor, right: Tensor) -> float:

@@ -16,6 +16,8 @@ products is then computed by functions whose bits do not depend on the place of 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,6 +35,7 @@ from moe_routing_bench.frozen import UNPACK, Form, Frozen
 from moe_routing_bench.ops import coded
 from moe_routing_bench.ops.expert_ffn.op import by_expert, check_sizes, op
 from moe_routing_bench.ops.implementation import tensors_in
+from moe_routing_bench.packed_files import PackedFiles
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.recycled import recycled
 
@@ -114,18 +117,24 @@ def _int8_rows(store: str | None) -> bool:
     return store is not None and store.endswith(INT8_ROWS)
 
 
-def freeze(weights: ExpertWeights, *, store: str | None = None) -> ExpertWeights:
+def freeze(
+    weights: ExpertWeights, *, store: str | None = None, kept: PackedFiles | None = None
+) -> ExpertWeights:
     """Both matrices in panels of 32 columns, the same at every level; biases as they are."""
     _must_freeze(weights.validate().w_in_EDG.dtype, store, weights.w_in_EDG)
     return replace(
         weights,
-        w_in_EDG=_pack(weights.w_in_EDG.detach(), weights.gated, store),
-        w_out_EFD=_pack(weights.w_out_EFD.detach(), False, store),
+        w_in_EDG=_pack(weights.w_in_EDG.detach(), weights.gated, store, kept),
+        w_out_EFD=_pack(weights.w_out_EFD.detach(), False, store, kept),
     )
 
 
 def freeze_stored(
-    experts: QuantisedExperts, dtype: torch.dtype, *, store: str | None = None
+    experts: QuantisedExperts,
+    dtype: torch.dtype,
+    *,
+    store: str | None = None,
+    kept: PackedFiles | None = None,
 ) -> ExpertWeights:
     """The same of weights that a checkpoint stores in a format, for activations of this dtype: no weight is
     rounded, and nothing of what was loaded is needed any more. store: its format, or with _a8 behind."""
@@ -135,8 +144,8 @@ def freeze_stored(
         raise ValueError(f"these weights are stored as {own}, not as {_format(store)}")
     _must_freeze(dtype, store)
     return ExpertWeights(
-        w_in_EDG=_pack_stored(experts.w_in, dtype, experts.activation in GATED, store),
-        w_out_EFD=_pack_stored(experts.w_out, dtype, False, store),
+        w_in_EDG=_pack_stored(experts.w_in, dtype, experts.activation in GATED, store, kept),
+        w_out_EFD=_pack_stored(experts.w_out, dtype, False, store, kept),
         b_in_EG=None if experts.b_in_EG is None else experts.b_in_EG.to(dtype),
         b_out_ED=None if experts.b_out_ED is None else experts.b_out_ED.to(dtype),
         activation=experts.activation,
@@ -152,26 +161,48 @@ def _must_freeze(dtype: torch.dtype, store: str | None, *tensors: Tensor) -> Non
         raise NotImplementedError(f"cannot freeze weights for expert_ffn.native: {reason}")
 
 
-def _pack(w_EKN: Tensor, gated: bool, store: str | None) -> Frozen:
+def _pack(w_EKN: Tensor, gated: bool, store: str | None, kept: PackedFiles | None) -> Frozen:
     form = Form(kernel="native", size=tuple(w_EKN.shape), dtype=w_EKN.dtype, gated=gated, store=store)  # type: ignore[arg-type]
     w_EKN = w_EKN[:1] if w_EKN.stride(0) == 0 else w_EKN  # experts that share memory are packed once
+    return _frozen(form, [w_EKN], lambda: _panels(w_EKN, gated, store), kept)
+
+
+def _panels(w_EKN: Tensor, gated: bool, store: str | None) -> Tensor:
+    library = _library(None)
     if store is not None and store != "bfloat16":
-        stored = quantise(w_EKN, _format(store)).decoded()
-        return Frozen(coded.pack(stored, gated, _library(None), _int8_rows(store)), form)
+        return coded.pack(quantise(w_EKN, _format(store)).decoded(), gated, library, _int8_rows(store))
     w_EKN = w_EKN if store is None else w_EKN.to(torch.bfloat16)
     E, depth, columns = w_EKN.shape
-    library = _library(None)
     panels = recycled.empty(E, library.mrb_packed_elements(depth, columns, gated), dtype=w_EKN.dtype)
     library.mrb_pack(
         panels.data_ptr(), w_EKN.data_ptr(), *w_EKN.stride(), E, depth, columns, gated, w_EKN.element_size(),
         torch.get_num_threads(),
     )  # fmt: skip
-    return Frozen(panels, form)
+    return panels
 
 
-def _pack_stored(stored: Stored, dtype: torch.dtype, gated: bool, store: str) -> Frozen:
+def _pack_stored(
+    stored: Stored, dtype: torch.dtype, gated: bool, store: str, kept: PackedFiles | None
+) -> Frozen:
     form = Form(kernel="native", size=stored.size, dtype=dtype, gated=gated, store=store)
-    return Frozen(coded.pack(stored.decoded(), gated, _library(None), _int8_rows(store)), form)
+    return _frozen(
+        form,
+        list(tensors_in(stored)),
+        lambda: coded.pack(stored.decoded(), gated, _library(None), _int8_rows(store)),
+        kept,
+    )
+
+
+def _frozen(form: Form, source: list[Tensor], pack: Callable[[], Tensor], kept: PackedFiles | None) -> Frozen:
+    return Frozen(pack() if kept is None else kept.panels((form, _packing_code()), source, pack), form)
+
+
+@cache
+def _packing_code() -> str:
+    """A hash of all files that decide what panels hold: whoever changes one packs anew."""
+    formats = Path(__file__).parents[2].joinpath("formats").glob("*.py")
+    files = [*cpp.with_includes(SOURCE), Path(__file__), Path(coded.__file__), *sorted(formats)]
+    return hashlib.sha256(repr([path.read_text() for path in files]).encode()).hexdigest()
 
 
 def _unpack(panels: Tensor, form: Form) -> Tensor:
