@@ -108,14 +108,6 @@ def plain(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeigh
     return by_expert(x_TD, gate_TK, plan, weights, rounded=rounded_rows)
 
 
-@cache  # else made anew in every call, which at one token is seen
-def _coding(store: str | None) -> tuple[Coding | None, Any]:
-    if store is None or store == "bfloat16":
-        return None, None
-    coding = coding_of(_format(store))
-    return coding, ctypes.pointer(coded.for_c(coding, _int8_rows(store)))
-
-
 def _format(store: str) -> str:
     """ "int8_a8" -> "int8": how the weights alone are stored."""
     return store.removesuffix(INT8_ROWS)
@@ -296,7 +288,8 @@ def run(
     b_in_EG, b_out_ED = (
         None if b is None else b.detach().float().contiguous() for b in (weights.b_in_EG, weights.b_out_ED)
     )
-    coding, for_c = _coding(store)
+    coding = None if store is None or store == "bfloat16" else coding_of(_format(store))
+    for_c = coding and ctypes.pointer(coded.for_c(coding, _int8_rows(store)))
     problem = _Problem(
         x_TD.data_ptr(), w_in.panels.data_ptr(), w_out.panels.data_ptr(), _pointer(b_in_EG),
         _pointer(b_out_ED), gate_TK.data_ptr(), for_c,
