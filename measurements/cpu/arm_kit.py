@@ -1,7 +1,7 @@
 """The kit on ARM without an ARM machine: level neon cross-compiled and run under qemu. Verified, not timed.
 
     dpkg --add-architecture arm64 && apt-get update && apt-get install g++-aarch64-linux-gnu qemu-user-static
-    python measurements/cpu/arm_kit.py /tmp/arm       about an hour, 3 GB, as root on Debian; writes arm_kit.json
+    python measurements/cpu/arm_kit.py /tmp/arm       an hour, 3 GB, Debian, as root; writes arm_kit.json
     python measurements/cpu/arm_kit.py /tmp/arm --quick     one format, nothing written
 
 The folder becomes a small Debian for arm64: Python, torch's wheel for aarch64, what the tests import. In it
@@ -33,21 +33,22 @@ from moe_routing_bench.machine import this_machine
 
 ROOT = Path(__file__).parents[2]
 GUEST = Path(__file__).with_name("arm_guest.py")
+TESTS = "tests/ops/test_stored_experts.py"
 COMPILER, PROCESSOR = "aarch64-linux-gnu-g++", "neoverse-n1"
 DEBS = (
-    "python3.11-minimal libpython3.11-minimal libpython3.11-stdlib libc6 libstdc++6 libgcc-s1 libgomp1 zlib1g "
-    "libssl3 libffi8 libbz2-1.0 liblzma5 libsqlite3-0 libexpat1 libncursesw6 libtinfo6 libreadline8 libuuid1 "
-    "libdb5.3 libnsl2 libtirpc3 libcrypt1"
+    "python3.11-minimal libpython3.11-minimal libpython3.11-stdlib libc6 libstdc++6 libgcc-s1 libgomp1 "
+    "zlib1g libssl3 libffi8 libbz2-1.0 liblzma5 libsqlite3-0 libexpat1 libncursesw6 libtinfo6 libreadline8 "
+    "libuuid1 libdb5.3 libnsl2 libtirpc3 libcrypt1"
 ).split()
 # the last torch whose wheel for aarch64 needs no CUDA
 WHEELS = (
-    "torch==2.10.0 numpy sympy mpmath typing-extensions setuptools<81 filelock networkx jinja2 markupsafe fsspec "
-    "pytest<10 pytest-timeout pluggy iniconfig packaging pygments hypothesis sortedcontainers"
+    "torch==2.10.0 numpy sympy mpmath typing-extensions setuptools<81 filelock networkx jinja2 markupsafe "
+    "fsspec pytest<10 pytest-timeout pluggy iniconfig packaging pygments hypothesis sortedcontainers"
 ).split()
 # the bits of AT_HWCAP, in order, in the words of /proc/cpuinfo
 HWCAP = (
-    "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 "
-    "sm3 sm4 asimddp sha512 sve"
+    "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop "
+    "sha3 sm3 sm4 asimddp sha512 sve"
 ).split()
 SPECS = (
     *((op, "native") for op in ("make_plan", "dispatch", "combine", "grouped_gemm", "expert_ffn")),
@@ -58,17 +59,21 @@ SPECS = (
 # file, what stands there, what is put there instead, and who must fail
 FAULTS: dict[str, tuple[str, str, str, tuple[str, str]]] = {
     "codes of four columns in the other order": (
-        "coded.h", "vmovl_u8(four(b))", "vmovl_u8(vrev32_u8(four(b)))", ("expert_ffn", "native(store=int4_g32)"),
+        "coded.h", "vmovl_u8(four(b))", "vmovl_u8(vrev32_u8(four(b)))",
+        ("expert_ffn", "native(store=int4_g32)"),
     ),
     "the last of 16 numbers of a row dropped": (
         "int8_rows.h", "for (int i = 0; i < HALF; i++) {\n    const int32_t code",
-        "for (int i = 0; i < HALF - 1; i++) {\n    const int32_t code", ("expert_ffn", "native(store=int8_a8)"),
+        "for (int i = 0; i < HALF - 1; i++) {\n    const int32_t code",
+        ("expert_ffn", "native(store=int8_a8)"),
     ),
     "float16 scales of the next columns": (
         "coded.h", "vreinterpret_f16_u16(vld1_u16(b))", "vreinterpret_f16_u16(vld1_u16(b + 1))",
         ("expert_ffn", "native(store=q8_0)"),
     ),
-    "zero taken off twice": ("int8_rows.h", "SIGNED = 1", "SIGNED = 0", ("expert_ffn", "native(store=int8_a8)")),
+    "zero taken off twice": (
+        "int8_rows.h", "SIGNED = 1", "SIGNED = 0", ("expert_ffn", "native(store=int8_a8)"),
+    ),
     "the sign of float8 in its exponent too": (
         "coded.h", "vdup_n_s16((short)0xbfff)", "vdup_n_s16((short)0xffff)",
         ("expert_ffn", "native(store=fp8_block)"),
@@ -144,18 +149,7 @@ def planted(folder: Path, fault: str) -> dict[str, str]:
 
 
 def tests(folder: Path) -> dict[str, int]:
-    """tests/ops/test_stored_experts.py in the guest."""
-    ran = guest(
-        folder,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "not nightly",
-        "--timeout",
-        "0",
-        "tests/ops/test_stored_experts.py",
-    )
+    ran = guest(folder, "-m", "pytest", "-q", "-m", "not nightly", "--timeout", "0", TESTS)
     print(ran.stdout[-2000:], file=sys.stderr)
     return {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", ran.stdout[-300:])}
 
@@ -170,9 +164,9 @@ def main(folder: Path, quick: Annotated[bool, typer.Option("--quick", help="One 
     if quick:
         print(json.dumps(kit(folder, ("expert_ffn", "native(store=int8_a8)")), indent=1))
         return
-    asking = "from moe_routing_bench import cpp; import json, platform, torch; "
-    asking += "print(json.dumps([platform.machine(), platform.python_version(), torch.__version__, cpp.best_level()]))"
-    machine, python, version, level = json.loads(guest(folder, "-c", asking).stdout)
+    asking = "from moe_routing_bench import cpp; import platform as p, torch; "
+    asking += "print(p.machine(), p.python_version(), torch.__version__, cpp.best_level())"
+    machine, python, version, level = guest(folder, "-c", asking).stdout.split()
     results = kit(folder, *SPECS)
     document = {
         "what": "verified under qemu, not timed",
@@ -187,7 +181,7 @@ def main(folder: Path, quick: Annotated[bool, typer.Option("--quick", help="One 
         "passed": sum(count.get("passed", 0) for row in results for count in row["by_dtype"].values()),
         "failed": sum(len(row["failures"]) for row in results),
         "kit": results,
-        "tests/ops/test_stored_experts.py": tests(folder),
+        TESTS: tests(folder),
         "planted": [planted(folder, fault) for fault in FAULTS],
         "host": environment_document(this_machine()),
     }  # fmt: skip
