@@ -113,6 +113,7 @@ def guest(folder: Path, *args: str, source: Path = ROOT / "src") -> subprocess.C
     environment = {
         **os.environ, "CXX": COMPILER, "OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": str(folder / "pycache"),
         "PYTHONPATH": f"{folder / 'site'}:{source}", "TORCH_EXTENSIONS_DIR": str(folder / "libraries"),
+        "PYTHONDONTWRITEBYTECODE": "",
     }  # fmt: skip
     root = folder / "root"
     command = [emulator(), "-cpu", PROCESSOR, "-L", str(root), str(root / "usr/bin/python3.11"), *args]
