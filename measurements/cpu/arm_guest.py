@@ -12,14 +12,24 @@ from typing import Any
 
 import torch
 
+from moe_routing_bench.conformance.cases import KitCell
 from moe_routing_bench.conformance.check import cells_of, check
+
+
+def too_slow(cell: KitCell) -> bool:
+    """Under qemu: cases of gigabytes; products that compare batches; other layouts than compact for weights
+    that are stored in a format, as their kernel is the same with any plan."""
+    multiplies = cell.op in ("grouped_gemm", "expert_ffn")
+    stored = "store=" in cell.spec and cell.layout != "compact"
+    return cell.case.beyond_int32 or (multiplies and cell.case.batches) or stored
 
 
 def judged(op: str, spec: str, until_failed: bool) -> dict[str, Any]:
     by_dtype: dict[str, Counter[str]] = {}
     failures = []
     for cell in cells_of(op, spec):
-        if cell.case.beyond_int32:  # gigabytes
+        if too_slow(cell):
+            by_dtype.setdefault(cell.dtype, Counter())["left out"] += 1
             continue
         outcome = check(cell)
         by_dtype.setdefault(cell.dtype, Counter())[outcome.status] += 1

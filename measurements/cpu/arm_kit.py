@@ -14,6 +14,7 @@ Then errors are planted into the code for NEON, one at a time, and the same case
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,15 +103,15 @@ def prepare(folder: Path) -> None:
          *(f"--platform={name}_aarch64" for name in platforms), *WHEELS], check=True,
     )  # fmt: skip
     asking = "import ctypes; print(ctypes.CDLL(None).getauxval(16))"
-    bits = int(guest(folder, "-c", asking).stdout)
+    bits = int("".join(guest(folder, "-c", asking)))
     features = " ".join(name for i, name in enumerate(HWCAP) if bits >> i & 1)
     (folder / "root/proc").mkdir(exist_ok=True)
     (folder / "root/proc/cpuinfo").write_text(f"processor\t: 0\nFeatures\t: {features}\n")
     (folder / "ready").touch()
 
 
-def guest(folder: Path, *args: str, source: Path = ROOT / "src") -> subprocess.CompletedProcess[str]:
-    """Python in the guest."""
+def guest(folder: Path, *args: str, source: Path = ROOT / "src") -> Iterator[str]:
+    """The lines that Python in the guest writes."""
     environment = {
         **os.environ, "CXX": COMPILER, "OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": str(folder / "pycache"),
         "PYTHONPATH": f"{folder / 'site'}:{source}", "TORCH_EXTENSIONS_DIR": str(folder / "libraries"),
@@ -117,7 +119,9 @@ def guest(folder: Path, *args: str, source: Path = ROOT / "src") -> subprocess.C
     }  # fmt: skip
     root = folder / "root"
     command = [emulator(), "-cpu", PROCESSOR, "-L", str(root), str(root / "usr/bin/python3.11"), *args]
-    return subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield from process.stdout
 
 
 def emulator() -> str:
@@ -127,32 +131,48 @@ def emulator() -> str:
     return path
 
 
-def kit(
-    folder: Path, *specs: tuple[str, str], until_failed: bool = False, source: Path = ROOT / "src"
-) -> list[Any]:
-    ran = guest(folder, str(GUEST), "first" if until_failed else "all", json.dumps(specs), source=source)
-    results = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert ran.returncode == 0 and len(results) == len(specs), f"the guest ended with {ran.returncode}"
-    return results
+def results(folder: Path) -> Path:
+    """Where results are kept, so that a run that was ended goes on; another folder for other kernels."""
+    kernels = sorted((ROOT / "src/moe_routing_bench/ops").rglob("*.h")) + sorted(
+        (ROOT / "src/moe_routing_bench/ops").rglob("*.cpp")
+    )
+    digits = hashlib.sha256(b"".join(file.read_bytes() for file in kernels)).hexdigest()[:16]
+    (folder / "results" / digits).mkdir(parents=True, exist_ok=True)
+    return folder / "results" / digits
+
+
+def kit(folder: Path, specs: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+    files = {spec: results(folder) / f"{'.'.join(spec)}.json" for spec in specs}
+    missing = [spec for spec, file in files.items() if not file.exists()]
+    for line in guest(folder, str(GUEST), "all", json.dumps(missing)) if missing else ():
+        row = json.loads(line)
+        files[row["op"], row["spec"]].write_text(line)
+    return [json.loads(file.read_text()) for file in files.values()]
 
 
 def planted(folder: Path, fault: str) -> dict[str, str]:
     name, right, wrong, spec = FAULTS[fault]
-    with tempfile.TemporaryDirectory() as copy:
-        shutil.copytree(ROOT / "src", copy, dirs_exist_ok=True)
-        file = Path(copy) / "moe_routing_bench/ops" / name
-        text = file.read_text()
-        assert text.count(right) == 1, f"{name} has no longer one {right!r}"
-        file.write_text(text.replace(right, wrong))
-        (result,) = kit(folder, spec, until_failed=True, source=Path(copy))
-    cell, sentence = (result["failures"] or [["", "not noticed"]])[0]
+    kept = results(folder) / f"{fault}.json"
+    if not kept.exists():
+        with tempfile.TemporaryDirectory() as copy:
+            shutil.copytree(ROOT / "src", copy, dirs_exist_ok=True)
+            file = Path(copy) / "moe_routing_bench/ops" / name
+            text = file.read_text()
+            assert text.count(right) == 1, f"{name} has no longer one {right!r}"
+            file.write_text(text.replace(right, wrong))
+            (line,) = guest(folder, str(GUEST), "first", json.dumps([spec]), source=Path(copy))
+        kept.write_text(line)
+    cell, sentence = (json.loads(kept.read_text())["failures"] or [["", "not noticed"]])[0]
     return {"fault": fault, "file": name, "cell": cell, "noticed": sentence}
 
 
 def tests(folder: Path) -> dict[str, int]:
-    ran = guest(folder, "-m", "pytest", "-q", "-m", "not nightly", "--timeout", "0", TESTS)
-    print(ran.stdout[-2000:], file=sys.stderr)
-    return {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", ran.stdout[-300:])}
+    kept = results(folder) / "tests.txt"
+    if not kept.exists():
+        lines = "".join(guest(folder, "-m", "pytest", "-q", "-m", "not nightly", "--timeout", "0", TESTS))
+        kept.write_text(lines)
+    last = kept.read_text().splitlines()[-1]
+    return {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
 
 
 def first_line(*command: str) -> str:
@@ -163,12 +183,12 @@ def main(folder: Path, quick: Annotated[bool, typer.Option("--quick", help="One 
     folder = folder.resolve()
     prepare(folder)
     if quick:
-        print(json.dumps(kit(folder, ("expert_ffn", "native(store=int8_a8)")), indent=1))
+        print(json.dumps(kit(folder, [("expert_ffn", "native(store=int8_a8)")]), indent=1))
         return
     asking = "from moe_routing_bench import cpp; import platform as p, torch; "
     asking += "print(p.machine(), p.python_version(), torch.__version__, cpp.best_level())"
-    machine, python, version, level = guest(folder, "-c", asking).stdout.split()
-    results = kit(folder, *SPECS)
+    machine, python, version, level = "".join(guest(folder, "-c", asking)).split()
+    rows = kit(folder, SPECS)
     document = {
         "what": "verified under qemu, not timed",
         "command": "python measurements/cpu/arm_kit.py FOLDER",
@@ -179,9 +199,9 @@ def main(folder: Path, quick: Annotated[bool, typer.Option("--quick", help="One 
             "processor": PROCESSOR, "machine": machine, "python": python, "torch": version, "level": level,
             "cpuinfo": (folder / "root/proc/cpuinfo").read_text().splitlines()[1],
         },
-        "passed": sum(count.get("passed", 0) for row in results for count in row["by_dtype"].values()),
-        "failed": sum(len(row["failures"]) for row in results),
-        "kit": results,
+        "passed": sum(count.get("passed", 0) for row in rows for count in row["by_dtype"].values()),
+        "failed": sum(len(row["failures"]) for row in rows),
+        "kit": rows,
         TESTS: tests(folder),
         "planted": [planted(folder, fault) for fault in FAULTS],
         "host": environment_document(this_machine()),
