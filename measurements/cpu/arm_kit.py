@@ -4,6 +4,8 @@
     python measurements/cpu/arm_kit.py /tmp/arm       an hour, 3 GB, Debian, as root; writes arm_kit.json
     python measurements/cpu/arm_kit.py /tmp/arm --quick     one format, nothing written
 
+A run that was ended goes on; --so-far writes what there is.
+
 The folder becomes a small Debian for arm64: Python, torch's wheel for aarch64, what the tests import. In it
 cpp.py compiles as everywhere; CXX names the cross compiler, a program for x86 that runs outside of qemu. The
 emulated processor has ARMv8.2-A and nothing later, so an instruction above level neon would end the run. qemu
@@ -133,26 +135,27 @@ def emulator() -> str:
 
 def results(folder: Path) -> Path:
     """Where results are kept, so that a run that was ended goes on; another folder for other kernels."""
-    kernels = sorted((ROOT / "src/moe_routing_bench/ops").rglob("*.h")) + sorted(
-        (ROOT / "src/moe_routing_bench/ops").rglob("*.cpp")
-    )
+    files = sorted((ROOT / "src/moe_routing_bench/ops").rglob("*"))
+    kernels = [file for file in files if file.suffix in (".h", ".cpp")]
     digits = hashlib.sha256(b"".join(file.read_bytes() for file in kernels)).hexdigest()[:16]
     (folder / "results" / digits).mkdir(parents=True, exist_ok=True)
     return folder / "results" / digits
 
 
-def kit(folder: Path, specs: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+def kit(folder: Path, specs: Iterable[tuple[str, str]], so_far: bool = False) -> list[dict[str, Any]]:
     files = {spec: results(folder) / f"{'.'.join(spec)}.json" for spec in specs}
     missing = [spec for spec, file in files.items() if not file.exists()]
-    for line in guest(folder, str(GUEST), "all", json.dumps(missing)) if missing else ():
+    for line in guest(folder, str(GUEST), "all", json.dumps(missing)) if missing and not so_far else ():
         row = json.loads(line)
         files[row["op"], row["spec"]].write_text(line)
-    return [json.loads(file.read_text()) for file in files.values()]
+    return [json.loads(file.read_text()) for file in files.values() if file.exists() or not so_far]
 
 
-def planted(folder: Path, fault: str) -> dict[str, str]:
+def planted(folder: Path, fault: str, so_far: bool = False) -> dict[str, str] | None:
     name, right, wrong, spec = FAULTS[fault]
     kept = results(folder) / f"{fault}.json"
+    if so_far and not kept.exists():
+        return None
     if not kept.exists():
         with tempfile.TemporaryDirectory() as copy:
             shutil.copytree(ROOT / "src", copy, dirs_exist_ok=True)
@@ -166,8 +169,10 @@ def planted(folder: Path, fault: str) -> dict[str, str]:
     return {"fault": fault, "file": name, "cell": cell, "noticed": sentence}
 
 
-def tests(folder: Path) -> dict[str, int]:
+def tests(folder: Path, so_far: bool = False) -> dict[str, int] | None:
     kept = results(folder) / "tests.txt"
+    if so_far and not kept.exists():
+        return None
     if not kept.exists():
         lines = "".join(guest(folder, "-m", "pytest", "-q", "-m", "not nightly", "--timeout", "0", TESTS))
         kept.write_text(lines)
@@ -175,22 +180,38 @@ def tests(folder: Path) -> dict[str, int]:
     return {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
 
 
+def about(folder: Path) -> list[str]:
+    kept = folder / "about.txt"
+    if not kept.exists():
+        asking = "from moe_routing_bench import cpp; import platform as p, torch; "
+        asking += "print(p.machine(), p.python_version(), torch.__version__, cpp.best_level())"
+        kept.write_text("".join(guest(folder, "-c", asking)))
+    return kept.read_text().split()
+
+
 def first_line(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
 
 
-def main(folder: Path, quick: Annotated[bool, typer.Option("--quick", help="One format.")] = False) -> None:
+def main(
+    folder: Path,
+    quick: Annotated[bool, typer.Option("--quick", help="One format.")] = False,
+    so_far: Annotated[bool, typer.Option("--so-far", help="Run no more; name what was not run.")] = False,
+) -> None:
     folder = folder.resolve()
     prepare(folder)
     if quick:
         print(json.dumps(kit(folder, [("expert_ffn", "native(store=int8_a8)")]), indent=1))
         return
-    asking = "from moe_routing_bench import cpp; import platform as p, torch; "
-    asking += "print(p.machine(), p.python_version(), torch.__version__, cpp.best_level())"
-    machine, python, version, level = "".join(guest(folder, "-c", asking)).split()
-    rows = kit(folder, SPECS)
+    machine, python, version, level = about(folder)
+    rows, ran = kit(folder, SPECS, so_far), tests(folder, so_far)
+    faults = {fault: planted(folder, fault, so_far) for fault in FAULTS}
+    have = {(row["op"], row["spec"]) for row in rows}
+    missing = [".".join(spec) for spec in SPECS if spec not in have]
+    missing += [fault for fault, result in faults.items() if result is None] + [TESTS] * (ran is None)
     document = {
         "what": "verified under qemu, not timed",
+        "not_run": missing,
         "command": "python measurements/cpu/arm_kit.py FOLDER",
         "taken": datetime.now(UTC).isoformat(timespec="seconds"),
         "compiler": first_line(COMPILER, "--version"),
@@ -202,8 +223,8 @@ def main(folder: Path, quick: Annotated[bool, typer.Option("--quick", help="One 
         "passed": sum(count.get("passed", 0) for row in rows for count in row["by_dtype"].values()),
         "failed": sum(len(row["failures"]) for row in rows),
         "kit": rows,
-        TESTS: tests(folder),
-        "planted": [planted(folder, fault) for fault in FAULTS],
+        TESTS: ran,
+        "planted": [result for result in faults.values() if result],
         "host": environment_document(this_machine()),
     }  # fmt: skip
     GUEST.with_name("arm_kit.json").write_text(json.dumps(document, indent=1) + "\n")
