@@ -42,13 +42,14 @@ LEVELS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     ),
     "avx512": (frozenset({"avx512f"}), ("-march=skylake-avx512", "-mprefer-vector-width=512")),
     "avx2": (frozenset({"avx2"}), ("-march=haswell",)),
+    "neon": (frozenset({"asimd", "asimddp"}), ("-march=armv8.2-a+dotprod",)),
 }
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 
 
 @cache  # reading /proc takes 0.2 ms
 def best_level() -> str | None:
-    """The best level that processor and system support; None without AVX2 or Linux."""
+    """The best level that processor and system support; None without AVX2, dot products of NEON or Linux."""
     has = set(this_machine().instructions) if sys.platform == "linux" else set()
     fits = [name for name, (needs, _) in LEVELS.items() if needs <= has]
     return next((name for name in fits if name != "amx" or _tiles_granted()), None)
@@ -79,7 +80,7 @@ def other_dtypes(x: torch.dtype, weights: torch.dtype) -> str:
 def why_not() -> str | None:
     """Why C++ cannot be compiled and run here, in words; None if it can."""
     if best_level() is None:
-        return "it is written for x86 processors with AVX2 or better, on Linux"
+        return "it is written for x86 processors with AVX2 or better and ARM with asimddp, on Linux"
     return None if missing_tool() is None else f"it is compiled on first use and {missing_tool()}"
 
 

@@ -16,11 +16,11 @@ import torch
 
 # instruction sets that change which kernels can run, in the words of /proc/cpuinfo
 NOTABLE = (
-    "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "sve",
-    "bf16",
+    "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd",
+    "asimddp", "sve", "bf16",
 )  # fmt: skip
 # noted after machines had their names, which must not change: resuming and comparing go by them
-NOT_IN_NAMES = ("avx512_vnni",)
+NOT_IN_NAMES = ("avx512_vnni", "asimddp")
 
 
 @dataclass(frozen=True, kw_only=True)

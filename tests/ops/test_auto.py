@@ -114,6 +114,7 @@ def test_every_default_runs_anything() -> None:
         (("avx2", "avx512f"), True, "avx512"),
         (("avx2",), True, "avx2"),
         (("asimd", "sve"), True, PLAIN),
+        (("asimd", "asimddp", "sve", "bf16"), True, PLAIN),  # it runs by name: no ARM was timed
     ],
 )
 def test_the_class_of_a_processor(anew, instructions: tuple[str, ...], granted: bool, machine: str) -> None:

@@ -217,6 +217,7 @@ def test_levels_follow_the_processor(anew: pytest.MonkeyPatch) -> None:
         ("avx512", ("avx2", "avx512f", "amx_bf16")),
         ("vnni", ("avx2", "avx512f", "avx512_vnni")),
         ("avx2", ("avx2",)),
+        ("neon", ("asimd", "asimddp", "sve", "bf16")),
         (None, ("asimd", "sve")),
     ):
         with anew.context() as patch:
@@ -225,7 +226,7 @@ def test_levels_follow_the_processor(anew: pytest.MonkeyPatch) -> None:
             cpp.best_level.cache_clear()
             assert cpp.best_level() == level
     cpp.best_level.cache_clear()
-    with pytest.raises(ValueError, match="no level 'sse'; there are amx, vnni, avx512, avx2"):
+    with pytest.raises(ValueError, match="no level 'sse'; there are amx, vnni, avx512, avx2, neon"):
         cpp.load(launcher.SOURCE, "sse")
 
 
@@ -288,7 +289,7 @@ def test_rows_may_lie_anyhow_in_memory(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("level", ["amx", "vnni", "avx512", "avx2"])
+@pytest.mark.parametrize("level", cpp.LEVELS)
 def test_odd_sizes(level: str, dtype: torch.dtype) -> None:
     spec = f"native(level={level})"
     if (reason := EXPERT_FFN.why_not(spec, *arguments(dtype=dtype))) is not None:

@@ -29,7 +29,7 @@ from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.decisions import Decisions, Entry, Facts, read_decisions
 from moe_routing_bench.ops.implementation import Implementation
-from moe_routing_bench.ops.preference import PLAIN, machine_of, preferences
+from moe_routing_bench.ops.preference import PLAIN, machine_of, preferences, timed_level
 from moe_routing_bench.ops.registry import Op, get_op
 from moe_routing_bench.ops.stand_ins import StandIns
 from moe_routing_bench.ops.targets import assumed
@@ -276,7 +276,7 @@ def _rank(
     machine = machine_of(device)
     table = list(preferences(op, machine))
     tool = cpp.missing_tool() if device.type == "cpu" else None
-    if tool is not None and next(preferences(op, cpp.best_level() or PLAIN)).order != table[0].order:
+    if tool is not None and next(preferences(op, timed_level() or PLAIN)).order != table[0].order:
         because = f"{because}; {tool}"
         warning = warning or f'impl="auto" would run compiled C++ here; until then plain torch: {tool}'
 

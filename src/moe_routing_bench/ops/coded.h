@@ -20,6 +20,17 @@ struct Coding {  // too
   int64_t scale_bytes() const { return PANEL * (scale == FLOAT32 ? 4 : scale == FLOAT16 ? 2 : 1); }
 };
 
+static inline uint16_t float16(float v) {
+#ifdef __aarch64__
+  const __fp16 rounded = v;
+  uint16_t bits;
+  memcpy(&bits, &rounded, 2);
+  return bits;
+#else
+  return _cvtss_sh(v, 0);
+#endif
+}
+
 // 32 columns of one expert: code is columns x depth, one in a byte, scale and offset columns x groups. Where order is
 // negative there is no column.
 static inline void pack_panel(uint8_t* to, const uint8_t* code, const float* scale, const float* offset,
@@ -36,7 +47,7 @@ static inline void pack_panel(uint8_t* to, const uint8_t* code, const float* sca
       uint32_t bits;
       memcpy(&bits, &some[0][c], 4);
       if (coding.scale == EXPONENT) to[c] = bits >> 23;  // the least, 2^-127, has no exponent in float32
-      else if (coding.scale == FLOAT16) ((uint16_t*)to)[c] = _cvtss_sh(some[0][c], 0);
+      else if (coding.scale == FLOAT16) ((uint16_t*)to)[c] = float16(some[0][c]);
       else ((float*)to)[c] = some[0][c];
     }
     to += coding.scale_bytes();
@@ -76,7 +87,7 @@ template <int CODE> struct Coded {
   static Bits upper(Bits code) { return _mm512_srli_epi32(code, 4); }
   static Lanes half(const uint16_t* b) { return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)b)); }
   static Words wide(const uint8_t* b) { return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)b)); }
-#else
+#elif defined __AVX2__
   typedef __m256i Bits;
   struct Table {
     __m256 low, high;
@@ -98,6 +109,31 @@ template <int CODE> struct Coded {
   static Bits upper(Bits code) { return _mm256_srli_epi32(code, 4); }
   static Lanes half(const uint16_t* b) { return (Lanes)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)b)); }
   static Words wide(const uint8_t* b) { return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)b)); }
+#else  // NEON
+  typedef Words Bits;
+  struct Table {
+    uint8x16x4_t bytes;
+    Table(const float* numbers) : bytes(vld1q_u8_x4((const uint8_t*)numbers)) {}
+    Lanes operator[](Bits code) const {
+      const Bits places = (code & 15) * 0x04040404 + 0x03020100;  // of the four bytes of a number
+      return (Lanes)vqtbl4q_u8(bytes, (uint8x16_t)places);
+    }
+  };
+  static uint8x8_t four(const uint8_t* b) {
+    uint32_t v;
+    memcpy(&v, b, 4);
+    return vreinterpret_u8_u32(vdup_n_u32(v));
+  }
+  static int16x4_t extended(const uint8_t* b) { return vget_low_s16(vmovl_s8(vreinterpret_s8_u8(four(b)))); }
+  static Words wide(const uint8_t* b) { return (Words)vmovl_u16(vget_low_u16(vmovl_u8(four(b)))); }
+  static Bits bits(const uint8_t* b) { return wide(b); }
+  static Lanes number(const uint8_t* b) {
+    if (CODE == INT8) return (Lanes)vcvtq_f32_s32(vmovl_s16(extended(b)));
+    const int16x4_t v = vand_s16(vshl_n_s16(extended(b), 7), vdup_n_s16((short)0xbfff));
+    return (Lanes)vcvt_f32_f16(vreinterpret_f16_s16(v));
+  }
+  static Bits upper(Bits code) { return code >> 4; }
+  static Lanes half(const uint16_t* b) { return (Lanes)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(b))); }
 #endif
   static Lanes power(const uint8_t* b) {
     const Words e = wide(b);
@@ -126,7 +162,7 @@ template <int CODE> struct Coded {
 #pragma GCC unroll 16
       for (int r = 0; r < M; r++) {
         const Lanes x = a[r * lda + k] - Lanes{};
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; n++) s[r][n] += x * v[n];
       }
     };
@@ -138,7 +174,7 @@ template <int CODE> struct Coded {
         for (int64_t k = k1; k < k1 + 32; k += 2) {
           if (k % 8 == 0) ahead.fetch(4);
           Lanes even[N], odd[N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int n = 0; n < N; n++) {
             if (CODE == NIBBLE) {
               const Bits code = bits(b + n * WIDE);

@@ -2,7 +2,8 @@
 //
 // A row is int8 codes, padded with zeros to whole tiles, then its scale, then a number for each group of the weights'
 // depth. Weights are unsigned bytes, because that is what vpdpbusd multiplies with signed ones: a code stands `zero`
-// higher than its number, and zero times the sum of the row's codes is taken off again where a group begins.
+// higher than its number, and zero times the sum of the row's codes is taken off again where a group begins. NEON's sdot
+// multiplies signed bytes alone: there zero is taken off the bytes themselves.
 //
 //   sum over k of x_k w_k = scale_x * (scale_w * (sum of code_x * byte_w - zero * sum of code_x) + offset_w * sum of code_x)
 #pragma once
@@ -23,7 +24,7 @@ static inline void store_codes(int8_t* to, f32x16 v, i32x16& sum) {
   sum += (i32x16)code;
   _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(code));
 }
-#else
+#elif defined __AVX2__
 static inline void store_codes(int8_t* to, f32x16 v, i32x16& sum) {
   float numbers[HALF];
   store(numbers, v);
@@ -31,6 +32,15 @@ static inline void store_codes(int8_t* to, f32x16 v, i32x16& sum) {
     int32_t codes[8];
     _mm256_storeu_si256((__m256i*)codes, _mm256_cvtps_epi32(_mm256_loadu_ps(numbers + i)));
     for (int j = 0; j < 8; j++) to[i + j] = (int8_t)codes[j], sum[i + j] += codes[j];
+  }
+}
+#else  // NEON
+static inline void store_codes(int8_t* to, f32x16 v, i32x16& sum) {
+  float numbers[HALF];
+  store(numbers, v);
+  for (int i = 0; i < HALF; i++) {
+    const int32_t code = vcvtns_s32_f32(numbers[i]);
+    to[i] = (int8_t)code, sum[i] += code;
   }
 }
 #endif
@@ -90,7 +100,7 @@ template <int CODE> struct Int8Rows {
   static Bits odd(Bits a) { return _mm512_srli_epi16(a, 8); }
   static Bits signed_odd(Bits a) { return _mm512_srai_epi16(a, 8); }
   static Bits signed_even(Bits a) { return _mm512_srai_epi16(_mm512_slli_epi16(a, 8), 8); }
-#else
+#elif defined __AVX2__
   typedef __m256i Bits;
   static Bits same(int32_t v) { return _mm256_set1_epi32(v); }
   static Bits read(const uint8_t* b) { return _mm256_loadu_si256((const __m256i*)b); }
@@ -105,11 +115,29 @@ template <int CODE> struct Int8Rows {
   static Bits odd(Bits a) { return _mm256_srli_epi16(a, 8); }
   static Bits signed_odd(Bits a) { return _mm256_srai_epi16(a, 8); }
   static Bits signed_even(Bits a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
+#else  // NEON
+  typedef int32x4_t Bits;
+  static Bits same(int32_t v) { return vdupq_n_s32(v); }
+  static Bits read(const uint8_t* b) { return vreinterpretq_s32_u8(vld1q_u8(b)); }
+  static Bits four(const uint8_t* b) { return read(b); }
+  static Bits both(Bits a, Bits b) { return a & b; }
+  static Bits upper(Bits a) { return a >> 4; }
+  static Bits look_up(Bits table, Bits a) { return (Bits)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)a); }
+  static Lanes number(Bits a) { return (Lanes)vcvtq_f32_s32(a); }
+#endif
+#ifdef __aarch64__
+  enum { SIGNED = 1 };  // bytes of weights, in `dot`
+  static Bits less(Bits bytes, int64_t zero) { return (Bits)((uint8x16_t)bytes - vdupq_n_u8((uint8_t)zero)); }
+#else
+  enum { SIGNED = 0 };
+  static Bits less(Bits bytes, int64_t) { return bytes; }
 #endif
 
-  // sums of four products each: weights unsigned, rows signed
+  // sums of four products each: weights unsigned unless SIGNED, rows signed
   static Bits dot(Bits sum, Bits w, Bits x) {
-#ifdef __AVX512VNNI__
+#ifdef __aarch64__
+    return vdotq_s32(sum, (int8x16_t)w, (int8x16_t)x);
+#elif defined __AVX512VNNI__
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));  // gcc 12 keeps sums of the builtin in memory
     return sum;
 #else
@@ -132,7 +160,7 @@ template <int CODE> struct Int8Rows {
   template <int M>
   __attribute__((noinline)) static void block(const int8_t* a, int64_t lda, const uint8_t* b, int64_t depth, float* c,
                                               Ahead& ahead, const Coding& coding) {
-    const Bits table = four(coding.table), low = same(0x0f0f0f0f);
+    const Bits table = less(four(coding.table), coding.zero), low = same(0x0f0f0f0f);
     for (int64_t k0 = 0, g = 0; k0 < depth; g++) {
       const int64_t end = coding.group < depth - k0 ? k0 + coding.group : depth;
       Lanes scale[N], offset[N] = {};
@@ -140,27 +168,28 @@ template <int CODE> struct Int8Rows {
       Bits s[M][N];  // in registers only if every loop over it is unrolled
 #pragma GCC unroll 16
       for (int r = 0; r < M; r++)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) s[r][n] = same(coding.offsets ? 0 : taken_off(a + r * lda, depth, g));
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) s[r][n] = same(coding.offsets || SIGNED ? 0 : taken_off(a + r * lda, depth, g));
       for (int64_t k = k0; k < end; k += 4, b += CODE == NIBBLE && k % 8 ? 0 : PANEL * 4) {
         if (k % 8 == 0) ahead.fetch(4);
         Bits w[N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
           w[n] = read(b + n * WIDE * 4);
+          if (CODE == INT8) w[n] = less(w[n], coding.zero);
           if (CODE == NIBBLE) w[n] = look_up(table, both(k % 8 ? upper(w[n]) : w[n], low));
         }
 #pragma GCC unroll 16
         for (int r = 0; r < M; r++) {
           const Bits x = quad(a + r * lda + k);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int n = 0; n < N; n++) s[r][n] = dot(s[r][n], w[n], x);
         }
       }
       auto to = [&](int r, int n) -> Lanes& { return *(Lanes*)(c + r * PANEL + n * WIDE); };
 #pragma GCC unroll 16
       for (int r = 0; r < M; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
           const Lanes v = number(s[r][n]) * scale[n];
           to(r, n) = k0 == 0 ? v : to(r, n) + v;

@@ -1,6 +1,6 @@
 // Numbers in memory as vectors of float32 and back, in float32, bfloat16 and float16: for kernels that move and sum rows.
 #pragma once
-#include <immintrin.h>
+#include "processor.h"
 
 #include <cstdint>
 #include <cstring>
@@ -34,7 +34,7 @@ void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
 void store(uint16_t* p, Vec v, Kind kind) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v, kind));
 }
-#else
+#elif defined __AVX2__
 constexpr int64_t W = 8;
 using Vec = __m256;
 Vec zero() { return _mm256_setzero_ps(); }
@@ -60,6 +60,27 @@ void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
 void store(uint16_t* p, Vec v, Kind kind) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(v, kind));
 }
+#else  // NEON
+constexpr int64_t W = 4;
+using Vec = float32x4_t;
+Vec zero() { return vdupq_n_f32(0); }
+Vec same(float a) { return vdupq_n_f32(a); }
+Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+Vec load(const float* p) { return vld1q_f32(p); }
+Vec load(const uint16_t* p, Kind kind) {
+    const uint16x4_t bits = vld1_u16(p);
+    if (kind == FLOAT16) return vcvt_f32_f16(vreinterpret_f16_u16(bits));
+    return vreinterpretq_f32_u32(vshll_n_u16(bits, 16));
+}
+uint16x4_t narrow(Vec v, Kind kind) {
+    if (kind == FLOAT16) return vreinterpret_u16_f16(vcvt_f16_f32(v));
+    // to the nearest, of two equally near the even one; what is not a number stays so
+    const uint32x4_t bits = vreinterpretq_u32_f32(v), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint32x4_t up = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+    return vshrn_n_u32(vbslq_u32(vceqq_f32(v, v), up, vdupq_n_u32(0x7fc00000)), 16);
+}
+void store(float* p, Vec v) { vst1q_f32(p, v); }
+void store(uint16_t* p, Vec v, Kind kind) { vst1_u16(p, narrow(v, kind)); }
 #endif
 
 // one type of number in memory; W of them are read and written at any address

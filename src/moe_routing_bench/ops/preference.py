@@ -20,7 +20,8 @@ from moe_routing_bench import cpp
 from moe_routing_bench.ops.registry import OURS, Op
 from moe_routing_bench.ops.targets import TARGETS, target_of
 
-COMPILED = tuple(cpp.LEVELS)  # processors for which C++ is compiled: amx, vnni, avx512, avx2
+# processors for which C++ is compiled and was timed: amx, vnni, avx512, avx2
+COMPILED = tuple(level for level in cpp.LEVELS if level != "neon")
 PLAIN = "plain"  # torch's own operations: other processors and devices, or no compiler
 GPUS = tuple(TARGETS)
 MACHINES = (*COMPILED, PLAIN, *GPUS)
@@ -47,8 +48,12 @@ class Preference:
 def machine_of(device: torch.device) -> str:
     """The class of machine that computes on a device."""
     if device.type == "cpu":
-        return PLAIN if cpp.why_not() is not None else cpp.best_level() or PLAIN
+        return PLAIN if cpp.why_not() is not None else timed_level() or PLAIN
     return target_of(device).name if device.type == "cuda" else PLAIN
+
+
+def timed_level() -> str | None:
+    return level if (level := cpp.best_level()) in COMPILED else None
 
 
 def preferences(op: Op, machine: str) -> Iterator[Preference]:

@@ -3,7 +3,8 @@
 // Weights are packed into panels of 32 columns that are read front to back. A panel of a gated first matrix holds 16
 // gate columns and the 16 up columns that belong to them, so the activation meets both halves at once.
 #pragma once
-#include <immintrin.h>
+#include "processor.h"
+
 #include <omp.h>
 #include <sys/mman.h>
 
@@ -144,15 +145,18 @@ struct Ahead {
 #ifdef __AVX512F__
 typedef f32x16 Lanes;
 typedef u32x16 Words;
-#else
+#elif defined __AVX2__
 typedef float Lanes __attribute__((vector_size(32), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(32), aligned(4)));
+#else  // NEON
+typedef float Lanes __attribute__((vector_size(16), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(16), aligned(4)));
 #endif
 
 template <class B_> struct Vector {  // any float weights, float32 rows
   typedef float A;
   typedef B_ B;
-  enum { WIDE = sizeof(Lanes) / 4, N = PANEL / WIDE, STEP = WIDE == 16 ? 11 : 4 };  // rows at once, by trial
+  enum { WIDE = sizeof(Lanes) / 4, N = PANEL / WIDE, STEP = WIDE == 16 ? 11 : WIDE == 8 ? 4 : 3 };  // rows at once, by trial; NEON: as its registers allow
 
   enum { CHAIN = 256 };  // terms of one running sum: a sum of such sums loses less than one long sum
 
@@ -170,12 +174,12 @@ template <class B_> struct Vector {  // any float weights, float32 rows
       for (int64_t k = k0; k < std::min(k0 + CHAIN, depth); k++, b += PANEL) {
         if (k % 2 == 0) ahead.fetch(16);
         Lanes v[N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; n++) v[n] = *(const Lanes*)(b + n * WIDE);
 #pragma GCC unroll 16
         for (int r = 0; r < M; r++) {
           const Lanes x = a[r * lda + k] - Lanes{};
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int n = 0; n < N; n++) s[r][n] += x * v[n];
         }
       }
@@ -189,7 +193,7 @@ template <class B_> struct Vector {  // any float weights, float32 rows
       for (int64_t k = k0; k < std::min(k0 + CHAIN, depth); k += 2) {
         const uint16_t* at = b + place<uint16_t>(k, 0);
         if (k % 4 == 0) ahead.fetch(8);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
           const Words v = *(const Words*)(at + n / (N / 2) * 512 + n % (N / 2) * WIDE * 2);
           const Lanes even = (Lanes)(v << 16), odd = (Lanes)(v & 0xffff0000u);

@@ -10,10 +10,12 @@ void stream_copy(char* to, const char* from, int64_t bytes) {
 #ifdef __AVX512F__
     for (int64_t i = 0; i < bytes; i += 64)
         _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
-#else
+#elif defined __AVX2__
     for (int64_t i = 0; i < bytes; i += 32)
         _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
                             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+#else
+    std::memcpy(to, from, bytes);
 #endif
 }
 
@@ -69,8 +71,7 @@ extern "C" int mrb_dispatch(const char* x_TD, int64_t stride, int64_t width, con
 #pragma omp for schedule(static) nowait
         for (int64_t r = 0; r < R; r++)
             if (pair_R[r] < 0) std::memset(x_RD + r * width, 0, width);
-        // streamed lines are not ordered with what this thread tells others afterwards
-        if (stream) _mm_sfence();
+        if (stream) after_streaming();
     }
     return wrong;
 }

@@ -199,7 +199,7 @@ template <class Engine, class X> static int gradient(const Gradient& g) {
         }
     }
     Engine::end();
-    _mm_sfence();
+    after_streaming();
   }
   if (workspace.size > (size_t)(64 << 20)) workspace.release();
   return 0;
