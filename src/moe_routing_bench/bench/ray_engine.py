@@ -61,11 +61,13 @@ class RayExecutor:
             except (ConnectionError, ValueError, RuntimeError) as error:
                 sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise ValueError(f"there is no Ray cluster at {address}: {sentence}") from None
-        # the same options for both, so that a key is taken under the settings a cell is measured with
-        again = {"max_retries": RETRIES, "retry_exceptions": False}
-        self._keys = ray.remote(num_cpus=0, max_calls=1, **again)(_keys)
-        self._measure = ray.remote(num_cpus=0, **again)(measured_here)
-        self._measure_sent = ray.remote(num_cpus=0, max_calls=1, **again)(_measured_with)
+        # the same options for both, so that a key is taken under the settings a cell is measured with; with
+        # parcels in a process of their own, which takes seconds to start
+        options = {"num_cpus": 0, "max_retries": RETRIES, "retry_exceptions": False}
+        self._keys, self._measure = (ray.remote(**options)(work) for work in (_keys, measured_here))
+        self._keys_sent, self._measure_sent = (
+            ray.remote(max_calls=1, **options)(work) for work in (_keys, _measured_with)
+        )
         self._sent: dict[str, Any] = {}  # by hash, Ray's reference to a parcel
         if not self._nodes():
             words = ",".join(f"{key}={value}" for key, value in self.labels.items())
@@ -80,8 +82,9 @@ class RayExecutor:
 
         texts = self.ray.put([cell.to_json() for cell in cells])
         parcels = self._parcels(cells)
+        keys_of = self._keys_sent if parcels else self._keys
         asked = [
-            self._keys.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+            keys_of.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
                 texts, list(parcels), *parcels.values()
             )
             for node in self._nodes()
@@ -156,9 +159,9 @@ class RayExecutor:
         }
 
     def _check_ranks(self, cells: Sequence[Cell]) -> None:
-        largest = max(cells, key=_cpus)
+        largest = max(cells, key=_cpus, default=None)
         most = max(self._nodes().values(), default=0)
-        if _cpus(largest) > most:
+        if largest is not None and _cpus(largest) > most:
             raise ValueError(
                 f"{largest.name}: {largest.W} ranks need {_cpus(largest)} CPUs of one node, and the largest "
                 f"node of the Ray cluster that measures cells has {most:g}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -67,14 +66,17 @@ class Parcel:
                     raise ValueError(
                         f"the parcel {self.name} has a file {name!r}, which would be outside of it"
                     )
-                file = fresh if name == self.name else fresh / name
+                file = fresh if len(self.files) == 1 and name == self.name else fresh / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
-            with suppress(OSError):  # another process was quicker; then it is looked at again
+            try:
                 if place.exists():
                     place.rename(Path(scratch) / "wrong")
                 fresh.rename(place)
-        return self.unpacked()
+            except OSError:
+                if not (place.exists() and Parcel.of(place) == self):  # else another process was quicker
+                    raise
+        return place
 
 
 def _files(path: Path) -> list[Path]:
