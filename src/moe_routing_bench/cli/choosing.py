@@ -217,7 +217,8 @@ def _stored_specs(span: Span, case: BenchCase) -> list[str]:
     source = stand_ins(Subject(spec=stored, layout=case.layout), case)
     asked = all_ops()[span.name].arguments(source).values()
     specs = ["native"]
-    for spec in (f"native(store={case.store}{INT8_ROWS})", stored, "vllm_cpu"):
+    rows = f"(store={case.store}{INT8_ROWS})"
+    for spec in (f"native{rows}", stored, f"llama_cpp{rows}", "vllm_cpu"):
         try:
             specs += [spec] if spec == stored or span.parts(spec)[0].why_not(*asked) is None else []
         except NotImplementedError:  # a library is absent

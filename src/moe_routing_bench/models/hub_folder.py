@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 ROOTS = ("models/transformers.py", "models/running.py")
 # they need packages that the format does not allow
-LEFT_OUT = ("hf_*.py", "vllm_cpu.py", "cute_*.py", "quack_*.py")
+LEFT_OUT = ("hf_*.py", "vllm_cpu.py", "llama_cpp.py", "cute_*.py", "quack_*.py")
 KERNELS, TRANSFORMERS = ("0.17.2", "0.18"), ("5.16", "6")  # from, and below
 
 PUBLIC = '''"""Mixture-of-Experts kernels of moe-routing-bench. `moe_experts` computes a layer's experts;
