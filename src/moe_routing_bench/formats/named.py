@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -28,6 +29,7 @@ def _grouped(name: str) -> tuple[str, int, bool] | None:
     return match[1], int(match[2]), match[3] is not None
 
 
+@lru_cache(maxsize=256)  # asked in every call of a kernel, and at one token that is seen
 def coding_of(name: str) -> Coding:
     """ValueError with all names for one that is unknown."""
     fixed = {

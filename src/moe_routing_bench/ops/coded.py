@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class CCoding(ctypes.Structure):
     )
 
 
+@lru_cache(maxsize=256)  # nobody writes to it
 def for_c(coding: Coding, int8_rows: bool = False) -> CCoding:
     numbers = (ctypes.c_float * 16)(*coding.numbers)
     group = coding.group or 1 << 62
