@@ -124,6 +124,7 @@ template <int CODE> struct Int8Rows {
   static Bits upper(Bits a) { return a >> 4; }
   static Bits look_up(Bits table, Bits a) { return (Bits)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)a); }
   static Lanes number(Bits a) { return (Lanes)vcvtq_f32_s32(a); }
+  static Bits add(Bits a, Bits b) { return a + b; }
 #endif
 #ifdef __aarch64__
   enum { SIGNED = 1 };  // bytes of weights, in `dot`
@@ -160,38 +161,51 @@ template <int CODE> struct Int8Rows {
   template <int M>
   __attribute__((noinline)) static void block(const int8_t* a, int64_t lda, const uint8_t* b, int64_t depth, float* c,
                                               Ahead& ahead, const Coding& coding) {
+    // A product takes 4 to 5 cycles: the sums of few rows would wait for one another if there were one of each. They
+    // are of integers, so their bits do not depend on how many there are.
+    enum { CHAINS = WIDE < 16 ? 1 : M == 1 ? 4 : M <= 3 ? 2 : 1 };
     const Bits table = less(four(coding.table), coding.zero), low = same(0x0f0f0f0f);
     for (int64_t k0 = 0, g = 0; k0 < depth; g++) {
       const int64_t end = coding.group < depth - k0 ? k0 + coding.group : depth;
       Lanes scale[N], offset[N] = {};
       b = Coded<CODE>::read_scales(b, coding, scale, offset);
-      Bits s[M][N];  // in registers only if every loop over it is unrolled
+      Bits s[CHAINS][M][N] = {};  // in registers only if every loop over it is unrolled
 #pragma GCC unroll 16
       for (int r = 0; r < M; r++)
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) s[r][n] = same(coding.offsets || SIGNED ? 0 : taken_off(a + r * lda, depth, g));
-      for (int64_t k = k0; k < end; k += 4, b += CODE == NIBBLE && k % 8 ? 0 : PANEL * 4) {
-        if (k % 8 == 0) ahead.fetch(4);
-        Bits w[N];
+        for (int n = 0; n < N; n++) s[0][r][n] = same(coding.offsets || SIGNED ? 0 : taken_off(a + r * lda, depth, g));
+      for (int64_t k = k0; k < end; k += 4 * CHAINS)
+#pragma GCC unroll 4
+        for (int i = 0; i < CHAINS; i++) {
+          const bool second = CHAINS > 1 ? i % 2 : k % 8 != 0;  // four of eight; depth begins at a multiple of 32
+          if (!second) ahead.fetch(4);
+          Bits w[N];
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) {
-          w[n] = read(b + n * WIDE * 4);
-          if (CODE == INT8) w[n] = less(w[n], coding.zero);
-          if (CODE == NIBBLE) w[n] = look_up(table, both(k % 8 ? upper(w[n]) : w[n], low));
-        }
+          for (int n = 0; n < N; n++) {
+            w[n] = read(b + n * WIDE * 4);
+            if (CODE == INT8) w[n] = less(w[n], coding.zero);
+            if (CODE == NIBBLE) w[n] = look_up(table, both(second ? upper(w[n]) : w[n], low));
+          }
+          b += CODE == NIBBLE && !second ? 0 : PANEL * 4;
 #pragma GCC unroll 16
-        for (int r = 0; r < M; r++) {
-          const Bits x = quad(a + r * lda + k);
+          for (int r = 0; r < M; r++) {
+            const Bits x = quad(a + r * lda + k + 4 * i);
 #pragma GCC unroll 8
-          for (int n = 0; n < N; n++) s[r][n] = dot(s[r][n], w[n], x);
+            for (int n = 0; n < N; n++) s[i][r][n] = dot(s[i][r][n], w[n], x);
+          }
         }
-      }
+#pragma GCC unroll 4
+      for (int i = 1; i < CHAINS; i++)
+#pragma GCC unroll 16
+        for (int r = 0; r < M; r++)
+#pragma GCC unroll 8
+          for (int n = 0; n < N; n++) s[0][r][n] = add(s[0][r][n], s[i][r][n]);
       auto to = [&](int r, int n) -> Lanes& { return *(Lanes*)(c + r * PANEL + n * WIDE); };
 #pragma GCC unroll 16
       for (int r = 0; r < M; r++)
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
-          const Lanes v = number(s[r][n]) * scale[n];
+          const Lanes v = number(s[0][r][n]) * scale[n];
           to(r, n) = k0 == 0 ? v : to(r, n) + v;
         }
       if (coding.offsets)
