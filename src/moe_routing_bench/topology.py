@@ -64,7 +64,7 @@ class Topology:
                 raise ValueError(f"processor {twice[0]} is in two of them; {PINNED} behind allows it")
         except ValueError as why:
             raise ValueError(
-                f'nodes are off, auto or processors such as "0-15,32-47;16-31,48-63", not {text[:80]!r}: {why}'
+                f'nodes are off, auto or processors as in "0-15,32-47;16-31,48-63", not {text[:80]!r}: {why}'
             ) from None
         return Topology(nodes, pinned=bool(word))
 

@@ -17,7 +17,7 @@
 #include <vector>
 
 struct Taken {  // mirrored in nodes.py: one task, for tests
-  int64_t loop, thread, home, node, item, begin, end;  // home: the thread's node; node: that of the panels
+  int64_t loop, thread, home, node, item, begin, end, cpu;  // home: the thread's node; node: that of the panels
 };
 
 struct Nodes {  // too
@@ -79,7 +79,8 @@ __attribute__((noinline)) static void by_node(Nodes& nodes, std::vector<NextTask
       const int64_t begin = from + i % strips * wide, end = std::min(begin + wide, to);
       if (nodes.log) {
         const int64_t at = __atomic_fetch_add(&nodes.taken, 1, __ATOMIC_RELAXED);
-        if (at < nodes.room) nodes.log[at] = {loop, omp_get_thread_num(), home, node, i / strips, begin, end};
+        if (at < nodes.room)
+          nodes.log[at] = {loop, omp_get_thread_num(), home, node, i / strips, begin, end, sched_getcpu()};
       }
       task(i / strips, begin, end);
     }

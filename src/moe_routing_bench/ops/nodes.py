@@ -17,7 +17,7 @@ from moe_routing_bench.topology import Topology
 
 class CTaken(ctypes.Structure):
     _fields_ = tuple(
-        (name, ctypes.c_int64) for name in ("loop", "thread", "home", "node", "item", "begin", "end")
+        (name, ctypes.c_int64) for name in ("loop", "thread", "home", "node", "item", "begin", "end", "cpu")
     )
 
 
@@ -63,8 +63,8 @@ def placed(panels: Tensor, panel_bytes: int, topology: Topology, library: ctypes
     )  # fmt: skip
     if failed:
         say_once(
-            f"frozen weights are not placed on NUMA nodes: the system refuses, {os.strerror(failed)} (containers "
-            "often do; CAP_SYS_NICE allows it)"
+            f"frozen weights are not placed on NUMA nodes, because the system refuses: {os.strerror(failed)} "
+            "(containers often do; CAP_SYS_NICE allows it)"
         )
         return panels
     if elsewhere.value:

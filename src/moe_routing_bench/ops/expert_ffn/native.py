@@ -307,7 +307,7 @@ def run(
     )
     coding, topology = _coding(store), nodes_in_use()
     for_c = coding and ctypes.pointer(coded.for_c(coding, _int8_rows(store)))
-    shares = topology and nodes.for_c(topology)
+    shares = None if topology is None else nodes.for_c(topology)
     problem = _Problem(
         x_TD.data_ptr(), w_in.panels.data_ptr(), w_out.panels.data_ptr(), _pointer(b_in_EG),
         _pointer(b_out_ED), gate_TK.data_ptr(), for_c,
