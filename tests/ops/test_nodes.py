@@ -292,6 +292,26 @@ def test_threads_that_cannot_be_pinned_are_named_once(
     assert said == "moe_routing_bench: threads are not pinned to their NUMA nodes: Invalid argument\n"
 
 
+@pytest.mark.skipif(not HAVE_TWO, reason="one processor")
+def test_no_thread_goes_where_it_may_not_be(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    allowed = os.sched_getaffinity(0)
+    here, there = sorted(allowed)[:2]
+    args = arguments(64, 2, 5, 296, 200)
+    weights = native.freeze(args[3])
+    use_nodes(f"{there};{here} pinned")
+    taken = watch(monkeypatch)
+    try:
+        os.sched_setaffinity(0, {here})
+        native.run(*args[:3], weights)
+        assert os.sched_getaffinity(0) == {here}
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert {(one.cpu, one.home) for one in taken()} == {(here, 1)}
+    assert "not pinned" in capfd.readouterr().err
+
+
 # ---- memory
 
 

@@ -48,16 +48,18 @@ struct OnNode {  // where a thread works; pinned, it stays there as long as this
     const int64_t *first = nodes.first_N1, *last = first + nodes.count, *cpus = nodes.cpus;
     auto node_at = [&](int64_t i) { return std::upper_bound(first, last, i) - first - 1; };
     node = node_at(omp_get_thread_num() * *last / omp_get_num_threads());  // as many threads as it has processors
-    if (!nodes.pinned) {
-      const int64_t* here = std::find(cpus, cpus + *last, (int64_t)sched_getcpu());
-      if (here < cpus + *last) node = node_at(here - cpus);
-      return;
+    if (nodes.pinned) {
+      cpu_set_t wanted;
+      CPU_ZERO(&wanted);
+      for (int64_t i = first[node]; i < first[node + 1]; i++) CPU_SET(cpus[i], &wanted);
+      moved = !sched_getaffinity(0, sizeof before, &before);
+      CPU_AND(&wanted, &wanted, &before);  // never where it may not be: of an empty set the system says EINVAL
+      moved = moved && !sched_setaffinity(0, sizeof wanted, &wanted);
+      if (moved) return;
+      __atomic_store_n(&nodes.refused, errno, __ATOMIC_RELAXED);
     }
-    cpu_set_t wanted;
-    CPU_ZERO(&wanted);
-    for (int64_t i = first[node]; i < first[node + 1]; i++) CPU_SET(cpus[i], &wanted);
-    moved = !sched_getaffinity(0, sizeof before, &before) && !sched_setaffinity(0, sizeof wanted, &wanted);
-    if (!moved) __atomic_store_n(&nodes.refused, errno, __ATOMIC_RELAXED);
+    const int64_t* here = std::find(cpus, cpus + *last, (int64_t)sched_getcpu());
+    if (here < cpus + *last) node = node_at(here - cpus);
   }
 };
 
