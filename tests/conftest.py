@@ -15,7 +15,9 @@ from moe_routing_bench.ops import registry
 from moe_routing_bench.routers import router as routers
 
 # what the person at the keyboard has measured, or likes to look at, must not choose what is tested
-FORGOTTEN = ("MRB_DECISIONS", "COLUMNS", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "NO_COLOR")
+FORGOTTEN = (
+    "MRB_DECISIONS", "MRB_NODES", "COLUMNS", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "NO_COLOR",
+)  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -274,6 +274,7 @@ OUTSIDE = {
     "python": lambda m: m.setattr("sys.version", "3.99.0 (main)"),
     "numpy": lambda m: m.setattr(identity, "distribution_version", lambda name: "9.9.9"),
     "setting": lambda m: m.setenv("OMP_NUM_THREADS", "7"),
+    "nodes": lambda m: m.setenv("MRB_NODES", "0;1"),
     "suite": lambda m: m.setattr(identity, "SUITE_VERSION", 99),
 }
 

@@ -33,7 +33,7 @@ HARNESS = ("bench/runner.py", "bench/worker.py", "bench/outside/inside_sandbox.p
 LIBRARIES = ("numpy", "scipy", "triton", "nvidia-cutlass-dsl", "quack-kernels")
 SETTINGS = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "TORCH", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD",
-    "TRITON_INTERPRET", "MRB_CUTE_ON_CPU",
+    "TRITON_INTERPRET", "MRB_CUTE_ON_CPU", "MRB_NODES",
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -23,12 +23,25 @@ from moe_routing_bench.machine import Machine, this_machine
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.studies.power import PowerStudy, plan_trials, study_power
+from moe_routing_bench.topology import Topology, nodes_in_use, system_nodes
 
 DEFAULT_TRIALS = 24
 BUSY = (
     "others used the machine while these were measured, so they are too low and nothing is held to them; run "
     "`mrb doctor` again when it is quiet"
 )
+
+
+class Nodes(NamedTuple):
+    """NUMA nodes as the system names them, and those that kernels are to mind."""
+
+    system: Topology
+    used: Topology | None
+
+    def sentence(self) -> str:
+        count, used = len(self.system.nodes), self.used
+        mind = "no kernel minds them" if used is None else f"kernels mind {used.text}"
+        return f"{count} of memory, processors {self.system.text}; {mind} (MRB_NODES)"
 
 
 def doctor_command(
@@ -90,7 +103,7 @@ def doctor_command(
     include_all(include_path)
     machine, now = this_machine(), weather()
     with user_mistakes():
-        roofs = stored_roofs(machine.name)
+        roofs, nodes = stored_roofs(machine.name), Nodes(Topology(system_nodes()), nodes_in_use())
     if again or roofs is None or not roofs.quiet:
         threads = tuple(sorted({1, machine.cores}))
         screen = console(stderr=True)
@@ -100,9 +113,9 @@ def doctor_command(
         store_roofs(roofs)
     cannot = _cannot_run()
     if as_json:
-        show_json(_document(machine, now, roofs, cannot))
+        show_json(_document(machine, now, roofs, cannot, nodes))
     else:
-        _show(machine, now, roofs, cannot)
+        _show(machine, now, roofs, cannot, nodes)
 
 
 def _try_kernels(device: str, impl: str, as_json: bool) -> None:
@@ -126,10 +139,12 @@ def _cannot_run() -> dict[str, str]:
     }
 
 
-def _show(machine: Machine, now: Weather, roofs: Roofs, cannot: dict[str, str]) -> None:
+def _show(machine: Machine, now: Weather, roofs: Roofs, cannot: dict[str, str], nodes: Nodes) -> None:
     facts = two_columns(16)
     facts.add_row("machine", machine.name)
     facts.add_row("processor", f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib} GiB")
+    if len(nodes.system.nodes) > 1 or nodes.used:
+        facts.add_row("nodes", nodes.sentence())
     facts.add_row("instructions", ", ".join(machine.instructions) or "nothing notable")
     facts.add_row("GPUs", ", ".join(machine.gpus) or "none; nothing here is timed on a GPU")
     facts.add_row("software", f"{machine.system}, Python {machine.python}, torch {machine.torch}")
@@ -159,7 +174,9 @@ def _show(machine: Machine, now: Weather, roofs: Roofs, cannot: dict[str, str]) 
         show("", "Every implementation can be loaded here; `mrb explain OP` says what runs for your sizes.")
 
 
-def _document(machine: Machine, now: Weather, roofs: Roofs, cannot: dict[str, str]) -> dict[str, Any]:
+def _document(
+    machine: Machine, now: Weather, roofs: Roofs, cannot: dict[str, str], nodes: Nodes
+) -> dict[str, Any]:
     return {
         "machine": machine.to_dict(),
         "weather": {
@@ -167,6 +184,7 @@ def _document(machine: Machine, now: Weather, roofs: Roofs, cannot: dict[str, st
             "steal_percent": now.steal_percent,
             "complaints": now.complaints(machine.cores),
         },
+        "nodes": {"system": nodes.system.text, "used": nodes.used and nodes.used.text},
         "roofs": roofs.model_dump(),
         "cannot_run": cannot,
     }

@@ -8,8 +8,10 @@
 //   second    tasks (columns of D)             -> y, each over all experts of the group in order
 //
 // A task owns its columns whoever runs it, so the sums are taken in one order: same input, same bits, for any number
-// of threads, and one hot expert keeps every thread busy.
+// of threads, and one hot expert keeps every thread busy. With several NUMA nodes (nodes.h) a thread takes the columns
+// of its node first.
 #include "../int8_rows.h"
+#include "../nodes.h"
 
 #include <type_traits>
 
@@ -96,6 +98,7 @@ struct Problem {  // mirrored in native.py
   int64_t ldx, T, K, D, F, E;
   int64_t in_stride, out_stride, in_panel, out_panel;  // from an expert, from a panel to the next, in elements
   int64_t activation, threads, R;
+  Nodes* nodes;  // null: one
 };
 
 struct Segment {  // rows of one expert in one group
@@ -303,8 +306,11 @@ template <class Engine, class X> struct Layer {
     const int64_t in_cache = CACHE_BYTES / (p.out_panel * (int64_t)sizeof(B));
     const int64_t widest = sizeof(B) == 4 ? WIDEST / 2 : WIDEST;
     const int64_t broad = std::clamp<int64_t>(std::min(second_panels / enough, in_cache), 1, widest);
+    std::vector<NextTask> counters(p.nodes ? p.nodes->count * 2 * all_groups.size() : 0);
 #pragma omp parallel num_threads(p.threads)
     {
+      const OnNode here(p.nodes);
+      int64_t loop = 0;
 #pragma omp for schedule(static)
       for (int64_t t = 0; t < p.T; t++) {
         memset((X*)p.y + t * p.D, 0, p.D * sizeof(X));
@@ -322,18 +328,28 @@ template <class Engine, class X> struct Layer {
         }
         const int64_t wide = std::clamp<int64_t>((int64_t)group.size() * first_panels / enough / 2, 1, WIDEST / 2);
         const int64_t each = (first_panels + wide - 1) / wide;
+        if (p.nodes) {
+          by_node(*p.nodes, counters, loop++, here.node, group.size(), first_panels, wide,
+                  [&](int64_t i, int64_t begin, int64_t end) { first(order[i], begin, end); });
+        } else {
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < (int64_t)group.size() * each; task++) {
-          const int64_t begin = task % each * wide;
-          first(order[task / each], begin, std::min(begin + wide, first_panels));
+          for (int64_t task = 0; task < (int64_t)group.size() * each; task++) {
+            const int64_t begin = task % each * wide;
+            first(order[task / each], begin, std::min(begin + wide, first_panels));
+          }
         }
         if constexpr (int8_rows) {
 #pragma omp for schedule(static)
           for (int64_t row = 0; row < rows; row++) quantise_row(h + row * ldh, p.F, mid + row * ldm, *p.coding);
         }
+        if (p.nodes) {
+          by_node(*p.nodes, counters, loop++, here.node, 1, second_panels, broad,
+                  [&](int64_t, int64_t begin, int64_t end) { second(group, begin, end); });
+        } else {
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t begin = 0; begin < second_panels; begin += broad)
-          second(group, begin, std::min(begin + broad, second_panels));
+          for (int64_t begin = 0; begin < second_panels; begin += broad)
+            second(group, begin, std::min(begin + broad, second_panels));
+        }
       }
       Engine::end();
       if (split) {

@@ -32,12 +32,13 @@ from moe_routing_bench.formats.int8 import rounded_rows
 from moe_routing_bench.formats.named import INT8_ROWS, coding_of, quantise
 from moe_routing_bench.formats.stored import Coding, Stored
 from moe_routing_bench.frozen import UNPACK, Form, Frozen
-from moe_routing_bench.ops import coded
+from moe_routing_bench.ops import coded, nodes
 from moe_routing_bench.ops.expert_ffn.op import by_expert, check_sizes, op
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.packed_files import PackedFiles
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.recycled import recycled
+from moe_routing_bench.topology import nodes_in_use
 
 BATCH_INVARIANT = {"batch_invariant": True}
 CONFIGS: tuple[dict[str, Any], ...] = (
@@ -68,6 +69,7 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("ldx", "T", "K", "D", "F", "E")),
         *((name, ctypes.c_int64) for name in ("in_stride", "out_stride", "in_panel", "out_panel")),
         *((name, ctypes.c_int64) for name in ("activation", "threads", "R")),
+        ("nodes", ctypes.POINTER(nodes.CNodes)),
     )
 
 
@@ -87,6 +89,12 @@ def _library(level: str | None) -> ctypes.CDLL:
     ]
     library.mrb_pack_coded.restype = None
     library.mrb_pack.restype = library.mrb_unpack.restype = None
+    library.mrb_copy_by_node.argtypes = [
+        *[ctypes.c_void_p] * 2,
+        *[ctypes.c_int64] * 3,
+        ctypes.POINTER(nodes.CNodes),
+        ctypes.POINTER(ctypes.c_int64),
+    ]
     library.mrb_forward.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int, ctypes.c_int]
     return library
 
@@ -194,7 +202,16 @@ def _pack_stored(
 
 
 def _frozen(form: Form, source: list[Tensor], pack: Callable[[], Tensor], kept: PackedFiles | None) -> Frozen:
-    return Frozen(pack() if kept is None else kept.panels((form, _packing_code()), source, pack), form)
+    topology = nodes_in_use()
+    if kept is not None:
+        if topology is not None:
+            nodes.say_once("weights mapped from files are not placed on NUMA nodes: processes share them")
+        return Frozen(kept.panels((form, _packing_code()), source, pack), form)
+    panels = pack()
+    if topology is not None:
+        panel = _panel(_coding(form.store), form.size[1]) * panels.element_size()
+        panels = nodes.placed(panels, panel, topology, _library(None))
+    return Frozen(panels, form)
 
 
 @cache
@@ -288,8 +305,9 @@ def run(
     b_in_EG, b_out_ED = (
         None if b is None else b.detach().float().contiguous() for b in (weights.b_in_EG, weights.b_out_ED)
     )
-    coding = None if store is None or store == "bfloat16" else coding_of(_format(store))
+    coding, topology = _coding(store), nodes_in_use()
     for_c = coding and ctypes.pointer(coded.for_c(coding, _int8_rows(store)))
+    shares = None if topology is None else nodes.for_c(topology)
     problem = _Problem(
         x_TD.data_ptr(), w_in.panels.data_ptr(), w_out.panels.data_ptr(), _pointer(b_in_EG),
         _pointer(b_out_ED), gate_TK.data_ptr(), for_c,
@@ -297,18 +315,24 @@ def run(
         x_TD.stride(0), T,
         max(plan.num_choices, 1), D, weights.F, weights.num_experts, _stride(w_in), _stride(w_out),
         _panel(coding, D), _panel(coding, weights.F), ACTIVATIONS[weights.activation],
-        torch.get_num_threads(), plan.pair_R.shape[0],
+        torch.get_num_threads(), plan.pair_R.shape[0], shares and ctypes.pointer(shares),
     )  # fmt: skip
     failed = _library(level).mrb_forward(problem, x_TD.element_size(), w_in.panels.element_size())
     if failed == WRONG_PLAN:
         raise ValueError("the plan points past its rows or tokens; validate() says where")
     if failed:
         raise MemoryError("no memory for the workspace of expert_ffn.native")
+    if shares is not None:
+        nodes.say_refused(shares)
     return y_TD
 
 
 def _wants_gradients(x_TD: Tensor, gate_TK: Tensor, weights: ExpertWeights) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((x_TD, gate_TK, weights)))
+
+
+def _coding(store: str | None) -> Coding | None:
+    return None if store is None or store == "bfloat16" else coding_of(_format(store))
 
 
 def _panel(coding: Coding | None, depth: int) -> int:
