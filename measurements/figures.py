@@ -281,7 +281,7 @@ def document(all_records: dict[str, Records]) -> str:
         *(
             line
             for topic in TOPICS
-            if topic.startswith("stored_")
+            if topic.startswith(("stored_", "peers_"))
             for line in _section(topic, all_records, _stored_table(all_records[topic]))
         ),
     ]

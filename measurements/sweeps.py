@@ -50,6 +50,10 @@ def _sweep(what: str, seconds: int, *words: str) -> str:
     return " ".join((what, *words, f"--full --threads {THREADS} --min-rounds 8 --seconds {seconds}"))
 
 
+def _beside(peer: str, store: str) -> str:
+    return f"native(store={store}),{peer}(store={store})"
+
+
 TOPICS = {
     "grid": Topic(
         shows="a layer of three models: ours, vLLM's kernel, Transformers",
@@ -154,6 +158,28 @@ TOPICS = {
             ("int4_g128", "qwen3-30b-a3b", "int4_g128", "1,16,64,256,1024"),
             ("olmoe", "olmoe-1b-7b", "int4_g128", "1,64,1024,4096"),
             ("gpt_oss", "gpt-oss-20b", "mxfp4", "1,64,1024"),
+        )
+    },
+    **{
+        f"peers_{name}": Topic(
+            shows=f"experts of {model} as {store}: ours and {of}",
+            sweep=_sweep(
+                f"expert_ffn --model {model} --tokens 1,64,1024", 80,
+                f'--store {store} --cache weights-cold --impl "{impls}"',
+                *(["--include-path examples/kt_kernel"] if "kt(" in impls else []),
+            ),
+            minutes=4,
+        )
+        for name, model, store, of, impls in (
+            ("q8_0", "qwen3-30b-a3b", "q8_0", "llama.cpp's", _beside("llama_cpp", "q8_0_a8")),
+            ("q4_k", "qwen3-30b-a3b", "q4_k", "llama.cpp's", _beside("llama_cpp", "q4_k_a8")),
+            ("mxfp4", "qwen3-30b-a3b", "mxfp4", "llama.cpp's, KTransformers'",
+             f'{_beside("llama_cpp", "mxfp4_a8")},kt(store=mxfp4)'),
+            ("int8", "qwen3-30b-a3b", "int8", "KTransformers'", _beside("kt", "int8_a8")),
+            ("int4_g32", "qwen3-30b-a3b", "int4_g32", "KTransformers'", _beside("kt", "int4_g32_a8")),
+            ("fp8_block", "qwen3-30b-a3b", "fp8_block", "KTransformers'", _beside("kt", "fp8_block")),
+            ("olmoe", "olmoe-1b-7b", "q4_k", "llama.cpp's", _beside("llama_cpp", "q4_k_a8")),
+            ("gpt_oss", "gpt-oss-20b", "mxfp4", "llama.cpp's", _beside("llama_cpp", "mxfp4_a8")),
         )
     },
     "experts": Topic(
