@@ -191,10 +191,10 @@ def take_place(module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
             "seen; let it go first, or freeze a deepcopy"
         )
     left.clear()
-    _give_back()
+    give_back()
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Freed memory goes to the system; the C library would keep what packing used, more than it made."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
