@@ -52,6 +52,7 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 PACKED, PLAIN = "pack-quantized", "int-quantized"
 PUBLISHED: dict[str, tuple[str, Callable[[Any], dict[str, Tensor]], dict[str, Any]]] = {
     "int4": ("int4_g32", packed_int4, compressed(PACKED, num_bits=4)),
+    "int4 by 128": ("int4_g128", packed_int4, compressed(PACKED, num_bits=4, group_size=128)),
     "int4 with zero points": ("int4_g128_asym", packed_int4,
                               compressed(PACKED, num_bits=4, group_size=128, symmetric=False)),
     "int8 packed": ("int8_g32", packed_int8, compressed(PACKED, num_bits=8)),

@@ -50,8 +50,13 @@ from moe_routing_bench.models.stored_layers import layer_of, linear_of, quantisa
 from moe_routing_bench.ops.expert_ffn import native
 from moe_routing_bench.packed_files import PackedFiles
 
-# what a config class or a model raises when config.json holds values of the wrong kind
-NO_MODEL = (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, RuntimeError)
+# what configs and models raise when config.json holds values of the wrong kind: any of these, as it happens
+NO_MODEL = (
+    StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
+    RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+# of config.json: we dequantise, and which code runs is not a file's to choose
+NOT_READ = ("quantization_config", "attn_implementation", "experts_implementation", "fusion_config")
 FEW = 4  # names in a message
 
 
@@ -126,7 +131,7 @@ def _describe(path: Path, config: dict[str, Any], tensors: Tensors, dtype: torch
     names = tensors.names()
     if not any(name.startswith(f"model.layers.{layers - 1}.") for name in names) or layers > len(names):
         raise ValueError(f"{path} has no tensors of layer {layers - 1}, which config.json calls for")
-    plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    plain = {name: value for name, value in config.items() if name not in NOT_READ and name[:1] != "_"}
     try:
         settings = CONFIG_MAPPING[about.model_type].from_dict(plain)
         said: Any = settings.dtype or DTYPES.get(str(tensors.type_of("model.embed_tokens.weight")))

@@ -1,0 +1,425 @@
+"""plugin.load: quantised checkpoints as Transformers models whose experts stay as they are stored."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import moe_routing_bench.models.transformers as plugin
+from damaged_files import assert_one_sentence, hurt
+from moe_routing_bench import cpp
+from moe_routing_bench.accuracy import judge
+from moe_routing_bench.frozen import Frozen
+from moe_routing_bench.models.reading import experts_modules
+from quantised_models import change, retensor, shard, write_model
+from tiny_models import make, tokens
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not())),
+]
+
+MODELS = {
+    "gpt_oss": "mxfp4",
+    "qwen3_moe": "fp8",
+    "deepseek_v3": "fp8",
+    "mixtral": "int8",
+    "olmoe": "int4",
+}
+FORMATS = ["int8", "int8 packed", "int4", "int4 with zero points"]
+CASES = [*MODELS.items(), *(("qwen3_moe", how) for how in FORMATS)]
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+def logits(model: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def difference(got: Tensor, want: Tensor) -> float:
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def assert_the_same_besides_experts(model: Any, other: Any) -> None:
+    """Bit for bit: also what no checkpoint holds, as rotary tables."""
+    for each in ("named_parameters", "named_buffers"):
+        ours, theirs = dict(getattr(model, each)()), dict(getattr(other, each)())
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            if not isinstance(tensor, Frozen):
+                assert torch.equal(tensor, theirs[name].to(tensor.dtype)), name
+                assert tensor.dtype == theirs[name].dtype or theirs[name].dtype == torch.float32, name
+
+
+@pytest.mark.parametrize(("family", "how"), CASES)
+def test_a_folder_is_the_model_of_what_it_stores(family: str, how: str, tmp_path: Path) -> None:
+    meant = write_model(tmp_path / "model", family, how)
+    model = plugin.load(tmp_path / "model")
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    matrices = [w for _, m in experts_modules(model) for w in (m.gate_up_proj, m.down_proj)]
+    assert matrices and all(isinstance(w, Frozen) for w in matrices)
+    assert_the_same_besides_experts(model, meant)
+    ids = tokens()
+    assert difference(logits(model, ids), logits(meant, ids)) < 2e-5
+    ids = tokens(1, 5)
+    given = {**GREEDY, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model.generate(ids, **given), meant.generate(ids, **given))
+    rows = plugin.implementations(model)
+    assert [one.module for one in rows] == [path for path, _ in experts_modules(meant)]
+    assert all(one.implementation.startswith("native(store=") and "frozen" in one.why for one in rows)
+    assert getattr(model.config, "quantization_config", None) is None
+
+
+@pytest.fixture
+def transformers_dequantises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for accelerate, which dequantising does not use."""
+    for name in ("mxfp4", "finegrained_fp8"):
+        monkeypatch.setattr(f"transformers.quantizers.quantizer_{name}.is_accelerate_available", lambda: True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "how"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("mixtral", "fp8")])
+def test_transformers_itself_loads_the_same_folder(
+    family: str, how: str, dtype: torch.dtype, tmp_path: Path, transformers_dequantises: None
+) -> None:
+    write_model(tmp_path / "model", family, how, dtype=dtype)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model = plugin.load(tmp_path / "model")
+    assert type(model) is type(theirs) and model.dtype == theirs.dtype == dtype
+    assert_the_same_besides_experts(model, theirs)
+    assert model.generation_config.to_dict() == theirs.generation_config.to_dict()
+    own, other = model.config.to_dict(), theirs.config.to_dict()
+    differing = {name for name in own.keys() | other.keys() if own.get(name) != other.get(name)}
+    assert differing <= {"_name_or_path", "experts_implementation", "_experts_implementation"}
+    if dtype == torch.float32:
+        assert difference(logits(model, tokens()), logits(theirs, tokens())) < 2e-5
+
+
+def choices(model: Any, ids: Tensor) -> list[Tensor]:
+    chosen: list[Tensor] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args: chosen.append(args[1].sort(-1).values))
+        for _, module in experts_modules(model)
+    ]
+    logits(model, ids)
+    for hook in hooks:
+        hook.remove()
+    return chosen
+
+
+@pytest.mark.parametrize(("family", "how"), CASES)
+def test_bfloat16_is_as_precise_as_dequantised_weights(family: str, how: str, tmp_path: Path) -> None:
+    """Right is float64 with what is stored; the measure is Transformers in bfloat16 with the same, rounded.
+    Judged on texts for which all three choose the same experts."""
+    meant = write_model(tmp_path / "model", family, how, dtype=torch.bfloat16)
+    model = plugin.load(tmp_path / "model")
+    assert model.dtype == torch.bfloat16
+    exact, plain = copy.deepcopy(meant).double(), meant.bfloat16()
+    if family == "deepseek_v3":
+        for one, other in zip(plain.buffers(), model.buffers(), strict=True):
+            one.data = other.data.clone()  # its bias that chooses stays float32
+    compared = []
+    for seed in range(80):
+        ids = tokens(1, 4, seed)
+        first, *others = (choices(one, ids) for one in (exact, plain, model))
+        if all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)):
+            compared.append(tuple(logits(one, ids) for one in (model, exact, plain)))
+        if len(compared) == 6:
+            break
+    assert len(compared) == 6
+    verdict = judge(*(torch.stack(each) for each in zip(*compared, strict=True)))
+    assert verdict.passed, verdict.sentence
+
+
+def test_shards_tied_embeddings_and_generation_settings(tmp_path: Path, capfd: Any) -> None:
+    folder = tmp_path / "model"
+    meant = write_model(folder, "qwen3_moe", "int8", tie_word_embeddings=True)
+    shard(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3, "top_k": 7}))
+    model = plugin.load(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert (model.generation_config.max_new_tokens, model.generation_config.top_k) == (3, 7)
+    assert difference(logits(model, tokens()), logits(meant, tokens())) < 2e-5
+    assert "not in the model" not in capfd.readouterr().err
+
+
+def test_what_transformers_leaves_out_is_said(tmp_path: Path, capfd: Any) -> None:
+    folder = tmp_path / "model"
+    write_model(folder, "deepseek_v3", "fp8")
+    retensor(folder, model__layers__61__eh_proj__weight=torch.zeros(3))
+    plugin.load(folder)
+    assert (
+        "not in the model, as Transformers has it: model.layers.61.eh_proj.weight" in capfd.readouterr().err
+    )
+
+
+def test_dense_layers_among_those_with_experts(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    meant = write_model(folder, "qwen3_moe", "fp8", num_hidden_layers=3, mlp_only_layers=[1])
+    model = plugin.load(folder)
+    assert [one.module.split(".")[2] for one in plugin.implementations(model)] == ["0", "2"]
+    assert difference(logits(model, tokens()), logits(meant, tokens())) < 2e-5
+
+
+def test_the_implementation_may_be_named(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    meant = write_model(folder, "gpt_oss", "mxfp4")
+    want = logits(meant, tokens())
+    for asked, name in {
+        "native(store=mxfp4)": "native(store=mxfp4)",
+        "native": "native(store=mxfp4)",
+        "native(store=mxfp4_a8)": "native(store=mxfp4_a8)",
+        "native(level=avx2)": "native(level=avx2,store=mxfp4)",
+    }.items():
+        model = plugin.load(folder, asked)
+        assert {one.implementation for one in plugin.implementations(model)} == {name}
+        bound = 0.1 if "_a8" in asked else 2e-5  # 0.031: rows of 8 bits are another numerical class
+        assert difference(logits(model, tokens()), want) < bound, asked
+    steady = plugin.load(folder, batch_invariant=True)
+    assert plugin.implementations(steady)[0].implementation == "native(batch_invariant=True,store=mxfp4)"
+    wide = plugin.load(folder, dtype=torch.bfloat16)
+    assert wide.dtype == wide.config.dtype == torch.bfloat16
+
+
+def test_packed_files_are_kept(tmp_path: Path, capfd: Any) -> None:
+    folder, kept = tmp_path / "model", tmp_path / "packed"
+    write_model(folder, "qwen3_moe", "int4")
+    first = logits(plugin.load(folder, keep_packed=kept), tokens())
+    assert "0 GB mapped" in capfd.readouterr().err
+    model = plugin.load(folder, keep_packed=kept)
+    assert "0 GB written" in capfd.readouterr().err
+    assert torch.equal(logits(model, tokens()), first)
+
+
+def test_plain_weights_were_never_there(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "qwen3_moe", "fp8")
+    model = plugin.load(tmp_path / "model")
+    with pytest.raises(NotImplementedError, match="exist as fp8_block alone; load the originals"):
+        plugin.thaw(model)
+    with pytest.raises(RuntimeError, match="these weights are frozen"):
+        model.save_pretrained(tmp_path / "saved")
+    want = logits(model, tokens())
+    plugin.freeze(model)  # nothing is left to pack
+    assert torch.equal(logits(model, tokens()), want)
+
+
+@pytest.mark.parametrize(
+    ("family", "how", "parts"),
+    [
+        ("gpt_oss", "mxfp4", ("_blocks", "_scales")),
+        ("qwen3_moe", "fp8", (".weight", "_scale_inv")),
+        ("qwen3_moe", "int8", (".weight", "_scale")),
+        ("qwen3_moe", "int4 by 128", ("_packed", "_scale")),
+    ],
+)
+def test_experts_take_the_bytes_of_their_format(
+    family: str, how: str, parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    write_model(folder, family, how)
+    model = plugin.load(folder)
+    packed = sum(w.panels.nbytes for w in model.parameters() if isinstance(w, Frozen))
+    stored = load_file(folder / "model.safetensors")
+    bytes_stored = sum(
+        tensor.nbytes for name, tensor in stored.items() if "experts" in name and name.endswith(parts)
+    )
+    assert packed <= 1.05 * bytes_stored
+    others = [w for w in (*model.parameters(), *model.buffers()) if not isinstance(w, Frozen)]
+    largest = max(w.untyped_storage().nbytes() for w in others)
+    assert largest == model.model.embed_tokens.weight.nbytes or largest <= 4 * 384 * 256
+
+
+# ---- what is refused
+
+
+def test_what_is_not_read_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with pytest.raises(ValueError, match="is not a folder"):
+        plugin.load(folder)
+    make("qwen3_moe").save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"is not quantised; .* from_pretrained, and plugin\.freeze"):
+        plugin.load(folder)
+    write_model(folder, "qwen3_moe", "int8")
+    good = json.loads((folder / "config.json").read_text())
+    refused: dict[str, tuple[type[Exception], dict[str, Any]]] = {
+        "this reads qwen3_moe, olmoe, mixtral, deepseek_v3, gpt_oss": (
+            NotImplementedError, {"model_type": "llama4"}
+        ),
+        "quant_method awq; this reads mxfp4": (
+            NotImplementedError, {"quantization_config": {"quant_method": "awq"}}
+        ),
+        "cannot be frozen in torch.float16": (NotImplementedError, {"dtype": "float16"}),
+        "no tensors of layer 6": (ValueError, {"num_hidden_layers": 7}),
+        "Transformers makes no model of": (ValueError, {"num_attention_heads": "four"}),
+    }  # fmt: skip
+    for sentence, (kind, config) in refused.items():
+        change(folder, **config)
+        with pytest.raises(kind, match=re.escape(sentence)):
+            plugin.load(folder)
+        change(folder, **good)
+    with pytest.raises(ValueError, match="stored as int8, not as mxfp4"):
+        plugin.load(folder, "native(store=mxfp4)")
+    with pytest.raises(NotImplementedError, match=r"run in native\(store=\.\.\.\), not in staged"):
+        plugin.load(folder, "staged")
+    assert plugin.load(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+EXPERT = "model.layers.1.mlp.experts.3"
+ATTENTION = "model.layers.1.self_attn.o_proj"
+Damage = Callable[[dict[str, Tensor]], None]
+
+
+def without(name: str) -> Damage:
+    return lambda tensors: tensors.__delitem__(name)
+
+
+def with_(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Damage:
+    return lambda tensors: tensors.update({name: torch.ones(shape).to(dtype)})
+
+
+E4M3 = torch.float8_e4m3fn
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "no norm": (without("model.norm.weight"), "no tensor model.norm.weight"),
+    "no router": (without("model.layers.0.mlp.gate.weight"), "no tensor model.layers.0.mlp.gate.weight"),
+    "no head": (without("lm_head.weight"), "no tensor lm_head.weight"),
+    "no embeddings": (without("model.embed_tokens.weight"), "no tensor model.embed_tokens.weight"),
+    "no attention": (without(f"{ATTENTION}.weight"), f"no tensor {ATTENTION}.weight"),
+    "no scales of attention": (without(f"{ATTENTION}.weight_scale_inv"), f"{ATTENTION}.weight_scale_inv"),
+    "no expert": (without(f"{EXPERT}.up_proj.weight"), f"no tensor {EXPERT}.up_proj.weight"),
+    "no scales of an expert": (without(f"{EXPERT}.up_proj.weight_scale_inv"), "up_proj.weight_scale_inv"),
+    "a short norm": (with_("model.norm.weight", (255,)), "shape [255]; config.json calls for [256]"),
+    "a flat norm": (with_("model.norm.weight", (256, 1)), "shape [256, 1]; config.json calls for [256]"),
+    "wide attention": (with_(f"{ATTENTION}.weight", (256, 257), E4M3), "shape [256, 257]"),
+    "scales of attention": (with_(f"{ATTENTION}.weight_scale_inv", (2, 3)), "shape [2, 3]"),
+    "a wide expert": (with_(f"{EXPERT}.down_proj.weight", (256, 129), E4M3), "shape [256, 129]"),
+    "an expert too many": (with_(f"{EXPERT}1.up_proj.weight", (128, 256), E4M3), "experts.31"),
+    "a layer too many": (with_("model.layers.2.input_layernorm.weight", (256,)), "model.layers.2.input"),
+    "a bias": (with_(f"{ATTENTION}.bias", (256,)), f"has {ATTENTION}.bias, which a qwen3_moe"),
+    "a scale of activations": (with_(f"{ATTENTION}.input_scale", (1,)), "o_proj.input_scale, which"),
+    "many": (lambda tensors: [with_(f"a.{i}", (1,))(tensors) for i in range(9)] and None, "a.3 and 5 more"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    write_model(folder, "qwen3_moe", "fp8")
+    return folder
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_folder_is_refused_in_a_sentence(what: str, whole: Path, tmp_path: Path) -> None:
+    damage, sentence = DAMAGES[what]
+    folder = copied(whole, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+        plugin.load(folder)
+    assert_one_sentence(caught.value, folder)
+    if what != "no embeddings":  # the index may say other things than the files
+        shard(folder)
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            plugin.load(folder)
+
+
+def copied(whole: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in whole.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def test_a_tensor_that_the_index_does_not_name_is_noticed(whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path)
+    shard(folder)
+    tensors = load_file(folder / "model-2.safetensors")
+    save_file({**tensors, "model.stowaway": torch.zeros(1)}, folder / "model-2.safetensors")
+    with pytest.raises(ValueError, match=r"has model\.stowaway, which"):
+        plugin.load(folder)
+
+
+def test_a_packed_weight_that_says_another_shape_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_model(folder, "qwen3_moe", "int4")
+    name = f"{EXPERT}.up_proj.weight_shape".replace(".", "__")
+    retensor(folder, **{name: torch.tensor([128, 255])})
+    with pytest.raises(ValueError, match=r"says \[128, 255\]; config.json calls for \[128, 256\]"):
+        plugin.load(folder)
+
+
+VALUES = (None, True, -1, 0, 1, 3, 2**40, 1e300, float("nan"), "", "fp8", [], [1], {}, {"a": 1}, [[]])
+
+
+def test_a_damaged_config_ends_in_an_error_or_in_a_model(whole: Path, tmp_path: Path) -> None:
+    """Whatever stands in config.json: a ValueError in a sentence, a reason, or a model that runs."""
+    folder = copied(whole, tmp_path)
+    good, draw = json.loads((folder / "config.json").read_text()), random.Random(0)
+    ends = []
+    for _ in range(120):
+        document = copy.deepcopy(good)
+        hurt(document, draw, VALUES, ("hidden_size", "_attn_implementation", "dtype"))
+        (folder / "config.json").write_text(json.dumps(document))
+        try:
+            plugin.load(folder)
+            ends.append("model")
+        except NotImplementedError:
+            ends.append("reason")
+        except ValueError as error:
+            assert_one_sentence(error, folder)
+            ends.append("error")
+    assert {"model", "reason", "error"} == set(ends)
+
+
+# ---- memory
+
+CHILD = """
+import sys, torch
+torch.set_num_threads(1)
+import moe_routing_bench.models.transformers as plugin
+from moe_routing_bench.frozen import Frozen
+def now(field):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
+before = now("VmRSS")
+model = plugin.load(sys.argv[1])
+frozen = [w for w in model.parameters() if isinstance(w, Frozen)]
+print(before, now("VmHWM"), now("VmRSS"), sum(w.panels.nbytes for w in frozen))
+"""
+LARGE = {
+    "hidden_size": 1024,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 1024,
+    "num_hidden_layers": 8,
+}
+
+
+@pytest.mark.parametrize(("family", "how"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8")])
+def test_loading_takes_one_layer_more_than_the_result(family: str, how: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_model(folder, family, how, dtype=torch.bfloat16, **LARGE, **{
+        "num_local_experts" if family == "gpt_oss" else "num_experts": 16
+    })  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-c", CHILD, str(folder)], capture_output=True, text=True, check=True, timeout=300
+    )
+    before, most, _, packed = map(int, ran.stdout.split())
+    weights = 8 * 16 * 3 * 1024 * 1024
+    print(f"{how}: {packed / 1e6:.0f} MB packed, peak {(most - before) / 1e6:.0f} MB more than before")
+    assert most - before < 0.75 * 2 * weights
