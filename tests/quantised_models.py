@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from moe_routing_bench.formats.fp8_block import FP8Block
 from moe_routing_bench.formats.int4 import Int4
@@ -67,6 +69,42 @@ def write_model(
     change(folder, quantization_config=quantization, dtype=str(dtype).removeprefix("torch."))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return model
+
+
+def write_large(folder: Path, family: str, *, experts: int, layers: int, width: int) -> int:
+    """A model in bfloat16 with experts of random codes, mxfp4 of gpt_oss and fp8 of others, and plain linear
+    layers; answers the number of the experts' weights."""
+    config = make(family).config
+    sizes = {"hidden_size": width, "intermediate_size": width, "moe_intermediate_size": width}
+    sizes |= {"num_local_experts" if family == "gpt_oss" else "num_experts": experts}
+    for name, value in {**sizes, "num_hidden_layers": layers}.items():
+        setattr(config, name, value)
+    if family == "gpt_oss":
+        config.layer_types = (config.layer_types * layers)[:layers]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    tensors = {}
+    matrices = {id(w) for w in _experts_matrices(model)}
+    for name, like in model.state_dict(keep_vars=True).items():
+        if id(like) not in matrices:
+            tensors[name] = (torch.randn(like.shape) * 0.02).bfloat16()
+    for path, _ in experts_modules(model):
+        if family == "gpt_oss":
+            for part, columns in {"gate_up_proj": 2 * width, "down_proj": width}.items():
+                size = experts, columns, width // 32
+                tensors[f"{path}.{part}_blocks"] = torch.randint(256, (*size, 16), dtype=torch.uint8)
+                tensors[f"{path}.{part}_scales"] = torch.randint(116, 122, size, dtype=torch.uint8)
+            continue
+        for e, part in itertools.product(range(experts), USUAL[1:]):
+            code_NK = torch.randint(127, (width, width), dtype=torch.uint8).view(torch.float8_e4m3fn)
+            tensors[f"{path}.{e}.{part}.weight"] = code_NK
+            tensors[f"{path}.{e}.{part}.weight_scale_inv"] = torch.rand(width // 128, width // 128) * 1e-3
+    folder.mkdir()
+    config.save_pretrained(folder)
+    quantization = {"quant_method": "mxfp4"} if family == "gpt_oss" else PUBLISHED["fp8"][2]
+    change(folder, quantization_config=quantization, dtype="bfloat16")
+    save_file(tensors, folder / "model.safetensors")
+    return layers * experts * 3 * width * width
 
 
 def change(folder: Path, **config: Any) -> None:

@@ -27,7 +27,7 @@ from moe_routing_bench import cpp
 from moe_routing_bench.accuracy import judge
 from moe_routing_bench.frozen import Frozen
 from moe_routing_bench.models.reading import experts_modules
-from quantised_models import change, retensor, shard, write_model
+from quantised_models import change, retensor, shard, write_large, write_model
 from tiny_models import make, tokens
 
 pytestmark = [
@@ -397,29 +397,25 @@ import moe_routing_bench.models.transformers as plugin
 from moe_routing_bench.frozen import Frozen
 def now(field):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
+from transformers import Qwen3MoeForCausalLM, GptOssForCausalLM, GenerationConfig
 before = now("VmRSS")
 model = plugin.load(sys.argv[1])
 frozen = [w for w in model.parameters() if isinstance(w, Frozen)]
 print(before, now("VmHWM"), now("VmRSS"), sum(w.panels.nbytes for w in frozen))
 """
-LARGE = {
-    "hidden_size": 1024,
-    "intermediate_size": 1024,
-    "moe_intermediate_size": 1024,
-    "num_hidden_layers": 8,
-}
 
 
-@pytest.mark.parametrize(("family", "how"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8")])
-def test_loading_takes_one_layer_more_than_the_result(family: str, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_loading_takes_one_layer_more_than_the_result(family: str, tmp_path: Path) -> None:
+    """403 million weights of experts in 8 layers, 805 MB in bfloat16: mxfp4 was 214 MB, with a peak of 292 MB
+    more than the process had before, fp8 415 and 511."""
     folder = tmp_path / "model"
-    write_model(folder, family, how, dtype=torch.bfloat16, **LARGE, **{
-        "num_local_experts" if family == "gpt_oss" else "num_experts": 16
-    })  # fmt: skip
+    weights = write_large(folder, family, experts=16, layers=8, width=1024)
     ran = subprocess.run(
         [sys.executable, "-c", CHILD, str(folder)], capture_output=True, text=True, check=True, timeout=300
     )
-    before, most, _, packed = map(int, ran.stdout.split())
-    weights = 8 * 16 * 3 * 1024 * 1024
-    print(f"{how}: {packed / 1e6:.0f} MB packed, peak {(most - before) / 1e6:.0f} MB more than before")
-    assert most - before < 0.75 * 2 * weights
+    before, most, after, packed = map(int, ran.stdout.split())
+    print(f"{family}: packed {packed}, peak {most - before}, after {after - before}, bf16 {2 * weights}")
+    layer, libraries = packed / 8, 64e6  # 35 and 43 MB were seen of mxfp4, 54 and 42 MB of fp8
+    assert most - after < 2 * layer
+    assert most - before < packed + 2 * layer + libraries < 0.8 * 2 * weights

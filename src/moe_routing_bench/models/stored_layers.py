@@ -26,7 +26,7 @@ from moe_routing_bench.formats.fp8_block import BLOCK, FP8Block
 from moe_routing_bench.formats.int4 import Int4
 from moe_routing_bench.formats.int8 import Int8
 from moe_routing_bench.formats.mxfp4 import GROUP, MXFP4
-from moe_routing_bench.formats.stored import Stored, joined, nibbles
+from moe_routing_bench.formats.stored import Stored, joined, nibbles, side_by_side
 from moe_routing_bench.models.checkpoint import (
     MAX_CONFIG_BYTES,
     About,
@@ -137,13 +137,12 @@ def _mxfp4(about: About, tensors: Tensors, how: Mapping[str, Any]) -> Callable[[
     def read() -> QuantisedExperts:
         made, biases = {}, {}
         for part, (block, exponent, bias) in slices.items():
-            # gate and up alternate; ours are halves
-            order = slice(None) if part == "down_proj" else _halves(2 * F)
+            # gate and up alternate; ours are halves. A copy of each either way
+            order = torch.arange(D) if part == "down_proj" else _halves(2 * F)
             made[part] = MXFP4(
-                block_ENgB=block[:][:, order].clone(), exponent_ENg=exponent[:][:, order].clone(),
-                depth=sizes[part][1],
-            )  # fmt: skip
-            biases[part] = bias[:][:, order].clone()
+                block_ENgB=block[:][:, order], exponent_ENg=exponent[:][:, order], depth=sizes[part][1]
+            )
+            biases[part] = bias[:][:, order]
         return QuantisedExperts(
             w_in=made["gate_up_proj"], w_out=made["down_proj"], b_in_EG=biases["gate_up_proj"],
             b_out_ED=biases["down_proj"], activation=about.activation,
@@ -273,7 +272,7 @@ def _of_experts(about: About, matrices: Matrices) -> Callable[[], QuantisedExper
             [matrices.stored(*sizes[part], *(one[:] for one in expert[part])) for expert in experts]
             for part in sizes
         )
-        w_in = joined([joined(pair, columns=True) for pair in zip(gate, up, strict=True)])
+        w_in = side_by_side(list(zip(gate, up, strict=True)))
         return QuantisedExperts(w_in=w_in, w_out=joined(down), activation=about.activation)
 
     return read
