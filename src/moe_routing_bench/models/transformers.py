@@ -3,6 +3,7 @@
     import moe_routing_bench.models.transformers as plugin
 
     plugin.freeze(model)                                    # for inference: packs the experts' weights
+    model = plugin.load("gpt-oss-20b")                      # or, quantised: experts as they are stored
     model.set_experts_implementation("moe_routing_bench")   # or, for weights that change: training, merging
     print(plugin.implementations(model))                    # what runs in each layer, and why
     with plugin.replay(model, trace):                       # take recorded choices (models/replay.py)
@@ -15,9 +16,9 @@ register("staged(combine=index_add,dispatch=native)") adds others.
 
 Without freeze the weights are read as they are at every call, however they were changed. After it they exist
 only packed, in as much memory as before; changing them raises, and thaw(model) makes them plain again. Save
-before freezing, or thaw. Models published in MXFP4 are bfloat16 after loading on a CPU;
-freeze(model, "native(store=mxfp4)") brings back their codes. Experts that stay quantised (FP8 on a GPU) have
-another registry and are not served.
+before freezing, or thaw. Models published in MXFP4, FP8 or compressed-tensors are bfloat16 after
+from_pretrained on a CPU; load(folder) keeps their codes, and freeze(model, "native(store=mxfp4)") brings back
+MXFP4's. Experts that stay quantised (FP8 on a GPU) have another registry and are not served.
 
 torch.compile: without gradients the experts are one node of the graph, also with fullgraph=True; with them
 the graph breaks there.
