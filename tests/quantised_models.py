@@ -50,9 +50,8 @@ def write_model(
     compressed-tensors round them."""
     model = make(family, **{**WIDE, **OWN[family], **options})
     with torch.no_grad():
-        # what is not quantised is stored in the model's dtype
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.copy_(tensor.to(dtype))
+        for parameter in model.parameters():  # what is not quantised is stored in the model's dtype
+            parameter.copy_(parameter.to(dtype))
         tensors = _mxfp4(model) if how == "mxfp4" else _by_matrix(model, family, how, dtype)
     written = {id(tensor) for tensor in _experts_matrices(model)}
     block, *_ = NAMES.get(family, USUAL)

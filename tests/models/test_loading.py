@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,17 @@ import moe_routing_bench.models.transformers as plugin
 from damaged_files import assert_one_sentence, hurt
 from moe_routing_bench import cpp
 from moe_routing_bench.accuracy import judge
+from moe_routing_bench.formats.named import quantise
 from moe_routing_bench.frozen import Frozen
+from moe_routing_bench.models.checkpoint import ONE_FILE, opened
 from moe_routing_bench.models.reading import experts_modules
-from quantised_models import change, retensor, shard, write_large, write_model
+from moe_routing_bench.models.stored_layers import linear_of
+from published_formats import PUBLISHED
+from quantised_models import change, retensor, rounded, shard, write_large, write_model
 from tiny_models import make, tokens
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not())),
-]
+needs_compiler = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 MODELS = {
     "gpt_oss": "mxfp4",
@@ -86,6 +89,22 @@ def test_a_folder_is_the_model_of_what_it_stores(family: str, how: str, tmp_path
     assert getattr(model.config, "quantization_config", None) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", FORMATS)
+def test_a_linear_layer_is_rounded_once_more_for_its_scales(
+    how: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """In the dtype of the scales, whichever it is."""
+    store, parts, config = PUBLISHED[how]
+    stored: Any = quantise(torch.randn(1, 256, 64), store)
+    stored = replace(stored, scale_ENg=(stored.scale_ENg * 1.01).to(dtype))
+    save_file({f"a.{last}": t[0].contiguous() for last, t in parts(stored).items()}, tmp_path / ONE_FILE)
+    with opened(tmp_path) as tensors:
+        read = linear_of(tmp_path, tensors, config, "a", (64, 256))
+        assert read is not None and torch.equal(read(torch.float32), rounded(stored).float())
+        assert torch.equal(read(torch.bfloat16), rounded(stored).bfloat16())
+
+
 @pytest.fixture
 def transformers_dequantises(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks for accelerate, which dequantising does not use."""
@@ -130,10 +149,10 @@ def test_bfloat16_is_as_precise_as_dequantised_weights(family: str, how: str, tm
     meant = write_model(tmp_path / "model", family, how, dtype=torch.bfloat16)
     model = plugin.load(tmp_path / "model")
     assert model.dtype == torch.bfloat16
-    exact, plain = copy.deepcopy(meant).double(), meant.bfloat16()
-    if family == "deepseek_v3":
-        for one, other in zip(plain.buffers(), model.buffers(), strict=True):
-            one.data = other.data.clone()  # its bias that chooses stays float32
+    exact, plain = copy.deepcopy(meant).double(), copy.deepcopy(meant).bfloat16()
+    for one, ours, theirs in zip(meant.buffers(), model.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(one, ours) and ours.dtype == torch.float32  # a bias that chooses, rotary tables
+        theirs.data = one.data
     compared = []
     for seed in range(80):
         ids = tokens(1, 4, seed)
@@ -394,7 +413,9 @@ CHILD = """
 import sys, torch
 torch.set_num_threads(1)
 import moe_routing_bench.models.transformers as plugin
+from moe_routing_bench.formats.named import quantise
 from moe_routing_bench.frozen import Frozen
+from moe_routing_bench.models.checkpoint import ONE_FILE, opened
 def now(field):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
 from transformers import Qwen3MoeForCausalLM, GptOssForCausalLM, GenerationConfig
