@@ -97,7 +97,7 @@ def test_a_linear_layer_is_rounded_once_more_for_its_scales(
     """In the dtype of the scales, whichever it is."""
     store, parts, config = PUBLISHED[how]
     stored: Any = quantise(torch.randn(1, 256, 64), store)
-    stored = replace(stored, scale_ENg=(stored.scale_ENg * 1.01).to(dtype))
+    stored = replace(stored, scale_ENg=(stored.scale_ENg.double() * 1.01).to(dtype))
     save_file({f"a.{last}": t[0].contiguous() for last, t in parts(stored).items()}, tmp_path / ONE_FILE)
     with opened(tmp_path) as tensors:
         read = linear_of(tmp_path, tensors, config, "a", (64, 256))
@@ -221,9 +221,21 @@ def test_packed_files_are_kept(tmp_path: Path, capfd: Any) -> None:
     write_model(folder, "qwen3_moe", "int4")
     first = logits(plugin.load(folder, keep_packed=kept), tokens())
     assert "0 GB mapped" in capfd.readouterr().err
+    written = {path.name: path.stat().st_mtime_ns for path in kept.iterdir()}
+    assert len(written) == 4  # two matrices of two layers
     model = plugin.load(folder, keep_packed=kept)
     assert "0 GB written" in capfd.readouterr().err
     assert torch.equal(logits(model, tokens()), first)
+    assert written == {path.name: path.stat().st_mtime_ns for path in kept.iterdir()}
+
+
+def test_a_file_does_not_choose_which_code_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_model(folder, "qwen3_moe", "int8")
+    usual = plugin.load(folder).config._attn_implementation
+    for name in ("attn_implementation", "_attn_implementation"):
+        change(folder, **{name: "eager" if usual != "eager" else "sdpa"})
+        assert plugin.load(folder).config._attn_implementation == usual
 
 
 def test_plain_weights_were_never_there(tmp_path: Path) -> None:
