@@ -14,8 +14,8 @@ too few, too many or of another shape is a ValueError; what Transformers leaves 
 (DeepSeek's layer for speculation) is said on stderr.
 
 Cost: time grows with the bytes of the checkpoint, each of which is read once, and with the number of tensors
-(a look at each: the 90,000 of DeepSeek-V3 are seconds). Memory is that of the result, and of one layer while
-it is packed: its codes as bytes, a few times. That grows with experts and widths, not with layers.
+(a look at each: the 90,000 of DeepSeek-V3 should be seconds). Memory is that of the result, and once or twice
+the codes of one layer while it is read and packed. That grows with experts and widths, not with layers.
 """
 
 from __future__ import annotations
