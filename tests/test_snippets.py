@@ -217,6 +217,10 @@ def test_python_runs_on_a_model(python: Python, place: Path, monkeypatch: pytest
     monkeypatch.chdir(place)
     model = tiny.make(next(iter(tiny.MODELS)))
     model.save_pretrained(place / "model")
+    if "plugin.load" in python.text:
+        write_model = importlib.import_module("quantised_models").write_model
+        write_model(place / "gpt-oss-20b", "gpt_oss", "mxfp4")
+        write_model(place / "Qwen3-30B-A3B-FP8", "qwen3_moe", "fp8")
     ids = tiny.tokens()
     given: dict[str, Any] = {"model": model, "path": str(place / "model"), "ids": ids}
     given["token_ids"] = ids.flatten().repeat(200)

@@ -28,7 +28,7 @@ class Form:
     dtype=torch.bfloat16, gated=True).
 
     size          experts, depth, columns
-    store         the narrower type that values were rounded to
+    store         the narrower type that values were rounded to, here or by a checkpoint
     output_first  the parameter has columns before depth
     alternating   the parameter's gate and up columns alternate; packed they are halves
     """
@@ -73,9 +73,7 @@ class Frozen(Tensor):
     def plain(self) -> Tensor:
         """The values as a tensor of their own."""
         if self.form.store is not None:
-            raise NotImplementedError(
-                f"these weights were rounded to {self.form.store} when they were frozen; load the originals"
-            )
+            raise NotImplementedError(f"these weights exist as {self.form.store} alone; load the originals")
         if self.form.kernel not in UNPACK:
             raise NotImplementedError(f"{self.form.kernel} cannot unpack these weights; load the originals")
         w_EKN = UNPACK[self.form.kernel](self.panels, self.form)
@@ -191,10 +189,10 @@ def take_place(module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
             "seen; let it go first, or freeze a deepcopy"
         )
     left.clear()
-    _give_back()
+    give_back()
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Freed memory goes to the system; the C library would keep what packing used, more than it made."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:

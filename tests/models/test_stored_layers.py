@@ -15,15 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_routing_bench.experts import QuantisedExperts
-from moe_routing_bench.formats.fp8_block import FP8Block
-from moe_routing_bench.formats.int4 import Int4
-from moe_routing_bench.formats.int8 import Int8
 from moe_routing_bench.formats.mxfp4 import MXFP4
 from moe_routing_bench.formats.named import quantise
-from moe_routing_bench.formats.stored import from_nibbles
 from moe_routing_bench.models.checkpoint import read_layer
 from moe_routing_bench.models.gguf import read_gguf
 from moe_routing_bench.models.stored_layers import from_words, read_stored
+from published_formats import PACKED, PLAIN, PUBLISHED, compressed, packed_int4, words
 
 E, D, F = 3, 256, 128
 HOME = "model.layers.1.mlp.experts"
@@ -31,7 +28,6 @@ CONFIG = {
     "model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": E, "num_experts_per_tok": 2,
     "hidden_size": D, "moe_intermediate_size": F, "hidden_act": "silu", "norm_topk_prob": True,
 }  # fmt: skip
-INT = {"type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 
 
 def write(folder: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
@@ -53,50 +49,6 @@ def by_expert(
         for e in range(E):
             tensors |= {f"{HOME}.{e}.{part}.{last}": t[e] for last, t in parts(stored).items()}
     return tensors, torch.cat((kept["gate_proj"], kept["up_proj"]), dim=2), kept["down_proj"]
-
-
-def words(code: Tensor, bits: int) -> Tensor:
-    """Codes of the last dimension into words of 32 bits, number by number, as compressed-tensors does."""
-    each, made = 32 // bits, []
-    for row in code.flatten(0, -2).tolist():
-        some = (row[at : at + each] for at in range(0, len(row), each))
-        made.append([sum(c << (bits * i) for i, c in enumerate(codes)) for codes in some])
-    return torch.tensor(made, dtype=torch.int64).to(torch.int32).view(*code.shape[:-1], -1)
-
-
-def packed_int4(stored: Int4) -> dict[str, Tensor]:
-    made = {"weight_packed": words(from_nibbles(stored.code_ENH), 4), "weight_scale": stored.scale_ENg}
-    if stored.zero_ENg is not None:
-        made["weight_zero_point"] = words(stored.zero_ENg.transpose(1, 2), 4).transpose(1, 2)
-    return made
-
-
-def packed_int8(stored: Int8) -> dict[str, Tensor]:
-    return {"weight_packed": words(stored.code_ENK.int() + 128, 8), "weight_scale": stored.scale_ENg}
-
-
-def plain_int8(stored: Int8) -> dict[str, Tensor]:
-    return {"weight": stored.code_ENK, "weight_scale": stored.scale_ENg}
-
-
-def fp8(stored: FP8Block) -> dict[str, Tensor]:
-    return {"weight": stored.code_ENK, "weight_scale_inv": stored.scale_Enk}
-
-
-def compressed(form: str, **weights: Any) -> dict[str, Any]:
-    groups = {"group_0": {"targets": ["Linear"], "weights": {**INT, **weights}}}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
-
-
-PACKED, PLAIN = "pack-quantized", "int-quantized"
-PUBLISHED: dict[str, tuple[str, Callable[[Any], dict[str, Tensor]], dict[str, Any]]] = {
-    "int4": ("int4_g32", packed_int4, compressed(PACKED, num_bits=4)),
-    "int4 with zero points": ("int4_g128_asym", packed_int4,
-                              compressed(PACKED, num_bits=4, group_size=128, symmetric=False)),
-    "int8 packed": ("int8_g32", packed_int8, compressed(PACKED, num_bits=8)),
-    "int8": ("int8", plain_int8, compressed(PLAIN, num_bits=8, strategy="channel", group_size=None)),
-    "fp8": ("fp8_block", fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
-}  # fmt: skip
 
 
 def assert_holds(experts: QuantisedExperts, name: str, w_in_EDG: Tensor, w_out_EFD: Tensor) -> None:

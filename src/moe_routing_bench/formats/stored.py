@@ -93,8 +93,7 @@ class Stored(Protocol):
 def bytes_per_weight(stored: Stored) -> float:
     """All tensors of the format by the number of weights: 0.53125 for MXFP4."""
     E, K, N = stored.size
-    tensors = (getattr(stored, field.name) for field in fields(stored))  # type: ignore[arg-type]
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)) / (E * K * N)
+    return sum(tensor.nbytes for _, tensor in _tensors(stored)) / (E * K * N)
 
 
 def joined(parts: Sequence[Stored], *, columns: bool = False) -> Stored:
@@ -109,6 +108,24 @@ def joined(parts: Sequence[Stored], *, columns: bool = False) -> Stored:
     values = {field.name: [getattr(part, field.name) for part in parts] for field in fields(first)}
     tensors = {name: join(each) for name, each in values.items() if isinstance(each[0], Tensor)}
     return cast(Stored, replace(first, **tensors))
+
+
+def side_by_side(experts: Sequence[Sequence[Stored]]) -> Stored:
+    """For each expert matrices of one format, as one matrix of all their columns; copied once."""
+    each, first = len(experts[0]), joined([part for parts in experts for part in parts])
+    tensors = {name: tensor.unflatten(0, (-1, each)).flatten(1, 2) for name, tensor in _tensors(first)}
+    return cast(Stored, replace(cast(Any, first), **tensors))
+
+
+def experts_of(stored: Stored, e: slice) -> Stored:
+    """Some of its experts, in the same memory."""
+    return cast(Stored, replace(cast(Any, stored), **{name: tensor[e] for name, tensor in _tensors(stored)}))
+
+
+def _tensors(stored: Any) -> Iterator[tuple[str, Tensor]]:
+    for field in fields(stored):
+        if isinstance(value := getattr(stored, field.name), Tensor):
+            yield field.name, value
 
 
 def some_experts(w_Exx: Tensor) -> list[slice]:

@@ -37,6 +37,7 @@ from moe_routing_bench.routing import Routing
 
 MAX_CONFIG_BYTES = 4 * 2**20
 MAX_INDEX_BYTES = 256 * 2**20  # deepseek-v3's has 9 MB
+ONE_FILE = "model.safetensors"
 MOST = 2**24  # the largest size a config may name
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 GATED_AS = {"silu": "swiglu", "gelu": "geglu"}
@@ -145,10 +146,7 @@ class About:
                 )
 
     def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        value = self.config.get(name, default)
-        if type(value) is not int or not least <= value <= MOST:
-            raise ValueError(f"{name} in {self.path} is {short(value)}; it must be from {least} to {MOST:,}")
-        return value
+        return number_in(self.config, self.path, name, default, least=least)
 
     def _rule(self) -> ScoreRule:
         K, renormalise = self.K, self.config.get("norm_topk_prob", False)
@@ -174,20 +172,44 @@ class About:
 
 
 class Tensors:
-    """The tensors of all shards by name: shapes and types at once, numbers when they are sliced."""
+    """The tensors of all shards by name: shapes and types at once, numbers when they are sliced.
+
+    asked: the names of all that were sliced.
+    """
 
     def __init__(self, folder: Path, shard_of: Mapping[str, str] | None, stack: ExitStack):
         self.folder, self._shard_of, self._stack = folder, shard_of, stack
         self._open: dict[str, Any] = {}
+        self._names: dict[str, frozenset[str]] = {}
+        self.asked: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         if self._shard_of is not None:
             return name in self._shard_of
-        return name in self._keys("model.safetensors")
+        return name in self._keys(ONE_FILE)
+
+    def names(self) -> set[str]:
+        """All tensors in all files, also those that the index does not name."""
+        shards = {ONE_FILE} if self._shard_of is None else set(self._shard_of.values())
+        return set(self._shard_of or ()).union(*(self._keys(shard) for shard in sorted(shards)))
+
+    def type_of(self, name: str) -> str | None:
+        """As safetensors calls it, for example BF16; None if there is no such tensor."""
+        shard = ONE_FILE if self._shard_of is None else self._shard_of.get(name)
+        if shard is None or name not in self._keys(shard):
+            return None
+        return str(self._open[shard].get_slice(name).get_dtype())
+
+    @contextmanager
+    def again(self) -> Iterator[Tensors]:
+        """The same files mapped anew: what is read there leaves memory at the end."""
+        with ExitStack() as stack:
+            yield Tensors(self.folder, self._shard_of, stack)
 
     def slice(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = tuple(DTYPES)) -> Any:
         """The tensor in its file, not yet read; raises if it has another shape or type than expected."""
-        shard = "model.safetensors" if self._shard_of is None else self._shard_of.get(name)
+        self.asked.add(name)
+        shard = ONE_FILE if self._shard_of is None else self._shard_of.get(name)
         if shard is None:
             raise ValueError(f"the index of {self.folder} has no tensor {name}, which config.json calls for")
         if name not in self._keys(shard):
@@ -204,7 +226,7 @@ class Tensors:
             )
         return tensor
 
-    def _keys(self, shard: str) -> Any:
+    def _keys(self, shard: str) -> frozenset[str]:
         if shard not in self._open:
             from safetensors import SafetensorError, safe_open
 
@@ -215,7 +237,8 @@ class Tensors:
                 self._open[shard] = self._stack.enter_context(safe_open(path, framework="pt"))
             except SafetensorError as error:
                 raise ValueError(f"{path} is not a whole safetensors file: {short(error)}") from None
-        return self._open[shard].keys()
+            self._names[shard] = frozenset(self._open[shard].keys())
+        return self._names[shard]
 
 
 @contextmanager
@@ -233,7 +256,7 @@ def opened(folder: Path) -> Iterator[Tensors]:
                     f"{index} puts {short(name)} into {short(shard)}, which is not a .safetensors file of "
                     "this folder"
                 )
-    elif not (folder / "model.safetensors").is_file():
+    elif not (folder / ONE_FILE).is_file():
         raise ValueError(
             f"{folder} has neither model.safetensors nor model.safetensors.index.json; files that would have "
             "to be unpickled are not read"
@@ -347,6 +370,15 @@ def read_json(path: Path, most: int) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ValueError(f"{path} is not a JSON object")
     return document
+
+
+def number_in(
+    config: Mapping[str, Any], path: Path, name: str, default: int | None = None, *, least: int = 1
+) -> int:
+    value = config.get(name, default)
+    if type(value) is not int or not least <= value <= MOST:
+        raise ValueError(f"{name} in {path} is {short(value)}; it must be from {least} to {MOST:,}")
+    return value
 
 
 def short(value: object) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from moe_routing_bench.formats.fp8_block import BLOCK, FP8Block
 from moe_routing_bench.formats.int4 import Int4
 from moe_routing_bench.formats.int8 import Int8
 from moe_routing_bench.formats.mxfp4 import GROUP, MXFP4
-from moe_routing_bench.formats.stored import Stored, joined, nibbles
+from moe_routing_bench.formats.stored import Stored, joined, nibbles, side_by_side
 from moe_routing_bench.models.checkpoint import (
     MAX_CONFIG_BYTES,
     About,
@@ -45,28 +45,85 @@ READ = (
 )
 
 
+# what a checkpoint may have beside the weight of a matrix, or in its place
+PARTS = ("weight_packed", "weight_scale", "weight_scale_inv")
+NARROW = ("F8_E4M3", "I8")
+
+
+class Matrices(NamedTuple):
+    """How a checkpoint stores matrices of N columns and depth K.
+
+    slices(name, N, K)        the tensors of one, with shapes and types compared, not yet read
+    stored(N, K, *tensors)    what they hold, as one expert
+    """
+
+    slices: Callable[[str, int, int], tuple[Any, ...]]
+    stored: Callable[..., Stored]
+
+
 def read_stored(folder: Path | str, layer: int) -> QuantisedExperts:
     """ValueError in one sentence if the folder is damaged or no checkpoint, NotImplementedError with the
     reason if it is stored in a way that is not read here."""
     folder = Path(folder)
     config = read_json(folder / "config.json", MAX_CONFIG_BYTES)
+    quantisation(folder, config)
+    about = About(folder, config, layer)
+    with opened(folder) as tensors:
+        return layer_of(about, tensors)()
+
+
+def quantisation(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The quantization_config, if its quant_method is read here."""
     how = config.get("quantization_config")
     method = how.get("quant_method") if isinstance(how, dict) else None
-    read = {"mxfp4": _mxfp4, "fp8": _fp8, "compressed-tensors": _compressed}.get(str(method))
-    if read is None or not isinstance(how, dict):
+    if not isinstance(how, dict) or str(method) not in METHODS:
         raise NotImplementedError(
             f"{folder} has quant_method {short(method)}; this reads mxfp4, fp8 and compressed-tensors"
         )
-    about = About(folder, config, layer)
-    with opened(folder) as tensors:
-        return read(about, tensors, how).validate()
+    return how
 
 
-def _mxfp4(about: About, tensors: Tensors, how: Mapping[str, Any]) -> QuantisedExperts:
+def layer_of(about: About, tensors: Tensors) -> Callable[[], QuantisedExperts]:
+    """The experts of a layer. Names, shapes and types are compared now, numbers are read by calling what it
+    answers, while the files are open."""
+    how = quantisation(about.path.parent, about.config)
+    read = METHODS[str(how["quant_method"])](about, tensors, how)
+    return lambda: read().validate()
+
+
+def linear_of(
+    path: Path, tensors: Tensors, how: Mapping[str, Any], name: str, shape: tuple[int, int]
+) -> Callable[[torch.dtype], Tensor] | None:
+    """The weight of one linear layer, for example of attention, in a dtype: rounded as Transformers rounds
+    it. None if it is not quantised. Compared and read like layer_of."""
+    parts = (f"{name}.{part}" in tensors for part in PARTS)
+    if not any(parts) and tensors.type_of(f"{name}.weight") not in NARROW:
+        return None
+    matrices = {"fp8": _fp8_matrices, "compressed-tensors": _compressed_matrices}.get(how["quant_method"])
+    if matrices is None:
+        raise NotImplementedError(
+            f"{path}: {name} is quantised, which {short(how['quant_method'])} is not read for"
+        )
+    slices, stored = matrices(path, tensors, how)
+    its = slices(name, *shape)
+
+    def read(dtype: torch.dtype) -> Tensor:
+        tensors_read = [one[:] for one in its]
+        decoded = stored(*shape, *tensors_read).decoded()
+        # the product is rounded once: fp8 in float32, compressed-tensors in the dtype of its scales; a zero
+        # point is subtracted before it, which float64 does not round
+        product = torch.float32 if how["quant_method"] == "fp8" else tensors_read[1].dtype
+        wide = torch.float32 if decoded.offset_ENg is None else torch.float64
+        return decoded.weights(wide)[0].t().to(product).to(dtype).contiguous()
+
+    return read
+
+
+def _mxfp4(about: About, tensors: Tensors, how: Mapping[str, Any]) -> Callable[[], QuantisedExperts]:
     E, D, F = about.E, about.D, about.F
     if D % GROUP or F % GROUP:
         raise ValueError(f"{about.path}: MXFP4 needs widths that are multiples of {GROUP}, not {D} and {F}")
-    home, byte = f"{_home(about)}.experts", ("U8",)
+    home, byte = f"{home_of(about)}.experts", ("U8",)
     sizes = {"gate_up_proj": (2 * F, D), "down_proj": (D, F)}
     slices = {
         part: (
@@ -76,19 +133,22 @@ def _mxfp4(about: About, tensors: Tensors, how: Mapping[str, Any]) -> QuantisedE
         )
         for part, (N, K) in sizes.items()
     }
-    made, biases = {}, {}
-    for part, (block, exponent, bias) in slices.items():
-        # gate and up alternate; ours are halves
-        order = slice(None) if part == "down_proj" else _halves(2 * F)
-        made[part] = MXFP4(
-            block_ENgB=block[:][:, order].clone(), exponent_ENg=exponent[:][:, order].clone(),
-            depth=sizes[part][1],
+
+    def read() -> QuantisedExperts:
+        made, biases = {}, {}
+        for part, (block, exponent, bias) in slices.items():
+            # gate and up alternate; ours are halves. A copy of each either way
+            order = torch.arange(D) if part == "down_proj" else _halves(2 * F)
+            made[part] = MXFP4(
+                block_ENgB=block[:][:, order], exponent_ENg=exponent[:][:, order], depth=sizes[part][1]
+            )
+            biases[part] = bias[:][:, order]
+        return QuantisedExperts(
+            w_in=made["gate_up_proj"], w_out=made["down_proj"], b_in_EG=biases["gate_up_proj"],
+            b_out_ED=biases["down_proj"], activation=about.activation,
         )  # fmt: skip
-        biases[part] = bias[:][:, order].clone()
-    return QuantisedExperts(
-        w_in=made["gate_up_proj"], w_out=made["down_proj"], b_in_EG=biases["gate_up_proj"],
-        b_out_ED=biases["down_proj"], activation=about.activation,
-    )  # fmt: skip
+
+    return read
 
 
 def _halves(n: int) -> Tensor:
@@ -96,16 +156,21 @@ def _halves(n: int) -> Tensor:
     return torch.cat((torch.arange(0, n, 2), torch.arange(1, n, 2)))
 
 
-def _fp8(about: About, tensors: Tensors, how: Mapping[str, Any]) -> QuantisedExperts:
-    if how.get("weight_block_size") != [BLOCK, BLOCK]:
-        raise NotImplementedError(
-            f"{about.path} has weight_block_size {short(how.get('weight_block_size'))}; this reads "
-            f"[{BLOCK}, {BLOCK}]"
-        )
+def _fp8(about: About, tensors: Tensors, how: Mapping[str, Any]) -> Callable[[], QuantisedExperts]:
+    matrices = _fp8_matrices(about.path, tensors, how)
     if about.F % BLOCK:
         raise NotImplementedError(
             f"{about.path}: a block of scales would hold gate and up columns; this reads widths of experts "
             f"that are multiples of {BLOCK}, not {about.F}"
+        )
+    return _of_experts(about, matrices)
+
+
+def _fp8_matrices(path: Path, tensors: Tensors, how: Mapping[str, Any]) -> Matrices:
+    if how.get("weight_block_size") != [BLOCK, BLOCK]:
+        raise NotImplementedError(
+            f"{path} has weight_block_size {short(how.get('weight_block_size'))}; this reads "
+            f"[{BLOCK}, {BLOCK}]"
         )
 
     def slices(name: str, N: int, K: int) -> tuple[Any, ...]:
@@ -118,11 +183,15 @@ def _fp8(about: About, tensors: Tensors, how: Mapping[str, Any]) -> QuantisedExp
     def stored(N: int, K: int, code_NK: Tensor, scale_nk: Tensor) -> Stored:
         return FP8Block(code_ENK=code_NK[None], scale_Enk=scale_nk[None])
 
-    return _of_experts(about, slices, stored)
+    return Matrices(slices, stored)
 
 
-def _compressed(about: About, tensors: Tensors, how: Mapping[str, Any]) -> QuantisedExperts:
-    weights = _weights_of(about, how)
+def _compressed(about: About, tensors: Tensors, how: Mapping[str, Any]) -> Callable[[], QuantisedExperts]:
+    return _of_experts(about, _compressed_matrices(about.path, tensors, how))
+
+
+def _compressed_matrices(path: Path, tensors: Tensors, how: Mapping[str, Any]) -> Matrices:
+    weights = _weights_of(path, how)
     form: Any = how.get("format")
     bits: Any = weights.get("num_bits")
     group: Any = weights.get("group_size")
@@ -132,15 +201,15 @@ def _compressed(about: About, tensors: Tensors, how: Mapping[str, Any]) -> Quant
     whole_numbers = (form, bits, symmetric) in READ and weights.get("type", "int") == "int"
     if not whole_numbers or not (channel or grouped):
         raise NotImplementedError(
-            f"{about.path}: {short(form)} with weights {short(dict(weights))} is not read here; int8 and "
+            f"{path}: {short(form)} with weights {short(dict(weights))} is not read here; int8 and "
             "int4 by channel or group are, int4 also with zero points"
         )
     if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise NotImplementedError(f"{about.path}: groups that are not in order (actorder) are not read here")
-    if not channel and (about.D % group or about.F % group):
-        raise ValueError(f"{about.path}: widths {about.D} and {about.F} are not cut into groups of {group}")
+        raise NotImplementedError(f"{path}: groups that are not in order (actorder) are not read here")
 
     def slices(name: str, N: int, K: int) -> tuple[Any, ...]:
+        if not channel and K % group:
+            raise ValueError(f"{path}: the depth {K} of {name} is not cut into groups of {group}")
         groups = 1 if channel else K // group
         code, packed = ("weight", (N, K)), ("weight_packed", (N, -(-K * bits // 32)))
         last, shape = code if form == "int-quantized" else packed
@@ -148,6 +217,10 @@ def _compressed(about: About, tensors: Tensors, how: Mapping[str, Any]) -> Quant
             tensors.slice(f"{name}.{last}", shape, ("I8",) if last == "weight" else ("I32",)),
             tensors.slice(f"{name}.weight_scale", (N, groups)),
         )
+        if last == "weight_packed" and f"{name}.weight_shape" in tensors:
+            said = tensors.slice(f"{name}.weight_shape", (2,), ("I64", "I32"))[:].tolist()
+            if said != [N, K]:
+                raise ValueError(f"{name}.weight_shape says {said}; config.json calls for {[N, K]}")
         if symmetric:
             return parts
         zeros = -(-N * bits // 32), groups
@@ -165,18 +238,16 @@ def _compressed(about: About, tensors: Tensors, how: Mapping[str, Any]) -> Quant
             group=K if channel else group, depth=K,
         )  # fmt: skip
 
-    return _of_experts(about, slices, stored)
+    return Matrices(slices, stored)
 
 
-def _weights_of(about: About, how: Mapping[str, Any]) -> Mapping[str, Any]:
+def _weights_of(path: Path, how: Mapping[str, Any]) -> Mapping[str, Any]:
     """What compressed-tensors says about the weights; one way for all layers is read."""
     groups = how.get("config_groups")
     one = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
     weights = one.get("weights") if isinstance(one, dict) else None
     if not isinstance(weights, dict):
-        raise NotImplementedError(
-            f"{about.path} does not have one config_group with weights, as is read here"
-        )
+        raise NotImplementedError(f"{path} does not have one config_group with weights, as is read here")
     return weights
 
 
@@ -186,22 +257,30 @@ def from_words(word_Nw: Tensor, bits: int) -> Tensor:
     return ((word_Nw.unsqueeze(-1) >> shift) & ((1 << bits) - 1)).flatten(-2).to(torch.uint8)
 
 
-def _of_experts(
-    about: About, slices: Callable[[str, int, int], tuple[Any, ...]], stored: Callable[..., Stored]
-) -> QuantisedExperts:
-    """Three matrices for each expert. All shapes and types are checked before a number is read."""
+def _of_experts(about: About, matrices: Matrices) -> Callable[[], QuantisedExperts]:
+    """Three matrices for each expert. All shapes and types are compared before a number is read."""
     D, F = about.D, about.F
     sizes = dict(zip(about.family.parts, ((F, D), (F, D), (D, F)), strict=True))
-    home = f"{_home(about)}.experts"
+    home = f"{home_of(about)}.experts"
     experts = [
-        {part: slices(f"{home}.{e}.{part}", N, K) for part, (N, K) in sizes.items()} for e in range(about.E)
+        {part: matrices.slices(f"{home}.{e}.{part}", N, K) for part, (N, K) in sizes.items()}
+        for e in range(about.E)
     ]
-    gate, up, down = (
-        [stored(*sizes[part], *(one[:] for one in expert[part])) for expert in experts] for part in sizes
-    )
-    w_in = joined([joined(pair, columns=True) for pair in zip(gate, up, strict=True)])
-    return QuantisedExperts(w_in=w_in, w_out=joined(down), activation=about.activation)
+
+    def read() -> QuantisedExperts:
+        gate, up, down = (
+            [matrices.stored(*sizes[part], *(one[:] for one in expert[part])) for expert in experts]
+            for part in sizes
+        )
+        w_in = side_by_side(list(zip(gate, up, strict=True)))
+        return QuantisedExperts(w_in=w_in, w_out=joined(down), activation=about.activation)
+
+    return read
 
 
-def _home(about: About) -> str:
+METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "compressed-tensors": _compressed}
+
+
+def home_of(about: About) -> str:
+    """model.layers.3.mlp: the block of the experts, as the checkpoint calls it."""
     return f"model.layers.{about.layer}.{about.family.module}"

@@ -3,6 +3,7 @@
     import moe_routing_bench.models.transformers as plugin
 
     plugin.freeze(model)                                    # for inference: packs the experts' weights
+    model = plugin.load("gpt-oss-20b")                      # or, quantised: experts as they are stored
     model.set_experts_implementation("moe_routing_bench")   # or, for weights that change: training, merging
     print(plugin.implementations(model))                    # what runs in each layer, and why
     with plugin.replay(model, trace):                       # take recorded choices (models/replay.py)
@@ -15,9 +16,9 @@ register("staged(combine=index_add,dispatch=native)") adds others.
 
 Without freeze the weights are read as they are at every call, however they were changed. After it they exist
 only packed, in as much memory as before; changing them raises, and thaw(model) makes them plain again. Save
-before freezing, or thaw. Models published in MXFP4 are bfloat16 after loading on a CPU;
-freeze(model, "native(store=mxfp4)") brings back their codes. Experts that stay quantised (FP8 on a GPU) have
-another registry and are not served.
+before freezing, or thaw. Models published in MXFP4, FP8 or compressed-tensors are bfloat16 after
+from_pretrained on a CPU; load(folder) keeps their codes, and freeze(model, "native(store=mxfp4)") brings back
+MXFP4's. Experts that stay quantised (FP8 on a GPU) have another registry and are not served.
 
 torch.compile: without gradients the experts are one node of the graph, also with fullgraph=True; with them
 the graph breaks there.
@@ -42,6 +43,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_routing_bench.frozen import Frozen, as_parameter, take_place, thaw
 from moe_routing_bench.layer import MoE
+from moe_routing_bench.models.loading import load_stored
 from moe_routing_bench.models.reading import Reading, experts_modules, read, tensors_of, weights_of
 from moe_routing_bench.models.replay import replay
 from moe_routing_bench.models.running import (
@@ -56,7 +58,7 @@ from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.stand_ins import StandIns
 from moe_routing_bench.packed_files import PackedFiles
 
-__all__ = ["experts_forward", "freeze", "implementations", "register", "replay", "thaw"]
+__all__ = ["experts_forward", "freeze", "implementations", "load", "register", "replay", "thaw"]
 NAME = "moe_routing_bench"
 
 
@@ -266,6 +268,40 @@ def _freeze(module: Any, impl: str, kept: PackedFiles | None) -> None:
             "down_proj": as_parameter(frozen.w_out_EFD, output_first=output_first, alternating=False),
         },
     )
+
+
+def load(
+    folder: Path | str,
+    impl: str = "auto",
+    *,
+    dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+    keep_packed: bool | Path | str = False,
+) -> Any:
+    """A quantised checkpoint as a Transformers model for inference: the codes of its routed experts go into
+    our kernels as they are stored, never as bfloat16 (models/loading.py says what is read).
+
+    impl: "auto" runs the experts as stored, "native(store=mxfp4_a8)" rounds rows to 8 bits too. A format that
+    is not the checkpoint's is refused.
+    dtype: of everything else and of activations, float32 or bfloat16; else config.json's.
+
+    The others are as in freeze. thaw() and saving raise: the plain weights were never there.
+    """
+    named = None if impl == "auto" else expert_ffn_op.get(impl)
+    if named is not None and named.name != "native":
+        raise NotImplementedError(f"experts as stored run in native(store=...), not in {named.label}")
+    options = {} if named is None else dict(named.config)
+    kept = PackedFiles.asked(keep_packed)
+    model = load_stored(folder, store=options.get("store"), dtype=dtype, kept=kept)
+    if named is not None or batch_invariant:
+        frozen: Any = tensors_of(next(experts_modules(model))[1])[0]
+        own = expert_ffn_op.get(frozen.form.label)
+        options |= {**own.config, **(own.invariant_with if batch_invariant else {})}
+        impl = replace(own, config=options).label
+    model.set_experts_implementation(register(impl, batch_invariant=batch_invariant))
+    if kept is not None:
+        kept.say()
+    return model
 
 
 def _register_all() -> None:

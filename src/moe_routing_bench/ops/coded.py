@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moe_routing_bench.formats.stored import Coding, Decoded
+from moe_routing_bench.formats.stored import Coding, Decoded, Stored, experts_of, some_experts
 from moe_routing_bench.recycled import recycled
 
 PANEL, HALF = 32, 16  # columns, as in tiles.h
@@ -67,18 +67,40 @@ def panel_bytes(coding: Coding, depth: int) -> int:
 
 def pack(decoded: Decoded, gated: bool, library: ctypes.CDLL, int8_rows: bool = False) -> Tensor:
     """Panels of all experts: E x bytes. library: the compiled coded.h. int8_rows: for rows of 8 bits."""
+    E, N, K = decoded.code_ENK.shape
+    panels = _empty(decoded.coding, E, N, K, gated)
+    _pack(panels, decoded, gated, library, int8_rows)
+    return panels
+
+
+def pack_stored(stored: Stored, gated: bool, library: ctypes.CDLL, int8_rows: bool = False) -> Tensor:
+    """The same of weights in a format, decoded a few experts at a time: all of them, a byte for each code,
+    would be more than the panels."""
+    E, K, N = stored.size
+    panels: Tensor | None = None
+    for e in some_experts(torch.empty(stored.size, device="meta")):
+        decoded = experts_of(stored, e).decoded()
+        panels = _empty(decoded.coding, E, N, K, gated) if panels is None else panels
+        _pack(panels[e], decoded, gated, library, int8_rows)
+    assert panels is not None
+    return panels
+
+
+def _empty(coding: Coding, E: int, N: int, K: int, gated: bool) -> Tensor:
+    return recycled.empty(E, len(_columns(N, gated)) // PANEL * panel_bytes(coding, K), dtype=torch.uint8)
+
+
+def _pack(panels: Tensor, decoded: Decoded, gated: bool, library: ctypes.CDLL, int8_rows: bool) -> None:
     coding, (E, N, K) = decoded.coding, decoded.code_ENK.shape
     order_n, one = _columns(N, gated), panel_bytes(coding, K)
     code_ENK = decoded.code_ENK.view(torch.uint8).contiguous()
     scale_ENg = _numbers(decoded.scale_ENg * (E4M3_FACTOR if coding.code == "e4m3" else 1.0))
     offset_ENg = None if decoded.offset_ENg is None else _numbers(decoded.offset_ENg)
-    panels = recycled.empty(E, len(order_n) // PANEL * one, dtype=torch.uint8)
     library.mrb_pack_coded(
         panels.data_ptr(), code_ENK.data_ptr(), scale_ENg.data_ptr(),
         None if offset_ENg is None else offset_ENg.data_ptr(), order_n.data_ptr(), E, N, K,
         scale_ENg.shape[2], len(order_n) // PANEL, one, for_c(coding, int8_rows), torch.get_num_threads(),
     )  # fmt: skip
-    return panels
 
 
 def _numbers(value_ENg: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ def _pack_stored(
     return _frozen(
         form,
         list(tensors_in(stored)),
-        lambda: coded.pack(stored.decoded(), gated, _library(None), _int8_rows(store)),
+        lambda: coded.pack_stored(stored, gated, _library(None), _int8_rows(store)),
         kept,
     )
 
