@@ -146,6 +146,14 @@ template <int CODE> struct Int8Rows {
     return add(sum, add(pairs(both(w, same(0x00ff00ff)), signed_even(x)), pairs(odd(w), signed_odd(x))));
 #endif
   }
+#ifdef __AMX_INT8__
+  // Written out: of a * b + c gcc fuses all but one in a block of rows, and where that one is, a row's bits would depend
+  // on its place.
+  static Lanes fused(Lanes a, Lanes b, Lanes c) { return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+  static Lanes scaled(Bits sum, Lanes scale, Lanes so_far, bool first) {
+    return first ? number(sum) * scale : fused(number(sum), scale, so_far);
+  }
+#endif
   static Bits quad(const int8_t* a) {
     int32_t four;
     memcpy(&four, a, 4);
@@ -191,8 +199,12 @@ template <int CODE> struct Int8Rows {
       for (int r = 0; r < M; r++)
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
+#ifdef __AMX_INT8__
+          to(r, n) = scaled(s[r][n], scale[n], to(r, n), k0 == 0);
+#else
           const Lanes v = number(s[r][n]) * scale[n];
           to(r, n) = k0 == 0 ? v : to(r, n) + v;
+#endif
         }
       if (coding.offsets)
         for (int r = 0; r < M; r++)
