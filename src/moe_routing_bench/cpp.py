@@ -168,8 +168,8 @@ def _granted(level: str | None) -> str:
     if level not in LEVELS:
         real = ", ".join(name for name in LEVELS if name != PRETENDED)
         raise ValueError(
-            f"there is no level {level!r}; there are {real}, and for tests {PRETENDED}: AMX's code with tiles "
-            "in plain C++, very slow"
+            f"there is no level {level!r}; there are {real}, and for tests {PRETENDED}: AMX's code with "
+            "tiles in plain C++, very slow"
         )
     missing = LEVELS[level][0] - set(this_machine().instructions)
     if missing:

@@ -31,7 +31,7 @@ if (reason := cpp.why_not()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 HAS = set(this_machine().instructions)
-LEVELS = [level for level in ("vnni", "avx512", "avx2", "neon") if cpp.LEVELS[level][0] <= HAS]
+LEVELS = [level for level in ("vnni", "avx512", "avx2", "neon", cpp.PRETENDED) if cpp.LEVELS[level][0] <= HAS]
 INTEGERS = [name for name in NAMES if name != "fp8_block"]
 # depths with a last group that is not whole, columns with a last panel that is not, several blocks of rows
 STORED = Case(

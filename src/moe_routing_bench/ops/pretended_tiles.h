@@ -65,6 +65,7 @@ static inline void zero(int i) {
 }
 
 static inline void load(int i, const void* from, int64_t stride) {
+  must_exist(i, "tileloadd");
   zero(i);
   for (int r = 0; r < tiles.rows[i]; r++) memcpy(tiles.data[i][r], (const char*)from + r * stride, tiles.bytes[i]);
 }
