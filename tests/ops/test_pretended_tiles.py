@@ -25,6 +25,7 @@ from moe_routing_bench.formats.stored import Decoded
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops import coded
 from moe_routing_bench.ops.expert_ffn import native
+from moe_routing_bench.ops.preference import MACHINES
 from tiny_layers import MAKE_PLAN, weights_of
 
 pytestmark = pytest.mark.slow
@@ -87,7 +88,7 @@ def test_products_of_bytes(library: Path, m: int, k: int, n: int) -> None:
 def test_products_of_bfloat16(library: Path, m: int, k: int, n: int) -> None:
     """Even and odd places of depth have a float32 sum each; both are added, then to what was there."""
     a_mK, b_kn2 = torch.randn(20, 50).bfloat16(), torch.randn(20, 50).bfloat16()
-    b_kn2[2] = 1e30
+    b_kn2[2] = 1e38
     a_mK[:, 4:6] = 1e-39  # subnormal: zero
     c_mn = torch.randn(20, 30)
     right_mn, even_mn, odd_mn = c_mn.clone(), torch.zeros(m, n), torch.zeros(m, n)
@@ -136,11 +137,35 @@ def test_what_a_processor_faults_on_ends_the_process(fault: str, library: Path) 
     assert sentence in ran.stderr and ("pretended tiles: " in ran.stderr) == (sentence != "")
 
 
+AT_THE_END_OF_MEMORY = """
+import ctypes, mmap, sys
+room = mmap.mmap(-1, 8192)
+page = ctypes.addressof(ctypes.c_char.from_buffer(room))
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(page + 4096), 4096, 0) == 0
+strided = [ctypes.c_void_p(page + 4096 - 8 * 32), ctypes.c_int64(32)] * 3
+ctypes.CDLL(sys.argv[1]).multiply(bytes.fromhex(sys.argv[2]), 0, 0, *strided)
+print("done")
+"""
+
+
+@pytest.mark.parametrize(("rows", "row_bytes", "fits"), [(8, 32, True), (8, 64, False), (9, 36, False)])
+def test_nothing_is_touched_behind_a_tile(rows: int, row_bytes: int, fits: bool, library: Path) -> None:
+    """Eight rows of 32 bytes, and then no memory."""
+    given = config({tile: (rows, row_bytes) for tile in (0, 4, 6)}).hex()
+    words = [sys.executable, "-c", AT_THE_END_OF_MEMORY, str(library), given]
+    assert (subprocess.run(words, capture_output=True, text=True).stdout == "done\n") == fits
+
+
 # ---- the level
 
 
-def test_nobody_gets_it_unasked() -> None:
-    assert cpp.best_level() != cpp.PRETENDED
+def test_nobody_gets_it_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpp.PRETENDED not in MACHINES
+    with monkeypatch.context() as patch:
+        patch.setattr(cpp, "LEVELS", {cpp.PRETENDED: cpp.LEVELS[cpp.PRETENDED]})
+        cpp.best_level.cache_clear()
+        assert cpp.best_level() is None
+    cpp.best_level.cache_clear()
     with pytest.raises(ValueError, match="for tests amx_pretended: AMX's code with tiles in plain C"):
         cpp.load(native.SOURCE, "sse")
 
