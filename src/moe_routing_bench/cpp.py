@@ -30,10 +30,13 @@ from moe_routing_bench.machine import this_machine
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# AMX's code with each instruction of a tile computed in plain C++ (ops/pretended_tiles.h): for tests on
+# processors without AMX, and very slow. Only who names it gets it.
+PRETENDED = "amx_pretended"
 # best first: the flags of /proc/cpuinfo that the processor must have, the options for the compiler
 LEVELS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "amx": (
-        frozenset({"amx_bf16", "avx512f", "avx512_bf16"}),
+        frozenset({"amx_bf16", "amx_int8", "avx512f", "avx512_bf16"}),
         ("-march=sapphirerapids",),
     ),
     "vnni": (
@@ -43,6 +46,10 @@ LEVELS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512": (frozenset({"avx512f"}), ("-march=skylake-avx512", "-mprefer-vector-width=512")),
     "avx2": (frozenset({"avx2"}), ("-march=haswell",)),
     "neon": (frozenset({"asimd", "asimddp"}), ("-march=armv8.2-a+dotprod",)),
+    PRETENDED: (
+        frozenset({"avx512f", "avx512_vnni"}),
+        ("-march=cascadelake", "-mprefer-vector-width=512", "-DMRB_PRETENDED_TILES"),
+    ),
 }
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 
@@ -51,7 +58,7 @@ FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno
 def best_level() -> str | None:
     """The best level that processor and system support; None without AVX2, dot products of NEON or Linux."""
     has = set(this_machine().instructions) if sys.platform == "linux" else set()
-    fits = [name for name, (needs, _) in LEVELS.items() if needs <= has]
+    fits = [name for name, (needs, _) in LEVELS.items() if needs <= has and name != PRETENDED]
     return next((name for name in fits if name != "amx" or _tiles_granted()), None)
 
 
@@ -159,7 +166,11 @@ def compiled(source: Path, level: str | None = None) -> bool:
 def _granted(level: str | None) -> str:
     level = level or best_level() or ""
     if level not in LEVELS:
-        raise ValueError(f"there is no level {level!r}; there are {', '.join(LEVELS)}")
+        real = ", ".join(name for name in LEVELS if name != PRETENDED)
+        raise ValueError(
+            f"there is no level {level!r}; there are {real}, and for tests {PRETENDED}: AMX's code with "
+            "tiles in plain C++, very slow"
+        )
     missing = LEVELS[level][0] - set(this_machine().instructions)
     if missing:
         raise NotImplementedError(
@@ -182,7 +193,8 @@ def _load(source: Path, level: str) -> ctypes.CDLL | str:
     flags = [*FLAGS, *LEVELS[level][1]]
     library = _library(source, level)
     if not library.exists():
-        what = f"moe_routing_bench: compiling {source.parent.name}/{source.name} for {level}, once: "
+        what = f"moe_routing_bench: compiling {source.parent.name}/{source.name} for {level}, once"
+        what += " (AMX's tiles in plain C++, for tests, very slow): " if level == PRETENDED else ": "
         print(what, end="", file=sys.stderr, flush=True)
         began = time.monotonic()
         failed = _build(library.stem, source, flags, library)

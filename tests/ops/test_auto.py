@@ -108,8 +108,8 @@ def test_every_default_runs_anything() -> None:
 @pytest.mark.parametrize(
     ("instructions", "granted", "machine"),
     [
-        (("avx2", "avx512f", "avx512_bf16", "amx_bf16"), True, "amx"),
-        (("avx2", "avx512f", "avx512_bf16", "amx_bf16"), False, "avx512"),
+        (("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8"), True, "amx"),
+        (("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8"), False, "avx512"),
         (("avx2", "avx512f", "avx512_vnni"), True, "vnni"),
         (("avx2", "avx512f"), True, "avx512"),
         (("avx2",), True, "avx2"),

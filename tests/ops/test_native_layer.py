@@ -212,9 +212,10 @@ def test_without_avx512_it_runs_on_avx2(dtype: torch.dtype, anew: pytest.MonkeyP
 
 def test_levels_follow_the_processor(anew: pytest.MonkeyPatch) -> None:
     for level, instructions in (
-        ("amx", ("avx2", "avx512f", "avx512_bf16", "amx_bf16")),
+        ("amx", ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")),
         ("avx512", ("avx2", "avx512f", "avx512_bf16")),
-        ("avx512", ("avx2", "avx512f", "amx_bf16")),
+        ("avx512", ("avx2", "avx512f", "amx_bf16", "amx_int8")),
+        ("avx512", ("avx2", "avx512f", "avx512_bf16", "amx_bf16")),
         ("vnni", ("avx2", "avx512f", "avx512_vnni")),
         ("avx2", ("avx2",)),
         ("neon", ("asimd", "asimddp", "sve", "bf16")),
@@ -226,7 +227,7 @@ def test_levels_follow_the_processor(anew: pytest.MonkeyPatch) -> None:
             cpp.best_level.cache_clear()
             assert cpp.best_level() == level
     cpp.best_level.cache_clear()
-    with pytest.raises(ValueError, match="no level 'sse'; there are amx, vnni, avx512, avx2, neon"):
+    with pytest.raises(ValueError, match="no level 'sse'; there are amx, vnni, avx512, avx2, neon, and for"):
         cpp.load(launcher.SOURCE, "sse")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_routing_bench import cpp
+from moe_routing_bench import Layout, Routing, cpp
 from moe_routing_bench.accuracy import judge
 from moe_routing_bench.conformance.cases import Case, KitCell
 from moe_routing_bench.conformance.check import cells_of, check, check_implementation
@@ -23,7 +23,7 @@ from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops import coded
 from moe_routing_bench.ops.expert_ffn import native
 from moe_routing_bench.ops.expert_ffn.op import by_expert
-from tiny_layers import EXPERT_FFN, arguments
+from tiny_layers import EXPERT_FFN, MAKE_PLAN, arguments, weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ if (reason := cpp.why_not()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 HAS = set(this_machine().instructions)
-LEVELS = [level for level in ("vnni", "avx512", "avx2", "neon") if cpp.LEVELS[level][0] <= HAS]
+LEVELS = [level for level in ("vnni", "avx512", "avx2", "neon", cpp.PRETENDED) if cpp.LEVELS[level][0] <= HAS]
 INTEGERS = [name for name in NAMES if name != "fp8_block"]
 # depths with a last group that is not whole, columns with a last panel that is not, several blocks of rows
 STORED = Case(
@@ -283,3 +283,23 @@ def test_the_smallest_power_of_two_is_a_scale_too(exponent: int, level: str) -> 
     verdict = judge(y_TD, oracle_TD, plain_TD)
     assert verdict.passed, verdict.sentence
     assert bool(y_TD.isfinite().all()) and float(y_TD.abs().max()) > 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("store", [*NAMES, *(f"{name}_a8" for name in NAMES if name != "fp8_block")])
+def test_a_row_has_the_same_bits_alone_and_among_others(store: str, level: str) -> None:
+    """In every place of a block of rows; by tiles 40 rows are 32 and 8, 35 are 32 and 3. gcc had fused a
+    product and a sum in all rows of a block but one."""
+    frozen = native.freeze(weights_of(1, 288, 160, bias=True), store=store)
+    x_TD = torch.randn(40, 288)
+    gate_T1 = torch.ones(40, 1)
+
+    def run(begin: int, end: int) -> torch.Tensor:
+        gate_TK = gate_T1[begin:end]
+        routing = Routing(expert_TK=gate_TK.long() - 1, gate_TK=gate_TK, num_experts=1, ragged=False)
+        plan = MAKE_PLAN(routing, Layout.compact())
+        return native.run(x_TD[begin:end], gate_TK, plan, frozen, level=level, store=store).clone()
+
+    alone_TD = torch.cat([run(t, t + 1) for t in range(40)])
+    for T in (2, 3, 4, 5, 8, 11, 12, 16, 17, 35, 40):
+        assert torch.equal(run(0, T), alone_TD[:T]), T

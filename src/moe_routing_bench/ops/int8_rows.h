@@ -95,6 +95,7 @@ template <int CODE> struct Int8Rows {
   static Bits look_up(Bits table, Bits a) { return _mm512_shuffle_epi8(table, a); }
   static Lanes number(Bits a) { return (Lanes)_mm512_cvtepi32_ps(a); }
   static Bits add(Bits a, Bits b) { return _mm512_add_epi32(a, b); }
+  static Lanes fused(Lanes a, Lanes b, Lanes c) { return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
   static Bits pairs(Bits a, Bits b) { return _mm512_madd_epi16(a, b); }
   static Bits unsigned_pairs(Bits a, Bits b) { return _mm512_maddubs_epi16(a, b); }
   static Bits odd(Bits a) { return _mm512_srli_epi16(a, 8); }
@@ -110,6 +111,7 @@ template <int CODE> struct Int8Rows {
   static Bits look_up(Bits table, Bits a) { return _mm256_shuffle_epi8(table, a); }
   static Lanes number(Bits a) { return (Lanes)_mm256_cvtepi32_ps(a); }
   static Bits add(Bits a, Bits b) { return _mm256_add_epi32(a, b); }
+  static Lanes fused(Lanes a, Lanes b, Lanes c) { return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
   static Bits pairs(Bits a, Bits b) { return _mm256_madd_epi16(a, b); }
   static Bits unsigned_pairs(Bits a, Bits b) { return _mm256_maddubs_epi16(a, b); }
   static Bits odd(Bits a) { return _mm256_srli_epi16(a, 8); }
@@ -125,6 +127,7 @@ template <int CODE> struct Int8Rows {
   static Bits look_up(Bits table, Bits a) { return (Bits)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)a); }
   static Lanes number(Bits a) { return (Lanes)vcvtq_f32_s32(a); }
   static Bits add(Bits a, Bits b) { return a + b; }
+  static Lanes fused(Lanes a, Lanes b, Lanes c) { return (Lanes)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 #endif
 #ifdef __aarch64__
   enum { SIGNED = 1 };  // bytes of weights, in `dot`
@@ -146,6 +149,10 @@ template <int CODE> struct Int8Rows {
     if (CODE == NIBBLE) return add(sum, pairs(unsigned_pairs(w, x), same(0x00010001)));
     return add(sum, add(pairs(both(w, same(0x00ff00ff)), signed_even(x)), pairs(odd(w), signed_odd(x))));
 #endif
+  }
+  // fused: written out. Of a * b + c gcc 12 fuses all but one in a block of rows, so a row's bits depended on its place.
+  static Lanes scaled(Bits sum, Lanes scale, Lanes so_far, bool first) {
+    return first ? number(sum) * scale : fused(number(sum), scale, so_far);
   }
   static Bits quad(const int8_t* a) {
     int32_t four;
@@ -205,12 +212,11 @@ template <int CODE> struct Int8Rows {
       for (int r = 0; r < M; r++)
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
-          const Lanes v = number(s[0][r][n]) * scale[n];
-          to(r, n) = k0 == 0 ? v : to(r, n) + v;
+          to(r, n) = scaled(s[0][r][n], scale[n], to(r, n), k0 == 0);
         }
       if (coding.offsets)
         for (int r = 0; r < M; r++)
-          for (int n = 0; n < N; n++) to(r, n) += offset[n] * (float)taken_off(a + r * lda, depth, g);
+          for (int n = 0; n < N; n++) to(r, n) = fused(offset[n], (float)taken_off(a + r * lda, depth, g) - Lanes{}, to(r, n));
       k0 = end;
     }
     for (int r = 0; r < M; r++) {

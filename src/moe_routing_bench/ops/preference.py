@@ -21,7 +21,7 @@ from moe_routing_bench.ops.registry import OURS, Op
 from moe_routing_bench.ops.targets import TARGETS, target_of
 
 # processors for which C++ is compiled and was timed: amx, vnni, avx512, avx2
-COMPILED = tuple(level for level in cpp.LEVELS if level != "neon")
+COMPILED = tuple(level for level in cpp.LEVELS if level not in ("neon", cpp.PRETENDED))
 PLAIN = "plain"  # torch's own operations: other processors and devices, or no compiler
 GPUS = tuple(TARGETS)
 MACHINES = (*COMPILED, PLAIN, *GPUS)

@@ -5,6 +5,9 @@
 #else
 #include <immintrin.h>
 #endif
+#ifdef MRB_PRETENDED_TILES  // level amx_pretended
+#include "pretended_tiles.h"
+#endif
 
 // lines streamed past the caches are not ordered with what this thread lets others know afterwards; ARM streams none
 static inline void after_streaming() {

@@ -230,16 +230,20 @@ struct Amx {  // bfloat16 weights and rows, 16 x 16 tiles with float32 sums
     static thread_local int now;
     return now;
   }
-  static void configure(int rows0, int rows1) {
-    if (configured() == rows0 * 32 + rows1) return;
+  // deep: bytes of depth in a tile; integers have a rest of 32
+  static void configure(int rows0, int rows1, int deep = 64) {
+    const int wanted = deep * 1024 + rows0 * 32 + rows1;
+    if (configured() == wanted) return;
     struct { uint8_t palette, start, zero[14]; uint16_t bytes[16]; uint8_t rows[16]; } t = {};
     t.palette = 1;
     for (int i = 0; i < 8; i++) t.bytes[i] = 64, t.rows[i] = 16;  // 6, 7: weights
     t.rows[0] = t.rows[1] = t.rows[4] = rows0;                    // 0, 1: sums of the upper rows; 4: the rows
     t.rows[2] = t.rows[3] = t.rows[5] = rows1 ? rows1 : 16;       // 2, 3: of the lower; 5
+    t.bytes[4] = t.bytes[5] = deep;
+    t.rows[6] = t.rows[7] = deep / 4;
     asm volatile("" : : "r"(&t) : "memory");  // gcc 12 thinks that only the first 8 bytes are read
     _tile_loadconfig(&t);
-    configured() = rows0 * 32 + rows1;
+    configured() = wanted;
   }
   static void begin() { configure(16, 16); }
   static void end() {
@@ -317,5 +321,5 @@ struct Workspace {
 // rows in blocks of nearly equal size: 12 rows are 6 + 6, not 11 + 1; AMX wants whole tiles instead
 template <class Engine> static inline int64_t block_rows(int64_t m) {
   const int64_t blocks = (m + Engine::STEP - 1) / Engine::STEP;
-  return sizeof(typename Engine::A) == 2 ? (int64_t)Engine::STEP : (m + blocks - 1) / blocks;
+  return (int)Engine::STEP == 32 ? (int64_t)Engine::STEP : (m + blocks - 1) / blocks;
 }

@@ -10,7 +10,7 @@
 // A task owns its columns whoever runs it, so the sums are taken in one order: same input, same bits, for any number
 // of threads, and one hot expert keeps every thread busy. With several NUMA nodes (nodes.h) a thread takes the columns
 // of its node first.
-#include "../int8_rows.h"
+#include "../int8_tiles.h"
 #include "../nodes.h"
 
 #include <type_traits>
@@ -366,7 +366,7 @@ template <class Engine, class X> static int forward(const Problem& p) { return L
 template <int CODE> static int coded(const Problem& p, int size) {
   if constexpr (CODE != E4M3)
     if (p.coding->int8_rows)
-      return size == 4 ? forward<Int8Rows<CODE>, float>(p) : forward<Int8Rows<CODE>, uint16_t>(p);
+      return size == 4 ? forward<RowsOf8Bits<CODE>, float>(p) : forward<RowsOf8Bits<CODE>, uint16_t>(p);
   return size == 4 ? forward<Coded<CODE>, float>(p) : forward<Coded<CODE>, uint16_t>(p);
 }
 
