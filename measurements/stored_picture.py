@@ -13,61 +13,86 @@ from pathlib import Path
 from typing import Any
 
 LOSSES = Path(__file__).with_name("formats.json")
-# implementation, which records have it, label, colour (Okabe and Ito 2008), marker
-KINDS = (
-    ("native", "experts", "bfloat16", "#000000", "o"),
-    ("vllm_cpu", "experts", "bfloat16, vLLM", "#999999", "D"),
-    ("native(store=int8)", "stored_int8", "int8", "#0072B2", "o"),
-    ("native(store=int8_a8)", "stored_int8", "int8, rows too", "#0072B2", "s"),
-    ("native(store=int4_g128)", "stored_int4_g128", "int4_g128", "#D55E00", "o"),
-    ("native(store=int4_g128_a8)", "stored_int4_g128", "int4_g128, int8 rows", "#D55E00", "s"),
-)
-Point = tuple[int, str, float, float]
+TOKENS = (1, 64, 1024)
+# all of Qwen3-30B-A3B's experts
+TOPICS = (
+    "experts", "stored_int8", "stored_int4_g128", "peers_int8", "peers_int4_g32", "peers_q8_0", "peers_q4_k",
+    "peers_mxfp4", "peers_fp8_block",
+)  # fmt: skip
+BFLOAT16 = "bfloat16"
+COLOURS = {  # Okabe and Ito 2008, and grey
+    BFLOAT16: "#000000",
+    "int8": "#0072B2",
+    "q8_0": "#56B4E9",
+    "fp8_block": "#999999",
+    "int4_g128": "#D55E00",
+    "int4_g32": "#E69F00",
+    "q4_k": "#009E73",
+    "mxfp4": "#CC79A7",
+}
+OURS, OURS_INT8 = "ours", "ours, rows of 8 bits"
+MARKERS = {OURS: "o", OURS_INT8: "s", "llama.cpp": "^", "KTransformers": "v", "vLLM": "D"}
+PEERS = {"llama_cpp": "llama.cpp", "kt": "KTransformers", "vllm_cpu": "vLLM"}
+Point = tuple[int, str, str, float, float]
 
 
 def stored_points(all_records: Mapping[str, Any]) -> list[Point]:
-    """(tokens, label, ms, error against float32 weights), as drawn."""
+    """(tokens, format, kernel, ms, error against float32 weights), as drawn."""
     losses = {row["name"]: row["layer"] for row in json.loads(LOSSES.read_text())["layer"]}
+    rows = [row for topic in TOPICS for row in all_records[topic].rows]
     return [
         (
             row["T"],
-            label,
+            format_,
+            kernel,
             float(f"{row['median_ms']:.4g}"),
-            float(f"{math.hypot(row['error'], losses.get(row['store'], 0.0)):.3g}"),
+            float(f"{math.hypot(row['error'], losses.get(format_, 0.0)):.3g}"),
         )
-        for impl, topic, label, _, _ in KINDS
-        for row in all_records[topic].rows
-        if row["impl"] == impl and row["error"] is not None
+        for row in rows
+        if row["T"] in TOKENS and row["error"] is not None
+        for format_, kernel in [_kind(row)]
+        if format_ != BFLOAT16 or not row["store"]
     ]
+
+
+def _kind(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Format and kernel: native(store=int8_a8) is ("int8", "ours, rows of 8 bits")."""
+    name, _, option = row["impl"].removesuffix(")").partition("(store=")
+    format_ = option.removesuffix("_a8") or BFLOAT16
+    return format_, PEERS.get(name) or (OURS_INT8 if option.endswith("_a8") else OURS)
 
 
 def draw_stored(points: Sequence[Point], path: Path, metadata: Mapping[str, str]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    tokens = sorted({point[0] for point in points})
-    figure = Figure(figsize=(2.2 * max(len(tokens), 1), 3.1), dpi=110, layout="constrained")
+    figure = Figure(figsize=(9.6, 4.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, max(len(tokens), 1), sharey=True, squeeze=False)[0]
-    for axes, T in zip(panels, tokens, strict=False):
-        for _, _, label, colour, marker in KINDS:
-            mine = [point for point in points if point[:2] == (T, label)]
+    panels = figure.subplots(1, len(TOKENS), sharey=True, squeeze=False)[0]
+    for axes, T in zip(panels, TOKENS, strict=True):
+        mine = [point for point in points if point[0] == T]
+        for _, format_, kernel, ms, error in mine:
             axes.plot(
-                [point[2] for point in mine], [point[3] for point in mine], marker, color=colour, ms=7,
-                label=label, mfc=colour if marker != "s" else "white", mew=1.6,
+                ms, error, MARKERS[kernel], color=COLOURS[format_], ms=7, mew=1.6,
+                mfc="white" if kernel != OURS and kernel != OURS_INT8 else COLOURS[format_],
             )  # fmt: skip
-        axes.set(xscale="log", yscale="log", title=f"{T} token{'s' * (T > 1)}", xlabel="ms")
-        low, high = min(p[2] for p in points if p[0] == T), max(p[2] for p in points if p[0] == T)
-        axes.set_xlim(low / 1.5, high * 1.5)
-        ticks = [low, math.sqrt(low * high), high]
-        axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+        axes.set(xscale="log", yscale="log", title=f"{T:,} token{'s' * (T > 1)}", xlabel="ms")
+        if mine:
+            low, high = (end(point[3] for point in mine) for end in (min, max))
+            axes.set_xlim(low / 1.3, high * 1.3)
+            ticks = [low, math.sqrt(low * high), high]
+            axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
         axes.minorticks_off()
         axes.grid(color="#DDDDDD", lw=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("error against float32 weights")
-    if points:
-        figure.legend(
-            *panels[0].get_legend_handles_labels(), fontsize=8, frameon=False, ncols=len(KINDS),
-            loc="outside upper center",
-        )  # fmt: skip
+    colours = [Line2D([], [], color=colour, lw=5, label=name) for name, colour in COLOURS.items()]
+    markers = [
+        Line2D([], [], color="#444444", marker=marker, lw=0, label=name, mew=1.6,
+               mfc="white" if not name.startswith(OURS) else "#444444")
+        for name, marker in MARKERS.items()
+    ]  # fmt: skip
+    for handles, place in ((colours, "outside upper center"), (markers, "outside lower center")):
+        figure.legend(handles=handles, fontsize=8.5, frameon=False, ncols=len(handles), loc=place)
     figure.savefig(path, metadata=dict(metadata))

@@ -134,6 +134,7 @@ CANNOT_MATTER = {
     "models/convert.py": "no span runs a converted model",
     "models/gguf.py": "reads experts out of a file, which no span runs",
     "models/hub_folder.py": "writes a folder for others",
+    "models/loading.py": "whole models, which no span runs",
     "models/replay.py": "recorded choices in a model, which no span runs",
     "models/stored_layers.py": "reads experts out of checkpoints, which no span runs",
     "models/torchtitan.py": "the override",

@@ -30,11 +30,10 @@ from torch.nn.functional import pad
 
 from moe_routing_bench.experts import ExpertWeights, QuantisedExperts
 from moe_routing_bench.formats.fp8_block import FP8Block
-from moe_routing_bench.formats.int8 import rounded_rows
 from moe_routing_bench.formats.mxfp4 import MXFP4
 from moe_routing_bench.formats.named import INT8_ROWS, quantise
 from moe_routing_bench.frozen import Form, Frozen
-from moe_routing_bench.ops.expert_ffn.op import by_expert, check_sizes, op
+from moe_routing_bench.ops.expert_ffn.op import check_sizes, op, with_int8_rows
 from moe_routing_bench.plan import RoutingPlan
 
 FORWARD_ONLY = True
@@ -170,9 +169,8 @@ def stored(weights: ExpertWeights, *, store: str) -> ExpertWeights:
 
 
 def plain(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, store: str) -> Tensor:
-    if not store.endswith(INT8_ROWS):
-        return op.reference(x_TD, gate_TK, plan, weights)
-    return by_expert(x_TD, gate_TK, plan, weights, rounded=rounded_rows)
+    reference = with_int8_rows if store.endswith(INT8_ROWS) else op.reference
+    return reference(x_TD, gate_TK, plan, weights)
 
 
 def unsupported(

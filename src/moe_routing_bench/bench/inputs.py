@@ -115,8 +115,9 @@ class Inputs:
     def _stored(self) -> QuantisedExperts | None:
         if not self.case.store:
             return None
+        given = self.__dict__.get("drawn")  # code from outside is given weights, and draws none
         with torch_threads(1):  # parent and worker do it at once, and threads that wait for a core cost more
-            return quantised(self._drawn(), self.case.store)
+            return quantised(self._drawn() if given is None else given, self.case.store)
 
     @cached_property
     def _kept(self) -> dict[str, Kept]:

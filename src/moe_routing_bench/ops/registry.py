@@ -71,6 +71,7 @@ class Op:
     by_token        what of a result belongs to each token, tokens first: the same in every batch if an
                     implementation is BATCH_INVARIANT. None: nothing does, or results are exact
     weights         the parameter that holds weights, the same in every call; empty if there is none
+    int8_rows       the reference with rows rounded to 8 bits, by which implementations that do so are judged
     widens          the reference converts weights itself, expert by expert, if x is float64
     exact           structure or copies: the reference in the dtype itself is the oracle
     default         runs wherever torch does: the last resort of "auto", the benchmark's baseline
@@ -93,6 +94,7 @@ class Op:
         by_token: Callable[[Any, Mapping[str, Any]], Any] | None = None,
         usual: tuple[str, ...] = (),
         weights: str = "",
+        int8_rows: Callable[..., Any] | None = None,
         widens: bool = False,
         differentiable: bool = True,
         exact: bool = False,
@@ -104,7 +106,7 @@ class Op:
         self.judge, self.judge_gradient = judge, judge_gradient
         self.upstream, self.meaningful, self.by_token = upstream, meaningful, by_token
         self.weights, self.differentiable, self.exact = weights, differentiable, exact
-        self.widens, self.usual = widens, usual
+        self.widens, self.usual, self.int8_rows = widens, usual, int8_rows
         self.file = inspect.getfile(reference)
         self.default = default
         self.summary = (inspect.getdoc(sys.modules[reference.__module__]) or "").partition("\n")[0]

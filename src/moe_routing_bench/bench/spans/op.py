@@ -18,7 +18,6 @@ from moe_routing_bench.bench.spans.span import (
     Load,
     Span,
     Stage,
-    is_ours,
     packed_once,
     why_not_one_of,
 )
@@ -71,10 +70,8 @@ class OpSpan(Span):
             yield subject.spec, lambda: run(*args.values())
 
     def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
-        run = self.op.reference
-        if subject.int8_rows and dtype == inputs.dtype and all(map(is_ours, self.origins(subject.spec))):
-            run = self.op.get(subject.spec).plain or run
-        return Computation(run=run)
+        narrow = subject.int8_rows and dtype == inputs.dtype
+        return Computation(run=(narrow and self.op.int8_rows) or self.op.reference)
 
     def judge(self, out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
         return self.op.judge(out, expected, args)

@@ -279,8 +279,6 @@ def why_not_stored(part: Implementation, store: str) -> str | None:
         return f"{STORED}{how}"
     if name != store:
         return f"it stores weights as {name}, and those of this case are stored as {store}"
-    if own != name and not is_ours(part.origin):
-        return "how well rows of 8 bits can do is asked of the code itself, which is not done from outside"
     return None
 
 

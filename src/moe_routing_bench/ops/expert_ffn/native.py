@@ -28,12 +28,11 @@ from torch import Tensor
 
 from moe_routing_bench import cpp
 from moe_routing_bench.experts import GATED, ExpertWeights, QuantisedExperts
-from moe_routing_bench.formats.int8 import rounded_rows
 from moe_routing_bench.formats.named import INT8_ROWS, coding_of, quantise
 from moe_routing_bench.formats.stored import Coding, Stored
 from moe_routing_bench.frozen import UNPACK, Form, Frozen
 from moe_routing_bench.ops import coded, nodes
-from moe_routing_bench.ops.expert_ffn.op import by_expert, check_sizes, op
+from moe_routing_bench.ops.expert_ffn.op import check_sizes, op, with_int8_rows
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.packed_files import PackedFiles
 from moe_routing_bench.plan import RoutingPlan
@@ -111,9 +110,8 @@ def stored(weights: ExpertWeights, *, store: str) -> ExpertWeights:
 
 def plain(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, store: str) -> Tensor:
     """The reference, with rows of 8 bits if the kernel has them."""
-    if not _int8_rows(store):
-        return op.reference(x_TD, gate_TK, plan, weights)
-    return by_expert(x_TD, gate_TK, plan, weights, rounded=rounded_rows)
+    reference = with_int8_rows if _int8_rows(store) else op.reference
+    return reference(x_TD, gate_TK, plan, weights)
 
 
 def _format(store: str) -> str:

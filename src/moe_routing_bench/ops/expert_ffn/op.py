@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_routing_bench.cost import INDEX_BYTES, Cost, counts, tokens_with_a_row
 from moe_routing_bench.experts import ExpertWeights, activate
+from moe_routing_bench.formats.int8 import rounded_rows
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.combine.op import judge
 from moe_routing_bench.ops.implementation import Implementation, tensors_in
@@ -53,6 +54,11 @@ def by_expert(
     return y_TD.to(x_TD.dtype)
 
 
+def with_int8_rows(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
+    """The reference with rows of 8 bits in both products, each row with its own scale."""
+    return by_expert(x_TD, gate_TK, plan, weights, rounded=rounded_rows)
+
+
 def cost(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Cost:
     """Both projections and the gates. Intermediate results need not touch memory, so only x and y count."""
     pairs, owned, active = counts(plan)
@@ -69,8 +75,8 @@ def cost(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeight
 
 
 op = Op(
-    __package__, reference, cost=cost, judge=judge, weights="weights", widens=True, default="staged", stage=6,
-    by_token=lambda out, args: out,
+    __package__, reference, cost=cost, judge=judge, weights="weights", int8_rows=with_int8_rows, widens=True,
+    default="staged", stage=6, by_token=lambda out, args: out,
     usual=("staged", "auto", "staged(grouped_gemm=torch_grouped_mm)", "hf_grouped_mm", "hf_eager"),
 )  # fmt: skip
 
