@@ -176,8 +176,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 HF, VLLM = "transformers(", "vllm_cpu"
 
 
-def six(all_records: dict[str, Records]) -> list[str]:
-    """README's table."""
+def readme_table(all_records: dict[str, Records]) -> list[str]:
+    """Of README: what others take, in words, and the command that measures it."""
     grid, layouts = all_records["grid"], all_records["layouts"]
     bfloat16, float32 = (grid.where(dtype=name) for name in ("bfloat16", "float32"))
     skewed = [row for row in layouts.rows if row["workload"] != "uniform"]
@@ -188,6 +188,16 @@ def six(all_records: dict[str, Records]) -> list[str]:
         ("grid", "Transformers' best experts, bfloat16, take", _judged(bfloat16.best(HF))),
         ("grid", "Transformers' best experts, float32, take", _judged(float32.best(HF))),
         ("grid", "vLLM's CPU kernel, bfloat16, takes", _judged(bfloat16.best(VLLM))),
+        *(
+            (
+                " ".join(
+                    topic for topic in TOPICS if topic.startswith("peers_") and peer in TOPICS[topic].sweep
+                ),
+                f"{name} experts in 8 and 4 bits, beside `native(store=...)`, take",
+                _judged([row for _, row in peers(all_records) if row["impl"].startswith(peer)]),
+            )
+            for name, peer in (("llama.cpp's", "llama_cpp("), ("KTransformers'", "kt("))
+        ),
         (
             "training",
             "Transformers' grouped_mm, forward and backward, takes",
@@ -206,6 +216,17 @@ def _judged(rows: Sequence[Row]) -> str:
     return f"{times(rows)}; {decided(rows)}" if rows else times(rows)
 
 
+def peers(all_records: dict[str, Records]) -> list[tuple[str, Row]]:
+    """Experts in 8 and 4 bits that are not ours: the topic, and a row for each cell."""
+    return [
+        (topic, row)
+        for topic in TOPICS
+        if topic.startswith("peers_")
+        for row in all_records[topic].rows
+        if not row["impl"].startswith("native")
+    ]
+
+
 def _training(all_records: dict[str, Records]) -> list[Row]:
     return all_records["training"].best("hf_")
 
@@ -217,7 +238,7 @@ def _dropped(rows: Sequence[Row]) -> str:
 def readme_part(all_records: dict[str, Records]) -> str:
     picture = "![Time of a MoE layer in bfloat16, ours = 1](docs/figures.png)"
     caption = source(all_records)
-    return "\n".join((BEGIN, picture, "", *six(all_records), "", caption, END))
+    return "\n".join((BEGIN, picture, "", *readme_table(all_records), "", caption, END))
 
 
 def compact_or_padded(layouts: Records) -> list[str]:
@@ -278,6 +299,11 @@ def document(all_records: dict[str, Records]) -> str:
         *_section("routing", all_records, _cells_table(all_records["routing"])),
         *_section("soft", all_records, _soft_table(all_records["soft"])),
         *_section("experts", all_records, _cells_table(all_records["experts"])),
+        "",
+        "## Experts in 8 and 4 bits that are not ours",
+        "Times as long as `native(store=...)` with the same weights in the same rounds; above 1 ours is faster.",
+        "",
+        *_peers_table(all_records),
         *(
             line
             for topic in TOPICS
@@ -318,6 +344,23 @@ def _stored_table(records: Records) -> list[str]:
 
     rows = sorted(records.rows, key=lambda row: (row["T"], row["ratio"]))
     return table(("T", "implementation", "ms", "error", "ratio", "verdict", "of roof"), map(line, rows))
+
+
+def _peers_table(all_records: dict[str, Records]) -> list[str]:
+    """A line for each kernel that is not ours, a column for each number of tokens; then the means."""
+    rows = peers(all_records)
+    tokens = sorted({row["T"] for _, row in rows})
+    lines: dict[tuple[str, str, str], dict[int, str]] = {}
+    for _, row in rows:
+        name = row["case"].partition("/")[0], row["store"], row["impl"]
+        lines.setdefault(name, {})[row["T"]] = f"{row['ratio']:.2f} {row['verdict']}"
+    head = ("model", "format", "implementation", *(f"T = {T:,}" for T in tokens))
+    said = [f"Together: {_judged([row for _, row in rows])}."] if rows else []
+    return [
+        *table(head, [(*name, *(by.get(T, "-") for T in tokens)) for name, by in lines.items()]),
+        "",
+        *said,
+    ]
 
 
 def _verdict(row: Row) -> str:

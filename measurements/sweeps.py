@@ -164,22 +164,22 @@ TOPICS = {
         f"peers_{name}": Topic(
             shows=f"experts of {model} as {store}: ours and {of}",
             sweep=_sweep(
-                f"expert_ffn --model {model} --tokens 1,64,1024", 80,
+                f"expert_ffn --model {model} --tokens 1,64,1024", seconds,
                 f'--store {store} --cache weights-cold --impl "{impls}"',
                 *(["--include-path examples/kt_kernel"] if "kt(" in impls else []),
             ),
-            minutes=4,
+            minutes=seconds / 20,
         )
-        for name, model, store, of, impls in (
-            ("q8_0", "qwen3-30b-a3b", "q8_0", "llama.cpp's", _beside("llama_cpp", "q8_0_a8")),
-            ("q4_k", "qwen3-30b-a3b", "q4_k", "llama.cpp's", _beside("llama_cpp", "q4_k_a8")),
-            ("mxfp4", "qwen3-30b-a3b", "mxfp4", "llama.cpp's, KTransformers'",
+        for name, model, store, seconds, of, impls in (
+            ("q8_0", "qwen3-30b-a3b", "q8_0", 80, "llama.cpp's", _beside("llama_cpp", "q8_0_a8")),
+            ("q4_k", "qwen3-30b-a3b", "q4_k", 80, "llama.cpp's", _beside("llama_cpp", "q4_k_a8")),
+            ("mxfp4", "qwen3-30b-a3b", "mxfp4", 160, "llama.cpp's, KTransformers'",
              f'{_beside("llama_cpp", "mxfp4_a8")},kt(store=mxfp4)'),
-            ("int8", "qwen3-30b-a3b", "int8", "KTransformers'", _beside("kt", "int8_a8")),
-            ("int4_g32", "qwen3-30b-a3b", "int4_g32", "KTransformers'", _beside("kt", "int4_g32_a8")),
-            ("fp8_block", "qwen3-30b-a3b", "fp8_block", "KTransformers'", _beside("kt", "fp8_block")),
-            ("olmoe", "olmoe-1b-7b", "q4_k", "llama.cpp's", _beside("llama_cpp", "q4_k_a8")),
-            ("gpt_oss", "gpt-oss-20b", "mxfp4", "llama.cpp's", _beside("llama_cpp", "mxfp4_a8")),
+            ("int8", "qwen3-30b-a3b", "int8", 110, "KTransformers'", _beside("kt", "int8_a8")),
+            ("int4_g32", "qwen3-30b-a3b", "int4_g32", 130, "KTransformers'", _beside("kt", "int4_g32_a8")),
+            ("fp8_block", "qwen3-30b-a3b", "fp8_block", 120, "KTransformers'", _beside("kt", "fp8_block")),
+            ("olmoe", "olmoe-1b-7b", "q4_k", 80, "llama.cpp's", _beside("llama_cpp", "q4_k_a8")),
+            ("gpt_oss", "gpt-oss-20b", "mxfp4", 110, "llama.cpp's", _beside("llama_cpp", "mxfp4_a8")),
         )
     },
     "experts": Topic(
