@@ -301,7 +301,7 @@ def document(all_records: dict[str, Records]) -> str:
         *_section("experts", all_records, _cells_table(all_records["experts"])),
         "",
         "## Experts in 8 and 4 bits that are not ours",
-        "Times as long as `native(store=...)` with the same weights in the same rounds; above 1 ours is faster.",
+        "Times as long as `native(store=...)` with the same weights in the same rounds.",
         "",
         *_peers_table(all_records),
         *(

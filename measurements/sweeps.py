@@ -179,7 +179,6 @@ TOPICS = {
             ("int4_g32", "qwen3-30b-a3b", "int4_g32", 130, "KTransformers'", _beside("kt", "int4_g32_a8")),
             ("fp8_block", "qwen3-30b-a3b", "fp8_block", 120, "KTransformers'", _beside("kt", "fp8_block")),
             ("olmoe", "olmoe-1b-7b", "q4_k", 80, "llama.cpp's", _beside("llama_cpp", "q4_k_a8")),
-            ("gpt_oss", "gpt-oss-20b", "mxfp4", 110, "llama.cpp's", _beside("llama_cpp", "mxfp4_a8")),
         )
     },
     "experts": Topic(
