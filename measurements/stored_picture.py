@@ -82,7 +82,7 @@ def draw_stored(points: Sequence[Point], path: Path, metadata: Mapping[str, str]
             low, high = (end(point[3] for point in mine) for end in (min, max))
             axes.set_xlim(low / 1.3, high * 1.3)
             ticks = [low, math.sqrt(low * high), high]
-            axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+            axes.set_xticks(ticks, [f"{float(f'{tick:.3g}'):,g}" for tick in ticks])
         axes.minorticks_off()
         axes.grid(color="#DDDDDD", lw=0.6)
         axes.spines[["top", "right"]].set_visible(False)
