@@ -54,6 +54,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def called(folder: Path, kernels: str = "") -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # other tests look at all files of the folder
     code = CALL.format(folder=str(folder), kernels=kernels)
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
