@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_routing_bench import steady
+from moe_routing_bench.formats.named import quantise
 from moe_routing_bench.formats.stored import Stored
 
 # gpt-oss: both numbers are its config's swiglu_alpha and swiglu_limit, and constants in OpenAI's own code
@@ -153,6 +154,15 @@ class QuantisedExperts:
     b_out_ED: Tensor | None = None
     activation: str = "swiglu"
 
+    @classmethod
+    def of(cls, weights: ExpertWeights, name: str) -> QuantisedExperts:
+        """The nearest that a format can store, by its name in formats/named.py; biases as they are."""
+        w_in, w_out = (quantise(w.detach(), name) for w in (weights.w_in_EDG, weights.w_out_EFD))
+        return cls(
+            w_in=w_in, w_out=w_out, b_in_EG=weights.b_in_EG, b_out_ED=weights.b_out_ED,
+            activation=weights.activation,
+        )  # fmt: skip
+
     @property
     def store(self) -> str:
         return self.w_in.name
@@ -171,9 +181,15 @@ class QuantisedExperts:
                 f"the first matrix is stored as {self.w_in.name} and the second as {self.w_out.name}; "
                 "experts have one format"
             )
-        sizes = [torch.empty(stored.size, device="meta") for stored in (self.w_in, self.w_out)]
-        ExpertWeights(w_in_EDG=sizes[0], w_out_EFD=sizes[1], activation=self.activation).validate()
+        self.described(torch.float32)
         return self
+
+    def described(self, dtype: torch.dtype) -> ExpertWeights:
+        """Sizes and activation, matrices without numbers (device meta) and without biases."""
+        w_in, w_out = (
+            torch.empty(stored.size, dtype=dtype, device="meta") for stored in (self.w_in, self.w_out)
+        )
+        return ExpertWeights(w_in_EDG=w_in, w_out_EFD=w_out, activation=self.activation).validate()
 
 
 def from_transformers(

@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.experts import ExpertWeights
+
 aten = torch.ops.aten
 
 
@@ -141,6 +143,25 @@ class Frozen(Tensor):
     def data(self, value: Tensor) -> None:
         if not isinstance(value, Frozen) or value.panels is not self.panels:
             _refuse("other .data")
+
+
+def held_by(holder: object, weights: ExpertWeights, kernel: str, store: str | None = None) -> ExpertWeights:
+    """These weights where both matrices are inside an object of another library and nowhere else, which lives
+    as long as they do: holder_of(weights)."""
+    inside = torch.empty(0, dtype=weights.w_in_EDG.dtype)
+    inside.holder = holder  # type: ignore[attr-defined]
+
+    def frozen(w_EKN: Tensor) -> Frozen:
+        E, depth, columns = w_EKN.shape
+        form = Form(kernel=kernel, size=(E, depth, columns), dtype=w_EKN.dtype, store=store)
+        return Frozen(inside, form)
+
+    return replace(weights, w_in_EDG=frozen(weights.w_in_EDG), w_out_EFD=frozen(weights.w_out_EFD))
+
+
+def holder_of(weights: ExpertWeights) -> Any:
+    assert isinstance(weights.w_in_EDG, Frozen)
+    return weights.w_in_EDG.panels.holder  # type: ignore[attr-defined]
 
 
 def _refuse(what: object) -> NoReturn:

@@ -20,7 +20,6 @@ for each number of choices, beside the originals.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -31,8 +30,8 @@ from torch.nn.functional import pad
 from moe_routing_bench.experts import ExpertWeights, QuantisedExperts
 from moe_routing_bench.formats.fp8_block import FP8Block
 from moe_routing_bench.formats.mxfp4 import MXFP4
-from moe_routing_bench.formats.named import INT8_ROWS, quantise
-from moe_routing_bench.frozen import Form, Frozen
+from moe_routing_bench.formats.named import INT8_ROWS
+from moe_routing_bench.frozen import Frozen, held_by, holder_of
 from moe_routing_bench.ops.expert_ffn.op import check_sizes, op, with_int8_rows
 from moe_routing_bench.plan import RoutingPlan
 
@@ -104,27 +103,22 @@ class _Packed:
 
 def freeze(weights: ExpertWeights, *, store: str | None = None) -> ExpertWeights:
     if store is not None:
-        w_in, w_out = (quantise(w.detach(), _format(store)) for w in (weights.w_in_EDG, weights.w_out_EFD))
-        experts = QuantisedExperts(w_in=w_in, w_out=w_out, activation=weights.activation)
+        experts = QuantisedExperts.of(weights, _format(store))
         return freeze_stored(experts, weights.w_in_EDG.dtype, store=store)
-    return _frozen(_plain_parts(weights, None), weights, None)
+    return held_by(_plain_parts(weights, None), weights, "kt")
 
 
 def freeze_stored(experts: QuantisedExperts, dtype: torch.dtype, *, store: str) -> ExpertWeights:
     """Of weights that are stored so already."""
     if experts.store != _format(store):
         raise ValueError(f"these weights are stored as {experts.store}, not as {_format(store)}")
-    (E, D, G), F = experts.w_in.size, experts.w_out.size[1]
-    empty = ExpertWeights(
-        w_in_EDG=torch.empty(E, D, G, dtype=dtype, device="meta"),
-        w_out_EFD=torch.empty(E, F, D, dtype=dtype, device="meta"),
-        activation=experts.activation,
-    )
+    described = experts.described(dtype)
     if store == "int8_a8":
-        return _frozen(_plain_parts(experts.dequantised(torch.bfloat16), store), empty, store)
+        return held_by(_plain_parts(experts.dequantised(torch.bfloat16), store), described, "kt", store)
     (gate_up, scale_in), (down, scale_out) = (_codes(stored) for stored in (experts.w_in, experts.w_out))
     parts, scales = [*gate_up.chunk(2, dim=1), down], [*scale_in.chunk(2, dim=1), scale_out]
-    return _frozen(_Packed(parts, scales, (E, D, F), store), empty, store)
+    sizes = described.num_experts, described.D, described.F
+    return held_by(_Packed(parts, scales, sizes, store), described, "kt", store)
 
 
 def _codes(stored: Any) -> tuple[Tensor, Tensor]:
@@ -144,28 +138,13 @@ def _plain_parts(weights: ExpertWeights, store: str | None) -> _Packed:
     return _Packed(parts, [], (weights.num_experts, weights.D + more_D, weights.F + more_F), store)
 
 
-def _frozen(packed: _Packed, weights: ExpertWeights, store: str | None) -> ExpertWeights:
-    inside = torch.empty(0, dtype=weights.w_in_EDG.dtype)
-    inside.kt = packed  # type: ignore[attr-defined]
-
-    def frozen(w_EKN: Tensor) -> Frozen:
-        E, depth, columns = w_EKN.shape
-        return Frozen(inside, Form(kernel="kt", size=(E, depth, columns), dtype=w_EKN.dtype, store=store))
-
-    return replace(weights, w_in_EDG=frozen(weights.w_in_EDG), w_out_EFD=frozen(weights.w_out_EFD))
-
-
 def _format(store: str) -> str:
     return store.removesuffix(INT8_ROWS)
 
 
 def stored(weights: ExpertWeights, *, store: str) -> ExpertWeights:
     """The weights it computes with, exact in float64."""
-    matrices: dict[str, Any] = {
-        name: quantise(getattr(weights, name).detach(), _format(store)).decoded().weights()
-        for name in ("w_in_EDG", "w_out_EFD")
-    }
-    return replace(weights, **matrices).to(dtype=torch.float64)
+    return QuantisedExperts.of(weights, _format(store)).dequantised()
 
 
 def plain(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, store: str) -> Tensor:
@@ -206,7 +185,7 @@ def run(
     if not gate_TK.numel():
         return torch.zeros_like(x_TD)
     frozen = weights if isinstance(weights.w_in_EDG, Frozen) else freeze(weights, store=store)
-    packed = frozen.w_in_EDG.panels.kt  # type: ignore[attr-defined]
+    packed: _Packed = holder_of(frozen)
     (T, D), K = x_TD.shape, plan.num_choices
     x_TD = pad(x_TD, (0, -D % COLUMNS)).contiguous()
     y_TD = torch.empty_like(x_TD)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.bench.device import placed
-from moe_routing_bench.bench.kept import Kept, kept_of, quantised
+from moe_routing_bench.bench.kept import Kept, kept_of
 from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.experts import GATED, ExpertWeights, QuantisedExperts
 from moe_routing_bench.machine import torch_threads
@@ -117,7 +117,7 @@ class Inputs:
             return None
         given = self.__dict__.get("drawn")  # code from outside is given weights, and draws none
         with torch_threads(1):  # parent and worker do it at once, and threads that wait for a core cost more
-            return quantised(self._drawn() if given is None else given, self.case.store)
+            return QuantisedExperts.of(self._drawn() if given is None else given, self.case.store)
 
     @cached_property
     def _kept(self) -> dict[str, Kept]:

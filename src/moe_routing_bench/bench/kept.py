@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_routing_bench.experts import ExpertWeights, QuantisedExperts
-from moe_routing_bench.formats.named import quantise
+from moe_routing_bench.experts import QuantisedExperts
 from moe_routing_bench.formats.stored import Decoded
 
 
@@ -41,13 +40,6 @@ class Kept:
         """One expert, depth x columns; exact in float64."""
         (w_KN,) = self.decoded.weights(dtype)
         return w_KN
-
-
-def quantised(drawn: ExpertWeights, store: str) -> QuantisedExperts:
-    w_in, w_out = (quantise(w, store) for w in (drawn.w_in_EDG, drawn.w_out_EFD))
-    return QuantisedExperts(
-        w_in=w_in, w_out=w_out, b_in_EG=drawn.b_in_EG, b_out_ED=drawn.b_out_ED, activation=drawn.activation
-    )
 
 
 def kept_of(stored: QuantisedExperts) -> dict[str, Kept]:

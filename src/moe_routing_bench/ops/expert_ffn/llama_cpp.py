@@ -29,9 +29,9 @@ from moe_routing_bench.experts import ExpertWeights, QuantisedExperts
 from moe_routing_bench.formats.ggml import Q4_K, Q8_0
 from moe_routing_bench.formats.int8 import rounded_rows
 from moe_routing_bench.formats.mxfp4 import MXFP4
-from moe_routing_bench.formats.named import INT8_ROWS, quantise
-from moe_routing_bench.formats.stored import Stored, nibbles
-from moe_routing_bench.frozen import Form, Frozen
+from moe_routing_bench.formats.named import INT8_ROWS
+from moe_routing_bench.formats.stored import Stored, from_nibbles, nibbles
+from moe_routing_bench.frozen import Frozen, held_by, holder_of
 from moe_routing_bench.ops.expert_ffn.op import by_expert, check_sizes
 from moe_routing_bench.ops.ggml_calls import ACTIVATIONS, INSTALL, KINDS, loaded
 from moe_routing_bench.plan import RoutingPlan
@@ -151,11 +151,7 @@ def _format(store: str) -> str:
 
 def stored(weights: ExpertWeights, *, store: str) -> ExpertWeights:
     """The weights it computes with, exact in float64."""
-    matrices: dict[str, Any] = {
-        name: quantise(getattr(weights, name).detach(), _format(store)).decoded().weights()
-        for name in ("w_in_EDG", "w_out_EFD")
-    }
-    return replace(weights, **matrices).to(dtype=torch.float64)
+    return QuantisedExperts.of(weights, _format(store)).dequantised()
 
 
 def plain(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, store: str) -> Tensor:
@@ -171,17 +167,11 @@ def plain(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeigh
 
 def freeze(weights: ExpertWeights, *, store: str | None = None) -> ExpertWeights:
     if store is not None:
-        formed = {
-            name: quantise(w_EKN.detach(), _format(store))
-            for name, w_EKN in (("w_in", weights.w_in_EDG), ("w_out", weights.w_out_EFD))
-        }
-        experts = QuantisedExperts(
-            **formed, b_in_EG=weights.b_in_EG, b_out_ED=weights.b_out_ED, activation=weights.activation
-        )
+        experts = QuantisedExperts.of(weights, _format(store))
         return freeze_stored(experts, weights.w_in_EDG.dtype, store=store)
     w_in, w_out = (w.detach().transpose(1, 2) for w in (weights.w_in_EDG, weights.w_out_EFD))
-    dtype = weights.w_in_EDG.dtype
-    return _frozen(_Layer(dtype, [*w_in.chunk(2, dim=1), w_out], weights), weights, dtype, None)
+    layer = _Layer(weights.w_in_EDG.dtype, [*w_in.chunk(2, dim=1), w_out], weights)
+    return held_by(layer, weights, "llama_cpp")
 
 
 def freeze_stored(
@@ -191,17 +181,12 @@ def freeze_stored(
     own = experts.validate().store
     if store is not None and _format(store) != own:
         raise ValueError(f"these weights are stored as {own}, not as {_format(store)}")
-    (E, D, G), F = experts.w_in.size, experts.w_out.size[1]
     if reason := _why_not_store(own + INT8_ROWS):
         raise NotImplementedError(f"cannot freeze weights for expert_ffn.llama_cpp: {reason}")
     parts = [*_blocks(experts.w_in).chunk(2, dim=1), _blocks(experts.w_out)]
     b_in_EG, b_out_ED = (None if b is None else b.to(dtype) for b in (experts.b_in_EG, experts.b_out_ED))
-    empty = ExpertWeights(
-        w_in_EDG=torch.empty(E, D, G, dtype=dtype, device="meta"),
-        w_out_EFD=torch.empty(E, F, D, dtype=dtype, device="meta"),
-        b_in_EG=b_in_EG, b_out_ED=b_out_ED, activation=experts.activation,
-    )  # fmt: skip
-    return _frozen(_Layer(own, parts, empty), empty, dtype, own + INT8_ROWS)
+    described = replace(experts.described(dtype), b_in_EG=b_in_EG, b_out_ED=b_out_ED)
+    return held_by(_Layer(own, parts, described), described, "llama_cpp", own + INT8_ROWS)
 
 
 def _blocks(stored: Stored) -> Tensor:
@@ -210,21 +195,8 @@ def _blocks(stored: Stored) -> Tensor:
         return stored.block_ENbB.flatten(2)
     assert isinstance(stored, MXFP4)
     # a block is the exponent and 16 bytes: weights 0-15 in the lower halves, 16-31 in the upper ones
-    code_ENgi = torch.stack((stored.block_ENgB & 15, stored.block_ENgB >> 4), dim=-1).flatten(-2)
-    pair_ENgi = torch.stack(code_ENgi.chunk(2, dim=-1), dim=-1).flatten(-2)
+    pair_ENgi = torch.stack(from_nibbles(stored.block_ENgB).chunk(2, dim=-1), dim=-1).flatten(-2)
     return torch.cat((stored.exponent_ENg.unsqueeze(-1), nibbles(pair_ENgi)), dim=-1).flatten(2)
-
-
-def _frozen(layer: _Layer, weights: ExpertWeights, dtype: torch.dtype, store: str | None) -> ExpertWeights:
-    inside = torch.empty(0, dtype=dtype)  # the numbers are in ggml's memory, which this keeps
-    inside.llama_cpp = layer  # type: ignore[attr-defined]
-
-    def frozen(w_EKN: Tensor) -> Frozen:
-        E, depth, columns = w_EKN.shape
-        form = Form(kernel="llama_cpp", size=(E, depth, columns), dtype=dtype, store=store)
-        return Frozen(inside, form)
-
-    return replace(weights, w_in_EDG=frozen(weights.w_in_EDG), w_out_EFD=frozen(weights.w_out_EFD))
 
 
 def _why_not_store(store: str) -> str | None:
@@ -272,8 +244,7 @@ def run(
     if not gate_TK.numel():
         return torch.zeros_like(x_TD)
     frozen = weights if isinstance(weights.w_in_EDG, Frozen) else freeze(weights, store=store)
-    assert isinstance(frozen.w_in_EDG, Frozen)
-    layer: _Layer = frozen.w_in_EDG.panels.llama_cpp  # type: ignore[attr-defined]
+    layer: _Layer = holder_of(frozen)
     expert_TK = plan.expert_TK()
     if not plan.filled:
         gate_TK = torch.where(expert_TK >= 0, gate_TK, 0)

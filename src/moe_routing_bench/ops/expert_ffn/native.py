@@ -100,12 +100,10 @@ def _library(level: str | None) -> ctypes.CDLL:
 
 def stored(weights: ExpertWeights, *, store: str) -> ExpertWeights:
     """The weights it computes with, exact in float64."""
-    matrices: dict[str, Any] = {}
-    for name in ("w_in_EDG", "w_out_EFD"):
-        w_EKN = getattr(weights, name).detach()
-        rounded = store == "bfloat16"
-        matrices[name] = w_EKN.bfloat16() if rounded else quantise(w_EKN, _format(store)).decoded().weights()
-    return replace(weights, **matrices).to(dtype=torch.float64)
+    if store != "bfloat16":
+        return QuantisedExperts.of(weights, _format(store)).dequantised()
+    w_in_EDG, w_out_EFD = (w.detach().bfloat16() for w in (weights.w_in_EDG, weights.w_out_EFD))
+    return replace(weights, w_in_EDG=w_in_EDG, w_out_EFD=w_out_EFD).to(dtype=torch.float64)
 
 
 def plain(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, store: str) -> Tensor:
