@@ -51,7 +51,7 @@ class _InitParams(C.Structure):
 
 
 class Ggml:
-    """The functions of libggml that a layer needs. A call of another name raises AttributeError."""
+    """The functions of libggml that a layer needs, each with the types of its arguments."""
 
     def __init__(self, folder: Path):
         self.libraries = [
