@@ -156,11 +156,6 @@ def test_there_is_no_drawer() -> None:
     assert not drawers, f"what is in {drawers} has a better home"
 
 
-def test_files_stay_readable() -> None:
-    long = {module_of(p): n for p in FILES if (n := len(p.read_text().splitlines())) > 400}
-    assert not long, f"past 400 lines: {long}"
-
-
 def test_every_letter_is_in_the_legend() -> None:
     from moe_routing_bench.shapes import LETTERS
 
