@@ -60,7 +60,7 @@ def test_each_device_has_its_clock() -> None:
     assert clock_for("cuda", "host_wall") == HostClock("cuda")
     assert clock_for("cpu", "host_wall") == HostClock("cpu")
     seconds = clock_for("pretend", "cuda_events").span([lambda: torch.ones(1000).sum()])
-    assert 0 < seconds < 1
+    assert seconds > 0
 
 
 @pytest.mark.parametrize(

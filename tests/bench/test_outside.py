@@ -25,6 +25,7 @@ from moe_routing_bench.bench.untrusted import read_file, receive
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
+from timing import had_time
 
 SHAPE = MoEShape(T=24, D=32, F=32, E=8, K=2)
 HONEST = '''"""The default under another name."""
@@ -192,10 +193,12 @@ def cell(folder: str, *specs: str, span: str = "expert_ffn", **more: object) -> 
     ],
     ids=lambda value: str(value),
 )
+@pytest.mark.timing
 def test_honest_cells_of_every_kind_pass(
     folder: str, specs: tuple[str, ...], more: dict[str, object]
 ) -> None:
     outcome = run_cell(cell(folder, *specs, **more))
+    had_time(*outcome.subjects)
     for one in outcome.subjects:
         assert one.status is Status.PASSED, f"{one.subject.spec}: {one.status} {one.reason}"
         assert one.checked_timed_calls >= 1
@@ -205,10 +208,12 @@ def test_honest_cells_of_every_kind_pass(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.timing
 def test_an_honest_cell_passes_in_a_sandbox(folder: str) -> None:
     try:
         sandbox.check_sandbox()
     except ValueError as missing:
         pytest.skip(str(missing))
     one = run_cell(cell(folder, "staged", "copy", sandbox=True)).subjects[1]
+    had_time(one)
     assert one.status is Status.PASSED, one.reason

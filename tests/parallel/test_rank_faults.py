@@ -9,6 +9,7 @@ import torch
 
 from fault_schedules import BAD, DIFFER, GO_ON, KINDS, Schedule, run, schedule
 from moe_routing_bench.parallel.faults import _judge, differing, split_sentence
+from timing import in_time
 
 pytestmark = pytest.mark.slow
 
@@ -28,9 +29,11 @@ EVERY_DAY = ("killed", "frozen", "other dtype", "NaN, checked")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in EVERY_DAY else pytest.mark.nightly) for kind in KINDS]
 )
+@pytest.mark.timing
 def test_each_kind(kind: str) -> None:
     plan = planted(kind, tokens=(3, 0, 4)) if kind == "rank without tokens" else planted(kind)
     found = run(plan)
+    in_time(found["verdict"] != "NOT IN TIME", f"{found}")
     said = "all right" if kind in GO_ON else "the right rank blamed"
     assert found["verdict"] == said, found
     sentences = [end[2] for rank, end in found["ends"].items() if end[0] == "error" and rank != plan.victim]

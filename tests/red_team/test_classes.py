@@ -17,8 +17,9 @@ from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 from test_red_team import POLICY, one_of_each, policy_for
+from timing import had_time
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timing, pytest.mark.timeout(600)]
 HONEST = Path(__file__).parent / "honest"
 STYLES = ("by_ctypes", "in_torch", "in_cpp", "compiled", "in_numba")
 ALL = {name: states.split() for row in CLASSES.values() for name, states in row.items()}
@@ -47,6 +48,7 @@ def test_it_gains_nothing(name: str) -> None:
     if other.comparison is not None and other.comparison.verdict == "FASTER":
         # a verdict is wrong once in a hundred by its own level; a trick that works does so again
         honest, other = run_cell(cell).subjects
+    had_time(honest)
     assert honest.status is Status.PASSED, f"the honest kernel was harmed: {honest.reason}"
     assert other.status in ALL[name], f"{other.status}: {other.reason}"
     assert other.label == kernel and "outside" in other.origin
@@ -66,6 +68,7 @@ def test_honest_code_from_outside_passes_whatever_it_is_made_with(name: str) -> 
     honest, other = run_cell(cell).subjects
     if other.status is Status.UNSUPPORTED:
         pytest.skip(other.reason)
+    had_time(honest, other)
     assert (honest.status, other.status) == (Status.PASSED, Status.PASSED), other.reason
     assert other.checked_timed_calls >= 1
 

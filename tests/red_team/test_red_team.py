@@ -22,8 +22,9 @@ from moe_routing_bench.results.store import iterate
 from moe_routing_bench.results.sweep import run_sweep
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
+from timing import had_time
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timing, pytest.mark.timeout(600)]
 # the default but for less memory, so that what grows is stopped sooner, and no more rounds than the default's
 # fewest. A machine that is busy with other things takes ten times as long, and honest kernels pass there too
 POLICY = Policy(max_seconds=120, max_rounds=20, step_seconds=60, memory_gib=3)
@@ -69,6 +70,7 @@ def test_it_is_rejected_or_contained(op: str, name: str) -> None:
     expected = EXPECTED[op, name]
     outcome = run_cell(cell_of(op, name, expected.at, policy_for(expected.states)))
     honest, other = outcome.subjects
+    had_time(honest)
     assert honest.status is Status.PASSED, f"the honest kernel was harmed: {honest.reason}"
     assert other.status in expected.states, f"{other.status}: {other.reason}"
     assert other.status is Status.PASSED or (other.reason and not other.samples)
@@ -84,6 +86,7 @@ def test_it_passes_where_its_trick_does_not_apply(op: str, name: str) -> None:
     at = EXPECTED[op, name].right_at
     assert at is not None
     honest, other = run_cell(cell_of(op, name, at)).subjects
+    had_time(honest, other)
     assert honest.status is Status.PASSED
     # the kit of hard cases may have one in which its trick does apply
     assert other.status is Status.PASSED or "hard cases" in other.reason, other.reason
@@ -96,6 +99,7 @@ def test_forged_results_are_undone_and_the_forger_is_named(tmp_path: Path) -> No
     outcomes = list(run_sweep([honest_first, cell], tmp_path, LocalExecutor()))
     before = {o.label: median(o.samples) for o in outcomes[0].subjects}
     honest, forger = outcomes[1].subjects
+    had_time(honest)
     assert honest.status is Status.PASSED
     assert forger.status is Status.SUSPECT, forger.reason
     assert "records.jsonl" in forger.reason and "no other process may write there" in forger.reason
