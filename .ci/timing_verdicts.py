@@ -1,6 +1,6 @@
 """A pytest plugin: what CI makes of a test that was too slow while other guests had the processor.
 
-Only `timing.in_time` (in a test marked `timing`) can end so; every other failure is a failure. The test is put
+Only `timing.in_time`, in a test marked `timing`, can end so; any other failure is a failure. The test is put
 off to the last step of CI, which runs it again alone. If other guests take the processor then too, it has no
 verdict: .ci/run says so in its last line, and fails if more than 2 % of the timing tests had none.
 
