@@ -39,12 +39,12 @@ def documents() -> dict[str, str]:
 
 def commands() -> list[Command]:
     """Each once, from the first document that has it; one that stands by itself before one in a sentence."""
-    found = [command for name, text in documents().items() for command in _commands(name, text)]
+    found = [command for name, text in documents().items() for command in commands_of(name, text)]
     found.sort(key=lambda command: command.mentioned)
     return list({command.text: command for command in reversed(found)}.values())[::-1]
 
 
-def _commands(name: str, text: str) -> list[Command]:
+def commands_of(name: str, text: str) -> list[Command]:
     found = []
     for block in _blocks(text):
         for line in re.sub(r" *\\\n *", " ", block).splitlines():

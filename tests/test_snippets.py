@@ -70,12 +70,12 @@ def reason(command: Command, table: dict[str, str]) -> str | None:
 
 
 def level(command: Command) -> str:
-    if _a_name_alone(command):
+    if a_name_alone(command):
         return "name"
     return "not run" if reason(command, NOT_RUN) else "night" if reason(command, NIGHTLY) else "now"
 
 
-def _a_name_alone(command: Command) -> bool:
+def a_name_alone(command: Command) -> bool:
     """`mrb decide` in a sentence is the name of a command, `<op>`, COMMAND and ... stand for something."""
     named = command.mentioned and len(command.words) <= 3 and not re.search(r" (-|\w+[./]\w+)", command.text)
     runs = command.text in ("mrb list", "mrb list ops", "mrb list routers", "mrb list workloads")
@@ -88,8 +88,11 @@ ALL = commands()
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything that the commands name."""
-    folder = tmp_path_factory.mktemp("documents")
+    return furnish(tmp_path_factory.mktemp("documents"))
+
+
+def furnish(folder: Path) -> Path:
+    """Puts everything that the commands name into a folder."""
     for name in ("results", "before", "after", "part1", "part2", "part3", "part4", "gpu"):
         make_run(folder / name, {"staged": 1.0, "native": 0.5}, seed=len(name), environment=WITH_SOURCE)
     for name in ("routers", "layers"):
