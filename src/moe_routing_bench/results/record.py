@@ -253,7 +253,10 @@ class Comparison(Part):
 
 
 class Work(Part):
-    """cost.Cost in numbers, the physical floor, the share of a measured roof, and bench.outcome.Rates."""
+    """cost.Cost in numbers, the physical floor, the share of a measured roof, and bench.outcome.Rates.
+
+    The last two fields came during version 2: without them, share_of_roof is of the floor.
+    """
 
     useful_flops: Count
     executed_flops: Count
@@ -268,6 +271,13 @@ class Work(Part):
     bytes_per_second: Amount | None
     wire_bytes: Count | None  # on several ranks: sent to one another, and the least there must be
     least_wire_bytes: Count | None
+    roof_seconds: Seconds | None = None  # the least time as well as it was known
+    roof_busy: bool = False  # by roofs that were measured while others used the machine
+
+    @property
+    def least_seconds(self) -> float | None:
+        """What share_of_roof is a share of the time of."""
+        return self.floor_seconds if self.roof_seconds is None else self.roof_seconds
 
 
 class Correctness(Part):
