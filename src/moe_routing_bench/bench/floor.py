@@ -49,9 +49,9 @@ def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
 
 
 def roof_seconds(cell: Cell, subject: Subject, cost: Cost, roofs: Roofs | None) -> float | None:
-    """The best estimate of the least time, whose share of a time is shown to people: bytes at the bandwidth of
-    the working set under the cell's cache policy, or operations at the peak of the unit that this dtype really
-    uses here. None if the roofs are not known; those of a busy machine give one too, and it must be marked.
+    """The best estimate of the least time; people see what share of a time it is. Bytes at the bandwidth of
+    the working set under the cell's cache policy, or operations at the peak of the unit that this dtype
+    really uses here. None if the roofs are not known; by those of a busy machine it must be marked.
 
     A call that touches 100 MB at 13 GB/s and has 1 GFLOP at 160 GFLOP/s: 7.7 ms.
     """
@@ -74,7 +74,7 @@ def _known(cell: Cell, roofs: Roofs) -> bool:
 
 
 def _multiplied(cell: Cell, subject: Subject) -> str:
-    """What is multiplied: numbers of the case's dtype, or with stored weights integers if rows are rounded too.
+    """What is multiplied: numbers of the case's dtype; with stored weights integers, if rows are rounded too.
     What code from outside does with stored weights nobody knows, so integers: the higher roof."""
     if not cell.case.store:
         return cell.case.dtype

@@ -1,7 +1,7 @@
 """Roofs: the highest rates ever seen on this machine, with which other rates are compared.
 
 A roof is the best of several tries, never a datasheet's number: bytes read a second for each size of working
-set (the ladder), operations a second for each unit. roofs.cpp measures them; without a compiler torch measures
+set (the ladder), operations a second for each unit. roofs.cpp measures them; without a compiler torch does,
 memory and products alone, and `how` says so. Roofs bound from above, so the best of all sessions is kept.
 What was measured while others used the machine bounds nothing: such roofs are marked, used with that mark
 alone, and measured again in the next quiet moment. What they mean for a call is said in floor.py.
@@ -39,6 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 Threads = Annotated[int, Field(ge=1, le=2**20)]
 ByThreads = Annotated[dict[Threads, Rate], Field(max_length=64)]
+Words = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f]*$")]  # they reach terminals
 Ladder = Annotated[dict[Annotated[int, Field(ge=1, le=2**50)], Rate], Field(min_length=1, max_length=64)]
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -71,21 +72,21 @@ UNITS = {
 class Roofs(BaseModel):
     """Best rates seen on one machine, by thread count: bytes per second and operations per second.
 
-    read_bytes[1] = 1.2e10: 12 GB/s from memory for one thread; ladder[1][2**20] = 5e10: 50 GB/s if 1 MiB is read
-    again and again; units["vnni"][1] = 6e11. gemm_flops["bfloat16"][2] = 3e11: 0.3 TFLOP/s for two threads,
-    by the best unit that multiplies that dtype; "int8" is known if a unit has it.
+    read_bytes[1] = 1.2e10: 12 GB/s from memory for one thread; ladder[1][2**20] = 5e10: 50 GB/s if 1 MiB is
+    read again and again; units["vnni"][1] = 6e11. gemm_flops["bfloat16"][2] = 3e11: 0.3 TFLOP/s for two
+    threads, by the best unit that multiplies that dtype; "int8" is known if a unit has it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     machine: str
     read_bytes: ByThreads
     copy_bytes: ByThreads
-    gemm_flops: dict[str, ByThreads] = Field(max_length=16)
+    gemm_flops: dict[Words, ByThreads] = Field(max_length=16)
     ladder: dict[Threads, Ladder] = Field(default={}, max_length=64)
-    units: dict[str, ByThreads] = Field(default={}, max_length=16)
+    units: dict[Words, ByThreads] = Field(default={}, max_length=16)
     seconds: float = Field(ge=0, allow_inf_nan=False)  # that measuring took
-    how: str = ""  # "C++", or torch and why; "": before there were ladders
-    busy: str = ""  # who else used the machine meanwhile; "": nobody
+    how: Words = ""  # "C++", or torch and why; "": before there were ladders
+    busy: Words = ""  # who else used the machine meanwhile; "": nobody
 
     @model_validator(mode="before")
     @classmethod
@@ -124,8 +125,8 @@ class Roofs(BaseModel):
         return math.exp(math.log(fast) * (1 - share) + math.log(slow) * share)
 
     def best_of_both(self, other: Self | None) -> Self:
-        """The higher rate of each kind; but roofs of a quiet machine are not mixed with those of a busy one, and
-        what was measured in another way is replaced."""
+        """The higher rate of each kind; but roofs of a quiet machine are not mixed with those of a busy one,
+        and what was measured in another way is replaced."""
         if other is None or other.how != self.how or (other.busy and not self.busy):
             return self
         if self.busy and not other.busy:
@@ -144,7 +145,7 @@ def measure_roofs(
     try:
         library, how = cpp.load(SOURCE), "C++"  # before the neighbours are looked at: a compiler is one
     except NotImplementedError as reason:
-        library, how = None, f"torch, because of roofs.cpp: {reason}"
+        library, how = None, f"torch, because of roofs.cpp: {' '.join(str(reason).split())[:500]}"
     started, neighbours = time.perf_counter(), Neighbours()
     rates = _by_torch(threads, on_step) if library is None else _by_library(library, threads, on_step)
     seconds = time.perf_counter() - started

@@ -27,8 +27,8 @@ from moe_routing_bench.topology import Topology, nodes_in_use, system_nodes
 
 DEFAULT_TRIALS = 24
 BUSY = (
-    "while these were measured {}, so they are too low: nothing is held to them, shares of them are marked ~, and "
-    "the next `mrb bench` or `mrb doctor` in a quiet moment measures them again"
+    "while these were measured {}, so they are too low: nothing is held to them, shares of them are marked "
+    "~, and the next `mrb bench` or `mrb doctor` in a quiet moment measures them again"
 )
 
 
@@ -153,10 +153,8 @@ def _show(machine: Machine, now: Weather, roofs: Roofs, cannot: dict[str, str], 
     table = two_columns(16)
     for threads in sorted(roofs.read_bytes):
         who = "1 thread" if threads == 1 else f"{threads} threads"
-        memory = (
-            f"read {roofs.read_bytes[threads] / 1e9:.1f}, copy {roofs.copy_bytes[threads] / 1e9:.1f} GB/s"
-        )
-        table.add_row(f"roofs, {who}", f"memory: {memory}")
+        read, copy = roofs.read_bytes[threads] / 1e9, roofs.copy_bytes[threads] / 1e9
+        table.add_row(f"roofs, {who}", f"memory: read {read:.1f}, copy {copy:.1f} GB/s")
         if roofs.ladder:
             rungs = roofs.ladder[threads].items()
             table.add_row("", f"reading: {', '.join(f'{_size(n)} {r / 1e9:.3g}' for n, r in rungs)} GB/s")

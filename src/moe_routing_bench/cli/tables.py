@@ -268,8 +268,8 @@ def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | No
         )
     elif roofs.busy:
         notes.append(
-            f"Shares of roofs (~) are too high: when these were measured, {roofs.busy}. They are measured again "
-            "in the next quiet moment."
+            f"Shares of roofs (~) are too high: when these were measured, {roofs.busy}. They are measured "
+            "again in the next quiet moment."
         )
     return notes
 

@@ -64,9 +64,8 @@ def ranking(cell: Cell) -> Table:
         columns["99 % interval"].append(interval_of(record))
         columns["verdict"].append(verdict_of(record))
         columns["tokens/s"].append(rate(record.workload.T / timing.median))
-        columns["of roof"].append(
-            "" if work.share_of_roof is None else percent_of_roof(work.share_of_roof, work.roof_busy)
-        )
+        share = record.share_of_roof
+        columns["of roof"].append("" if share is None else percent_of_roof(share, work.roof_busy))
         columns["dropped"].append(f"{dropped_percent(record):.1f} %" if routing.dropped_pairs else "")
         waste = 1 - (routing.tile_efficiency if routing.tile_efficiency is not None else 1)
         columns["padding"].append(f"{100 * waste:.1f} %" if waste > 1e-9 else "")

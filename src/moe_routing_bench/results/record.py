@@ -358,6 +358,13 @@ class Record(Part):
         what = self.what
         return " | ".join(filter(None, (self.implementation.label, what.layout, what.router, what.layer)))
 
+    @property
+    def share_of_roof(self) -> float | None:
+        """None in old records with hot caches: their roofs left out bytes that the caches could hold."""
+        if self.work is None or (self.work.roof_seconds is None and self.protocol.cache == "hot"):
+            return None
+        return self.work.share_of_roof
+
     def line(self) -> bytes:
         """As it is stored: JSON in one line, ended by a newline."""
         line = self.model_dump_json().encode() + b"\n"
