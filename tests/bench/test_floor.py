@@ -18,7 +18,8 @@ STAGED = Subject(spec="staged")
 def cell_of(cache: str, dtype: str = "float32", threads: int = 1, device: str = "cpu") -> Cell:
     shape = MoEShape(T=24, D=32, F=16, E=8, K=2)
     case = BenchCase(name="own/x", span="expert_ffn", shape=shape, dtype=dtype)
-    policy = Policy(cache=cache, threads=threads, device=device)
+    view = "host_wall" if device == "cpu" else "cuda_events"
+    policy = Policy(cache=cache, threads=threads, device=device, view=view)
     return Cell(case=case, workload="uniform", subjects=(STAGED,), policy=policy)
 
 
@@ -67,7 +68,7 @@ def test_the_unit_is_that_of_the_dtype() -> None:
 
 def test_there_is_no_roof_where_none_was_measured() -> None:
     cost = Cost(useful_flops=10**9, executed_flops=10**9, weight_bytes=10**9)
-    for cell in (cell_of("hot", threads=2), cell_of("hot", "float16"), cell_of("hot", device="pretend")):
+    for cell in (cell_of("hot", threads=2), cell_of("hot", "float16"), cell_of("hot", device="cuda")):
         assert roof_seconds(cell, STAGED, cost, LADDER) is None and floor_seconds(cell, cost, LADDER) is None
     assert roof_seconds(cell_of("hot"), STAGED, cost, None) is None
     # a busy machine's: for people, with a mark, and never to reject anything
