@@ -66,6 +66,8 @@ def document(**changes: Any) -> dict[str, Any]:
             "bytes_per_second": 9.6e8,
             "wire_bytes": 2_000_000,
             "least_wire_bytes": 1_500_000,
+            "roof_seconds": 0.001,
+            "roof_busy": False,
         },
         "correctness": {
             "status": "PASSED", "reason": "", "checks": ["shape", "value"], "max_error": 1e-6,
@@ -95,7 +97,7 @@ def with_times(whole: dict[str, Any], timing: Timing) -> dict[str, Any]:
         "tokens_per_second": whole["workload"]["T"] / seconds,
         "flops_per_second": work["useful_flops"] / seconds,
         "bytes_per_second": (work["weight_bytes"] + work["activation_bytes"]) / seconds,
-        "share_of_roof": min(1.0, work["floor_seconds"] / seconds),
+        "share_of_roof": min(1.0, work["roof_seconds"] / seconds),
     }
     return {**whole, "timing": json.loads(timing.model_dump_json()), "work": {**work, **rates}}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,18 @@ import pytest
 import torch
 
 from command_line import mrb, mrb_json
+from moe_routing_bench import cpp
 from moe_routing_bench.bench import roofs as roofs_module
-from moe_routing_bench.bench.roofs import Roofs, measure_roofs, roofs_path, store_roofs, stored_roofs
+from moe_routing_bench.bench.roofs import (
+    LEAST_SECONDS,
+    Roofs,
+    measure_roofs,
+    roofs_now,
+    roofs_path,
+    store_roofs,
+    stored_roofs,
+)
 from moe_routing_bench.bench.weather import Neighbours, Weather, WeatherSpan, weather
-from moe_routing_bench.cost import Cost
 from moe_routing_bench.machine import this_machine
 
 ROOFS = Roofs(
@@ -24,6 +33,7 @@ ROOFS = Roofs(
     gemm_flops={"float32": {1: 1e11}},
     seconds=1.0,
 )
+CPP = {"how": "C++"}
 
 
 @pytest.fixture(autouse=True)
@@ -92,14 +102,37 @@ def test_counters_that_stand_still_or_step_back_give_no_nonsense(seconds: float)
     assert WeatherSpan(before=QUIET, after=back).steal_percent == 0
 
 
-def test_roofs_are_measured_and_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(source: Path, level: str | None = None) -> None:
+        raise NotImplementedError("no C++ compiler was found")
+
+    monkeypatch.setattr(cpp, "load", load)
+
+
+@pytest.mark.parametrize("by", ["C++", "torch"])
+def test_roofs_are_measured_and_plausible(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofs_module, "MEMORY_BYTES", 2**24)
     monkeypatch.setattr(roofs_module, "GEMM_SIZES", (128,))
+    for name, value in {"MOST_RUNG": 2**20, "TRY_BYTES": 2**21, "TRY_STEPS": 10_000}.items():
+        monkeypatch.setattr(roofs_module, name, value)
+    if by == "torch":
+        no_compiler(monkeypatch)
+    elif (reason := cpp.why_not()) is not None:
+        pytest.skip(reason)
     steps: list[str] = []
     roofs = measure_roofs("here", (1,), steps.append)
     assert 1e8 < roofs.read_bytes[1] < 1e13 and 1e8 < roofs.copy_bytes[1] < 1e13
-    assert all(1e8 < rates[1] < 1e15 for rates in roofs.gemm_flops.values())
-    assert steps[0] == "memory, 1 threads"
+    assert all(1e8 < rates[1] < 1e15 for rates in (*roofs.gemm_flops.values(), *roofs.units.values()))
+    assert steps[0] == "memory, 1 threads" and roofs.how.startswith(by)
+    assert stored_roofs("here") is None and stored_roofs(store_roofs(roofs).stem) == roofs
+    if by == "torch":
+        assert not roofs.ladder and not roofs.units
+    else:
+        assert list(roofs.ladder[1]) == [2**n for n in range(14, 21)]
+        assert roofs.gemm_flops["float32"] == roofs.units["fma"]
+        flags = set(this_machine().instructions)
+        assert ("vnni" in roofs.units) == ("avx512_vnni" in flags)
+        assert ("amx_bf16" in roofs.units) == (cpp.best_level() == "amx")
 
 
 def test_a_slow_product_is_not_waited_for_and_is_no_roof(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +145,7 @@ def test_a_slow_product_is_not_waited_for_and_is_no_roof(monkeypatch: pytest.Mon
         sizes.append(a.shape[0]) if slow else None
         return plain(a[:1], b[:, :1])
 
+    no_compiler(monkeypatch)
     monkeypatch.setattr(roofs_module, "MEMORY_BYTES", 2**20)
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
@@ -128,19 +162,65 @@ def _not_zero(best: Callable[..., float]) -> Callable[..., float]:
     return lambda run: best(run) or 1e-3
 
 
-def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
-    cost = Cost(useful_flops=10**9, executed_flops=10**9, weight_bytes=10**9)
-    assert ROOFS.floor_seconds(cost, "float32", 1) == 0.1  # memory: 1 GB at 10 GB/s
+def test_bandwidth_between_two_rungs_is_a_line_over_logarithms() -> None:
+    roofs = ROOFS.model_copy(update={"ladder": {1: {2**20: 1e11, 2**22: 2.5e10, 2**30: 1e10}}})
+    assert roofs.bandwidth(2**21, 1) == pytest.approx(5e10)
+    assert roofs.bandwidth(2**26, 1) == pytest.approx((2.5e10 * 1e10) ** 0.5)
+    for size, rate in {0: 1e11, 1: 1e11, 2**20: 1e11, 2**22: 2.5e10, 2**30: 1e10, 2**40: 1e10}.items():
+        assert roofs.bandwidth(size, 1) == pytest.approx(rate)
 
 
 def test_the_best_ever_seen_is_kept() -> None:
-    busy = ROOFS.model_copy(update={"read_bytes": {1: 2e10}, "gemm_flops": {"float32": {1: 3e10}}})
-    quiet = ROOFS.model_copy(update={"quiet": True})
-    both = busy.best_of_both(quiet)
-    assert both.read_bytes == {1: 2e10} and both.gemm_flops == {"float32": {1: 1e11}} and both.quiet
-    assert not busy.best_of_both(None).quiet and busy.best_of_both(None) == busy
+    ladder = {1: {2**20: 4e10, 2**30: 1e10}}
+    one = ROOFS.model_copy(update={"read_bytes": {1: 2e10}, "gemm_flops": {"float32": {1: 3e10}}, **CPP})
+    other = ROOFS.model_copy(update={"ladder": ladder, "units": {"vnni": {1: 6e11}}, **CPP})
+    both = one.best_of_both(other)
+    assert both.read_bytes == {1: 2e10} and both.gemm_flops == {"float32": {1: 1e11}}
+    assert both.ladder == ladder and both.units == {"vnni": {1: 6e11}} and one.best_of_both(None) == one
     more = ROOFS.model_copy(update={"read_bytes": {1: 1.0, 2: 5.0}, "copy_bytes": {1: 1.0, 2: 5.0}})
     assert more.best_of_both(ROOFS).read_bytes == {1: 1e10, 2: 5.0}
+
+
+def test_what_a_busy_machine_gave_is_never_mixed_with_what_a_quiet_one_gave() -> None:
+    high = ROOFS.model_copy(update={"read_bytes": {1: 2e10}, "busy": "others used 0.9 cores", **CPP})
+    quiet = ROOFS.model_copy(update=CPP)
+    assert high.best_of_both(quiet) == quiet and quiet.best_of_both(high) == quiet
+    # old ones have no ladder, so they are replaced whole, and the mark stays
+    assert high.best_of_both(ROOFS) == high
+    assert high.stale and ROOFS.stale and not quiet.stale
+
+
+def test_old_files_are_read_and_measured_again() -> None:
+    known = {"machine", "read_bytes", "copy_bytes", "gemm_flops", "seconds"}
+    old = ROOFS.model_dump(mode="json", include=known)
+    path = store_roofs(ROOFS)
+    for quiet in (True, False):
+        path.write_text(json.dumps({**old, "quiet": quiet}))
+        found = stored_roofs("toy-1")
+        assert found is not None and found.stale and bool(found.busy) is not quiet
+
+
+def test_roofs_of_a_busy_machine_are_measured_again_in_the_next_quiet_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, measured, now = this_machine(), [], ["others used 0.9 cores meanwhile"]
+
+    def fake(machine: str, threads: tuple[int, ...], on_step: object) -> Roofs:
+        measured.append(threads)
+        return ROOFS.model_copy(update={"machine": machine, "read_bytes": {1: 3e10}, **CPP})
+
+    monkeypatch.setattr(roofs_module, "measure_roofs", fake)
+    monkeypatch.setattr(roofs_module, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(Neighbours, "complaint", lambda self: now[0] or None)
+    assert roofs_now(here, LEAST_SECONDS) is None and not measured  # only `mrb doctor` begins
+    busy = ROOFS.model_copy(update={"machine": here.name, "busy": now[0], **CPP})
+    store_roofs(busy)
+    assert roofs_now(here, LEAST_SECONDS) == busy and not measured  # it is busy still
+    now[0] = ""
+    assert roofs_now(here, LEAST_SECONDS - 1) == busy and not measured  # no time for it
+    again = roofs_now(here, LEAST_SECONDS)
+    assert again is not None and not again.busy and again.read_bytes == {1: 3e10} and len(measured) == 1
+    assert stored_roofs(here.name) == again == roofs_now(here, LEAST_SECONDS) and len(measured) == 1
 
 
 def test_neighbours_are_noticed_at_once(
@@ -161,6 +241,18 @@ def test_roofs_are_kept_and_read_back() -> None:
     path = store_roofs(ROOFS)
     assert path == roofs_path("toy-1") and stored_roofs("toy-1") == ROOFS
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_full_disk_leaves_the_roofs_that_were_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = store_roofs(ROOFS)
+
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        store_roofs(ROOFS.model_copy(update={"read_bytes": {1: 1.0}}))
+    assert stored_roofs("toy-1") == ROOFS and list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
@@ -192,14 +284,15 @@ def test_doctor_measures_once_and_remembers(monkeypatch: pytest.MonkeyPatch) -> 
             copy_bytes=rates,
             gemm_flops={name: rates for name in names},
             seconds=1,
-            quiet=quiet[min(now, 1)],
+            how="C++",
+            busy="" if quiet[min(now, 1)] else "others used 0.9 cores",
         )
 
-    monkeypatch.setattr("moe_routing_bench.cli.doctor.measure_roofs", fake)
+    monkeypatch.setattr(roofs_module, "measure_roofs", fake)
     # roofs of a busy machine are marked, and measured again by the next call
     assert "nothing is held to them" in mrb("doctor").stdout
     document = mrb_json("doctor")
-    assert len(measured) == 2 and document["roofs"]["quiet"]
+    assert len(measured) == 2 and not document["roofs"]["busy"]
     assert document["machine"]["name"] == this_machine().name
     assert document["roofs"]["read_bytes"]["1"] == 2e10
     text = mrb("doctor").stdout

@@ -155,7 +155,7 @@ def test_doctor_names_nodes_if_there_are_several(monkeypatch: pytest.MonkeyPatch
     rates = {1: 1e10}
     store_roofs(Roofs(
         machine=this_machine().name, read_bytes=rates, copy_bytes=rates, gemm_flops={"float32": rates},
-        seconds=1, quiet=True,
+        seconds=1, how="C++",
     ))  # fmt: skip
     monkeypatch.setattr("moe_routing_bench.cli.doctor.system_nodes", lambda: TWO[:1])
     assert "of memory" not in mrb("doctor").stdout and mrb_json("doctor")["nodes"]["used"] is None

@@ -32,10 +32,16 @@ class Cost:
     executed_flops: int = 0
     weight_bytes: int = 0
     activation_bytes: int = 0
+    again_bytes: int = 0  # of the activations, those that were written and are read back
 
     @property
     def bytes(self) -> int:
         return self.weight_bytes + self.activation_bytes
+
+    @property
+    def working_set(self) -> int:
+        """Bytes that are different ones."""
+        return self.bytes - self.again_bytes
 
     @property
     def waste(self) -> float:
@@ -54,6 +60,7 @@ class Cost:
             executed_flops=flops * self.executed_flops,
             weight_bytes=bytes * self.weight_bytes,
             activation_bytes=bytes * self.activation_bytes,
+            again_bytes=bytes * self.again_bytes,
         )
 
     def __add__(self, other: Cost) -> Cost:
@@ -62,6 +69,7 @@ class Cost:
             executed_flops=self.executed_flops + other.executed_flops,
             weight_bytes=self.weight_bytes + other.weight_bytes,
             activation_bytes=self.activation_bytes + other.activation_bytes,
+            again_bytes=self.again_bytes + other.again_bytes,
         )
 
 

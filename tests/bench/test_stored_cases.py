@@ -12,7 +12,7 @@ import torch
 
 from moe_routing_bench.bench.calls import Result
 from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.floor import floor_seconds, raise_stored
+from moe_routing_bench.bench.floor import floor_seconds, raise_stored, roof_seconds
 from moe_routing_bench.bench.identity import _case_fields
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
@@ -185,11 +185,21 @@ def test_only_bytes_make_the_floor_and_no_roof_is_raised(
     monkeypatch.setenv("MRB_HOME", str(tmp_path))
     here = this_machine().name
     rates = {"read_bytes": {1: 1e3}, "copy_bytes": {1: 1e3}, "gemm_flops": {"float32": {1: 1e3}}}
-    roofs = Roofs(machine=here, **rates, seconds=1.0, quiet=True)
+    roofs = Roofs(machine=here, **rates, seconds=1.0)
     cost = Cost(useful_flops=10**9, executed_flops=10**9, weight_bytes=2000, activation_bytes=1000)
     cell = Cell(case=INT4, workload="uniform", subjects=(STAGED,), policy=Policy(cache="cold"))
     assert floor_seconds(cell, cost, roofs) == 3.0
     assert floor_seconds(replace(cell, policy=Policy()), cost, roofs) is None  # all of it in the caches
+    # people are told more: rows rounded to int8 use another unit than rows of floats
+    rates |= {"gemm_flops": {"float32": {1: 1e6}, "int8": {1: 4e6}}, "ladder": {1: {2**10: 4e3, 2**20: 2e3}}}
+    ladder = Roofs(machine=here, **rates, seconds=1.0)
+    for spec, seconds in (("native(store=int4)", 1000.0), ("native(store=int4_a8)", 250.0)):
+        assert roof_seconds(cell, Subject(spec=spec), cost, ladder) == seconds
+    few = replace(cost, useful_flops=0)
+    assert roof_seconds(cell, STAGED, few, ladder) == 3.0
+    assert roof_seconds(replace(cell, policy=Policy()), STAGED, few, ladder) == pytest.approx(
+        3000 / ladder.bandwidth(3000, 1)
+    )
     store_roofs(roofs)
     outcome = an_outcome(1e6, 0.9e6, subjects=(EAGER, STAGED), span="expert_ffn", cost=cost)
     raise_stored(replace(outcome, cell=replace(outcome.cell, case=INT4)))

@@ -41,6 +41,12 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+def without_roofs(record: dict[str, Any]) -> None:
+    """As it was written before roofs knew working sets: the share is of the floor."""
+    for name in ("roof_seconds", "roof_busy"):
+        del record["work"][name]
+
+
 def counted(folder: Path) -> tuple[int, LeftOut]:
     left_out = LeftOut()
     (rows,) = run_query(folder, "SELECT count(*) FROM records", left_out)[1]
@@ -104,8 +110,9 @@ def test_a_record_that_is_not_of_its_samples_is_left_out(
 
 
 def test_an_edit_that_changes_no_number_is_fine(folder: Path) -> None:
-    edit(folder, lambda record: None)
-    assert counted(folder) == (4, LeftOut())
+    for change in (lambda record: None, without_roofs):
+        edit(folder, change)
+        assert counted(folder) == (4, LeftOut())
 
 
 def test_without_samples_a_remark_says_so(folder: Path) -> None:

@@ -59,6 +59,22 @@ def test_a_record_of_version_1_is_read_as_one_of_version_2() -> None:
     assert parse_record(record.line()) == record and b'"schema_version":2' in record.line()
 
 
+def test_records_from_before_roofs_knew_working_sets_are_read_and_their_shares_not_shown() -> None:
+    whole = document(protocol__cache="hot", work__share_of_roof=0.01)
+    assert parse_record(line(whole)).share_of_roof == 0.01
+    for name in ("roof_seconds", "roof_busy"):
+        del whole["work"][name]
+    old = parse_record(line(whole))
+    assert (
+        old.work is not None and old.work.least_seconds == old.work.floor_seconds and not old.work.roof_busy
+    )
+    assert old.share_of_roof is None  # with hot caches the bytes of the weights were left out
+    assert (
+        parse_record(line({**whole, "protocol": {**whole["protocol"], "cache": "cold"}})).share_of_roof
+        == 0.01
+    )
+
+
 @pytest.mark.parametrize("part", ["what", "workload", "implementation", "work", "correctness", ""])
 def test_version_2_must_have_what_version_1_may_lack(part: str) -> None:
     for name in VERSION_1[part]:

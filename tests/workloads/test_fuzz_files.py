@@ -21,7 +21,6 @@ from safetensors.torch import save
 from child_process import python
 from damaged_files import apart, assert_one_sentence, hurt, hurt_json, joined
 from moe_routing_bench.bench.roofs import Roofs, roofs_path, store_roofs, stored_roofs
-from moe_routing_bench.cost import Cost
 from moe_routing_bench.workloads.trace import DTYPES, ENTRY, Trace, ids_checksum, read_trace
 
 pytestmark = pytest.mark.slow
@@ -254,7 +253,11 @@ ROOFS = Roofs(
     read_bytes={1: 1e10, 2: 2e10},
     copy_bytes={1: 8e9, 2: 9e9},
     gemm_flops={"float32": {1: 1e11, 2: 2e11}, "bfloat16": {1: 1e12, 2: 2e12}},
+    ladder={1: {2**14: 1e11, 2**30: 1e10}, 2: {2**15: 2e11, 2**30: 2e10}},
+    units={"fma": {1: 1e11, 2: 2e11}},
     seconds=1.0,
+    how="C++",
+    busy="others used 0.9 cores meanwhile",
 )
 
 
@@ -267,6 +270,10 @@ ODD_ROOFS = [
     json.dumps({**ROOFS.model_dump(mode="json"), "copy_bytes": {"1": 0, "2": 1}}).encode(),
     json.dumps({**ROOFS.model_dump(mode="json"), "copy_bytes": {"1": 1}}).encode(),
     json.dumps({**ROOFS.model_dump(mode="json"), "copy_bytes": {"1": 1e300, "2": 1}}).encode(),
+    json.dumps({**ROOFS.model_dump(mode="json"), "ladder": {"1": {"16384": 1e11}}}).encode(),
+    json.dumps({**ROOFS.model_dump(mode="json"), "ladder": {"1": {}, "2": {}}}).encode(),
+    json.dumps({**ROOFS.model_dump(mode="json"), "ladder": {"1": {"0": 1e11}, "2": {"1": 1}}}).encode(),
+    json.dumps({**ROOFS.model_dump(mode="json"), "busy": "\x1b[2J"}).encode(),
     json.dumps({**ROOFS.model_dump(mode="json"), "machine": "another"}).encode(),
     json.dumps({**ROOFS.model_dump(mode="json"), "\x1b[2J" * 500: 1}).encode(),
 ]  # fmt: skip
@@ -296,7 +303,6 @@ def test_a_folder_in_the_place_of_roofs_is_refused(roofs_file: Path) -> None:
 
 def test_250_mutated_roofs_give_a_value_or_a_sentence(roofs_file: Path) -> None:
     draw, refused = random.Random(20261115), 0
-    cost = Cost(useful_flops=10**9, executed_flops=10**9, weight_bytes=10**9)
     for _ in range(250):
         roofs_file.write_bytes(hurt_json(ROOFS.model_dump(mode="json"), draw, HOSTILE, NAMES))
         try:
@@ -306,6 +312,6 @@ def test_250_mutated_roofs_give_a_value_or_a_sentence(roofs_file: Path) -> None:
             refused += 1
         else:
             assert roofs is not None and roofs.machine == "toy-1"
-            for dtype, rates in roofs.gemm_flops.items():
-                assert all(0 < roofs.floor_seconds(cost, dtype, threads) < 1e300 for threads in rates)
+            for threads in roofs.ladder:
+                assert all(0 < roofs.bandwidth(10.0**n, threads) <= 1e30 for n in range(20))
     assert refused > 150

@@ -1,4 +1,5 @@
-"""The floor: the least time a call can take by the machine's roofs, and who is held to it.
+"""The floor and the roof: the least time of a call by the machine's roofs, once so low that nothing honest is
+below it, and once as well as we know it, for people to read.
 
 Code from outside that is faster than the machine is SUSPECT. Our own code has a clock we trust, so if it is
 faster, the roofs are too low: that is a note, the other subjects of the cell are held to a floor as much
@@ -7,6 +8,7 @@ lower, and the roof is raised for later.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 
@@ -15,6 +17,7 @@ from moe_routing_bench.bench.clock import last_level_cache_bytes
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs, store_roofs, stored_roofs
 from moe_routing_bench.bench.spans.span import is_ours
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.machine import this_machine
 
@@ -26,24 +29,57 @@ MOST_RAISED = 1.5
 
 
 def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
-    """The least time a call can take under the cell's cache policy. None if the roofs are not known: only
-    the CPU's are measured, and those of a busy machine do not count.
+    """The time below which nothing honest can be, under the cell's cache policy. None if the roofs are not
+    known: only the CPU's are measured, and those of a busy machine do not count.
 
-    With hot caches, bytes count only if the caches cannot hold them all. For stored weights nothing else
-    does: roofs of floats say nothing about sums of integers.
+    With hot caches, only bytes beyond what the caches can hold count. For stored weights nothing but bytes
+    does: a table of 16 products takes the place of products of 4 bits.
     """
+    if roofs is None or roofs.busy or not _known(cell, roofs):
+        return None
     threads, dtype = cell.policy.threads, cell.case.dtype
-    if cell.policy.device != "cpu" or roofs is None or not roofs.quiet:
-        return None
-    if threads not in roofs.read_bytes or threads not in roofs.gemm_flops.get(dtype, {}):
-        return None
-    moved = {"cold": cost.bytes, "weights-cold": cost.weight_bytes, "hot": 0}[cell.policy.cache]
-    if cell.policy.cache == "hot" and cost.bytes > 2 * last_level_cache_bytes():
-        moved = cost.bytes
-    memory = max(roofs.read_bytes[threads], roofs.copy_bytes[threads])
+    beyond = max(0, cost.working_set - 2 * last_level_cache_bytes())
+    moved = {"cold": cost.working_set, "weights-cold": cost.weight_bytes, "hot": beyond}[cell.policy.cache]
     if cell.case.store:
-        return moved / memory or None
-    return max(moved / memory, cost.useful_flops / roofs.gemm_flops[dtype][threads])
+        return moved / roofs.memory(threads) or None
+    products = roofs.gemm_flops[dtype][threads]
+    if dtype == "float32":  # three products of bfloat16 parts are one of float32
+        products = max(products, roofs.gemm_flops.get("bfloat16", {}).get(threads, 0.0) / 3)
+    return max(moved / roofs.memory(threads), cost.useful_flops / products)
+
+
+def roof_seconds(cell: Cell, subject: Subject, cost: Cost, roofs: Roofs | None) -> float | None:
+    """The best estimate of the least time; people see what share of a time it is. Bytes at the bandwidth of
+    the working set under the cell's cache policy, or operations at the peak of the unit that this dtype
+    really uses here. None if the roofs are not known; by those of a busy machine it must be marked.
+
+    A call that touches 100 MB at 13 GB/s and has 1 GFLOP at 160 GFLOP/s: 7.7 ms.
+    """
+    if roofs is None or not _known(cell, roofs):
+        return None
+    threads, cache = cell.policy.threads, cell.policy.cache
+    far = roofs.memory(threads)
+    moved = {"cold": cost.working_set, "weights-cold": cost.weight_bytes, "hot": 0}[cache] / far
+    if roofs.ladder:
+        moved = max(moved, cost.bytes / roofs.bandwidth(cost.working_set, threads))
+    elif cost.working_set > 2 * last_level_cache_bytes():  # torch measured memory alone
+        moved = max(moved, cost.bytes / far)
+    peak = roofs.gemm_flops.get(_multiplied(cell, subject), {}).get(threads, math.inf)
+    return max(moved, cost.useful_flops / peak) or None
+
+
+def _known(cell: Cell, roofs: Roofs) -> bool:
+    threads, dtype = cell.policy.threads, cell.case.dtype
+    return cell.policy.device == "cpu" and threads in roofs.gemm_flops.get(dtype, {})
+
+
+def _multiplied(cell: Cell, subject: Subject) -> str:
+    """What is multiplied: numbers of the case's dtype; with stored weights integers, if rows are rounded too.
+    What code from outside does with stored weights nobody knows, so integers: the higher roof."""
+    if not cell.case.store:
+        return cell.case.dtype
+    ours = all(map(is_ours, cell.span.origins(subject.spec)))
+    return cell.case.dtype if ours and not subject.int8_rows else "int8"
 
 
 def too_fast(
@@ -62,7 +98,7 @@ def too_fast(
 
 
 def beaten_roofs(timed: Mapping[str, tuple[float, float | None]]) -> list[str]:
-    """A note if something is below its floor. timed: seconds and floor by name."""
+    """A note if something is above its roof. timed: seconds and least seconds by name."""
     shares = {name: (floor or 0.0) / seconds for name, (seconds, floor) in timed.items()}
     names = [f"{name} ({100 * share:.0f} %)" for name, share in shares.items() if share > TOLERANCE]
     if not names:

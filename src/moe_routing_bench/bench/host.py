@@ -8,7 +8,7 @@ from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.commit import source_version
 from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.identity import settings, versions
-from moe_routing_bench.bench.roofs import Roofs, stored_roofs
+from moe_routing_bench.bench.roofs import Roofs, roofs_now
 from moe_routing_bench.machine import Machine, this_machine
 
 
@@ -23,7 +23,7 @@ def measured_here(cell_json: str) -> str:
     """A cell from another machine, measured on this one, with this one's roofs and keys. ValueError if it
     is not a cell, or cannot be measured here."""
     cell, machine = Cell.from_json(cell_json), this_machine()
-    roofs = stored_roofs(machine.name)
+    roofs = roofs_now(machine, cell.policy.max_seconds)
     (outcome,) = LocalExecutor().run(
         [cell], roofs=roofs, on_progress=lambda cell, progress: None, watch=lambda: None
     )

@@ -71,11 +71,19 @@ class SubjectOutcome:
     stages: Mapping[str, float] = field(default_factory=dict)
     comparison: Comparison | None = None
     cost: Cost = field(default_factory=Cost)
-    floor_seconds: float | None = None
+    floor_seconds: float | None = None  # nothing honest is below it
+    roof_seconds: float | None = None  # the least time as well as it is known
+    roof_busy: bool = False  # it is from roofs of a busy machine
     load: Mapping[str, int | float | None] = field(default_factory=dict)
     wire: Wire | None = None  # on several ranks
     peak_rss_bytes: int | None = None
     log_tail: str = ""
+
+    @property
+    def share_of_roof(self) -> float | None:
+        if not self.samples or self.roof_seconds is None:
+            return None
+        return min(1.0, self.roof_seconds / median(self.samples))
 
     def __post_init__(self) -> None:
         assert (self.status is Status.PASSED) == bool(self.samples), "a time without a pass, or the reverse"

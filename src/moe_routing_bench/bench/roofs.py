@@ -1,24 +1,32 @@
 """Roofs: the highest rates ever seen on this machine, with which other rates are compared.
 
-A roof is the best of several tries, never a datasheet's number. It bounds from above, so the best of all
-sessions is kept, and what was measured while others used the machine bounds nothing: such roofs are marked
-and not used. Who is held to them is said in floor.py.
+A roof is the best of several tries, never a datasheet's number: bytes read a second for each size of working
+set (the ladder), operations a second for each unit. roofs.cpp measures them; without a compiler torch does,
+memory and products alone, and `how` says so. Roofs bound from above, so the best of all sessions is kept.
+What was measured while others used the machine bounds nothing: such roofs are marked, used with that mark
+alone, and measured again in the next quiet moment. What they mean for a call is said in floor.py.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
+import os
+import tempfile
 import time
+from bisect import bisect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, NamedTuple, Self
 
+import psutil
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from moe_routing_bench import cpp
 from moe_routing_bench.bench.weather import Neighbours
-from moe_routing_bench.cost import Cost
-from moe_routing_bench.machine import torch_threads
+from moe_routing_bench.machine import Machine, this_machine, torch_threads
 from moe_routing_bench.places import home
 
 TRIES = 5
@@ -29,63 +37,182 @@ MOST_SECONDS = 0.5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # no machine comes near 1e30; such a rate in a file would make every floor zero
 Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
-ByThreads = Annotated[dict[Annotated[int, Field(ge=1, le=2**20)], Rate], Field(max_length=64)]
+Threads = Annotated[int, Field(ge=1, le=2**20)]
+ByThreads = Annotated[dict[Threads, Rate], Field(max_length=64)]
+Words = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f]*$")]  # they reach terminals
+Ladder = Annotated[dict[Annotated[int, Field(ge=1, le=2**50)], Rate], Field(min_length=1, max_length=64)]
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+LEAST_RUNG, MOST_RUNG = 2**14, 2**30  # bytes: the least for each thread, the most for all
+TRY_BYTES = 2**27  # a working set is read again until one try has moved so much
+TRY_STEPS = 2_000_000  # 5 ms of FMA, 80 ms of AMX
+READ, READ_STREAMS, COPY = range(3)  # as in roofs.cpp
+LEAST_SECONDS = 40.0  # who gives a command less time does not wait for roofs
+QUIET_SECONDS = 0.3  # a look of this length says whether others use the machine
+
+
+class Unit(NamedTuple):
+    """Its number in roofs.cpp, the flag of a processor that has it, and the dtype it multiplies."""
+
+    number: int
+    flag: str
+    dtype: str
+
+
+UNITS = {
+    "fma": Unit(0, "", "float32"),
+    "vnni": Unit(1, "avx512_vnni", "int8"),
+    "sdot": Unit(1, "asimddp", "int8"),
+    "avx512_bf16": Unit(2, "avx512_bf16", "bfloat16"),
+    "amx_bf16": Unit(3, "amx_bf16", "bfloat16"),
+    "amx_int8": Unit(4, "amx_int8", "int8"),
+}
 
 
 class Roofs(BaseModel):
     """Best rates seen on one machine, by thread count: bytes per second and operations per second.
 
-    read_bytes[1] = 1.2e10: 12 GB/s for one thread; gemm_flops["bfloat16"][2] = 1.6e12: 1.6 TFLOP/s for two.
-    The memory roof holds for data that comes from memory: cold, or larger than the caches.
+    read_bytes[1] = 1.2e10: 12 GB/s from memory for one thread; ladder[1][2**20] = 5e10: 50 GB/s if 1 MiB is
+    read again and again; units["vnni"][1] = 6e11. gemm_flops["bfloat16"][2] = 3e11: 0.3 TFLOP/s for two
+    threads, by the best unit that multiplies that dtype; "int8" is known if a unit has it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     machine: str
     read_bytes: ByThreads
     copy_bytes: ByThreads
-    gemm_flops: dict[str, ByThreads] = Field(max_length=16)
+    gemm_flops: dict[Words, ByThreads] = Field(max_length=16)
+    ladder: dict[Threads, Ladder] = Field(default={}, max_length=64)
+    units: dict[Words, ByThreads] = Field(default={}, max_length=16)
     seconds: float = Field(ge=0, allow_inf_nan=False)  # that measuring took
-    quiet: bool = False  # no others used the machine in at least one of the sessions
+    how: Words = ""  # "C++", or torch and why; "": before there were ladders
+    busy: Words = ""  # who else used the machine meanwhile; "": nobody
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_quiet(cls, given: Any) -> Any:
+        """Files from before there were ladders said only whether it was quiet."""
+        if isinstance(given, dict) and isinstance(given.get("quiet"), bool):
+            rest = {name: value for name, value in given.items() if name != "quiet"}
+            return rest if given["quiet"] else {"busy": "others used the machine", **rest}
+        return given
 
     @model_validator(mode="after")
     def _same_threads(self) -> Self:
-        if any(
-            rates.keys() != self.read_bytes.keys() for rates in (self.copy_bytes, *self.gemm_flops.values())
-        ):
+        rates = (self.copy_bytes, *self.gemm_flops.values(), *self.units.values())
+        if any(one.keys() != self.read_bytes.keys() for one in (*rates, self.ladder or self.read_bytes)):
             raise ValueError("the rates must be for the same numbers of threads")
         return self
 
-    def floor_seconds(self, cost: Cost, dtype: str, threads: int) -> float:
-        """The least time of a call: its bytes at the best bandwidth, or its operations at the best rate."""
-        memory = max(self.read_bytes[threads], self.copy_bytes[threads])
-        return max(cost.bytes / memory, cost.useful_flops / self.gemm_flops[dtype][threads])
+    @property
+    def stale(self) -> bool:
+        """Should they be measured again in the next quiet moment?"""
+        return bool(self.busy) or not self.how
+
+    def memory(self, threads: int) -> float:
+        """Bytes per second of data that no cache holds."""
+        return max(self.read_bytes[threads], self.copy_bytes[threads])
+
+    def bandwidth(self, working_set: float, threads: int) -> float:
+        """Bytes per second if so many bytes are touched again and again: between two rungs of the ladder a
+        straight line over logarithms; beyond its ends as there."""
+        rungs = sorted(self.ladder[threads].items())
+        place = bisect(rungs, (working_set, math.inf))
+        if place in (0, len(rungs)):
+            return rungs[min(place, len(rungs) - 1)][1]
+        (small, fast), (large, slow) = rungs[place - 1 : place + 1]
+        share = math.log(working_set / small) / math.log(large / small)
+        return math.exp(math.log(fast) * (1 - share) + math.log(slow) * share)
 
     def best_of_both(self, other: Self | None) -> Self:
-        """The higher rate of each kind."""
-        if other is None:
+        """The higher rate of each kind; but roofs of a quiet machine are not mixed with those of a busy one,
+        and what was measured in another way is replaced."""
+        if other is None or other.how != self.how or (other.busy and not self.busy):
             return self
-        gemm = {
-            name: _higher(self.gemm_flops.get(name, {}), other.gemm_flops.get(name, {}))
-            for name in {**self.gemm_flops, **other.gemm_flops}
+        if self.busy and not other.busy:
+            return other
+        update: dict[str, Any] = {
+            name: _higher(getattr(self, name), getattr(other, name))
+            for name in ("read_bytes", "copy_bytes", "gemm_flops", "units", "ladder")
         }
-        return self.model_copy(
-            update={
-                "read_bytes": _higher(self.read_bytes, other.read_bytes),
-                "copy_bytes": _higher(self.copy_bytes, other.copy_bytes),
-                "gemm_flops": gemm,
-                "quiet": self.quiet or other.quiet,
-            }
-        )
+        return self.model_copy(update=update)
 
 
 def measure_roofs(
     machine: str, threads: tuple[int, ...], on_step: Callable[[str], None] = lambda what: None
 ) -> Roofs:
-    """Takes about ten seconds. `on_step` is called with what is being measured.
-
-    Numbers of 16 bits can be multiplied as float32, so their roof is not lower, even if torch's product is.
-    """
+    """Takes about ten seconds. `on_step` is called with what is being measured."""
+    try:
+        library, how = cpp.load(SOURCE), "C++"  # before the neighbours are looked at: a compiler is one
+    except NotImplementedError as reason:
+        library, how = None, f"torch, because of roofs.cpp: {' '.join(str(reason).split())[:500]}"
     started, neighbours = time.perf_counter(), Neighbours()
+    rates = _by_torch(threads, on_step) if library is None else _by_library(library, threads, on_step)
+    seconds = time.perf_counter() - started
+    return Roofs(machine=machine, **rates, seconds=seconds, how=how, busy=neighbours.complaint() or "")
+
+
+def _by_library(
+    library: ctypes.CDLL, threads: tuple[int, ...], on_step: Callable[[str], None]
+) -> dict[str, Any]:
+    library.mrb_memory.restype = ctypes.c_void_p
+    for function in (library.mrb_move, library.mrb_work, library.mrb_compute):
+        function.restype = ctypes.c_double
+    most = min(MOST_RUNG, 2 ** int(math.log2(psutil.virtual_memory().available / 4)))
+    memory = ctypes.c_void_p(library.mrb_memory(ctypes.c_size_t(most)))
+    if not memory.value:
+        raise ValueError(f"there is no room for {most / 2**20:,.0f} MiB, which measuring the roofs takes")
+
+    def moved(pattern: int, size: int, n: int) -> float:
+        counted, passes = size // n // 1024 * 1024 * n, max(1, TRY_BYTES // size)
+        run = partial(library.mrb_move, pattern, memory, ctypes.c_size_t(size), n, passes)
+        return counted * passes / min(run() for _ in range(TRIES))
+
+    ladder: dict[int, dict[int, float]] = {}
+    copy: dict[int, float] = {}
+    units: dict[str, dict[int, float]] = {}
+    half: dict[int, float] = {}
+    try:
+        for n in threads:
+            on_step(f"memory, {n} threads")
+            ladder[n], best, size = {}, 0.0, most
+            while size >= LEAST_RUNG * n:  # a smaller set is not slower, whatever the noise says
+                best = max(best, moved(READ, size, n), moved(READ_STREAMS, size, n))
+                ladder[n] = {size: best, **ladder[n]}
+                size //= 2
+            copy[n] = moved(COPY, most, n)
+            for name, unit in UNITS.items():
+                if not (work := _work(library, unit)):
+                    continue
+                on_step(f"{name}, {n} threads")
+                run = partial(library.mrb_compute, unit.number, n, ctypes.c_long(TRY_STEPS))
+                units.setdefault(name, {})[n] = work * n * TRY_STEPS / min(run() for _ in range(TRIES))
+            on_step(f"float16 matmul, {n} threads")
+            with torch_threads(n):
+                half[n] = max(_gemm_rate(torch.float16), units["fma"][n])
+    finally:
+        library.mrb_release(memory, ctypes.c_size_t(most))
+    # numbers of 16 bits can be multiplied as float32
+    gemm: dict[str, dict[int, float]] = {"float32": units["fma"], "bfloat16": units["fma"], "float16": half}
+    for name, unit in UNITS.items():
+        if name in units:
+            gemm[unit.dtype] = _higher(gemm.get(unit.dtype, {}), units[name])
+    read = {n: rungs[most] for n, rungs in ladder.items()}
+    return {"read_bytes": read, "copy_bytes": copy, "gemm_flops": gemm, "ladder": ladder, "units": units}
+
+
+def _work(library: ctypes.CDLL, unit: Unit) -> float:
+    """Operations in a step of the unit; 0 if this processor or system has no such unit."""
+    if unit.flag and unit.flag not in this_machine().instructions:
+        return 0.0
+    if unit.flag.startswith("amx") and cpp.best_level() != "amx":
+        return 0.0
+    return library.mrb_work(unit.number)
+
+
+def _by_torch(threads: tuple[int, ...], on_step: Callable[[str], None]) -> dict[str, Any]:
+    """Numbers of 16 bits can be multiplied as float32, so their roof is not lower, even if torch's product
+    is."""
     read: dict[int, float] = {}
     copy: dict[int, float] = {}
     gemm: dict[str, dict[int, float]] = {name: {} for name in DTYPES}
@@ -98,14 +225,39 @@ def measure_roofs(
             for name, dtype in DTYPES.items():
                 on_step(f"{name} matmul, {n} threads")
                 gemm[name][n] = max(_gemm_rate(dtype), gemm["float32"].get(n, 0.0))
-    return Roofs(
-        machine=machine,
-        read_bytes=read,
-        copy_bytes=copy,
-        gemm_flops=gemm,
-        seconds=time.perf_counter() - started,
-        quiet=neighbours.complaint() is None,
-    )
+    return {"read_bytes": read, "copy_bytes": copy, "gemm_flops": gemm}
+
+
+def take_roofs(
+    machine: Machine, stored: Roofs | None, on_step: Callable[[str], None] = lambda what: None
+) -> Roofs:
+    """Measure, and keep the best of this and what is stored."""
+    measured = measure_roofs(machine.name, tuple(sorted({1, machine.cores})), on_step)
+    roofs = measured.best_of_both(stored)
+    store_roofs(roofs)
+    return roofs
+
+
+def roofs_now(machine: Machine, seconds: float, on_retake: Callable[[], None] = lambda: None) -> Roofs | None:
+    """What is stored; if that should be measured again, the machine is quiet now and the user gave enough
+    seconds, it is. None if nothing was ever measured here."""
+    stored = stored_roofs(machine.name)
+    if stored is None or not stored.stale or seconds < LEAST_SECONDS:
+        return stored
+    neighbours = Neighbours()
+    time.sleep(QUIET_SECONDS)
+    if neighbours.complaint() is not None:
+        return stored
+    on_retake()
+    try:
+        return take_roofs(machine, stored)
+    except OSError:  # a home that cannot be written keeps the roofs it has
+        return stored
+
+
+def percent_of_roof(share: float, busy: bool) -> str:
+    """73 %, or ~73 % if the roof was measured while others used the machine."""
+    return f"{'~' if busy else ''}{100 * share:.0f} %"
 
 
 def stored_roofs(machine: str) -> Roofs | None:
@@ -131,9 +283,15 @@ def stored_roofs(machine: str) -> Roofs | None:
 def store_roofs(roofs: Roofs) -> Path:
     path = roofs_path(roofs.machine)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".part")
-    temporary.write_text(roofs.model_dump_json(indent=1) + "\n")
-    temporary.replace(path)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
+        try:
+            part.write(roofs.model_dump_json(indent=1) + "\n")
+            part.flush()
+            os.fsync(part.fileno())
+            Path(part.name).replace(path)
+        except BaseException:
+            Path(part.name).unlink(missing_ok=True)
+            raise
     return path
 
 
@@ -141,8 +299,13 @@ def roofs_path(machine: str) -> Path:
     return home() / "roofs" / f"{machine}.json"
 
 
-def _higher(one: dict[int, float], other: dict[int, float]) -> dict[int, float]:
-    return {n: max(one.get(n, 0.0), other.get(n, 0.0)) for n in sorted({**one, **other})}
+def _higher(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
+    """The higher rate of each kind that one of them has; inside other dicts too."""
+    both = {**other, **one}
+    for name in sorted(one.keys() & other.keys()):
+        a, b = one[name], other[name]
+        both[name] = _higher(a, b) if isinstance(a, dict) else max(a, b)
+    return dict(sorted(both.items()))
 
 
 def _short(text: str) -> str:

@@ -12,7 +12,7 @@ from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.compiling import compile_first
 from moe_routing_bench.bench.cores import judging_threads, quiet_cores
-from moe_routing_bench.bench.floor import beaten_roofs, floor_seconds, too_fast
+from moe_routing_bench.bench.floor import beaten_roofs, floor_seconds, roof_seconds, too_fast
 from moe_routing_bench.bench.identity import Identity, identify
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
@@ -100,13 +100,15 @@ def run_cell(
     with judging_threads(), closing(setup):
         compile_first(cell, inputs, lambda what: on_progress(_progress(what, budget)))
         floors = {i: floor_seconds(cell, facts[s.question][0], roofs) for i, s in enumerate(cell.subjects)}
+        busy = roofs is not None and bool(roofs.busy)
+        least = {i: roof_seconds(cell, s, facts[s.question][0], roofs) for i, s in enumerate(cell.subjects)}
         trials = _tried(setup, floors, on_progress)
         alive = [index for index, trial in trials.items() if trial.passed]
         measured = _rounds(setup, trials, alive, floors, on_progress)
     return CellOutcome(
         cell=cell,
         identity=identity,
-        outcomes=_outcomes(cell, trials, measured, alive, facts, floors),
+        outcomes=_outcomes(cell, trials, measured, alive, facts, floors, least, busy),
         rounds=len(measured.samples[TWIN]) if measured else 0,
         rounds_by_process=tuple(measured.rounds_by_process) if measured else (),
         stop_reason=measured.stop_reason if measured else "nothing passed its trial",
@@ -117,7 +119,7 @@ def run_cell(
         notes=(
             *_notes(cell, trials, alive),
             *(measured.notes if measured else ()),
-            *_beaten_roofs(cell, measured, alive, floors),
+            *([] if busy else _beaten_roofs(cell, measured, alive, least)),
         ),
     )
 
@@ -223,6 +225,7 @@ def _cannot(cell: Cell, identity: Identity, reason: str, weather_span: WeatherSp
 def _outcomes(
     cell: Cell, trials: dict[int, Trial], measured: Measured | None, alive: list[int],
     facts: Mapping[Question, WorkAndLoad], floors: Mapping[int, float | None],
+    least: Mapping[int, float | None], busy: bool,
 ) -> tuple[SubjectOutcome, ...]:  # fmt: skip
     outcomes = []
     for index, subject in enumerate(cell.subjects):
@@ -251,6 +254,8 @@ def _outcomes(
                 "samples": tuple(measured.samples[index]),
                 "stages": measured.stage_medians(index),
                 "floor_seconds": floors[index],
+                "roof_seconds": least[index],
+                "roof_busy": busy and least[index] is not None,
             }
             if trial.verdict is not None:
                 about |= {"max_error": trial.verdict.max_error, "max_bound": trial.verdict.max_bound}
@@ -319,11 +324,11 @@ def _hold_to_the_floor(
 
 
 def _beaten_roofs(
-    cell: Cell, measured: Measured | None, alive: list[int], floors: Mapping[int, float | None]
+    cell: Cell, measured: Measured | None, alive: list[int], least: Mapping[int, float | None]
 ) -> list[str]:
     if measured is None:
         return []
-    return beaten_roofs({cell.subjects[i].spec: (median(measured.samples[i]), floors[i]) for i in alive})
+    return beaten_roofs({cell.subjects[i].spec: (median(measured.samples[i]), least[i]) for i in alive})
 
 
 def _notes(cell: Cell, trials: dict[int, Trial], alive: list[int]) -> tuple[str, ...]:

@@ -17,14 +17,14 @@ from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.floor import raise_stored
 from moe_routing_bench.bench.outcome import CellOutcome
-from moe_routing_bench.bench.roofs import stored_roofs
+from moe_routing_bench.bench.roofs import roofs_now, stored_roofs
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.cli.balance import balance_command
 from moe_routing_bench.cli.choosing import check_device, chosen_cases, made_cells
 from moe_routing_bench.cli.ending import end, saving_folder, stopped, where_saved
 from moe_routing_bench.cli.finding import include_all
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
-from moe_routing_bench.cli.progress import shown_progress
+from moe_routing_bench.cli.progress import say_roofs_are_measured, shown_progress
 from moe_routing_bench.cli.tables import outcome_document, show_outcome, show_summary
 from moe_routing_bench.cli.terminal import Json, console, fail, show, show_json, user_mistakes
 from moe_routing_bench.machine import this_machine
@@ -95,7 +95,7 @@ def _command(span: str) -> Callable[..., None]:
             except NotImplementedError as reason:
                 fail(str(reason))
             check_device(policy)
-            roofs = stored_roofs(this_machine().name)
+            roofs = roofs_now(this_machine(), policy.max_seconds, say_roofs_are_measured)
             folder = saving_folder(out, save=save)
         if measure.threads is None and policy.threads < core_count():
             busy, cores = core_count() - policy.threads, core_count()

@@ -12,7 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from moe_routing_bench.bench.roofs import Roofs, measure_roofs, roofs_path, store_roofs, stored_roofs
+from moe_routing_bench.bench.roofs import Roofs, roofs_path, stored_roofs, take_roofs
 from moe_routing_bench.bench.weather import Weather, weather
 from moe_routing_bench.cli import self_test
 from moe_routing_bench.cli.finding import IncludePath, include_all
@@ -27,8 +27,8 @@ from moe_routing_bench.topology import Topology, nodes_in_use, system_nodes
 
 DEFAULT_TRIALS = 24
 BUSY = (
-    "others used the machine while these were measured, so they are too low and nothing is held to them; run "
-    "`mrb doctor` again when it is quiet"
+    "while these were measured {}, so they are too low: nothing is held to them, shares of them are marked "
+    "~, and the next `mrb bench` or `mrb doctor` in a quiet moment measures them again"
 )
 
 
@@ -89,8 +89,9 @@ def doctor_command(
       mrb doctor --power --trials 200 --out power.png   about 30 minutes
 
     The roofs are kept in ~/.cache/moe-routing-bench (or MRB_HOME), a file per
-    machine. Those measured while the machine was busy are too low: they are
-    marked, not used, and measured again by the next `mrb doctor`.
+    machine: bytes read a second by working set, operations a second by unit.
+    Those measured while the machine was busy are too low: they are marked, and
+    measured again by the next `mrb doctor`, or `mrb bench` in a quiet moment.
     """
     if device:
         _try_kernels(device, impl, as_json)
@@ -104,13 +105,10 @@ def doctor_command(
     machine, now = this_machine(), weather()
     with user_mistakes():
         roofs, nodes = stored_roofs(machine.name), Nodes(Topology(system_nodes()), nodes_in_use())
-    if again or roofs is None or not roofs.quiet:
-        threads = tuple(sorted({1, machine.cores}))
+    if again or roofs is None or roofs.stale:
         screen = console(stderr=True)
-        with screen.status("measuring roofs, about 10 s") as status:
-            measured = measure_roofs(machine.name, threads, lambda what: status.update(f"measuring {what}"))
-        roofs = measured.best_of_both(roofs)
-        store_roofs(roofs)
+        with screen.status("measuring roofs, about 10 s") as status, user_mistakes():
+            roofs = take_roofs(machine, roofs, lambda what: status.update(f"measuring {what}"))
     cannot = _cannot_run()
     if as_json:
         show_json(_document(machine, now, roofs, cannot, nodes))
@@ -154,15 +152,18 @@ def _show(machine: Machine, now: Weather, roofs: Roofs, cannot: dict[str, str], 
     show(facts, "")
     table = two_columns(16)
     for threads in sorted(roofs.read_bytes):
-        gemm = ", ".join(f"{name} {rates[threads] / 1e9:,.0f}" for name, rates in roofs.gemm_flops.items())
-        memory = (
-            f"read {roofs.read_bytes[threads] / 1e9:.1f}, copy {roofs.copy_bytes[threads] / 1e9:.1f} GB/s"
-        )
         who = "1 thread" if threads == 1 else f"{threads} threads"
-        table.add_row(f"roofs, {who}", f"{memory}; matmul {gemm} GFLOP/s")
-    table.add_row("", Text(f"the highest ever seen, kept in {roofs_path(roofs.machine)}", "dim"))
-    if not roofs.quiet:
-        table.add_row("", Text(BUSY, "yellow"))
+        read, copy = roofs.read_bytes[threads] / 1e9, roofs.copy_bytes[threads] / 1e9
+        table.add_row(f"roofs, {who}", f"memory: read {read:.1f}, copy {copy:.1f} GB/s")
+        if roofs.ladder:
+            rungs = roofs.ladder[threads].items()
+            table.add_row("", f"reading: {', '.join(f'{_size(n)} {r / 1e9:.3g}' for n, r in rungs)} GB/s")
+        rates = roofs.units or roofs.gemm_flops
+        table.add_row("", f"{', '.join(f'{n} {r[threads] / 1e9:,.0f}' for n, r in rates.items())} GFLOP/s")
+    measured = f"the highest ever seen, by {roofs.how or 'torch'}, kept in {roofs_path(roofs.machine)}"
+    table.add_row("", Text(measured, "dim"))
+    if roofs.busy:
+        table.add_row("", Text(BUSY.format(roofs.busy), "yellow"))
     show(table)
     if cannot:
         show("", "Cannot run here")
@@ -172,6 +173,14 @@ def _show(machine: Machine, now: Weather, roofs: Roofs, cannot: dict[str, str], 
         show(absent)
     else:
         show("", "Every implementation can be loaded here; `mrb explain OP` says what runs for your sizes.")
+
+
+def _size(count: int) -> str:
+    """65536 as 64K."""
+    for unit, factor in (("G", 2**30), ("M", 2**20)):
+        if count >= factor:
+            return f"{count // factor}{unit}"
+    return f"{count // 2**10}K"
 
 
 def _document(

@@ -20,6 +20,10 @@ LINE_SECONDS = 60.0
 WIDTH = 48  # of names in the ranking
 
 
+def say_roofs_are_measured() -> None:
+    console(stderr=True).print("First this machine's roofs are measured again, about 10 s: it is quiet now.")
+
+
 class ShownProgress:
     """Progress over all cells: update() is called often while a cell is measured, cell_done() after it."""
 

@@ -13,13 +13,13 @@ from rich.text import Text
 from moe_routing_bench.bench.engines import ENGINES, engine_named
 from moe_routing_bench.bench.floor import raise_stored
 from moe_routing_bench.bench.outcome import CellOutcome
-from moe_routing_bench.bench.roofs import stored_roofs
+from moe_routing_bench.bench.roofs import roofs_now
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.cli.choosing import check_device, made_cells, suite_cases
 from moe_routing_bench.cli.ending import NOT_TIMED, end, stopped
 from moe_routing_bench.cli.finding import include_all
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
-from moe_routing_bench.cli.progress import shown_progress
+from moe_routing_bench.cli.progress import say_roofs_are_measured, shown_progress
 from moe_routing_bench.cli.tables import outcome_document
 from moe_routing_bench.cli.terminal import Json, show, show_json, user_mistakes
 from moe_routing_bench.machine import this_machine
@@ -103,11 +103,11 @@ def sweep_command(
             plan = plan_sweep(cells, out, retry_failed=retry_failed, executor=executor)
         else:
             plan = SweepPlan(todo=tuple(cells), done=0, failed=0)
-        roofs = stored_roofs(this_machine().name)
     if dry_run:
         _show_plan(plan, as_json)
         return
     with user_mistakes():
+        roofs = roofs_now(this_machine(), policy.max_seconds, say_roofs_are_measured)
         if executor.name == "local":
             check_device(policy)
     if not as_json:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from moe_routing_bench.bench.outcome import CellOutcome, Direction, SubjectOutcome
 from moe_routing_bench.bench.repro import repro_command
-from moe_routing_bench.bench.roofs import Roofs
+from moe_routing_bench.bench.roofs import Roofs, percent_of_roof
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.cli.fitting import Cells, fitted
 from moe_routing_bench.cli.terminal import heading, show, two_columns
@@ -159,7 +159,7 @@ def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[Rendera
         "99 % interval": intervals,
         "verdict": verdicts,
     }
-    if any(one.floor_seconds for one in ranked):
+    if any(one.roof_seconds for one in ranked):
         numbers["of roof"] = [_share(one) for one in ranked]
     numbers["peak MiB"] = [
         f"{one.peak_rss_bytes / 2**20:,.0f}" if one.peak_rss_bytes else "" for one in ranked
@@ -175,8 +175,7 @@ def _errors(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, lis
 
 
 def _share(one: SubjectOutcome) -> str:
-    floor = one.floor_seconds
-    return f"{100 * min(1.0, floor / median(one.samples)):.0f} %" if floor else ""
+    return "" if one.share_of_roof is None else percent_of_roof(one.share_of_roof, one.roof_busy)
 
 
 def _rates(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
@@ -262,10 +261,15 @@ def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | No
     if outcome.weather is not None:
         complaints = outcome.weather.complaints(this_machine().cores, policy.threads)
         notes += [f"Weather: {complaint}." for complaint in complaints]
-    if roofs is None or not roofs.quiet:
+    if roofs is None:
         notes.append(
             "Run `mrb doctor` once while the machine is quiet: it measures the machine's roofs, and times "
             "are then shown as shares of them."
+        )
+    elif roofs.busy:
+        notes.append(
+            f"Shares of roofs (~) are too high: when these were measured, {roofs.busy}. They are measured "
+            "again in the next quiet moment."
         )
     return notes
 
@@ -326,6 +330,9 @@ def _subject_document(one: SubjectOutcome, outcome: CellOutcome) -> dict[str, An
         "load": dict(one.load),
         "cost": vars(one.cost),
         "floor_seconds": one.floor_seconds,
+        "roof_seconds": one.roof_seconds,
+        "roof_busy": one.roof_busy,
+        "share_of_roof": one.share_of_roof,
         "peak_rss_bytes": one.peak_rss_bytes,
         "max_error": one.max_error,
         "max_bound": one.max_bound,

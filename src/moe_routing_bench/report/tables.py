@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_routing_bench.bench.roofs import stored_roofs
+from moe_routing_bench.bench.roofs import percent_of_roof, stored_roofs
 from moe_routing_bench.report.drawing import rate
 from moe_routing_bench.report.reading import Cell, Chapter, Group, Study
 from moe_routing_bench.report.timing_figures import dropped_percent
@@ -64,7 +64,8 @@ def ranking(cell: Cell) -> Table:
         columns["99 % interval"].append(interval_of(record))
         columns["verdict"].append(verdict_of(record))
         columns["tokens/s"].append(rate(record.workload.T / timing.median))
-        columns["of roof"].append("" if work.share_of_roof is None else f"{100 * work.share_of_roof:.0f} %")
+        share = record.share_of_roof
+        columns["of roof"].append("" if share is None else percent_of_roof(share, work.roof_busy))
         columns["dropped"].append(f"{dropped_percent(record):.1f} %" if routing.dropped_pairs else "")
         waste = 1 - (routing.tile_efficiency if routing.tile_efficiency is not None else 1)
         columns["padding"].append(f"{100 * waste:.1f} %" if waste > 1e-9 else "")
@@ -158,15 +159,15 @@ def _roofs(chapter: Chapter) -> list[tuple[str, str]]:
     except (ValueError, OSError):
         stored = None
     if stored is not None and threads in stored.read_bytes:
-        memory = max(stored.read_bytes[threads], stored.copy_bytes[threads])
         known = {dtype: rates[threads] for dtype, rates in stored.gemm_flops.items()}
-        return [("roof of memory", f"{memory / 1e9:.1f} GB/s"), *_products(known)]
+        facts = [("roof of memory", f"{stored.memory(threads) / 1e9:.1f} GB/s"), *_products(known)]
+        return [*facts, ("measured while", stored.busy)] if stored.busy else facts
     products: dict[str, float] = {}
     for cell in chapter.cells:
         for record in cell.passed:
             work, dtype = record.work, record.workload.dtype
-            if work is not None and work.floor_seconds and not record.workload.store:
-                products[dtype] = max(products.get(dtype, 0.0), work.useful_flops / work.floor_seconds)
+            if work is not None and work.least_seconds and not (record.workload.store or work.roof_busy):
+                products[dtype] = max(products.get(dtype, 0.0), work.useful_flops / work.least_seconds)
     return _products(products)
 
 

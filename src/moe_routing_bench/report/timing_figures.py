@@ -163,8 +163,8 @@ def roofline(chapter: Chapter) -> Picture | None:
             )
             kind = colour[group.span, group.direction, group.dtype]
             spots.append((x, useful, executed, kind, ratio_of(record) <= 1))
-            if work.floor_seconds and not group.store:  # theirs are roofs of bytes alone
-                roofs.add((x, work.useful_flops / work.floor_seconds / 1e9))
+            if work.roof_seconds and not work.roof_busy:
+                roofs.add((x, work.useful_flops / work.roof_seconds / 1e9))
         padded = [spot for spot in spots if spot[2] > 1.01 * spot[1]]
         axes.vlines(
             [spot[0] for spot in padded], [spot[1] for spot in padded], [spot[2] for spot in padded],

@@ -108,6 +108,8 @@ COLUMNS = (
     *(Column(name, "BIGINT", f"work.{name}") for name in ("useful_flops", "executed_flops")),
     *(Column(name, "BIGINT", f"work.{name}") for name in ("weight_bytes", "activation_bytes")),
     Column("floor_ms", "DOUBLE", "work.floor_seconds", 1e3),
+    Column("roof_ms", "DOUBLE", "work.roof_seconds", 1e3),
+    Column("roof_busy", "BOOLEAN", "work.roof_busy"),
     *(Column(name, "DOUBLE", f"work.{name}") for name in ("share_of_roof", "bw_2pass", "bw_strict")),
     *(Column(name, "DOUBLE", f"work.{name}") for name in ("tokens_per_second", "flops_per_second")),
     Column("bytes_per_second", "DOUBLE", "work.bytes_per_second"),

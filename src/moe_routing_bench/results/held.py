@@ -106,12 +106,12 @@ def _rates(record: Record) -> str | None:
     work, timing = record.work, record.timing
     assert work is not None and timing is not None
     bytes_moved = work.weight_bytes + work.activation_bytes
-    floor = work.floor_seconds
+    least = work.least_seconds
     stated = {
         "tokens_per_second": (work.tokens_per_second, record.workload.T),
         "flops_per_second": (work.flops_per_second, work.useful_flops),
         "bytes_per_second": (work.bytes_per_second, bytes_moved),
-        "share_of_roof": (work.share_of_roof, None if floor is None else min(floor, timing.median)),
+        "share_of_roof": (work.share_of_roof, None if least is None else min(least, timing.median)),
     }
     for name, (rate, amount) in stated.items():
         if rate is not None and not (

@@ -253,7 +253,10 @@ class Comparison(Part):
 
 
 class Work(Part):
-    """cost.Cost in numbers, the physical floor, the share of a measured roof, and bench.outcome.Rates."""
+    """cost.Cost in numbers, the physical floor, the share of a measured roof, and bench.outcome.Rates.
+
+    The last two fields came during version 2: without them, share_of_roof is of the floor.
+    """
 
     useful_flops: Count
     executed_flops: Count
@@ -268,6 +271,13 @@ class Work(Part):
     bytes_per_second: Amount | None
     wire_bytes: Count | None  # on several ranks: sent to one another, and the least there must be
     least_wire_bytes: Count | None
+    roof_seconds: Seconds | None = None  # the least time as well as it was known
+    roof_busy: bool = False  # by roofs that were measured while others used the machine
+
+    @property
+    def least_seconds(self) -> float | None:
+        """What share_of_roof is a share of the time of."""
+        return self.floor_seconds if self.roof_seconds is None else self.roof_seconds
 
 
 class Correctness(Part):
@@ -347,6 +357,13 @@ class Record(Part):
         """staged | compact, and with a router and a layer: staged | compact | switch | chain(iterations=2)"""
         what = self.what
         return " | ".join(filter(None, (self.implementation.label, what.layout, what.router, what.layer)))
+
+    @property
+    def share_of_roof(self) -> float | None:
+        """None in old records with hot caches: their roofs left out bytes that the caches could hold."""
+        if self.work is None or (self.work.roof_seconds is None and self.protocol.cache == "hot"):
+            return None
+        return self.work.share_of_roof
 
     def line(self) -> bytes:
         """As it is stored: JSON in one line, ended by a newline."""

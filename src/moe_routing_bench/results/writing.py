@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -139,16 +138,15 @@ def _routing(one: SubjectOutcome, outcome: CellOutcome) -> schema.Routing | None
 
 
 def _work(one: SubjectOutcome, outcome: CellOutcome) -> schema.Work:
-    share = None
-    if one.samples and one.floor_seconds is not None:
-        share = min(1.0, one.floor_seconds / median(one.samples))
     return schema.Work(
         useful_flops=one.cost.useful_flops,
         executed_flops=one.cost.executed_flops,
         weight_bytes=one.cost.weight_bytes,
         activation_bytes=one.cost.activation_bytes,
         floor_seconds=one.floor_seconds,
-        share_of_roof=share,
+        share_of_roof=one.share_of_roof,
+        roof_seconds=one.roof_seconds,
+        roof_busy=one.roof_busy,
         **vars(outcome.rates(one)),
         wire_bytes=None if one.wire is None else one.wire.sent,
         least_wire_bytes=None if one.wire is None else one.wire.least,

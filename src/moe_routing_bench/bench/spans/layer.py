@@ -170,9 +170,8 @@ class LayerSpan(Span):
         x_TD, settled, plan, weights = experts_arguments(layer, args["x_TD"], routing)
         once = expert_ffn_op.cost(x_TD, settled.gate_TK, plan, weights)
         once += _around(layer, args["x_TD"], routing)
-        cost, (kind, options) = once, layer_kind(subject)
-        for _ in range(options["iterations"] - 1 if kind == "chain" else 0):
-            cost += once
+        kind, options = layer_kind(subject)
+        cost = once.times(flops=options["iterations"] if kind == "chain" else 1, bytes=1)
         return cost, LoadStatistics.of(settled, plan, num_ranks=inputs.W).to_dict()
 
     def roots(self, subject: Subject) -> list[Path]:

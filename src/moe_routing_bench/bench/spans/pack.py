@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from moe_routing_bench.bench.spans.span import (
     why_not_one_of,
 )
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cost import Cost, pack_bytes
+from moe_routing_bench.cost import Cost, counts, pack_bytes
 from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.plan import RoutingPlan
@@ -70,7 +71,8 @@ def packed(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
 
 def moving_cost(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Cost:
     asked = moved(x_TD, gate_TK, plan)
-    return dispatch_op.cost(*asked["dispatch"]) + combine_op.cost(*asked["combine"])
+    cost = dispatch_op.cost(*asked["dispatch"]) + combine_op.cost(*asked["combine"])
+    return replace(cost, again_bytes=counts(plan)[0] * x_TD.shape[1] * x_TD.element_size())
 
 
 span = PackSpan()
