@@ -351,7 +351,9 @@ def _outcomes(
     others = [*alive[1:], len(outcomes) - 1]
     floor = aa_floor(baseline.samples, twin)
     compared = compare_cells(
-        [(baseline.samples, outcomes[place].samples) for place in others], aa_floor=floor
+        [(baseline.samples, outcomes[place].samples) for place in others],
+        aa_floor=floor,
+        target=cell.policy.target,
     )
     for place, comparison in zip(others, compared, strict=True):
         outcomes[place] = replace(outcomes[place], comparison=comparison)

@@ -271,6 +271,7 @@ def _outcomes(
         [(against, outcomes[place].samples) for place, against in pairs.items()],
         aa_floor=floor,
         delta=[DELTA_APART if place in measured.paired else DELTA for place in pairs],
+        target=cell.policy.target,
     )
     for place, comparison in zip(pairs, comparisons, strict=True):
         outcomes[place] = replace(outcomes[place], comparison=comparison)

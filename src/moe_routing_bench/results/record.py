@@ -224,7 +224,7 @@ class Comparison(Part):
     low: Amount
     high: Amount
     p_adjusted: Share
-    verdict: Literal["FASTER", "SLOWER", "SAME", "UNDECIDED"]
+    verdict: Literal["FASTER", "SLOWER", "SAME", "TOO_FEW_ROUNDS", "UNDECIDED"]
     reason: Sentence
     more_rounds: Count | None
     aa_floor: Amount
