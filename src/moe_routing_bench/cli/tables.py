@@ -311,7 +311,7 @@ def _subject_document(one: SubjectOutcome, outcome: CellOutcome) -> dict[str, An
     return {
         "implementation": one.label,
         "runs": one.runs or one.label,
-        "spec": one.subject.spec,
+        "spec": one.subject.text,
         "layout": one.subject.layout,
         "router": one.subject.router,
         "layer": one.subject.layer,
