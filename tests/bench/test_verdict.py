@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_routing_bench.bench.verdict import (
+    OPEN,
     aa_floor,
     compare,
     compare_cells,
@@ -25,7 +26,7 @@ from repository import ROOT
 
 POWER = runpy.run_path(str(ROOT / "measurements" / "bench" / "verdict_power.py"))
 simulate, share = POWER["simulate"], POWER["share"]
-OPPOSITE = {"FASTER": "SLOWER", "SLOWER": "FASTER", "SAME": "SAME", "UNDECIDED": "UNDECIDED"}
+OPPOSITE = {"FASTER": "SLOWER", "SLOWER": "FASTER"}
 
 
 def jittered(rounds: int, effect: float = 1.0, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -71,7 +72,7 @@ def paired(draw: st.DrawFn) -> tuple[list[float], list[float]]:
 def test_swapping_a_and_b_swaps_faster_and_slower(times, floor: float) -> None:
     a, b = times
     one, other = compare(a, b, aa_floor=floor), compare(b, a, aa_floor=floor)
-    assert other.verdict == OPPOSITE[one.verdict]
+    assert other.verdict == OPPOSITE.get(one.verdict, one.verdict)
     assert other.more_rounds == one.more_rounds
     assert other.p_value == pytest.approx(one.p_value, rel=1e-9)
     assert (other.ratio, *other.interval) == pytest.approx(
@@ -127,10 +128,27 @@ def test_one_wild_round_changes_little() -> None:
 
 def test_too_few_rounds_decide_nothing() -> None:
     found = compare([1.0] * 5, [2.0] * 5)
-    assert found.verdict == "UNDECIDED" and found.more_rounds == 3
+    assert found.verdict == "TOO_FEW_ROUNDS" and found.more_rounds == 3
     assert "5 rounds cannot give 99 %" in found.reason
     assert compare([1.0] * 8, [2.0] * 8).verdict == "SLOWER"
     assert compare([1.0] * 5, [2.0] * 5, confidence=0.9).verdict == "SLOWER"
+
+
+def test_want_of_rounds_is_not_a_tie() -> None:
+    """Nine rounds among twenty comparisons cannot show 0.049: that is no tie, and the verdict says so."""
+    alone = ([1.0] * 9, [0.049 + 1e-4 * i for i in range(9)])
+    found = compare_cells([alone, *(jittered(9, seed=seed) for seed in range(19))])[0]
+    assert found.verdict == "TOO_FEW_ROUNDS" and found.more_rounds
+    wide = compare(*jittered(20, 1.01))
+    assert wide.verdict == "TOO_FEW_ROUNDS" and wide.more_rounds
+
+
+def test_what_is_known_as_well_as_asked_for_needs_no_more_rounds() -> None:
+    a, b = jittered(400, 1.015)
+    assert precision_reached(a, b, 0.01)
+    tie = compare(a, b)
+    assert tie.verdict == "UNDECIDED" and tie.more_rounds is None
+    assert compare(a, b, target=1e-4).verdict == "TOO_FEW_ROUNDS"
 
 
 def test_more_rounds_grow_with_the_square_of_the_noise() -> None:
@@ -146,7 +164,7 @@ def test_more_rounds_decide_about_half_the_time() -> None:
         a, _, b = session.T
         if (more := compare(a[:30], b[:30]).more_rounds) is not None and more <= 370:
             tried += 1
-            decided += compare(a[: 30 + more], b[: 30 + more]).verdict != "UNDECIDED"
+            decided += compare(a[: 30 + more], b[: 30 + more]).verdict not in OPEN
     assert tried >= 60 and 0.3 <= decided / tried <= 0.9
 
 
@@ -158,7 +176,7 @@ def test_many_cells_raise_the_bar() -> None:
     found = compare_cells([alone, *nothing])
     assert found[0].p_value == pytest.approx(2 / 1024)
     assert found[0].p_adjusted == pytest.approx(20 * 2 / 1024)
-    assert found[0].verdict == "UNDECIDED" and "p = 0.039 is above 0.01" in found[0].reason
+    assert found[0].verdict == "TOO_FEW_ROUNDS" and "p = 0.039 is above 0.01" in found[0].reason
     assert found[0].more_rounds in range(1, 21)
     assert compare_cells([alone] * 20)[0].verdict == "SLOWER"
     assert compare_cells([]) == []

@@ -1,8 +1,10 @@
-"""Budget: one deadline for everything a cell does, from compiling to the last judged result."""
+"""Budget: one deadline for everything a cell does, from its first trial to the last judged result."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 
@@ -22,6 +24,15 @@ class Budget:
     @property
     def left(self) -> float:
         return self.seconds - self.used
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside takes none of the time: what is built once is not a measurement."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.began += time.perf_counter() - began
 
 
 def command_start() -> float:

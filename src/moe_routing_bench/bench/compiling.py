@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from moe_routing_bench import cpp
@@ -12,14 +12,20 @@ from moe_routing_bench.bench.spans.span import is_ours
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import all_ops
 
+BUILDING = "building"
+SECONDS_PER_BYTE = 1.2e-4  # of sources: 17 s for expert_ffn.native
 
-def compile_first(cell: Cell, inputs: Inputs, say: Callable[[str], None]) -> None:
+
+def compile_first(cells: Sequence[Cell], say: Callable[[str], None]) -> None:
     """A file that does not compile is not an error here: the trial of its subject says why."""
-    if cell.policy.device != "cpu":
-        return
-    for source, level in dict.fromkeys(_needed(cell, inputs)):
+    needed = [one for cell in cells if cell.policy.device == "cpu" for one in _needed(cell, cell.inputs())]
+    for source, level in dict.fromkeys(needed):
         if not cpp.compiled(source, level):
-            say(f"compiling {source.parent.name}/{source.name}, once")
+            size = sum(path.stat().st_size for path in cpp.with_includes(source))
+            say(
+                f"{BUILDING} {source.parent.name}.{source.stem}, once, "
+                f"about {max(1, round(SECONDS_PER_BYTE * size))} s"
+            )
             try:
                 cpp.load(source, level)
             except NotImplementedError:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Protocol
 
+from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.compiling import compile_first
+from moe_routing_bench.bench.estimate import share_of_first
 from moe_routing_bench.bench.group import run_group
 from moe_routing_bench.bench.identity import cell_key
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress, run_cell
-from moe_routing_bench.bench.trial import Watch
+from moe_routing_bench.bench.trial import Reuse, Watch
 from moe_routing_bench.machine import this_machine
 
 SCRATCH_BYTES = 4 << 20  # logs and small results of a cell's workers
@@ -43,8 +47,8 @@ class LocalExecutor:
 
     name = "local"
 
-    def __init__(self, began: float | None = None):
-        self.began = began  # when the time of the first cell began, by time.perf_counter(); now if None
+    def __init__(self, budget: Budget | None = None):
+        self.budget = budget  # for all cells; if None each has its policy's
 
     def keys(self, cells: Sequence[Cell]) -> list[set[str]]:
         machine = this_machine()
@@ -53,15 +57,25 @@ class LocalExecutor:
     def run(
         self, cells: Sequence[Cell], *, roofs: Roofs | None, on_progress: OnCellProgress, watch: Watch
     ) -> Iterator[CellOutcome]:
-        began, self.began = self.began, None
-        for cell in cells:
-            check_scratch(cell)
-            progress = partial(on_progress, cell)
-            if cell.span.grouped and cell.W > 1:
-                yield run_group(cell, on_progress=progress, began=began)
-            else:
-                yield run_cell(cell, roofs=roofs, on_progress=progress, watch=watch, began=began)
-            began = None
+        whole = self.budget
+        if whole is not None and cells:
+            with whole.paused():
+                compile_first(
+                    cells, lambda what: on_progress(cells[0], Progress(what=what, share=0.0, left=whole.left))
+                )
+        with closing(Reuse()) as reuse:
+            for place, cell in enumerate(cells):
+                check_scratch(cell)
+                progress = partial(on_progress, cell)
+                budget = Budget(cell.policy.max_seconds)
+                if whole is not None:
+                    budget = Budget(max(whole.left, 0.0) * share_of_first(cells[place:]))
+                if cell.span.grouped and cell.W > 1:
+                    yield run_group(cell, on_progress=progress, budget=budget)
+                else:
+                    yield run_cell(
+                        cell, roofs=roofs, on_progress=progress, watch=watch, budget=budget, reuse=reuse
+                    )
 
 
 def check_scratch(cell: Cell) -> None:

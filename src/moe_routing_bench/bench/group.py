@@ -190,10 +190,10 @@ class _Session:
 
 
 def run_group(
-    cell: Cell, *, on_progress: OnProgress = lambda progress: None, began: float | None = None
+    cell: Cell, *, on_progress: OnProgress = lambda progress: None, budget: Budget | None = None
 ) -> CellOutcome:
     """Measure one cell on cell.W ranks. A failing implementation never raises here."""
-    budget, before = Budget(cell.policy.max_seconds, began), weather()
+    budget, before = budget or Budget(cell.policy.max_seconds), weather()
     identity, inputs = identify(cell, this_machine()), cell.inputs()
     seen = {place: _Series() for place in range(len(cell.subjects))}
 
@@ -351,7 +351,9 @@ def _outcomes(
     others = [*alive[1:], len(outcomes) - 1]
     floor = aa_floor(baseline.samples, twin)
     compared = compare_cells(
-        [(baseline.samples, outcomes[place].samples) for place in others], aa_floor=floor
+        [(baseline.samples, outcomes[place].samples) for place in others],
+        aa_floor=floor,
+        target=cell.policy.target,
     )
     for place, comparison in zip(others, compared, strict=True):
         outcomes[place] = replace(outcomes[place], comparison=comparison)

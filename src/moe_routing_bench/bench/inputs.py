@@ -52,6 +52,20 @@ class Inputs:
         self._frozen: dict[Any, ExpertWeights] = {}
         self._plans: dict[tuple[int, str, int], RoutingPlan] = {}
 
+    def take_weights(self, other: Inputs) -> None:
+        """The weights, and all forms made of them, of inputs that differ in tokens and routing alone."""
+        if other.weights_key == self.weights_key:
+            made = ("checkpoint", "weights", "exact", "drawn", "_stored", "_kept", "shared", "_values")
+            self.__dict__ |= {name: other.__dict__[name] for name in made if name in other.__dict__}
+            self._frozen = other._frozen
+
+    @property
+    def weights_key(self) -> tuple[object, ...]:
+        """Inputs for which it is the same have the same weights."""
+        case = self.case
+        plain = replace(case, name="", layout="", scaled_from="", sequences=1)
+        return replace(plain, shape=replace(case.shape, T=1)), self.seed, self.put
+
     def at(self, number: int, step: int, layout: str, K: int | None = None) -> Call:
         """What call `number` reads; `step` says which of the routings it uses."""
         return Call(self, number, step, layout, K or self.case.shape.K)
@@ -126,18 +140,23 @@ class Inputs:
     def _drawn(self) -> ExpertWeights:
         return self._expert_weights(self.case.shape.E, self.case.shape.F, place=11)
 
-    def frozen(self, implementation: Implementation) -> ExpertWeights:
+    def frozen(self, implementation: Implementation, asked: bool = False) -> ExpertWeights:
         """The weights in the form this implementation likes best, made once, because a cell never changes its
-        weights. As they are if it likes them so, or if they are trained. What stores weights gets them as
-        they are stored, or makes its own of the drawn ones."""
+        weights. As they are if it likes them so, if they are trained, or if it reads plain ones too and
+        nobody asked for more. What stores weights gets them as they are stored, or makes its own of the drawn
+        ones."""
         if implementation.freeze_stored is not None and self._stored is not None:
             return self._frozen_once(implementation.freeze_stored, self._stored, self.dtype)
-        freeze, given = implementation.freeze, self.weights
+        given = self.weights
         if implementation.stored is not None and self.drawn is not None:
             given = self.drawn
-        if freeze is None or self.case.direction != "forward":
-            return given
-        return self._frozen_once(freeze, given)
+        freeze = self.freeze_of(implementation, asked)
+        return given if freeze is None else self._frozen_once(freeze, given)
+
+    def freeze_of(self, implementation: Implementation, asked: bool) -> Callable[..., ExpertWeights] | None:
+        """What packs weights for it; None if it shall read them as they are."""
+        plain = implementation.reads_plain and implementation.stored is None and not asked
+        return None if plain or self.case.direction != "forward" else implementation.freeze
 
     def _frozen_once(self, freeze: Callable[..., ExpertWeights], *given: Any) -> ExpertWeights:
         if freeze not in self._frozen:

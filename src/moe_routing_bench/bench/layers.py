@@ -91,7 +91,7 @@ def layer_of(
     moe.expert_ffn, moe.make_plan = ffn, make_plan
     if kind == "moe" and ffn.batch_invariant and ffn.invariant_with:
         moe.make_batch_invariant()
-    _put_weights(moe, inputs, ffn, dtype, silent=kind == "chain")
+    _put_weights(moe, inputs, ffn, dtype, silent=kind == "chain", asked=subject.frozen)
     if kind == "perft":
         layer = _with_adapters(moe, inputs, options)
     return layer.train(case.direction != "forward")
@@ -181,15 +181,17 @@ def shared_width(inputs: Inputs) -> int:
     return 0 if inputs.shared is None else inputs.shared.F
 
 
-def _put_weights(moe: MoE, inputs: Inputs, ffn: Implementation, dtype: torch.dtype, *, silent: bool) -> None:
-    experts = inputs.weights if silent else inputs.frozen(ffn)
+def _put_weights(
+    moe: MoE, inputs: Inputs, ffn: Implementation, dtype: torch.dtype, *, silent: bool, asked: bool
+) -> None:
+    experts = inputs.weights if silent else inputs.frozen(ffn, asked)
     for home, weights in ((moe.experts, experts), (moe.shared, inputs.shared)):
         if home is None or weights is None:
             continue
         if silent:
             weights = _silent(weights, inputs.logit_columns)
-            if home is moe.experts and ffn.freeze is not None and inputs.case.direction == "forward":
-                weights = ffn.freeze(weights)
+            if home is moe.experts and (freeze := inputs.freeze_of(ffn, asked)) is not None:
+                weights = freeze(weights)
         narrow = dtype == torch.float64 and inputs.case.direction == "forward" and home is moe.experts
         if narrow:  # the reference converts one expert at a time: all would need four times the room
             assert isinstance(moe.expert_ffn, Implementation)

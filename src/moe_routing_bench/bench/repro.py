@@ -39,7 +39,7 @@ def repro_command(cell: Cell, subject: Subject) -> str:
     words += ["--seed", str(cell.seed)]
     words += ["--ranks", str(cell.W)] if cell.W > 1 else []
     shown = dict.fromkeys((cell.subjects[0], subject))
-    for implementation in dict.fromkeys(f"{one.spec} @ {one.layout}" for one in shown):
+    for implementation in dict.fromkeys(f"{one.text} @ {one.layout}" for one in shown):
         words += ["--impl", implementation]
     for option, names in (
         ("--router", [one.router for one in shown]),

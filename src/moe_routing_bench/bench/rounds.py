@@ -24,7 +24,15 @@ from moe_routing_bench.bench.inputs import ROUTINGS
 from moe_routing_bench.bench.messages import HandedOver, StagesTimed
 from moe_routing_bench.bench.outside.pairs import PairError
 from moe_routing_bench.bench.outside.protocol import Protocol
-from moe_routing_bench.bench.series import TWIN, Measured, beside, calls_of, fewest_rounds, slow_ones
+from moe_routing_bench.bench.series import (
+    SAMPLE_OVERHEAD,
+    TWIN,
+    Measured,
+    beside,
+    calls_of,
+    fewest_rounds,
+    slow_ones,
+)
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.supervisor import SubjectError, Vitals, Worker
 from moe_routing_bench.bench.trial import (
@@ -44,7 +52,7 @@ RESERVE = 0.05  # of the budget, for the last checks, the statistics and the tab
 LEAST_SECONDS = 2.0  # of rounds, even if trials took all the time: what was tried should get a time
 LOOK_EVERY = 1.2  # the precision is computed again after this factor more rounds: computing it takes time
 LEAK_BYTES = 2**29
-LATEST = 1.1  # of the budget: then even too few rounds must do
+DECISIVE_ROUNDS = 8  # all on one side they show a difference, if most of the comparisons do
 # largest ratio of times of the same code in two processes: 1.29 was seen for calls of 10 us, where one
 # process had less to do and so colder caches
 MOST_APART = 1.5
@@ -119,18 +127,20 @@ class _Repeat:
                 self.longest_round = max(self.longest_round, time.perf_counter() - began)
                 self._standing()
                 on_round(done + 1, self.measured)
-                if done + 1 >= self.fewest:
-                    self._let_go([s for s in self.alive if s in self.leaving])
+                self._let_go(self._who_leaves(done + 1))
                 reason = self._why_stop()
             with self._blamed(self.alive[-1]):
                 self.protocol.blame_for_harm([home for home, _ in self.homes.values()])
             self._finish(self.alive)
             self._check_weights()
+        except BaseException:
+            self.setup.close()
+            raise
         finally:
             self.protocol.close()
             for worker, _ in self.homes.values():
-                worker.close()
-            self.setup.close()
+                if not self.setup.is_together(worker):
+                    worker.close()
         self._standing(final=True)
         self.measured.rounds_by_process.append(len(self.here[TWIN]))
         self.measured.stop_reason = reason
@@ -232,6 +242,10 @@ class _Repeat:
         return self.numbers.take(max(calls)), self.random.randrange(min(calls))
 
     def _warm_up(self, series: int) -> None:
+        if self.trials[self._subject(series)].long and not self.protocol.takes(series):
+            worker, place = self._home(series)
+            if place in worker.called:  # its trial's calls were long enough to warm anything
+                return
         for _ in range(WARM_SAMPLES):
             if series in self.here:
                 with self._blamed(series):
@@ -306,6 +320,33 @@ class _Repeat:
             self.here.pop(beside(s), None)
             self.alive.remove(s)
 
+    def _who_leaves(self, rounds: int) -> list[int]:
+        """Those five times slower than the best, after the rounds that show it; and whoever is slowest, as
+        soon as it has a place, if the others could not get the rounds that decide beside it."""
+        left = self.deadline - time.perf_counter() - self.judge.oracle_seconds
+        seconds = {s: self._turn_seconds(s) for s in self.alive[1:]}
+        whole = self._turn_seconds(self.baseline) + self._turn_seconds(TWIN) + sum(seconds.values())
+        # a judged sample of each follows the rounds
+        enough = self.fewest if rounds + left / whole - 1 >= self.fewest else DECISIVE_ROUNDS
+        leaving = [s for s in self.alive if s in self.leaving and rounds >= enough]
+        if rounds < FEWEST_ROUNDS or rounds >= DECISIVE_ROUNDS:
+            return leaving
+        for s in sorted(seconds, key=lambda s: -seconds[s])[:-1]:
+            if rounds + left / whole - 1 >= DECISIVE_ROUNDS:
+                break
+            leaving, whole = [*leaving, s], whole - seconds[s]
+        return leaving
+
+    def _turn_seconds(self, series: int) -> float:
+        """About what its turn in a round takes, and that of the baseline beside it."""
+        seconds = 0.0
+        for one in {series, beside(series) if series >= 0 else series} & self.here.keys():
+            subject = self._subject(one)
+            trial, calls = self.trials[subject], self.measured.calls[subject]
+            before = 0 if trial.long and subject not in self.setup.outside else 1
+            seconds += (calls + before) * median(self.here[one]) + SAMPLE_OVERHEAD
+        return seconds
+
     def _standing(self, *, final: bool = False) -> None:
         """Bring `measured` up to date for those who watch; with `final`, for good."""
         for series, samples in self.here.items():
@@ -318,17 +359,11 @@ class _Repeat:
         # what follows the rounds: a judged sample of each, about as long as another round and an oracle
         now = time.perf_counter()
         late = now + 1.5 * self.longest_round + self.judge.oracle_seconds >= self.deadline
-        if late and rounds < self.fewest:
-            if rounds >= FEWEST_ROUNDS and now > self.deadline + (LATEST - 1) * self.setup.budget.seconds:
-                return f"time: {self.setup.budget.used:.0f} s were not enough for {self.fewest} rounds"
-            if len(self.alive) > 2:
-                slowest = max(self.alive[1:], key=lambda s: median(self.here[s]))
-                if rounds >= FEWEST_ROUNDS:
-                    self._let_go([slowest])  # too few rounds for a verdict, but enough for a place
-                else:
-                    over = f"the time was over after {rounds} rounds; --seconds gives more"
-                    self._drop(slowest, SubjectError(Status.NO_TIME, over))
-        if rounds < (self.fewest if late else policy.min_rounds):
+        if late and rounds < FEWEST_ROUNDS and len(self.alive) > 2:
+            slowest = max(self.alive[1:], key=lambda s: median(self.here[s]))
+            over = f"the time was over after {rounds} rounds; --seconds gives more"
+            self._drop(slowest, SubjectError(Status.NO_TIME, over))
+        if rounds < (min(FEWEST_ROUNDS, policy.max_rounds) if late else max(policy.min_rounds, self.fewest)):
             return None
         if rounds < self.next_look and not late and rounds < policy.max_rounds:
             return None
@@ -392,6 +427,7 @@ class _Repeat:
                     if s == self.baseline:
                         raise BaselineError(failure) from None
                     self._drop(s, failure)
+                self.setup.close()
 
     def _again(self, s: int) -> tuple[float, float]:
         self._sample(s, self._numbers_for([s])[0], step=0, keep=-1)

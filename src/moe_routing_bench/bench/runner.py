@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -21,13 +21,20 @@ from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.outside.sandbox import check_sandbox
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.rounds import BaselineError, measure
-from moe_routing_bench.bench.series import TWIN, Measured, beside, fewest_rounds, round_seconds
+from moe_routing_bench.bench.series import TWIN, Measured, beside, round_seconds
 from moe_routing_bench.bench.spans.span import Load, Span, is_ours
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Question, Subject
 from moe_routing_bench.bench.supervisor import SubjectError
-from moe_routing_bench.bench.trial import CHECKS, Setup, Trial, Watch, try_alone
-from moe_routing_bench.bench.verdict import DELTA, DELTA_APART, aa_floor, compare, compare_cells
+from moe_routing_bench.bench.trial import CHECKS, Reuse, Setup, Trial, Watch, try_alone
+from moe_routing_bench.bench.verdict import (
+    DELTA,
+    DELTA_APART,
+    FEWEST_ROUNDS,
+    aa_floor,
+    compare,
+    compare_cells,
+)
 from moe_routing_bench.bench.weather import WeatherSpan, weather
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.machine import this_machine
@@ -59,7 +66,6 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 WorkAndLoad = tuple[Cost, Load]  # for one Subject.question
 ROUNDS_TO_RANK = 5
-TRIAL_SHARE = 0.6  # of a cell's time: later, no further trial begins
 
 
 def run_cell(
@@ -68,21 +74,24 @@ def run_cell(
     roofs: Roofs | None = None,
     on_progress: OnProgress = lambda progress: None,
     watch: Watch = lambda: None,
-    began: float | None = None,
+    budget: Budget | None = None,
+    reuse: Reuse | None = None,
 ) -> CellOutcome:
     """Measure one cell. A failing implementation never raises here; its outcome has the status.
 
-    began: when the cell's time began by time.perf_counter(), if not now.
+    budget: its time, if not the policy's from now on. reuse: what the cell before left, and this one leaves.
     """
     if cell.policy.sandbox:
         check_sandbox()
-    budget, before = Budget(cell.policy.max_seconds, began), weather()
+    budget, before = budget or Budget(cell.policy.max_seconds), weather()
     on_progress(_progress("preparing", budget))
     for folder in cell.include:
         include_folder(folder)  # only registers names; workers load the code
     span, identity = cell.span, identify(cell, this_machine())
+    own = Reuse() if reuse is None else reuse
     try:
         inputs = cell.inputs()
+        cores = _cores(cell, inputs, own)
         workload = inputs.workload(0)
         facts = {s.question: _facts(span, s, inputs) for s in cell.subjects}
     except (ValueError, NotImplementedError) as reason:
@@ -91,20 +100,23 @@ def run_cell(
     setup = Setup(
         cell=cell,
         judge=Judge(span, inputs),
-        cores=quiet_cores(cell.policy.threads),
+        cores=cores,
         budget=budget,
+        reuse=own,
         watch=watch,
         outside=frozenset(i for i, mine in enumerate(ours) if not mine),
         sources=identity.sources,
     )
-    with judging_threads(), closing(setup):
-        compile_first(cell, inputs, lambda what: on_progress(_progress(what, budget)))
+    with judging_threads(), closing(own) if reuse is None else nullcontext(), closing(setup):
+        with budget.paused():
+            compile_first([cell], lambda what: on_progress(_progress(what, budget)))
         floors = {i: floor_seconds(cell, facts[s.question][0], roofs) for i, s in enumerate(cell.subjects)}
         busy = roofs is not None and bool(roofs.busy)
         least = {i: roof_seconds(cell, s, facts[s.question][0], roofs) for i, s in enumerate(cell.subjects)}
         trials = _tried(setup, floors, on_progress)
         alive = [index for index, trial in trials.items() if trial.passed]
         measured = _rounds(setup, trials, alive, floors, on_progress)
+        setup.leave()
     return CellOutcome(
         cell=cell,
         identity=identity,
@@ -124,14 +136,27 @@ def run_cell(
     )
 
 
+def _cores(cell: Cell, inputs: Inputs, reuse: Reuse) -> tuple[int, ...]:
+    """Takes what the cell before left; the cores are then those of its process."""
+    if reuse.fits(cell, inputs) and reuse.worker is not None and reuse.inputs is not None:
+        inputs.take_weights(reuse.inputs)
+        return reuse.worker.cores
+    return quiet_cores(cell.policy.threads)
+
+
 def _tried(setup: Setup, floors: Mapping[int, float | None], on_progress: OnProgress) -> dict[int, Trial]:
-    """A trial of every subject, unless the time is over; the first two are always tried."""
+    """A trial of every subject, as long as those before it can still have their few rounds; the first two
+    are always tried."""
     trials: dict[int, Trial] = {}
     for index, subject in enumerate(setup.cell.subjects):
-        on_progress(_progress(f"trying {subject.spec}", setup.budget))
-        if index > 1 and setup.budget.used > TRIAL_SHARE * setup.budget.seconds:
-            reason = "its turn did not come within --seconds; give more, or name fewer with --impl"
-            about = Described(label=subject.spec)
+        on_progress(_progress(f"trying {subject.text}", setup.budget))
+        passed = [i for i, trial in trials.items() if trial.passed]
+        if index > 1 and _least_seconds(setup, passed, trials) > setup.budget.left:
+            reason = (
+                f"the trials of {index} others took {setup.budget.used:.0f} s, and what is left is for their "
+                "rounds; --seconds gives more"
+            )
+            about = Described(label=subject.text)
             trials[index] = Trial(status=Status.NO_TIME, reason=reason, about=about)
             continue
         trials[index] = try_alone(setup, index)
@@ -168,13 +193,8 @@ def _rounds(
 
 
 def _make_room(setup: Setup, trials: dict[int, Trial], alive: list[int]) -> None:
-    """The slowest give up their place until the rounds that every comparison needs fit into the time left."""
-    while len(alive) > 2:
-        needed = (fewest_rounds(len(alive)) + 3) * sum(round_seconds(setup, alive, trials).values())
-        questions = len({setup.cell.subjects[s].question for s in alive})
-        judging = setup.cell.policy.checked * questions * setup.judge.oracle_seconds
-        if needed + judging <= setup.budget.left:
-            return
+    """The slowest give up their place until a few rounds of each fit into the time left."""
+    while len(alive) > 2 and _least_seconds(setup, alive, trials) > setup.budget.left:
         slowest = max(alive[1:], key=lambda s: trials[s].call_seconds)
         reason = (
             f"a call takes about {trials[slowest].call_seconds:.2g} s, and there was no time for the rounds "
@@ -182,6 +202,15 @@ def _make_room(setup: Setup, trials: dict[int, Trial], alive: list[int]) -> None
         )
         trials[slowest] = replace(trials[slowest], status=Status.NO_TIME, reason=reason)
         alive.remove(slowest)
+
+
+def _least_seconds(setup: Setup, alive: list[int], trials: Mapping[int, Trial]) -> float:
+    """About how long the fewest rounds take that give each a place, with a last judged sample."""
+    if not alive:
+        return 0.0
+    questions = len({setup.cell.subjects[s].question for s in alive})
+    judging = setup.cell.policy.checked * questions * setup.judge.oracle_seconds
+    return (FEWEST_ROUNDS + 1) * sum(round_seconds(setup, alive, trials).values()) + judging
 
 
 def _fail(trials: dict[int, Trial], index: int, failure: SubjectError) -> None:
@@ -199,7 +228,7 @@ def _standing(cell: Cell, measured: Measured, alive: list[int]) -> tuple[Standin
     for s in alive:
         if len(times := measured.samples.get(s, [])) >= ROUNDS_TO_RANK:
             ratio = median(b / a for a, b in zip(measured.against(s), times, strict=True))
-            rows.append(Standing(label=cell.subjects[s].spec, seconds=median(times), ratio=ratio))
+            rows.append(Standing(label=cell.subjects[s].text, seconds=median(times), ratio=ratio))
     return tuple(sorted(rows, key=lambda row: row.ratio))
 
 
@@ -211,7 +240,7 @@ def _cannot(cell: Cell, identity: Identity, reason: str, weather_span: WeatherSp
         outcomes=tuple(
             SubjectOutcome(
                 subject=subject,
-                label=subject.spec,
+                label=subject.text,
                 status=Status.UNSUPPORTED,
                 reason=reason,
             )
@@ -276,6 +305,7 @@ def _outcomes(
         [(against, outcomes[place].samples) for place, against in pairs.items()],
         aa_floor=floor,
         delta=[DELTA_APART if place in measured.paired else DELTA for place in pairs],
+        target=cell.policy.target,
     )
     for place, comparison in zip(pairs, comparisons, strict=True):
         outcomes[place] = replace(outcomes[place], comparison=comparison)
@@ -284,7 +314,7 @@ def _outcomes(
             if s not in measured.paired:
                 outcomes[s] = _held_to_both(outcomes[s], baseline, floor)
             where = "timed as it is" if s in measured.paired else "in its process"
-            reason = f"the baseline beside {outcomes[s].subject.spec}, {where}"
+            reason = f"the baseline beside {outcomes[s].subject.text}, {where}"
             samples = tuple(measured.samples[beside(s)])
             outcomes.append(
                 replace(
@@ -328,7 +358,11 @@ def _beaten_roofs(
 ) -> list[str]:
     if measured is None:
         return []
+<<<<<<< HEAD
     return beaten_roofs({cell.subjects[i].spec: (median(measured.samples[i]), least[i]) for i in alive})
+=======
+    return beaten_roofs({cell.subjects[i].text: (median(measured.samples[i]), floors[i]) for i in alive})
+>>>>>>> truth
 
 
 def _notes(cell: Cell, trials: dict[int, Trial], alive: list[int]) -> tuple[str, ...]:
@@ -345,7 +379,7 @@ def _notes(cell: Cell, trials: dict[int, Trial], alive: list[int]) -> tuple[str,
         )
     if alive and alive[0] != 0:
         notes.append(
-            f"{cell.subjects[0].spec} was to be the baseline but is {trials[0].status}; "
-            f"{cell.subjects[alive[0]].spec} is the baseline instead"
+            f"{cell.subjects[0].text} was to be the baseline but is {trials[0].status}; "
+            f"{cell.subjects[alive[0]].text} is the baseline instead"
         )
     return tuple(notes)

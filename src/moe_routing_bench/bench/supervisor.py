@@ -65,7 +65,8 @@ class Worker:
         sandbox: bool = False, fds: Sequence[int] = (), meanwhile: Callable[[], None] = lambda: None,
     ):  # fmt: skip
         """meanwhile: called while the worker makes its inputs, which for a model takes seconds."""
-        self.cell = cell
+        self.cell, self.cores = cell, cores
+        self.called: set[int] = set()  # subjects that have made calls here
         self.scratch = Path(tempfile.mkdtemp(prefix="mrb-"))
         # the log's name may lead elsewhere later, so it is only read through this
         self._log = (self.scratch / "log").open("x+b", buffering=0)
@@ -136,6 +137,11 @@ class Worker:
         self._asked = what
         self._send({"do": what, **details})
         return self._answer(answer_type)
+
+    def next_cell(self, cell: Cell) -> None:
+        """From here on it measures another cell, with the same policy and weights."""
+        self.ask("next_cell", Answer, cell=cell.to_json())
+        self.cell, self.called = cell, set()
 
     def sample(self, *, warm: bool = True, **details: Any) -> tuple[float, float]:
         """Seconds of a timed span by two clocks: the worker's, which is precise, and this process's, which

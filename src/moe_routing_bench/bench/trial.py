@@ -17,6 +17,7 @@ from typing import Any
 from moe_routing_bench.accuracy import Verdict
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.cell import LONG_CALL, Cell
+from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.kit import PassedKits
 from moe_routing_bench.bench.messages import Calibrated, Called, Described, HandedOver, KitRun, Weights
@@ -81,6 +82,28 @@ class Numbers:
         return first
 
 
+class Reuse:
+    """What a cell leaves to the next one with the same weights: them, and the process of our own subjects."""
+
+    def __init__(self) -> None:
+        self.inputs: Inputs | None = None
+        self.worker: Worker | None = None
+
+    def fits(self, cell: Cell, inputs: Inputs) -> bool:
+        """Is there a process, unharmed, that can measure this cell too? If not, none is left."""
+        before, worker = self.inputs, self.worker
+        alike = before is not None and before.weights_key == inputs.weights_key
+        if worker is not None and alike and worker.cell.policy == cell.policy and not worker.harm():
+            return worker.cell.include == cell.include
+        self.close()
+        return False
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+        self.inputs = self.worker = None
+
+
 @dataclass(kw_only=True)
 class Setup:
     """What stays the same for all trials and rounds of a cell, and the process of our own subjects.
@@ -96,6 +119,7 @@ class Setup:
     watch: Watch = lambda: None
     outside: frozenset[int] = frozenset()  # subjects that are not our own code
     sources: Mapping[Subject, str] = field(default_factory=dict)  # hashes of the code that runs
+    reuse: Reuse = field(default_factory=Reuse)
     _together: Worker | None = field(default=None, init=False)
 
     def worker(self, *indexes: int) -> Worker:
@@ -113,6 +137,12 @@ class Setup:
         """The process of all our own subjects; started if there is none."""
         if self._together is not None and self._together.harm():
             self.close()
+        if self._together is None and self.reuse.worker is not None:
+            self._together, self.reuse.worker = self.reuse.worker, None
+            try:
+                self._together.next_cell(self.cell.only(tuple(self.cell.subjects[i] for i in self._ours)))
+            except SubjectError:
+                self.close()
         if self._together is None:
             self._together = self.worker(*self._ours)
         self._together.limit = self.limit
@@ -127,6 +157,14 @@ class Setup:
         if self._together is not None:
             self._together.close()
             self._together = None
+
+    def leave(self) -> None:
+        """At the end: the process goes to the next cell, if that may use it."""
+        assert self.reuse.worker is None
+        self.reuse.inputs, self.reuse.worker, self._together = self.judge.inputs, self._together, None
+
+    def is_together(self, worker: Worker) -> bool:
+        return worker is self._together
 
     def blame_for_harm(self) -> None:
         """After code from outside ran alone: is the process of our own subjects as it was?"""
@@ -151,7 +189,7 @@ class Setup:
 
 def try_alone(setup: Setup, index: int) -> Trial:
     subject, outside = setup.cell.subjects[index], index in setup.outside
-    about = Described(label=subject.spec)
+    about = Described(label=subject.text)
     seen: dict[str, Any] = {}
     worker: Worker | None = None
     try:
@@ -168,6 +206,7 @@ def try_alone(setup: Setup, index: int) -> Trial:
         else:
             seen["calls"], seen["call_seconds"] = 1, shortest
         seen["peak_rss_bytes"] = worker.peak_bytes()
+        worker.called.add(place)
         _kit(worker, place, subject, setup)
         if not (outside and setup.can_freeze):  # what is frozen between turns may have threads that wait
             check_threads(worker)
@@ -194,7 +233,7 @@ def _gate(
 ) -> float:  # fmt: skip
     """Checks results on two inputs, the first twice, and that inputs, weights and settings are unchanged.
     Returns the seconds of the shortest call."""
-    judge, began, shortest = setup.judge, setup.budget.used, math.inf
+    judge, began, shortest, before = setup.judge, setup.budget.used, math.inf, ""
     first, second = GATE_CALLS
     calls = (("first", first, False), ("second", second, True), ("again", first, True))
     for name, (number, step), poison in calls:
@@ -204,9 +243,8 @@ def _gate(
                 f"its trial took {used:.0f} s, {seen['first_call']:.2g} s of it for one call; "
                 "--seconds gives more time",
             )
-        then = outside or name == "first"
         answer = worker.ask(
-            "gate", Called, subject=place, number=number, step=step, poison=poison, name=name, then=then
+            "gate", Called, subject=place, number=number, step=step, poison=poison, name=name, then=outside
         )
         if answer.unsupported is not None:
             raise SubjectError(Status.UNSUPPORTED, answer.unsupported)
@@ -221,9 +259,14 @@ def _gate(
         if answer.changed:
             changed = ", ".join(answer.changed)
             raise SubjectError(Status.SUSPECT, f"it changed {changed} for everybody in its process")
-        left_alone = not then or about.reuses_output
-        if not left_alone and not _same_files(worker.file(name), worker.file(f"{name}-later")):
+        earlier = name if outside else before
+        if (
+            earlier
+            and not about.reuses_output
+            and not _same_files(worker.file(earlier), worker.file(f"{earlier}-later"))
+        ):
             raise SubjectError(Status.WRONG_VALUE, "the next call overwrote an earlier result")
+        before = name
     files = worker.file("first"), worker.file("again")
     number, step = first
     if about.deterministic and not judge.same_bits(*files, number=number, step=step, subject=subject):

@@ -1,4 +1,4 @@
-"""Faster, slower, the same, or undecided: the statistics of two implementations timed in paired rounds.
+"""Faster, slower, the same, or not decided: the statistics of two implementations timed in paired rounds.
 
 The rule, for B against the baseline A, with the ratio B / A taken within each round:
 
@@ -6,7 +6,9 @@ The rule, for B against the baseline A, with the ratio B / A taken within each r
    ratio is further from 1 than `delta`, and than the ratio of A's twin to A in this session; the signed-rank
    p-value, corrected for the number of cells, is at most 1 %.
 2. SAME needs the whole interval, and the twin, within `delta` of 1.
-3. Everything else is UNDECIDED, with the reason and about how many more rounds would decide it.
+3. TOO_FEW_ROUNDS is what more rounds would decide, and about how many.
+4. UNDECIDED is a near-tie: the ratio is known as well as was asked for, and is too close to `delta`; or the
+   session is too noisy for the question, by the baseline's twin. More rounds would not tell.
 
 Why these rules, by `measurements/bench/verdict_power.py` (a round shuffles the order of implementations):
 
@@ -39,11 +41,13 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Verdict: TypeAlias = Literal["FASTER", "SLOWER", "SAME", "UNDECIDED"]
+Verdict: TypeAlias = Literal["FASTER", "SLOWER", "SAME", "TOO_FEW_ROUNDS", "UNDECIDED"]
+OPEN: tuple[Verdict, ...] = ("TOO_FEW_ROUNDS", "UNDECIDED")
 Floats: TypeAlias = NDArray[np.float64]
 
 DELTA = 0.02
 DELTA_APART = 0.03  # for two processes
+TARGET = DELTA / 2  # a ratio known so well needs no more rounds
 CONFIDENCE = 0.99
 FEWEST_ROUNDS = 5
 # with 1999, the ends of a 99 % interval are the 10th smallest and the 10th largest
@@ -65,7 +69,7 @@ class Comparison:
                  1.035 to 1.059: a difference of more than 2.0 %, with p = 9.7e-10")
 
     p_adjusted: p_value after Benjamini-Hochberg over the cells compared together.
-    more_rounds: rounds to add for about an even chance of a decision; None if decided or if none would help.
+    more_rounds: with TOO_FEW_ROUNDS, how many to add for about an even chance of a decision; else None.
     """
 
     ratio: float
@@ -84,11 +88,14 @@ def compare(
     *,
     aa_floor: float = 0.0,
     delta: float = DELTA,
+    target: float = TARGET,
     confidence: float = CONFIDENCE,
     seed: int = 0,
 ) -> Comparison:
     """One cell: times of A and B, paired by round. aa_floor: the result of the function of that name."""
-    return compare_cells([(a, b)], aa_floor=aa_floor, delta=delta, confidence=confidence, seed=seed)[0]
+    return compare_cells(
+        [(a, b)], aa_floor=aa_floor, delta=delta, target=target, confidence=confidence, seed=seed
+    )[0]
 
 
 def compare_cells(
@@ -96,12 +103,13 @@ def compare_cells(
     *,
     aa_floor: float | Sequence[float] = 0.0,
     delta: float | Sequence[float] = DELTA,
+    target: float = TARGET,
     confidence: float = CONFIDENCE,
     seed: int = 0,
 ) -> list[Comparison]:
     """Many cells at once, (times of A, times of B) each: of the differences found, at most 1 % are false.
 
-    aa_floor, delta: one for all cells, or one for each.
+    aa_floor, delta: one for all cells, or one for each. target: how well the ratio was to be known.
     """
     deltas = np.broadcast_to(np.asarray(delta, dtype=np.float64), len(cells))
     if not (np.isfinite(deltas) & (deltas > 0)).all():
@@ -119,7 +127,7 @@ def compare_cells(
 
     adjusted = stats.false_discovery_control(p_values)
     return [
-        _decide(log, p, float(q), _log1p(floor), _log1p(least), confidence, seed)
+        _decide(log, p, float(q), _log1p(floor), _log1p(least), _log1p(target), confidence, seed)
         for log, p, q, floor, least in zip(logs, p_values, adjusted, floors, deltas, strict=True)
     ]
 
@@ -145,7 +153,7 @@ def stop_reason(
     a: ArrayLike,
     b: ArrayLike,
     *,
-    target: float = DELTA / 2,
+    target: float = TARGET,
     min_rounds: int = 20,
     max_rounds: int = 200,
     seconds: float = 0.0,
@@ -221,7 +229,7 @@ def regret(
 
 
 def _decide(
-    log: Floats, p: float, q: float, floor: float, delta: float, confidence: float, seed: int
+    log: Floats, p: float, q: float, floor: float, delta: float, target: float, confidence: float, seed: int
 ) -> Comparison:
     rounds, centre = len(log), float(np.median(log))
     low, high = _interval(log, confidence, seed)
@@ -242,8 +250,10 @@ def _decide(
             verdict = "SLOWER" if centre > 0 else "FASTER"
             why = f"a difference of more than {_percent(counts)}, with p = {q:.2g}"
         else:
+            holds = low <= 0 <= high
             needed = max(rounds * (half / effect) ** 2, _rounds_for_p(rounds, p, q, alpha))
-            cause = "the interval holds 1" if low <= 0 <= high else f"p = {q:.2g} is above {alpha:.2g}"
+            needed = math.inf if holds and half <= target else needed
+            cause = "the interval holds 1" if holds else f"p = {q:.2g} is above {alpha:.2g}"
             why = f"perhaps a difference of more than {_percent(counts)}, but {cause}"
     elif floor > delta:
         needed = math.inf
@@ -252,11 +262,12 @@ def _decide(
         verdict = "SAME"
         why = f"no difference of more than {_percent(delta)}"
     else:
-        needed = rounds * (half / (delta - effect)) ** 2 if effect < delta else math.inf
+        known = half <= target or effect >= delta
+        needed = math.inf if known else rounds * (half / (delta - effect)) ** 2
         why = f"perhaps no difference of more than {_percent(delta)}, but the interval reaches further"
     more = None
     if verdict == "UNDECIDED" and needed <= MOST_ROUNDS:
-        more = max(1, math.ceil(needed) - rounds)
+        verdict, more = "TOO_FEW_ROUNDS", max(1, math.ceil(needed) - rounds)
         why += f"; about {more} more rounds would tell"
     ratio, ends = math.exp(centre), (math.exp(low), math.exp(high))
     return Comparison(

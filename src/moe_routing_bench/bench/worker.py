@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from moe_routing_bench.bench.calls import Caller, named_tensors, wrong_type
+from moe_routing_bench.bench.calls import Caller, Result, named_tensors, wrong_type
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.clock import CacheFlusher, calls_per_sample
 from moe_routing_bench.bench.device import clock_for, memory_place
-from moe_routing_bench.bench.inputs import ROUTINGS, Call, fingerprint, touch
+from moe_routing_bench.bench.inputs import ROUTINGS, Call, Inputs, fingerprint, touch
 from moe_routing_bench.bench.judging import activations, weights_print
 from moe_routing_bench.bench.kit import run_kit
 from moe_routing_bench.conformance.check import poisoned_memory
@@ -77,21 +77,33 @@ class _Worker:
     def __init__(self, cell: Cell, scratch: Path):
         for folder in cell.include:
             include_folder(folder)
-        self.cell, self.scratch, self.span = cell, scratch, cell.span
-        device = cell.policy.device
-        self.inputs = cell.inputs(put=memory_place(device))
-        self.weights_in_use = self.inputs.weights if self.span.weights else None
+        self.scratch, device = scratch, cell.policy.device
         self.clock = clock_for(device, cell.policy.view)
         self.flusher = CacheFlusher() if cell.policy.cache != "hot" else None
+        self._take(cell, None)
+        for place in {"cpu", memory_place(device)}:
+            start_threads(place)
+
+    def _take(self, cell: Cell, before: Inputs | None) -> None:
+        self.cell, self.span = cell, cell.span
+        self.inputs = cell.inputs(put=memory_place(cell.policy.device))
+        if before is not None:
+            self.inputs.take_weights(before)
+        self.weights_in_use = self.inputs.weights if self.span.weights else None
         self._callers: dict[int, Caller] = {}
         self._timed: list[Any] = []
         self._kept: list[Any] = []
         self._kept_args: Mapping[str, Any] = {}
-        for place in {"cpu", memory_place(device)}:
-            start_threads(place)
+        self._judged: dict[str, Result] = {}
+
+    def next_cell(self, cell: str) -> dict[str, Any]:
+        """Another cell with the same policy and weights: what was made of them is used again."""
+        self._take(Cell.from_json(cell), self.inputs)
+        return {}
 
     def requests(self) -> Requests:
         return {
+            "next_cell": self.next_cell,
             "describe": self.describe,
             "gate": self.gate,
             "kit": self.kit,
@@ -108,7 +120,7 @@ class _Worker:
         spec = self.cell.subjects[subject].spec
         parts = self.span.parts(spec)
         return {
-            "label": "+".join(part.label for part in parts) or spec,
+            "label": self.cell.subjects[subject].called("+".join(part.label for part in parts) or spec),
             "origin": "; ".join(sorted({part.origin for part in parts})) or BUILT_IN,
             "deterministic": all(part.deterministic for part in parts),
             "reuses_output": any(part.reuses_output for part in parts[-1:]),
@@ -119,8 +131,8 @@ class _Worker:
     def gate(
         self, subject: int, number: int, step: int, poison: bool, name: str, then: bool
     ) -> dict[str, Any]:
-        """One call on fresh inputs. Its result is saved to a file at once, and if `then` again after the next
-        call."""
+        """One call on fresh inputs. Its result is saved to a file at once, and again after the next call: if
+        `then`, that is one of its own, else the next gate's."""
         call, args = self._call(subject, number, step)
         backward = self.cell.case.direction != "forward"
         if backward and not self.span.differentiable:
@@ -143,8 +155,11 @@ class _Worker:
         answer["runs"] = caller.computation.runs
         if then:
             caller.ready(*self._call(subject, number + 1, step))()
-        if then and not answer["wrong_type"]:
-            save_file(named_tensors(result), self.scratch / f"{name}-later.safetensors")
+        earlier = {name: result} if then else self._judged
+        for one, kept in earlier.items():
+            if not wrong_type(kept.out):
+                save_file(named_tensors(kept), self.scratch / f"{one}-later.safetensors")
+        self._judged = {} if then or name == "again" else {name: result}
         changed = [name for name, now in _global_state().items() if now != state[name]]
         return {**answer, "changed": changed}
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moe_routing_bench.bench.budget import command_start
+from moe_routing_bench.bench.budget import Budget, command_start
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.bench.executor import LocalExecutor
@@ -20,7 +20,7 @@ from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import roofs_now, stored_roofs
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.cli.balance import balance_command
-from moe_routing_bench.cli.choosing import check_device, chosen_cases, made_cells
+from moe_routing_bench.cli.choosing import BENCH_TOKENS, check_device, chosen_cases, made_cells
 from moe_routing_bench.cli.ending import end, saving_folder, stopped, where_saved
 from moe_routing_bench.cli.finding import include_all
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
@@ -91,7 +91,7 @@ def _command(span: str) -> Callable[..., None]:
         with user_mistakes():
             try:
                 policy = measure.policy(sizes.case or "", adapt=True)
-                cells = made_cells(chosen_cases(span_named(span), sizes, what, policy), what, policy)
+                cells = made_cells(chosen_cases(span_named(span), sizes, what, BENCH_TOKENS), what, policy)
             except NotImplementedError as reason:
                 fail(str(reason))
             check_device(policy)
@@ -104,7 +104,9 @@ def _command(span: str) -> Callable[..., None]:
                 f"others are measured on; --threads {cores} insists."
             )
         shown = None if as_json else partial(show_outcome, repro=repro, roofs=roofs)
-        outcomes = measured(cells, folder, suite=sizes.case or sizes.model or "", show=shown)
+        seconds = measure.seconds_for(cells)
+        suite = sizes.case or sizes.model or ""
+        outcomes = measured(cells, folder, suite=suite, seconds=seconds, show=shown)
         if as_json:
             show_json([outcome_document(outcome) for outcome in outcomes])
         else:
@@ -118,13 +120,15 @@ def _command(span: str) -> Callable[..., None]:
 
 
 def measured(
-    cells: Sequence[Cell], out: Path | None, *, suite: str, show: Callable[[CellOutcome], None] | None = None
-) -> list[CellOutcome]:
-    """Measure all cells, with a progress bar; show each when it is done, and write it to `out` if given."""
+    cells: Sequence[Cell], out: Path | None, *, suite: str, seconds: float,
+    show: Callable[[CellOutcome], None] | None = None,
+) -> list[CellOutcome]:  # fmt: skip
+    """Measure all cells in so many seconds, with a progress bar; show each when it is done, and write it to
+    `out` if given."""
     with user_mistakes():
         roofs = stored_roofs(this_machine().name)
     outcomes: list[CellOutcome] = []
-    executor = LocalExecutor(began=command_start())
+    executor = LocalExecutor(Budget(seconds, command_start()))
     with _stoppable(outcomes, len(cells), out), shown_progress(len(cells)) as progress:
         if out is None:
             source: Any = executor.run(cells, roofs=roofs, on_progress=progress.update, watch=lambda: None)

@@ -27,8 +27,8 @@ def draw_shares(outcome: CellOutcome, shares: Mapping[str, Mapping[str, float]],
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = [one for one in outcome.subjects if one.samples and one.subject.spec in shares]
-    names = [name for name in COLOURS if any(name in shares[row.subject.spec] for row in rows)]
+    rows = [one for one in outcome.subjects if one.samples and one.subject.text in shares]
+    names = [name for name in COLOURS if any(name in shares[row.subject.text] for row in rows)]
     figure = Figure(figsize=(10, 1.9 + 0.62 * len(rows)), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -36,7 +36,7 @@ def draw_shares(outcome: CellOutcome, shares: Mapping[str, Mapping[str, float]],
     for place, row in enumerate(rows):
         start, ms = 0.0, 1e3 * median(row.samples)
         for name in names:
-            width = ms * shares[row.subject.spec].get(name, 0.0)
+            width = ms * shares[row.subject.text].get(name, 0.0)
             axes.barh(place, width, left=start, color=COLOURS[name], edgecolor="white", linewidth=0.6)
             if width > 0.05 * longest:
                 percent = f"{100 * width / ms:.0f} %"
@@ -51,7 +51,7 @@ def draw_shares(outcome: CellOutcome, shares: Mapping[str, Mapping[str, float]],
         label += "" if row.comparison is None else f" ({1 / ratio:.2f}x)"
         axes.text(start + 0.01 * longest, place, label, va="center", fontsize=10)
     axes.set_yticks(
-        range(len(rows)), [fill(row.subject.spec.replace(",", ", "), 36) for row in rows], fontsize=9
+        range(len(rows)), [fill(row.subject.text.replace(",", ", "), 36) for row in rows], fontsize=9
     )
     axes.invert_yaxis()
     axes.set_xlim(0, 1.17 * longest)

@@ -11,7 +11,6 @@ import psutil
 import torch
 
 from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.estimate import SHARE_OF_PEAK, probe
 from moe_routing_bench.bench.spans.span import Span, is_ours, span_named, span_names, stand_ins
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cli.options import ON_A_GPU, WORKLOAD, SizeOptions, WhatOptions
@@ -21,12 +20,11 @@ from moe_routing_bench.ops.auto import invariant_names
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.shapes import MoEShape
-from moe_routing_bench.workloads.cases import MINUTE_FLOPS, BenchCase, cases, fitted, model_cases, stored_as
+from moe_routing_bench.workloads.cases import BenchCase, cases, fitted, model_cases, stored_as
 from moe_routing_bench.workloads.workload import check_name
 
-MODEL_TOKENS = 128
-# about 100 calls, beside making, packing and judging with the weights: 20 ns a byte on a Xeon without AMX
-CALL_SHARE, SECONDS_PER_BYTE = 1 / 100, 2e-8
+MODEL_TOKENS = (128,)
+BENCH_TOKENS = (1, 16, 128)  # one token, a few, a prompt: the fastest is another one for each
 SIZES = {"T": 128, "D": 512, "F": 256, "E": 16, "K": 2}
 # left out of suites for a GPU unless named: C++ for CPUs, and what is known to be slow anywhere
 BATCH_INVARIANT = "batch-invariant"
@@ -34,22 +32,22 @@ NOT_QUICK = re.compile(r"native|hf_|one_hot|dense_all_experts|eager_loop")
 
 
 def chosen_cases(
-    span: Span, sizes: SizeOptions, what: WhatOptions, policy: Policy | None = None
+    span: Span, sizes: SizeOptions, what: WhatOptions, tokens: Sequence[int] = MODEL_TOKENS
 ) -> list[BenchCase]:
     """The cases that a model, a name, a checkpoint or sizes stand for, in every direction. Those that this
-    machine cannot hold or finish in time get fewer tokens, except with --full. policy: a model is measured
-    with so many tokens as its seconds allow at this machine's speed."""
+    machine cannot hold are replaced by smaller ones, except with --full. tokens: T of a model or checkpoint
+    if nobody says it."""
     given = sizes.lists()
     if sizes.model and sizes.case:
         raise ValueError("give either --model or --case, not both")
     if sizes.case and given:
         raise ValueError(f"--case {sizes.case} fixes all sizes; leave out the others, or use --model")
     if sizes.checkpoint is not None:
-        chosen = _of_checkpoint(span, sizes)
+        chosen = _of_checkpoint(span, sizes, tokens)
     elif sizes.case:
         chosen = cases(sizes.case)
     elif sizes.model:
-        chosen = _of_model(sizes.model, given)
+        chosen = _of_model(sizes.model, given, tokens)
     elif span.case and not given:
         chosen = cases(span.case)
     else:
@@ -68,7 +66,7 @@ def chosen_cases(
         return chosen  # what is asked for by number is never replaced
     if sizes.full or sizes.checkpoint is not None:
         return chosen
-    return fitted_once(chosen, policy if sizes.model else None)
+    return fitted_once(chosen)
 
 
 def _refuse_too_big(chosen: Sequence[BenchCase]) -> None:
@@ -93,14 +91,14 @@ def _own(shape: dict[str, int], sizes: SizeOptions) -> BenchCase:
     return BenchCase(name=name, span="", shape=s, bias=sizes.bias, shared_F=sizes.shared)
 
 
-def _of_model(name: str, given: dict[str, list[int]]) -> list[BenchCase]:
-    tokens = given.pop("T", [MODEL_TOKENS])
+def _of_model(name: str, given: dict[str, list[int]], tokens: Sequence[int]) -> list[BenchCase]:
+    tokens = given.pop("T", tokens)
     if given:
         raise ValueError(f"--model {name} fixes all sizes but --tokens")
     return model_cases(name, tokens)
 
 
-def _of_checkpoint(span: Span, sizes: SizeOptions) -> list[BenchCase]:
+def _of_checkpoint(span: Span, sizes: SizeOptions, tokens: Sequence[int]) -> list[BenchCase]:
     given, folder = sizes.lists(), sizes.checkpoint
     if not span.weights:
         raise ValueError(f"--checkpoint gives weights, and {span.name} reads none; measure layer")
@@ -121,22 +119,17 @@ def _of_checkpoint(span: Span, sizes: SizeOptions) -> list[BenchCase]:
             checkpoint=str(folder.resolve()),
             layer=sizes.layer,
         )
-        for T in given.get("T", [MODEL_TOKENS])
+        for T in given.get("T", tokens)
     ]
 
 
-def fitted_once(chosen: Sequence[BenchCase], policy: Policy | None = None) -> list[BenchCase]:
+def fitted_once(chosen: Sequence[BenchCase]) -> list[BenchCase]:
     """The cases, or smaller ones if they are too big for this machine; of those that differ only by name, the
     first."""
     kept: dict[BenchCase, BenchCase] = {}
     room = psutil.virtual_memory().available
     for case in chosen:
-        flops = MINUTE_FLOPS
-        if policy is not None and policy.device == "cpu" and case.weights:
-            left = max(policy.max_seconds - SECONDS_PER_BYTE * case.held_bytes, 0.1 * policy.max_seconds)
-            speed = probe(policy.threads, case.dtype)
-            flops = min(flops, CALL_SHARE * left * SHARE_OF_PEAK * speed.flops)
-        twin = fitted(case, memory_bytes=room, most_flops=flops)
+        twin = fitted(case, memory_bytes=room)
         nameless = replace(twin, name="", scaled_from="", sequences=1)
         kept.setdefault(nameless if twin.scaled_from else twin, twin)
     return list(kept.values())
@@ -165,8 +158,9 @@ def chosen_subjects(span: Span, case: BenchCase, what: WhatOptions) -> tuple[Sub
         spec, at, layout = (part.strip() for part in text.partition("@"))
         own = [str(Layout.parse(case.layout if layout == "case" else layout))] if at else rules
         for rule in own:
-            subject = Subject(spec=spec, layout=rule, router=router, layer=layer)
-            subjects.append(span.settled(subject, case))
+            subject = Subject.read(spec, layout=rule, router=router, layer=layer)
+            settled = span.settled(subject, case)
+            subjects.append(replace(settled, frozen=settled.frozen and span.has_frozen(settled, case)))
     for subject in subjects:
         span.check(subject)  # raises if there is no such implementation, router or layer
     return tuple({_meaning(span, subject): subject for subject in reversed(subjects)}.values())[::-1]

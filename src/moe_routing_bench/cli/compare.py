@@ -11,12 +11,13 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from moe_routing_bench.bench.verdict import OPEN
 from moe_routing_bench.cli.results import at_hand, left_out_json, printable, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, show, show_json
 from moe_routing_bench.results.comparing import Change, RunComparison, Turned, compare_runs
 from moe_routing_bench.results.matching import LIKE
 
-COLOURS = {"FASTER": "green", "SLOWER": "red", "SAME": "", "UNDECIDED": "yellow"}
+COLOURS = {"FASTER": "green", "SLOWER": "red", "SAME": ""} | dict.fromkeys(OPEN, "yellow")
 MOST_NAMES = 20
 LISTS = ("changes", "broken", "fixed", "apart")
 
@@ -185,9 +186,7 @@ def _show_turned(title: str, turned: tuple[Turned, ...]) -> None:
 
 def _show_rest(runs: RunComparison) -> None:
     apart = [f"{one.name}: {'; '.join(one.differences)}" for one in runs.apart]
-    undecided = [
-        f"{one.where}: {one.contender}: {one.reason}" for one in runs.changes if one.verdict == "UNDECIDED"
-    ]
+    undecided = [f"{one.where}: {one.contender}: {one.reason}" for one in runs.changes if one.verdict in OPEN]
     for title, names in (
         ("Undecided", undecided),
         ("Measured unlike, so without a ratio", apart),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,13 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from moe_routing_bench.bench.cell import CACHES, Policy
+from moe_routing_bench.bench.cell import CACHES, Cell, Policy
 from moe_routing_bench.bench.cores import core_count, idle_count
 from moe_routing_bench.bench.device import VIEWS
 from moe_routing_bench.cli.finding import IncludePath
 from moe_routing_bench.workloads.cases import DIRECTIONS
 
+SECONDS = 60.0
 ON_A_GPU = ("gpu-quick",)  # suites that are measured there unless somebody says otherwise
 WORKLOAD = "zipf(1.2)"  # the default; uniform routing flatters every kernel
 Words = list[str] | None  # each may hold several, split at commas
@@ -117,7 +118,14 @@ class MeasureOptions:
     processes: Annotated[int, _option(help="Repeat in this many processes; 3 for a published figure.")] = 1
     rounds: Annotated[int, _option(help="Most rounds of a case.")] = 1000
     min_rounds: Annotated[int, _option(help="Fewest rounds of a case.")] = 20
-    seconds: Annotated[float, _option(help="Seconds for a case, with compiling and checking.")] = 60.0
+    seconds: Annotated[
+        float | None,
+        _option(
+            help="Seconds for the whole command, in `mrb sweep` for each case; kernels are built before. "
+            "Default: 60, or 20 a case.",
+            show_default=False,
+        ),
+    ] = None
     target: Annotated[float, _option(help="Stop when every ratio is known this precisely.")] = 0.01
     limit: Annotated[float, _option(help="Seconds after which a call counts as hanging.")] = 120.0
     memory: Annotated[float, _option(help="GiB that a worker may allocate.")] = 12.0
@@ -131,6 +139,10 @@ class MeasureOptions:
         bool, _option("--all", help="All rounds also for what is 5 times slower than the best.")
     ] = False
 
+    def seconds_for(self, cells: Sequence[Cell]) -> float:
+        """Of a command that measures these together."""
+        return max(SECONDS, SECONDS / 3 * len(cells)) if self.seconds is None else self.seconds
+
     def policy(self, suite: str = "", *, adapt: bool = False) -> Policy:
         """adapt: by default use only the cores that are idle now. A sweep does not: it must find its cells
         again when it is resumed."""
@@ -143,7 +155,7 @@ class MeasureOptions:
             processes=self.processes,
             max_rounds=self.rounds,
             min_rounds=min(self.min_rounds, self.rounds),
-            max_seconds=self.seconds,
+            max_seconds=SECONDS if self.seconds is None else self.seconds,
             target=self.target,
             step_seconds=self.limit,
             memory_gib=self.memory,

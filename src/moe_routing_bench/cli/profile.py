@@ -19,6 +19,7 @@ from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.cli.bench import measured
 from moe_routing_bench.cli.block_pictures import draw_shares
 from moe_routing_bench.cli.choosing import chosen_cases, made_cells
+from moe_routing_bench.cli.ending import end
 from moe_routing_bench.cli.finding import include_all
 from moe_routing_bench.cli.fitting import fitted
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
@@ -81,7 +82,7 @@ def profile_block_command(
             sizes = replace(sizes, model=name)
         elif name is not None or not (sizes.lists() or sizes.model or sizes.case):
             sizes = replace(sizes, case=name or CASE)
-        what = replace(what, impl=what.impl or list(SUBJECTS))
+        asked, what = what, replace(what, impl=what.impl or list(SUBJECTS))
         try:
             chosen = chosen_cases(span_named("layer"), sizes, what)
             cells = made_cells(chosen, what, measure.policy())
@@ -93,7 +94,8 @@ def profile_block_command(
         if measure.device not in (None, "cpu") and not torch.cuda.is_available():
             raise ValueError(f"there is no {measure.device} here; leave out --device")
     documents = []
-    for outcome in measured(cells, out, suite=name or ""):
+    outcomes = measured(cells, out, suite=name or "", seconds=measure.seconds_for(cells))
+    for outcome in outcomes:
         profiles = _profiles(outcome, calls=calls, chrome=chrome, nvtx=ranges)
         documents.append({**outcome_document(outcome), "profiles": _documents(profiles)})
         if picture is not None and profiles:
@@ -102,6 +104,7 @@ def profile_block_command(
             _show(outcome, profiles, rows, chrome)
     if as_json:
         show_json(documents)
+    end(outcomes, asked)
 
 
 def _profiles(outcome: CellOutcome, *, calls: int, chrome: Path | None, nvtx: Any) -> dict[str, Profile]:
@@ -111,11 +114,11 @@ def _profiles(outcome: CellOutcome, *, calls: int, chrome: Path | None, nvtx: An
     try:
         inputs = outcome.cell.inputs()
         return {
-            one.subject.spec: profile(
+            one.subject.text: profile(
                 profiled(one.subject, inputs, nvtx),
                 inputs,
                 calls=calls,
-                chrome=None if chrome is None else _named_file(chrome, outcome.cell, one.subject.spec),
+                chrome=None if chrome is None else _named_file(chrome, outcome.cell, one.subject.text),
             )
             for one in outcome.subjects
             if one.samples

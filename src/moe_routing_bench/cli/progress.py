@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.compiling import BUILDING
 from moe_routing_bench.bench.runner import Progress as CellProgress
 from moe_routing_bench.bench.runner import Standing
 from moe_routing_bench.cli.terminal import console
@@ -45,9 +46,10 @@ class ShownProgress:
         self._bar.update(
             self._task, completed=self._done + progress.share, description=f"{used} {what[:60]}; {left}"
         )
-        if self._lines and now - self._said >= LINE_SECONDS:
+        building = progress.what.startswith(BUILDING)
+        if self._lines and (building or now - self._said >= LINE_SECONDS):
             self._said = now
-            console(stderr=True).print(f"{used} {what}; {left}")
+            console(stderr=True).print(progress.what if building else f"{used} {what}; {left}")
 
     def _left(self, progress: CellProgress, now: float) -> str:
         if self._cells == 1:

@@ -14,12 +14,13 @@ from moe_routing_bench.bench.outcome import CellOutcome, Direction, SubjectOutco
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.roofs import Roofs, percent_of_roof
 from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.verdict import OPEN
 from moe_routing_bench.cli.fitting import Cells, fitted
 from moe_routing_bench.cli.terminal import heading, show, two_columns
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.names import short_label
 
-STYLES = {"FASTER": "green", "SLOWER": "red", "SAME": "cyan", "UNDECIDED": "yellow"}
+STYLES = {"FASTER": "green", "SLOWER": "red", "SAME": "cyan"} | dict.fromkeys(OPEN, "yellow")
 PLAIN_LAYER = "moe"
 # what may differ between the rows of a ranking
 FACTS: dict[str, Callable[[CellOutcome, SubjectOutcome], str]] = {
@@ -314,7 +315,7 @@ def _subject_document(one: SubjectOutcome, outcome: CellOutcome) -> dict[str, An
     return {
         "implementation": one.label,
         "runs": one.runs or one.label,
-        "spec": one.subject.spec,
+        "spec": one.subject.text,
         "layout": one.subject.layout,
         "router": one.subject.router,
         "layer": one.subject.layer,

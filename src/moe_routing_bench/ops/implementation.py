@@ -45,6 +45,7 @@ class Implementation:
     freeze: Callable[..., Any] | None = None
     # the same of weights that are stored in a format already: QuantisedExperts, dtype
     freeze_stored: Callable[..., Any] | None = None
+    reads_plain: bool = False  # with freeze: weights as they are do as well, and are measured unless asked
     ties: str = "lower id first"  # topk only: "any" if equal scores may be picked in any order
 
     @property

@@ -268,6 +268,7 @@ class Op:
             batch_invariant=bool(invariant),
             invariant_with=invariant if isinstance(invariant, Mapping) else {},
             reuses_output=getattr(module, "REUSES_OUTPUT", False),
+            reads_plain=getattr(module, "READS_PLAIN", False),
             stored=getattr(module, "stored", None),
             plain=getattr(module, "plain", None),
             freeze=getattr(module, "freeze", None),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_routing_bench.bench.roofs import percent_of_roof, stored_roofs
+from moe_routing_bench.bench.verdict import OPEN
 from moe_routing_bench.report.drawing import rate
 from moe_routing_bench.report.reading import Cell, Chapter, Group, Study
 from moe_routing_bench.report.timing_figures import dropped_percent
@@ -188,7 +189,7 @@ def noise_table(chapter: Chapter) -> Table | None:
                 counts[record.comparison.verdict] = counts.get(record.comparison.verdict, 0) + 1
     if not counts:
         return None
-    order = ("SAME", "UNDECIDED", "FASTER", "SLOWER")
+    order = ("SAME", *OPEN, "FASTER", "SLOWER")
     rows = tuple((name, f"{counts.get(name, 0):,}") for name in order)
     return Table(
         head=("verdict on the twin", "cells"), rows=rows, note="FASTER and SLOWER here are false alarms."

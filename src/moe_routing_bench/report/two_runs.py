@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moe_routing_bench.bench.verdict import OPEN
 from moe_routing_bench.report.drawing import COLOURS, INK, Picture, figure, label, patches, style
 from moe_routing_bench.report.page import Page, Section
 from moe_routing_bench.report.tables import Table
@@ -30,7 +31,7 @@ def two_runs(runs: RunComparison, name_a: str, name_b: str, command: str) -> Pag
     confirmed = [change for change in runs.changes if change.confirmed]
     confirmed.sort(key=lambda change: abs(change.ratio - 1), reverse=True)
     by_kind = {kind: [change for change in confirmed if change.kind == kind] for kind in KINDS}
-    undecided = [change for change in runs.changes if change.verdict == "UNDECIDED"]
+    undecided = [change for change in runs.changes if change.verdict in OPEN]
     same = [change for change in runs.changes if change.verdict == "SAME"]
     picture = _picture([*(one for some in by_kind.values() for one in some), *undecided])
     sections = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from moe_routing_bench.bench.verdict import OPEN
 from moe_routing_bench.report.drawing import (
     PAPER,
     Picture,
@@ -109,7 +110,7 @@ def _winner(axes: Any, cell: Cell, place: tuple[int, int], colour: dict[str, str
     assert contest is not None
     others = sorted((ratio, name) for name, ratio in contest.ratios.items() if name != contest.winner)
     verdicts = {contest.against_winner[name].verdict for name in contest.ties}
-    hatch = "xxx" if "UNDECIDED" in verdicts else "///" if verdicts else None
+    hatch = "xxx" if verdicts.intersection(OPEN) else "///" if verdicts else None
     said = ", ".join(f"{name}: {contest.against_winner[name].verdict}" for name in contest.ties)
     text = f"{cell.title}: {contest.winner}" + (f"; not shown to be slower: {said}" if said else "; no tie")
     fill = colour[contest.winner]

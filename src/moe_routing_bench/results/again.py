@@ -136,7 +136,7 @@ def _case(record: Record) -> BenchCase:
 
 def _subject(record: Record) -> Subject:
     what = record.what
-    return Subject(spec=record.implementation.spec, layout=what.layout, router=what.router, layer=what.layer)
+    return Subject.read(record.implementation.spec, layout=what.layout, router=what.router, layer=what.layer)
 
 
 def _baseline_first(records: Iterable[Record]) -> list[Record]:

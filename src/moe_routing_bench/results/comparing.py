@@ -26,7 +26,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_routing_bench.bench.verdict import CONFIDENCE, DELTA, DIGITS, FEWEST_ROUNDS, RESAMPLES, Verdict
+from moe_routing_bench.bench.verdict import CONFIDENCE, DELTA, DIGITS, FEWEST_ROUNDS, OPEN, RESAMPLES, Verdict
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.matching import Measured, difference, differences, latest, match, question
 from moe_routing_bench.results.record import Record
@@ -200,7 +200,7 @@ def _kind(a: Measured, b: Measured, verdict: Verdict, same_code: bool) -> Kind:
     """What to think of first. The machine before the method, the method before the code: what lies deeper
     explains what lies above it."""
     if verdict not in ("FASTER", "SLOWER"):
-        return "not decided" if verdict == "UNDECIDED" else "no change"
+        return "not decided" if verdict in OPEN else "no change"
     if set(differences(a, b)) & {"machine", "torch", "python", "settings", "device"}:
         return "other machine"
     if differences(a, b) or a.record.harness_hash != b.record.harness_hash:

@@ -167,6 +167,7 @@ def _is_asked(record: Record, notes: _Notes) -> bool:
     what, store = record.what, record.workload.store
     _, router, layer = what.setting
     unlike = {
+        "measured on frozen weights, where nothing is left to choose": record.implementation.frozen,
         f"measured {what.direction}, not forward": what.direction != "forward",
         f"measured with the router {_printable(router)}": router != DEFAULT_ROUTER,
         f"measured in the layer {_printable(layer)}": layer != "",

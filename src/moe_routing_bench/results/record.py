@@ -141,6 +141,11 @@ class Implementation(Part):
     host_sync: Sentence  # why it must read device values on the host; "" if it does not
     runs: Sentence  # what really ran, if more than the label: topk.sort + make_plan.native + ...
 
+    @property
+    def frozen(self) -> bool:
+        """Was it asked to pack its weights once, where it also reads them as they are?"""
+        return self.label.startswith("frozen(")
+
 
 class Protocol(Part):
     """view="host wall", cache="hot", device="cpu", threads=1, rounds=40, stop_reason="budget", ..."""
@@ -224,7 +229,7 @@ class Comparison(Part):
     low: Amount
     high: Amount
     p_adjusted: Share
-    verdict: Literal["FASTER", "SLOWER", "SAME", "UNDECIDED"]
+    verdict: Literal["FASTER", "SLOWER", "SAME", "TOO_FEW_ROUNDS", "UNDECIDED"]
     reason: Sentence
     more_rounds: Count | None
     aa_floor: Amount

@@ -77,7 +77,7 @@ def _record(
         routing=_routing(one, outcome),
         implementation=schema.Implementation(
             label=one_line(one.label, 300),
-            spec=one_line(one.subject.spec, 300),
+            spec=one_line(one.subject.text, 300),
             origin=one_line(one.origin, 300),
             source_hash=outcome.identity.sources[one.subject],
             role=one.role,  # type: ignore[arg-type]

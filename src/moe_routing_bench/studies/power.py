@@ -52,7 +52,7 @@ MOST_TRIALS = 100_000
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
-TrialVerdict = Literal["FASTER", "SLOWER", "SAME", "UNDECIDED", "FAILED"]
+TrialVerdict = Literal["FASTER", "SLOWER", "SAME", "TOO_FEW_ROUNDS", "UNDECIDED", "FAILED"]
 
 
 @dataclass(frozen=True, kw_only=True)

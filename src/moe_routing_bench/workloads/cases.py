@@ -161,16 +161,17 @@ def fitted(case: BenchCase, *, memory_bytes: int, most_flops: float = MINUTE_FLO
     """The case itself if this machine can hold it and its time is enough, else with fewer tokens; if even the
     weights do not fit, its scaled twin.
 
-    Room is needed for the weights three times (the judge's, the worker's, packed ones) and the rows eight
-    times; with gradients also for weights and gradients in float64, which is 16 times.
+    Room is needed for the weights four times (the judge's, the worker's, packed ones, those in the order of
+    Transformers) and the rows eight times; with gradients also for weights and gradients in float64, which
+    is 16 times.
     """
     train = case.direction != "forward"
-    if (20 if train else 3) * case.held_bytes > 0.8 * memory_bytes:
+    if (20 if train else 4) * case.held_bytes > 0.8 * memory_bytes:
         return scaled(case)
     smaller = case
     while smaller.shape.T > 1 and (
         smaller.flops * (3 if train else 1) > most_flops
-        or (20 if train else 3) * smaller.held_bytes + 8 * smaller.activation_bytes > 0.8 * memory_bytes
+        or (20 if train else 4) * smaller.held_bytes + 8 * smaller.activation_bytes > 0.8 * memory_bytes
     ):
         smaller = replace(smaller, shape=replace(smaller.shape, T=smaller.shape.T // 2))
     name = f"{case.name}~{smaller.shape.T}{FEWER_TOKENS}"

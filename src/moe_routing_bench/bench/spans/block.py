@@ -45,6 +45,7 @@ SUBJECTS = (
     "transformers(attention=eager,experts=eager)",
     "ours(attention=naive)",
     "ours",
+    "frozen(ours)",
 )
 OPTIONS = {
     "ours": {"attention": "sdpa", "impl": "auto"},
@@ -67,6 +68,15 @@ class BlockSpan(Span):
         attention_of(case)  # raises if this block cannot represent the model
         parse_block(subject.spec)
         return replace(subject, router=subject.router or ROUTER)
+
+    def has_frozen(self, subject: Subject, case: BenchCase) -> bool:
+        name, options = parse_block(subject.spec)
+        if name != "ours":
+            return False
+        if options["impl"] == "auto":
+            label = auto_label("expert_ffn", stand_ins(subject, case))
+            subject = replace(subject, spec=f"ours(impl={label})")
+        return super().has_frozen(subject, case)
 
     def parts(self, spec: str) -> tuple[Implementation, ...]:
         impl = parse_block(spec)[1].get("impl", "auto")

@@ -47,7 +47,7 @@ class OpSpan(Span):
 
     def built(self, subject: Subject, inputs: Inputs) -> Computation:
         one = self.op.get(subject.spec)
-        if self.op.weights != "weights" or (weights := inputs.frozen(one)) is inputs.weights:
+        if self.op.weights != "weights" or (weights := inputs.frozen(one, subject.frozen)) is inputs.weights:
             return Computation(run=one.run)
         place = self.op.parameters().index("weights")
 

@@ -122,6 +122,15 @@ class Span:
         source = stand_ins(subject, case)
         return replace(subject, spec="+".join(auto_label(name, source) for name in self.ops))
 
+    def has_frozen(self, subject: Subject, case: BenchCase) -> bool:
+        """Is it measured both with weights as they are and, if asked, with frozen ones?"""
+        if case.direction != "forward" or not all(map(is_ours, self.origins(subject.spec))):
+            return False  # code from outside is not loaded here
+        try:
+            return any(part.reads_plain and part.stored is None for part in self.parts(subject.spec))
+        except NotImplementedError:
+            return False
+
     def specs(self) -> list[str]:
         """Everything worth trying: the defaults first, then one part varied at a time. Code from outside is
         named but not loaded: only a worker loads it."""

@@ -15,7 +15,13 @@ experts = partial(hf.experts, "batched_mm")
 freeze = hf.freeze
 
 
+MOST_BYTES = 2**33  # of copies of weights
+
+
 def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> str | None:
+    copied = gate_TK.numel() * 3 * weights.D * weights.F * x_TD.element_size()
+    if copied > MOST_BYTES:
+        return f"it copies an expert's weights for every pair, here {copied / 2**30:.0f} GiB"
     return hf.why_not(weights)
 
 

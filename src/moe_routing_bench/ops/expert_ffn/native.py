@@ -40,6 +40,7 @@ from moe_routing_bench.recycled import recycled
 from moe_routing_bench.topology import nodes_in_use
 
 BATCH_INVARIANT = {"batch_invariant": True}
+READS_PLAIN = True
 CONFIGS: tuple[dict[str, Any], ...] = (
     {},
     {"level": "vnni"},

@@ -22,6 +22,8 @@ from moe_routing_bench.ops.implementation import Implementation, tensors_in
 from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.plan import RoutingPlan
 
+STRIP = 128  # columns
+
 
 def reference(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
     return by_expert(x_TD, gate_TK, plan, weights)
@@ -45,13 +47,20 @@ def by_expert(
         t, k = (expert_TK == e).nonzero(as_tuple=True)
         if not t.numel() and not torch.is_grad_enabled():  # converting its weights takes time
             continue
-        # weights of another dtype are converted one expert at a time: all of them may not fit in memory
-        h = rounded(x_TD[t]) @ w_in[e].to(x_TD.dtype)
+        h = _times(rounded(x_TD[t]), w_in[e])
         h = activate(h if weights.b_in_EG is None else h + weights.b_in_EG[e], weights.activation)
-        y = rounded(h) @ w_out[e].to(x_TD.dtype)
+        y = _times(rounded(h), w_out[e])
         y = y if weights.b_out_ED is None else y + weights.b_out_ED[e]
         y_TD = y_TD.index_add(0, t, gate_TK[t, k].to(wide).unsqueeze(1) * y.to(wide))
     return y_TD.to(x_TD.dtype)
+
+
+def _times(rows_ND: Tensor, w_DF: Any) -> Tensor:
+    """The product. Weights of another dtype are converted one expert at a time, as all of them may not fit in
+    memory; without gradients in strips that stay in the caches, which takes a third of the time."""
+    if w_DF.dtype == rows_ND.dtype or torch.is_grad_enabled() or not isinstance(w_DF, Tensor):
+        return rows_ND @ w_DF.to(rows_ND.dtype)
+    return torch.cat([rows_ND @ strip.to(rows_ND.dtype) for strip in w_DF.split(STRIP, 1)], 1)
 
 
 def with_int8_rows(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
@@ -77,7 +86,7 @@ def cost(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeight
 op = Op(
     __package__, reference, cost=cost, judge=judge, weights="weights", int8_rows=with_int8_rows, widens=True,
     default="staged", stage=6, by_token=lambda out, args: out,
-    usual=("staged", "auto", "staged(grouped_gemm=torch_grouped_mm)", "hf_grouped_mm", "hf_eager"),
+    usual=("staged", "auto", "frozen(auto)", "hf_grouped_mm", "hf_eager", "hf_batched_mm"),
 )  # fmt: skip
 
 
