@@ -111,7 +111,9 @@ def train_command(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", is_eager=True, callback=_quick,
+            "--quick",
+            is_eager=True,
+            callback=_quick,
             help="A first look in about a minute: a small model, 100 steps, one seed.",
         ),
     ] = False,
