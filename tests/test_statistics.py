@@ -188,3 +188,10 @@ def test_no_host_synchronisation() -> None:
 def test_mistakes_get_a_sentence(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         RoutingStatistics.of(routing_of([[0], [1]], 3), **options)
+
+
+def test_information_is_never_more_than_the_label_has() -> None:
+    """Here the expert is the label; by rounding alone its share was 1.0000000000000002."""
+    label_T = torch.arange(44) ** 2 % 7
+    found = RoutingStatistics.of(routing_of(label_T[:, None].tolist(), 7), label_T=label_T, num_labels=7)
+    assert found.label_share is not None and 0.999 < found.label_share.item() <= 1

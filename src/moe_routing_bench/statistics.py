@@ -181,5 +181,6 @@ def _label_information(routing: Routing, label_T: Tensor, num_labels: int) -> tu
     share_EL = count_EL / count_EL.sum().clamp(min=1).double()
     marginals = (share_EL.sum(1), share_EL.sum(0), share_EL)
     of_expert, of_label, of_both = (torch.special.entr(share).sum() / math.log(2) for share in marginals)
-    bits = (of_expert + of_label - of_both).clamp(min=0)
+    # rounded sums may leave the bounds: information is between 0 and the entropy of the label
+    bits = torch.minimum((of_expert + of_label - of_both).clamp(min=0), of_label)
     return bits, torch.where(of_label > 0, bits / torch.where(of_label > 0, of_label, 1.0), 0.0)

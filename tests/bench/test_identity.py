@@ -274,7 +274,7 @@ OUTSIDE = {
     "torch": lambda m: m.setattr("torch.__version__", "9.9.9"),
     "python": lambda m: m.setattr("sys.version", "3.99.0 (main)"),
     "numpy": lambda m: m.setattr(identity, "distribution_version", lambda name: "9.9.9"),
-    "setting": lambda m: m.setenv("OMP_NUM_THREADS", "7"),
+    "setting": lambda m: m.setenv("OMP_WAIT_POLICY", "active"),
     "nodes": lambda m: m.setenv("MRB_NODES", "0;1"),
     "suite": lambda m: m.setattr(identity, "SUITE_VERSION", 99),
 }
@@ -285,6 +285,15 @@ def test_a_change_around_it_changes_the_key(kernels, monkeypatch, what):
     before = key_of(a_cell())
     OUTSIDE[what](monkeypatch)
     assert key_of(a_cell()) != before
+
+
+@pytest.mark.parametrize("name", identity.SETTINGS_WITHOUT_EFFECT)
+def test_what_a_launcher_sets_does_not_change_the_key(kernels, monkeypatch, name):
+    """Ray sets OMP_NUM_THREADS=1 for its tasks; a worker uses the threads of its policy all the same."""
+    before = key_of(a_cell())
+    monkeypatch.setenv(name, "1")
+    assert key_of(a_cell()) == before
+    assert key_of(replace(a_cell(), policy=replace(a_cell().policy, threads=2))) != before
 
 
 def test_another_machine_has_another_key(kernels):

@@ -18,6 +18,7 @@ from moe_routing_bench.cli import COMMANDS as ALL_COMMANDS
 from moe_routing_bench.ops.preference import machine_of
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.routers.router import all_routers
+from moe_routing_bench.workloads.cases import SUITES
 
 pytestmark = pytest.mark.slow
 
@@ -149,6 +150,25 @@ def test_explain_a_kernel_that_takes_plain_tensors_alone():
     document = mrb_json("explain", "expert_ffn", "--tokens", "16")
     (native,) = [one for one in (document["chosen"], *document["others"]) if one["spec"] == "native"]
     assert native["answer"] == "could run" or "compile" in native["reason"]
+
+
+def test_explain_takes_sizes_of_a_model():
+    words = ["explain", "expert_ffn", "--tokens", "1"]
+    plain = mrb_json(*words, "--width", "2048", "--hidden", "1024", "--experts", "64", "--topk", "8")
+    assert mrb_json(*words, "--model", "olmoe-1b-7b") == plain
+    fewer = mrb_json(*words, "--model", "olmoe-1b-7b", "--topk", "2", "--experts", "16")["arguments"]
+    assert fewer["plan"] == "compact: 2 rows for 2 pairs" and "w_in_EDG 16 x 2048" in fewer["weights"]
+    assert "there is no model" in refused(*words, "--model", "absent")
+
+
+def test_suites_say_how_much_of_them_is_measured(monkeypatch):
+    suites = {one["name"]: one for one in mrb_json("list", "suites")["suites"]}
+    assert suites.keys() == SUITES.keys()
+    assert suites["topk-grid"]["cells"] == suites["topk-grid"]["measured"] == 27
+    assert suites["seed-fused"]["document"] and suites["topk-grid"]["document"] is None
+    assert all(one["minutes"] > 0 for one in suites.values())
+    monkeypatch.setattr("moe_routing_bench.cli.suites.measured_cases", lambda: None)
+    assert "not known here" in mrb("list", "suites").stdout
 
 
 def test_explain_a_choice_that_cannot_run():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from command_line import mrb, mrb_json, refused
+from moe_routing_bench.results.study import said_step
+from moe_routing_bench.train.settings import Size
+from moe_routing_bench.train.studies import SWITCH, rule_for, studies
 
 SIZES = "layers=1,D=16,heads=2,kv_heads=1,head_dim=8,F=16,E=4,K=2,sequence=32"
+ONE_RULE = ["--only", "softmax_topk, 128 tokens"]
 SMALL = ["--corpus", "synthetic", "--batch", "2", "--sizes", SIZES]
 
 
@@ -53,6 +58,48 @@ def test_steps_of_growing_sequences(tmp_path: Path) -> None:
         str(tmp_path), "--only", "soft_moe, 128 tokens", "--only", "softmax_topk, 128 tokens",
     ).stdout  # fmt: skip
     assert "soft_moe, 128 tokens" in out and "ms/step" in out
+
+
+def test_without_a_text_it_is_made_up(tmp_path: Path) -> None:
+    ran = mrb("train", "--study", "soft", "--sizes", SIZES, "--rounds", "8", "--out", tmp_path, *ONE_RULE)
+    assert "synthetic" in ran.stderr and "about 0:0" in ran.stderr
+
+
+def test_a_study_has_the_seed_and_the_rate_it_is_given(tmp_path: Path) -> None:
+    mrb(
+        "train", "--study", "balance", "--steps", "2", "--seeds", "2", "--seed", "5", "--rate", "0.002",
+        "--rounds", "8", "--only", "none", *SMALL, "--out", tmp_path,
+    )  # fmt: skip
+    runs = mrb_json("train", "show", tmp_path)
+    assert {(one["study"], one["seed"], one["learning_rate"]) for one in runs} == {
+        ("balance", 5, 0.002),
+        ("balance", 6, 0.002),
+    }
+
+
+def test_quick_is_small_and_may_be_overruled(tmp_path: Path) -> None:
+    mrb("train", "--router", "switch", "--quick", "--steps", "2", "--out", tmp_path)
+    (run,) = mrb_json("train", "show", tmp_path)
+    assert run["steps"] == 2 and run["settings"]["size"]["layers"] == 1
+
+
+@pytest.mark.parametrize("router", ["switch", "softmax_topk", "noisy_topk", "sigmoid_bias", "top_p", "relu"])
+def test_a_single_run_is_balanced_as_in_a_study(router: str) -> None:
+    (in_study,) = (one.rule for one in studies()["routers"].entries if one.rule.name == router)
+    assert rule_for(router, {}, Size(), name=router) == in_study
+
+
+def test_routers_outside_the_study_are_balanced_too() -> None:
+    assert rule_for("group_limited", {}, Size(), name="x").options == SWITCH
+    assert rule_for("quantile", {}, Size(), name="x").controller == "quantile"
+    given = rule_for("switch", {"jitter": 0.1}, Size(), name="x")
+    assert given.options == {**SWITCH, "jitter": 0.1} and given.K == 1
+
+
+def test_a_step_without_a_number_says_so() -> None:
+    assert said_step(0, 600, None) == "step 0 of 600"
+    assert said_step(40, 600, 1.9128) == "step 40 of 600, loss 1.913"
+    assert "nan" not in said_step(40, 600, math.nan)
 
 
 @pytest.mark.parametrize(

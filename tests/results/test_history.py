@@ -111,7 +111,18 @@ def test_the_command_shows_draws_and_writes(tmp_path: Path) -> None:
     assert len(document["series"]) == 1 and len(document["series"][0]["points"]) == 8
 
 
-def test_records_without_a_commit_have_no_history(tmp_path: Path) -> None:
-    with Session.start(tmp_path / "r") as session:
-        add_cell(session, {"base": 1.0, "mine": 1.0})
-    assert "do not say which commit" in refused("history", tmp_path / "r")
+def test_an_installed_package_has_a_history_by_its_code(tmp_path: Path) -> None:
+    """As after pip install: no record names a commit."""
+    for n in range(8):
+        took, code = {"base": 1.0, "mine": 1.0 if n < 4 else 1.2}, {"mine": f"{n}"}
+        with Session.start(tmp_path / "r") as session:
+            add_cell(session, took, seed=n, sources=code, created_at=f"2026-11-{n + 1:02d}T00:00:00Z")
+    found = history(tmp_path / "r")
+    ((series, step),) = found.steps
+    assert step.at == 4 and step.kind == "regression" and len(series.points) == 8 and found.without == 16
+    assert mrb("history", tmp_path / "r").stdout.count("regression") == 1
+
+
+def test_without_times_there_is_no_history(tmp_path: Path) -> None:
+    Session.start(tmp_path / "r").close()
+    refused("history", tmp_path / "r")

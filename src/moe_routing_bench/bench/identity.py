@@ -31,10 +31,32 @@ from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of, with_fi
 
 HARNESS = ("bench/runner.py", "bench/worker.py", "bench/outside/inside_sandbox.py")
 LIBRARIES = ("numpy", "scipy", "triton", "nvidia-cutlass-dsl", "quack-kernels")
-SETTINGS = (
-    "OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "TORCH", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD",
-    "TRITON_INTERPRET", "MRB_CUTE_ON_CPU", "MRB_NODES",
-)  # fmt: skip
+# how names of environment variables begin that decide a result or a time, and why
+SETTINGS = {
+    "OMP_": "how threads of OpenMP wait, are bound and share loops",
+    "GOMP_": "the same for GNU's OpenMP, torch's on Linux",
+    "KMP_": "the same for Intel's and LLVM's OpenMP",
+    "MKL_": "which code MKL picks for a product, and whether its bits are the same each time",
+    "DNNL_": "which code oneDNN picks for a product",
+    "ONEDNN_": "the newer name of the same",
+    "ATEN_": "which vector instructions torch's own kernels use",
+    "TORCH": "what torch and its compiler do; TORCHINDUCTOR_ changes generated code",
+    "MALLOC_": "when memory goes back to the system, which costs page faults",
+    "LD_PRELOAD": "libraries in place of others, such as another allocator",
+    "TRITON_INTERPRET": "Triton kernels run as Python, not compiled",
+    "MRB_CUTE_ON_CPU": "CuTe kernels run as Python, not compiled",
+    "MRB_NODES": "which NUMA nodes kernels take the machine to have",
+}
+# of those, what decides nothing, and why
+SETTINGS_WITHOUT_EFFECT = {
+    "OMP_NUM_THREADS": "a worker uses the threads of its policy, which is in the key (worker.py: settle)",
+    "MKL_NUM_THREADS": "the same",
+    "TORCHINDUCTOR_COMPILE_THREADS": "a worker sets it to 1",
+    "TORCHINDUCTOR_CACHE_DIR": "where compiled code is kept; its content is keyed by the source",
+    "TORCH_EXTENSIONS_DIR": "where compiled extensions are kept",
+    "TORCH_HOME": "where downloaded files are kept",
+    "TORCH_LOGS": "what is written to the log",
+}
 
 
 # JSON has no keys but text: pairs of subject and hash
@@ -133,7 +155,11 @@ def versions() -> dict[str, str]:
 
 def settings() -> dict[str, str]:
     """Environment variables that change how torch runs."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(tuple(SETTINGS)) and name not in SETTINGS_WITHOUT_EFFECT
+    }
 
 
 def recorded_hash(workload: str, checkpoint: str) -> str:

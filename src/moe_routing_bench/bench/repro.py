@@ -8,31 +8,21 @@ from dataclasses import fields
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.published import MODELS
-from moe_routing_bench.workloads.cases import SUITES, cases
+from moe_routing_bench.workloads.cases import SUITES, BenchCase, cases
 
 # options of `mrb bench` by field of Policy
 OPTIONS = {
     "device": "--device", "threads": "--threads", "cache": "--cache", "target": "--target",
     "min_rounds": "--min-rounds", "max_rounds": "--rounds", "max_seconds": "--seconds",
     "processes": "--processes", "step_seconds": "--limit", "memory_gib": "--memory", "checked": "--checked",
+    "stages": "--stages", "sandbox": "--sandbox", "all": "--all",
 }  # fmt: skip
 
 
 def repro_command(cell: Cell, subject: Subject) -> str:
     """`mrb bench ...` for the subject beside the cell's baseline, with every choice spelled out."""
-    case, s = cell.case, cell.case.shape
-    words = ["mrb", "bench", case.span]
-    if case.checkpoint:
-        words += ["--checkpoint", case.checkpoint, "--layer", str(case.layer), "--tokens", str(s.T)]
-    elif _is_named(cell):
-        words += ["--case", _unstored_name(cell)]
-    else:
-        sizes = (("tokens", s.T), ("width", s.D), ("hidden", s.F), ("experts", s.E), ("topk", s.K))
-        for name, size in sizes:
-            words += [f"--{name}", str(size)]
-        words += ["--dtype", case.dtype, "--activation", case.activation]
-        words += ["--bias"] if case.bias else []
-        words += ["--shared", str(case.shared_F)] if case.shared_F else []
+    case = cell.case
+    words = ["mrb", "bench", case.span, *_sizes(case)]
     words += ["--store", case.store] if case.store else []
     words += ["--direction", case.direction] if case.direction != "forward" else []
     words += ["--workload", cell.workload] if cell.workload else []
@@ -52,24 +42,46 @@ def repro_command(cell: Cell, subject: Subject) -> str:
         value = getattr(cell.policy, field.name)
         # the command's default for threads is the machine's
         if field.name in OPTIONS and (field.name == "threads" or value != getattr(default, field.name)):
-            words += [OPTIONS[field.name], f"{value:g}" if isinstance(value, float) else str(value)]
+            words.append(OPTIONS[field.name])
+            if value is not True:
+                words.append(f"{value:g}" if isinstance(value, float) else str(value))
     for folder in cell.include:
         words += ["--include-path", folder]
     return shlex.join(words)
 
 
-def _unstored_name(cell: Cell) -> str:
+def _sizes(case: BenchCase) -> list[str]:
+    """Its sizes, by a name if there is one: fewer options, and the same name in the key."""
+    s = case.shape
+    if case.checkpoint:
+        return ["--checkpoint", case.checkpoint, "--layer", str(case.layer), "--tokens", str(s.T)]
+    name = _unstored(case.scaled_from if case.fewer_tokens else case.name, case.store)
+    if (known := _known(name)) is not None:
+        words = ["--dtype", case.dtype] if case.dtype != known.dtype else []
+        words += ["--activation", case.activation] if case.activation != known.activation else []
+        if known.shape == s:
+            return ["--case", name, "--full", *words]
+        if case.fewer_tokens:
+            model = name.partition("/")[0]
+            few = ["--model", model, "--tokens", str(s.T)] if model in MODELS else ["--case", name]
+            return [*few, *words]
+    sizes = (("tokens", s.T), ("width", s.D), ("hidden", s.F), ("experts", s.E), ("topk", s.K))
+    words = [word for letter, size in sizes for word in (f"--{letter}", str(size))]
+    words += ["--dtype", case.dtype, "--activation", case.activation]
+    words += ["--bias"] if case.bias else []
+    return words + (["--shared", str(case.shared_F)] if case.shared_F else [])
+
+
+def _unstored(name: str, store: str) -> str:
     """The name without the format that --store adds to it."""
-    store = cell.case.store
-    return cell.case.name.removesuffix(f"-{store}") if store else cell.case.name
+    return name.removesuffix(f"-{store}") if store else name
 
 
-def _is_named(cell: Cell) -> bool:
-    group = cell.case.name.partition("/")[0]
-    if group not in SUITES and group not in MODELS:
-        return False
+def _known(name: str) -> BenchCase | None:
+    if name.partition("/")[0] not in {*SUITES, *MODELS}:
+        return None
     try:
-        (named,) = cases(_unstored_name(cell))
+        (known,) = cases(name)
     except ValueError:
-        return False
-    return named.shape == cell.case.shape and named.dtype == cell.case.dtype
+        return None
+    return known

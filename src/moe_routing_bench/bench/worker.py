@@ -267,6 +267,8 @@ def settle(cell: Cell, scratch: Path, pipe: int, cores: tuple[int, ...], keep: S
     if (inductor := sys.modules.get("torch._inductor.config")) is not None:
         inductor.compile_threads = 1  # type: ignore[attr-defined]
     torch.set_num_threads(cell.policy.threads)
+    # a kernel may bring an OpenMP or MKL of its own, which asks these; launchers such as Ray set them to 1
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(cell.policy.threads)
     if cores:
         os.sched_setaffinity(0, cores)
     if memory_place(cell.policy.device) == "cpu":  # CUDA reserves addresses for the memory of all GPUs

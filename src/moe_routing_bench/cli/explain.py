@@ -24,6 +24,7 @@ from moe_routing_bench.cli.terminal import (
     show,
     show_json,
     two_columns,
+    user_mistakes,
 )
 from moe_routing_bench.experts import ACTIVATIONS, ExpertWeights
 from moe_routing_bench.machine import this_machine
@@ -34,6 +35,7 @@ from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
 from moe_routing_bench.ops.targets import TARGETS, Target, as_if
 from moe_routing_bench.plan import Layout, RoutingPlan
+from moe_routing_bench.published import model as model_named
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.shapes import MoEShape
 
@@ -46,13 +48,34 @@ DTYPES = {
 STYLES = {"could run": "green", "no": "yellow", "broken": "red", "cannot tell": "red"}
 
 
+def _sizes_of(context: typer.Context, name: str) -> str:
+    """The sizes of a model as the defaults of the other options."""
+    if name:
+        with user_mistakes():
+            one = model_named(name)
+        context.default_map = {
+            "width": one.D, "hidden": one.F, "experts": one.E, "topk": one.K, "activation": one.activation,
+            "bias": one.bias,
+        }  # fmt: skip
+    return name
+
+
 def explain_command(
     op_name: Annotated[str, typer.Argument(metavar="OP", help="An operation of `mrb list ops`.")],
     tokens: Annotated[int, typer.Option(help="T, tokens in the batch")] = 128,
     width: Annotated[int, typer.Option(help="D, the model's width")] = 2048,
     hidden: Annotated[int, typer.Option(help="F, an expert's hidden width")] = 768,
     experts: Annotated[int, typer.Option(help="E, experts of the layer")] = 128,
-    choices: Annotated[int, typer.Option(help="K, experts per token")] = 8,
+    topk: Annotated[int, typer.Option("--topk", "--choices", help="K, experts per token")] = 8,
+    model: Annotated[
+        str,
+        typer.Option(
+            is_eager=True,
+            callback=_sizes_of,
+            show_default=False,
+            help="Sizes of a published model (mrb list models); other options change single ones.",
+        ),
+    ] = "",
     layout: Annotated[
         str, typer.Option(help="compact, padded(capacity_factor=1.25) or block(64)")
     ] = "compact",
@@ -73,6 +96,7 @@ def explain_command(
     \b
     Examples:
       mrb explain expert_ffn --tokens 16
+      mrb explain expert_ffn --model olmoe-1b-7b --tokens 1
       mrb explain grouped_gemm --layout "padded(capacity_factor=1.25)" --device cuda --train
       mrb explain expert_ffn --impl "staged(grouped_gemm=padded_bmm)"
       mrb explain expert_ffn --arch sm_90a              or sm_80, sm_100a, gfx942, ...
@@ -87,7 +111,7 @@ def explain_command(
             fail(f"--arch {arch} is a GPU that torch calls cuda; leave --device {device} out")
         device = "cuda"
     asked = {
-        "op": op_name, "T": tokens, "D": width, "F": hidden, "E": experts, "K": choices, "layout": layout,
+        "op": op_name, "T": tokens, "D": width, "F": hidden, "E": experts, "K": topk, "layout": layout,
         "dtype": dtype, "device": device, "arch": arch, "activation": activation, "bias": bias,
         "train": train,
     }  # fmt: skip

@@ -82,5 +82,9 @@ def _show(past: History) -> None:
         f"Series: {len(past.series):,}, steps: {len(past.steps):,}. {METRICS[past.metric].capitalize()}."
     ]
     lines += [f"{single:,} series have one commit only."] if single else []
-    lines += [f"{past.without:,} records do not say which commit they are of."] if past.without else []
+    lines += (
+        [f"{past.without:,} records name no commit: their version and code stand for it."]
+        if past.without
+        else []
+    )
     show("", Text(printable("\n".join(lines)), "dim"))

@@ -28,6 +28,7 @@ from moe_routing_bench.cli.finding import (
     found_outside,
     routers_found,
 )
+from moe_routing_bench.cli.suites import describe_suites, suite_table
 from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, two_columns
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.published import MODELS
@@ -44,6 +45,7 @@ from moe_routing_bench.workloads.workload import (
 )
 
 KINDS = ("ops", "routers", "workloads", "models", "cases")
+SUITE_ROWS = "suites"  # shown if asked for: the machine is probed for the minutes
 
 # where workloads are drawn: small enough for one line of 32 blocks, and 32 pairs per expert on average
 REFERENCE = {"T": 512, "E": 32, "K": 2, "W": 8}
@@ -51,11 +53,13 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def list_command(
-    kind: Annotated[str | None, typer.Argument(metavar="|".join(KINDS), help="Default: all.")] = None,
+    kind: Annotated[
+        str | None, typer.Argument(metavar="|".join((*KINDS, SUITE_ROWS)), help="Default: all but suites.")
+    ] = None,
     as_json: Json = False,
     include_path: IncludePath = None,
 ) -> None:
-    """What there is: operations with their implementations, routers, workloads, models and cases.
+    """List operations with their implementations, routers, workloads, models, cases and suites.
 
     \b
     Examples:
@@ -63,9 +67,10 @@ def list_command(
       mrb list ops --include-path my_kernels
       mrb list routers --include-path examples/add_a_router
       mrb list workloads
+      mrb list suites --json
       mrb list --json | jq '.ops.combine.implementations | keys'
     """
-    kinds = KINDS if kind is None else (pick("list of", kind, KINDS),)
+    kinds = KINDS if kind is None else (pick("list of", kind, (*KINDS, SUITE_ROWS)),)
     outside = found_outside(include_path)
     document: dict[str, Any] = {}
     if "ops" in kinds:
@@ -81,6 +86,8 @@ def list_command(
         document["models"] = {name: asdict(one) for name, one in MODELS.items()}
     if "cases" in kinds:
         document["cases"] = {name: [_describe_case(case) for case in cases(name)] for name in SUITES}
+    if SUITE_ROWS in kinds:
+        document[SUITE_ROWS] = describe_suites()
     broken = any(row["state"] == "broken" for row in _rows(document))
     if as_json:
         show_json(document)
@@ -106,6 +113,9 @@ def list_command(
             "SUITE/CASE, a model's are MODEL/decode-1 ... prefill-16384"
         )
         show(heading("cases", summary), _case_table(document["cases"]))
+    if SUITE_ROWS in document:
+        summary = "what `mrb sweep SUITE --full` measures, and how much of it has a committed record"
+        show(heading(SUITE_ROWS, summary), suite_table(document[SUITE_ROWS]))
     raise typer.Exit(int(broken))
 
 

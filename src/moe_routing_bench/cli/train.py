@@ -23,17 +23,20 @@ from moe_routing_bench.names import parse_spec
 from moe_routing_bench.report.training_figures import draw_study
 from moe_routing_bench.results.pareto import Pareto, pareto, sentences
 from moe_routing_bench.results.predicting import predicted
-from moe_routing_bench.results.study import TIMES, Ongoing, StudyRun
+from moe_routing_bench.results.study import TIMES, Ongoing, StudyRun, said_step
 from moe_routing_bench.results.training import Training, execute, read_trainings, run_folder
-from moe_routing_bench.routers.router import router_named
 from moe_routing_bench.train.loop import Evaluated, Event, Stepped
 from moe_routing_bench.train.settings import Rule, Run, Size
-from moe_routing_bench.train.studies import studies
+from moe_routing_bench.train.studies import RATES, rule_for, studies
 from moe_routing_bench.train.text import Corpus, read_corpus, read_dataset, read_texts, synthetic
 
 SYNTHETIC = "synthetic"
-# the texts beside a checkout of this project, if they are there
-SHARED = Path(__file__).parents[4] / "shared" / "corpora"
+LONG_SECONDS = 120.0  # a study that takes longer names --quick
+# of --quick: a small model, few steps, one seed, one learning rate
+QUICK = {
+    "steps": 100, "seeds": 1, "evaluations": 2, "pieces": 8, "rounds": 8, "rate": 3e-3,
+    "sizes": "layers=1,D=64,F=64,sequence=64",
+}  # fmt: skip
 
 train_app = typer.Typer(
     invoke_without_command=True,
@@ -43,15 +46,23 @@ train_app = typer.Typer(
 \b
 Examples:
   mrb train --router switch --steps 20 --out first
+  mrb train --study routers --quick --out look
   mrb train --study routers --seeds 3 --out routers
   mrb train pareto routers
   mrb train --study capacity --text a.txt --text b.txt --out capacity
 
 A study chooses a learning rate for each rule, trains every rule with every seed on the same bytes from the
 same weights, then times the steps of all rules in turns. Stop it at any time: the same command goes on.
+Without --text, --corpus or --dataset the text is made up (two languages of 40 words), the same everywhere.
 """,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _quick(context: typer.Context, given: bool) -> bool:
+    if given:
+        context.default_map = {**(context.default_map or {}), **QUICK}
+    return given
 
 
 @train_app.callback()
@@ -63,7 +74,7 @@ def train_command(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder for runs and results.")] = None,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each rule in a study.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="The seed of a single run.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of a run; in a study the first one.")] = 0,
     steps: Annotated[int, typer.Option(min=1, max=10_000_000, help="Optimiser steps of a run.")] = 600,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 4,
     evaluations: Annotated[int, typer.Option(min=1, help="Times the held-out loss is taken.")] = 8,
@@ -72,7 +83,7 @@ def train_command(
         list[Path] | None, typer.Option(help="A text to learn; its end is held out. Repeatable.")
     ] = None,
     corpus: Annotated[
-        str | None, typer.Option(help=f"A folder of texts, or `{SYNTHETIC}`. Default: the shared corpora.")
+        str | None, typer.Option(help=f"A folder of texts, or `{SYNTHETIC}`, which is the default.")
     ] = None,
     dataset: Annotated[
         str | None, typer.Option(help="A dataset of the Hugging Face Hub with a column `text`.")
@@ -84,7 +95,10 @@ def train_command(
         int | None,
         typer.Option(min=1, max=64, help="Runs side by side, one thread each. Default: all cores."),
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="The learning rate of a single run.")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="The learning rate; in a study that of every rule, and none is chosen."),
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Only this rule of the study. Repeatable.")] = None,
     autocast: Annotated[bool, typer.Option("--autocast", help="Matrix products in bfloat16.")] = False,
     sees_future: Annotated[
@@ -94,6 +108,15 @@ def train_command(
     sink: Annotated[
         str | None, typer.Option(help="Also send losses of a single run to trackio or wandb.")
     ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            is_eager=True,
+            callback=_quick,
+            help="A first look in about a minute: a small model, 100 steps, one seed.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     if context.invoked_subcommand is not None:
@@ -106,17 +129,29 @@ def train_command(
         learnt = _corpus(text, corpus, dataset)
         like = Run(
             rule=Rule(name="like"), size=_sizes(sizes, study), steps=steps, batch=batch, autocast=autocast,
-            warmup=min(40, max(1, steps // 5)), evaluations=evaluations, pieces=pieces,
+            warmup=min(40, max(1, steps // 5)), evaluations=evaluations, pieces=pieces, seed=seed,
         )  # fmt: skip
+
+    def say_text() -> None:
+        if not text and corpus is None and dataset is None:
+            say(f"text: the corpus `{SYNTHETIC}`, made up; --text FILE or --corpus FOLDER for a real one")
+
     if study is not None:
-        _study(study, learnt, out, like, seeds, jobs or core_count(), only or (), rounds, as_json)
+        with user_mistakes():
+            work = StudyRun(
+                study, learnt, out, like=like, seeds=seeds, jobs=jobs or core_count(), only=tuple(only or ()),
+                rates=RATES if rate is None else (rate,),
+            )  # fmt: skip
+        say_text()
+        _study(work, rounds, as_json)
     else:
         assert router is not None
         with user_mistakes():
             run = replace(
-                like, rule=_rule(router), seed=seed, learning_rate=rate or 3e-3, sees_future=sees_future,
+                like, rule=_rule(router, like.size), learning_rate=rate or 3e-3, sees_future=sees_future,
                 corpus=learnt.hash[:16],
             )  # fmt: skip
+        say_text()
         _one(run, learnt, out, sink, as_json)
 
 
@@ -187,13 +222,13 @@ def show_command(
     show(*fitted(words, numbers))
 
 
-def _study(
-    name: str, corpus: Corpus, out: Path, like: Run, seeds: int, jobs: int, only: Any, rounds: int,
-    as_json: bool,
-) -> None:  # fmt: skip
+def _study(work: StudyRun, rounds: int, as_json: bool) -> None:
+    out = work.folder
     with user_mistakes():
-        work = StudyRun(name, corpus, out, like=like, seeds=seeds, jobs=jobs, only=tuple(only))
-        with _progress(f"study {name}") as update:
+        seconds = work.estimate(rounds=rounds)
+        first_look = "; --quick is a first look in about a minute" if seconds > LONG_SECONDS else ""
+        say(f"study {work.name}: about {minutes(seconds)} minutes on {work.jobs} cores{first_look}")
+        with _progress(f"study {work.name}") as update:
             try:
                 work.run(update, rounds=rounds)
             except KeyboardInterrupt:
@@ -217,7 +252,7 @@ def _one(run: Run, corpus: Corpus, out: Path, sink: str | None, as_json: bool) -
         def on_event(event: Event) -> None:
             if isinstance(event, Stepped):
                 rate = run.batch * run.size.sequence / sum(event.seconds.values())
-                now = f"step {event.step} of {run.steps}, loss {event.loss:.3f}, {rate:,.0f} tokens/s"
+                now = f"{said_step(event.step, run.steps, event.loss)}, {rate:,.0f} tokens/s"
                 update(Ongoing(phase="training", share=event.step / run.steps, now=(now,)))
                 send({"loss": event.loss, "learning_rate": event.learning_rate}, event.step)
             elif isinstance(event, Evaluated):
@@ -291,13 +326,12 @@ def _notes(reached: Pareto) -> list[str]:
     ]
 
 
-def _rule(text: str) -> Rule:
+def _rule(text: str, size: Size) -> Rule:
     """A router by name with options, as in mrb bench; `dense` is the control as wide as K experts."""
     if text == "dense":
-        return Rule(name="dense", kind="dense", times=Size().K)
+        return Rule(name="dense", kind="dense", times=size.K)
     name, options = parse_spec(text)
-    router = router_named(name)
-    return Rule(name=text, router=name, options=options, K=router.fixed_K, controller=router.controller)
+    return rule_for(name, options, size, name=text)
 
 
 def _sizes(text: str, study: str | None) -> Size:
@@ -320,11 +354,7 @@ def _corpus(text: list[Path] | None, corpus: str | None, dataset: str | None) ->
         return read_texts(text)
     if dataset is not None:
         return read_dataset(dataset)
-    if corpus == SYNTHETIC:
-        return synthetic()
-    if corpus is None and not SHARED.is_dir():
-        raise ValueError(f"give a text with --text FILE, or --corpus {SYNTHETIC} to try it without one")
-    return read_corpus(SHARED if corpus is None else Path(corpus))
+    return synthetic() if corpus in (None, SYNTHETIC) else read_corpus(Path(corpus))
 
 
 def _sink(name: str | None, run: Run) -> Any:

@@ -92,7 +92,11 @@ def over_commits(past: History, command: str) -> Page:
         ),
         Section(title="Series", tables=(series_table(past.series),)),
     ]
-    without = f" {past.without:,} records do not say which commit they are of." if past.without else ""
+    without = (
+        f" {past.without:,} records name no commit: their version and code stand for it."
+        if past.without
+        else ""
+    )
     return Page(
         title="Measurements over commits",
         summary=(

@@ -1,7 +1,8 @@
 """A metric over commits: series of like measurements, and the commits at which they step.
 
 A series is one contender in one case on one machine, measured in one way. Its points are in the order in
-which their commits were first measured; several runs of a commit are one point, their median. A step is a
+which their commits were first measured; several runs of a commit are one point, their median. A record of an
+installed package names no commit; its version and the hash of the contender's code stand for one. A step is a
 split of the series into two runs of points whose medians are apart by more than counts (2 %, or the noise
 floor of the runs) and by more than five standard errors of their difference; then each side is split again.
 A standard error comes from the differences of neighbours or from the points' own intervals, whichever is
@@ -43,7 +44,7 @@ WHERE = (
 ROWS = f"""
 SELECT {", ".join(f'"{name}"' for name in WHERE)}, source_commit, source_dirty, created_at, session, cell_key,
   role, median_ms, ratio, ratio_low, ratio_high, baseline, aa_floor, harness_hash, contract_hash,
-  suite_version, source_hash, environment, repro
+  suite_version, source_hash, harness_version, environment, repro
 FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate') ORDER BY created_at, record_id
 """
 
@@ -51,8 +52,8 @@ FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate') ORDER
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """Point(commit="3f80af225a...", dirty=False, day="2026-11-16", value=0.81, error=0.004, floor=0.01, ...).
-    error: the standard error of log(value) by its own interval. method, place: what must not change between
-    two points for a step to be the code's."""
+    commit: or "0.3.1 5d2c1e0", version and code. error: the standard error of log(value) by its own interval.
+    method, place: what must not change between two points for a step to be the code's."""
 
     commit: str
     dirty: bool
@@ -68,7 +69,8 @@ class Point:
 
     @property
     def name(self) -> str:
-        return f"{self.commit[:10]}{'+' if self.dirty else ''}"
+        commit = self.commit if " " in self.commit else self.commit[:10]
+        return f"{commit}{'+' if self.dirty else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """series: those with the largest steps first. without: how many records do not name their commit."""
+    """series: those with the largest steps first. without: how many records name no commit."""
 
     metric: Metric
     series: tuple[Series, ...]
@@ -119,22 +121,18 @@ def history(
     metric: Metric = "ratio",
     wanted: Callable[[str, str], bool] = lambda where, name: True,
 ) -> History:
-    """wanted: which series, by where and contender. ValueError if no record names its commit."""
+    """wanted: which series, by where and contender. ValueError if there are no times."""
     left_out = LeftOut()
     names, rows = run_query(folder, ROWS, left_out)
     records = [dict(zip(names, row, strict=True)) for row in rows]
     torch = {key: str(machine.get("torch")) for key, _, machine in environments(folder)}
     bases = {(r["session"], r["cell_key"]): r["source_hash"] for r in records if r["role"] == "baseline"}
     by_series: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    without = 0
     for record in records:
-        if record["source_commit"] is None:
-            without += 1
-        elif metric == "ms" or record["ratio"] is not None:
+        if metric == "ms" or record["ratio"] is not None:
             by_series.setdefault(tuple(record[name] for name in WHERE), []).append(record)
     if not by_series:
-        why = f"{without:,} records do not say which commit they are of" if without else "it has no times"
-        raise ValueError(f"{folder} has no history: {why}")
+        raise ValueError(f"{folder} has no history: it has no times")
     series = []
     for key, mine in by_series.items():
         where, contender, machine = _named(dict(zip(WHERE, key, strict=True)))
@@ -146,6 +144,7 @@ def history(
                     steps=tuple(_steps(points)),
                 )
             )  # fmt: skip
+    without = sum(record["source_commit"] is None for record in records)
     series.sort(key=lambda one: (-max((abs(math.log(s.ratio)) for s in one.steps), default=0), one.where))
     return History(metric=metric, series=tuple(series), without=without, left_out=left_out)
 
@@ -166,7 +165,8 @@ def _points(
 ) -> list[Point]:
     by_commit: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for record in records:
-        by_commit.setdefault((record["source_commit"], record["source_dirty"]), []).append(record)
+        code = record["source_commit"] or f"{record['harness_version']} {record['source_hash'][:7]}"
+        by_commit.setdefault((code, bool(record["source_dirty"])), []).append(record)
     points = []
     for (commit, dirty), mine in by_commit.items():
         last = mine[-1]

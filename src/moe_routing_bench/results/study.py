@@ -11,6 +11,7 @@ thread each: at these sizes two runs side by side get further than one run on tw
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +19,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from moe_routing_bench.bench.commit import source_version
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.machine import this_machine, torch_threads
 from moe_routing_bench.results.lines import is_plain_file
 from moe_routing_bench.results.training import (
     EVENTS,
@@ -47,11 +49,15 @@ from moe_routing_bench.train.text import Corpus
 STUDY, TIMES, USED = "study.json", "times.json", "used.json"
 TUNING = "tuning"  # what records of short runs have after the name of their study
 POLL_SECONDS = 0.5
+PROCESS_SECONDS = 1.5  # to start a run's process and to write its files, about
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ongoing:
-    """How far a study is. share: of the steps of this phase; now: what each process is at."""
+    """How far a study is. share: of the steps of this phase; now: what each process is at.
+
+    Ongoing(phase="training", share=0.4, now=("switch 0: step 240 of 600, loss 1.913",))
+    """
 
     phase: str
     share: float
@@ -62,7 +68,10 @@ OnProgress = Callable[[Ongoing], None]
 
 
 class StudyRun:
-    """One study in one folder: StudyRun("routers", corpus, folder, like=Run(...), seeds=3).run()."""
+    """One study in one folder: StudyRun("routers", corpus, folder, like=Run(...), seeds=3).run().
+
+    Seeds are like.seed, like.seed + 1, ... With one rate there is nothing to choose: every rule takes it.
+    """
 
     def __init__(
         self, name: str, corpus: Corpus, folder: Path, *, like: Run, seeds: int, jobs: int = 1,
@@ -90,9 +99,13 @@ class StudyRun:
     def tuning_runs(self) -> dict[str, list[Run]]:
         """The short runs that choose a learning rate, by rule. What begins with other weights is not tuned:
         it takes the middle rate."""
+        if len(self.rates) == 1:
+            return {}
         steps = max(1, int(TUNING_SHARE * self.like.steps))
         return {
-            entry.rule.name: [self._run(entry, seed=0, rate=rate).tuning(rate, steps) for rate in self.rates]
+            entry.rule.name: [
+                self._run(entry, seed=self.like.seed, rate=rate).tuning(rate, steps) for rate in self.rates
+            ]
             for entry in self.entries
             if entry.rate is None and not entry.begin
         }
@@ -102,15 +115,37 @@ class StudyRun:
             self.study, entry, like=self.like, seed=seed, rate=rate, sources=self.sources, begin=begin
         )
 
+    def _rate(self, entry: Entry) -> float:
+        """The rate of a rule that is not tuned."""
+        middle = self.rates[len(self.rates) // 2]
+        return middle if len(self.rates) == 1 else entry.rate or middle
+
     def runs(self, chosen: dict[str, float]) -> dict[tuple[str, int], Run]:
         """Every run by rule and seed, those that others begin with first."""
         by_seed: dict[tuple[str, int], Run] = {}
         for entry in self.entries:
-            for seed in range(self.seeds):
+            for seed in range(self.like.seed, self.like.seed + self.seeds):
                 begin = by_seed[entry.begin, seed].key if entry.begin else ""
-                rate = chosen.get(entry.rule.name, entry.rate or self.rates[len(self.rates) // 2])
+                rate = chosen.get(entry.rule.name, self._rate(entry))
                 by_seed[entry.rule.name, seed] = self._run(entry, seed=seed, rate=rate, begin=begin)
         return by_seed
+
+    def estimate(self, *, rounds: int) -> float:
+        """Seconds that are still to come on this machine, from a few steps of the baseline."""
+        entry = next((one for one in self.entries if one.rule.name == self.study.baseline), self.entries[0])
+        probe = replace(self._run(entry, seed=self.like.seed, rate=self._rate(entry)), pieces=1)
+        with torch_threads(1):
+            step = median(step_times([(probe, None)], self.corpus, rounds=3).seconds[entry.rule.name])
+        timing = 0.0 if is_plain_file(self.folder / TIMES) else rounds * len(self.entries) * step
+        if self.study.only_times:
+            return timing
+        have = finished(self.folder)
+        tuning = [run for runs in self.tuning_runs().values() for run in runs]
+        todo = [run for run in (*tuning, *self.runs({}).values()) if run.key not in have]
+        # a pass forward is a third of a step, and other sources than the first have a quarter of the pieces
+        passes = (3 + len(self.sources)) / 4 * self.like.pieces / self.like.batch / 3
+        steps = sum(run.steps + (run.evaluations + 1) * passes for run in todo)
+        return timing + (steps * step + PROCESS_SECONDS * len(todo)) / max(1, min(self.jobs, len(todo)))
 
     def run(self, on_progress: OnProgress = lambda ongoing: None, *, rounds: int = 30) -> None:
         self._begin()
@@ -136,8 +171,9 @@ class StudyRun:
         }
 
     def _first_seed(self) -> list[Run]:
-        """What is timed and used: the runs of seed 0, one for each rule."""
-        return [run for (_, seed), run in self.runs(self.chosen_rates()).items() if seed == 0]
+        """What is timed and used: the runs of the first seed, one for each rule."""
+        runs = self.runs(self.chosen_rates())
+        return [run for (_, seed), run in runs.items() if seed == self.like.seed]
 
     def _begin(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -192,7 +228,7 @@ class StudyRun:
                             phase=phase or "training",
                             share=(done + sum(step for _, step, _ in now)) / total,
                             now=tuple(
-                                f"{run.rule.name} {run.seed}: step {step} of {run.steps}, loss {loss:.3f}"
+                                f"{run.rule.name} {run.seed}: {said_step(step, run.steps, loss)}"
                                 for run, step, loss in now
                             ),
                         )
@@ -203,11 +239,12 @@ class StudyRun:
                 raise
 
     def time(self, on_progress: OnProgress, *, rounds: int) -> None:
-        """The step of every rule from its final state of seed 0, in turns, on one thread."""
+        """The step of every rule from its final state of the first seed, in turns, on one thread."""
         torch.set_num_threads(1)
         runs: list[tuple[Run, State | None]] = []
         if self.study.only_times:
-            runs = [(self._run(entry, seed=0, rate=entry.rate or 3e-3), None) for entry in self.entries]
+            seed = self.like.seed
+            runs = [(self._run(entry, seed=seed, rate=self._rate(entry)), None) for entry in self.entries]
         else:
             runs = [(run, read_state(run_folder(self.folder, run.key))) for run in self._first_seed()]
         times = step_times(
@@ -221,7 +258,7 @@ class StudyRun:
         )
 
     def use(self, on_progress: OnProgress) -> None:
-        """Prefill and decode of every final model of seed 0; a rule that cannot decode says why."""
+        """Prefill and decode of every final model of the first seed; a rule that cannot decode says why."""
         torch.set_num_threads(1)
         runs = self._first_seed()
         answers: dict[str, Any] = {}
@@ -253,20 +290,27 @@ def _in_process(run: Run, corpus: Corpus, folder: Path, study: str) -> None:
     execute(run, corpus, folder, study=study, on_event=still_wanted)
 
 
-def _last_step(home: Path) -> tuple[int, float]:
-    """How far a run is, from the end of its events."""
+def said_step(step: int, steps: int, loss: float | None) -> str:
+    """said_step(40, 600, 1.913) is "step 40 of 600, loss 1.913"; before the first step there is no loss."""
+    if loss is None:
+        return f"step {step} of {steps}"
+    return f"step {step} of {steps}, " + (f"loss {loss:.3f}" if math.isfinite(loss) else "diverged")
+
+
+def _last_step(home: Path) -> tuple[int, float | None]:
+    """How far a run is and its loss, from the end of its events."""
     path = home / EVENTS
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))
             lines = file.read().splitlines()[1:-1]
     except OSError:
-        return 0, float("nan")
+        return 0, None
     for line in reversed(lines):
         if b'"norm"' in line:
             one = json.loads(line)
             return one["step"], one["loss"]
-    return 0, float("nan")
+    return 0, None
 
 
 def curves(folder: Path, trainings: Sequence[Training]) -> Iterator[tuple[Training, list[dict[str, Any]]]]:

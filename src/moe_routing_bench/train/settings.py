@@ -111,6 +111,6 @@ class Run:
             raise ValueError(f"this is no training run: {error}") from None
 
     def tuning(self, learning_rate: float, steps: int) -> Run:
-        """The short run that tries a learning rate: one seed, evaluated at its end."""
+        """The short run that tries a learning rate, evaluated at its end."""
         warmup = min(self.warmup, max(1, steps // 4))
-        return replace(self, learning_rate=learning_rate, steps=steps, warmup=warmup, seed=0, evaluations=1)
+        return replace(self, learning_rate=learning_rate, steps=steps, warmup=warmup, evaluations=1)

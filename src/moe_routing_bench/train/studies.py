@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moe_routing_bench.routers.router import router_named
 from moe_routing_bench.train.settings import Rule, Run, Size
 
 RATES = (1e-3, 3e-3, 1e-2)  # the learning rates each rule may choose from
@@ -62,6 +63,19 @@ def _routers(size: Size) -> tuple[Entry, ...]:
         _moe("chain", kind="chain", iterations=2, options=SWITCH),
         _moe("dense, equal FLOPs", kind="dense", times=size.K),
         _moe("dense, equal parameters", kind="dense", times=size.E),
+    )
+
+
+def rule_for(router: str, options: dict[str, Any], size: Size, *, name: str) -> Rule:
+    """One router by itself, with the losses and the controller that the study `routers` gives it. A router
+    that is not in the study has its own controller or, without one, the Switch loss if it offers that."""
+    for rule in (entry.rule for entry in _routers(size) if entry.rule.kind == "moe"):
+        if rule.router == router:
+            return replace(rule, name=name, options={**rule.options, **options})
+    kind = router_named(router)
+    balance = SWITCH if kind.controller is None and "switch" in kind.loss_names else {}
+    return Rule(
+        name=name, router=router, options={**balance, **options}, K=kind.fixed_K, controller=kind.controller
     )
 
 
