@@ -358,11 +358,7 @@ def _beaten_roofs(
 ) -> list[str]:
     if measured is None:
         return []
-<<<<<<< HEAD
-    return beaten_roofs({cell.subjects[i].spec: (median(measured.samples[i]), least[i]) for i in alive})
-=======
-    return beaten_roofs({cell.subjects[i].text: (median(measured.samples[i]), floors[i]) for i in alive})
->>>>>>> truth
+    return beaten_roofs({cell.subjects[i].text: (median(measured.samples[i]), least[i]) for i in alive})
 
 
 def _notes(cell: Cell, trials: dict[int, Trial], alive: list[int]) -> tuple[str, ...]:
