@@ -5,11 +5,16 @@
 //   gather    x rows of the group              -> a  (rows x D)
 //   first     tasks (expert, columns of F)     -> h  (rows x F), largest expert first
 //   round     only for rows of int8: h         -> mid, what the second product reads; else that is h
+//   lower     only of experts read in place    -> o  (rows x D)
 //   second    tasks (columns of D)             -> y, each over all experts of the group in order
 //
 // A task owns its columns whoever runs it, so the sums are taken in one order: same input, same bits, for any number
 // of threads, and one hot expert keeps every thread busy. With several NUMA nodes (nodes.h) a thread takes the columns
 // of its node first.
+//
+// Weights were packed before, or they are plain: then those of an expert with few rows are read where they are (in_place.h),
+// and those of another are packed a strip at a time, into the caches, just before they are used.
+#include "../in_place.h"
 #include "../int8_tiles.h"
 #include "../nodes.h"
 
@@ -18,6 +23,7 @@
 enum Activation { GELU, RELU, SILU, RELU2, GEGLU, SWIGLU, SWIGLU_OAI };  // mirrored in native.py; the gated last
 enum { WIDEST = 8 };  // panels of one task
 static const int64_t GROUP_BYTES = 16 << 20;  // a and h of one group
+static const int64_t SUMS_BYTES = 1 << 18;  // of one task, for weights that are read in place
 
 static constexpr bool is_gated(int activation) { return activation >= GEGLU; }
 
@@ -72,10 +78,11 @@ template <int ACTIVATION> static inline f32x16 activate(f32x16 gate, f32x16 up) 
 }
 
 // one row of a panel's sums to hidden values: the only code that is compiled for each activation
-template <class A> using Row = void (*)(const float* sums, const f32x16 (&bias)[2], A* to);
+template <class A> using Row = void (*)(const float* sums0, const float* sums1, const f32x16 (&bias)[2], A* to);
 
-template <int ACTIVATION, class A> static void row_of(const float* sums, const f32x16 (&bias)[2], A* to) {
-  const f32x16 v0 = load(sums) + bias[0], v1 = load(sums + HALF) + bias[1];
+template <int ACTIVATION, class A>
+static void row_of(const float* sums0, const float* sums1, const f32x16 (&bias)[2], A* to) {
+  const f32x16 v0 = load(sums0) + bias[0], v1 = load(sums1) + bias[1];
   if (is_gated(ACTIVATION)) return store(to, activate<ACTIVATION>(v0, v1));
   store(to, activate<ACTIVATION>(v0));
   store(to + HALF, activate<ACTIVATION>(v1));
@@ -97,12 +104,18 @@ struct Problem {  // mirrored in native.py
   void* y;
   int64_t ldx, T, K, D, F, E;
   int64_t in_stride, out_stride, in_panel, out_panel;  // from an expert, from a panel to the next, in elements
+  int64_t in_k, in_n, out_k, out_n;  // of plain weights: from a number of the depth, from a column to the next
+  int64_t few;  // -1: weights are packed; else an expert of at most so many rows is read where it is
   int64_t activation, threads, R;
   Nodes* nodes;  // null: one
 };
 
 struct Segment {  // rows of one expert in one group
   int64_t expert, first, rows, at;  // first: index into pair_R; at: row of the workspace
+};
+
+struct Task {
+  int64_t segment, begin, end;  // panels
 };
 
 static thread_local Workspace workspace;
@@ -115,10 +128,23 @@ template <class Engine, class X> struct Layer {
   const Problem& p;
   const bool gated = is_gated((int)p.activation);
   const Row<H> row_of = row_function<H>(p.activation);
-  const int64_t lda = stride(p.D), ldh = row_stride(p.F, sizeof(H)), ldm = stride(p.F), ldl = row_stride(p.D, 2);
+  const int64_t lda = stride(p.D), ldh = row_stride(p.F, sizeof(H)), ldm = stride(p.F), ldl = row_stride(p.D, 2), ldo = row_stride(p.D, 4);
   const int64_t G = gated ? 2 * p.F : p.F, Dp = packed_depth(p.D), Fp = packed_depth(p.F);
+  struct Matrix {
+    const B* w;
+    int64_t stride, panel, k, n, depth, columns;
+    bool gated;
+  };
+  const Matrix in = {(const B*)p.w_in, p.in_stride, p.in_panel, p.in_k, p.in_n, p.D, G, gated};
+  const Matrix out = {(const B*)p.w_out, p.out_stride, p.out_panel, p.out_k, p.out_n, p.F, p.D, false};
+  const bool plain = p.few >= 0;
+  struct Own {  // memory of one thread, for plain weights: a packed strip; sums; rows as float32
+    B* strip;
+    float *c, *part, *rows;
+  };
   A *a = nullptr, *mid = nullptr;
   H* h = nullptr;
+  float* o = nullptr;
   uint16_t* low = nullptr;  // bfloat16 y: the lower halves of float32 sums, whose upper halves stand in y itself
 
   static int64_t bytes(int64_t panel, int64_t depth) { return panel * (int64_t)sizeof(B) * 32 / depth; }  // of 1024 weights
@@ -157,7 +183,69 @@ template <class Engine, class X> struct Layer {
     memset(to + p.D, 0, (Dp - p.D) * sizeof(A));
   }
 
-  void first(const Segment& s, int64_t begin, int64_t end) {
+  bool in_place(const Segment& s, const Matrix& m) const { return s.rows <= p.few && (m.k == 1 || m.n == 1); }
+
+  const B* packed(const Matrix& m, int64_t expert, int64_t begin, int64_t end, const Own& own) const {
+    const B* w = m.w + expert * m.stride;
+    if constexpr (sizeof(B) > 1)
+      if (plain) return pack_strip(own.strip, w, m.k, m.n, m.depth, m.columns, begin, end, m.gated), own.strip;
+    return w + begin * m.panel;
+  }
+
+  // c = rows of a segment times columns first .. first + columns of its expert
+  void times_in_place(const Segment& s, const Matrix& m, int64_t first, int64_t columns, const A* rows, int64_t ld, float* c,
+                      int64_t ldc, const Own& own) const {
+    if constexpr (sizeof(B) > 1) {
+      const float* from = (const float*)rows;
+      if constexpr (sizeof(A) == 2) {  // AMX's
+        for (int64_t r = 0; r < s.rows; r++)
+          for (int64_t k = 0; k < m.depth; k += HALF) store(own.rows + r * ld + k, load(rows + r * ld + k));
+        from = own.rows;
+      }
+      const B* w = m.w + s.expert * m.stride + first * m.n;
+      InPlace<B>::times(from, ld, s.rows, w, m.k, m.n, m.depth, columns, c, ldc, own.part);
+    }
+  }
+
+  void bias_of(int64_t expert, int64_t panel, f32x16 (&bias)[2]) const {
+    bias[0] = bias[1] = f32x16{};
+    if (p.b_in)
+      for (int i = 0; i < PANEL; i++) {
+        const int64_t n = gated ? panel * HALF + i % HALF : panel * PANEL + i;
+        if (n < p.F) bias[i / HALF][i % HALF] = p.b_in[expert * G + n + (gated && i >= HALF ? p.F : 0)];
+      }
+  }
+
+  Ahead ahead(const B* b, const Matrix& m) const {  // what was packed just now is in the caches
+    return plain ? Ahead{nullptr, 0} : Ahead::in(b, bytes(m.panel, packed_depth(m.depth)));
+  }
+
+  void first_in_place(const Segment& s, int64_t begin, int64_t end, const Own& own) {
+    const int64_t each = gated ? HALF : PANEL, f0 = begin * each, f1 = end * each, columns = std::min(p.F, f1) - f0, ldc = (end - begin) * PANEL;
+    const bool all = gated && columns == p.F;  // gates and ups are one stretch of memory
+    const int64_t up = all ? p.F : gated ? f1 - f0 : HALF;  // to the second half of a panel's sums
+    const A* rows = a + s.at * lda;
+    if (columns > 0) times_in_place(s, in, f0, all ? G : columns, rows, lda, own.c, ldc, own);
+    if (columns > 0 && gated && !all) times_in_place(s, in, p.F + f0, columns, rows, lda, own.c + up, ldc, own);
+    for (int64_t panel = begin; panel < end; panel++) {
+      f32x16 bias[2];
+      bias_of(s.expert, panel, bias);
+      for (int64_t r = 0; r < s.rows; r++) {
+        const float* sums = own.c + r * ldc + (panel - begin) * each;
+        row_of(sums, sums + up, bias, h + (s.at + r) * ldh + panel * each);
+      }
+    }
+    const int64_t filling = std::max(f0, p.F);  // not columns of h, and 0
+    for (int64_t r = s.at; r < s.at + s.rows && filling < f1; r++) memset(h + r * ldh + filling, 0, (f1 - filling) * sizeof(H));
+  }
+
+  void lower(const Segment& s, int64_t begin, int64_t end, const Own& own) {
+    const int64_t d0 = begin * PANEL, columns = std::min(p.D, end * PANEL) - d0;
+    times_in_place(s, out, d0, columns, mid + s.at * ldm, ldm, o + s.at * ldo + d0, ldo, own);
+  }
+
+  void first(const Segment& s, int64_t begin, int64_t end, const Own& own) {
+    if (in_place(s, in)) return first_in_place(s, begin, end, own);
     const int64_t most = std::max<int64_t>(Engine::STEP, CACHE_BYTES / (lda * sizeof(A)));
     const int64_t tiles = (s.rows + most - 1) / most, tile = up_to((s.rows + tiles - 1) / tiles, Engine::STEP);
     float c[2][Engine::STEP * PANEL] __attribute__((aligned(64)));
@@ -169,23 +257,18 @@ template <class Engine, class X> struct Layer {
     } last = {};
     auto one_row = [&] {
       if (last.done == last.rows) return;
-      row_of(last.c + last.done * PANEL, last.bias, last.to + last.done * ldh);
+      row_of(last.c + last.done * PANEL, last.c + last.done * PANEL + HALF, last.bias, last.to + last.done * ldh);
       last.done++;
     };
-    const B* w = (const B*)p.w_in + s.expert * p.in_stride;
+    const B* w = packed(in, s.expert, begin, end, own);
     int turn = 0;
     for (int64_t r0 = 0; r0 < s.rows; r0 += tile) {
       const int64_t m = std::min(tile, s.rows - r0), step = block_rows<Engine>(m), blocks = (m + step - 1) / step;
-      Ahead stream = Ahead::in(w + begin * p.in_panel, bytes(p.in_panel, Dp));
+      Ahead stream = ahead(w, in);
       for (int64_t panel = begin; panel < end; panel++) {
-        f32x16 bias[2] = {};
-        if (p.b_in)
-          for (int i = 0; i < PANEL; i++) {
-            const int64_t n = gated ? panel * HALF + i % HALF : panel * PANEL + i;
-            if (n >= p.F) continue;
-            bias[i / HALF][i % HALF] = p.b_in[s.expert * G + n + (gated && i >= HALF ? p.F : 0)];
-          }
-        const B* b = w + panel * p.in_panel;
+        f32x16 bias[2];
+        bias_of(s.expert, panel, bias);
+        const B* b = w + (panel - begin) * p.in_panel;
         Ahead share = Ahead::share(panel + 1 < end ? b + p.in_panel : nullptr, blocks, bytes(p.in_panel, Dp));
         for (int64_t r = 0; r < m; r += step, turn ^= 1) {
           const int rows = (int)std::min(step, m - r);
@@ -210,6 +293,7 @@ template <class Engine, class X> struct Layer {
 
   struct Block {  // rows of one expert times a strip of panels, to be weighed and added to y
     const float* c;
+    int64_t row, panel;  // from one to the next in c
     const int64_t* pair;
     const float* bias;  // may be null
     int rows;
@@ -222,7 +306,7 @@ template <class Engine, class X> struct Layer {
     const int64_t i = k.done / wide, panel = k.done % wide, pair = k.pair[i], t = pair / p.K, d = panel * PANEL;
     k.done++;
     const f32x16 gate = all(p.gate[pair]);
-    const float* c = k.c + (panel * Engine::STEP + i) * PANEL;
+    const float* c = k.c + panel * k.panel + i * k.row;
     X* y = (X*)p.y + t * p.D + k.d0 + d;
     uint16_t* l = low + t * ldl + k.d0 + d;
     for (int64_t j = 0; j < PANEL && d + j < k.columns; j += HALF) {
@@ -242,7 +326,7 @@ template <class Engine, class X> struct Layer {
     }
   }
 
-  void second(const std::vector<Segment>& group, int64_t begin, int64_t end) {
+  void second(const std::vector<Segment>& group, int64_t begin, int64_t end, const Own& own) {
     float c[2][WIDEST * Engine::STEP * PANEL] __attribute__((aligned(64)));
     const int64_t d0 = begin * PANEL, columns = std::min(p.D, end * PANEL) - d0, wide = end - begin;
     Block last = {};
@@ -250,11 +334,18 @@ template <class Engine, class X> struct Layer {
     int turn = 0;
     for (size_t i = 0; i < group.size(); i++) {
       const Segment& s = group[i];
-      auto strip = [&](const Segment& s) { return (const B*)p.w_out + s.expert * p.out_stride + begin * p.out_panel; };
-      const B* b = strip(s);
+      const float* bias = p.b_out ? p.b_out + s.expert * p.D + d0 : nullptr;
+      if (in_place(s, out)) {
+        while (last.done < last.rows * wide) one_part();
+        last = {o + s.at * ldo + d0, ldo, PANEL, p.pair_R + s.first, bias, (int)s.rows, columns, d0, 0};
+        while (last.done < last.rows * wide) one_part();
+        continue;
+      }
+      auto strip = [&](const Segment& s) { return out.w + s.expert * out.stride + begin * out.panel; };
+      const B* b = packed(out, s.expert, begin, end, own);
       const int64_t step = block_rows<Engine>(s.rows), blocks = (s.rows + step - 1) / step;
-      Ahead stream = Ahead::in(b, bytes(p.out_panel, Fp));  // the first block meets weights from memory, others bring those of the next expert
-      Ahead share = Ahead::share(i + 1 < group.size() ? strip(group[i + 1]) : nullptr, blocks - 1,
+      Ahead stream = ahead(b, out);  // the first block meets weights from memory, others bring those of the next expert
+      Ahead share = Ahead::share(i + 1 < group.size() && !plain ? strip(group[i + 1]) : nullptr, blocks - 1,
                                  bytes(p.out_panel, Fp));
       for (int64_t r = 0; r < s.rows; r += step, turn ^= 1) {
         const int rows = (int)std::min(step, s.rows - r);
@@ -270,8 +361,7 @@ template <class Engine, class X> struct Layer {
                         r ? share : stream, one_part, p.coding);
         }
         while (last.done < last.rows * wide) one_part();
-        const float* bias = p.b_out ? p.b_out + s.expert * p.D + d0 : nullptr;
-        last = {c[turn], p.pair_R + s.first + r, bias, rows, columns, d0, 0};
+        last = {c[turn], PANEL, Engine::STEP * PANEL, p.pair_R + s.first + r, bias, rows, columns, d0, 0};
       }
     }
     while (last.done < last.rows * wide) one_part();
@@ -289,27 +379,53 @@ template <class Engine, class X> struct Layer {
     }
   }
 
+  // tasks of so many panels of each segment; 0: as wide as leaves enough tasks, for weights that are read in place: the longer
+  // a stretch of memory, the faster; -1: none
+  template <class Wide>
+  std::vector<Task> cut(const std::vector<Segment>& order, int64_t panels, int64_t enough, Wide width) const {
+    std::vector<Task> tasks;
+    for (size_t i = 0; i < order.size(); i++) {
+      int64_t wide = width(order[i]);
+      const int64_t most = std::max<int64_t>(SUMS_BYTES / (order[i].rows * PANEL * 4), 1);
+      if (wide == 0) wide = std::clamp<int64_t>(panels * order.size() / enough, std::min<int64_t>(4, most), most);
+      for (int64_t begin = 0; wide > 0 && begin < panels; begin += wide) tasks.push_back({(int64_t)i, begin, std::min(begin + wide, panels)});
+    }
+    return tasks;
+  }
+
   int run() {
     const bool split = sizeof(X) == 2;
     const auto all_groups = groups();
     int64_t most = 0;
     for (const auto& group : all_groups) most = std::max(most, group.back().at + group.back().rows);
     const int64_t a_bytes = up_to(most * lda * sizeof(A), 4096), h_bytes = up_to(most * ldh * sizeof(H), 4096);
-    const int64_t m_bytes = int8_rows ? up_to(most * ldm, 4096) : 0;
-    char* memory = workspace.get(a_bytes + h_bytes + m_bytes + 4096 + (split ? p.T * ldl * 2 : 0));
+    const int64_t m_bytes = int8_rows ? up_to(most * ldm, 4096) : 0, l_bytes = split ? up_to(p.T * ldl * 2, 4096) : 0;
+    const int64_t o_bytes = plain ? up_to(most * ldo * 4, 4096) : 0;
+    const int64_t first_panels = panels(G, gated), second_panels = panels(p.D, false);
+    const int64_t enough = 4 * p.threads;  // tasks, so that none is left alone at the end for long
+    // panels that stay in the cache; of those packed just now the source passes through it as well
+    auto in_cache = [&](int64_t panel) { return CACHE_BYTES / (plain ? 2 : 1) / (panel * (int64_t)sizeof(B)); };
+    const int64_t widest = sizeof(B) == 4 ? WIDEST / 2 : WIDEST;
+    const int64_t wide_first = plain ? std::clamp<int64_t>(in_cache(p.in_panel), 1, WIDEST / 2) : WIDEST / 2;
+    const int64_t broad = std::clamp<int64_t>(std::min(second_panels / enough, in_cache(p.out_panel)), 1, widest);
+
+    const int64_t strip_bytes = plain ? up_to(std::max(wide_first * p.in_panel, broad * p.out_panel) * sizeof(B), 4096) : 0;
+    const int64_t c_bytes = plain ? std::max<int64_t>(SUMS_BYTES, p.few * PANEL * 4) : 0;
+    const int64_t r_bytes = plain && sizeof(A) == 2 ? up_to(p.few * std::max(lda, ldm) * 4, 4096) : 0;
+    const int64_t own_bytes = strip_bytes + 2 * c_bytes + r_bytes;
+    char* memory = workspace.get(a_bytes + h_bytes + m_bytes + l_bytes + o_bytes + p.threads * own_bytes + 4096);
     if (!memory) return 1;
     a = (A*)memory, h = (H*)(memory + a_bytes), mid = int8_rows ? (A*)(memory + a_bytes + h_bytes) : (A*)h;
     low = split ? (uint16_t*)(memory + a_bytes + h_bytes + m_bytes) : nullptr;
+    o = (float*)(memory + a_bytes + h_bytes + m_bytes + l_bytes);
 
-    const int64_t first_panels = panels(G, gated), second_panels = panels(p.D, false);
-    const int64_t enough = 4 * p.threads;  // tasks, so that none is left alone at the end for long
-    const int64_t in_cache = CACHE_BYTES / (p.out_panel * (int64_t)sizeof(B));
-    const int64_t widest = sizeof(B) == 4 ? WIDEST / 2 : WIDEST;
-    const int64_t broad = std::clamp<int64_t>(std::min(second_panels / enough, in_cache), 1, widest);
     std::vector<NextTask> counters(p.nodes ? p.nodes->count * 2 * all_groups.size() : 0);
 #pragma omp parallel num_threads(p.threads)
     {
       const OnNode here(p.nodes);
+      char* mine = (char*)o + o_bytes + omp_get_thread_num() * own_bytes;
+      char* sums = mine + strip_bytes;
+      const Own own = {(B*)mine, (float*)sums, (float*)(sums + c_bytes), (float*)(sums + 2 * c_bytes)};
       int64_t loop = 0;
 #pragma omp for schedule(static)
       for (int64_t t = 0; t < p.T; t++) {
@@ -326,29 +442,31 @@ template <class Engine, class X> struct Layer {
           const auto s = std::upper_bound(group.begin(), group.end(), row, [](int64_t r, auto& s) { return r < s.at; }) - 1;
           gather(s->first + row - s->at, row);
         }
-        const int64_t wide = std::clamp<int64_t>((int64_t)group.size() * first_panels / enough / 2, 1, WIDEST / 2);
-        const int64_t each = (first_panels + wide - 1) / wide;
+        const int64_t wide = std::clamp<int64_t>((int64_t)group.size() * first_panels / enough / 2, 1, wide_first);
         if (p.nodes) {
           by_node(*p.nodes, counters, loop++, here.node, group.size(), first_panels, wide,
-                  [&](int64_t i, int64_t begin, int64_t end) { first(order[i], begin, end); });
+                  [&](int64_t i, int64_t begin, int64_t end) { first(order[i], begin, end, own); });
         } else {
+          const auto tasks = cut(order, first_panels, enough, [&](auto& s) { return in_place(s, in) ? 0 : wide; });
 #pragma omp for schedule(dynamic, 1)
-          for (int64_t task = 0; task < (int64_t)group.size() * each; task++) {
-            const int64_t begin = task % each * wide;
-            first(order[task / each], begin, std::min(begin + wide, first_panels));
-          }
+          for (size_t i = 0; i < tasks.size(); i++) first(order[tasks[i].segment], tasks[i].begin, tasks[i].end, own);
         }
         if constexpr (int8_rows) {
 #pragma omp for schedule(static)
           for (int64_t row = 0; row < rows; row++) quantise_row(h + row * ldh, p.F, mid + row * ldm, *p.coding);
         }
+        if (plain) {
+          const auto tasks = cut(order, second_panels, enough, [&](auto& s) { return in_place(s, out) ? 0 : -1; });
+#pragma omp for schedule(dynamic, 1)
+          for (size_t i = 0; i < tasks.size(); i++) lower(order[tasks[i].segment], tasks[i].begin, tasks[i].end, own);
+        }
         if (p.nodes) {
           by_node(*p.nodes, counters, loop++, here.node, 1, second_panels, broad,
-                  [&](int64_t, int64_t begin, int64_t end) { second(group, begin, end); });
+                  [&](int64_t, int64_t begin, int64_t end) { second(group, begin, end, own); });
         } else {
 #pragma omp for schedule(dynamic, 1)
           for (int64_t begin = 0; begin < second_panels; begin += broad)
-            second(group, begin, std::min(begin + broad, second_panels));
+            second(group, begin, std::min(begin + broad, second_panels), own);
         }
       }
       Engine::end();

@@ -1,7 +1,8 @@
 """One C++ kernel from gather to weighted sum, AMX or AVX on packed weights, compiled on first use; CPU.
 
-Weights that are frozen were packed once. Plain ones may change at any time, so they are packed in strips as
-they are used: `staged` with the native dispatch, grouped_gemm and combine, which also has gradients.
+Weights that are frozen were packed once. Plain ones may change at any time: those of an expert with few rows
+are read where they are, output-first or not, others are packed in strips as they are used. If gradients are
+wanted, it is `staged` with the native dispatch, grouped_gemm and combine, which have them.
 
 store=bfloat16, or a format of formats/named.py (int8, int4_g32, mxfp4, ...), rounds the weights and computes
 with what is then stored, so results are judged against `stored(weights)`. Plain weights are rounded at every
@@ -9,8 +10,9 @@ call, which costs more than it saves: freeze them. Weights that a checkpoint sto
 A format with _a8 behind it (int8_a8: W8A8, int4_g32_a8: W4A8) rounds the rows of both products to int8 as
 well, each with its own scale. That is faster, and as exact as `plain`, which rounds the same in plain torch.
 
-batch_invariant=True changes nothing for frozen weights. With plain ones the activation between the two
-products is then computed by functions whose bits do not depend on the place of a row.
+batch_invariant=True changes nothing for frozen weights. Plain ones are then always packed: bits of a row do not
+depend on how many rows its expert has, and are those of frozen weights. With gradients the activation between
+the two products is computed by functions whose bits do not depend on the place of a row.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ ACTIVATIONS = {
     name: i for i, name in enumerate(("gelu", "relu", "silu", "relu2", "geglu", "swiglu", "swiglu_oai"))
 }
 WRONG_PLAN = 3  # a return code of mrb_forward
+PACKED = -1  # of _Problem.few
+FEW = 32  # rows of an expert up to which its plain weights are read where they are, not packed
 DEEPEST = 1 << 16  # products of a byte and an int8 that a sum of 32 bits holds
 
 
@@ -68,6 +72,7 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("pair_R", "offset_E1", "count_E", "y")),
         *((name, ctypes.c_int64) for name in ("ldx", "T", "K", "D", "F", "E")),
         *((name, ctypes.c_int64) for name in ("in_stride", "out_stride", "in_panel", "out_panel")),
+        *((name, ctypes.c_int64) for name in ("in_k", "in_n", "out_k", "out_n", "few")),
         *((name, ctypes.c_int64) for name in ("activation", "threads", "R")),
         ("nodes", ctypes.POINTER(nodes.CNodes)),
     )
@@ -247,16 +252,16 @@ def unsupported(
         return f"rows of 8 bits are at most {DEEPEST} numbers long, not {max(weights.D, weights.F)}"
     if weights.w_in_EDG.dtype != x_TD.dtype:
         return cpp.other_dtypes(x_TD.dtype, weights.w_in_EDG.dtype)
-    w_in = weights.w_in_EDG
-    if isinstance(w_in, Frozen) != isinstance(weights.w_out_EFD, Frozen):
+    w_in, w_out = weights.w_in_EDG, weights.w_out_EFD
+    if isinstance(w_in, Frozen) != isinstance(w_out, Frozen):
         return "only one of the two matrices is frozen; thaw() the layer"
     if isinstance(w_in, Frozen):
         if (w_in.form.kernel, w_in.form.store) != ("native", store):
             return f"these weights are frozen for {w_in.form.label}"
         if _wants_gradients(x_TD, gate_TK, weights):
             return "frozen weights have no gradients: call it under torch.no_grad(), or thaw() them"
-        w_in = w_in.panels
-    reason = cpp.unsupported(SOURCE, level, x_TD, plan.pair_R, w_in)
+        w_in = w_out = w_in.panels
+    reason = cpp.unsupported(SOURCE, level, x_TD, plan.pair_R, w_in, w_out)
     return reason or cpp.why_not_cast(x_TD.dtype)
 
 
@@ -287,34 +292,35 @@ def run(
 ) -> Tensor:
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()  # needed by the parts and by the kernel
     check_sizes(x_TD, gate_TK, plan, weights.validate())
-    frozen = isinstance(weights.w_in_EDG, Frozen)
-    if _wants_gradients(x_TD, gate_TK, weights) or (store is None and not frozen):
+    if _wants_gradients(x_TD, gate_TK, weights):
         part = f"native(level={level})" if level else "native"
         steady = ",batch_invariant=True" if batch_invariant else ""
         staged = op.get(f"staged(dispatch={part},grouped_gemm={part},combine={part}{steady})")
         return staged.run(x_TD, gate_TK, plan, weights)
     T, D = x_TD.shape
-    packed = weights if frozen else freeze(weights, store=store)
-    w_in, w_out = packed.w_in_EDG, packed.w_out_EFD
-    assert isinstance(w_in, Frozen) and isinstance(w_out, Frozen)
+    if store is not None and not isinstance(weights.w_in_EDG, Frozen):
+        weights = freeze(weights, store=store)
+    few = PACKED if isinstance(weights.w_in_EDG, Frozen) else 0 if batch_invariant else FEW
+    w_in, (in_E, in_D, in_G) = _memory(weights.w_in_EDG)
+    w_out, (out_E, out_F, out_D) = _memory(weights.w_out_EFD)
     y_TD = recycled.empty(T, D, dtype=x_TD.dtype)
     gate_TK = gate_TK.float().contiguous()
     b_in_EG, b_out_ED = (
         None if b is None else b.detach().float().contiguous() for b in (weights.b_in_EG, weights.b_out_ED)
     )
-    coding, topology = _coding(store), nodes_in_use()
+    coding, topology = _coding(store), None if few != PACKED else nodes_in_use()
     for_c = coding and ctypes.pointer(coded.for_c(coding, _int8_rows(store)))
     shares = None if topology is None else nodes.for_c(topology)
     problem = _Problem(
-        x_TD.data_ptr(), w_in.panels.data_ptr(), w_out.panels.data_ptr(), _pointer(b_in_EG),
+        x_TD.data_ptr(), w_in.data_ptr(), w_out.data_ptr(), _pointer(b_in_EG),
         _pointer(b_out_ED), gate_TK.data_ptr(), for_c,
         plan.pair_R.data_ptr(), plan.offset_E1.data_ptr(), plan.count_E.data_ptr(), y_TD.data_ptr(),
         x_TD.stride(0), T,
-        max(plan.num_choices, 1), D, weights.F, weights.num_experts, _stride(w_in), _stride(w_out),
-        _panel(coding, D), _panel(coding, weights.F), ACTIVATIONS[weights.activation],
+        max(plan.num_choices, 1), D, weights.F, weights.num_experts, in_E, out_E,
+        _panel(coding, D), _panel(coding, weights.F), in_D, in_G, out_F, out_D, few, ACTIVATIONS[weights.activation],
         torch.get_num_threads(), plan.pair_R.shape[0], shares and ctypes.pointer(shares),
     )  # fmt: skip
-    failed = _library(level).mrb_forward(problem, x_TD.element_size(), w_in.panels.element_size())
+    failed = _library(level).mrb_forward(problem, x_TD.element_size(), w_in.element_size())
     if failed == WRONG_PLAN:
         raise ValueError("the plan points past its rows or tokens; validate() says where")
     if failed:
@@ -337,9 +343,12 @@ def _panel(coding: Coding | None, depth: int) -> int:
     return -(-depth // 32) * 32 * 32 if coding is None else coded.panel_bytes(coding, depth)
 
 
-def _stride(packed: Frozen) -> int:
-    """From one expert to the next; 0 if they share memory."""
-    return 0 if packed.panels.shape[0] == 1 else packed.panels.stride(0)
+def _memory(w_EKN: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What C++ reads, and its strides. Of panels: from one expert to the next, 0 if they share memory."""
+    if not isinstance(w_EKN, Frozen):
+        return w_EKN, w_EKN.stride()
+    panels = w_EKN.panels
+    return panels, (0 if panels.shape[0] == 1 else panels.stride(0), 0, 0)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -1,0 +1,159 @@
+// Rows times weights that are read where they lie, in either order of memory, and nowhere copied: for few rows, where
+// packing takes longer than multiplying. Rows are float32. Nothing beyond the weights is read and nothing is aligned.
+//
+// A sum is taken in an order that depends on its own column and row alone, so its bits are those of any number of threads;
+// they are not those of a packed panel.
+#pragma once
+#include "tiles.h"
+
+enum { LANES = sizeof(Lanes) / 4 };
+
+static inline Lanes lanes(const float* p) { return *(const Lanes*)p; }
+static inline Lanes lanes(const uint16_t* p) {
+#ifdef __AVX512F__
+  return load(p);
+#elif defined __AVX2__  // one instruction; gcc 12 makes several of __builtin_convertvector
+  return (Lanes)((Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16);
+#else
+  typedef uint16_t Short __attribute__((vector_size(LANES * 2), aligned(2)));
+  return (Lanes)(__builtin_convertvector(*(const Short*)p, Words) << 16);
+#endif
+}
+
+static inline void four_sums(Lanes s0, Lanes s1, Lanes s2, Lanes s3, float* c) {  // of the lanes of each
+#ifdef __AVX512F__
+  auto fold = [](__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)); };
+  __m512 v = fold(fold(s0, s1), fold(s2, s3));  // four lanes of each, in order
+  v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
+  v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
+  _mm512_mask_compressstoreu_ps(c, 0x1111, v);
+#elif defined __AVX2__
+  const __m256 v = _mm256_hadd_ps(_mm256_hadd_ps(s0, s1), _mm256_hadd_ps(s2, s3));
+  _mm_storeu_ps(c, _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)));
+#else
+  vst1q_f32(c, vpaddq_f32(vpaddq_f32(s0, s1), vpaddq_f32(s2, s3)));
+#endif
+}
+
+template <class B> struct InPlace {
+  // as many sums as registers hold beside weights and rows: COLUMNS or WIDE vectors of weights times ROWS rows
+  enum { ROWS = LANES == 8 ? 3 : 6, COLUMNS = 4, DEEP = LANES == 8 ? 3 : 4, CHAIN = 256, SUMS = 6144 };
+
+  // ---- columns that lie in memory one after the other (sk == 1): a dot product for each
+
+  template <int M>
+  static inline __attribute__((always_inline)) void add(Lanes (&s)[M][COLUMNS], const float* a, int64_t lda, const B* w0, const B* w1,
+                                                        const B* w2, const B* w3) {
+    const Lanes v[COLUMNS] = {lanes(w0), lanes(w1), lanes(w2), lanes(w3)};
+#pragma GCC unroll 8
+    for (int r = 0; r < M; r++) {
+      const Lanes x = lanes(a + r * lda);
+#pragma GCC unroll 8
+      for (int n = 0; n < COLUMNS; n++) s[r][n] += x * v[n];
+    }
+  }
+  template <int M>
+  __attribute__((noinline)) static void dots(const float* a, int64_t lda, const B* const (&w)[COLUMNS], int64_t ahead, int64_t depth,
+                                             float (&c)[ROWS][COLUMNS]) {
+    Lanes s[M][COLUMNS] = {};
+    const B *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
+    int64_t k = 0;
+    for (; k + LANES <= depth; k += LANES) {
+      if (k * sizeof(B) % 64 == 0) {
+        __builtin_prefetch(w0 + k + ahead, 0, 2), __builtin_prefetch(w1 + k + ahead, 0, 2);
+        __builtin_prefetch(w2 + k + ahead, 0, 2), __builtin_prefetch(w3 + k + ahead, 0, 2);
+      }
+      add<M>(s, a + k, lda, w0 + k, w1 + k, w2 + k, w3 + k);
+    }
+    if (k < depth) {  // rows are filled up with zeros, weights are not
+      B rest[COLUMNS][LANES] = {};
+      for (int n = 0; n < COLUMNS; n++) memcpy(rest[n], w[n] + k, (depth - k) * sizeof(B));
+      add<M>(s, a + k, lda, rest[0], rest[1], rest[2], rest[3]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < M; r++) four_sums(s[r][0], s[r][1], s[r][2], s[r][3], c[r]);
+  }
+  template <int M = ROWS>
+  static void choose_dots(int rows, const float* a, int64_t lda, const B* const (&w)[COLUMNS], int64_t ahead, int64_t depth,
+                          float (&c)[ROWS][COLUMNS]) {
+    if (rows == M) return dots<M>(a, lda, w, ahead, depth, c);
+    if constexpr (M > 1) choose_dots<M - 1>(rows, a, lda, w, ahead, depth, c);
+  }
+
+  // ---- columns side by side (sn == 1): each weight times one number of a row, added to what the row has so far
+
+  template <int M, int K>  // K of depth
+  __attribute__((noinline)) static void spread(const float* a, int64_t lda, const B* w, int64_t sk, int64_t columns, float* c, int64_t ldc) {
+    Lanes x[M][K];
+#pragma GCC unroll 8
+    for (int r = 0; r < M; r++)
+#pragma GCC unroll 8
+      for (int k = 0; k < K; k++) x[r][k] = a[r * lda + k] - Lanes{};
+    for (int64_t n = 0; n < columns; n += LANES) {
+      Lanes v[K];
+#pragma GCC unroll 8
+      for (int k = 0; k < K; k++) v[k] = lanes(w + k * sk + n);
+      if (n * sizeof(B) % 64 == 0)
+#pragma GCC unroll 8
+        for (int k = 0; k < K; k++) __builtin_prefetch(w + (K + k) * sk + n, 0, 2);
+#pragma GCC unroll 8
+      for (int r = 0; r < M; r++) {
+        Lanes s = lanes(c + r * ldc + n);
+#pragma GCC unroll 8
+        for (int k = 0; k < K; k++) s += x[r][k] * v[k];
+        *(Lanes*)(c + r * ldc + n) = s;
+      }
+    }
+  }
+  template <int K, int M = ROWS>
+  static void choose_spread(int rows, const float* a, int64_t lda, const B* w, int64_t sk, int64_t columns, float* c, int64_t ldc) {
+    if (rows == M) return spread<M, K>(a, lda, w, sk, columns, c, ldc);
+    if constexpr (M > 1) choose_spread<K, M - 1>(rows, a, lda, w, sk, columns, c, ldc);
+  }
+  static void spread_all(int rows, const float* a, int64_t lda, const B* w, int64_t sk, int64_t deep, int64_t columns, float* c,
+                         int64_t ldc) {
+    const int64_t whole = columns / LANES * LANES;
+    int64_t k = 0;
+    for (; k + DEEP <= deep; k += DEEP) choose_spread<DEEP>(rows, a + k, lda, w + k * sk, sk, whole, c, ldc);
+    for (; k < deep; k++) choose_spread<1>(rows, a + k, lda, w + k * sk, sk, whole, c, ldc);
+    if (whole == columns) return;
+    B rest[CHAIN][LANES];
+    memset(rest, 0, sizeof rest);
+    for (k = 0; k < deep; k++) memcpy(rest[k], w + k * sk + whole, (columns - whole) * sizeof(B));
+    for (k = 0; k < deep; k++) choose_spread<1>(rows, a + k, lda, rest[k], LANES, LANES, c + whole, ldc);
+  }
+
+  // c[r * ldc + n] = sum over k of a[r * lda + k] * w[k * sk + n * sn]; sk or sn is 1. c has room for whole vectors, part for as
+  // much again
+  static void times(const float* a, int64_t lda, int64_t rows, const B* w, int64_t sk, int64_t sn, int64_t depth, int64_t columns,
+                    float* c, int64_t ldc, float* part) {
+    const int64_t blocks = (rows + ROWS - 1) / ROWS, each = (rows + blocks - 1) / blocks;
+    if (sk == 1) {
+      for (int64_t n0 = 0; n0 < columns; n0 += COLUMNS) {
+        const B* at[COLUMNS];
+        for (int n = 0; n < COLUMNS; n++) at[n] = w + std::min(n0 + n, columns - 1) * sn;  // the last again, to be thrown away
+        for (int64_t r0 = 0; r0 < rows; r0 += each) {
+          const int m = (int)std::min(each, rows - r0);
+          float sums[ROWS][COLUMNS];
+          choose_dots(m, a + r0 * lda, lda, at, COLUMNS * sn, depth, sums);
+          for (int r = 0; r < m; r++)
+            memcpy(c + (r0 + r) * ldc + n0, sums[r], std::min<int64_t>(COLUMNS, columns - n0) * sizeof(float));
+        }
+      }
+      return;
+    }
+    const int64_t tile = SUMS / each;  // columns whose sums stay in the L1 cache
+    for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
+      const int64_t deep = std::min<int64_t>(CHAIN, depth - k0);
+      float* to = k0 ? part : c;
+      for (int64_t r = 0; r < rows; r++) memset(to + r * ldc, 0, up_to(columns, LANES) * sizeof(float));
+      for (int64_t n = 0; n < columns; n += tile)
+        for (int64_t r = 0; r < rows; r += each)
+          spread_all((int)std::min(each, rows - r), a + r * lda + k0, lda, w + k0 * sk + n, sk, deep, std::min(tile, columns - n),
+                     to + r * ldc + n, ldc);
+      if (k0)
+        for (int64_t r = 0; r < rows; r++)
+          for (int64_t n = 0; n < columns; n += LANES) *(Lanes*)(c + r * ldc + n) += lanes(part + r * ldc + n);
+    }
+  }
+};
