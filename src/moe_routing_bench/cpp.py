@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,7 @@ LEVELS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
         ("-march=cascadelake", "-mprefer-vector-width=512", "-DMRB_PRETENDED_TILES"),
     ),
 }
+PLAIN_TYPES = (Tensor, Parameter)
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 
 
@@ -113,10 +115,10 @@ def why_not_plain(*tensors: Tensor) -> str | None:
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return "it calls C++ by address, which torch.func and forward-mode derivatives cannot transform"
     for tensor in tensors:
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:  # device.type takes seven times as long
             return f"it runs on the CPU, and a tensor is on {tensor.device}"
         # tensors made to be traced have no memory
-        if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
+        if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
             return f"it reads plain tensors with memory of their own, not {type(tensor).__name__}"
     return None
 
@@ -152,6 +154,14 @@ def load(source: Path, level: str | None = None) -> ctypes.CDLL:
     if isinstance(library, str):
         raise NotImplementedError(library)
     return library
+
+
+def function(source: Path, level: str | None, name: str, fields: int) -> Callable[..., int]:
+    """A function of the library that takes one pointer to a struct of so many addresses and int64 numbers; it
+    is called with those. Packing them takes 0.6 us, ctypes 2 us to convert eleven arguments."""
+    call, pack = load(source, level)[name], struct.Struct(f"{fields}q").pack
+    call.argtypes, call.restype = [ctypes.c_char_p], ctypes.c_int
+    return lambda *values: call(pack(*values))
 
 
 def compiled(source: Path, level: str | None = None) -> bool:

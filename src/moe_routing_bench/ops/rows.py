@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -21,7 +20,6 @@ BYTES_FOR_THREADS = 2**17
 # results this large do not stay in the caches anyway; streaming stores save reading each line first
 BYTES_TO_STREAM = 2**23
 DISPATCH, COMBINE = (Path(__file__).parent / name for name in ("dispatch/native.cpp", "combine/native.cpp"))
-NUMBER, MEMORY = ctypes.c_int64, ctypes.c_void_p
 
 
 class KeptBuffers(threading.local):
@@ -51,17 +49,17 @@ def dispatch_unsupported(x_TD: Tensor, plan: RoutingPlan, level: str) -> str | N
         return reason
     if x_TD.dtype not in KINDS:
         return f"it computes in bfloat16, float16 and float32, not {x_TD.dtype}"
-    if x_TD.shape[1] > 1 and x_TD.stride(1) != 1:
+    if not x_TD.is_contiguous() and x_TD.shape[1] > 1 and x_TD.stride(1) != 1:
         return "it needs each token's numbers side by side in memory; call contiguous() first"
     return None
 
 
 def dispatch_into(x_RD: Tensor, x_TD: Tensor, row_TK: Tensor, pair_R: Tensor, level: str) -> Tensor:
-    (T, K), R, D = row_TK.shape, pair_R.shape[0], x_TD.shape[1]
+    (T, K), (R, D) = row_TK.shape, x_RD.shape
     size = x_TD.element_size()
     wrong = _dispatch(level)(
         x_TD.data_ptr(),
-        x_TD.stride(0) * size,
+        D * size if x_TD.is_contiguous() else x_TD.stride(0) * size,
         D * size,
         row_TK.data_ptr(),
         T,
@@ -89,17 +87,18 @@ def combine_unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level:
         return f"it computes in bfloat16, float16 and float32, not {y_RD.dtype}"
     if gate_TK.dtype not in (y_RD.dtype, torch.float32):
         return f"gates are float32 or of the rows' dtype {y_RD.dtype}, not {gate_TK.dtype}"
-    if y_RD.shape[1] > 1 and y_RD.stride(1) != 1:
+    if not y_RD.is_contiguous() and y_RD.shape[1] > 1 and y_RD.stride(1) != 1:
         return "it needs each row's numbers side by side in memory; call contiguous() first"
     return None
 
 
 def combine_into(y_TD: Tensor, y_RD: Tensor, gate_TK: Tensor, row_TK: Tensor, level: str) -> Tensor:
     (T, K), (R, D) = row_TK.shape, y_RD.shape
-    gate_TK = gate_TK.detach().to(torch.float32).contiguous()
+    if gate_TK.dtype != torch.float32 or not gate_TK.is_contiguous():
+        gate_TK = gate_TK.detach().to(torch.float32).contiguous()
     wrong = _combine(level)(
         y_RD.data_ptr(),
-        y_RD.stride(0),
+        D if y_RD.is_contiguous() else y_RD.stride(0),
         KINDS[y_RD.dtype],
         gate_TK.data_ptr(),
         row_TK.data_ptr(),
@@ -129,17 +128,9 @@ def threads_for(size: int) -> int:
 
 @cache
 def _dispatch(level: str) -> Callable[..., int]:
-    function = cpp.load(DISPATCH, level).mrb_dispatch
-    function.argtypes = [
-        MEMORY, NUMBER, NUMBER, MEMORY, NUMBER, NUMBER, MEMORY, NUMBER, NUMBER, NUMBER, MEMORY,
-    ]  # fmt: skip
-    function.restype = ctypes.c_int
-    return function
+    return cpp.function(DISPATCH, level, "mrb_dispatch", 11)
 
 
 @cache
 def _combine(level: str) -> Callable[..., int]:
-    function = cpp.load(COMBINE, level).mrb_combine
-    function.argtypes = [MEMORY, NUMBER, NUMBER, MEMORY, MEMORY, *[NUMBER] * 5, MEMORY]
-    function.restype = ctypes.c_int
-    return function
+    return cpp.function(COMBINE, level, "mrb_combine", 11)

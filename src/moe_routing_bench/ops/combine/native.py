@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -25,7 +24,7 @@ def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "") -> Tensor:
     rows.check_rows(y_RD, gate_TK, plan)
     row_TK = plan.row_TK.contiguous()
-    if torch.is_grad_enabled() and (y_RD.requires_grad or gate_TK.requires_grad):
+    if (y_RD.requires_grad or gate_TK.requires_grad) and torch.is_grad_enabled():
         return _Combine.apply(y_RD, gate_TK, row_TK, plan.pair_R.contiguous(), level)
     return _combine(y_RD, gate_TK, row_TK, level)
 
@@ -75,16 +74,17 @@ def _backward(
         rows.KINDS[y_RD.dtype],
         wide_TK.data_ptr(),
         row_TK.data_ptr(),
-        pair_R.data_ptr(),
-        dy_TD.data_ptr(),
-        dy_TD.stride(0),
         T,
         K,
         R,
         D,
         rows.threads_for(R * D * y_RD.element_size()),
-        None if dy_RD is None else dy_RD.data_ptr(),
-        None if dgate_TK is None else dgate_TK.data_ptr(),
+        0,
+        pair_R.data_ptr(),
+        dy_TD.data_ptr(),
+        dy_TD.stride(0),
+        0 if dy_RD is None else dy_RD.data_ptr(),
+        0 if dgate_TK is None else dgate_TK.data_ptr(),
     )
     assert not wrong, "row_TK changed since the forward pass"
     return dy_RD, None if dgate_TK is None else dgate_TK.to(gate_TK.dtype)
@@ -92,10 +92,4 @@ def _backward(
 
 @cache
 def _backward_function(level: str) -> Callable[..., int]:
-    function = cpp.load(rows.COMBINE, level).mrb_combine_backward
-    number, memory = rows.NUMBER, rows.MEMORY
-    function.argtypes = [
-        memory, number, number, memory, memory, memory, memory, *[number] * 6, memory, memory,
-    ]  # fmt: skip
-    function.restype = ctypes.c_int
-    return function
+    return cpp.function(rows.COMBINE, level, "mrb_combine_backward", 16)

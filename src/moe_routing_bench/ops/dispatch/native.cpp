@@ -2,6 +2,7 @@
 // Backward: the sum of a token's rows, in float32, in the order of its choices, rounded once.
 
 #include "../numbers.h"
+#include "../threads.h"
 
 namespace {
 
@@ -19,68 +20,83 @@ void stream_copy(char* to, const char* from, int64_t bytes) {
 #endif
 }
 
+constexpr int64_t SHARE = 16;  // tokens, or rows without a token
+
+struct Copies {
+    const char* x_TD;
+    int64_t stride, width;  // in bytes; x_RD has no gaps
+    const int64_t* row_TK;
+    int64_t T, K;
+    const int64_t* pair_R;
+    int64_t R, threads, stream;
+    char* x_RD;
+};
+
+struct Sums {
+    const void* g_RD;
+    int64_t stride, kind;  // the stride is in numbers
+    const int64_t* row_TK;
+    int64_t T, K, R, D, threads;
+    void* dx_TD;
+};
+
 template <Kind kind>
-int sum_rows(const void* rows, int64_t stride, const int64_t* row_TK, int64_t T, int64_t K, int64_t R, int64_t D,
-             int64_t threads, void* sums) {
+int sum_rows(const Sums& s) {
     using N = Numbers<kind>;
-    const auto* g_RD = static_cast<const typename N::In*>(rows);
-    auto* dx_TD = static_cast<typename N::In*>(sums);
-    int wrong = 0;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 16) reduction(| : wrong)
-    for (int64_t t = 0; t < T; t++) {
-        const int64_t* row_K = row_TK + t * K;
-        for (int64_t k = 0; k < K; k++) wrong |= row_K[k] >= R;
-        if (wrong) continue;
-        for (int64_t d = 0; d < D; d += W) {
-            Vec sum = zero();
-            for (int64_t k = 0; k < K; k++) {
-                if (row_K[k] < 0) continue;
-                const auto* p = g_RD + row_K[k] * stride + d;
-                sum = fma(same(1.0f), d + W <= D ? N::get(p) : get_some<kind>(p, D - d), sum);
+    const auto* g_RD = static_cast<const typename N::In*>(s.g_RD);
+    auto* dx_TD = static_cast<typename N::In*>(s.dx_TD);
+    std::atomic<int> wrong{0};
+    shared_out(s.T, SHARE, s.threads, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; t++) {
+            const int64_t* row_K = s.row_TK + t * s.K;
+            if (std::any_of(row_K, row_K + s.K, [&](int64_t r) { return r >= s.R; })) {
+                wrong = 1;
+                continue;
             }
-            auto* to = dx_TD + t * D + d;
-            d + W <= D ? N::put(to, sum) : put_some<kind>(to, sum, D - d);
+            for (int64_t d = 0; d < s.D; d += W) {
+                Vec sum = zero();
+                for (int64_t k = 0; k < s.K; k++) {
+                    if (row_K[k] < 0) continue;
+                    const auto* p = g_RD + row_K[k] * s.stride + d;
+                    sum = fma(same(1.0f), d + W <= s.D ? N::get(p) : get_some<kind>(p, s.D - d), sum);
+                }
+                auto* to = dx_TD + t * s.D + d;
+                d + W <= s.D ? N::put(to, sum) : put_some<kind>(to, sum, s.D - d);
+            }
         }
-    }
+    });
     return wrong;
 }
 
 }  // namespace
 
-// Strides and widths in bytes; x_RD has no gaps. Returns 0, or 1 if row_TK points past the rows: then what was
-// written is not to be used.
-extern "C" int mrb_dispatch(const char* x_TD, int64_t stride, int64_t width, const int64_t* row_TK, int64_t T,
-                            int64_t K, const int64_t* pair_R, int64_t R, int64_t threads, int64_t stream,
-                            char* x_RD) {
-    stream = stream && width % 64 == 0 && uintptr_t(x_RD) % 64 == 0;
-    int wrong = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : wrong)
-    {
-#pragma omp for schedule(dynamic, 16) nowait
-        for (int64_t t = 0; t < T; t++) {
-            for (int64_t k = 0; k < K; k++) {
-                const int64_t r = row_TK[t * K + k];
-                if (r >= R) wrong |= 1;
-                if (r < 0 || r >= R) continue;
+// Returns 0, or 1 if row_TK points past the rows: then what was written is not to be used.
+extern "C" int mrb_dispatch(const Copies* copies) {
+    const Copies c = *copies;
+    const bool stream = c.stream && c.width % 64 == 0 && uintptr_t(c.x_RD) % 64 == 0;
+    std::atomic<int> wrong{0};
+    // first the tokens, then the rows that hold none
+    shared_out(c.T + c.R, SHARE, c.threads, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < std::min(end, c.T); t++) {
+            const char* x_D = c.x_TD + t * c.stride;
+            for (int64_t k = 0; k < c.K; k++) {
+                const int64_t r = c.row_TK[t * c.K + k];
+                if (r >= c.R) wrong = 1;
+                if (r < 0 || r >= c.R) continue;
                 if (stream)
-                    stream_copy(x_RD + r * width, x_TD + t * stride, width);
+                    stream_copy(c.x_RD + r * c.width, x_D, c.width);
                 else
-                    std::memcpy(x_RD + r * width, x_TD + t * stride, width);
+                    std::memcpy(c.x_RD + r * c.width, x_D, c.width);
             }
         }
-#pragma omp for schedule(static) nowait
-        for (int64_t r = 0; r < R; r++)
-            if (pair_R[r] < 0) std::memset(x_RD + r * width, 0, width);
+        for (int64_t r = std::max(begin, c.T) - c.T; r < end - c.T; r++)
+            if (c.pair_R[r] < 0) std::memset(c.x_RD + r * c.width, 0, c.width);
         if (stream) after_streaming();
-    }
+    });
     return wrong;
 }
 
-// dx_TD[t] = sum over k of rows[row_TK[t, k]]; the stride is in numbers. Returns as mrb_dispatch.
-extern "C" int mrb_sum_rows(const void* rows, int64_t stride, int64_t kind, const int64_t* row_TK, int64_t T,
-                            int64_t K, int64_t R, int64_t D, int64_t threads, void* dx_TD) {
-    const auto sum = kind == FLOAT32    ? sum_rows<FLOAT32>
-                     : kind == BFLOAT16 ? sum_rows<BFLOAT16>
-                                        : sum_rows<FLOAT16>;
-    return sum(rows, stride, row_TK, T, K, R, D, threads, dx_TD);
+// dx_TD[t] = sum over k of rows[row_TK[t, k]]. Returns as mrb_dispatch.
+extern "C" int mrb_sum_rows(const Sums* s) {
+    return (s->kind == FLOAT32 ? sum_rows<FLOAT32> : s->kind == BFLOAT16 ? sum_rows<BFLOAT16> : sum_rows<FLOAT16>)(*s);
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -23,7 +22,7 @@ def unsupported(x_TD: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
 def run(x_TD: Tensor, plan: RoutingPlan, level: str = "") -> Tensor:
     rows.check_tokens(x_TD, plan)
     row_TK, pair_R = plan.row_TK.contiguous(), plan.pair_R.contiguous()
-    if torch.is_grad_enabled() and x_TD.requires_grad:
+    if x_TD.requires_grad and torch.is_grad_enabled():
         return _Dispatch.apply(x_TD, row_TK, pair_R, level)
     return _dispatch(x_TD, row_TK, pair_R, level)
 
@@ -70,7 +69,4 @@ def _sum_rows(dx_RD: Tensor, row_TK: Tensor, level: str) -> Tensor:
 
 @cache
 def _sum_rows_function(level: str) -> Callable[..., int]:
-    function = cpp.load(rows.DISPATCH, level).mrb_sum_rows
-    function.argtypes = [rows.MEMORY, rows.NUMBER, rows.NUMBER, rows.MEMORY, *[rows.NUMBER] * 5, rows.MEMORY]
-    function.restype = ctypes.c_int
-    return function
+    return cpp.function(rows.DISPATCH, level, "mrb_sum_rows", 10)

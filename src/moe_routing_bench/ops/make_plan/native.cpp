@@ -8,11 +8,18 @@
 #include <cstdint>
 #include <cstdlib>
 
-// capacity < 0: spans are loads rounded up to block_rows. Returns 0, or 1 if there is no memory, or 2 if the
-// spans need more than R rows.
-extern "C" int mrb_make_plan(const int64_t* expert_P, int64_t P, int64_t E, int64_t capacity, int64_t block_rows,
-                             int64_t R, int64_t threads, int64_t* row_P, int64_t* pair_R, int64_t* offset_E1,
-                             int64_t* count_E, int64_t* dropped_E) {
+struct Problem {
+    const int64_t* expert_P;
+    int64_t P, E, capacity, block_rows, R, threads;  // capacity < 0: spans are loads rounded up to block_rows
+    int64_t *row_P, *pair_R, *offset_E1, *count_E, *dropped_E;
+};
+
+// Returns 0, or 1 if there is no memory, or 2 if the spans need more than R rows.
+extern "C" int mrb_make_plan(const Problem* problem) {
+    const auto& s = *problem;
+    const int64_t *expert_P = s.expert_P, P = s.P, E = s.E, capacity = s.capacity, block_rows = s.block_rows, R = s.R;
+    int64_t *row_P = s.row_P, *pair_R = s.pair_R, *offset_E1 = s.offset_E1, *count_E = s.count_E;
+    int64_t *dropped_E = s.dropped_E, threads = s.threads;
     // next_WE[w * E + e]: first the pairs of expert e in thread w's run, then the next row it hands out
     auto* next_WE = static_cast<int64_t*>(std::calloc(std::max<int64_t>(threads * E, 1), sizeof(int64_t)));
     if (next_WE == nullptr) return 1;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -30,12 +29,13 @@ def unsupported(routing: Routing, layout: Layout, level: str = "") -> str | None
 
 def run(routing: Routing, layout: Layout, level: str = "") -> RoutingPlan:
     expert_TK = routing.expert_TK.contiguous()
-    (T, K), E = expert_TK.shape, routing.num_experts
+    (T, K), E, int64 = expert_TK.shape, routing.num_experts, torch.int64
     P, R = T * K, layout.num_rows(T, K, E)
-    row_TK, pair_R = recycled.empty(T, K, dtype=torch.int64), recycled.empty(R, dtype=torch.int64)
-    offset_E1, count_E, dropped_E = (torch.empty(n, dtype=torch.int64) for n in (E + 1, E, E))
+    row_TK, pair_R = recycled.empty(T, K, dtype=int64), recycled.empty(R, dtype=int64)
+    offset_E1, count_E = torch.empty(E + 1, dtype=int64), torch.empty(E, dtype=int64)
+    dropped_E = torch.empty(E, dtype=int64)
     # each thread keeps E counters
-    threads = torch.get_num_threads() if P >= max(PAIRS_FOR_THREADS, 8 * E) else 1
+    threads = torch.get_num_threads() if P >= PAIRS_FOR_THREADS and P >= 8 * E else 1
     failed = _make_plan(level)(
         expert_TK.data_ptr(),
         P,
@@ -66,8 +66,4 @@ def run(routing: Routing, layout: Layout, level: str = "") -> RoutingPlan:
 
 @cache
 def _make_plan(level: str) -> Callable[..., int]:
-    function = cpp.load(SOURCE, level).mrb_make_plan
-    number, memory = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = [memory, *[number] * 6, *[memory] * 5]
-    function.restype = ctypes.c_int
-    return function
+    return cpp.function(SOURCE, level, "mrb_make_plan", 12)

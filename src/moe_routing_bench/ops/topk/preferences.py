@@ -4,7 +4,13 @@ from moe_routing_bench.ops.preference import COMPILED, GPUS, NO_GPU, PLAIN, Pref
 
 PREFERENCES = (
     Preference(
-        machines=(*COMPILED, PLAIN),
+        machines=COMPILED,
+        order=("native", "sort"),
+        evidence="measurements/cpu/topk.txt: 0.04 to 0.9 of sort's time over 1 to 4096 tokens, 8 to 512 experts "
+        "and 1 to 16 choices; sort for float64 and more choices",
+    ),
+    Preference(
+        machines=(PLAIN,),
         order=("sort",),
         evidence="measurements/cpu/auto.txt: packed_key takes 1.3 to 1.4 times as long at 16 tokens, 0.6 to "
         "0.7 at 4096, of 64 experts; of 8 it is slower at any number",

@@ -1,0 +1,19 @@
+// Work shared by threads: whoever is free takes the next items. One thread alone does not call OpenMP, which takes 1 us.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+namespace {
+
+// body(begin, end) for all of 0 .. n, in pieces of `share` items, at once if there is one thread
+template <typename Body>
+void shared_out(int64_t n, int64_t share, int64_t threads, Body body) {
+    if (threads <= 1) return body(int64_t(0), n);
+    std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(threads)
+    for (int64_t begin; (begin = next.fetch_add(share, std::memory_order_relaxed)) < n;)
+        body(begin, std::min(n, begin + share));
+}
+
+}  // namespace
