@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_routing_bench.bench.roofs import stored_roofs
+from moe_routing_bench.names import slots_of
 from moe_routing_bench.report.drawing import rate
 from moe_routing_bench.report.reading import Cell, Chapter, Group, Study
 from moe_routing_bench.report.timing_figures import dropped_percent
@@ -53,7 +54,7 @@ def ranking(cell: Cell) -> Table:
     columns: dict[str, list[str]] = {
         "implementation": [],
         **{name: [] for name in ("ms", "ratio", "99 % interval", "verdict")},
-        **{name: [] for name in ("tokens/s", "of roof", "dropped", "padding", "MiB")},
+        **{name: [] for name in ("computes", "tokens/s", "of roof", "dropped", "padding", "MiB")},
     }
     for record in cell.passed:
         timing, work, routing, comparison = record.timing, record.work, record.routing, record.comparison
@@ -63,6 +64,9 @@ def ranking(cell: Cell) -> Table:
         columns["ratio"].append("1" if comparison is None else f"{comparison.ratio:.3f}")
         columns["99 % interval"].append(interval_of(record))
         columns["verdict"].append(verdict_of(record))
+        w = record.workload
+        slots = slots_of(record.what.router, T=w.T, E=w.E, K=w.K, sequences=w.sequences)
+        columns["computes"].append(slots)
         columns["tokens/s"].append(rate(record.workload.T / timing.median))
         columns["of roof"].append("" if work.share_of_roof is None else f"{100 * work.share_of_roof:.0f} %")
         columns["dropped"].append(f"{dropped_percent(record):.1f} %" if routing.dropped_pairs else "")
