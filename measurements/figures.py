@@ -24,6 +24,7 @@ import typer
 from stored_picture import draw_stored, stored_points
 from sweeps import RECORDS, THREADS, TOPICS, Topic, unpack
 
+from moe_routing_bench.names import slots_of
 from moe_routing_bench.results.query import run_query
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +38,7 @@ BUSY = 3.0  # load before a cell, when the cell before it had two threads
 # in each cell of each contender the newest; a baseline's own ratio is 1
 ROWS = """
 SELECT suite, "case", dtype, store, error, workload, direction, impl, layout, router, baseline, verdict,
-  T, D, E, K, rounds,
+  T, D, E, K, sequences, rounds,
   coalesce(ratio, 1) AS ratio, coalesce(ratio_low, 1) AS low, coalesce(ratio_high, 1) AS high, median_ms,
   -- records from before there were ladders left out what the caches could hold
   CASE WHEN roof_ms IS NOT NULL OR cache <> 'hot' THEN share_of_roof END AS share_of_roof,
@@ -420,9 +421,10 @@ def _soft_table(records: Records) -> list[str]:
     def line(row: Row) -> tuple[object, ...]:
         stages, total = row["stage_seconds"] or {}, sum((row["stage_seconds"] or {}).values())
         shares = ", ".join(f"{name} {percent(seconds, total)}" for name, seconds in stages.items())
+        sizes = {name: row[name] for name in ("T", "E", "K", "sequences")}
         return (
             row["case"],
-            row["router"],
+            ": ".join(filter(None, (row["router"], slots_of(row["router"], **sizes)))),
             f"{row['median_ms']:.3g}",
             _ratio(row),
             _verdict(row),

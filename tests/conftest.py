@@ -12,6 +12,7 @@ import torch
 
 from moe_routing_bench import cpp
 from moe_routing_bench.ops import registry
+from moe_routing_bench.places import home
 from moe_routing_bench.routers import router as routers
 
 # what the person at the keyboard has measured, or likes to look at, must not choose what is tested
@@ -22,6 +23,7 @@ FORGOTTEN = (
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # the first process; others inherit it
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(home() / "compiled"))  # compile once
         os.environ["MRB_HOME"] = tempfile.mkdtemp(prefix="mrb-home-")
     # the shapes are tiny: a second thread beside another busy process costs 10x
     torch.set_num_threads(1)

@@ -34,7 +34,7 @@ from timing import in_time
 MINUTES = "minutes of timing"
 NOT_RUN = {
     r"pip |python -m venv|\. |make ": "installs, or runs this test suite",
-    r"(VLLM_PLUGINS= )?vllm |LOCAL_KERNELS": "needs vLLM or kernels; measurements/models has the transcripts",
+    r"(MRB_VLLM=1 )?vllm |LOCAL_KERNELS": "needs vLLM or kernels; measurements/models has the transcripts",
     r".*(TRITON_INTERPRET|_ON_CPU=1)|mrb compile|bash measurements/gpu": "needs Triton or CuTe: steps of CI",
     r"pytest ": "a step of .ci/run",
     r".*--device cuda|mrb sweep gpu-quick --out gpu$": "needs a GPU",

@@ -6,7 +6,7 @@
     python measurements/models/vllm_plugin.py --quick          a small model to time, written to /tmp
 
 1. Tiny random Qwen3-MoE, Mixtral and OLMoE, saved by Transformers, whose experts weigh enough to matter.
-   Each is served twice, with the plug-in and without (VLLM_PLUGINS=). In float32 the greedy tokens must
+   Each is served twice, with the plug-in and without (MRB_VLLM=1). In float32 the greedy tokens must
    agree; in bfloat16, whose logits are often nearly equal, they may part where the two best are closer than
    GAP. With the plug-in every call of the experts is kept and judged (accuracy.py) against a float64 oracle;
    the other calls of a layer are the further data that few rows need. With experts that give zero, other
@@ -36,7 +36,7 @@ import torch
 import typer
 
 HERE = Path(__file__).parent
-PLUGGED = {"with": None, "without": ""}  # VLLM_PLUGINS
+PLUGGED = {"with": "1", "without": None}  # MRB_VLLM
 TINY: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"moe_intermediate_size": 64, "num_experts": 8, "norm_topk_prob": True, "head_dim": 32},
     "Mixtral": {"intermediate_size": 96, "num_local_experts": 8},
@@ -81,7 +81,7 @@ class Engine:
     def __init__(self, folder: Path, plugged: str, dtype: str, log: Path):
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
         settings = {
-            "VLLM_PLUGINS": PLUGGED[plugged], "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2",
+            "MRB_VLLM": PLUGGED[plugged], "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }  # fmt: skip
         self.pipe, self.log = ours, log

@@ -1,5 +1,7 @@
 """Compiles C++ files on first use for this processor, keeps the libraries and loads them.
 
+They are kept in <MRB_HOME>/compiled, or where TORCH_EXTENSIONS_DIR says, and may be deleted at any time.
+
 torch's extension loader builds each one in its own folder, and the finished library is moved into place, so a
 process killed while building leaves nothing that another would wait for. Without a compiler, implementations
 are unsupported; that is not an error. Compiling takes seconds, so stderr says so, once for each file.
@@ -28,6 +30,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from moe_routing_bench.machine import this_machine
+from moe_routing_bench.places import home
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -236,10 +239,7 @@ def with_includes(source: Path) -> list[Path]:
 
 
 def _folder() -> Path:
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
-    folder = Path(root) / "moe_routing_bench"
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or home() / "compiled") / "moe_routing_bench"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_routing_bench import steady
-from moe_routing_bench.formats.named import quantise
+from moe_routing_bench.formats.named import INT8_ROWS, INT8_ROWS_ERROR, quantise, rounding
 from moe_routing_bench.formats.stored import Stored
 
 # gpt-oss: both numbers are its config's swiglu_alpha and swiglu_limit, and constants in OpenAI's own code
@@ -117,6 +118,13 @@ class ExpertWeights:
             name: tensor.to(device=device, dtype=dtype) for name, tensor in self.tensors().items()
         }
         return replace(self, **moved)
+
+    def error_stored(self, store: str) -> float:
+        """About the error of results with these weights in a format: root mean square, relative to the right
+        ones. The matrices are rounded independently of each other, so squares of their errors add up."""
+        name, rows = store.removesuffix(INT8_ROWS), INT8_ROWS_ERROR if store.endswith(INT8_ROWS) else 0.0
+        into = [rounding(self.w_in_EDG, name)] * (2 if self.gated else 1)
+        return math.hypot(*into, rounding(self.w_out_EFD, name), rows)
 
     def validate(self) -> ExpertWeights:
         if self.w_in_EDG.ndim != 3 or self.w_out_EFD.ndim != 3:

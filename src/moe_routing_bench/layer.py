@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from moe_routing_bench import steady
 from moe_routing_bench.experts import GATED, ExpertWeights, activate
+from moe_routing_bench.formats.named import INT8_ROWS, NAMES, coding_of
 from moe_routing_bench.free_experts import FreeExpertPart, FreeExperts
-from moe_routing_bench.frozen import Frozen, take_place, thaw
+from moe_routing_bench.frozen import Freezing, freezing, take_place, thaw
 from moe_routing_bench.ops.auto import Auto, describe, resolve
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
@@ -117,9 +118,11 @@ class Experts(nn.Module):
     def freeze(self, implementation: Implementation, kept: PackedFiles | None = None) -> None:
         """Hold the matrices only in the form that this implementation likes best; see MoE.freeze."""
         names = ("w_in_EDG", "w_out_EFD")
-        if implementation.freeze is None or all(isinstance(getattr(self, name), Frozen) for name in names):
+        if implementation.has_packed(*(getattr(self, name) for name in names)):
             return
-        thaw(self)  # one of them may be frozen
+        thaw(self)  # one of them may be frozen, or both for another
+        if implementation.freeze is None:
+            return
         frozen = implementation.frozen(self.weights(), kept).tensors()
         take_place(self, {name: frozen[name] for name in names})
 
@@ -138,6 +141,23 @@ class Experts(nn.Module):
                     f"{name} is {tuple(tensor.shape)}, the layer's {tuple(getattr(self, name).shape)}"
                 )
             getattr(self, name).copy_(tensor)
+
+
+def with_format(impl: str, *, batch_invariant: bool = False) -> str:
+    """What `impl` names for freezing: an implementation, or a format alone: "int8_a8" is
+    "native(store=int8_a8)". ValueError with all formats if it is neither."""
+    if "(" in impl or impl in ("auto", *expert_ffn_op.names()):
+        return impl
+    if impl != "bfloat16":
+        try:
+            coding_of(impl.removesuffix(INT8_ROWS))
+        except ValueError:
+            raise ValueError(
+                f"there is no format and no implementation of expert_ffn {impl!r}; formats are bfloat16, "
+                f"{', '.join(NAMES)}, and these with {INT8_ROWS} behind for rows of 8 bits too; "
+                f"implementations are {', '.join(expert_ffn_op.names())}"
+            ) from None
+    return f"native({'batch_invariant=True,' * batch_invariant}store={impl})"
 
 
 def _one_expert(x_TD: Tensor) -> RoutingPlan:
@@ -290,21 +310,36 @@ class MoE(nn.Module):
         return self
 
     @torch.no_grad()
-    def freeze(self, kept: PackedFiles | None = None) -> MoE:
+    def freeze(self, impl: str | PackedFiles | None = None, kept: PackedFiles | None = None) -> MoE:
         """For inference: the experts' matrices are packed once, and the packed form takes their place.
+
+        impl: a format ("int8", "int4_g128_a8": docs/formats.md) or another implementation from now on; else
+        the layer's own. `frozen` says how many bytes that saved and what error to expect.
 
         No memory is used twice, and nothing can change the weights behind the layer's back: writing to a
         frozen parameter raises, and so does freezing one that something else can write to. Nothing requires
         gradients afterwards. What packs nothing leaves them as they are. kept: see packed_files.py.
         """
-        if isinstance(self.expert_ffn, Auto):
-            args = expert_ffn_op.arguments(StandIns(self.experts.weights(), self.router.K, self.layout, 1))
-            implementation = self.expert_ffn.choice(*args.values()).implementation
-            del args  # it holds the weights, which must be ours alone
-        else:
-            implementation = self.expert_ffn
+        if isinstance(impl, PackedFiles):
+            impl, kept = None, impl
+        ffn = self.expert_ffn
+        if impl is not None:
+            steady = self.shared_ffn is not None
+            spec = with_format(impl, batch_invariant=steady)
+            ffn = resolve(expert_ffn_op, spec, batch_invariant=steady)
+        implementation = ffn if isinstance(ffn, Implementation) else self._chosen(ffn)
         self.experts.freeze(implementation, kept)
+        self.expert_ffn = ffn
         return self.requires_grad_(False)
+
+    def _chosen(self, auto: Auto) -> Implementation:
+        args = expert_ffn_op.arguments(StandIns(self.experts.weights(), self.router.K, self.layout, 1))
+        return auto.choice(*args.values()).implementation
+
+    @property
+    def frozen(self) -> Freezing | None:
+        """What freeze() did: bytes before and after, and what error to expect; None if nothing is frozen."""
+        return freezing(self)
 
     def thaw(self) -> MoE:
         """Plain parameters again; train_only("all") makes them require gradients."""
@@ -397,4 +432,5 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         # not `implementation`, which may have to compile to say why
-        return f"layout={self.layout}, make_plan={self.make_plan.label}, expert_ffn={self.expert_ffn.label}"
+        parts = f"layout={self.layout}, make_plan={self.make_plan.label}, expert_ffn={self.expert_ffn.label}"
+        return parts if self.frozen is None else f"{parts}\n{self.frozen}"

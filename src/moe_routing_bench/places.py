@@ -1,4 +1,4 @@
-"""Where this user's measurements are kept: MRB_HOME, or a folder in the user's cache."""
+"""Where this user's measurements and compiled kernels are kept: MRB_HOME, or a folder in the user's cache."""
 
 from __future__ import annotations
 

@@ -332,8 +332,18 @@ def test_changed_weights_are_right_or_raise(way: str, name: str, frozen: bool) -
 def test_frozen_models_may_be_rounded_and_converted_ones_frozen() -> None:
     model, ids = make("qwen3_moe"), tokens()
     want = model(ids).logits.detach()
-    plugin.freeze(model, "native(store=int8)")
+    named = copy.deepcopy(model)
+    frozen = plugin.freeze(model, "int8")
     assert 0 < (model(ids).logits - want).abs().max() < 0.1 * want.abs().max()
+    assert frozen == plugin.freeze(named, "native(store=int8)") and frozen.label == "native(store=int8)"
+    assert torch.equal(named(ids).logits, model(ids).logits)
+    experts = [p for p in model.parameters() if isinstance(p, Frozen)]
+    assert frozen.after == sum(p.panels.nbytes for p in experts) and 0 < frozen.error < 0.05
+    assert plugin.freeze(model) == frozen  # again is nothing new
+    with pytest.raises(NotImplementedError, match="exist as int8 alone"):
+        plugin.freeze(model, "int4_g32")
+    with pytest.raises(ValueError, match=r"int8_g128.*q4_k"):
+        plugin.freeze(make("qwen3_moe"), "int5")
     model = make("qwen3_moe")
     convert(model)
     plugin.freeze(model)
@@ -341,6 +351,24 @@ def test_frozen_models_may_be_rounded_and_converted_ones_frozen() -> None:
     assert any(isinstance(parameter, Frozen) for parameter in model.parameters())
     revert(model)
     close(model(ids).logits, want)
+    convert(model)
+    assert plugin.freeze(model, "int8") == frozen
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_does_not_round_its_weights_in_every_call(compiled: bool) -> None:
+    model, ids = make("qwen3_moe"), tokens()
+    model.set_experts_implementation(f"{OURS}:native(store=int8)")
+    row = plugin.implementations(model)[0]
+    assert row.implementation == "none" and "freeze" in row.why
+    forward = torch.compile(model, backend="eager") if compiled else model
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="freeze"):
+        forward(ids)
+    plugin.freeze(model, "int8")
+    assert plugin.implementations(model)[0].implementation == "native(store=int8)"
+    with torch.no_grad():
+        model(ids)
 
 
 @needs_compiler

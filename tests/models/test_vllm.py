@@ -74,6 +74,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
                 module = ModuleType(name)
                 vars(module).update(parts.get(name, {}))
                 monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv(plugin.VARIABLE, "1")
     plugin.register.cache_clear()
     yield SimpleNamespace(said=said, version=sys.modules["vllm.version"])
     UnquantizedFusedMoEMethod.registry.clear()
@@ -194,6 +195,17 @@ def test_a_place_that_is_taken_stays_taken(vllm: Any) -> None:
     plugin.register()
     assert UnquantizedFusedMoEMethod.registry["UnquantizedFusedMoEMethod"] is Log
     assert "another plug-in" in vllm.said[0][1]
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_nothing_is_taken_over_unasked(vllm: Any, value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(plugin.VARIABLE)
+    if value is not None:
+        monkeypatch.setenv(plugin.VARIABLE, value)
+    plugin.register()
+    assert not UnquantizedFusedMoEMethod.registry
+    ((level, sentence),) = vllm.said
+    assert level == "INFO" and "MRB_VLLM=1" in sentence
 
 
 def test_registering_twice_is_registering_once(vllm: Any) -> None:

@@ -147,6 +147,14 @@ def test_what_is_built_is_kept_and_a_change_is_built(anew: pytest.MonkeyPatch, t
     assert cpp.load(source, "avx2").answer() == 44
 
 
+def test_what_is_built_is_kept_in_the_users_folder(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    anew.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    anew.setenv("MRB_HOME", str(tmp_path / "home"))
+    cpp.load(tiny(tmp_path), "avx2")
+    (library,) = (tmp_path / "home").rglob("*.so")
+    assert library.name.startswith("mrb_x_native_avx2_")
+
+
 def test_a_library_that_was_deleted_is_built_again(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
     anew.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     source = tiny(tmp_path)
@@ -453,7 +461,7 @@ def test_weights_kept_in_another_type_are_what_it_computes_with(store: str, dtyp
     assert reason is None
     assert implementation.stored is not None and implementation.forward_only
     kept = implementation.stored(weights)
-    y_TD = implementation(x_TD, gate_TK, plan, weights)
+    y_TD = implementation.run(x_TD, gate_TK, plan, weights)
     exact = (x_TD.double(), gate_TK.double(), plan)
     plain = (x_TD, gate_TK, plan)
     oracle_TD = EXPERT_FFN.reference(*exact, kept.to(dtype=torch.float64))

@@ -303,6 +303,8 @@ def test_mistakes_with_urls_get_a_sentence(url, tmp_path, monkeypatch):
     monkeypatch.setattr("moe_routing_bench.results.objects.RETRY_SECONDS", 0)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.setenv(name, "x")
+    monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
+    assert "AWS_ALLOW_HTTP=true" in refused("results", "--folder", "s3://bucket/x")
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     assert "cannot list commits/ in s3://bucket/x" in refused("results", "--folder", "s3://bucket/x")
     monkeypatch.setitem(sys.modules, "obstore", None)

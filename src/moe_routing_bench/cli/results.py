@@ -16,7 +16,7 @@ from rich.text import Text
 
 from moe_routing_bench.cli.fitting import fitted_rows
 from moe_routing_bench.cli.terminal import Json, console, fail, say, show, show_json, user_mistakes
-from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.names import did_you_mean, slots_of
 from moe_routing_bench.places import default_results
 from moe_routing_bench.results.flat import COLUMNS, quoted
 from moe_routing_bench.results.lines import LeftOut
@@ -46,7 +46,7 @@ WITH passed AS (
 SELECT span, direction, "case", dtype, store, workload, threads, impl AS best, layout, router, layer,
   median_ms, error, tokens_per_second, coalesce(ratio, 1) AS ratio, coalesce(baseline, 'itself') AS baseline,
   coalesce(verdict, '') AS verdict,
-  count(*) OVER (PARTITION BY {SAME}) AS contenders
+  count(*) OVER (PARTITION BY {SAME}) AS contenders, T, E, K, sequences
 FROM newest
 QUALIFY row_number() OVER (PARTITION BY {SAME} ORDER BY coalesce(ratio, 1), impl, layout) = 1
 ORDER BY ALL
@@ -311,7 +311,8 @@ def _best(row: dict[str, Any]) -> tuple[object, ...]:
     threads = "" if row["threads"] == 1 else f" {row['threads']} threads"
     span = row["span"] if row["direction"] == "forward" else f"{row['span']} {row['direction']}"
     case = f"{span} {row['case']} {row['dtype']} {row['workload']}{threads}"
-    best = " | ".join(filter(None, (row["best"], row["layout"], row["router"], row["layer"])))
+    slots = slots_of(row["router"] or "", **{name: row[name] for name in ("T", "E", "K", "sequences")})
+    best = " | ".join(filter(None, (row["best"], row["layout"], row["router"], slots, row["layer"])))
     times = (row["median_ms"], row["ratio"], row["baseline"], row["verdict"], row["contenders"])
     return (case, best, *times)
 

@@ -18,7 +18,8 @@ from moe_routing_bench.bench.verdict import OPEN
 from moe_routing_bench.cli.fitting import Cells, fitted
 from moe_routing_bench.cli.terminal import heading, show, two_columns
 from moe_routing_bench.machine import this_machine
-from moe_routing_bench.names import short_label
+from moe_routing_bench.names import short_label, slots_of
+from moe_routing_bench.workloads.cases import BenchCase
 
 STYLES = {"FASTER": "green", "SLOWER": "red", "SAME": "cyan"} | dict.fromkeys(OPEN, "yellow")
 PLAIN_LAYER = "moe"
@@ -26,7 +27,7 @@ PLAIN_LAYER = "moe"
 FACTS: dict[str, Callable[[CellOutcome, SubjectOutcome], str]] = {
     "span": lambda outcome, one: outcome.cell.case.span,
     "direction": lambda outcome, one: outcome.direction,
-    "router": lambda outcome, one: one.subject.router,
+    "router": lambda outcome, one: _router(outcome.cell.case, one.subject.router),
     "layer": lambda outcome, one: one.subject.layer or (PLAIN_LAYER if outcome.cell.span.routed else ""),
     "layout": lambda outcome, one: one.subject.layout,
     "implementation": lambda outcome, one: short_label(one.label),
@@ -58,6 +59,13 @@ def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | No
     if repro:
         for one in ranked:
             show(Text(f"{_name(one, outcome)}: {repro_command(cell, one.subject)}", "dim"))
+
+
+def _router(case: BenchCase, name: str) -> str:
+    """With what Soft-MoE computes: its time alone would say that it is the faster one."""
+    s = case.shape
+    slots = slots_of(name, T=s.T, E=s.E, K=s.K, sequences=case.sequences)
+    return f"{name}: {slots}" if slots else name
 
 
 def _stored(outcome: CellOutcome) -> str:

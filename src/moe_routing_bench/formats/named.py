@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from moe_routing_bench.formats import fp8_block, ggml, int4, int8, mxfp4
@@ -18,6 +19,9 @@ NAMES = (
 )  # fmt: skip
 # ends the name of a format whose kernel rounds rows to int8 as well: int4_g32_a8 is W4A8
 INT8_ROWS = "_a8"
+# about what that adds to a layer's error, by `mrb formats`: inputs decide it, not weights
+INT8_ROWS_ERROR = 0.0285
+SAMPLED = 128  # first and last columns
 GROUPED = re.compile(r"(int8|int4)_g([1-9]\d{0,4})(_asym)?")
 
 
@@ -42,6 +46,17 @@ def coding_of(name: str) -> Coding:
         raise ValueError(f"there is no format {name!r}; there are {', '.join(NAMES)}")
     kind, group, asymmetric = grouped
     return int8.coding(group) if kind == "int8" else int4.coding(group, asymmetric)
+
+
+def rounding(w_EKN: Tensor, name: str) -> float:
+    """How far a format, or bfloat16, is from these weights: root mean square, relative to theirs. By the
+    first and the last expert, and of them by the first and last columns."""
+    E, N = w_EKN.shape[0], w_EKN.shape[2]
+    column_n = [n for n in range(N) if min(n, N - 1 - n) < SAMPLED]
+    w_ekn = w_EKN.detach()[[0, E - 1]][..., column_n].float()
+    kept = w_ekn.bfloat16() if name == "bfloat16" else quantise(w_ekn, name).decoded().weights(torch.float32)
+    size = float(w_ekn.square().mean().sqrt())
+    return float((kept - w_ekn).square().mean().sqrt()) / size if size else 0.0
 
 
 def quantise(w_EKN: Tensor, name: str) -> Stored:

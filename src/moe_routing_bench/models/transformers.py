@@ -3,6 +3,7 @@
     import moe_routing_bench.models.transformers as plugin
 
     plugin.freeze(model)                                    # for inference: packs the experts' weights
+    plugin.freeze(model, "int8_a8")                         # or rounds them too; says what that saves
     model = plugin.load("gpt-oss-20b")                      # or, quantised: experts as they are stored
     model.set_experts_implementation("moe_routing_bench")   # or, for weights that change: training, merging
     print(plugin.implementations(model))                    # what runs in each layer, and why
@@ -10,15 +11,15 @@
         model(input_ids)
 
 "moe_routing_bench" is impl="auto" as everywhere (ops/auto.py). "moe_routing_bench:<impl>" is that
-implementation of expert_ffn, or an error: "moe_routing_bench:native", "moe_routing_bench:native(store=int8)".
+implementation of expert_ffn, or an error: "moe_routing_bench:native". What stores weights must be frozen.
 Built-in names and their listed options are registered here;
 register("staged(combine=index_add,dispatch=native)") adds others.
 
 Without freeze the weights are read as they are at every call, however they were changed. After it they exist
 only packed, in as much memory as before; changing them raises, and thaw(model) makes them plain again. Save
 before freezing, or thaw. Models published in MXFP4, FP8 or compressed-tensors are bfloat16 after
-from_pretrained on a CPU; load(folder) keeps their codes, and freeze(model, "native(store=mxfp4)") brings back
-MXFP4's. Experts that stay quantised (FP8 on a GPU) have another registry and are not served.
+from_pretrained on a CPU; load(folder) keeps their codes, and freeze(model, "mxfp4") brings back MXFP4's.
+Experts that stay quantised (FP8 on a GPU) have another registry and are not served.
 
 torch.compile: without gradients the experts are one node of the graph, also with fullgraph=True; with them
 the graph breaks there.
@@ -41,8 +42,8 @@ if importlib.util.find_spec("transformers") is None:
 
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moe_routing_bench.frozen import Frozen, as_parameter, take_place, thaw
-from moe_routing_bench.layer import MoE
+from moe_routing_bench.frozen import Freezing, Frozen, as_parameter, freezing, take_place, thaw
+from moe_routing_bench.layer import MoE, with_format
 from moe_routing_bench.models.loading import load_stored
 from moe_routing_bench.models.reading import Reading, experts_modules, read, tensors_of, weights_of
 from moe_routing_bench.models.replay import replay
@@ -200,18 +201,22 @@ def _running(path: str, module: nn.Module, tokens: int) -> Running:
         why = "its gate and up columns alternate, until freeze()" if alternates else reading.why
         return say(implementation=f"staged around the model's own function ({parts})", why=why)
     try:
-        choice = _choice(module, reading, impl, tokens)
+        choice = _choice(module, reading, impl, tokens, now=True)
     except NotImplementedError as reason:
         return say(implementation="none", why=str(reason))
     return say(implementation=choice.implementation.label, why=choice.why)
 
 
 @torch.no_grad()
-def _choice(module: nn.Module, reading: Reading, impl: str, tokens: int = 1) -> Choice:
+def _choice(module: nn.Module, reading: Reading, impl: str, tokens: int = 1, *, now: bool = False) -> Choice:
+    """now: with the weights as they are, not as freezing would make them."""
     weights = weights_of(module, reading)
     K = min(getattr(module.config, "num_experts_per_tok", 1), weights.num_experts)
-    args = expert_ffn_op.arguments(StandIns(weights, K, LAYOUT, tokens))
-    return pick(expert_ffn_op, impl, tuple(args.values()))
+    args = tuple(expert_ffn_op.arguments(StandIns(weights, K, LAYOUT, tokens)).values())
+    choice = pick(expert_ffn_op, impl, args)
+    if now and (reason := choice.implementation.why_not_now(*args)) is not None:
+        raise NotImplementedError(reason)
+    return choice
 
 
 @torch.no_grad()
@@ -221,9 +226,12 @@ def freeze(
     *,
     batch_invariant: bool = False,
     keep_packed: bool | Path | str = False,
-) -> None:
+) -> Freezing | None:
     """For inference: our kernels in every experts module, with the weights packed once; also in our own
-    layers inside, as from models.convert.
+    layers inside, as from models.convert. Answers how many bytes that saved and what error to expect; None
+    if nothing was packed.
+
+    impl: "auto", an implementation, or a format: "int8" is "native(store=int8)" (docs/formats.md).
 
     The packed form takes the place of the parameters: no memory is used twice, and writing to them raises.
     RuntimeError if something else (an optimizer, a state_dict) can still write to one of them. No parameter
@@ -234,26 +242,32 @@ def freeze(
     takes as much of the disk as the packed weights; a line on stderr says how much and where.
     """
     kept = PackedFiles.asked(keep_packed)
+    asked = with_format(impl, batch_invariant=batch_invariant)
     modules = list(experts_modules(model))
     if modules:
-        name = register(impl, batch_invariant=batch_invariant)
-        impl = impl if name == NAME else name.removeprefix(f"{NAME}:")
+        name = register(asked, batch_invariant=batch_invariant)
+        for _, module in modules:
+            _freeze(module, asked if name == NAME else name.removeprefix(f"{NAME}:"), kept)
         model.set_experts_implementation(name)  # type: ignore[operator]
-    for _, module in modules:
-        _freeze(module, impl, kept)
     for layer in model.modules():
         if isinstance(layer, MoE):
-            layer.freeze(kept)
+            layer.freeze(None if asked == "auto" else asked, kept)
     model.requires_grad_(False)
     if kept is not None:
         kept.say()
+    return freezing(model)
 
 
 def _freeze(module: Any, impl: str, kept: PackedFiles | None) -> None:
-    reading = read(module)
-    if reading.activation is None or all(isinstance(w, Frozen) for w in tensors_of(module)[:2]):
+    reading, matrices = read(module), tensors_of(module)[:2]
+    if impl == "auto":
+        packed = all(isinstance(w, Frozen) for w in matrices)
+    else:
+        packed = expert_ffn_op.get(impl).has_packed(*matrices)
+    del matrices  # they must be the module's alone
+    if reading.activation is None or packed:
         return
-    thaw(module)  # one of them may be frozen
+    thaw(module)  # one of them may be frozen, or both for another
     implementation = _choice(module, reading, impl).implementation
     if implementation.freeze is None:
         return

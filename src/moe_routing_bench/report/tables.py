@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_routing_bench.bench.roofs import percent_of_roof, stored_roofs
 from moe_routing_bench.bench.verdict import OPEN
+from moe_routing_bench.names import slots_of
 from moe_routing_bench.report.drawing import rate
 from moe_routing_bench.report.reading import Cell, Chapter, Group, Study
 from moe_routing_bench.report.timing_figures import dropped_percent
@@ -54,7 +55,7 @@ def ranking(cell: Cell) -> Table:
     columns: dict[str, list[str]] = {
         "implementation": [],
         **{name: [] for name in ("ms", "ratio", "99 % interval", "verdict")},
-        **{name: [] for name in ("tokens/s", "of roof", "dropped", "padding", "MiB")},
+        **{name: [] for name in ("computes", "tokens/s", "of roof", "dropped", "padding", "MiB")},
     }
     for record in cell.passed:
         timing, work, routing, comparison = record.timing, record.work, record.routing, record.comparison
@@ -64,6 +65,9 @@ def ranking(cell: Cell) -> Table:
         columns["ratio"].append("1" if comparison is None else f"{comparison.ratio:.3f}")
         columns["99 % interval"].append(interval_of(record))
         columns["verdict"].append(verdict_of(record))
+        w = record.workload
+        slots = slots_of(record.what.router, T=w.T, E=w.E, K=w.K, sequences=w.sequences)
+        columns["computes"].append(slots)
         columns["tokens/s"].append(rate(record.workload.T / timing.median))
         share = record.share_of_roof
         columns["of roof"].append("" if share is None else percent_of_roof(share, work.roof_busy))

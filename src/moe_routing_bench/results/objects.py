@@ -2,6 +2,7 @@
 
 Four calls are all that the store above needs: put what is not there yet, get, list, delete. Whose keys are
 used, and which server, is said by the environment, as each provider documents it: AWS_ACCESS_KEY_ID, ...
+obstore reads it, and refuses a server without https unless AWS_ALLOW_HTTP=true.
 """
 
 from __future__ import annotations
@@ -138,4 +139,7 @@ class Objects:
 
 def _first_words(error: Exception) -> str:
     """A server's answer may be a page; its first sentence says enough."""
-    return one_line(re.split(r"Debug source|<\?xml|\n\n", str(error))[0], 300)
+    words = one_line(re.split(r"Debug source|<\?xml|\n\n", str(error))[0], 300)
+    if "http://" in words and "builder error" in words:  # all that obstore says
+        words += "; a server without https is used only with AWS_ALLOW_HTTP=true in the environment"
+    return words

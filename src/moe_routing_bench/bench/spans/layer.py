@@ -48,7 +48,7 @@ from moe_routing_bench.layer import MoE
 from moe_routing_bench.load import LoadStatistics
 from moe_routing_bench.models.decoder import transformers_moe
 from moe_routing_bench.models.hand_ordered import hand_ordered
-from moe_routing_bench.names import parse_spec
+from moe_routing_bench.names import parse_spec, slots_of
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
@@ -103,6 +103,9 @@ class LayerSpan(Span):
         named = [*self.resolved(subject, inputs), ("expert_ffn", ffn.label)]
         runs = " + ".join(f"{op}.{label}" for op, label in named)
         runs += packed_once(moe_of(layer).experts.weights())
+        s, sequences = inputs.case.shape, inputs.case.sequences
+        if slots := slots_of(subject.router, T=s.T, E=s.E, K=s.K, sequences=sequences):
+            runs += f", {slots}"
         return Computation(run=runner(layer), parameters=wanting(layer), runs=runs, owner=layer)
 
     def _layer(self, subject: Subject, inputs: Inputs, ffn: Implementation) -> nn.Module:
