@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.floor import floor_seconds, roof_seconds
+from moe_routing_bench.bench.floor import floor_seconds, roof_seconds, too_fast
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
@@ -83,3 +83,14 @@ def test_without_a_ladder_only_bytes_that_no_cache_holds_count() -> None:
     assert roof_seconds(cell_of("hot"), STAGED, little, torch_alone) is None
     assert roof_seconds(cell_of("cold"), STAGED, little, torch_alone) == pytest.approx(2**20 / 1e10)
     assert roof_seconds(cell_of("hot"), STAGED, much, torch_alone) == pytest.approx(2**40 / 1e10)
+
+
+@pytest.mark.parametrize("cache", ["hot", "cold", "weights-cold"])
+def test_a_cheat_that_skips_the_weights_is_below_the_floor_and_honest_code_is_not(cache: str) -> None:
+    cost = Cost(useful_flops=10**6, executed_flops=10**6, weight_bytes=2**36)
+    floor = floor_seconds(cell_of(cache), cost, LADDER)
+    roof = roof_seconds(cell_of(cache), STAGED, cost, LADDER)
+    assert floor is not None and roof is not None and floor <= roof
+    floors: dict[int, float | None] = dict.fromkeys(range(3), floor)
+    ours, theirs, cheat = 3 * roof, roof, 0.5 * roof
+    assert list(too_fast({0: ours, 1: theirs, 2: cheat}, floors, {1, 2})) == [2]
