@@ -113,6 +113,47 @@ def test_a_change_of_source_changes_the_key(kernels):
     assert key_of(a_cell()) != before
 
 
+@pytest.mark.parametrize(
+    "name", ["combine/_parts.py", "combine/parts.json", "lib/parts.py", "parts.so", "combine/cl/parts.cl"]
+)
+def test_a_change_of_anything_in_the_folder_changes_the_key(kernels, name):
+    """It may be imported, read, run as text or loaded as a library."""
+    keys = [key_of(a_cell())]
+    (kernels / name).parent.mkdir(exist_ok=True)
+    for content in (b"one", b"two", b"\xff\0"):
+        (kernels / name).write_bytes(content)
+        keys.append(key_of(a_cell()))
+    assert len(set(keys)) == 4
+
+
+def test_what_cannot_be_loaded_does_not_change_the_key(kernels):
+    before = key_of(a_cell())
+    for name in ("combine/__pycache__/mine.pyc", ".git/index", "results/session=1/records.jsonl"):
+        (kernels / name).parent.mkdir(parents=True)
+        (kernels / name).write_bytes(b"x")
+    assert key_of(a_cell()) == before
+    builtin = a_cell().only((Subject(spec="gather_sum"),))
+    alone = key_of(builtin)
+    (kernels / "combine" / "mine.py").write_text(KERNEL.replace("sum(1)", "sum(dim=1)"))
+    assert key_of(builtin) == alone
+
+
+def test_a_big_file_counts_by_size_and_time(kernels, monkeypatch):
+    monkeypatch.setattr("moe_routing_bench.bench.sources.BIG_BYTES", 100)
+    big = kernels / "weights.bin"
+    big.write_bytes(bytes(200))
+    os.utime(big, ns=(10**18, 10**18))
+    before = key_of(a_cell())
+    os.utime(big, ns=(10**18, 2 * 10**18))
+    assert key_of(a_cell()) != before
+
+
+def test_a_folder_of_too_much_is_refused(kernels, monkeypatch):
+    monkeypatch.setattr("moe_routing_bench.bench.sources.MOST_FILES", 0)
+    with pytest.raises(ValueError, match="files"):
+        key_of(a_cell())
+
+
 # what no answer can hang on, with the reason
 CANNOT_MATTER = {
     "__main__.py": "starts the command line",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from command_line import refused
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.executor import LocalExecutor, check_scratch
 from moe_routing_bench.bench.outcome import CellOutcome
@@ -21,8 +22,10 @@ from moe_routing_bench.results.record import Record, parse_record
 from moe_routing_bench.results.store import OwnFile, Session, iterate
 from moe_routing_bench.results.sweep import run_sweep
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.whole_files import NotWrittenError, write_whole, written_whole
 from moe_routing_bench.workloads.cases import BenchCase
 from sample_records import failed, line
+from sample_runs import add_cell
 
 pytestmark = pytest.mark.slow
 
@@ -103,3 +106,49 @@ def test_a_full_folder_for_temporary_files_is_said_before_anything_runs(
         next(LocalExecutor().run([a_cell()], roofs=None, on_progress=lambda *_: None, watch=lambda: None))
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(2**40, 0, 2**40))
     check_scratch(a_cell())
+
+
+FULL_DEVICE = Path("/dev/full")  # every write to it finds no space
+
+
+@pytest.mark.parametrize(
+    "error", [FULL, RuntimeError("IO Error: No space left on device"), KeyboardInterrupt()]
+)
+def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path: Path, error: BaseException) -> None:
+    target = tmp_path / "r.html"
+    target.write_text("as before")
+    with pytest.raises(type(error) if isinstance(error, KeyboardInterrupt) else NotWrittenError) as raised:
+        with written_whole(target) as part:
+            part.write_text("half")
+            raise error
+    assert [path.name for path in tmp_path.iterdir()] == ["r.html"] and target.read_text() == "as before"
+    if not isinstance(error, KeyboardInterrupt):
+        assert str(raised.value) == f"cannot write {target}: the disk is full"
+
+
+def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(NotWrittenError, match="No such file"):
+        write_whole(tmp_path / "absent" / "file", b"")
+    with pytest.raises(KeyError), written_whole(tmp_path / "file"):
+        raise KeyError
+    with pytest.raises(FileNotFoundError), written_whole(tmp_path / "file"):
+        (tmp_path / "what is read").read_text()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not FULL_DEVICE.exists(), reason="needs a device that is always full")
+def test_a_report_on_a_full_disk_says_so_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Session.start(tmp_path / "results") as session:
+        add_cell(session, {"base": 1.0, "mine": 0.9})
+    opened = Path.open
+    monkeypatch.setattr(
+        Path, "open",
+        lambda self, mode="r", *more, **named: opened(
+            FULL_DEVICE if ".html" in self.name and "w" in mode else self, mode, *more, **named
+        ),
+    )  # fmt: skip
+    sentence = refused("report", tmp_path / "results", "-o", tmp_path / "r.html")
+    assert "the disk is full" in sentence and "r.html" in sentence and "read" not in sentence
+    assert [path.name for path in tmp_path.iterdir()] == ["results"]

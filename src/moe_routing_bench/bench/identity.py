@@ -2,7 +2,8 @@
 
 If anything in it differs, the cell is measured again; otherwise the old result is kept. The code in it is all
 that the run imports (sources.py): harness, span, operations, implementations, the router, and whatever "auto"
-picks. Code from outside is hashed as files and never imported here.
+picks. Code from outside is hashed as files and never imported here: all files of its folder are in the key,
+and what loads a file from elsewhere gets no time (loaded.py).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from pydantic import BeforeValidator, PlainSerializer
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.sources import PACKAGE, Code, distribution_version
+from moe_routing_bench.bench.sources import PACKAGE, Code, distribution_version, files_in, folder_hash
 from moe_routing_bench.bench.spans.span import Span
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.machine import Machine
-from moe_routing_bench.ops.registry import BUILT_IN, OURS, all_ops
+from moe_routing_bench.ops.registry import BUILT_IN, OURS, all_ops, included_folders
 from moe_routing_bench.workloads.cases import BenchCase
 from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of, with_file
 
@@ -188,6 +189,7 @@ class _Source:
 
     resolved: list[tuple[str, str]]
     code: Code
+    folders: tuple[Path, ...] = ()  # from outside: whatever lies there may be loaded
 
     @staticmethod
     def of(span: Span, subject: Subject, inputs: Inputs) -> _Source:
@@ -195,11 +197,22 @@ class _Source:
         ops, files = all_ops(), list(span.roots(subject))
         for op, spec in [*span.named(subject.spec), *_inside(span, subject.spec), *resolved]:
             files += [Path(ops[op].file), *ops[op].source_files(spec.partition("(")[0].strip())]
-        return _Source(resolved, Code.of(files))
+        given = {place for path in files for place in (path, path.resolve())}
+        folders = [
+            folder for folder in included_folders() if any(path.is_relative_to(folder) for path in given)
+        ]
+        files += [path for folder in folders for path in files_in(folder) if path.suffix == ".py"]
+        return _Source(resolved, Code.of(files), tuple(folders))
 
     def hash(self, span: Span, subject: Subject) -> str:
-        """Of its name, what "auto" picks, the code, packages from outside."""
-        return digest_of([subject.name, self.resolved, self.code.hash, _packages(span, subject)])
+        """Of its name, what "auto" picks, the code, packages and folders from outside."""
+        parts = [subject.name, self.resolved, self.code.hash, _packages(span, subject)]
+        return digest_of([*parts, *map(folder_hash, self.folders)])
+
+
+def folders_of(span: Span, subject: Subject, inputs: Inputs) -> tuple[Path, ...]:
+    """The folders from outside that a subject's code lies in; all of their files are in its hash."""
+    return _Source.of(span, subject, inputs).folders
 
 
 def subject_code(span: Span, subject: Subject, inputs: Inputs) -> Code:

@@ -8,7 +8,6 @@ runs in the worker: it finds mistakes. Code that lies about it gains nothing, si
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -25,6 +24,7 @@ from moe_routing_bench.conformance.check import Outcome, cells_of, check
 from moe_routing_bench.machine import this_machine, torch_threads
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.places import home
+from moe_routing_bench.whole_files import write_whole
 
 MOST_BYTES = 2**20  # of the file; a fuller one is begun anew
 
@@ -78,14 +78,9 @@ class PassedKits:
 
     def add(self, subject: Subject, source: str) -> None:
         self._keys.add(self._key(subject, source))
-        part = self.path.with_name(f"kit.{os.getpid()}.part")
-        try:
-            part.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(sorted(self._keys)))
-            part.replace(self.path)
-        except OSError:  # then it is checked again next time
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
+        with suppress(OSError):  # if it cannot be written, it is checked again next time
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, json.dumps(sorted(self._keys)))
 
     def _key(self, subject: Subject, source: str) -> str:
         kit = Code.of([PACKAGE / "conformance" / "check.py"]).hash

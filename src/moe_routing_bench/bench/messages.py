@@ -57,6 +57,12 @@ class KitRun(Answer):
     first: Text
 
 
+class Loaded(Answer):
+    """Files from elsewhere than Python, the system and this package."""
+
+    files: Annotated[tuple[Text, ...], Field(max_length=1_000, strict=False)]
+
+
 class HandedOver(Answer):
     wrong_type: Text
     print: Text

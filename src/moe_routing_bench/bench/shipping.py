@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.sources import files_in
 from moe_routing_bench.places import home
 from moe_routing_bench.workloads.workload import file_of, with_file
 
@@ -34,7 +35,7 @@ class Parcel:
         """ValueError if it is too large to be sent."""
         files: list[tuple[str, bytes]] = []
         size = 0
-        for file in _files(path):
+        for file in [path] if path.is_file() else files_in(path):
             size += file.stat().st_size
             if size > MOST_BYTES or len(files) == MOST_FILES:
                 raise ValueError(
@@ -77,14 +78,6 @@ class Parcel:
                 if not (place.exists() and Parcel.of(place) == self):  # else another process was quicker
                     raise
         return place
-
-
-def _files(path: Path) -> list[Path]:
-    """Plain files, without those that Python or an editor leaves behind."""
-    if path.is_file():
-        return [path]
-    inside = [(file, file.relative_to(path).parts) for file in sorted(path.rglob("*")) if file.is_file()]
-    return [file for file, parts in inside if not any(p == "__pycache__" or p.startswith(".") for p in parts)]
 
 
 def named_by(cell: Cell) -> dict[str, Path]:

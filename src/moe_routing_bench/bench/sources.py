@@ -11,6 +11,7 @@ import ast
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -23,6 +24,9 @@ from moe_routing_bench.cpp import compiler, with_includes
 PACKAGE = Path(__file__).parents[1]
 OURS = PACKAGE.name
 CODE = (".cpp", ".h", ".cu", ".cuh")
+PYTHONS_OWN = "__pycache__"
+MOST_FILES = 10_000  # of a folder
+BIG_BYTES = 64 << 20  # of a larger file, size and time of change stand for the content
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,15 @@ def needs(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
 
 @cache
 def _needs(path: Path, package: Path, changed: int, size: int) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    text = path.read_text()
     if path.suffix in CODE:
         return tuple(with_includes(path)[1:]), ()
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # it cannot be loaded either; its content is in the hash
+        return (), ()
     files: set[Path] = set()
     elsewhere: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(CODE):
             files |= {p.resolve() for p in [path.parent / node.value] if p.is_file()}
         for module in _modules(node):
@@ -94,6 +101,40 @@ def _modules(node: ast.AST) -> list[str]:
 def _files_of(module: str, package: Path) -> list[Path]:
     path = package.joinpath(*module.split(".")).with_suffix(".py") if module else package
     return [path.resolve()] if path.is_file() else []
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All plain files of a folder that kernels may load, but for hidden ones, what Python leaves behind, and
+    folders of results, which grow while they are measured. ValueError if there are too many."""
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        if any(name.startswith("session=") for name in folders):
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if name != PYTHONS_OWN and not name.startswith(".")]
+        found += [Path(place, name) for name in names if not name.startswith(".")]
+        if len(found) > MOST_FILES:
+            raise ValueError(
+                f"{folder} has over {MOST_FILES:,} files, and a change of any could change a result; "
+                "give a folder with kernels and what they load alone"
+            )
+    return sorted(path for path in found if path.is_file())
+
+
+def folder_hash(folder: Path) -> str:
+    """Over the name and content of every file; the same wherever the folder lies, unless a file is big."""
+    stamped = [(path, path.stat()) for path in files_in(folder)]
+    return _folder_hash(folder, tuple((path, one.st_mtime_ns, one.st_size) for path, one in stamped))
+
+
+@cache
+def _folder_hash(folder: Path, stamped: tuple[tuple[Path, int, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for path, changed, size in stamped:
+        name = path.relative_to(folder).as_posix().encode()
+        content = f"{size} {changed}".encode() if size > BIG_BYTES else path.read_bytes()
+        digest.update(name + b"\0" + hashlib.sha256(content).digest())
+    return digest.hexdigest()
 
 
 @cache

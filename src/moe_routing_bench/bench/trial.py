@@ -17,10 +17,20 @@ from typing import Any
 from moe_routing_bench.accuracy import Verdict
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.cell import LONG_CALL, Cell
+from moe_routing_bench.bench.identity import folders_of
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.kit import PassedKits
-from moe_routing_bench.bench.messages import Calibrated, Called, Described, HandedOver, KitRun, Weights
+from moe_routing_bench.bench.loaded import not_in_the_key
+from moe_routing_bench.bench.messages import (
+    Calibrated,
+    Called,
+    Described,
+    HandedOver,
+    KitRun,
+    Loaded,
+    Weights,
+)
 from moe_routing_bench.bench.outside.memory import can_freeze_and_read
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
@@ -208,6 +218,8 @@ def try_alone(setup: Setup, index: int) -> Trial:
         seen["peak_rss_bytes"] = worker.peak_bytes()
         worker.called.add(place)
         _kit(worker, place, subject, setup)
+        if outside or setup.cell.include:
+            _check_loaded(worker, subject, setup)
         if not (outside and setup.can_freeze):  # what is frozen between turns may have threads that wait
             check_threads(worker)
         if (touched := setup.watch()) is not None:
@@ -287,6 +299,18 @@ def _kit(worker: Worker, place: int, subject: Subject, setup: Setup) -> None:
         raise SubjectError(Status.WRONG_VALUE, reason)
     if source:
         kits.add(subject, source)
+
+
+def _check_loaded(worker: Worker, subject: Subject, setup: Setup) -> None:
+    """All that its results hang on is in the resume key, or there is no time."""
+    files = worker.ask("loaded", Loaded).files
+    folders = folders_of(setup.cell.span, subject, setup.judge.inputs)
+    if strange := not_in_the_key(files, setup.cell, folders):
+        raise SubjectError(
+            Status.SUSPECT,
+            f"it loaded {strange[0]}, which is not in the folder of --include-path: a change there would go "
+            "unnoticed. Put it into the folder, under a name without a dot in front",
+        )
 
 
 def check_call(

@@ -32,6 +32,7 @@ from moe_routing_bench.bench.device import clock_for, memory_place
 from moe_routing_bench.bench.inputs import ROUTINGS, Call, Inputs, fingerprint, touch
 from moe_routing_bench.bench.judging import activations, weights_print
 from moe_routing_bench.bench.kit import run_kit
+from moe_routing_bench.bench.loaded import LoadedFiles
 from moe_routing_bench.conformance.check import poisoned_memory
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.registry import BUILT_IN
@@ -75,6 +76,7 @@ def answer_requests(pipe: Connection, load: Callable[[], Requests]) -> None:
 
 class _Worker:
     def __init__(self, cell: Cell, scratch: Path):
+        self.files = LoadedFiles(scratch)
         for folder in cell.include:
             include_folder(folder)
         self.scratch, device = scratch, cell.policy.device
@@ -113,6 +115,7 @@ class _Worker:
             "hand_over": self.hand_over,
             "stages": self.stages,
             "weights": self.weights,
+            "loaded": self.loaded,
         }
 
     def describe(self, subject: int) -> dict[str, Any]:
@@ -220,6 +223,9 @@ class _Worker:
 
     def weights(self) -> dict[str, Any]:
         return {"print": weights_print(self.span, self.inputs)}
+
+    def loaded(self) -> dict[str, Any]:
+        return {"files": self.files.found()}
 
     def _call(self, subject: int, number: int, step: int) -> tuple[Call, dict[str, Any]]:
         call = self.span.call(self.cell.subjects[subject], self.inputs, number, step)

@@ -17,6 +17,7 @@ from moe_routing_bench.report.finding import results_folders
 from moe_routing_bench.report.markdown import markdown
 from moe_routing_bench.report.page import Page, make_page, render
 from moe_routing_bench.report.reading import read
+from moe_routing_bench.whole_files import write_whole
 
 
 def report_command(
@@ -59,11 +60,9 @@ def report_command(
             typer.echo(markdown(material), nl=False)
         if plotly is not None:
             try:
-                part = plotly.with_name(f"{plotly.name}.part")
-                part.write_text(explorer(material), encoding="utf-8")
+                write_whole(plotly, explorer(material))
             except NotImplementedError as error:
                 fail(str(error))
-            part.replace(plotly)
             say(printable(f"{plotly}: every time as a point"))
         if out is not None or figures is not None or not as_markdown:
             status.update("drawing")
@@ -80,7 +79,7 @@ def report_command(
 
 
 def write_page(page: Page, target: Path) -> Path:
-    """Renamed into place when it is whole."""
+    """Where it is now."""
     if target.is_dir():
         raise ValueError(f"{target} is a folder; name a file such as {target / 'report.html'}")
     if not target.parent.is_dir():
@@ -89,9 +88,8 @@ def write_page(page: Page, target: Path) -> Path:
         text = render(page)
     except NotImplementedError as error:
         fail(str(error))
-    part = target.with_name(f"{target.name}.part")
-    part.write_text(text, encoding="utf-8")
-    return part.replace(target)
+    write_whole(target, text)
+    return target
 
 
 def write_figures(page: Page, folder: Path) -> int:

@@ -22,6 +22,7 @@ from moe_routing_bench.results.flat import COLUMNS, quoted
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.objects import url_of
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
+from moe_routing_bench.whole_files import FULL
 
 MOST_SHOWN = 1_000
 MOST_CASES = 40
@@ -182,6 +183,8 @@ def reading() -> Iterator[Status]:
         fail(printable(error))
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
+        if error.errno in FULL:
+            fail(printable(f"the disk is full, so nothing can be written{where}"))
         fail(printable(f"cannot read the results{where}: {error.strerror or error}"))
 
 

@@ -29,6 +29,7 @@ from moe_routing_bench.train.loop import Evaluated, Event, Stepped
 from moe_routing_bench.train.settings import Rule, Run, Size
 from moe_routing_bench.train.studies import RATES, rule_for, studies
 from moe_routing_bench.train.text import Corpus, read_corpus, read_dataset, read_texts, synthetic
+from moe_routing_bench.whole_files import write_whole
 
 SYNTHETIC = "synthetic"
 LONG_SECONDS = 120.0  # a study that takes longer names --quick
@@ -166,7 +167,7 @@ def pareto_command(
         reached = pareto(folder)
         target = folder if out is None else out
         target.mkdir(parents=True, exist_ok=True)
-        (target / "pareto.json").write_text(json.dumps(reached.to_dict(), indent=1) + "\n")
+        write_whole(target / "pareto.json", json.dumps(reached.to_dict(), indent=1) + "\n")
         drawn = draw_study(folder, reached, target)
     if as_json:
         show_json(reached.to_dict())

@@ -164,12 +164,12 @@ class Op:
         return self._source(name).origin
 
     def source_files(self, name: str) -> list[Path]:
-        """The files of an implementation, and helpers beside it; nothing is loaded."""
+        """The files of an implementation, without what they load in turn; nothing is loaded."""
         source, _, where = self.origin(name).partition(" ")
         if self.origin(name) == BUILT_IN:
             return sorted(Path(self.file).parent.glob(f"{name}.py"))
         if source == "file":
-            return [Path(where), *sorted(Path(where).parent.glob("_*.py"))]
+            return [Path(where)]
         spec = importlib.util.find_spec(where)
         if spec is None:
             return []
@@ -330,6 +330,10 @@ def include(folder: Path | str) -> None:
     files_of([*_included, folder])
     if path not in _included:
         _included.append(path)
+
+
+def included_folders() -> tuple[Path, ...]:
+    return tuple(_included)
 
 
 def files_of(folders: Sequence[Path | str]) -> list[Path]:

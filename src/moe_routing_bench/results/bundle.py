@@ -33,6 +33,7 @@ from moe_routing_bench.results.held import SAMPLES
 from moe_routing_bench.results.lines import RECORDS, LeftOut, is_plain_file, session_folders
 from moe_routing_bench.results.record import SESSION, Amount, Count, Hash, Name, Part, one_line
 from moe_routing_bench.results.store import ENVIRONMENTS, environments, iterate
+from moe_routing_bench.whole_files import written_whole
 
 MANIFEST, POWER = "manifest.json", "power.json"
 SUFFIX = ".zip"
@@ -84,33 +85,28 @@ def make_bundle(folder: Path, target: Path, *, made_by: str, power: bytes | None
     names = {ENVIRONMENTS + f"/{name}.json" for name, _, _ in environments(folder)}
     for place in session_folders(folder).values():
         names |= {f"{place.name}/{name}" for name in (RECORDS, SAMPLES) if is_plain_file(place / name)}
-    part = target.with_name(f"{target.name}.part")
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            copy = Path(scratch)  # a sweep may be writing to the folder
-            for name in sorted(names, key=lambda name: (name.endswith(SAMPLES), name)):
-                (copy / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(folder / name, copy / name, follow_symlinks=False)
-                if name.endswith(RECORDS):  # a line cut off while it was written is not of the bundle
-                    os.truncate(copy / name, end_of_last_line(copy / name, (copy / name).stat().st_size))
-            if power is not None:
-                (copy / POWER).write_bytes(power)
-                names.add(POWER)
-            files = {name: _file(copy / name) for name in sorted(names)}
-            manifest = Manifest(made_by=made_by, files=files, **_summary(copy))  # type: ignore[arg-type]
-            with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
-                archive.writestr(zipfile.ZipInfo(MANIFEST, BEGINNING), manifest.model_dump_json(indent=1))
-                for name in files:
-                    entry = zipfile.ZipInfo(name, BEGINNING)
-                    entry.compress_type, entry.file_size = zipfile.ZIP_DEFLATED, files[name].bytes
-                    with (
-                        (copy / name).open("rb") as reading,
-                        archive.open(entry, "w") as to,
-                    ):
-                        shutil.copyfileobj(reading, to, PIECE)
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+    with written_whole(target) as part, tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch)  # a sweep may be writing to the folder
+        for name in sorted(names, key=lambda name: (name.endswith(SAMPLES), name)):
+            (copy / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(folder / name, copy / name, follow_symlinks=False)
+            if name.endswith(RECORDS):  # a line cut off while it was written is not of the bundle
+                os.truncate(copy / name, end_of_last_line(copy / name, (copy / name).stat().st_size))
+        if power is not None:
+            (copy / POWER).write_bytes(power)
+            names.add(POWER)
+        files = {name: _file(copy / name) for name in sorted(names)}
+        manifest = Manifest(made_by=made_by, files=files, **_summary(copy))  # type: ignore[arg-type]
+        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(zipfile.ZipInfo(MANIFEST, BEGINNING), manifest.model_dump_json(indent=1))
+            for name in files:
+                entry = zipfile.ZipInfo(name, BEGINNING)
+                entry.compress_type, entry.file_size = zipfile.ZIP_DEFLATED, files[name].bytes
+                with (
+                    (copy / name).open("rb") as reading,
+                    archive.open(entry, "w") as to,
+                ):
+                    shutil.copyfileobj(reading, to, PIECE)
     return manifest
 
 

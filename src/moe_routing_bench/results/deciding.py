@@ -7,7 +7,6 @@ to the cell's baseline, and a tie is one whose paired samples do not show it to 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,6 +24,7 @@ from moe_routing_bench.results.contests import Contest, Contested, contested, co
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
 from moe_routing_bench.results.runs import CellRun, Run, read_run
+from moe_routing_bench.whole_files import written_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +109,9 @@ def write_decisions(decided: Decided, source: Path | str, target: Path | str) ->
     }
     if not target.parent.is_dir():
         raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
-    part = target.with_name(f"{target.name}.part-{os.getpid()}")
-    try:
+    with written_whole(target) as part:
         part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
         read_decisions(part)
-        part.replace(target)
-    except OSError as error:
-        raise ValueError(f"cannot write {target}: {error.strerror}") from None
-    finally:
-        part.unlink(missing_ok=True)
     return document
 
 

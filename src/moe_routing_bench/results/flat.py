@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ import duckdb
 
 from moe_routing_bench.results.lines import RECORDS, LeftOut, is_plain_file, read_records, session_folders
 from moe_routing_bench.results.record import Record
+from moe_routing_bench.whole_files import write_whole, written_whole
 
 PARQUET = "records.parquet"
 STAMP = "records.stamp"
@@ -231,9 +231,7 @@ def stamp_of(path: Path) -> list[int]:
 
 
 def _note(folder: Path, lines: list[int]) -> None:
-    part = folder / f"{STAMP}.part-{os.getpid()}"
-    part.write_text(json.dumps([_stamp(folder)[0], lines]))
-    part.replace(folder / STAMP)
+    write_whole(folder / STAMP, json.dumps([_stamp(folder)[0], lines]))
 
 
 def _noted(folder: Path) -> list[Any]:
@@ -252,7 +250,6 @@ def fold(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
     before, lines_before = source.lines.stat(), _stamp(source.folder)[-1]
     end = end_of_last_line(source.lines, before.st_size)
     left_out = source.left_out_before()
-    part = source.folder / f"{PARQUET}.part-{os.getpid()}"
     with tempfile.TemporaryDirectory() as scratch:
         rows = Path(scratch) / "rows.jsonl"
         records = read_records(source.lines, source.session, left_out, start=source.start, stop=end)
@@ -270,14 +267,11 @@ def fold(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
         select = select_rows(rows)
         if source.cover:
             select = f"SELECT * FROM {scan([source.parquet])} UNION ALL {select}"
-        try:
+        with written_whole(source.folder / PARQUET) as part:
             connection.execute(
                 f"COPY ({select}) TO {quoted(part)} (FORMAT parquet, COMPRESSION zstd, "
                 f"KV_METADATA {{{ENTRY}: {quoted(json.dumps(asdict(cover)))}}})"
             )
-            part.replace(source.parquet)
-        finally:
-            part.unlink(missing_ok=True)
     _note(source.folder, lines_before)  # an edit of the lines from here on does not have this stamp
     return Source(session=source.session, folder=source.folder, cover=cover, size=before.st_size)
 

@@ -8,7 +8,6 @@ Time and disk grow with the bytes copied; memory does not.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -25,7 +24,8 @@ from moe_routing_bench.results.lines import (
     session_folders,
 )
 from moe_routing_bench.results.query import connect
-from moe_routing_bench.results.store import ENVIRONMENTS, PIECE_BYTES, environments, sync_folder
+from moe_routing_bench.results.store import ENVIRONMENTS, PIECE_BYTES, environments
+from moe_routing_bench.whole_files import sync_folder, written_whole
 
 FILES = (SAMPLES, RECORDS)  # in this order: a record must find its samples
 CELLS = """SELECT count(*), count(*) FILTER (sessions > 1) FROM
@@ -129,12 +129,12 @@ def _environments_of(records: Path, session: str, source: Path, known: set[str])
 
 def _copy(source: Path, target: Path) -> None:
     """Whole and on disk, or not there."""
-    part = target.with_name(f"{target.name}.part-{os.getpid()}")
-    with source.open("rb") as reading, part.open("wb") as writing:
+    with (
+        written_whole(target, sync=True) as part,
+        source.open("rb") as reading,
+        part.open("wb") as writing,
+    ):
         shutil.copyfileobj(reading, writing, PIECE_BYTES)
-        writing.flush()
-        os.fsync(writing.fileno())
-    part.replace(target)
 
 
 def _begins_with(long: Path, short: Path) -> bool:

@@ -33,6 +33,7 @@ from moe_routing_bench.results.parts import COMMIT, Contents
 from moe_routing_bench.results.rows import INDEX, add_rows, forget_changed
 from moe_routing_bench.results.rows import TABLES as ROWS_TABLES
 from moe_routing_bench.results.store import ENVIRONMENTS, MOST_ENVIRONMENT_BYTES
+from moe_routing_bench.whole_files import write_whole
 
 AT_ONCE = 256  # commits fetched, then written and noted together
 REQUESTS = 16
@@ -175,9 +176,7 @@ def _fetch_environments(objects: Objects, here: Mirror) -> None:
         if hashlib.sha256(data).hexdigest() != target.stem:
             here.sentences.append(f"{one.name} was changed: its sha256 is another")
             continue
-        part = target.with_suffix(f".part-{os.getpid()}")
-        part.write_bytes(data)
-        part.replace(target)
+        write_whole(target, data)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ a few bytes of every cell, and the records of cells that were measured more than
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import shutil
@@ -44,6 +43,7 @@ from moe_routing_bench.results.lines import TRAININGS, LeftOut, is_plain_file, r
 from moe_routing_bench.results.record import one_line
 from moe_routing_bench.results.rows import is_rows_copy, usable
 from moe_routing_bench.results.store import environments
+from moe_routing_bench.whole_files import written_whole
 
 MEMORY_LIMIT = "2GB"  # of what DuckDB counts; it does not count long texts
 MOST_COPIED_BYTES = 1 << 30  # of Parquet files; copying as many takes about a second
@@ -224,15 +224,13 @@ def _export(folder: Path | str, target: Path, columns: str, form: str) -> int:
     if not target.parent.is_dir():
         raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
     connection, _ = _open(Path(folder).resolve(), None)
-    part = target.with_name(f"{target.name}.part-{os.getpid()}")
     try:
-        connection.execute(f"COPY (SELECT {columns} FROM records) TO {quoted(part)} ({form})")
-        part.replace(target)
+        with written_whole(target) as part:
+            connection.execute(f"COPY (SELECT {columns} FROM records) TO {quoted(part)} ({form})")
         row = connection.execute("SELECT count(*) FROM records").fetchone()
     except duckdb.Error as error:
         raise ValueError(_sentence(error)) from None
     finally:
-        part.unlink(missing_ok=True)
         connection.close()
     return int(row[0]) if row else 0
 

@@ -10,7 +10,6 @@ was not made here: its records are left out, and fetched again when the copy is 
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +18,7 @@ import duckdb
 
 from moe_routing_bench.results.flat import COLUMNS_HASH, quoted, scan, select_rows, stamp_of, write_rows
 from moe_routing_bench.results.lines import RECORDS, LeftOut, read_records, session_folders
+from moe_routing_bench.whole_files import written_whole
 
 INDEX = "index.sqlite"
 AT_ONCE = 16  # files of one level that become one
@@ -116,12 +116,13 @@ def _merged(folder: Path, index: sqlite3.Connection) -> bool:
 
 
 def _write(select: str, path: Path) -> int:
-    part = path.with_suffix(f".part-{os.getpid()}")
-    with duckdb.connect(config={"memory_limit": MEMORY_LIMIT, "temp_directory": ""}) as connection:
+    with (
+        written_whole(path) as part,
+        duckdb.connect(config={"memory_limit": MEMORY_LIMIT, "temp_directory": ""}) as connection,
+    ):
         connection.execute("SET preserve_insertion_order = false; SET enable_progress_bar = false")
         copy = f"COPY ({select}) TO {quoted(part)} (FORMAT parquet, COMPRESSION zstd)"
         row = connection.execute(copy).fetchone()  # how many rows it wrote
-    part.replace(path)
     return int(row[0]) if row else 0
 
 

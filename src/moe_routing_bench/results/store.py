@@ -34,6 +34,7 @@ from moe_routing_bench.results.flat import fold, sources
 from moe_routing_bench.results.held import SAMPLES
 from moe_routing_bench.results.lines import RECORDS, LeftOut, is_plain_file, read_records, session_folders
 from moe_routing_bench.results.record import Record, Samples, content_hash
+from moe_routing_bench.whole_files import sync_folder, write_whole
 
 ENVIRONMENTS = "environments"
 MOST_ENVIRONMENT_BYTES = 1 << 20
@@ -194,9 +195,7 @@ class Session:
         path = self.root / ENVIRONMENTS / f"{name}.json"
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
-            part = path.with_suffix(f".part-{os.getpid()}")
-            part.write_text(_canonical(document))
-            part.replace(path)
+            write_whole(path, _canonical(document))
         return name
 
     def put_samples(self, samples: ArrayLike) -> Samples:
@@ -323,10 +322,3 @@ def environments(folder: Path | str) -> Iterator[tuple[str, dict[str, Any], dict
 
 def _canonical(document: Mapping[str, object]) -> str:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    with suppress(OSError):  # some file systems cannot
-        os.fsync(fd)
-    os.close(fd)

@@ -36,7 +36,6 @@ from moe_routing_bench.results.training import (
     read_events,
     read_state,
     run_folder,
-    write_whole,
 )
 from moe_routing_bench.train.decoding import use
 from moe_routing_bench.train.loop import Event, State
@@ -45,6 +44,7 @@ from moe_routing_bench.train.settings import Run
 from moe_routing_bench.train.stepping import step_times
 from moe_routing_bench.train.studies import HOME, RATES, TUNING_SHARE, Entry, run_of, studies
 from moe_routing_bench.train.text import Corpus
+from moe_routing_bench.whole_files import write_whole
 
 STUDY, TIMES, USED = "study.json", "times.json", "used.json"
 TUNING = "tuning"  # what records of short runs have after the name of their study
@@ -196,7 +196,7 @@ class StudyRun:
             about["trigram"] = before["trigram"]
         else:
             about["trigram"] = trigram_loss(self.corpus)
-        write_whole(path, json.dumps(about, indent=1).encode())
+        write_whole(path, json.dumps(about, indent=1), sync=True)
 
     def _train(self, runs: Sequence[Run], phase: str, on_progress: OnProgress) -> None:
         """All of them, `jobs` at a time; finished ones are left alone."""
@@ -276,7 +276,7 @@ class StudyRun:
             "machine": this_machine().name, "torch": torch.__version__, "threads": torch.get_num_threads(),
             "load": os.getloadavg()[0], "created_at": datetime.now(UTC).isoformat(), **source_version(),
         }  # fmt: skip
-        write_whole(self.folder / name, json.dumps({"made": made, **values}).encode())
+        write_whole(self.folder / name, json.dumps({"made": made, **values}), sync=True)
 
 
 def _in_process(run: Run, corpus: Corpus, folder: Path, study: str) -> None:

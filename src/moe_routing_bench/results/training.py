@@ -33,12 +33,12 @@ from moe_routing_bench.bench.identity import package_version
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.results.lines import TRAININGS, LeftOut, is_plain_file
 from moe_routing_bench.results.record import Amount, Count, Moment, Name, Part, Seconds, Sentence, Share
-from moe_routing_bench.results.store import sync_folder
 from moe_routing_bench.train.loop import Ended, Event, State, train
 from moe_routing_bench.train.model import Decoder
 from moe_routing_bench.train.settings import Run
 from moe_routing_bench.train.text import Corpus
 from moe_routing_bench.train.work import work_of
+from moe_routing_bench.whole_files import write_whole
 
 EVENTS, STATE, SETTINGS, LOCK = "events.jsonl", "state.safetensors", "run.json", "lock"
 MOST_LINE_BYTES = 1 << 20
@@ -179,7 +179,7 @@ def execute(
     home = run_folder(folder, run.key)
     home.mkdir(parents=True, exist_ok=True)
     with _alone(home):
-        write_whole(home / SETTINGS, json.dumps(run.to_dict(), indent=1).encode())
+        write_whole(home / SETTINGS, json.dumps(run.to_dict(), indent=1), sync=True)
         state = read_state(home)
         if state is not None and state.step == run.steps and (before := finished(folder).get(run.key)):
             return before
@@ -220,7 +220,7 @@ def write_state(home: Path, state: State, events_bytes: int) -> None:
         "step": str(state.step), "train_seconds": repr(state.train_seconds), "events": str(events_bytes),
     }  # fmt: skip
     tensors = {name: value.detach().contiguous() for name, value in state.tensors.items()}
-    write_whole(home / STATE, save(tensors, metadata=about))
+    write_whole(home / STATE, save(tensors, metadata=about), sync=True)
 
 
 def read_state(home: Path) -> State | None:
@@ -292,17 +292,6 @@ def _alone(home: Path) -> Iterator[None]:
         except OSError:
             raise ValueError(f"another process is training {home.name}; wait for it") from None
         yield
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """As a whole or not at all, on disk when it returns."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    sync_folder(path.parent)
 
 
 def _append(path: Path, line: bytes) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from moe_routing_bench.models.tracing import ModelTrace
 from moe_routing_bench.routing import Routing
+from moe_routing_bench.whole_files import written_whole
 
 VERSION = 1
 ENTRY = "moe_routing_trace"
@@ -190,10 +191,8 @@ def write_trace(
     # twice in JSON, and room for the tensors' own entries
     if len(words := json.dumps(about)) > MAX_HEADER_BYTES // 4:
         raise ValueError(f"source and documents have {len(words):,} letters, more than a reader takes")
-    # written beside and renamed, so that a reader never meets half a file
-    part = Path(f"{path}.part")
-    save_file(tensors, part, metadata={ENTRY: words})
-    part.replace(path)
+    with written_whole(Path(path)) as part:
+        save_file(tensors, part, metadata={ENTRY: words})
 
 
 def read_trace(path: Path | str, *, max_bytes: int = 4 << 30) -> Trace:

@@ -1,0 +1,67 @@
+"""Files that are there whole or not at all: written beside their place and renamed, never left half."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE = os.strerror(errno.ENOSPC)
+
+
+class NotWrittenError(OSError, ValueError):
+    """str(error): "cannot write report.html: the disk is full". A ValueError too: a sentence for the user."""
+
+    def __str__(self) -> str:
+        why = "the disk is full" if self.errno in FULL else self.strerror
+        return f"cannot write {self.filename}: {why}"
+
+
+@contextmanager
+def written_whole(path: Path, *, sync: bool = False) -> Iterator[Path]:
+    """A place to write to, in the same folder. At the end it is renamed to `path`; if anything fails it is
+    removed, and `path` is as before. sync: it is on the disk when this returns.
+
+    with written_whole(target) as part: part.write_text(text)
+    """
+    part = path.with_name(f"{path.name}.part-{os.getpid()}")
+    try:
+        try:
+            yield part
+            if sync:
+                _sync(part)
+            part.replace(path)
+            if sync:
+                sync_folder(path.parent)
+        except NotWrittenError:
+            raise
+        except Exception as error:
+            if NO_SPACE in str(error):  # also of writers with errors of their own: safetensors, DuckDB
+                raise NotWrittenError(errno.ENOSPC, NO_SPACE, str(path)) from None
+            if not isinstance(error, OSError) or error.filename not in (None, str(part), part):
+                raise
+            raise NotWrittenError(error.errno, error.strerror, str(path)) from None
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes | str, *, sync: bool = False) -> None:
+    with written_whole(path, sync=sync) as part:
+        part.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def sync_folder(path: Path) -> None:
+    with suppress(OSError):  # some file systems cannot
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
