@@ -10,9 +10,9 @@ call, which costs more than it saves: freeze them. Weights that a checkpoint sto
 A format with _a8 behind it (int8_a8: W8A8, int4_g32_a8: W4A8) rounds the rows of both products to int8 as
 well, each with its own scale. That is faster, and as exact as `plain`, which rounds the same in plain torch.
 
-batch_invariant=True changes nothing for frozen weights. Plain ones are then always packed: bits of a row do not
-depend on how many rows its expert has, and are those of frozen weights. With gradients the activation between
-the two products is computed by functions whose bits do not depend on the place of a row.
+batch_invariant=True changes nothing for frozen weights. Plain ones are then always packed: a row's bits
+do not depend on how many rows its expert has; they are those of frozen weights. With gradients the
+activation is computed by functions whose bits do not depend on the place of a row.
 """
 
 from __future__ import annotations
@@ -317,8 +317,9 @@ def run(
         plan.pair_R.data_ptr(), plan.offset_E1.data_ptr(), plan.count_E.data_ptr(), y_TD.data_ptr(),
         x_TD.stride(0), T,
         max(plan.num_choices, 1), D, weights.F, weights.num_experts, in_E, out_E,
-        _panel(coding, D), _panel(coding, weights.F), in_D, in_G, out_F, out_D, few, ACTIVATIONS[weights.activation],
-        torch.get_num_threads(), plan.pair_R.shape[0], shares and ctypes.pointer(shares),
+        _panel(coding, D), _panel(coding, weights.F), in_D, in_G, out_F, out_D, few,
+        ACTIVATIONS[weights.activation], torch.get_num_threads(), plan.pair_R.shape[0],
+        shares and ctypes.pointer(shares),
     )  # fmt: skip
     failed = _library(level).mrb_forward(problem, x_TD.element_size(), w_in.element_size())
     if failed == WRONG_PLAN:
