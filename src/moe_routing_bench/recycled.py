@@ -38,7 +38,7 @@ class Recycled:
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
         if size < SMALLEST or not CAN_RECYCLE:
-            return torch.empty(*shape, dtype=dtype)  # type: ignore[call-overload]  # as a tuple: 1 us more
+            return torch.empty(*shape, dtype=dtype)  # as a tuple: 1 us more
         memory = self._take(-(-size // PAGE) * PAGE)
         view = memoryview(memory)
         weakref.finalize(view, _give_back, self._returned, memory).atexit = False

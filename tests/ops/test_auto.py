@@ -24,6 +24,7 @@ from moe_routing_bench.cli import app
 from moe_routing_bench.ops import auto
 from moe_routing_bench.ops.auto import choose, pick, resolve
 from moe_routing_bench.ops.preference import GPUS, MACHINES, PLAIN, Preference, machine_of, preferences
+from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.ops.stand_ins import StandIns
 from moe_routing_bench.ops.targets import Target, as_if
 from repository import ROOT
@@ -335,8 +336,8 @@ def test_nothing_is_said_where_no_tool_would_help(anew) -> None:
     x = torch.randn(3, 12)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        resolve(OPS["topk"], "auto")(x, 2)  # it has no kernel in C++
-        MoE(12, 8, 5, 2, impl="staged", plan_impl="argsort")(x)
+        resolve(OPS["score_topk"], "auto")(x, None, 2, ScoreRule())  # it has no kernel in C++
+        MoE(12, 8, 5, 2, impl="staged", plan_impl="argsort", router_options={"topk": "sort"})(x)
         assert choose(FFN, arguments(MoE(12, 8, 5, 2, device="meta"), 3)).warning is None
         pretend(anew, "asimd")
         MoE(12, 8, 5, 2)(x)

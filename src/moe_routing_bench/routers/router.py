@@ -130,13 +130,18 @@ class Router(nn.Module):
     def prepare(self, x_TD: Tensor, info: TokenInfo) -> Tensor:
         """x in the router's dtype, masked tokens as zeros, so that garbage in them stays harmless."""
         self.check_shapes(x_TD, info)
-        x_TD = x_TD.to(self.dtype)
+        x_TD = self.in_own_dtype(x_TD)
         return x_TD if info.mask_T is None else torch.where(info.mask_T.bool().unsqueeze(1), x_TD, 0.0)
 
+    def in_own_dtype(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype == self.dtype else tensor.to(self.dtype)
+
     def project(self, x_TD: Tensor, w_DE: Tensor) -> Tensor:
-        # autocast would round the operands of this product to bfloat16
+        w_DE = self.in_own_dtype(w_DE)
+        # autocast would round the operands of this product to bfloat16; to switch it off takes 8 us
+        if not torch.is_autocast_enabled(x_TD.device.type):
+            return x_TD @ w_DE if self.product is None else self.product(x_TD, w_DE)
         with torch.autocast(x_TD.device.type, enabled=False):
-            w_DE = w_DE.to(self.dtype)
             return x_TD @ w_DE if self.product is None else self.product(x_TD, w_DE)
 
     def make_batch_invariant(self, product: Callable[..., Tensor]) -> None:
@@ -168,10 +173,11 @@ class Router(nn.Module):
         self, routing: Routing, losses: Mapping[str, Callable[[], Tensor]], info: TokenInfo
     ) -> Routing:
         """The routing without masked tokens, with the losses that were asked for."""
+        if not self.loss_weights:
+            return routing.masked(info.mask_T)
         value = {name: losses[name]() for name in self.loss_weights}
         weighted = [self.loss_weights[name] * value[name] for name in value]
-        aux_loss = torch.stack(weighted).sum() if weighted else None
-        return replace(routing.masked(info.mask_T), losses=value, aux_loss=aux_loss)
+        return replace(routing.masked(info.mask_T), losses=value, aux_loss=torch.stack(weighted).sum())
 
 
 def all_routers() -> dict[str, type[Router]]:
