@@ -52,6 +52,18 @@ def test_scratch_memory_past_32_bits_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert "32 bits" in str(vllm_cpu.unsupported(*args))
 
 
+def test_float32_is_refused_where_its_sums_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_cpu, "_kernels", lambda: None)
+    for dtype, D, F, fits in (
+        (torch.float32, 1024, 64, True),
+        (torch.float32, 2048, 64, False),
+        (torch.float32, 64, 2048, False),
+        (torch.bfloat16, 2048, 64, True),
+    ):
+        reason = vllm_cpu.unsupported(*tiny_layers.arguments(3, 1, 1, D, F, dtype=dtype))
+        assert (reason is None) == fits
+
+
 @needs_vllm
 @pytest.mark.parametrize("absent", [0.0, 0.4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
