@@ -192,7 +192,7 @@ class StudyRun:
                             phase=phase or "training",
                             share=(done + sum(step for _, step, _ in now)) / total,
                             now=tuple(
-                                f"{run.rule.name} {run.seed}: step {step} of {run.steps}, loss {loss:.3f}"
+                                f"{run.rule.name} {run.seed}: " + how_far(step, run.steps, loss)
                                 for run, step, loss in now
                             ),
                         )
@@ -253,7 +253,12 @@ def _in_process(run: Run, corpus: Corpus, folder: Path, study: str) -> None:
     execute(run, corpus, folder, study=study, on_event=still_wanted)
 
 
-def _last_step(home: Path) -> tuple[int, float]:
+def how_far(step: int, steps: int, loss: float | None) -> str:
+    """step 12 of 400, loss 2.310; before the first step there is no loss."""
+    return f"step {step} of {steps}" + ("" if loss is None else f", loss {loss:.3f}")
+
+
+def _last_step(home: Path) -> tuple[int, float | None]:
     """How far a run is, from the end of its events."""
     path = home / EVENTS
     try:
@@ -261,12 +266,12 @@ def _last_step(home: Path) -> tuple[int, float]:
             file.seek(max(0, path.stat().st_size - 4096))
             lines = file.read().splitlines()[1:-1]
     except OSError:
-        return 0, float("nan")
+        return 0, None
     for line in reversed(lines):
         if b'"norm"' in line:
             one = json.loads(line)
             return one["step"], one["loss"]
-    return 0, float("nan")
+    return 0, None
 
 
 def curves(folder: Path, trainings: Sequence[Training]) -> Iterator[tuple[Training, list[dict[str, Any]]]]:
