@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled
+from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from moe_routing_bench.machine import this_machine
@@ -102,20 +104,14 @@ def compiler() -> str | None:
 
 def unsupported(source: Path, level: str | None, *tensors: Tensor) -> str | None:
     """Why the file cannot work on these tensors here, in words; None if it can, and then it was loaded."""
-    if (sentence := why_not_plain(*tensors)) is not None:
-        return sentence
-    try:
-        load(source, level)
-    except NotImplementedError as reason:
-        return str(reason)
-    return None
+    return why_not_plain(*tensors) or _why_not_loaded(source, level)
 
 
 def why_not_plain(*tensors: Tensor) -> str | None:
     """Why C++ cannot read these tensors, in words; None if it can."""
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():  # other tracers give tensors of another type
         return "it calls C++ by address, which torch.compile cannot trace"
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if _are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return "it calls C++ by address, which torch.func and forward-mode derivatives cannot transform"
     for tensor in tensors:
         if not tensor.is_cpu:  # device.type takes seven times as long
@@ -143,8 +139,17 @@ def differentiable_once(backward: Callable[P, R]) -> Callable[P, R]:
 
 def why_not_cast(dtype: torch.dtype) -> str | None:
     """Why torch.autocast forbids a product of matrices of this dtype, in words; None if it does not."""
-    if torch.is_autocast_enabled("cpu") and (wanted := torch.get_autocast_dtype("cpu")) != dtype:
+    if is_autocast_enabled("cpu") and (wanted := torch.get_autocast_dtype("cpu")) != dtype:
         return f"torch.autocast asks for {wanted}, but it computes in the dtype of its tensors, {dtype}"
+    return None
+
+
+@cache  # every call of a kernel comes here
+def _why_not_loaded(source: Path, level: str | None) -> str | None:
+    try:
+        load(source, level)
+    except NotImplementedError as reason:
+        return str(reason)
     return None
 
 
@@ -200,7 +205,7 @@ def _tiles_granted() -> bool:
     return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
-@cache  # failures too: a build takes seconds, and every call of a kernel comes here
+@cache  # failures too: a build takes seconds
 def _load(source: Path, level: str) -> ctypes.CDLL | str:
     """The library, or why there is none."""
     flags = [*FLAGS, *LEVELS[level][1]]

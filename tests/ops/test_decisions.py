@@ -175,18 +175,26 @@ def test_another_machine_or_torch_is_told_once(write, change: dict[str, str], wo
         auto_at()
 
 
-def test_the_environment_switches_them_on(write, monkeypatch: pytest.MonkeyPatch) -> None:
+def begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(auto, "_state", auto._State())
+
+
+def test_the_environment_switches_them_on_and_is_read_once(write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(document(OVERALL))
     monkeypatch.setenv("MRB_DECISIONS", str(path))
     assert label() == "eager_loop"
-    # a file made anew is seen
+    # neither the variable nor the file is read again by a call, which would cost more than choosing
     write(document({**OVERALL, "overall": "dense_all_experts"}))
-    assert label() == "dense_all_experts"
     monkeypatch.delenv("MRB_DECISIONS")
-    assert label() == PREFERRED
-    monkeypatch.setenv("MRB_DECISIONS", str(path))
+    assert label() == "eager_loop"
+    mrb.use_decisions(path)
     assert label() == "dense_all_experts"
     mrb.use_decisions(None)
+    assert label() == PREFERRED
+    begin_anew(monkeypatch)
+    assert label() == PREFERRED
+    monkeypatch.setenv("MRB_DECISIONS", str(path))
     assert label() == PREFERRED
 
 
@@ -252,6 +260,7 @@ def ran(layer: mrb.MoE, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> str
     """The implementation of expert_ffn that a call of the layer really runs."""
     seen: list[str] = []
     with monkeypatch.context() as patch:
+        patch.setattr(auto, "_state", replace(auto._state, on_cpu={}, ranked={}))
         for spec in ("eager_loop", "dense_all_experts", "staged", PREFERRED, "staged(combine=index_add)"):
             found = op.get(spec)
 
@@ -328,12 +337,15 @@ def test_explain_says_why(write, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"auto -> {PREFERRED}, preferred on" in (text := CliRunner().invoke(app, words).stdout)
     assert "(decisions are off)" in text
     monkeypatch.setenv("MRB_DECISIONS", str(write(document())))
+    begin_anew(monkeypatch)
     text = CliRunner().invoke(app, words).stdout
     assert "auto -> dense_all_experts, measured winner for D=16" in text and "from results/monday" in text
     write(document(machine="elsewhere"))
+    begin_anew(monkeypatch)
     text = CliRunner().invoke(app, words).stdout
     assert f"auto -> {PREFERRED}" in text and "were made on elsewhere" in text
     write(b"{")
+    begin_anew(monkeypatch)
     ran = CliRunner().invoke(app, words)
     assert ran.exit_code == 2 and "is not JSON" in ran.stderr
 

@@ -6,21 +6,26 @@
 The first candidate that can run the arguments is chosen, at every call, because tokens, dtype, device and the
 need for gradients may change from call to call. `Choice.why` names the candidates that could not run.
 Decisions are off unless the environment variable MRB_DECISIONS=<file> or use_decisions(<file>) turns them on;
-no file is looked for anywhere else.
+no file is looked for anywhere else. The variable and its file are read once, at the first choice.
+
+A call looks up rows that were ranked before, compares the sizes with the conditions of a row, and asks the
+chosen implementation whether it can run: about 2 us on a CPU.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import groupby
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from moe_routing_bench import cpp
 from moe_routing_bench.experts import ExpertWeights
@@ -29,7 +34,15 @@ from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.decisions import Decisions, Entry, Facts, read_decisions
 from moe_routing_bench.ops.implementation import Implementation
-from moe_routing_bench.ops.preference import PLAIN, machine_of, preferences, timed_level
+from moe_routing_bench.ops.preference import (
+    PLAIN,
+    Preference,
+    fits,
+    leading,
+    machine_of,
+    preferences,
+    timed_level,
+)
 from moe_routing_bench.ops.registry import Op, get_op
 from moe_routing_bench.ops.stand_ins import StandIns
 from moe_routing_bench.ops.targets import assumed
@@ -38,7 +51,8 @@ from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 
 VARIABLE = "MRB_DECISIONS"
-PROBED = (1, 16, 256, 4096)  # tokens for which `describe` looks at what runs
+MANY = 2**40  # more tokens than any call has
+PROBED = tuple(2**n for n in range(13))  # tokens for which `describe` looks at what runs
 
 
 class Choice(NamedTuple):
@@ -70,7 +84,7 @@ class Auto:
         return _choose(self.op, args, self.weights)
 
     def __call__(self, *args: Any) -> Any:
-        choice = self.choice(*args)
+        choice = self.choice(*args) if self.batch_invariant else _choose(self.op, args, self.weights)
         if choice.warning is not None:
             _say(choice.warning)
         return choice.implementation.run(*args)
@@ -82,21 +96,26 @@ def describe(part: Implementation | Auto, weights: ExpertWeights, K: int, layout
         return f"{part.op}.{part.label}"
     op = part.op
 
-    def arguments(T: int) -> tuple[Any, ...]:
-        return tuple(op.arguments(StandIns(weights, K, layout, T)).values())
+    @cache
+    def at(T: int) -> Choice:
+        return part.choice(*op.arguments(StandIns(weights, K, layout, T)).values())
 
-    rows = _rows(op, arguments(1), part.weights)
-    edges = [row.most_tokens for row in rows if row.most_tokens is not None]
-    tokens = sorted({*PROBED, *edges, *(edge + 1 for edge in edges)})
-    choices = [(T, part.choice(*arguments(T))) for T in tokens]
-    sentences = []
-    for label, group in groupby(choices, key=lambda item: item[1].implementation.label):
-        (first, choice), *more = group
-        last = more[-1][0] if more else first
-        which = f" from T={first}" if last == tokens[-1] else f" up to T={last}"
-        which = "" if (first, last) == (tokens[0], tokens[-1]) else which
-        sentences.append(f"{op.name}.{label}{which} (auto: {choice.why})")
-    return ", ".join(sentences)
+    def label(T: int) -> str:
+        return at(T).implementation.label
+
+    edges = []  # the last T before another one runs
+    for few, many in pairwise(PROBED):
+        if label(few) != label(many):
+            changed = [label(T) != label(few) for T in range(few, many)]
+            edges.append(few + bisect_left(changed, True) - 1)
+    spans = zip((PROBED[0], *(edge + 1 for edge in edges)), (*edges, PROBED[-1]), strict=True)
+    return ", ".join(f"{op.name}.{label(a)}{_span(a, b)} (auto: {at(a).why})" for a, b in spans)
+
+
+def _span(first: int, last: int) -> str:
+    if last < PROBED[-1]:
+        return f" up to T={last}"
+    return "" if first == PROBED[0] else f" from T={first}"
 
 
 def resolve(
@@ -125,7 +144,7 @@ def _made_invariant(op: Op, spec: str) -> Implementation:
 
 @cache  # listing the folders takes milliseconds
 def _promising(op: Op, machine: str) -> dict[str, Implementation]:
-    order = [spec for row in preferences(op, machine) if row.most_tokens is None for spec in row.order]
+    order = [spec for row in preferences(op, machine) if row.always for spec in row.order]
     preferred = [one for one in (_made_invariant(op, spec) for spec in order) if one.batch_invariant]
     return {one.label: one for one in (*preferred, *map(op.get, invariant_names(op)))}
 
@@ -135,7 +154,7 @@ def _choose_invariant(op: Op, args: tuple[Any, ...]) -> Choice:
     for value in args:
         if isinstance(value, ExpertWeights) and isinstance(value.w_in_EDG, Frozen):
             return _frozen(op, args, _made_invariant(op, value.w_in_EDG.form.label))
-    machine, passed = machine_of(_device(args)), ""
+    machine, passed = machine_of(leading(args).device), ""
     for spec, one in _promising(op, machine).items():
         if (reason := one.why_not(*args)) is None:
             why = f"the first on {machine} that is batch-invariant, for any number of tokens{passed}"
@@ -166,20 +185,21 @@ def choose(op: Op, args: tuple[Any, ...], weights: ExpertWeights | None = None) 
 
 def _choose(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | None) -> Choice:
     for value in args:
-        if isinstance(value, ExpertWeights) and isinstance(value.w_in_EDG, Frozen):
+        if type(value) is ExpertWeights and isinstance(value.w_in_EDG, Frozen):
             return _frozen(op, args, op.get(value.w_in_EDG.form.label))
-    tokens = _tokens(args)
     for row in _rows(op, args, weights):
-        if row.most_tokens is None or tokens <= row.most_tokens:
+        if row.always or _fits(row, args):
             break
-    warning, passed = row.warning, ""
-    for spec, why in row.candidates:
-        implementation = op.get(spec)
+    passed, tracing = "", is_dynamo_compiling()
+    for spec, choice in row.candidates:
+        # torch.compile follows an implementation only if the op holds it
+        implementation = op.get(spec) if tracing else choice.implementation
         if (reason := implementation.why_not(*args)) is None:
-            return Choice(implementation=implementation, why=why + passed, warning=warning)
+            if not passed and not tracing:
+                return choice
+            warning = _passed_over(op, passed) if passed and row.measured else choice.warning
+            return Choice(implementation, choice.why + passed, warning)
         passed += f"; {spec} cannot run: {reason}"
-        if row.measured:
-            warning = _passed_over(op, passed)
     raise NotImplementedError(f"{op.name}: nothing can run this{passed}")
 
 
@@ -195,21 +215,26 @@ def _frozen(op: Op, args: tuple[Any, ...], implementation: Implementation) -> Ch
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """The candidates for calls of at most `most_tokens` tokens, in order, with the reason for each."""
+    """The candidates for some calls, in order: by the name in the table, each with its reason."""
 
-    most_tokens: int | None
-    candidates: tuple[tuple[str, str], ...]
+    most_tokens: int | None  # the next measured number of tokens is nearer
+    preference: Preference
+    candidates: tuple[tuple[str, Choice], ...]
     measured: bool  # the first is a measured winner
-    warning: str | None
+    always: bool  # it has no condition
+
+
+def _fits(row: _Row, args: tuple[Any, ...]) -> bool:
+    return (row.most_tokens is None or _tokens(args) <= row.most_tokens) and fits(row.preference, args)
 
 
 @dataclass
 class _State:
-    """What use_decisions set, and the content of the environment's file when it was last read."""
+    """The decisions in use, and what was ranked with them."""
 
-    switched: bool = False  # by use_decisions, which outranks the environment
+    known: bool = False  # use_decisions was called, or the environment was read
     decisions: Decisions | None = None
-    read: tuple[tuple[str, int, int], Decisions] | None = None
+    on_cpu: dict[str, tuple[_Row, ...]] = field(default_factory=dict)  # by op, without decisions
     ranked: dict[tuple[object, ...], tuple[_Row, ...]] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
@@ -220,35 +245,42 @@ _state = _State()
 def use_decisions(path: Path | str | None) -> None:
     """From now on impl="auto" follows this file, written by `mrb decide`; None: only the ops' preferences,
     whatever MRB_DECISIONS says. A forward that torch.compile has compiled keeps its choices."""
-    _state.decisions = None if path is None else read_decisions(path)
-    _state.switched = True
+    decisions = None if path is None else read_decisions(path)
+    _state.known, _state.decisions = True, decisions
+    _state.on_cpu.clear()
     _state.ranked.clear()
     _state.warned.clear()
 
 
 def _rows(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | None) -> tuple[_Row, ...]:
-    """The candidates by number of tokens; the last row is for any number."""
+    """The candidates by size of call; the last row is for any."""
+    first = leading(args)
+    if first.is_cpu and not is_dynamo_compiling() and (rows := _state.on_cpu.get(op.name)) is not None:
+        return rows
     follows = _follows_decisions()
     sizes = _sizes(args, None if weights is None else weights()) if follows else None
-    return _ranked(op.name, _device(args), follows, sizes)
+    return _ranked(op.name, first.device, sizes)
 
 
 @while_tracing
 def _follows_decisions() -> bool:
-    return _state.decisions is not None if _state.switched else bool(os.environ.get(VARIABLE))
+    if not _state.known:
+        path = os.environ.get(VARIABLE)
+        _state.decisions = read_decisions(path) if path else None
+        _state.known = True
+    return _state.decisions is not None
 
 
 @while_tracing
-def _ranked(
-    op_name: str, device: torch.device, follows: bool, sizes: tuple[int | str, ...] | None
-) -> tuple[_Row, ...]:
-    decisions = _decisions() if follows else None
-    threads = torch.get_num_threads() if follows else 0
+def _ranked(op_name: str, device: torch.device, sizes: tuple[int | str, ...] | None) -> tuple[_Row, ...]:
+    decisions = _state.decisions
+    threads = torch.get_num_threads() if decisions else 0
     key = (op_name, device, sizes, threads, assumed())
     if (rows := _state.ranked.get(key)) is None:
         facts = None if sizes is None else Facts(*sizes)  # type: ignore[arg-type]
-        rows = _rank(get_op(op_name), device, facts, decisions, threads)
-        _state.ranked[key] = rows
+        rows = _state.ranked[key] = _rank(get_op(op_name), device, facts, decisions, threads)
+        if decisions is None and device.type == "cpu":
+            _state.on_cpu[op_name] = rows
     return rows
 
 
@@ -280,29 +312,27 @@ def _rank(
         because = f"{because}; {tool}"
         warning = warning or f'impl="auto" would run compiled C++ here; until then plain torch: {tool}'
 
-    edges = sorted({*(row.most_tokens or 0 for row in table), *(entry.bounds if entry else ())} - {0})
     rows = []
-    for edge in (*edges, None):
-        tokens = edge or (edges[-1] + 1 if edges else 1)
-        wanted = _winner(op, decisions, entry, tokens) if decisions and entry else {}
-        preferred = next(row for row in table if row.most_tokens is None or tokens <= row.most_tokens)
+    for edge, preferred in product((*(entry.bounds if entry else ()), None), table):
+        wanted = _winner(op, decisions, entry, edge or MANY) if decisions and entry else {}
         for spec in preferred.order:
             wanted.setdefault(spec, f"preferred on {machine} ({because}): {preferred.evidence}")
         wanted.setdefault(op.default, f"the last resort of {op.name} ({because})")
-        candidates, passed = [], ""
+        found, passed = {}, ""
         for spec, why in wanted.items():
             try:
-                op.get(spec)
-                candidates.append((spec, why + passed))
+                found[spec] = op.get(spec), why + passed
             except NotImplementedError as absent:
                 passed += f"; {spec} cannot run: {str(absent).partition(': ')[2]}"
-        lost = entry is not None and candidates[0][0] != next(iter(wanted))
+        lost = entry is not None and next(iter(found)) != next(iter(wanted))
+        said = _passed_over(op, passed) if lost else warning
         rows.append(
             _Row(
                 most_tokens=edge,
-                candidates=tuple(candidates),
+                preference=preferred,
+                candidates=tuple((spec, Choice(*one, said)) for spec, one in found.items()),
                 measured=entry is not None and not lost,
-                warning=_passed_over(op, passed) if lost else warning,
+                always=edge is None and preferred.always,
             )
         )
     return tuple(rows)
@@ -330,23 +360,6 @@ def _passed_over(op: Op, passed: str) -> str:
     return f"{op.name}: the measured winner is passed over{passed}"
 
 
-def _decisions() -> Decisions | None:
-    if _state.switched:
-        return _state.decisions
-    path = os.environ.get(VARIABLE)
-    if not path:
-        return None
-    try:
-        status = Path(path).stat()
-    except (OSError, ValueError):
-        return read_decisions(path)  # raises with a sentence that says what is wrong
-    version = (path, status.st_mtime_ns, status.st_size)
-    if _state.read is None or _state.read[0] != version:
-        _state.read = (version, read_decisions(path))
-        _state.ranked.clear()
-    return _state.read[1]
-
-
 def _mismatch(decisions: Decisions) -> str | None:
     here = this_machine()
     if decisions.machine != here.name:
@@ -358,11 +371,6 @@ def _mismatch(decisions: Decisions) -> str | None:
             f"the decisions in {decisions.path} were made with torch {decisions.torch}, this is {here.torch}"
         )
     return None
-
-
-def _device(args: tuple[Any, ...]) -> torch.device:
-    first = args[0]
-    return first.expert_TK.device if isinstance(first, Routing) else first.device
 
 
 def _tokens(args: tuple[Any, ...]) -> int:

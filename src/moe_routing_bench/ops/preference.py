@@ -4,7 +4,8 @@ The table of an operation is `ops/<op>/preferences.py`:
 
     PREFERENCES = (Preference(machines=("amx",), order=("native",), evidence="measurements/..."), ...)
 
-An implementation outside the table runs only by name or by a measured decision.
+An implementation outside the table runs only by name or by a measured decision. The rows with conditions were
+made from records by measurements/preferences.py.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe_routing_bench import cpp
+from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.ops.registry import OURS, Op
 from moe_routing_bench.ops.targets import TARGETS, target_of
+from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.routing import Routing
 
 # processors for which C++ is compiled and was timed: amx, vnni, avx512, avx2
 COMPILED = tuple(level for level in cpp.LEVELS if level not in ("neon", cpp.PRETENDED))
@@ -35,14 +41,54 @@ NO_GPU = (
 class Preference:
     """One row. The first of `order` that can run the arguments runs; after the last comes the op's default.
 
-    Preference(machines=("amx",), order=("native",), evidence="measurements/...", most_tokens=64)
-    is for calls of at most 64 tokens; of several rows for a machine, the first that allows the call's tokens.
+    Preference(machines=("amx",), order=("native",), evidence="measurements/...", most_rows=2)
+    is for calls with at most 2 rows per expert. Of several rows for a machine, the first that fits counts.
     """
 
     machines: tuple[str, ...]
     order: tuple[str, ...]
     evidence: str  # the records behind the order, or "not timed: " and the reason for the order
-    most_tokens: int | None = None
+    dtype: torch.dtype | None = None  # of the first argument; None: any
+    most_rows: float | None = None  # pairs of token and choice per expert, for an op that takes a plan
+    most_elements: int | None = None  # numbers in the first argument: tokens x experts, or rows x width
+    gradients: bool | None = None  # wanted, not wanted; None: both
+
+    @property
+    def always(self) -> bool:
+        return self.dtype is self.most_rows is self.most_elements is self.gradients is None
+
+
+def fits(row: Preference, args: tuple[Any, ...]) -> bool:
+    """Is the row for a call with these arguments? torch.compile could not trace a method of the row."""
+    if row.dtype is not None and leading(args).dtype != row.dtype:
+        return False
+    if row.most_elements is not None and leading(args).numel() > row.most_elements:
+        return False
+    if row.most_rows is not None and rows_per_expert(args) > row.most_rows:
+        return False
+    return row.gradients is None or row.gradients == wants_gradients(args)
+
+
+def leading(args: tuple[Any, ...]) -> Tensor:
+    """The first tensor that an op is given; of a routing its ids."""
+    first = args[0]
+    return first.expert_TK if type(first) is Routing else first
+
+
+def rows_per_expert(args: tuple[Any, ...]) -> float:
+    for value in args:
+        if type(value) is RoutingPlan:
+            return value.row_TK.numel() / max(value.count_E.numel(), 1)
+    raise ValueError("a preference with most_rows is for operations that take a plan")
+
+
+def wants_gradients(args: tuple[Any, ...]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    matrices = [
+        w for value in args if type(value) is ExpertWeights for w in (value.w_in_EDG, value.w_out_EFD)
+    ]
+    return any(isinstance(value, Tensor) and value.requires_grad for value in (*args, *matrices))
 
 
 def machine_of(device: torch.device) -> str:
@@ -57,7 +103,7 @@ def timed_level() -> str | None:
 
 
 def preferences(op: Op, machine: str) -> Iterator[Preference]:
-    """The rows for a machine, in order; the last leaves only the default, for any number of tokens."""
+    """The rows for a machine, in order; the last leaves only the default, for any call."""
     if Path(op.file).with_name("preferences.py").is_file() and op.package.startswith(f"{OURS}."):
         for row in import_module(f"{op.package}.preferences").PREFERENCES:
             if machine in row.machines:

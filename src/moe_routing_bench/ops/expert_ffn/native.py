@@ -59,6 +59,7 @@ SOURCE = Path(__file__).with_name("native.cpp")
 ACTIVATIONS = {
     name: i for i, name in enumerate(("gelu", "relu", "silu", "relu2", "geglu", "swiglu", "swiglu_oai"))
 }
+DTYPES = (torch.bfloat16, torch.float32)
 WRONG_PLAN = 3  # a return code of mrb_forward
 PACKED = -1  # of _Problem.few
 FEW = 32  # rows of an expert up to which its plain weights are read where they are, not packed
@@ -246,23 +247,23 @@ def unsupported(
     level: str | None = None,
     store: str | None = None,
 ) -> str | None:
-    if reason := _why_not_type(x_TD.dtype, store):
+    dtype, w_in, w_out = x_TD.dtype, weights.w_in_EDG, weights.w_out_EFD
+    if (store is not None or dtype not in DTYPES) and (reason := _why_not_type(dtype, store)):
         return reason
-    if _int8_rows(store) and max(weights.D, weights.F) > DEEPEST:
+    if store is not None and _int8_rows(store) and max(weights.D, weights.F) > DEEPEST:
         return f"rows of 8 bits are at most {DEEPEST} numbers long, not {max(weights.D, weights.F)}"
-    if weights.w_in_EDG.dtype != x_TD.dtype:
-        return cpp.other_dtypes(x_TD.dtype, weights.w_in_EDG.dtype)
-    w_in, w_out = weights.w_in_EDG, weights.w_out_EFD
-    if isinstance(w_in, Frozen) != isinstance(w_out, Frozen):
+    if w_in.dtype != dtype:
+        return cpp.other_dtypes(dtype, w_in.dtype)
+    if (type(w_in) is Frozen) != (type(w_out) is Frozen):
         return "only one of the two matrices is frozen; thaw() the layer"
-    if isinstance(w_in, Frozen):
+    if type(w_in) is Frozen:
         if (w_in.form.kernel, w_in.form.store) != ("native", store):
             return f"these weights are frozen for {w_in.form.label}"
         if _wants_gradients(x_TD, gate_TK, weights):
             return "frozen weights have no gradients: call it under torch.no_grad(), or thaw() them"
         w_in = w_out = w_in.panels
     reason = cpp.unsupported(SOURCE, level, x_TD, plan.pair_R, w_in, w_out)
-    return reason or cpp.why_not_cast(x_TD.dtype)
+    return reason or cpp.why_not_cast(dtype)
 
 
 def _why_not_type(dtype: torch.dtype, store: str | None) -> str | None:
@@ -273,9 +274,9 @@ def _why_not_type(dtype: torch.dtype, store: str | None) -> str | None:
             return f"it stores weights as bfloat16 or in a format, and {unknown}"
         if reason := coded.why_not(coding, _int8_rows(store)):
             return reason
-    if store == str(dtype).removeprefix("torch."):
+    if store is not None and store == str(dtype).removeprefix("torch."):
         return f"these weights are {store} already; leave store out"
-    if dtype not in (torch.bfloat16, torch.float32):
+    if dtype not in DTYPES:
         return cpp.other_dtypes(dtype, dtype)
     return None
 

@@ -15,6 +15,7 @@ from moe_routing_bench import cpp
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.recycled import recycled
 
+DTYPES = (torch.bfloat16, torch.float32)
 SOURCE = Path(__file__).with_name("native.cpp")
 WRONG_PLAN = 3  # a return code of mrb_multiply
 BATCH_INVARIANT = True
@@ -47,9 +48,10 @@ def _library(level: str) -> ctypes.CDLL:
 def unsupported(
     x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None, level: str = ""
 ) -> str | None:
-    if x_RD.dtype not in (torch.bfloat16, torch.float32) or w_EDF.dtype != x_RD.dtype:
-        return cpp.other_dtypes(x_RD.dtype, w_EDF.dtype)
-    return cpp.unsupported(SOURCE, level, x_RD, w_EDF, plan.offset_E1) or cpp.why_not_cast(x_RD.dtype)
+    dtype = x_RD.dtype
+    if dtype not in DTYPES or w_EDF.dtype != dtype:
+        return cpp.other_dtypes(dtype, w_EDF.dtype)
+    return cpp.unsupported(SOURCE, level, x_RD, w_EDF, plan.offset_E1) or cpp.why_not_cast(dtype)
 
 
 def run(
