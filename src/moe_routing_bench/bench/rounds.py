@@ -48,10 +48,12 @@ from moe_routing_bench.bench.trial import (
 from moe_routing_bench.bench.verdict import FEWEST_ROUNDS, compare, stop_reason
 
 WARM_SAMPLES = 2
+WARM_CALL = 0.01  # seconds: the calls of its trial were long enough to warm what they use
 RESERVE = 0.05  # of the budget, for the last checks, the statistics and the table
 LEAST_SECONDS = 2.0  # of rounds, even if trials took all the time: what was tried should get a time
 LOOK_EVERY = 1.2  # the precision is computed again after this factor more rounds: computing it takes time
 LEAK_BYTES = 2**29
+LATEST = 1.2  # of the budget: who has no place by then gets none
 DECISIVE_ROUNDS = 8  # all on one side they show a difference, if most of the comparisons do
 # largest ratio of times of the same code in two processes: 1.29 was seen for calls of 10 us, where one
 # process had less to do and so colder caches
@@ -242,9 +244,9 @@ class _Repeat:
         return self.numbers.take(max(calls)), self.random.randrange(min(calls))
 
     def _warm_up(self, series: int) -> None:
-        if self.trials[self._subject(series)].long and not self.protocol.takes(series):
+        if self.trials[self._subject(series)].call_seconds > WARM_CALL and not self.protocol.takes(series):
             worker, place = self._home(series)
-            if place in worker.called:  # its trial's calls were long enough to warm anything
+            if place in worker.called:
                 return
         for _ in range(WARM_SAMPLES):
             if series in self.here:
@@ -363,6 +365,9 @@ class _Repeat:
             slowest = max(self.alive[1:], key=lambda s: median(self.here[s]))
             over = f"the time was over after {rounds} rounds; --seconds gives more"
             self._drop(slowest, SubjectError(Status.NO_TIME, over))
+        elif rounds < FEWEST_ROUNDS and now > self.deadline + (LATEST - 1) * self.setup.budget.seconds:
+            over = f"{rounds} rounds took all the time; --seconds gives more"
+            raise BaselineError(SubjectError(Status.NO_TIME, over))
         if rounds < (min(FEWEST_ROUNDS, policy.max_rounds) if late else max(policy.min_rounds, self.fewest)):
             return None
         if rounds < self.next_look and not late and rounds < policy.max_rounds:

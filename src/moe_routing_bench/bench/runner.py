@@ -66,6 +66,7 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 WorkAndLoad = tuple[Cost, Load]  # for one Subject.question
 ROUNDS_TO_RANK = 5
+OVER = "the time was over before this case; --seconds gives more"
 
 
 def run_cell(
@@ -84,6 +85,9 @@ def run_cell(
     if cell.policy.sandbox:
         check_sandbox()
     budget, before = budget or Budget(cell.policy.max_seconds), weather()
+    if budget.left <= 0:
+        span_of = WeatherSpan(before=before, after=before)
+        return _not_run(cell, identify(cell, this_machine()), Status.NO_TIME, OVER, OVER, span_of)
     on_progress(_progress("preparing", budget))
     for folder in cell.include:
         include_folder(folder)  # only registers names; workers load the code
@@ -93,9 +97,11 @@ def run_cell(
         inputs = cell.inputs()
         cores = _cores(cell, inputs, own)
         workload = inputs.workload(0)
-        facts = {s.question: _facts(span, s, inputs) for s in cell.subjects}
+        facts = {q: _facts(span, s, inputs) for q, s in {s.question: s for s in cell.subjects}.items()}
     except (ValueError, NotImplementedError) as reason:
-        return _cannot(cell, identity, str(reason), WeatherSpan(before=before, after=weather()))
+        stopped, after = "these sizes cannot have this workload", weather()
+        span_of = WeatherSpan(before=before, after=after)
+        return _not_run(cell, identity, Status.UNSUPPORTED, str(reason), stopped, span_of)
     ours = [all(map(is_ours, span.origins(subject.spec))) for subject in cell.subjects]
     setup = Setup(
         cell=cell,
@@ -145,13 +151,13 @@ def _cores(cell: Cell, inputs: Inputs, reuse: Reuse) -> tuple[int, ...]:
 
 
 def _tried(setup: Setup, floors: Mapping[int, float | None], on_progress: OnProgress) -> dict[int, Trial]:
-    """A trial of every subject, as long as those before it can still have their few rounds; the first two
-    are always tried."""
+    """A trial of every subject, as long as those before it can still have their few rounds; of the second,
+    as long as there is any time."""
     trials: dict[int, Trial] = {}
     for index, subject in enumerate(setup.cell.subjects):
         on_progress(_progress(f"trying {subject.text}", setup.budget))
         passed = [i for i, trial in trials.items() if trial.passed]
-        if index > 1 and _least_seconds(setup, passed, trials) > setup.budget.left:
+        if index and _least_seconds(setup, passed[1:] and passed, trials) > setup.budget.left:
             reason = (
                 f"the trials of {index} others took {setup.budget.used:.0f} s, and what is left is for their "
                 "rounds; --seconds gives more"
@@ -179,8 +185,10 @@ def _rounds(
                 ),
             )  # fmt: skip
         except BaselineError as blame:
-            _fail(trials, alive[0], blame.failure)
-            alive.remove(alive[0])
+            over = blame.failure.status is Status.NO_TIME
+            for index in list(alive) if over else alive[:1]:
+                _fail(trials, index, blame.failure)
+                alive.remove(index)
             continue
         for index, failure in measured.failed.items():
             _fail(trials, index, failure)
@@ -219,7 +227,7 @@ def _fail(trials: dict[int, Trial], index: int, failure: SubjectError) -> None:
 
 
 def _progress(what: str, budget: Budget, standing: tuple[Standing, ...] = ()) -> Progress:
-    share = min(1.0, budget.used / budget.seconds)
+    share = min(1.0, budget.used / max(budget.seconds, 1e-9))
     return Progress(what=what, share=share, left=max(0.0, budget.left), standing=standing)
 
 
@@ -232,8 +240,10 @@ def _standing(cell: Cell, measured: Measured, alive: list[int]) -> tuple[Standin
     return tuple(sorted(rows, key=lambda row: row.ratio))
 
 
-def _cannot(cell: Cell, identity: Identity, reason: str, weather_span: WeatherSpan) -> CellOutcome:
-    """The outcome if these sizes cannot have the workload. It must not end a sweep."""
+def _not_run(
+    cell: Cell, identity: Identity, status: Status, reason: str, stop_reason: str, weather_span: WeatherSpan
+) -> CellOutcome:
+    """The outcome if these sizes cannot have the workload, or the time is over. It must not end a sweep."""
     return CellOutcome(
         cell=cell,
         identity=identity,
@@ -241,12 +251,12 @@ def _cannot(cell: Cell, identity: Identity, reason: str, weather_span: WeatherSp
             SubjectOutcome(
                 subject=subject,
                 label=subject.text,
-                status=Status.UNSUPPORTED,
+                status=status,
                 reason=reason,
             )
             for subject in cell.subjects
         ),
-        stop_reason="these sizes cannot have this workload",
+        stop_reason=stop_reason,
         weather=weather_span,
     )
 

@@ -56,6 +56,13 @@ LEAST_LIMIT = 5.0  # seconds that a request may take even when the time is over
 Watch = Callable[[], str | None]
 
 
+class OutOfTimeError(SubjectError):
+    """Its trial took too long; its process has answered everything and can go on."""
+
+    def __init__(self, reason: str):
+        super().__init__(Status.NO_TIME, reason)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """The result of a trial: Trial(status=Status.PASSED, about=Described(label="index_add"), calls=4, ...)"""
@@ -201,7 +208,7 @@ def try_alone(setup: Setup, index: int) -> Trial:
     subject, outside = setup.cell.subjects[index], index in setup.outside
     about = Described(label=subject.text)
     seen: dict[str, Any] = {}
-    worker: Worker | None = None
+    worker, harmless = None, True
     try:
         worker = setup.worker(index) if outside else setup.together()
         place = 0 if outside else setup.place(index)
@@ -210,14 +217,18 @@ def try_alone(setup: Setup, index: int) -> Trial:
         if outside:  # what it is called and where it comes from is not for itself to say
             origin = "; ".join(sorted(set(setup.cell.span.origins(subject.spec))))
             about = about.model_copy(update={"label": subject.spec, "origin": origin})
+        known = _passed_before(subject, setup)
         shortest = _gate(worker, place, subject, setup, about, outside, seen)
+        if outside or not known:  # sums over all the weights take a while; the rounds end with one
+            check_weights(worker, setup.judge)
         if outside or shortest < LONG_CALL:
             seen["calls"], seen["call_seconds"] = _calibrate(worker, place, Numbers(), outside)
         else:
             seen["calls"], seen["call_seconds"] = 1, shortest
         seen["peak_rss_bytes"] = worker.peak_bytes()
         worker.called.add(place)
-        _kit(worker, place, subject, setup)
+        if not known:
+            _kit(worker, place, subject, setup)
         if outside or setup.cell.include:
             _check_loaded(worker, subject, setup)
         if not (outside and setup.can_freeze):  # what is frozen between turns may have threads that wait
@@ -229,12 +240,13 @@ def try_alone(setup: Setup, index: int) -> Trial:
         status, reason = Status.PASSED, ""
     except SubjectError as failure:
         status, reason = failure.status, failure.reason
+        harmless = isinstance(failure, OutOfTimeError) or status is Status.UNSUPPORTED
     if worker is not None:
         seen.setdefault("peak_rss_bytes", worker.peak_bytes())
         seen["log_tail"] = worker.log_tail()
         if outside:
             worker.close()
-        elif status not in (Status.PASSED, Status.UNSUPPORTED):
+        elif not harmless:
             setup.close()
     return Trial(status=status, reason=reason, about=about, **seen)
 
@@ -249,11 +261,10 @@ def _gate(
     first, second = GATE_CALLS
     calls = (("first", first, False), ("second", second, True), ("again", first, True))
     for name, (number, step), poison in calls:
-        if (used := setup.budget.used - began) > PATIENCE * setup.budget.seconds:
-            raise SubjectError(
-                Status.NO_TIME,
+        if (used := setup.budget.used - began) > PATIENCE * setup.budget.seconds and place:
+            raise OutOfTimeError(
                 f"its trial took {used:.0f} s, {seen['first_call']:.2g} s of it for one call; "
-                "--seconds gives more time",
+                "--seconds gives more time"
             )
         answer = worker.ask(
             "gate", Called, subject=place, number=number, step=step, poison=poison, name=name, then=outside
@@ -283,22 +294,23 @@ def _gate(
     number, step = first
     if about.deterministic and not judge.same_bits(*files, number=number, step=step, subject=subject):
         raise SubjectError(Status.NONDETERMINISTIC, "a second run on the same input gave other bits")
-    check_weights(worker, judge)
     return shortest
 
 
+def _passed_before(subject: Subject, setup: Setup) -> bool:
+    source = setup.sources.get(subject, "")
+    return bool(source) and PassedKits(setup.cell).knows(subject, source)
+
+
 def _kit(worker: Worker, place: int, subject: Subject, setup: Setup) -> None:
-    """The hard cases of `mrb check`, unless this code passed them before."""
-    kits, source = PassedKits(setup.cell), setup.sources.get(subject, "")
-    if source and kits.knows(subject, source):
-        return
+    """The hard cases of `mrb check`; who passes them is remembered."""
     answer = worker.ask("kit", KitRun, subject=place)
     if answer.failed:
         cases = answer.passed + answer.failed
         reason = f"it fails {answer.failed} of {cases} hard cases (`mrb check`): {answer.first}"
         raise SubjectError(Status.WRONG_VALUE, reason)
-    if source:
-        kits.add(subject, source)
+    if source := setup.sources.get(subject, ""):
+        PassedKits(setup.cell).add(subject, source)
 
 
 def _check_loaded(worker: Worker, subject: Subject, setup: Setup) -> None:
