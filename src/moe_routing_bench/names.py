@@ -36,6 +36,12 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     return match[1], options
 
 
+def by_numbers(text: str) -> tuple[tuple[int, int, str], ...]:
+    """The key to sort names by: T=16 before T=128."""
+    parts = re.split(r"(\d+)", text)
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts)
+
+
 def short_label(label: str) -> str:
     """The label without parts that are defaults: staged(combine=gather_sum,...) is plain staged."""
     for default in ("combine=gather_sum", "dispatch=index_select", "grouped_gemm=expert_loop"):

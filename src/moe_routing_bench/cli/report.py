@@ -71,7 +71,7 @@ def report_command(
             if out is not None or not as_markdown:
                 target = write_page(page, out or Path("report.html"))
                 size = target.stat().st_size / 1e6
-                tell(printable(f"{target}: {material.records:,} records, {size:.1f} MB"))
+                tell(printable(f"{target}: {size:.1f} MB, {material.records}"))
             if figures is not None:
                 written = write_figures(page, figures)
                 tell(printable(f"{figures}: {written} figures, each as SVG, PDF and PNG"))

@@ -18,6 +18,7 @@ from moe_routing_bench.cli.fitting import fitted_rows
 from moe_routing_bench.cli.terminal import Json, console, fail, say, show, show_json, user_mistakes
 from moe_routing_bench.names import did_you_mean, slots_of
 from moe_routing_bench.places import default_results
+from moe_routing_bench.results.counting import RecordCount
 from moe_routing_bench.results.flat import COLUMNS, quoted
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.objects import url_of
@@ -35,7 +36,8 @@ SAME = (
 )
 COUNTS = """
 SELECT span, status, count(*) AS records FROM records
-WHERE role IN ('baseline', 'candidate') AND {condition} GROUP BY ALL ORDER BY ALL"""
+WHERE role IN ('baseline', 'candidate') AND {condition} GROUP BY ALL ORDER BY ALL"""  # counting.CONTENDERS
+ROLES = "SELECT role, count(*) FROM records WHERE {condition} GROUP BY role"
 BEST = f"""
 WITH passed AS (
   SELECT *, max(created_at) OVER (PARTITION BY {SAME}, session, cell_key) AS run_at
@@ -50,7 +52,7 @@ SELECT span, direction, "case", dtype, store, workload, threads, impl AS best, l
   count(*) OVER (PARTITION BY {SAME}) AS contenders, T, E, K, sequences
 FROM newest
 QUALIFY row_number() OVER (PARTITION BY {SAME} ORDER BY coalesce(ratio, 1), impl, layout) = 1
-ORDER BY ALL
+ORDER BY span, direction, split_part("case", '/', 1), E, D, F, K, T, ALL
 """
 
 
@@ -98,17 +100,18 @@ def results_command(
             condition = " AND ".join(_condition(folder, *one) for one in wanted.items()) or "true"
             counts = run_query(folder, COUNTS.format(condition=condition), left_out)
             best = run_query(folder, BEST.format(condition=condition))
+            count = _counted(folder, condition)
     if as_json:
         if sql is not None:
             show_json({"columns": names, "rows": _plain(rows), "left_out": left_out_json(left_out)})
         else:
             tables = {"counts": _records(counts), "best": _records(best)}
-            show_json({**tables, "left_out": left_out_json(left_out)})
+            show_json({**count.to_dict(), **tables, "left_out": left_out_json(left_out)})
         return
     if sql is not None:
         _show_rows(names, rows)
     else:
-        _show_overview(folder, counts, best)
+        _show_overview(folder, count, counts, best)
     show_left_out(left_out)
 
 
@@ -153,13 +156,14 @@ def export_command(
         folder = at_hand(folder, rows=True)
         run_query(folder, "SELECT 1", left_out)
         try:
-            count = export(folder, target)
+            export(folder, target)
+            count = _counted(folder)
         except OSError as error:
             raise ValueError(f"cannot write {target}: {error.strerror}") from None
     if as_json:
-        show_json({"file": str(target), "records": count, "left_out": left_out_json(left_out)})
+        show_json({"file": str(target), **count.to_dict(), "left_out": left_out_json(left_out)})
         return
-    show(printable(f"{count:,} records in {target}"))
+    show(printable(f"{target}: {count}"))
     show_left_out(left_out)
 
 
@@ -284,15 +288,20 @@ def _show_rows(names: list[str], rows: list[tuple[Any, ...]]) -> None:
         show(f"and {len(rows) - MOST_SHOWN:,} more rows; add LIMIT or take all with --json")
 
 
+def _counted(folder: Path, condition: str = "true") -> RecordCount:
+    return RecordCount.of(dict(run_query(folder, ROLES.format(condition=condition))[1]))
+
+
 def _show_overview(
     folder: Path,
+    count: RecordCount,
     counts: tuple[list[str], list[tuple[Any, ...]]],
     best: tuple[list[str], list[tuple[Any, ...]]],
 ) -> None:
     if not counts[1]:
         show(printable(f"{folder} holds no records; mrb bench layer --out {folder} writes some"))
         return
-    show(table_of(*counts), "")
+    show(table_of(*counts), "", f"{count}.", "")
     names, rows = best
     if not rows:
         show("Nothing passed, so there are no times; the column reason says why.")

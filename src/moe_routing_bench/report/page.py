@@ -225,7 +225,8 @@ def _summary(material: Material) -> tuple[str, ...]:
                 statuses[name] = statuses.get(name, 0) + 1
         counts = ", ".join(f"{count:,} {name}" for name, count in sorted(statuses.items()))
         when = " to ".join(dict.fromkeys((days[0], days[-1])))
-        lines.append(f"{material.records:,} records, {len(cells):,} cells, measured {when}: {counts}.")
+        lines.append(f"{material.records}.")
+        lines.append(f"{len(cells):,} cells, each in its newest run, measured {when}: {counts}.")
     if material.studies:
         runs = sum(len(study.trainings) for study in material.studies)
         lines.append(f"{len(material.studies)} folders of training runs, {runs:,} runs.")

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.names import short_label
+from moe_routing_bench.names import by_numbers, short_label
 from moe_routing_bench.published import MODELS
 from moe_routing_bench.report.finding import ResultsFolder
 from moe_routing_bench.results.contests import Contest, Contested, contested, contests
+from moe_routing_bench.results.counting import CONTENDERS, RecordCount
 from moe_routing_bench.results.lines import LeftOut, is_plain_file
 from moe_routing_bench.results.pareto import Pareto, pareto
 from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
@@ -160,7 +162,7 @@ class Material:
     sources: tuple[ResultsFolder, ...]
     chapters: tuple[Chapter, ...]
     studies: tuple[Study, ...]
-    records: int
+    records: RecordCount
     older: int
     left_out: LeftOut
 
@@ -186,7 +188,7 @@ def _read(sources: Sequence[ResultsFolder]) -> Material:
     by_setting: dict[tuple[tuple[str, str], ...], dict[object, tuple[ResultsFolder, Run, CellRun]]] = {}
     machines: dict[str, dict[str, Any]] = {}
     commits: dict[tuple[tuple[str, str], ...], set[str]] = {}
-    records = older = 0
+    records, older = RecordCount.of({}), 0
     for source in sources:
         if not source.timed:
             continue
@@ -195,7 +197,7 @@ def _read(sources: Sequence[ResultsFolder]) -> Material:
         for cell in run.cells:
             if not (mine := _contenders(cell)):
                 continue
-            records += len(cell.records)
+            records += RecordCount.of(Counter(record.implementation.role for record in cell.records))
             setting = tuple(_setting(run, mine[0]).items())
             document, machine = documents.get(mine[0].environment, ({}, {}))
             machines.setdefault(dict(setting)["machine"], machine)
@@ -228,7 +230,7 @@ def _read(sources: Sequence[ResultsFolder]) -> Material:
 
 
 def _contenders(cell: CellRun) -> list[Record]:
-    return [record for record in cell.records if record.implementation.role in ("baseline", "candidate")]
+    return [record for record in cell.records if record.implementation.role in CONTENDERS]
 
 
 def _setting(run: Run, record: Record) -> dict[str, str]:
@@ -310,7 +312,8 @@ def _groups(given: Iterable[tuple[ResultsFolder, Run, CellRun]]) -> tuple[Group,
                     why=place if isinstance(place, str) else "",
                 )
             )
-        made.sort(key=lambda one: (one.model or "~", one.sizes, one.first.workload.T, one.title))
+        made.sort(key=lambda one: by_numbers(one.title))
+        made.sort(key=lambda one: (one.model or "~", one.sizes, one.first.workload.T))
         about = {"span": span, "direction": direction, "dtype": dtype, "store": store}
         groups.append(Group(**about, shared=shared, cells=tuple(made)))
     return tuple(sorted(groups, key=lambda one: (-len(one.cells), one.title)))

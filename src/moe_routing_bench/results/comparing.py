@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_routing_bench.bench.verdict import CONFIDENCE, DELTA, DIGITS, FEWEST_ROUNDS, OPEN, RESAMPLES, Verdict
+from moe_routing_bench.names import by_numbers
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.matching import Measured, difference, differences, latest, match, question
 from moe_routing_bench.results.record import Record
@@ -155,7 +156,7 @@ def compare_runs(
     both = [(a, b) for a, b in pairs if a.passed and b.passed]
     matched = {question(one) for pair in (*pairs, *unlike) for one in pair}
     only_a, only_b = (
-        tuple(sorted({m.name for m in measured if m.passed and question(m) not in matched}))
+        tuple(sorted({m.name for m in measured if m.passed and question(m) not in matched}, key=by_numbers))
         for measured in (all_a, all_b)
     )
     if not any(a.passed or b.passed for a, b in (*pairs, *unlike)):
@@ -168,7 +169,7 @@ def compare_runs(
     if len(harness) > 1:
         notes.append("the code that measures is not the same in all of these records")
     return RunComparison(
-        changes=tuple(sorted(changes, key=lambda c: (c.ratio, c.where, c.contender))),
+        changes=tuple(sorted(changes, key=lambda c: (c.ratio, by_numbers(c.where), c.contender))),
         broken=tuple(_turned(b, b) for a, b in pairs if a.passed and not b.passed),
         fixed=tuple(_turned(a, b) for a, b in pairs if b.passed and not a.passed),
         apart=tuple(_apart(a, b) for a, b in unlike),

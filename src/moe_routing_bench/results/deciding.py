@@ -16,6 +16,7 @@ from typing import Any
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import Regret
+from moe_routing_bench.names import by_numbers
 from moe_routing_bench.ops import decisions
 from moe_routing_bench.ops.decisions import Facts, read_decisions
 from moe_routing_bench.ops.registry import BUILT_IN
@@ -78,7 +79,7 @@ def decide(folder: Path | str, *, cache: str | None = None) -> Decided:
     for (question, _), contest in zip(asked, contests([one for _, one in asked]), strict=True):
         by_question.setdefault(question, []).append(contest)
     answers = []
-    for question, its in sorted(by_question.items(), key=lambda item: str(item[0])):
+    for question, its in sorted(by_question.items(), key=lambda item: by_numbers(str(item[0]))):
         its.sort(key=lambda contest: contest.T)
         ranked = regrets({f"T={contest.T}": contest for contest in its})
         answers.append(Answer(question=question, contests=tuple(its), overall=ranked[0]))

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from moe_routing_bench.bench.verdict import DELTA
+from moe_routing_bench.names import by_numbers
 from moe_routing_bench.results.comparing import Kind
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.query import run_query
@@ -145,7 +146,8 @@ def history(
                 )
             )  # fmt: skip
     without = sum(record["source_commit"] is None for record in records)
-    series.sort(key=lambda one: (-max((abs(math.log(s.ratio)) for s in one.steps), default=0), one.where))
+    series.sort(key=lambda one: by_numbers(one.where))
+    series.sort(key=lambda one: -max((abs(math.log(s.ratio)) for s in one.steps), default=0))
     return History(metric=metric, series=tuple(series), without=without, left_out=left_out)
 
 

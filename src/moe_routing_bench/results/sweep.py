@@ -24,7 +24,7 @@ from moe_routing_bench.results.query import connect
 from moe_routing_bench.results.store import Session
 from moe_routing_bench.results.writing import record_outcome
 
-FINE = frozenset({Status.PASSED, Status.UNSUPPORTED, Status.NO_TIME})
+FINE = frozenset({Status.PASSED, Status.UNSUPPORTED})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,13 @@ class SweepPlan:
 def plan_sweep(
     cells: Sequence[Cell], folder: Path, *, retry_failed: bool = False, executor: Executor | None = None
 ) -> SweepPlan:
-    """A cell is done if it was measured on a machine like one of those that the executor runs cells on."""
+    """A cell is done if it was measured on a machine like one of those that the executor runs cells on, and
+    there was time for all of it."""
     known = latest_states(folder)
     todo, done, failed = [], 0, 0
     for cell, keys in zip(cells, (executor or LocalExecutor()).keys(cells), strict=True):
         measured = [known[key] for key in keys if key in known]
+        measured = [states for states in measured if Status.NO_TIME not in states]
         if not measured:
             todo.append(cell)
             continue
