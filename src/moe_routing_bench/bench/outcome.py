@@ -58,6 +58,7 @@ class SubjectOutcome:
     runs: str = ""  # what really ran, if that is more than the label
     origin: str = ""
     role: str = "candidate"  # baseline, candidate, twin or beside (see rounds.py)
+    beside: Subject | None = None  # with that role: whose baseline it is
     deterministic: bool = True
     host_sync: str = ""
     checks: tuple[str, ...] = ()
@@ -135,6 +136,11 @@ class CellOutcome:
     @property
     def baseline(self) -> SubjectOutcome | None:
         return next((o for o in self.outcomes if o.role == "baseline"), None)
+
+    def against(self, one: SubjectOutcome) -> SubjectOutcome | None:
+        """What its ratio is to, timed by the same clock: the baseline, or that beside it."""
+        apart = (other for other in self.outcomes if other.beside == one.subject and other.role == "beside")
+        return None if one.comparison is None else next(apart, self.baseline)
 
     @property
     def twin(self) -> SubjectOutcome | None:

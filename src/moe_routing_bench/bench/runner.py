@@ -328,7 +328,13 @@ def _outcomes(
             samples = tuple(measured.samples[beside(s)])
             outcomes.append(
                 replace(
-                    baseline, role="beside", reason=reason, samples=samples, stages={}, checked_timed_calls=0
+                    baseline,
+                    role="beside",
+                    beside=outcomes[s].subject,
+                    reason=reason,
+                    samples=samples,
+                    stages={},
+                    checked_timed_calls=0,
                 )
             )
     return tuple(outcomes)

@@ -164,6 +164,7 @@ def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[Rendera
         "ms": [_ms(one) for one in ranked],
         **_errors(outcome, ranked),
         **_rates(outcome, ranked),
+        **_beside(outcome, ranked),
         "ratio": ratios,
         "99 % interval": intervals,
         "verdict": verdicts,
@@ -175,6 +176,15 @@ def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[Rendera
     ]
     names = [_name(one, outcome) for one in ranked]
     return fitted({"implementation": names}, numbers, spare=("peak MiB", "GB/s", "of roof"))
+
+
+def _beside(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
+    """Code from outside is timed by another clock, and so is a copy of the baseline: its time stands beside
+    what was compared with it, so that the ratio is that of two numbers in its row."""
+    pairs = [outcome.against(one) for one in ranked]
+    if not any(pair is not None and pair.role == "beside" for pair in pairs):
+        return {}
+    return {"baseline's ms": ["" if pair is None else _ms(pair) for pair in pairs]}
 
 
 def _errors(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
@@ -333,6 +343,7 @@ def _subject_document(one: SubjectOutcome, outcome: CellOutcome) -> dict[str, An
         "median_seconds": median(one.samples) if one.samples else None,
         **vars(outcome.rates(one)),
         "comparison": None if one.comparison is None else vars(one.comparison),
+        "baseline_seconds": None if (pair := outcome.against(one)) is None else median(pair.samples),
         "calls_per_sample": one.calls_per_sample,
         "samples": one.samples,
         "stages": dict(one.stages),

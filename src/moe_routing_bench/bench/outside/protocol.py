@@ -40,7 +40,7 @@ class Protocol:
         return self._pair(series).seats[series].worker
 
     def calls(self, series: int) -> int:
-        return self._pair(series).calls
+        return self._pair(series).calls[series]
 
     def judged(self, series: int) -> int:
         return self._pair(series).judged[series]

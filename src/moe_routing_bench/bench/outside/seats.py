@@ -37,6 +37,10 @@ class Drawn:
     args: list[dict[str, Any]]
     held: Tensor
 
+    def first(self, calls: int, slot_bytes: int) -> Drawn:
+        """Those of the hot call and of so many timed ones."""
+        return Drawn(args=self.args[: 1 + calls], held=self.held[: slot_bytes * (1 + calls)])
+
 
 class Secret:
     """What only the parent knows: the inputs, and the weights that all processes of the protocol read."""
