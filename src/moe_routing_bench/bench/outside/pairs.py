@@ -7,8 +7,8 @@ A turn:  the worker makes views of its slots and, for hot caches, one untimed ca
 
 So before the clock there is nothing to compute, since the inputs do not exist yet, and after it nothing runs.
 What waking and freezing cost is measured with calls that do nothing, and taken off the times of both. A
-baseline that is several times as fast makes more calls in a sample, or that cost would be most of its time. Code
-from outside never makes more than the baseline, since each of its results is compared with one of that.
+baseline that is several times as fast makes more calls in a sample, or that cost would be most of its time.
+Code from outside never makes more than the baseline, since each of its results is compared with one of that.
 Samples are short, because most of what disturbs this machine lasts longer than two of them: with blocks of
 1, 5 and 20 ms in turn, a second of timed calls tells a ratio to 0.1 %, 0.4 % and 0.8 %.
 """
