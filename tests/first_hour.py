@@ -1,7 +1,7 @@
 """The first hour of a newcomer: each command and script of README and the tutorials, in an empty environment.
 
-python measurements/first_hour.py FOLDER                     writes first_hour.json beside this file
-python measurements/first_hour.py FOLDER --only "mrb list"   only commands that contain this; writes nothing
+python tests/first_hour.py FOLDER                     writes measurements/first_hour.json
+python tests/first_hour.py FOLDER --only "mrb list"   only commands that contain this; writes nothing
 
 It ends with an error if one of them did. FOLDER holds the environment and the files that commands name.
 A command in LEFT_OUT is not run, for the reason given there; tests/test_snippets.py still reads its options.
@@ -18,11 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-import test_snippets  # noqa: E402
-from documents import commands_of, documents, file_named, pythons  # noqa: E402
+import test_snippets
+from documents import commands_of, documents, file_named, pythons
+from repository import ROOT
 
 PAGES = ("README.md", "docs/tutorials/")
 LIMIT_SECONDS = 900
@@ -118,7 +116,7 @@ def main() -> int:
             flush=True,
         )
     if not asked.only:
-        Path(__file__).with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+        (ROOT / "measurements/first_hour.json").write_text(json.dumps(rows, indent=1) + "\n")
     failed = sum(row.get("code", 0) != 0 for row in rows)
     left_out = sum("left_out" in row for row in rows)
     print(f"{len(rows) - left_out} ran, {failed} failed, {left_out} left out")
