@@ -58,7 +58,7 @@ def by_expert(
 def _times(rows_ND: Tensor, w_DF: Any) -> Tensor:
     """The product. Weights of another dtype are converted one expert at a time, as all of them may not fit in
     memory; without gradients in strips that stay in the caches, which takes a third of the time."""
-    if w_DF.dtype == rows_ND.dtype or torch.is_grad_enabled() or not isinstance(w_DF, Tensor):
+    if not isinstance(w_DF, Tensor) or w_DF.dtype == rows_ND.dtype or torch.is_grad_enabled():
         return rows_ND @ w_DF.to(rows_ND.dtype)
     return torch.cat([rows_ND @ strip.to(rows_ND.dtype) for strip in w_DF.split(STRIP, 1)], 1)
 
