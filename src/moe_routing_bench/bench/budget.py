@@ -25,6 +25,10 @@ class Budget:
     def left(self) -> float:
         return self.seconds - self.used
 
+    def leave(self, seconds: float) -> None:
+        """From now on so many seconds are left."""
+        self.seconds = self.used + seconds
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens inside takes none of the time: what is built once is not a measurement."""

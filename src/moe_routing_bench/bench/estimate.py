@@ -26,7 +26,6 @@ GPU_TRIAL_SECONDS = 6.0  # a guess: starting CUDA and compiling a kernel; nobody
 TRIAL_CALLS, LONG_TRIAL_CALLS, SHARE_OF_PEAK = 9, 4, 0.5
 LEAST_SAMPLE = 1e-3
 PROBE_SECONDS = 1.0
-MAKING_SECONDS = 1e-8  # a byte of weights: to make them, in two processes, and pack them
 # a cell goes on until its worst ratio is known, and different kernels scatter more than one product does:
 # 0.05 for two alike on a quiet machine, 0.08 to 0.2 (quartiles) in the cells of measurements/records
 USUAL_SCATTER = 0.1
@@ -66,23 +65,20 @@ def estimate(cell: Cell) -> float:
     )
 
 
-def share_of_first(cells: Sequence[Cell]) -> float:
-    """Of the time for all of them, the first one's part: in proportion to the rounds that all need."""
-    needed = [_least_seconds(cell) for cell in cells]
-    weights = MAKING_SECONDS * cells[0].case.held_bytes if cells[0].span.weights else 0.0
-    return (needed[0] + weights) / (sum(needed) + weights)
+def share_of_rounds(cells: Sequence[Cell]) -> float:
+    """Of the time for these cells, the part for the rounds of the first, which has been tried. On a nominal
+    machine, 10^11 operations and 10^10 bytes a second: a probe would cost a second of what is shared."""
+    rounds = [fewest_rounds(len(cell.subjects)) * _round_seconds(cell) for cell in cells]
+    trials = [TRIAL_SECONDS * len(cell.subjects) + 3 * _round_seconds(cell) for cell in cells[1:]]
+    return rounds[0] / (sum(rounds) + sum(trials))
 
 
-def _least_seconds(cell: Cell) -> float:
-    """Trials and the fewest rounds on a nominal machine, 10^11 operations and 10^10 bytes a second: this is
-    for proportions, and a probe would cost a second of the time to be shared."""
-    case, subjects = cell.case, len(cell.subjects)
-    s, work = case.shape, {"forward": 1, "backward": 3, "train": 3}[case.direction]
-    read = case.held_bytes * min(1.0, s.num_pairs / s.E) if case.weights else 0
+def _round_seconds(cell: Cell) -> float:
+    case, work = cell.case, {"forward": 1, "backward": 3, "train": 3}[cell.case.direction]
+    read = case.held_bytes * min(1.0, case.shape.num_pairs / case.shape.E) if case.weights else 0
     call = 5e-5 + work * (case.flops / 1e11 + (read + 6 * case.activation_bytes) / 1e10)
     calls = 1 if call >= LONG_CALL else 1 + max(1.0, LEAST_SAMPLE / 2 / call)
-    rounds = fewest_rounds(subjects) * (subjects + 1) * (calls * call + SAMPLE_OVERHEAD)
-    return subjects * (TRIAL_SECONDS + 3 * call) + rounds
+    return (len(cell.subjects) + 1) * (calls * call + SAMPLE_OVERHEAD)
 
 
 @cache

@@ -16,7 +16,7 @@ from typing import Protocol
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.compiling import compile_first
-from moe_routing_bench.bench.estimate import share_of_first
+from moe_routing_bench.bench.estimate import share_of_rounds
 from moe_routing_bench.bench.group import run_group
 from moe_routing_bench.bench.identity import cell_key
 from moe_routing_bench.bench.outcome import CellOutcome
@@ -25,6 +25,7 @@ from moe_routing_bench.bench.runner import Progress, run_cell
 from moe_routing_bench.bench.trial import Reuse, Watch
 from moe_routing_bench.machine import this_machine
 
+TRIALS_SHARE = 0.7  # of the time for several cells, the most that the trials of the next one may use
 SCRATCH_BYTES = 4 << 20  # logs and small results of a cell's workers
 OnCellProgress = Callable[[Cell, Progress], None]
 
@@ -69,13 +70,20 @@ class LocalExecutor:
                 progress = partial(on_progress, cell)
                 budget = Budget(cell.policy.max_seconds)
                 if whole is not None:
-                    budget = Budget(max(whole.left, 0.0) * share_of_first(cells[place:]))
+                    last = place == len(cells) - 1
+                    budget = Budget(max(whole.left, 0.0) * (1.0 if last else TRIALS_SHARE))
                 if cell.span.grouped and cell.W > 1:
                     yield run_group(cell, on_progress=progress, budget=budget)
                 else:
                     yield run_cell(
-                        cell, roofs=roofs, on_progress=progress, watch=watch, budget=budget, reuse=reuse
-                    )
+                        cell, roofs=roofs, on_progress=progress, watch=watch, budget=budget,
+                        for_rounds=None if whole is None else partial(_share, whole, cells[place:]), reuse=reuse,
+                    )  # fmt: skip
+
+
+def _share(whole: Budget, cells: Sequence[Cell]) -> float:
+    """Seconds for the rounds of the first cell, which has been tried."""
+    return max(whole.left, 0.0) * share_of_rounds(cells)
 
 
 def check_scratch(cell: Cell) -> None:

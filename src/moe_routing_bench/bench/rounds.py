@@ -111,7 +111,7 @@ class _Repeat:
         self.protocol = Protocol(setup, alive, trials)
         self.next_look, self.longest_round = 0, 0.0
         left = setup.budget.left / (self.cell.policy.processes - repeat)
-        reserve = RESERVE * setup.budget.seconds
+        reserve = RESERVE * left
         self.deadline = time.perf_counter() + max(left - reserve, LEAST_SECONDS)
 
     def run(self, on_round: OnRound) -> None:

@@ -76,11 +76,13 @@ def run_cell(
     on_progress: OnProgress = lambda progress: None,
     watch: Watch = lambda: None,
     budget: Budget | None = None,
+    for_rounds: Callable[[], float] | None = None,
     reuse: Reuse | None = None,
 ) -> CellOutcome:
     """Measure one cell. A failing implementation never raises here; its outcome has the status.
 
-    budget: its time, if not the policy's from now on. reuse: what the cell before left, and this one leaves.
+    budget: its time, if not the policy's from now on. for_rounds: how much of it is left when the trials are
+    done, if others share it. reuse: what the cell before left, and this one leaves.
     """
     if cell.policy.sandbox:
         check_sandbox()
@@ -121,6 +123,8 @@ def run_cell(
         least = {i: roof_seconds(cell, s, facts[s.question][0], roofs) for i, s in enumerate(cell.subjects)}
         trials = _tried(setup, floors, on_progress)
         alive = [index for index, trial in trials.items() if trial.passed]
+        if for_rounds is not None:
+            budget.leave(for_rounds())
         measured = _rounds(setup, trials, alive, floors, on_progress)
         setup.leave()
     return CellOutcome(

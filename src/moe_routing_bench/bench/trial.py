@@ -51,7 +51,7 @@ SECOND_CHANCES = 50
 AUDIT_SECONDS = 0.02
 GATE_CALLS = ((0, 0), (10, 1))  # number and step; the first is called twice
 PATIENCE = 0.3  # the share of a cell's time that one trial may take
-LEAST_LIMIT = 5.0  # seconds that a request may take even when the time is over
+LEAST_LIMIT = 10.0  # seconds that a request may take even when the time is over
 
 Watch = Callable[[], str | None]
 
