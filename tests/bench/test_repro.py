@@ -41,6 +41,7 @@ CELLS = {
     "block": replace(
         CELL, case=cases("seed-decoder/4x64~scaled")[0], subjects=(replace(ROUTED, spec="ours"),)
     ),
+    "frozen": replace(CELL, subjects=(Subject(spec="native", frozen=True),)),
     "seed": replace(CELL, seed=3),
     "ranks": replace(CELL, W=2),
     "workload": replace(CELL, workload="lognormal(maxvio=2)"),

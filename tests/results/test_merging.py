@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from command_line import mrb, mrb_json, refused
-from moe_routing_bench.results import merging
 from moe_routing_bench.results.lines import RECORDS
 from moe_routing_bench.results.merging import PARTS, merge
 from moe_routing_bench.results.shards import Shard
@@ -200,7 +199,7 @@ def test_an_interrupted_merge_goes_on(
         real(fd)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(merging.os, "fsync", fsync)
+        patch.setattr(os, "fsync", fsync)
         merge(folders, out)
     assert all_lines(out) in (all_lines(folders[0]), [])
     assert not merge(folders, out).refused and all_lines(out) == all_lines(*folders)
