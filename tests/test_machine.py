@@ -181,10 +181,15 @@ def test_the_best_ever_seen_is_kept() -> None:
     assert more.best_of_both(ROOFS).read_bytes == {1: 1e10, 2: 5.0}
 
 
-def test_what_a_busy_machine_gave_is_never_mixed_with_what_a_quiet_one_gave() -> None:
-    high = ROOFS.model_copy(update={"read_bytes": {1: 2e10}, "busy": "others used 0.9 cores", **CPP})
-    quiet = ROOFS.model_copy(update=CPP)
-    assert high.best_of_both(quiet) == quiet and quiet.best_of_both(high) == quiet
+def test_a_busy_machine_can_raise_the_rates_of_a_quiet_one_and_add_none() -> None:
+    ladder = {1: {2**20: 4e10, 2**30: 2e10}}
+    high = ROOFS.model_copy(
+        update={"read_bytes": {1: 2e10}, "ladder": ladder, "busy": "others used 0.9 cores", **CPP}
+    )
+    quiet = ROOFS.model_copy(update={"ladder": {1: {2**20: 5e10}}, **CPP})
+    both = quiet.best_of_both(high)
+    assert high.best_of_both(quiet) == both and not both.busy
+    assert both.read_bytes == {1: 2e10} and both.ladder == {1: {2**20: 5e10}}
     # old ones have no ladder, so they are replaced whole, and the mark stays
     assert high.best_of_both(ROOFS) == high
     assert high.stale and ROOFS.stale and not quiet.stale
