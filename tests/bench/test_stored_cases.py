@@ -56,7 +56,7 @@ def test_weights_take_the_bytes_of_their_format() -> None:
     cost, plain = (SPAN.facts(STAGED, inputs_of(case))[0] for case in (INT4, PLAIN))
     assert cost.weight_bytes == pytest.approx(plain.weight_bytes * 4.5 / 32, rel=1e-3)
     assert replace(cost, weight_bytes=0) == replace(plain, weight_bytes=0)
-    small = fitted(INT4, memory_bytes=17 * INT4.drawn_bytes // 2)  # the weights six times, and rows
+    small = fitted(INT4, memory_bytes=21 * INT4.drawn_bytes // 2)  # the weights eight times, and rows
     assert small.store == "int4_g32" and small.shape.T < 24
 
 
@@ -81,7 +81,7 @@ def test_the_command_names_the_format_and_repeats_it() -> None:
     assert [one.name, many.name] == ["qwen3-30b-a3b/decode-1-int8", "qwen3-30b-a3b/decode-64-int8"]
     assert one.store == "int8" and one.weight_bytes < 0.51 * one.drawn_bytes
     command = repro_command(Cell(case=one, workload="uniform", subjects=(STAGED,)), STAGED)
-    assert "--case qwen3-30b-a3b/decode-1 --store int8" in command
+    assert "--case qwen3-30b-a3b/decode-1 --full --store int8" in command
     own = repro_command(Cell(case=INT4, workload="uniform", subjects=(STAGED,)), STAGED)
     assert "--tokens 24" in own and "--store int4_g32" in own
     specs = [subject.spec for subject in chosen_subjects(SPAN, INT4, WhatOptions())]

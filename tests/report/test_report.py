@@ -242,7 +242,7 @@ def test_packed_folders_and_folders_of_folders(tmp_path: Path) -> None:
         assert [Path(one.name).name for one in found] == ["first", "second.tar.xz"]
         material = read(found)
         unpacked = found[1].folder
-    assert material.records == 6 and not unpacked.exists()
+    assert material.records.records == 6 and not unpacked.exists()
 
 
 def test_an_archive_cannot_write_elsewhere(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_hundred_thousand_records_have_exact_tables(tmp_path: Path) -> None:
     """The winners and losses of every cell, against a few lines of numpy over the same samples."""
     count = fill(tmp_path / "r", 100_000)
     material = material_of(tmp_path / "r")
-    assert material.records == count
+    assert material.records.records == count
     cells = material.chapters[0].cells
     losses: dict[str, list[float]] = {}
     for cell in cells:

@@ -77,7 +77,8 @@ class LocalExecutor:
                 else:
                     yield run_cell(
                         cell, roofs=roofs, on_progress=progress, watch=watch, budget=budget,
-                        for_rounds=None if whole is None else partial(_share, whole, cells[place:]), reuse=reuse,
+                        for_rounds=None if whole is None else partial(_share, whole, cells[place:]),
+                        reuse=reuse,
                     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ SELECT span, direction, "case", dtype, store, workload, threads, impl AS best, l
   count(*) OVER (PARTITION BY {SAME}) AS contenders, T, E, K, sequences
 FROM newest
 QUALIFY row_number() OVER (PARTITION BY {SAME} ORDER BY coalesce(ratio, 1), impl, layout) = 1
-ORDER BY span, direction, split_part("case", '/', 1), E, D, F, K, T, ALL
+ORDER BY span, direction, split_part("case", '/', 1), E, D, F, K, T, "case", dtype, store, workload, threads
 """
 
 
