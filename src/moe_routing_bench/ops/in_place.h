@@ -1,12 +1,39 @@
 // Rows times weights that are read where they lie, in either order of memory, and nowhere copied: for few rows, where
 // packing takes longer than multiplying. Rows are float32. Nothing beyond the weights is read and nothing is aligned.
 //
-// A sum is taken in an order that depends on its own column and row alone, so its bits are those of any number of threads;
-// they are not those of a packed panel.
+// The order of a sum does not depend on threads. Of columns side by side it is that of Vector in tiles.h, so the bits are
+// those of packed weights; dot products have bits of their own.
 #pragma once
 #include "tiles.h"
 
-enum { LANES = sizeof(Lanes) / 4 };
+enum { LANES = sizeof(Lanes) / 4, FEW = 24 };  // rows, by trial
+static const int64_t SUMS_BYTES = 1 << 18;  // of one task
+
+// Is an expert of so many rows to be read in place? steady: with the bits of packed weights, or not at all.
+template <class Engine> static bool in_place(int64_t rows, int64_t sk, int64_t sn, bool steady) {
+  const bool tiles = sizeof(typename Engine::A) == 2;  // AMX multiplies faster: fewer rows, by reckoning, not measured
+  return rows <= (tiles ? FEW / 2 : FEW) && (sn == 1 ? !(steady && tiles) : sk == 1 && !steady);
+}
+
+struct Task {
+  int64_t segment, begin, end;  // panels
+};
+
+// Tasks of so many panels of each segment; IN_PLACE: as wide as leaves enough tasks, since memory is read the faster the
+// longer the stretch; NONE: none
+enum { IN_PLACE = 0, NONE = -1 };
+template <class Segment, class Wide>
+static std::vector<Task> cut(const std::vector<Segment>& order, int64_t panels, int64_t enough, Wide width) {
+  std::vector<Task> tasks;
+  for (size_t i = 0; i < order.size(); i++) {
+    int64_t wide = width(order[i]);
+    if (wide == IN_PLACE)
+      wide = std::clamp<int64_t>(panels * order.size() / enough, 4, SUMS_BYTES / (order[i].rows * PANEL * (int64_t)sizeof(float)));
+    for (int64_t begin = 0; wide > 0 && begin < panels; begin += wide)
+      tasks.push_back({(int64_t)i, begin, std::min(begin + wide, panels)});
+  }
+  return tasks;
+}
 
 static inline Lanes lanes(const float* p) { return *(const Lanes*)p; }
 static inline Lanes lanes(const uint16_t* p) {
@@ -37,9 +64,9 @@ static inline void four_sums(Lanes s0, Lanes s1, Lanes s2, Lanes s3, float* c) {
 
 template <class B> struct InPlace {
   // as many sums as registers hold beside weights and rows: COLUMNS or WIDE vectors of weights times ROWS rows
-  enum { ROWS = LANES == 8 ? 3 : 6, COLUMNS = 4, DEEP = LANES == 8 ? 3 : 4, CHAIN = 256, SUMS = 6144 };
+  enum { ROWS = LANES == 8 ? 3 : 6, COLUMNS = 4, DEEP = LANES == 8 ? 3 : 4, CHAIN = Vector<B>::CHAIN, SUMS = 6144 };
 
-  // ---- columns that lie in memory one after the other (sk == 1): a dot product for each
+  // ---- columns one after the other in memory (sk == 1): a dot product for each
 
   template <int M>
   static inline __attribute__((always_inline)) void add(Lanes (&s)[M][COLUMNS], const float* a, int64_t lda, const B* w0, const B* w1,
@@ -123,12 +150,12 @@ template <class B> struct InPlace {
     for (k = 0; k < deep; k++) choose_spread<1>(rows, a + k, lda, rest[k], LANES, LANES, c + whole, ldc);
   }
 
-  // c[r * ldc + n] = sum over k of a[r * lda + k] * w[k * sk + n * sn]; sk or sn is 1. c has room for whole vectors, part for as
-  // much again
+  // c[r * ldc + n] = sum over k of a[r * lda + k] * w[k * sk + n * sn]; sk or sn is 1. c has room for whole vectors; part: rows x
+  // columns, in whole vectors
   static void times(const float* a, int64_t lda, int64_t rows, const B* w, int64_t sk, int64_t sn, int64_t depth, int64_t columns,
                     float* c, int64_t ldc, float* part) {
     const int64_t blocks = (rows + ROWS - 1) / ROWS, each = (rows + blocks - 1) / blocks;
-    if (sk == 1) {
+    if (sn != 1) {
       for (int64_t n0 = 0; n0 < columns; n0 += COLUMNS) {
         const B* at[COLUMNS];
         for (int n = 0; n < COLUMNS; n++) at[n] = w + std::min(n0 + n, columns - 1) * sn;  // the last again, to be thrown away
@@ -142,18 +169,18 @@ template <class B> struct InPlace {
       }
       return;
     }
-    const int64_t tile = SUMS / each;  // columns whose sums stay in the L1 cache
+    const int64_t tile = SUMS / each / LANES * LANES;  // columns whose sums stay in the L1 cache
     for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
-      const int64_t deep = std::min<int64_t>(CHAIN, depth - k0);
+      const int64_t deep = std::min<int64_t>(CHAIN, depth - k0), ld = k0 ? up_to(columns, LANES) : ldc;
       float* to = k0 ? part : c;
-      for (int64_t r = 0; r < rows; r++) memset(to + r * ldc, 0, up_to(columns, LANES) * sizeof(float));
+      for (int64_t r = 0; r < rows; r++) memset(to + r * ld, 0, up_to(columns, LANES) * sizeof(float));
       for (int64_t n = 0; n < columns; n += tile)
         for (int64_t r = 0; r < rows; r += each)
           spread_all((int)std::min(each, rows - r), a + r * lda + k0, lda, w + k0 * sk + n, sk, deep, std::min(tile, columns - n),
-                     to + r * ldc + n, ldc);
+                     to + r * ld + n, ld);
       if (k0)
         for (int64_t r = 0; r < rows; r++)
-          for (int64_t n = 0; n < columns; n += LANES) *(Lanes*)(c + r * ldc + n) += lanes(part + r * ldc + n);
+          for (int64_t n = 0; n < columns; n += LANES) *(Lanes*)(c + r * ldc + n) += lanes(part + r * ld + n);
     }
   }
 };

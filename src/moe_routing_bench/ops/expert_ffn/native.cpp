@@ -23,7 +23,6 @@
 enum Activation { GELU, RELU, SILU, RELU2, GEGLU, SWIGLU, SWIGLU_OAI };  // mirrored in native.py; the gated last
 enum { WIDEST = 8 };  // panels of one task
 static const int64_t GROUP_BYTES = 16 << 20;  // a and h of one group
-static const int64_t SUMS_BYTES = 1 << 18;  // of one task, for weights that are read in place
 
 static constexpr bool is_gated(int activation) { return activation >= GEGLU; }
 
@@ -105,17 +104,13 @@ struct Problem {  // mirrored in native.py
   int64_t ldx, T, K, D, F, E;
   int64_t in_stride, out_stride, in_panel, out_panel;  // from an expert, from a panel to the next, in elements
   int64_t in_k, in_n, out_k, out_n;  // of plain weights: from a number of the depth, from a column to the next
-  int64_t few;  // -1: weights are packed; else an expert of at most so many rows is read where it is
+  int64_t plain;  // 0: weights are packed; 1: they are not; 2: nor are they, and the bits are to be as if they were
   int64_t activation, threads, R;
   Nodes* nodes;  // null: one
 };
 
 struct Segment {  // rows of one expert in one group
   int64_t expert, first, rows, at;  // first: index into pair_R; at: row of the workspace
-};
-
-struct Task {
-  int64_t segment, begin, end;  // panels
 };
 
 static thread_local Workspace workspace;
@@ -137,7 +132,7 @@ template <class Engine, class X> struct Layer {
   };
   const Matrix in = {(const B*)p.w_in, p.in_stride, p.in_panel, p.in_k, p.in_n, p.D, G, gated};
   const Matrix out = {(const B*)p.w_out, p.out_stride, p.out_panel, p.out_k, p.out_n, p.F, p.D, false};
-  const bool plain = p.few >= 0;
+  const bool plain = p.plain;
   struct Own {  // memory of one thread, for plain weights: a packed strip; sums; rows as float32
     B* strip;
     float *c, *part, *rows;
@@ -183,7 +178,7 @@ template <class Engine, class X> struct Layer {
     memset(to + p.D, 0, (Dp - p.D) * sizeof(A));
   }
 
-  bool in_place(const Segment& s, const Matrix& m) const { return s.rows <= p.few && (m.k == 1 || m.n == 1); }
+  bool in_place(const Segment& s, const Matrix& m) const { return plain && ::in_place<Engine>(s.rows, m.k, m.n, p.plain == 2); }
 
   const B* packed(const Matrix& m, int64_t expert, int64_t begin, int64_t end, const Own& own) const {
     const B* w = m.w + expert * m.stride;
@@ -379,20 +374,6 @@ template <class Engine, class X> struct Layer {
     }
   }
 
-  // tasks of so many panels of each segment; 0: as wide as leaves enough tasks, for weights that are read in place: the longer
-  // a stretch of memory, the faster; -1: none
-  template <class Wide>
-  std::vector<Task> cut(const std::vector<Segment>& order, int64_t panels, int64_t enough, Wide width) const {
-    std::vector<Task> tasks;
-    for (size_t i = 0; i < order.size(); i++) {
-      int64_t wide = width(order[i]);
-      const int64_t most = std::max<int64_t>(SUMS_BYTES / (order[i].rows * PANEL * 4), 1);
-      if (wide == 0) wide = std::clamp<int64_t>(panels * order.size() / enough, std::min<int64_t>(4, most), most);
-      for (int64_t begin = 0; wide > 0 && begin < panels; begin += wide) tasks.push_back({(int64_t)i, begin, std::min(begin + wide, panels)});
-    }
-    return tasks;
-  }
-
   int run() {
     const bool split = sizeof(X) == 2;
     const auto all_groups = groups();
@@ -410,8 +391,8 @@ template <class Engine, class X> struct Layer {
     const int64_t broad = std::clamp<int64_t>(std::min(second_panels / enough, in_cache(p.out_panel)), 1, widest);
 
     const int64_t strip_bytes = plain ? up_to(std::max(wide_first * p.in_panel, broad * p.out_panel) * sizeof(B), 4096) : 0;
-    const int64_t c_bytes = plain ? std::max<int64_t>(SUMS_BYTES, p.few * PANEL * 4) : 0;
-    const int64_t r_bytes = plain && sizeof(A) == 2 ? up_to(p.few * std::max(lda, ldm) * 4, 4096) : 0;
+    const int64_t c_bytes = plain ? SUMS_BYTES : 0;
+    const int64_t r_bytes = plain && sizeof(A) == 2 ? up_to(FEW * std::max(lda, ldm) * 4, 4096) : 0;
     const int64_t own_bytes = strip_bytes + 2 * c_bytes + r_bytes;
     char* memory = workspace.get(a_bytes + h_bytes + m_bytes + l_bytes + o_bytes + p.threads * own_bytes + 4096);
     if (!memory) return 1;
@@ -447,7 +428,7 @@ template <class Engine, class X> struct Layer {
           by_node(*p.nodes, counters, loop++, here.node, group.size(), first_panels, wide,
                   [&](int64_t i, int64_t begin, int64_t end) { first(order[i], begin, end, own); });
         } else {
-          const auto tasks = cut(order, first_panels, enough, [&](auto& s) { return in_place(s, in) ? 0 : wide; });
+          const auto tasks = cut(order, first_panels, enough, [&](auto& s) { return in_place(s, in) ? (int64_t)IN_PLACE : wide; });
 #pragma omp for schedule(dynamic, 1)
           for (size_t i = 0; i < tasks.size(); i++) first(order[tasks[i].segment], tasks[i].begin, tasks[i].end, own);
         }
@@ -456,7 +437,7 @@ template <class Engine, class X> struct Layer {
           for (int64_t row = 0; row < rows; row++) quantise_row(h + row * ldh, p.F, mid + row * ldm, *p.coding);
         }
         if (plain) {
-          const auto tasks = cut(order, second_panels, enough, [&](auto& s) { return in_place(s, out) ? 0 : -1; });
+          const auto tasks = cut(order, second_panels, enough, [&](auto& s) { return in_place(s, out) ? IN_PLACE : NONE; });
 #pragma omp for schedule(dynamic, 1)
           for (size_t i = 0; i < tasks.size(); i++) lower(order[tasks[i].segment], tasks[i].begin, tasks[i].end, own);
         }

@@ -61,8 +61,6 @@ ACTIVATIONS = {
 }
 DTYPES = (torch.bfloat16, torch.float32)
 WRONG_PLAN = 3  # a return code of mrb_forward
-PACKED = -1  # of _Problem.few
-FEW = 32  # rows of an expert up to which its plain weights are read where they are, not packed
 DEEPEST = 1 << 16  # products of a byte and an int8 that a sum of 32 bits holds
 
 
@@ -73,7 +71,7 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("pair_R", "offset_E1", "count_E", "y")),
         *((name, ctypes.c_int64) for name in ("ldx", "T", "K", "D", "F", "E")),
         *((name, ctypes.c_int64) for name in ("in_stride", "out_stride", "in_panel", "out_panel")),
-        *((name, ctypes.c_int64) for name in ("in_k", "in_n", "out_k", "out_n", "few")),
+        *((name, ctypes.c_int64) for name in ("in_k", "in_n", "out_k", "out_n", "plain")),
         *((name, ctypes.c_int64) for name in ("activation", "threads", "R")),
         ("nodes", ctypes.POINTER(nodes.CNodes)),
     )
@@ -301,7 +299,7 @@ def run(
     T, D = x_TD.shape
     if store is not None and not isinstance(weights.w_in_EDG, Frozen):
         weights = freeze(weights, store=store)
-    few = PACKED if isinstance(weights.w_in_EDG, Frozen) else 0 if batch_invariant else FEW
+    plain = 0 if isinstance(weights.w_in_EDG, Frozen) else 2 if batch_invariant else 1
     w_in, (in_E, in_D, in_G) = _memory(weights.w_in_EDG)
     w_out, (out_E, out_F, out_D) = _memory(weights.w_out_EFD)
     y_TD = recycled.empty(T, D, dtype=x_TD.dtype)
@@ -309,7 +307,7 @@ def run(
     b_in_EG, b_out_ED = (
         None if b is None else b.detach().float().contiguous() for b in (weights.b_in_EG, weights.b_out_ED)
     )
-    coding, topology = _coding(store), None if few != PACKED else nodes_in_use()
+    coding, topology = _coding(store), None if plain else nodes_in_use()
     for_c = coding and ctypes.pointer(coded.for_c(coding, _int8_rows(store)))
     shares = None if topology is None else nodes.for_c(topology)
     problem = _Problem(
@@ -318,7 +316,7 @@ def run(
         plan.pair_R.data_ptr(), plan.offset_E1.data_ptr(), plan.count_E.data_ptr(), y_TD.data_ptr(),
         x_TD.stride(0), T,
         max(plan.num_choices, 1), D, weights.F, weights.num_experts, in_E, out_E,
-        _panel(coding, D), _panel(coding, weights.F), in_D, in_G, out_F, out_D, few,
+        _panel(coding, D), _panel(coding, weights.F), in_D, in_G, out_F, out_D, plain,
         ACTIVATIONS[weights.activation], torch.get_num_threads(), plan.pair_R.shape[0],
         shares and ctypes.pointer(shares),
     )  # fmt: skip

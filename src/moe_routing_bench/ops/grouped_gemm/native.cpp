@@ -1,6 +1,7 @@
 // Each expert's rows times its matrix, and the gradient of the matrices. Weights are packed a strip at a time, into
-// the caches, just before they are used: for training, where they change at every step.
-#include "../tiles.h"
+// the caches, just before they are used: for training, where they change at every step. Those of an expert with few rows
+// are read where they are, if that leaves no trace in the bits.
+#include "../in_place.h"
 
 enum { WIDEST = 8 };  // panels of one task
 
@@ -36,6 +37,21 @@ static bool spans_fit(const int64_t* offset_E1, const int64_t* count_E, int64_t 
   return true;
 }
 
+template <class X> static void put_row(X* to, const float* c, const float* bias, int64_t columns) {
+  for (int64_t j = 0; j < columns; j += HALF) {
+    const int64_t left = std::min<int64_t>(HALF, columns - j);
+    if (left == HALF) {
+      store(to + j, bias ? load(c + j) + load(bias + j) : load(c + j));
+    } else {
+      float some[HALF] = {};
+      X tail[HALF];
+      if (bias) memcpy(some, bias + j, left * 4);
+      store(tail, load(c + j) + load(some));
+      memcpy(to + j, tail, left * sizeof(X));
+    }
+  }
+}
+
 template <class Engine, class X> static int multiply(const Problem& p) {
   typedef typename Engine::A A;
   typedef typename Engine::B B;
@@ -45,12 +61,14 @@ template <class Engine, class X> static int multiply(const Problem& p) {
   const int64_t lda = direct ? p.ldx : row_stride(p.depth, sizeof(A));
   const int64_t in_cache = std::max<int64_t>(1, (CACHE_BYTES / 2) / (panel_size * (int64_t)sizeof(B)));
   const int64_t even = (int64_t)order.size() * all_panels / (8 * p.threads);
-  const int64_t wide = std::clamp<int64_t>(std::min(in_cache, even), 1, WIDEST), each = (all_panels + wide - 1) / wide;
+  const int64_t wide = std::clamp<int64_t>(std::min(in_cache, even), 1, WIDEST);
+  const auto tasks = cut(order, all_panels, 4 * p.threads, [&](auto& s) { return in_place<Engine>(s.rows, p.sk, p.sn, true) ? (int64_t)IN_PLACE : wide; });
   const int64_t strip_bytes = up_to(wide * panel_size * sizeof(B), 4096);
   const int64_t a_bytes = direct ? 0 : up_to(p.rows * lda * sizeof(A), 4096);
-  char* memory = workspace.get(p.threads * strip_bytes + a_bytes + 8192);
+  const int64_t own_bytes = strip_bytes + 2 * SUMS_BYTES;  // a strip, or sums of weights read in place
+  char* memory = workspace.get(p.threads * own_bytes + a_bytes + 8192);
   if (!memory) return 1;
-  A* a = direct ? (A*)p.x : (A*)(memory + p.threads * strip_bytes);
+  A* a = direct ? (A*)p.x : (A*)(memory + p.threads * own_bytes);
   X* y = (X*)p.y;
 #pragma omp parallel num_threads(p.threads)
   {
@@ -71,12 +89,23 @@ template <class Engine, class X> static int multiply(const Problem& p) {
       }
     }
     Engine::begin();
-    B* strip = (B*)(memory + omp_get_thread_num() * strip_bytes);
+    B* strip = (B*)(memory + omp_get_thread_num() * own_bytes);
+    float *sums = (float*)((char*)strip + strip_bytes), *part = sums + SUMS_BYTES / sizeof(float);
     float c[Engine::STEP * PANEL] __attribute__((aligned(64)));
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < (int64_t)order.size() * each; task++) {
-      const Segment& s = order[task / each];
-      const int64_t begin = task % each * wide, end = std::min(begin + wide, all_panels);
+    for (size_t task = 0; task < tasks.size(); task++) {
+      const auto [segment, begin, end] = tasks[task];
+      const Segment& s = order[segment];
+      const float* bias = p.bias ? p.bias + s.expert * p.columns : nullptr;
+      if constexpr (sizeof(A) == 4)
+        if (in_place<Engine>(s.rows, p.sk, p.sn, true)) {
+          const int64_t n0 = begin * PANEL, columns = std::min(end * PANEL, p.columns) - n0, ldc = (end - begin) * PANEL;
+          InPlace<B>::times(a + s.first * lda, lda, s.rows, (const B*)p.w + s.expert * p.se + n0 * p.sn, p.sk, p.sn, p.depth, columns,
+                            sums, ldc, part);
+          for (int64_t r = 0; r < s.rows; r++)
+            put_row(y + (s.first + r) * p.columns + n0, sums + r * ldc, bias ? bias + n0 : nullptr, columns);
+          continue;
+        }
       pack_strip(strip, (const B*)p.w + s.expert * p.se, p.sk, p.sn, p.depth, p.columns, begin, end, false);
       const int64_t tile = up_to(std::max<int64_t>(1, CACHE_BYTES / 2 / (lda * sizeof(A))), Engine::STEP);
       for (int64_t r0 = 0; r0 < s.rows; r0 += tile)
@@ -86,22 +115,9 @@ template <class Engine, class X> static int multiply(const Problem& p) {
             const int rows = (int)std::min(step, r0 + m - r);
             Ahead none = {nullptr, 0};
             Engine::times(a + (s.first + r) * lda, lda, rows, strip + (panel - begin) * panel_size, depth, c, none, nothing);
-            for (int i = 0; i < rows; i++) {
-              X* to = y + (s.first + r + i) * p.columns + n0;
-              for (int64_t j = 0; j < PANEL && n0 + j < p.columns; j += HALF) {
-                const int64_t left = std::min<int64_t>(HALF, p.columns - n0 - j);
-                const float* bias = p.bias ? p.bias + s.expert * p.columns + n0 + j : nullptr;
-                if (left == HALF) {
-                  store(to + j, bias ? load(c + i * PANEL + j) + load(bias) : load(c + i * PANEL + j));
-                } else {
-                  float some[HALF] = {};
-                  X tail[HALF];
-                  if (bias) memcpy(some, bias, left * 4);
-                  store(tail, load(c + i * PANEL + j) + load(some));
-                  memcpy(to + j, tail, left * sizeof(X));
-                }
-              }
-            }
+            for (int i = 0; i < rows; i++)
+              put_row(y + (s.first + r + i) * p.columns + n0, c + i * PANEL, bias ? bias + n0 : nullptr,
+                      std::min<int64_t>(PANEL, p.columns - n0));
           }
         }
     }
