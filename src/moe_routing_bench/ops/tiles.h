@@ -7,6 +7,7 @@
 
 #include <omp.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -20,7 +21,10 @@ typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
 
 enum { PANEL = 32, HALF = 16 };  // columns
-static const int64_t CACHE_BYTES = 5 << 18;  // of L2 for rows or weights that are met again soon
+static const int64_t CACHE_BYTES = [] {  // L2, for rows or weights that are met again soon
+  const int64_t found = sysconf(_SC_LEVEL2_CACHE_SIZE);  // 0 where the system does not say
+  return found > 0 ? found : 1 << 20;
+}();
 
 static inline int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 // a row of a workspace: whole tiles, and one line more, so that rows do not all fall into one set of the cache
@@ -64,20 +68,26 @@ template <class B> static inline int64_t place(int64_t k, int64_t half) {
   return sizeof(B) != 2 ? k * PANEL + half * HALF : k / 32 * 1024 + half * 512 + k % 32 / 2 * 32 + k % 2;
 }
 
-// 16 vectors: rows to columns, by exchanging halves, quarters, eighths, sixteenths
-static inline void transpose(u32x16 (&v)[16]) {
-  for (int s = 1; s < 16; s *= 2) {
-    u32x16 low, high;  // of two vectors laid end to end
-    for (int j = 0; j < 16; j++) low[j] = j & s ? 16 + j - s : j, high[j] = j & s ? 16 + j : j + s;
+// 16 vectors: rows to columns, by exchanging halves, quarters, eighths, sixteenths. Which words are exchanged must be
+// known to the compiler: of masks computed in a loop gcc 12 makes memory and vpermt2d.
+template <int s> static inline void exchange(u32x16 (&v)[16]) {
+#define LOW(j) ((j) & s ? 16 + (j) - s : (j))  // of two vectors laid end to end
+#define HIGH(j) ((j) & s ? 16 + (j) : (j) + s)
+#define FOUR(f, j) f(j), f(j + 1), f(j + 2), f(j + 3)
+  const u32x16 low = {FOUR(LOW, 0), FOUR(LOW, 4), FOUR(LOW, 8), FOUR(LOW, 12)};
+  const u32x16 high = {FOUR(HIGH, 0), FOUR(HIGH, 4), FOUR(HIGH, 8), FOUR(HIGH, 12)};
+#undef LOW
+#undef HIGH
+#undef FOUR
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-      if (!(i & s)) {
-        const u32x16 a = v[i], b = v[i | s];
-        v[i] = __builtin_shuffle(a, b, low);
-        v[i | s] = __builtin_shuffle(a, b, high);
-      }
-  }
+  for (int i = 0; i < 16; i++)
+    if (!(i & s)) {
+      const u32x16 a = v[i], b = v[i | s];
+      v[i] = __builtin_shuffle(a, b, low);
+      v[i | s] = __builtin_shuffle(a, b, high);
+    }
 }
+static inline void transpose(u32x16 (&v)[16]) { exchange<1>(v), exchange<2>(v), exchange<4>(v), exchange<8>(v); }
 
 // 16 columns, 32 of depth from k0 on; source element (k, n) is at from[k * sk + n * sn]
 template <class B>
@@ -95,8 +105,13 @@ static void pack_block(B* dst, const B* from, int64_t sk, int64_t sn, int64_t de
   } else if (whole && sk == 1) {
     for (int64_t k = k0; k < k0 + 32; k += 16 * step) {  // in words of 32 bits, a pair of bfloat16 is one
       u32x16 v[16];
-      for (int j = 0; j < 16; j++) v[j] = *(const u32x16*)(from + k + j * sn);
+#pragma GCC unroll 16
+      for (int j = 0; j < 16; j++) {
+        v[j] = *(const u32x16*)(from + k + j * sn);
+        __builtin_prefetch(from + k + j * sn + 1024 / sizeof(B), 0, 2);  // 16 streams are more than the processor follows
+      }
       transpose(v);
+#pragma GCC unroll 16
       for (int i = 0; i < 16; i++) *(u32x16*)(dst + place<B>(k + i * step, half)) = v[i];
     }
   } else {
@@ -153,59 +168,77 @@ typedef float Lanes __attribute__((vector_size(16), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(16), aligned(4)));
 #endif
 
+// One number in all lanes, loaded once and kept in a register: else gcc loads it again with every product.
+static inline Lanes same(const float* p) {
+  Lanes v = *p - Lanes{};
+#ifdef __AVX512F__
+  asm("" : "+v"(v));
+#elif defined __AVX2__
+  asm("" : "+x"(v));
+#else
+  asm("" : "+w"(v));
+#endif
+  return v;
+}
+// Weights come from L2, too many bytes for each product to wait for: what is used a little later, into L1.
+static inline void soon(const void* p) { __builtin_prefetch(p, 0, 3); }
+
 template <class B_> struct Vector {  // any float weights, float32 rows
   typedef float A;
   typedef B_ B;
-  enum { WIDE = sizeof(Lanes) / 4, N = PANEL / WIDE, STEP = WIDE == 16 ? 11 : WIDE == 8 ? 4 : 3 };  // rows at once, by trial; NEON: as its registers allow
-
+  enum { WIDE = sizeof(Lanes) / 4, STEP = WIDE == 16 ? 11 : 6 };
   enum { CHAIN = 256 };  // terms of one running sum: a sum of such sums loses less than one long sum
+  // of M rows at once: as many sums as registers hold beside weights and a number of a row
+  static constexpr int columns(int M) { return WIDE == 16 || M <= 2 ? PANEL : HALF; }
 
-  template <int M> static void keep(const Lanes (&s)[M][N], float* c, bool first) {
-    for (int r = 0; r < M; r++)
-      for (int n = 0; n < N; n++) {
-        Lanes* to = (Lanes*)(c + r * PANEL + n * WIDE);
-        *to = first ? s[r][n] : *to + s[r][n];
-      }
-  }
-  template <int M>
-  __attribute__((noinline)) static void block(const float* a, int64_t lda, const float* b, int64_t depth, float* c, Ahead& ahead) {
-    for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
-      Lanes s[M][N] = {};
-      for (int64_t k = k0; k < std::min(k0 + CHAIN, depth); k++, b += PANEL) {
-        if (k % 2 == 0) ahead.fetch(16);
-        Lanes v[N];
-#pragma GCC unroll 8
-        for (int n = 0; n < N; n++) v[n] = *(const Lanes*)(b + n * WIDE);
+  template <int M, int N> static inline void add(Lanes (&s)[M][N], const float* a, int64_t lda, const Lanes (&v)[N]) {
 #pragma GCC unroll 16
-        for (int r = 0; r < M; r++) {
-          const Lanes x = a[r * lda + k] - Lanes{};
+    for (int r = 0; r < M; r++) {
+      const Lanes x = same(a + r * lda);
 #pragma GCC unroll 8
-          for (int n = 0; n < N; n++) s[r][n] += x * v[n];
-        }
-      }
-      keep<M>(s, c, k0 == 0);
+      for (int n = 0; n < N; n++) s[r][n] += x * v[n];
     }
   }
+  // weights of an even k, or of the next, which of bfloat16 is the other half of the same words
+  static inline Lanes weights(const float* b, int n, bool odd) {
+    b += odd * PANEL + n * WIDE;
+    if (n * WIDE % HALF == 0) soon(b + 16 * PANEL);
+    return *(const Lanes*)b;
+  }
+  static inline Lanes weights(const uint16_t* b, int n, bool odd) {
+    b += n * WIDE / HALF * 512 + n * WIDE % HALF * 2;
+    if (n * WIDE % HALF == 0 && !odd) soon(b + 32 * PANEL);
+    const Words both = *(const Words*)b;
+    return (Lanes)(odd ? both & 0xffff0000u : both << 16);
+  }
   template <int M>
-  __attribute__((noinline)) static void block(const float* a, int64_t lda, const uint16_t* b, int64_t depth, float* c, Ahead& ahead) {
-    for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
-      Lanes s[M][N] = {};
-      for (int64_t k = k0; k < std::min(k0 + CHAIN, depth); k += 2) {
-        const uint16_t* at = b + place<uint16_t>(k, 0);
-        if (k % 4 == 0) ahead.fetch(8);
+  __attribute__((noinline)) static void block(const float* a, int64_t lda, const B* b, int64_t depth, float* c, Ahead& ahead) {
+    enum { COLUMNS = columns(M), PARTS = PANEL / COLUMNS, N = COLUMNS / WIDE };
+    for (int64_t k0 = 0; k0 < depth; k0 += CHAIN)
+      for (int64_t part = 0; part < PARTS; part++) {
+        Lanes s[M][N] = {};
+        for (int64_t k1 = k0; k1 < std::min(k0 + CHAIN, depth); k1 += 32) {
+          const B* at = b + place<B>(k1, part);
+          for (int64_t k = k1; k < k1 + 32; k += 2, at += place<B>(2, 0)) {
+            ahead.fetch(16 * PARTS);
+#pragma GCC unroll 2
+            for (int odd = 0; odd < 2; odd++) {
+              asm("" : "+r"(at));  // words of the even k are read again: kept, they would push sums out of registers
+              Lanes v[N];
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) {
-          const Words v = *(const Words*)(at + n / (N / 2) * 512 + n % (N / 2) * WIDE * 2);
-          const Lanes even = (Lanes)(v << 16), odd = (Lanes)(v & 0xffff0000u);
-#pragma GCC unroll 16
-          for (int r = 0; r < M; r++) {
-            s[r][n] += a[r * lda + k] * even;
-            s[r][n] += a[r * lda + k + 1] * odd;
+              for (int n = 0; n < N; n++) v[n] = weights(at, n, odd);
+              add(s, a + k + odd, lda, v);
+            }
           }
         }
+#pragma GCC unroll 16
+        for (int r = 0; r < M; r++)
+#pragma GCC unroll 8
+          for (int n = 0; n < N; n++) {
+            Lanes* to = (Lanes*)(c + r * PANEL + part * COLUMNS + n * WIDE);
+            *to = k0 == 0 ? s[r][n] : *to + s[r][n];
+          }
       }
-      keep<M>(s, c, k0 == 0);
-    }
   }
   template <int M>
   static void choose(int rows, const float* a, int64_t lda, const B* b, int64_t depth, float* c, Ahead& ahead) {
