@@ -134,8 +134,8 @@ def _workload_name(name: str) -> str:
 
 def _case_fields(case: BenchCase) -> dict[str, Any]:
     """Without what cases of former versions do not have, unless it says something."""
-    given = asdict(case)
-    return given if case.store else {name: value for name, value in given.items() if name != "store"}
+    newer = ("store", "workload", "threads")
+    return {name: value for name, value in asdict(case).items() if value or name not in newer}
 
 
 def cell_key(cell: Cell, machine: Machine) -> str:

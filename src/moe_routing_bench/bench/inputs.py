@@ -63,7 +63,7 @@ class Inputs:
     def weights_key(self) -> tuple[object, ...]:
         """Inputs for which it is the same have the same weights."""
         case = self.case
-        plain = replace(case, name="", layout="", scaled_from="", sequences=1)
+        plain = replace(case, name="", layout="", scaled_from="", sequences=1, workload="", threads=0)
         return replace(plain, shape=replace(case.shape, T=1)), self.seed, self.put
 
     def at(self, number: int, step: int, layout: str, K: int | None = None) -> Call:

@@ -100,7 +100,8 @@ class Numbers:
 
 
 class Reuse:
-    """What a cell leaves to the next one with the same weights: them, and the process of our own subjects."""
+    """What a cell leaves to the next one with the same weights, or none: them, and the process of our own
+    subjects."""
 
     def __init__(self) -> None:
         self.inputs: Inputs | None = None
@@ -109,7 +110,10 @@ class Reuse:
     def fits(self, cell: Cell, inputs: Inputs) -> bool:
         """Is there a process, unharmed, that can measure this cell too? If not, none is left."""
         before, worker = self.inputs, self.worker
-        alike = before is not None and before.weights_key == inputs.weights_key
+        alike = before is not None and (
+            before.weights_key == inputs.weights_key
+            or not (before.case.weights or inputs.case.weights)  # any such cell
+        )
         if worker is not None and alike and worker.cell.policy == cell.policy and not worker.harm():
             return worker.cell.include == cell.include
         self.close()

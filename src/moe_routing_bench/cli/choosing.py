@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.bench.spans.span import Span, is_ours, span_named, span_names, stand_ins
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cli.options import ON_A_GPU, WORKLOAD, SizeOptions, WhatOptions
@@ -21,6 +22,7 @@ from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase, cases, fitted, model_cases, stored_as
+from moe_routing_bench.workloads.regret_cases import CONTENDERS
 from moe_routing_bench.workloads.workload import check_name
 
 MODEL_TOKENS = (128,)
@@ -28,6 +30,7 @@ BENCH_TOKENS = (1, 16, 128)  # one token, a few, a prompt: the fastest is anothe
 SIZES = {"T": 128, "D": 512, "F": 256, "E": 16, "K": 2}
 # left out of suites for a GPU unless named: C++ for CPUs, and what is known to be slow anywhere
 BATCH_INVARIANT = "batch-invariant"
+REGRET = "regret"  # a suite whose cases say all: they are measured as they are
 NOT_QUICK = re.compile(r"native|hf_|one_hot|dense_all_experts|eager_loop")
 
 
@@ -81,8 +84,8 @@ def _refuse_too_big(chosen: Sequence[BenchCase]) -> None:
 
 
 def in_directions(chosen: Sequence[BenchCase], what: WhatOptions) -> list[BenchCase]:
-    names = split_all(what.direction) or ["forward"]
-    return [replace(case, direction=name) for name in names for case in chosen]
+    names = split_all(what.direction)
+    return [replace(case, direction=name) for name in names for case in chosen] or list(chosen)
 
 
 def _own(shape: dict[str, int], sizes: SizeOptions) -> BenchCase:
@@ -163,7 +166,10 @@ def chosen_subjects(span: Span, case: BenchCase, what: WhatOptions) -> tuple[Sub
             subjects.append(replace(settled, frozen=settled.frozen and span.has_frozen(settled, case)))
     for subject in subjects:
         span.check(subject)  # raises if there is no such implementation, router or layer
-    return tuple({_meaning(span, subject): subject for subject in reversed(subjects)}.values())[::-1]
+    once: dict[Subject, Subject] = {}
+    for subject in subjects:
+        once.setdefault(_meaning(span, subject), subject)
+    return tuple(once.values())
 
 
 def _only(flag: str, span: Span, named: list[str]) -> list[str]:
@@ -199,7 +205,9 @@ def _default_specs(span: Span, case: BenchCase, *, several: bool) -> list[str]:
         return ["auto"]
     if case.store:
         return _stored_specs(span, case)
-    quick = case.name.partition("/")[0] in ON_A_GPU
+    if _suite(case.name) == REGRET:
+        return list(CONTENDERS[span.name])
+    quick = _suite(case.name) in ON_A_GPU
     if not quick:
         return span.usual()
     return [spec for spec in span.specs() if not NOT_QUICK.search(spec)]
@@ -220,8 +228,10 @@ def _stored_specs(span: Span, case: BenchCase) -> list[str]:
     return specs
 
 
-def made_cells(chosen: Sequence[BenchCase], what: WhatOptions, policy: Policy) -> list[Cell]:
-    """Every case under every workload."""
+def made_cells(
+    chosen: Sequence[BenchCase], what: WhatOptions, policy: Policy, *, own_threads: bool = False
+) -> list[Cell]:
+    """Every case under every workload. own_threads: as many threads as a case says, if it says so."""
     return [
         Cell(
             case=case,
@@ -229,13 +239,17 @@ def made_cells(chosen: Sequence[BenchCase], what: WhatOptions, policy: Policy) -
             subjects=chosen_subjects(span_named(case.span), case, what),
             seed=what.seed,
             W=W,
-            policy=policy,
+            policy=_with_own_threads(case, policy) if own_threads else policy,
             include=tuple(str(folder.resolve()) for folder in what.include_path or ()),
         )
         for case in chosen
         for name in _workloads(case, what)
         for W in _ranks(what)
     ]
+
+
+def _with_own_threads(case: BenchCase, policy: Policy) -> Policy:
+    return replace(policy, threads=min(case.threads, core_count())) if case.threads else policy
 
 
 def _ranks(what: WhatOptions) -> list[int]:
@@ -255,7 +269,7 @@ def _workloads(case: BenchCase, what: WhatOptions) -> list[str]:
         return names or [""]
     for name in names:
         check_name(name)
-    return names or [WORKLOAD]
+    return names or [case.workload or WORKLOAD]
 
 
 def suite_cases(suite: str, sizes: SizeOptions, what: WhatOptions) -> list[BenchCase]:
@@ -266,7 +280,11 @@ def suite_cases(suite: str, sizes: SizeOptions, what: WhatOptions) -> list[Bench
         raise ValueError(f"{suite} fixes all sizes; give a span instead: mrb sweep layer --tokens 128,512")
     chosen = [replace(case, dtype=sizes.dtype or case.dtype) for case in cases(suite)]
     chosen = in_directions([stored_as(case, sizes.store) for case in chosen], what)
-    return chosen if sizes.full else fitted_once(chosen)
+    return chosen if sizes.full or _suite(suite) == REGRET else fitted_once(chosen)
+
+
+def _suite(name: str) -> str:
+    return name.partition("/")[0]
 
 
 def split_all(texts: Sequence[str] | None) -> list[str]:

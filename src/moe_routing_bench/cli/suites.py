@@ -28,6 +28,7 @@ def describe_suites() -> list[dict[str, Any]]:
             suite_cases(name, SizeOptions(full=True), WhatOptions()),
             WhatOptions(),
             MeasureOptions().policy(name),
+            own_threads=True,
         )
         rows.append(
             {

@@ -85,7 +85,8 @@ def sweep_command(
     name = url or out
     with user_mistakes():
         policy = measure.policy(suite)
-        cells = made_cells(suite_cases(suite, sizes, what), what, policy)
+        own_threads = measure.threads is None
+        cells = made_cells(suite_cases(suite, sizes, what), what, policy, own_threads=own_threads)
         if shard:
             cells = list(Shard.parse(shard, os.environ).part(cells))
         if claim and engine != "local":

@@ -14,6 +14,7 @@ from moe_routing_bench.experts import GATED
 from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.published import MODELS, model
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.workloads import regret_cases
 from moe_routing_bench.workloads.stored_cases import bytes_per_weight, check_store
 
 # of the cases of a published model
@@ -43,6 +44,7 @@ class BenchCase:
     span: an op; or pack (dispatch and combine), routing (top-k, plan, pack), layer, block (a decoder block).
     weights: whether experts' weights take part. checkpoint: a saved model to take them from, from this layer.
     store: the format their weights are stored in (formats/named.py), which says what is right; empty: none.
+    workload, threads: of a case that has its own, used unless a command names others.
     """
 
     name: str
@@ -61,6 +63,8 @@ class BenchCase:
     layer: int = 0
     scaled_from: str = ""  # the name of the case this one stands in for
     store: str = ""
+    workload: str = ""
+    threads: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in BYTES:
@@ -347,11 +351,22 @@ def soft_moe() -> list[BenchCase]:
     ]
 
 
+def regret() -> list[BenchCase]:
+    """Is impl="auto" the fastest that can run, Transformers' experts among them? From 1 to 4096 tokens."""
+    return [
+        BenchCase(
+            name=f"regret/{one.name}", span=one.span, shape=one.shape, dtype=one.dtype, weights=one.weights,
+            direction=one.direction, workload=one.workload, threads=one.threads,
+        )
+        for one in regret_cases.asked()
+    ]  # fmt: skip
+
+
 SUITES: dict[str, Callable[[], list[BenchCase]]] = {
     suite.__name__.replace("_", "-"): suite
     for suite in (
         seed_fused, seed_qwen, seed_pack, seed_grid, seed_routing, seed_decoder, topk_grid, gpu_quick,
-        cpu_grid, layouts, soft_moe,
+        cpu_grid, layouts, soft_moe, regret,
     )
 }  # fmt: skip
 

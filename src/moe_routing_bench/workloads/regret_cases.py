@@ -1,0 +1,115 @@
+"""The suite `regret`: is impl="auto" the fastest that can run? Every case has its own routing and threads.
+
+Cases with the same weights follow each other, so that a sweep makes them once. Sizes are (D, F, E, K).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import NamedTuple
+
+from moe_routing_bench.shapes import MoEShape
+
+SIZES = {
+    "qwen3-e64": (2048, 768, 64, 8),  # Qwen3-30B-A3B with half of its 128 experts
+    "olmoe": (2048, 1024, 64, 8),
+    "mixtral-s": (1024, 3584, 8, 2),
+    "granite": (1536, 512, 40, 8),
+    "tiny": (256, 512, 8, 2),
+}
+# topk and make_plan see E and K alone
+CHOICES = {"e128-k8": (1, 1, 128, 8), "e64-k8": (1, 1, 64, 8), "e40-k8": (1, 1, 40, 8), "e8-k2": (1, 1, 8, 2)}
+DTYPES = ("float32", "bfloat16")
+EVEN, SKEWED = "balanced", "zipf(1.2)"
+# what "auto" may pick, and Transformers' experts: each keeps the rule for ties, its result and gradients
+CONTENDERS = {
+    "topk": ("auto", "native", "sort", "packed_key"),
+    "make_plan": ("auto", "native", "argsort", "counting"),
+    "dispatch": ("auto", "native", "index_select"),
+    "combine": ("auto", "native", "gather_sum", "index_add", "embedding_bag"),
+    "grouped_gemm": ("auto", "native", "expert_loop", "torch_grouped_mm"),
+    "expert_ffn": (
+        "auto",
+        "frozen(auto)",
+        "native",
+        "staged(dispatch=native,grouped_gemm=torch_grouped_mm,combine=native)",
+        "eager_loop",
+        "hf_grouped_mm",
+        "hf_eager",
+        "hf_batched_mm",
+    ),
+}
+
+
+class Asked(NamedTuple):
+    """Asked(span="topk", size="olmoe", T=16, dtype="float32", workload="zipf(1.2)", threads=2,
+    direction="forward")"""
+
+    span: str
+    size: str
+    T: int
+    dtype: str
+    workload: str
+    threads: int
+    direction: str
+
+    @property
+    def name(self) -> str:
+        words = [self.span, self.size, str(self.T), self.dtype]
+        words += ["even"] * (self.workload == EVEN) + ["1-thread"] * (self.threads == 1)
+        return "-".join(words + [self.direction] * (self.direction != "forward"))
+
+    @property
+    def shape(self) -> MoEShape:
+        D, F, E, K = (SIZES | CHOICES)[self.size]
+        return MoEShape(T=self.T, D=D, F=F, E=E, K=K)
+
+    @property
+    def weights(self) -> bool:
+        return self.span in ("expert_ffn", "grouped_gemm")
+
+
+def asked() -> list[Asked]:
+    cells = [
+        # experts with weights as they are and frozen; then with gradients
+        *_grid("expert_ffn", SIZES, DTYPES, (1, 4, 16, 64, 256)),
+        *_grid("expert_ffn", ("granite",), DTYPES, (1024,)),
+        *_grid("expert_ffn", ("tiny",), DTYPES, (1024, 4096)),
+        *_grid("expert_ffn", SIZES, DTYPES, (4, 64), workload=EVEN),
+        *_grid("expert_ffn", SIZES, DTYPES, (1, 16), threads=1),
+        *_grid("expert_ffn", ("mixtral-s", "granite", "tiny"), DTYPES, (16, 64), direction="train"),
+        *_grid("expert_ffn", ("tiny",), DTYPES, (256, 1024), direction="train"),
+        *_grid("expert_ffn", ("tiny",), DTYPES, (64,), direction="train", threads=1),
+        *_grid("grouped_gemm", SIZES, DTYPES, (4, 64)),
+        *_grid("grouped_gemm", ("tiny",), DTYPES, (1, 1024), workload=EVEN),
+        *_grid("grouped_gemm", ("granite", "tiny"), DTYPES, (16,), threads=1),
+        *_grid("topk", CHOICES, ("float32",), (1, 16, 256, 4096)),
+        *_grid("topk", ("e128-k8", "e8-k2"), ("float32",), (16, 1024), threads=1),
+        *_grid("topk", ("e64-k8",), ("bfloat16",), (16, 1024)),
+        *_grid("topk", ("e64-k8",), ("float32",), (64, 1024), direction="train"),
+        *_grid("make_plan", CHOICES, ("float32",), (1, 64, 4096)),
+        *_grid("make_plan", ("e128-k8", "e8-k2"), ("float32",), (16, 1024), workload=EVEN, threads=1),
+        *_moved("dispatch"),
+        *_moved("combine"),
+    ]
+    return sorted(cells, key=_order)
+
+
+def _moved(span: str) -> Iterator[Asked]:
+    yield from _grid(span, ("olmoe", "mixtral-s", "tiny"), DTYPES, (1, 16, 256))
+    yield from _grid(span, ("mixtral-s", "tiny"), DTYPES, (4096,), workload=EVEN)
+    yield from _grid(span, ("olmoe", "tiny"), DTYPES, (64,), threads=1)
+    yield from _grid(span, ("olmoe",), DTYPES, (1024,), direction="train")
+
+
+def _grid(
+    span: str, sizes: Iterable[str], dtypes: Iterable[str], tokens: Iterable[int], *,
+    workload: str = SKEWED, threads: int = 2, direction: str = "forward",
+) -> Iterator[Asked]:  # fmt: skip
+    for size, dtype, T in product(sizes, dtypes, tokens):
+        yield Asked(span, size, T, dtype, workload, threads, direction)
+
+
+def _order(one: Asked) -> tuple[object, ...]:
+    return not one.weights, one.threads, one.direction, one.span, one.size, one.dtype, one.T, one.workload
