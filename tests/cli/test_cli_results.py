@@ -228,7 +228,7 @@ def test_export_as_csv(a: Path, tmp_path: Path) -> None:
     assert "3 records" in mrb("export", a, "--csv", str(target)).stdout
     assert duckdb.sql(f"SELECT count(*), count(median_ms) FROM '{target}'").fetchall() == [(3, 3)]
     assert mrb_json("export", a, "--csv", str(target)) == {
-        "file": str(target), "records": 3, "left_out": {"lines": 0, "first": [], "remarks": []},
+        "file": str(target), "records": 3, "contenders": 2, "baselines_again": 1, "left_out": {"lines": 0, "first": [], "remarks": []},
     }  # fmt: skip
     assert "results.csv" in mrb("export", a, "--csv", str(tmp_path), code=2).stderr
     for words in ((), ("--csv", str(target), "--parquet", str(target))):
