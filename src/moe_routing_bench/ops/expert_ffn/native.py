@@ -10,8 +10,8 @@ call, which costs more than it saves: freeze them. Weights that a checkpoint sto
 A format with _a8 behind it (int8_a8: W8A8, int4_g32_a8: W4A8) rounds the rows of both products to int8 as
 well, each with its own scale. That is faster, and as exact as `plain`, which rounds the same in plain torch.
 
-batch_invariant=True changes nothing for frozen weights. Plain ones are then always packed: a row's bits
-do not depend on how many rows its expert has; they are those of frozen weights. With gradients the
+batch_invariant=True changes nothing for frozen weights. Plain ones then give the bits of frozen ones, however
+many rows an expert has: those stored output-first are always packed, and for AMX all. With gradients the
 activation is computed by functions whose bits do not depend on the place of a row.
 """
 
