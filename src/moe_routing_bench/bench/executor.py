@@ -67,7 +67,7 @@ class LocalExecutor:
             for place, cell in enumerate(cells):
                 check_scratch(cell)
                 progress = partial(on_progress, cell)
-                budget = Budget(cell.policy.max_seconds)
+                budget = Budget(cell.policy.max_seconds, kit_apart=True)
                 if whole is not None:
                     budget = Budget(max(whole.left, 0.0) * share_of_first(cells[place:]))
                 if cell.span.grouped and cell.W > 1:
