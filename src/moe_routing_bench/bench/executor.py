@@ -68,7 +68,7 @@ class LocalExecutor:
             for place, cell in enumerate(cells):
                 check_scratch(cell)
                 progress = partial(on_progress, cell)
-                budget = Budget(cell.policy.max_seconds)
+                budget = Budget(cell.policy.max_seconds, kit_apart=True)
                 if whole is not None:
                     last = place == len(cells) - 1
                     budget = Budget(max(whole.left, 0.0) * (1.0 if last else TRIALS_SHARE))

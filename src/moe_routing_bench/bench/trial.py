@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -308,7 +309,8 @@ def _passed_before(subject: Subject, setup: Setup) -> bool:
 
 def _kit(worker: Worker, place: int, subject: Subject, setup: Setup) -> None:
     """The hard cases of `mrb check`; who passes them is remembered."""
-    answer = worker.ask("kit", KitRun, subject=place)
+    with setup.budget.paused() if setup.budget.kit_apart else nullcontext():
+        answer = worker.ask("kit", KitRun, subject=place)
     if answer.failed:
         cases = answer.passed + answer.failed
         reason = f"it fails {answer.failed} of {cases} hard cases (`mrb check`): {answer.first}"

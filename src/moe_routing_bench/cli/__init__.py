@@ -42,6 +42,7 @@ COMMANDS = {
     "gate": Place("compare", "gate_command", "Is anything slower than before? Exit code 1 if so, for CI."),
     "history": Place("history", "history_command", "At which commit did it become faster or slower?"),
     "decide": Place("decide", "decide_command", 'Which wins for which size? For impl="auto" to follow.'),
+    "regret": Place("regret", "regret_command", 'How much slower is impl="auto" than the fastest?'),
     "compile": Place(
         "compile", "compile_command", "Compile Triton kernels without a GPU; show what they need."
     ),

@@ -1,0 +1,150 @@
+"""The regret of impl="auto" in the records of the suite `regret`: its time over that of the fastest.
+
+In each cell what "auto" picked is the baseline, and the others were timed in the same rounds. Experts going
+forward count twice: weights as they are beside all that read them so, and frozen ones beside all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.results.contests import Contest, Contested, contested, contests
+from moe_routing_bench.results.lines import LeftOut
+from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.runs import CellRun, Run, read_run
+
+SUITE = "regret"
+TRANSFORMERS = "hf_"
+NOTABLE = 1.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellRegret:
+    """CellRegret(group="topk float32", record=<of what "auto" picked>, picked="sort", contest=...)"""
+
+    group: str
+    record: Record
+    picked: str
+    contest: Contest
+
+    @property
+    def regret(self) -> float:
+        return self.contest.ratios[self.picked] / self.contest.ratios[self.contest.winner]
+
+    @property
+    def shown(self) -> bool:
+        """Is "auto" shown to be slower than the fastest, by more than the noise?"""
+        others = self.contest.against_winner
+        return self.picked in others and others[self.picked].verdict == "SLOWER"
+
+    @property
+    def transformers(self) -> float | None:
+        """The time of "auto" over that of Transformers' best; above 1 Transformers is faster."""
+        theirs = [ratio for name, ratio in self.contest.ratios.items() if name.startswith(TRANSFORMERS)]
+        return self.contest.ratios[self.picked] / min(theirs) if theirs else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRegret:
+    """A line of the table: GroupRegret(group="topk float32", cells=16, median=1.0, p95=1.04, worst=1.07, ...)
+
+    over: cells above 1.05, shown or not. undecided: of those, how many are within the noise.
+    slower_than_transformers: cells whose measured time is longer than that of Transformers' best.
+    """
+
+    group: str
+    cells: int
+    median: float
+    p95: float
+    worst: float
+    worst_cell: str
+    over: int
+    undecided: int
+    slower_than_transformers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regrets:
+    cells: tuple[CellRegret, ...]
+    groups: tuple[GroupRegret, ...]  # the last is for all cells
+    without: tuple[str, ...]  # cells in which "auto" or all others have no time, or too few rounds
+    left_out: LeftOut
+
+
+def read_regrets(folder: Path | str) -> Regrets:
+    """ValueError if the folder has no cell of the suite with a time of "auto"."""
+    left_out = LeftOut()
+    run = read_run(folder, left_out)
+    fields: list[tuple[str, Record, str, Contested]] = []
+    without = []
+    for cell in _newest(run):
+        try:
+            fields += _questions(run, cell)
+        except ValueError as reason:
+            without.append(f"{cell.records[0].workload.case}: {reason}")
+    if not fields:
+        hint = f": {without[0]}" if without else f"; measure it: mrb sweep {SUITE} --out {folder}"
+        raise ValueError(f"{folder} has no time of auto in the suite {SUITE}{hint}")
+    decided = contests([field for *_, field in fields])
+    cells = tuple(
+        CellRegret(group=group, record=record, picked=picked, contest=contest)
+        for (group, record, picked, _), contest in zip(fields, decided, strict=True)
+    )
+    return Regrets(cells=cells, groups=tuple(_grouped(cells)), without=tuple(without), left_out=left_out)
+
+
+def summed(group: str, cells: Sequence[CellRegret]) -> GroupRegret:
+    worst = max(cells, key=lambda one: one.regret)
+    over = [one for one in cells if one.regret > NOTABLE]
+    return GroupRegret(
+        group=group,
+        cells=len(cells),
+        median=float(np.median([one.regret for one in cells])),
+        p95=float(np.quantile([one.regret for one in cells], 0.95, method="higher")),
+        worst=worst.regret,
+        worst_cell=worst.record.workload.case,
+        over=len(over),
+        undecided=sum(not one.shown for one in over),
+        slower_than_transformers=sum((one.transformers or 0) > 1 for one in cells),
+    )
+
+
+def _grouped(cells: tuple[CellRegret, ...]) -> Iterable[GroupRegret]:
+    for group in sorted({one.group for one in cells}):
+        yield summed(group, [one for one in cells if one.group == group])
+    yield summed("all", cells)
+
+
+def _newest(run: Run) -> list[CellRun]:
+    """One for each case: preferences may have changed since an older one."""
+    newest: dict[tuple[object, ...], CellRun] = {}
+    for cell in sorted(run.cells, key=lambda cell: max(r.created_at for r in cell.records)):
+        one = cell.records[0]
+        if one.workload.case.startswith(f"{SUITE}/"):
+            newest[one.workload.case, cell.workload, one.protocol.threads, one.what.direction] = cell
+    return list(newest.values())
+
+
+def _questions(run: Run, cell: CellRun) -> list[tuple[str, Record, str, Contested]]:
+    records = {
+        r.implementation.label: r
+        for r in cell.records
+        if r.correctness.status is Status.PASSED and r.implementation.role in ("baseline", "candidate")
+    }
+    auto = next((r for r in cell.records if r.implementation.role == "baseline"), None)
+    if auto is None or auto.implementation.label not in records:
+        raise ValueError("what auto picked has no time")
+    plain = {name: r for name, r in records.items() if not r.implementation.frozen}
+    frozen = [name for name, r in records.items() if r.implementation.frozen]
+    group = f"{auto.what.span} {auto.workload.dtype}"
+    group += "" if auto.what.direction == "forward" else f" {auto.what.direction}"
+    asked = [(f"{group} unfrozen" if frozen else group, auto.implementation.label, plain)]
+    asked += [(f"{group} frozen", name, records) for name in frozen]
+    if len(plain) < 2:
+        raise ValueError("nothing else has a time")
+    return [(name, those[picked], picked, contested(run, cell, those)) for name, picked, those in asked]
