@@ -95,7 +95,7 @@ def test_keys_of_cases_without_a_format_are_what_they_were() -> None:
     }  # fmt: skip
     assert set(_case_fields(PLAIN)) == known
     assert {**_case_fields(INT4), "name": "own/x"} == {**_case_fields(PLAIN), "store": "int4_g32"}
-    assert {field.name for field in fields(BenchCase)} == known | {"store"}
+    assert {field.name for field in fields(BenchCase)} == known | {"store", "workload", "threads"}
 
 
 def result_with(inputs: Inputs, weights: ExpertWeights, **how) -> Result:

@@ -45,8 +45,8 @@ def regret_command(
     show(table_of(names, [_row(group) for group in found.groups], words=("group",)), "")
     worst = sorted((one for one in found.cells if one.regret > NOTABLE), key=lambda one: -one.regret)
     if worst:
-        names = ("cell", "auto picked", "fastest", "regret", "")
-        show(table_of(names, [_cell(one) for one in worst[:MOST_CELLS]], words=("cell", "fastest")))
+        columns = ("cell", "auto picked", "fastest", "regret", "")
+        show(table_of(columns, [_cell(one) for one in worst[:MOST_CELLS]], words=("cell", "fastest")))
     if len(worst) > MOST_CELLS:
         show(f"and {len(worst) - MOST_CELLS} more cells over {NOTABLE}; all of them: --json")
     for reason in found.without[:MOST_CELLS]:
