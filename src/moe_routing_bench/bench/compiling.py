@@ -13,6 +13,7 @@ from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import all_ops
 
 BUILDING = "building"
+WITH_GRADIENTS = ("dispatch", "grouped_gemm", "combine")
 SECONDS_PER_BYTE = 1.2e-4  # of sources: 17 s for expert_ffn.native
 
 
@@ -44,6 +45,8 @@ def _needed(cell: Cell, inputs: Inputs) -> Iterator[tuple[Path, str | None]]:
             continue
         for part in parts:
             yield from _sources(part)
+            if part.op == "expert_ffn" and part.name == "native":  # with gradients, which the kit asks for
+                yield from (source for op in WITH_GRADIENTS for source in _sources(ops[op].get(part.name)))
             for option, spec in part.config.items():
                 if option in ops:
                     yield from _sources(ops[option].get(str(spec)))

@@ -22,10 +22,18 @@ ACTIVATION = {"swiglu": "silu", "geglu": "gelu"}
 def freeze(weights: ExpertWeights) -> ExpertWeights:
     """In a loaded model's layout, gate_up_proj (E, 2F, D) and down_proj (E, D, F), seen as ours: no copy if
     they are in it already."""
-    w_in_EDG, w_out_EFD = (
-        w.detach().transpose(1, 2).contiguous().transpose(1, 2) for w in (weights.w_in_EDG, weights.w_out_EFD)
-    )
+    w_in_EDG, w_out_EFD = (_output_first(w.detach()) for w in (weights.w_in_EDG, weights.w_out_EFD))
     return replace(weights, w_in_EDG=w_in_EDG, w_out_EFD=w_out_EFD)
+
+
+def _output_first(w_EKN: Tensor) -> Tensor:
+    if w_EKN.transpose(1, 2).is_contiguous():
+        return w_EKN
+    E, K, N = w_EKN.shape
+    w_ENK = w_EKN.new_empty(E, N, K)
+    for to_NK, w_KN in zip(w_ENK, w_EKN, strict=True):  # by expert: four times as fast as all at once
+        to_NK.copy_(w_KN.t())
+    return w_ENK.transpose(1, 2)
 
 
 def why_not(weights: ExpertWeights) -> str | None:
