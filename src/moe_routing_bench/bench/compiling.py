@@ -13,7 +13,6 @@ from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import all_ops
 
 BUILDING = "building"
-WITH_GRADIENTS = ("dispatch", "grouped_gemm", "combine")
 SECONDS_PER_BYTE = 1.2e-4  # of sources: 17 s for expert_ffn.native
 
 
@@ -45,15 +44,19 @@ def _needed(cell: Cell, inputs: Inputs) -> Iterator[tuple[Path, str | None]]:
             continue
         for part in parts:
             yield from _sources(part)
-            if part.op == "expert_ffn" and part.name == "native":  # with gradients, which the kit asks for
-                yield from (source for op in WITH_GRADIENTS for source in _sources(ops[op].get(part.name)))
             for option, spec in part.config.items():
                 if option in ops:
                     yield from _sources(ops[option].get(str(spec)))
 
 
 def _sources(part: Implementation) -> Iterator[tuple[Path, str | None]]:
-    """An implementation in C++ lies beside its source: native.py and native.cpp."""
-    source = Path(all_ops()[part.op].file).with_name(f"{part.name}.cpp")
-    if source.exists():
-        yield source, part.config.get("level") or None
+    """An implementation in C++ lies beside its source: native.py and native.cpp. It may hand gradients, which
+    the kit asks for, to those of its name in the operations before it."""
+    ops = all_ops()
+    own = ops[part.op]
+    for op in (own, *(op for op in ops.values() if op.stage < own.stage)):
+        source = Path(op.file).with_name(f"{part.name}.cpp")
+        if source.exists():
+            yield source, part.config.get("level") or None
+        elif op is own:
+            return
