@@ -151,14 +151,14 @@ def test_no_compiler_is_a_reason(op: str, name: str, monkeypatch: pytest.MonkeyP
     args = arguments_of(op)
     assert OPS[op].why_not(name, *args) is None
     monkeypatch.setenv("CXX", "no-such-compiler")
-    cpp.missing_tool.cache_clear()
+    cpp.missing_tool.cache_clear(), cpp._why_not_loaded.cache_clear()
     try:
         assert "no C++ compiler was found" in str(OPS[op].why_not(name, *args))
         with pytest.raises(NotImplementedError, match="install g"):
             OPS[op].get(name)(*args)
     finally:
         monkeypatch.undo()
-        cpp.missing_tool.cache_clear()
+        cpp.missing_tool.cache_clear(), cpp._why_not_loaded.cache_clear()
 
 
 @pytest.mark.parametrize("op,name", EVERY[1:])
