@@ -74,7 +74,7 @@ def test_list_json_holds_every_op_implementation_and_router():
 def test_list_says_what_matters():
     text = mrb("list").stdout
     for words in (
-        f"sort (preferred on {machine_of(torch.device('cpu'))}, default)",
+        f"native (preferred on {machine_of(torch.device('cpu'))})",
         "ties in any order",
         "forward only; batch-invariant; reuses its output",
         "host sync: a Python loop over experts",

@@ -100,7 +100,8 @@ def test_bench_block_shows_times_rates_and_stages(tmp_path: Path) -> None:
         assert word in text, word
     kept = {record.implementation.spec: record for record in iterate(tmp_path)}
     assert set(kept) == {
-        "transformers", "transformers(attention=eager,experts=eager)", "ours(attention=naive)", "ours"
+        "transformers", "transformers(attention=eager,experts=eager)", "ours(attention=naive)", "ours",
+        "frozen(ours)",
     }  # fmt: skip
     assert all(r.timing is not None for r in kept.values()), [r.correctness.reason for r in kept.values()]
     words = ["--impl", "ours(attention=flash),ours(impl=staged)"]

@@ -11,6 +11,7 @@ from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.span import is_ours
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.routers.router import include_folder
 
 BUILDING = "building"
 SECONDS_PER_BYTE = 1.2e-4  # of sources: 17 s for expert_ffn.native
@@ -18,6 +19,8 @@ SECONDS_PER_BYTE = 1.2e-4  # of sources: 17 s for expert_ffn.native
 
 def compile_first(cells: Sequence[Cell], say: Callable[[str], None]) -> None:
     """A file that does not compile is not an error here: the trial of its subject says why."""
+    for folder in dict.fromkeys(folder for cell in cells for folder in cell.include):
+        include_folder(folder)  # only registers names
     needed = [one for cell in cells if cell.policy.device == "cpu" for one in _needed(cell, cell.inputs())]
     for source, level in dict.fromkeys(needed):
         if not cpp.compiled(source, level):

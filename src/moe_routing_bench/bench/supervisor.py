@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
@@ -69,7 +70,8 @@ class Worker:
         self.called: set[int] = set()  # subjects that have made calls here
         self.scratch = Path(tempfile.mkdtemp(prefix="mrb-"))
         # the log's name may lead elsewhere later, so it is only read through this
-        self._log = (self.scratch / "log").open("x+b", buffering=0)
+        self._log = os.open(self.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._close_log = weakref.finalize(self, os.close, self._log)  # also if a sweep is abandoned
         context = _context()
         ours, theirs = context.Pipe()
         self._pipe = ours
@@ -189,9 +191,8 @@ class Worker:
         return self._alone + max(0, peak - self._before) if peak else None
 
     def log_tail(self) -> str:
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - LOG_TAIL))
-        text = self._log.read(LOG_TAIL).decode(errors="replace")
+        size = os.fstat(self._log).st_size
+        text = os.pread(self._log, LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace")
         return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
     def close(self) -> None:
@@ -205,7 +206,7 @@ class Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._pipe.close()
-        self._log.close()
+        self._close_log()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _send(self, message: dict[str, Any]) -> None:
