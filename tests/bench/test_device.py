@@ -20,6 +20,7 @@ from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.results.store import iterate
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase, cases
+from timing import in_time
 
 pytestmark = pytest.mark.slow
 
@@ -55,12 +56,14 @@ def test_placing_changes_no_bit_and_copies_nothing_that_is_there(span: str) -> N
     assert placed(inputs.weights, "cpu") is inputs.weights
 
 
+@pytest.mark.timing
 def test_each_device_has_its_clock() -> None:
     assert clock_for("cuda", "cuda_events") == EventClock(cuda=torch.cuda)
     assert clock_for("cuda", "host_wall") == HostClock("cuda")
     assert clock_for("cpu", "host_wall") == HostClock("cpu")
     seconds = clock_for("pretend", "cuda_events").span([lambda: torch.ones(1000).sum()])
     assert seconds > 0
+    in_time(seconds < 1, f"one sum took {seconds} s")
 
 
 @pytest.mark.parametrize(

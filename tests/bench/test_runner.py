@@ -22,7 +22,7 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError, Worker
 from moe_routing_bench.bench.trial import check_clocks
-from moe_routing_bench.bench.verdict import OPEN, compare
+from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.cli.tables import show_outcome
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.machine import this_machine
@@ -255,8 +255,8 @@ def test_who_must_leave_for_want_of_time_keeps_its_place(monkeypatch):
     assert [one.status for one in outcome.subjects] == [Status.PASSED] * 3
     assert [len(one.samples) for one in outcome.subjects] == [6, 6, 6]
     for one in outcome.subjects[1:]:
-        assert one.comparison is not None and one.comparison.verdict in OPEN
-        assert one.checked_timed_calls >= 1
+        assert one.comparison is not None and one.comparison.verdict == "TOO_FEW_ROUNDS"
+        assert one.checked_timed_calls >= 1 and "6 rounds cannot give" in one.comparison.reason
 
 
 def test_long_calls_are_timed_one_at_a_time_and_without_one_before(monkeypatch):
