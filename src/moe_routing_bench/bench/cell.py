@@ -13,8 +13,8 @@ from moe_routing_bench.bench.spans.span import Span, span_named
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.workloads.cases import BenchCase
 
-# seconds: to fill the caches from memory takes a few milliseconds, which do not matter in so long a call
-LONG_CALL = 0.2
+# seconds: filling the caches from memory takes 1 to 3 ms, which hardly matter in so long a call
+LONG_CALL = 0.05
 CACHES = {
     "hot": f"one untimed call of the same implementation just before, unless a call takes {LONG_CALL} s",
     "cold": "all caches overwritten just before",

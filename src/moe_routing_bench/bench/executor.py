@@ -22,6 +22,7 @@ from moe_routing_bench.bench.identity import cell_key
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress, run_cell
+from moe_routing_bench.bench.supervisor import start_server
 from moe_routing_bench.bench.trial import Reuse, Watch
 from moe_routing_bench.machine import this_machine
 
@@ -59,6 +60,7 @@ class LocalExecutor:
         self, cells: Sequence[Cell], *, roofs: Roofs | None, on_progress: OnCellProgress, watch: Watch
     ) -> Iterator[CellOutcome]:
         whole = self.budget
+        start_server()
         if whole is not None and cells:
             with whole.paused():
                 compile_first(
@@ -82,9 +84,11 @@ class LocalExecutor:
                     )  # fmt: skip
 
 
-def _share(whole: Budget, cells: Sequence[Cell]) -> float:
-    """Seconds for the rounds of the first cell, which has been tried."""
-    return max(whole.left, 0.0) * share_of_rounds(cells)
+def _share(whole: Budget, cells: Sequence[Cell], needed: float) -> float:
+    """Seconds for the rounds of the first cell, which has been tried: its share, or what it needs for a
+    decision if that leaves half of the time to the others."""
+    left = max(whole.left, 0.0)
+    return max(left * share_of_rounds(cells), min(needed, left / 2))
 
 
 def check_scratch(cell: Cell) -> None:

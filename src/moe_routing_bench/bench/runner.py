@@ -20,13 +20,13 @@ from moe_routing_bench.bench.messages import Described
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.outside.sandbox import check_sandbox
 from moe_routing_bench.bench.roofs import Roofs
-from moe_routing_bench.bench.rounds import BaselineError, measure
-from moe_routing_bench.bench.series import TWIN, Measured, beside, round_seconds
+from moe_routing_bench.bench.rounds import DECISIVE_ROUNDS, WARM_SAMPLES, BaselineError, measure
+from moe_routing_bench.bench.series import TWIN, Measured, beside, round_seconds, slow_ones
 from moe_routing_bench.bench.spans.span import Load, Span, is_ours
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Question, Subject
 from moe_routing_bench.bench.supervisor import SubjectError
-from moe_routing_bench.bench.trial import CHECKS, Reuse, Setup, Trial, Watch, try_alone
+from moe_routing_bench.bench.trial import CHECKS, Reuse, Setup, Trial, Watch, slow_reason, try_alone
 from moe_routing_bench.bench.verdict import (
     DELTA,
     DELTA_APART,
@@ -76,13 +76,13 @@ def run_cell(
     on_progress: OnProgress = lambda progress: None,
     watch: Watch = lambda: None,
     budget: Budget | None = None,
-    for_rounds: Callable[[], float] | None = None,
+    for_rounds: Callable[[float], float] | None = None,
     reuse: Reuse | None = None,
 ) -> CellOutcome:
     """Measure one cell. A failing implementation never raises here; its outcome has the status.
 
-    budget: its time, if not the policy's from now on. for_rounds: how much of it is left when the trials are
-    done, if others share it. reuse: what the cell before left, and this one leaves.
+    budget: its time, if not the policy's from now on. for_rounds: how much of it is for the rounds, given
+    what a decision needs, if others share it. reuse: what the cell before left, and this one leaves.
     """
     if cell.policy.sandbox:
         check_sandbox()
@@ -124,9 +124,11 @@ def run_cell(
         trials = _tried(setup, floors, on_progress)
         alive = [index for index, trial in trials.items() if trial.passed]
         if for_rounds is not None:
-            budget.leave(for_rounds())
+            budget.leave(for_rounds(_deciding_seconds(setup, alive, trials)))
         measured = _rounds(setup, trials, alive, floors, on_progress)
-        setup.leave()
+        setup.leave(
+            {s: trials[i].call_seconds for i, s in enumerate(cell.subjects) if trials[i].call_seconds}
+        )
     return CellOutcome(
         cell=cell,
         identity=identity,
@@ -169,7 +171,16 @@ def _tried(setup: Setup, floors: Mapping[int, float | None], on_progress: OnProg
             about = Described(label=subject.text)
             trials[index] = Trial(status=Status.NO_TIME, reason=reason, about=about)
             continue
-        trials[index] = try_alone(setup, index)
+        if setup.too_slow(least := setup.reuse.at_least(subject, setup.cell)):
+            trials[index] = Trial(
+                status=Status.NO_TIME,
+                reason=f"with fewer tokens, {slow_reason(least, setup)}",
+                about=Described(label=subject.text),
+            )
+            continue
+        trials[index] = trial = try_alone(setup, index)
+        if trial.passed:
+            setup.best_seconds = min(setup.best_seconds, trial.call_seconds)
     _hold_to_the_floor(setup, trials, {i: t.call_seconds for i, t in trials.items() if t.passed}, floors)
     return trials
 
@@ -223,6 +234,18 @@ def _least_seconds(setup: Setup, alive: list[int], trials: Mapping[int, Trial]) 
     questions = len({setup.cell.subjects[s].question for s in alive})
     judging = setup.cell.policy.checked * questions * setup.judge.oracle_seconds
     return (FEWEST_ROUNDS + 1) * sum(round_seconds(setup, alive, trials).values()) + judging
+
+
+def _deciding_seconds(setup: Setup, alive: list[int], trials: Mapping[int, Trial]) -> float:
+    """About how long the rounds take that decide every comparison, and what precedes and follows them. Slow
+    ones leave as soon as they have a place."""
+    slow = slow_ones(setup, alive, trials)
+    turns = round_seconds(setup, alive, trials)
+    rounds = {s: FEWEST_ROUNDS if s in slow else DECISIVE_ROUNDS + WARM_SAMPLES for s in alive}
+    return (
+        sum((rounds[s] + 1) * turns[s] for s in alive)
+        + setup.cell.policy.checked * setup.judge.oracle_seconds
+    )
 
 
 def _fail(trials: dict[int, Trial], index: int, failure: SubjectError) -> None:

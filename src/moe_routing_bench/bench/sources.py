@@ -93,9 +93,14 @@ def _modules(node: ast.AST) -> list[str]:
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "find_spec")):
+    if isinstance(node, ast.Call) and _called(node) in ("import_module", "find_spec"):
         return [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     return []
+
+
+def _called(node: ast.Call) -> str:
+    """The last part of the called name: find_spec of importlib.util.find_spec(...)."""
+    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
 
 
 def _files_of(module: str, package: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import multiprocessing.forkserver as forkserver
 import os
 import re
 import shutil
@@ -292,6 +293,13 @@ def without_main_module() -> Iterator[None]:
 
 
 _context_made: ForkServerContext | None = None
+
+
+def start_server() -> None:
+    """Start importing torch for the workers now, beside what this process does before it needs one."""
+    _context()
+    with without_main_module():
+        forkserver.ensure_running()
 
 
 def _context() -> ForkServerContext:

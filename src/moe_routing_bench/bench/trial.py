@@ -7,6 +7,7 @@ packing them and importing libraries happens once.
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError, Worker
 from moe_routing_bench.bench.untrusted import read_file
+from moe_routing_bench.bench.verdict import FEWEST_ROUNDS
 from moe_routing_bench.bench.worker import MOST_CALLS
 
 CHECKS = (
@@ -52,6 +54,7 @@ SECOND_CHANCES = 50
 AUDIT_SECONDS = 0.02
 GATE_CALLS = ((0, 0), (10, 1))  # number and step; the first is called twice
 PATIENCE = 0.3  # the share of a cell's time that one trial may take
+FAR_BEHIND = 10.0  # so many times the best time
 LEAST_LIMIT = 10.0  # seconds that a request may take even when the time is over
 
 Watch = Callable[[], str | None]
@@ -107,6 +110,15 @@ class Reuse:
     def __init__(self) -> None:
         self.inputs: Inputs | None = None
         self.worker: Worker | None = None
+        self.call_seconds: dict[Subject, float] = {}  # of the cell before
+
+    def at_least(self, subject: Subject, cell: Cell) -> float:
+        """Seconds that a call takes at least: as many as one with fewer tokens took in the cell before."""
+        if self.inputs is None:
+            return 0.0
+        before, now = self.inputs.case, cell.case
+        alike = (before.span, before.direction) == (now.span, now.direction) and before.shape.T <= now.shape.T
+        return self.call_seconds.get(subject, 0.0) if alike else 0.0
 
     def fits(self, cell: Cell, inputs: Inputs) -> bool:
         """Is there a process, unharmed, that can measure this cell too? If not, none is left."""
@@ -142,6 +154,7 @@ class Setup:
     outside: frozenset[int] = frozenset()  # subjects that are not our own code
     sources: Mapping[Subject, str] = field(default_factory=dict)  # hashes of the code that runs
     reuse: Reuse = field(default_factory=Reuse)
+    best_seconds: float = math.inf  # of a call, of those tried so far
     _together: Worker | None = field(default=None, init=False)
 
     def worker(self, *indexes: int) -> Worker:
@@ -149,9 +162,12 @@ class Setup:
         cell = self.cell.only(tuple(self.cell.subjects[i] for i in indexes))
         sandbox = cell.policy.sandbox and not self.outside.isdisjoint(indexes)
         subject = cell.subjects[0]
-        worker = Worker(
-            cell, self.cores, sandbox=sandbox, meanwhile=lambda: self.judge.foresee(GATE_CALLS, subject)
-        )
+
+        def meanwhile() -> None:
+            self.judge.foresee(GATE_CALLS, subject)
+            importlib.import_module("scipy.stats")  # takes a second; the verdicts need it
+
+        worker = Worker(cell, self.cores, sandbox=sandbox, meanwhile=meanwhile)
         worker.limit = self.limit
         return worker
 
@@ -180,13 +196,19 @@ class Setup:
             self._together.close()
             self._together = None
 
-    def leave(self) -> None:
+    def leave(self, call_seconds: Mapping[Subject, float]) -> None:
         """At the end: the process goes to the next cell, if that may use it."""
         assert self.reuse.worker is None
+        self.reuse.call_seconds = dict(call_seconds)
         self.reuse.inputs, self.reuse.worker, self._together = self.judge.inputs, self._together, None
 
     def is_together(self, worker: Worker) -> bool:
         return worker is self._together
+
+    def too_slow(self, call_seconds: float) -> bool:
+        """Is it far behind, and would its trial and the fewest rounds take the time of the others?"""
+        needed = (len(GATE_CALLS) + FEWEST_ROUNDS + 2) * call_seconds
+        return call_seconds > FAR_BEHIND * self.best_seconds and needed > PATIENCE * self.budget.seconds
 
     def blame_for_harm(self) -> None:
         """After code from outside ran alone: is the process of our own subjects as it was?"""
@@ -271,6 +293,10 @@ def _gate(
                 f"its trial took {used:.0f} s, {seen['first_call']:.2g} s of it for one call; "
                 "--seconds gives more time"
             )
+        warm = name == "again" or (name == "second" and subject in setup.reuse.call_seconds)
+        if warm and setup.too_slow(shortest):
+            seen["call_seconds"] = shortest
+            raise OutOfTimeError(slow_reason(shortest, setup))
         answer = worker.ask(
             "gate", Called, subject=place, number=number, step=step, poison=poison, name=name, then=outside
         )
@@ -300,6 +326,13 @@ def _gate(
     if about.deterministic and not judge.same_bits(*files, number=number, step=step, subject=subject):
         raise SubjectError(Status.NONDETERMINISTIC, "a second run on the same input gave other bits")
     return shortest
+
+
+def slow_reason(call_seconds: float, setup: Setup) -> str:
+    return (
+        f"a call takes {call_seconds:.2g} s, {call_seconds / setup.best_seconds:.0f} times the best; "
+        "its rounds would take the time of the others; --seconds gives more"
+    )
 
 
 def _passed_before(subject: Subject, setup: Setup) -> bool:
