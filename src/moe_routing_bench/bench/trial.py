@@ -136,6 +136,7 @@ class Reuse:
         if self.worker is not None:
             self.worker.close()
         self.inputs = self.worker = None
+        self.call_seconds = {}
 
 
 @dataclass(kw_only=True)
