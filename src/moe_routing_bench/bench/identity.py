@@ -27,7 +27,7 @@ from moe_routing_bench.bench.spans.span import Span
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.machine import Machine
 from moe_routing_bench.ops.registry import BUILT_IN, OURS, all_ops, included_folders
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.axes import key_values
 from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of, with_file
 
 HARNESS = ("bench/runner.py", "bench/worker.py", "bench/outside/inside_sandbox.py")
@@ -105,7 +105,7 @@ def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
     inputs = cell.inputs()
     sources = {subject: _Source.of(cell.span, subject, inputs) for subject in cell.subjects}
     return {
-        "case": _case_fields(cell.case),
+        "case": key_values(cell.case),
         "contract": contract_hash(cell.span, cell.subjects[0]),
         "workload": {
             "name": _workload_name(cell.workload),
@@ -115,7 +115,7 @@ def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
             "recorded": recorded_hash(cell.workload, cell.case.checkpoint),
         },
         "subjects": [[s.name, source.hash(cell.span, s)] for s, source in sources.items()],
-        "policy": asdict(cell.policy),
+        "policy": key_values(cell.policy),
         "harness": Code.of(PACKAGE / name for name in HARNESS).hash,
         "versions": {
             **{name: v for source in sources.values() for name, v in source.code.versions.items()},
@@ -130,12 +130,6 @@ def _workload_name(name: str) -> str:
     """Without the folder of a recorded trace: its content is in the key, and it may lie anywhere."""
     file = file_of(name) if name else None
     return name if file is None else with_file(name, file.name)
-
-
-def _case_fields(case: BenchCase) -> dict[str, Any]:
-    """Without what cases of former versions do not have, unless it says something."""
-    newer = ("store", "workload", "threads")
-    return {name: value for name, value in asdict(case).items() if value or name not in newer}
 
 
 def cell_key(cell: Cell, machine: Machine) -> str:

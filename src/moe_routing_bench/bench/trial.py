@@ -18,7 +18,7 @@ from typing import Any
 
 from moe_routing_bench.accuracy import Verdict
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.cell import LONG_CALL, Cell
+from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.identity import folders_of
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
@@ -40,6 +40,7 @@ from moe_routing_bench.bench.supervisor import SubjectError, Worker
 from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.bench.verdict import FEWEST_ROUNDS
 from moe_routing_bench.bench.worker import MOST_CALLS
+from moe_routing_bench.workloads.axes import LONG_CALL
 
 CHECKS = (
     "right on two inputs", "right on the kit's hard cases", "memory poisoned", "inputs unchanged",

@@ -55,15 +55,11 @@ def chosen_cases(
         chosen = cases(span.case)
     else:
         chosen = [
-            _own(dict(zip(SIZES, numbers, strict=True)), sizes)
+            _own(dict(zip(SIZES, numbers, strict=True)))
             for numbers in product(*({**{n: [v] for n, v in SIZES.items()}, **given}[n] for n in SIZES))
         ]
     chosen = [replace(case, span=span.name, weights=span.weights) for case in chosen]
-    if sizes.dtype:
-        chosen = [replace(case, dtype=sizes.dtype) for case in chosen]
-    if sizes.activation:
-        chosen = [replace(case, activation=sizes.activation) for case in chosen]
-    chosen = in_directions([stored_as(case, sizes.store) for case in chosen], what)
+    chosen = in_directions([_with_axes(case, sizes) for case in chosen], what)
     if sizes.lists():
         _refuse_too_big(chosen)
         return chosen  # what is asked for by number is never replaced
@@ -88,10 +84,16 @@ def in_directions(chosen: Sequence[BenchCase], what: WhatOptions) -> list[BenchC
     return [replace(case, direction=name) for name in names for case in chosen] or list(chosen)
 
 
-def _own(shape: dict[str, int], sizes: SizeOptions) -> BenchCase:
+def _with_axes(case: BenchCase, sizes: SizeOptions) -> BenchCase:
+    """The case with what was given; a format of weights is part of its name."""
+    given = dict(sizes.axes)
+    store = given.pop("store", None)
+    return stored_as(replace(case, **given), store)
+
+
+def _own(shape: dict[str, int]) -> BenchCase:
     s = MoEShape(**shape)
-    name = f"own/{s.T}x{s.D}x{s.F}-e{s.E}-k{s.K}"
-    return BenchCase(name=name, span="", shape=s, bias=sizes.bias, shared_F=sizes.shared)
+    return BenchCase(name=f"own/{s.T}x{s.D}x{s.F}-e{s.E}-k{s.K}", span="", shape=s)
 
 
 def _of_model(name: str, given: dict[str, list[int]], tokens: Sequence[int]) -> list[BenchCase]:
@@ -105,7 +107,7 @@ def _of_checkpoint(span: Span, sizes: SizeOptions, tokens: Sequence[int]) -> lis
     given, folder = sizes.lists(), sizes.checkpoint
     if not span.weights:
         raise ValueError(f"--checkpoint gives weights, and {span.name} reads none; measure layer")
-    if sizes.model or sizes.case or sizes.dtype or sizes.activation or set(given) - {"T"}:
+    if sizes.model or sizes.case or sizes.axes or set(given) - {"T"}:
         raise ValueError("--checkpoint fixes all sizes but --tokens")
     assert folder is not None
     layer = read_layer(folder, sizes.layer)
@@ -278,8 +280,7 @@ def suite_cases(suite: str, sizes: SizeOptions, what: WhatOptions) -> list[Bench
         return chosen_cases(span_named(suite), sizes, what)
     if sizes.lists() or sizes.model or sizes.case or sizes.checkpoint:
         raise ValueError(f"{suite} fixes all sizes; give a span instead: mrb sweep layer --tokens 128,512")
-    chosen = [replace(case, dtype=sizes.dtype or case.dtype) for case in cases(suite)]
-    chosen = in_directions([stored_as(case, sizes.store) for case in chosen], what)
+    chosen = in_directions([_with_axes(case, sizes) for case in cases(suite)], what)
     return chosen if sizes.full or _suite(suite) == REGRET else fitted_once(chosen)
 
 
