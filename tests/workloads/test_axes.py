@@ -22,8 +22,8 @@ DECLARED = (
 )
 LAST = '    sequences: int = axis(1, "Sequences in the batch.", compare="row")\n'
 BENCH = (
-    "bench", "combine", "--tokens", "8", "--width", "16", "--experts", "4", "--topk", "2", "--dtype", "float32",
-    "--impl", "gather_sum", "--rounds", "8", "--seconds", "20",
+    "bench", "combine", "--tokens", "8", "--width", "16", "--experts", "4", "--topk", "2", "--rounds", "8",
+    "--dtype", "float32", "--impl", "gather_sum", "--seconds", "20",
 )  # fmt: skip
 
 
