@@ -1,4 +1,4 @@
-"""An axis is declared once: added in one file, it reaches the command, the key, the record and the repro line."""
+"""An axis is declared once: it then is in the command, the key, the record and the repro line."""
 
 from __future__ import annotations
 
