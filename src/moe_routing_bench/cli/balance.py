@@ -23,6 +23,7 @@ from moe_routing_bench.studies.drift import (
     study_balance,
     without_control,
 )
+from moe_routing_bench.whole_files import write_whole
 from moe_routing_bench.workloads.trace import write_trace
 
 # a colour for each subject, related ones in similar colours; a dashed line lies on top of another line
@@ -80,8 +81,8 @@ def balance_command(
     document = study.to_dict(command=shlex.join(["mrb", *sys.argv[1:]]))
     if out is not None:
         # compact, because indentation would put every number on a line of its own
-        (out / "balance.json").write_text(json.dumps(document, separators=(",", ":")) + "\n")
-        (out / "balance.txt").write_text(_text(study, document))
+        write_whole(out / "balance.json", json.dumps(document, separators=(",", ":")) + "\n")
+        write_whole(out / "balance.txt", _text(study, document))
         draw_balance(study, out / "balance.png")
     if as_json:
         show_json(document)

@@ -22,6 +22,7 @@ from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.ops.targets import TARGETS, Target
 from moe_routing_bench.published import MODELS
+from moe_routing_bench.whole_files import write_whole
 
 if TYPE_CHECKING:
     from moe_routing_bench.studies.compiled import Compiled
@@ -84,8 +85,8 @@ def compile_command(
     table = _tables(rows)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(_as_lines(document))
-        out.with_suffix(".txt").write_text(_as_text(_tables(rows, room=1000), document))
+        write_whole(out, _as_lines(document))
+        write_whole(out.with_suffix(".txt"), _as_text(_tables(rows, room=1000), document))
     worse = [] if before is None else _compared(before, rows, document)
     if as_json:
         show_json({**document, "worse": worse})

@@ -24,6 +24,7 @@ from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.studies.power import PowerStudy, plan_trials, study_power
 from moe_routing_bench.topology import Topology, nodes_in_use, system_nodes
+from moe_routing_bench.whole_files import write_whole
 
 DEFAULT_TRIALS = 24
 BUSY = (
@@ -223,7 +224,7 @@ def _power(trials: int, out: Path, as_json: bool) -> None:
     except KeyboardInterrupt:
         fail("stopped before the first comparison was done; nothing was measured")
     beside = out.with_suffix(".json")
-    beside.write_text(study.to_json())
+    write_whole(beside, study.to_json())
     draw_power(study, out)
     if as_json:
         show_json(study.model_dump(mode="json"))
