@@ -12,10 +12,11 @@ import typer
 from rich.text import Text
 
 from moe_routing_bench.bench.verdict import OPEN
-from moe_routing_bench.cli.results import at_hand, left_out_json, printable, reading, show_left_out, table_of
+from moe_routing_bench.cli.results import at_hand, left_out_json, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, show, show_json
 from moe_routing_bench.results.comparing import Change, RunComparison, Turned, compare_runs
 from moe_routing_bench.results.matching import LIKE
+from moe_routing_bench.text import printable
 
 COLOURS = {"FASTER": "green", "SLOWER": "red", "SAME": ""} | dict.fromkeys(OPEN, "yellow")
 MOST_NAMES = 20

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from moe_routing_bench.cli.fitting import fitted
 from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, user_mistakes
-from moe_routing_bench.cli.trace import printable
 from moe_routing_bench.experts import GATED
 from moe_routing_bench.published import model as published_model
 from moe_routing_bench.studies.caches import POLICIES, Cached, study_caches
 from moe_routing_bench.studies.placements import PAYS, PlacementStudy, Tried, study_placements
+from moe_routing_bench.text import printable
 from moe_routing_bench.workloads.trace import read_trace
 
 File = Annotated[Path, typer.Argument(metavar="TRACE", help="A file that `mrb trace record` wrote.")]

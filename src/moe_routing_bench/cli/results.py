@@ -23,6 +23,7 @@ from moe_routing_bench.results.flat import COLUMNS, quoted
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.objects import url_of
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
+from moe_routing_bench.text import printable
 from moe_routing_bench.whole_files import FULL
 
 MOST_SHOWN = 1_000
@@ -204,11 +205,6 @@ def at_hand(folder: Path, *, rows: bool = False) -> Path:
     if len(copied.sentences) > MOST_SENTENCES:
         say(f"and {len(copied.sentences) - MOST_SENTENCES:,} more")
     return copied.folder
-
-
-def printable(text: object) -> str:
-    """Records and queries come from anybody: characters that could steer a terminal become ?."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(text))
 
 
 def table_of(columns: Sequence[str], rows: Sequence[Sequence[object]], words: Collection[str] = ()) -> Group:

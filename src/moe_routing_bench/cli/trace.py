@@ -36,6 +36,7 @@ from moe_routing_bench.cli.trace_files import check_command, diff_command, impor
 from moe_routing_bench.cli.trace_pictures import draw_trace
 from moe_routing_bench.models.tracing import ModelTrace, pieces, record_trace
 from moe_routing_bench.results.training import SETTINGS, load_model
+from moe_routing_bench.text import printable
 from moe_routing_bench.workloads.trace import Trace, read_trace, write_trace
 from moe_routing_bench.workloads.trace_summary import LayerSummary, summarise
 
@@ -45,6 +46,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 BYTES_PER_TOKEN = 64
 MAX_TOKENS = 1 << 24
 SHOWN_DOCUMENTS = 12
+MOST_LETTERS = 500  # of text from a file or an error
 
 trace_app = typer.Typer(
     no_args_is_help=True,
@@ -166,12 +168,7 @@ def _mistakes() -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     """Errors of libraries have many lines; the first says what happened."""
-    return printable(str(error).strip().partition("\n")[0]) or type(error).__name__
-
-
-def printable(text: str) -> str:
-    """Text from a file without what would steer a terminal, at most 500 letters of it."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:500])
+    return printable(str(error).strip().partition("\n")[0], MOST_LETTERS) or type(error).__name__
 
 
 def _check_record(
@@ -277,7 +274,7 @@ def _source(
         f"mrb trace record --model {model} --tokenizer {tokenizer or model} --dtype {dtype} --batch {batch} "
         f"--sequence {sequence}; texts {', '.join(names)}; {_library(model)}torch {torch.__version__}"
     )
-    return printable(source)
+    return printable(source, MOST_LETTERS)
 
 
 def _library(model: str) -> str:
@@ -307,7 +304,7 @@ def _sizes(trace: Trace) -> str:
 
 def _facts(trace: Trace) -> Table:
     table = two_columns(10)
-    table.add_row(Text("  source", "dim"), printable(trace.source))
+    table.add_row(Text("  source", "dim"), printable(trace.source, MOST_LETTERS))
     if trace.document_T is not None:
         numbers, counts = trace.document_T.unique(return_counts=True)
         layers = 1 if trace.layer_T is None else trace.layer_T.unique().numel()
@@ -324,7 +321,8 @@ def _facts(trace: Trace) -> Table:
 
 
 def _named(trace: Trace, number: int) -> str:
-    return f"{printable(trace.documents[number])} " if 0 <= number < len(trace.documents) else ""
+    known = 0 <= number < len(trace.documents)
+    return f"{printable(trace.documents[number], MOST_LETTERS)} " if known else ""
 
 
 def _table(trace: Trace, summaries: list[LayerSummary]) -> Table:

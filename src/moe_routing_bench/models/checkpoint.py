@@ -34,6 +34,7 @@ from moe_routing_bench.ops.score_topk.op import ScoreRule, score_topk
 from moe_routing_bench.published import FAMILIES
 from moe_routing_bench.routers.router import Router, build
 from moe_routing_bench.routing import Routing
+from moe_routing_bench.text import short
 
 MAX_CONFIG_BYTES = 4 * 2**20
 MAX_INDEX_BYTES = 256 * 2**20  # deepseek-v3's has 9 MB
@@ -379,9 +380,3 @@ def number_in(
     if type(value) is not int or not least <= value <= MOST:
         raise ValueError(f"{name} in {path} is {short(value)}; it must be from {least} to {MOST:,}")
     return value
-
-
-def short(value: object) -> str:
-    """A value from a file as text for a message: printable and short."""
-    text = "".join(c if c.isprintable() else "?" for c in str(value)[:1000])
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -43,12 +43,12 @@ from moe_routing_bench.models.checkpoint import (
     number_in,
     opened,
     read_json,
-    short,
 )
 from moe_routing_bench.models.reading import experts_modules, read, tensors_of
 from moe_routing_bench.models.stored_layers import layer_of, linear_of, quantisation
 from moe_routing_bench.ops.expert_ffn import native
 from moe_routing_bench.packed_files import PackedFiles
+from moe_routing_bench.text import short
 
 # what configs and models raise when config.json holds values of the wrong kind: any of these, as it happens
 NO_MODEL = (

@@ -31,8 +31,9 @@ from pydantic import Field, ValidationError
 from moe_routing_bench.results.flat import end_of_last_line
 from moe_routing_bench.results.held import SAMPLES
 from moe_routing_bench.results.lines import RECORDS, LeftOut, is_plain_file, session_folders
-from moe_routing_bench.results.record import SESSION, Amount, Count, Hash, Name, Part, one_line
+from moe_routing_bench.results.record import SESSION, Amount, Count, Hash, Name, Part
 from moe_routing_bench.results.store import ENVIRONMENTS, environments, iterate
+from moe_routing_bench.text import one_line
 from moe_routing_bench.whole_files import written_whole
 
 MANIFEST, POWER = "manifest.json", "power.json"

@@ -40,9 +40,9 @@ from moe_routing_bench.results.flat import (
     write_rows,
 )
 from moe_routing_bench.results.lines import TRAININGS, LeftOut, is_plain_file, read_records
-from moe_routing_bench.results.record import one_line
 from moe_routing_bench.results.rows import is_rows_copy, usable
 from moe_routing_bench.results.store import environments
+from moe_routing_bench.text import one_line
 from moe_routing_bench.whole_files import written_whole
 
 MEMORY_LIMIT = "2GB"  # of what DuckDB counts; it does not count long texts
