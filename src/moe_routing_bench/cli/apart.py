@@ -41,7 +41,8 @@ LOG_LETTERS = 300
 A = TypeVar("A", bound=BaseModel)
 
 
-Shown = Annotated[str, Field(max_length=4_000), AfterValidator(lambda text: printable(text))]  # text that reaches a terminal
+# text that reaches a terminal
+Shown = Annotated[str, Field(max_length=4_000), AfterValidator(lambda text: printable(text))]
 
 
 class ApartError(Exception):

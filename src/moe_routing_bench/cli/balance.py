@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moe_routing_bench.cli.fitting import fitted
+from moe_routing_bench.cli.progress import bar
 from moe_routing_bench.cli.terminal import Json, console, show, show_json, user_mistakes
 from moe_routing_bench.studies.drift import (
     EVEN_WITHIN,
@@ -71,13 +71,8 @@ def balance_command(
             _make_folder(out)
         if trace is not None:
             write_trace(trace, *without_control(stream), source=f"mrb bench balance: {stream}")
-    screen = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
-        task = progress.add_task("following controllers", total=None)
-        study = study_balance(
-            stream, on_progress=lambda done, total: progress.update(task, completed=done, total=total)
-        )
+    with bar("following controllers", "steps") as shown:
+        study = study_balance(stream, on_progress=shown.update)
     document = study.to_dict(command=shlex.join(["mrb", *sys.argv[1:]]))
     if out is not None:
         # compact, because indentation would put every number on a line of its own

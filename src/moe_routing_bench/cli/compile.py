@@ -16,6 +16,7 @@ from rich.text import Text
 
 from moe_routing_bench.cli.finding import IncludePath, include_all
 from moe_routing_bench.cli.fitting import fitted
+from moe_routing_bench.cli.progress import spinner
 from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json
 from moe_routing_bench.conformance.check import matches
 from moe_routing_bench.ops.catalog import find_all
@@ -105,7 +106,7 @@ def _compile_all(
     from moe_routing_bench.studies.triton_code import compile_implementation
 
     rows: list[Compiled] = []
-    with console(stderr=True).status("compiling") as status:
+    with spinner("compiling") as doing:
         for operation in all_ops().values():
             if not matches(operation.name, op):
                 continue
@@ -114,11 +115,11 @@ def _compile_all(
                     continue
                 for name in models:
                     for architecture in architectures:
-                        status.update(f"compiling {operation.name}.{entry.spec} for {architecture}, {name}")
+                        doing(f"compiling {operation.name}.{entry.spec} for {architecture}, {name}")
                         target = Target.named(architecture)
                         rows += compile_implementation(entry.implementation, name, target)
         for family, architecture in product(FAMILIES, architectures):
-            status.update(f"compiling {FAMILIES[family]} for {architecture}")
+            doing(f"compiling {FAMILIES[family]} for {architecture}")
             rows += _of_cute(family, architecture, models, op, impl)
     return rows
 

@@ -14,9 +14,9 @@ from moe_routing_bench.cli.fitting import fitted
 from moe_routing_bench.cli.parallel_pictures import draw_plan
 from moe_routing_bench.cli.pictures import check_picture_path
 from moe_routing_bench.cli.place import _number
+from moe_routing_bench.cli.progress import spinner
 from moe_routing_bench.cli.terminal import (
     Json,
-    console,
     heading,
     show,
     show_json,
@@ -103,8 +103,8 @@ def plan_command(
             layers=layers or one.layers, spare=tuple(_number(word, "--spare") for word in spare.split(",")),
             drop=drop, memory=memory_share * places.device.memory_gb * 1e9,
         )  # fmt: skip
-        with console(stderr=True).status("counting") as status:
-            reply = answer(question, lambda degree: status.update(f"groups of {degree} ranks"))
+        with spinner("counting") as doing:
+            reply = answer(question, lambda degree: doing(f"groups of {degree} ranks"))
     if not reply.options:
         with user_mistakes():
             raise ValueError(reply.left_out[0] if reply.left_out else "nothing could be tried")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group
-from rich.status import Status
 from rich.text import Text
 
 from moe_routing_bench.cli.fitting import fitted_rows
+from moe_routing_bench.cli.progress import spinner
 from moe_routing_bench.cli.terminal import Json, console, fail, say, show, show_json, user_mistakes
 from moe_routing_bench.names import did_you_mean, slots_of
 from moe_routing_bench.places import default_results
@@ -179,11 +179,11 @@ def _kernels(target: Path) -> str:
 
 
 @contextmanager
-def reading() -> Iterator[Status]:
+def reading() -> Iterator[Callable[[str], None]]:
     """Around code that reads results: a spinner on a terminal, and one sentence for a mistake."""
     try:
-        with console(stderr=True).status("reading") as status:
-            yield status
+        with spinner("reading") as doing:
+            yield doing
     except ValueError as error:
         fail(printable(error))
     except OSError as error:

@@ -16,15 +16,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from moe_routing_bench.cli.pictures import check_picture_path
+from moe_routing_bench.cli.progress import bar
 from moe_routing_bench.cli.terminal import (
     Json,
-    console,
     fail,
     heading,
     show,
@@ -100,13 +99,13 @@ def record_command(
         share = math.ceil(tokens / len(text))
         documents = [_tokens_of(path, share, tokenizer or model, loaded) for path in text]
         total = min(tokens, sum(document.numel() for document in documents))
-        with _bar(total, f"reading {len(text)} text{'s' if len(text) > 1 else ''}") as on_tokens:
+        with bar(f"reading {len(text)} text{'s' if len(text) > 1 else ''}", "tokens") as shown:
             trace = record_trace(
                 loaded,
                 pieces(documents, batch=batch, sequence=sequence),
                 layers=wanted,
                 max_tokens=total,
-                on_tokens=on_tokens,
+                on_tokens=lambda done: shown.update(done, total),
                 scores=scores,
             )
         names = [path.name for path in text]
@@ -252,19 +251,6 @@ def _tokens_of(path: Path, count: int, tokenizer: str, model: Any) -> Tensor:
             "the one it was trained with: --tokenizer"
         )
     return torch.tensor(ids)
-
-
-@contextmanager
-def _bar(total: int, what: str) -> Iterator[Any]:
-    out = console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed:,} tokens"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-        console=out, transient=True, disable=not out.is_terminal,
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task(what, total=total)
-        yield lambda tokens: bar.update(task, completed=tokens)
 
 
 def _source(
