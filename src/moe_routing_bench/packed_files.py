@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_routing_bench.dtypes import IN_SAFETENSORS
 from moe_routing_bench.places import home
 from moe_routing_bench.whole_files import written_whole
 
 HEADER = 4096  # bytes before the panels, a page
-TYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32}  # as safetensors calls them
+TYPES = {"U8": torch.uint8, **IN_SAFETENSORS}
 LEFT_OVER = 3600  # seconds after which a part belongs to a process that was killed
 
 

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from moe_routing_bench import cpp
 from moe_routing_bench.bench.weather import Neighbours
+from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.machine import Machine, this_machine, torch_threads
 from moe_routing_bench.places import home
 from moe_routing_bench.text import short
@@ -34,7 +35,6 @@ MEMORY_BYTES = 2**28  # per array; several times the caches of a server core
 GEMM_SIZES = (512, 1024, 2048)
 # a processor without float16 takes 50 s for the largest product, and ten minutes for all of them
 MOST_SECONDS = 0.5
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # no machine comes near 1e30; such a rate in a file would make every floor zero
 Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 Threads = Annotated[int, Field(ge=1, le=2**20)]

@@ -17,7 +17,7 @@ from moe_routing_bench.cli.fitting import fitted
 from moe_routing_bench.cli.progress import bar
 from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json, user_mistakes
 from moe_routing_bench.cli.token_map import parse_tokens, token_map
-from moe_routing_bench.conformance.cases import DTYPES
+from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.ops.registry import BUILT_IN
 
 SHOWN = 3  # failures of one implementation without --verbose

@@ -33,6 +33,7 @@ from moe_routing_bench.cli.terminal import (
 )
 from moe_routing_bench.cli.trace_files import check_command, diff_command, import_command, read_layers
 from moe_routing_bench.cli.trace_pictures import draw_trace
+from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.models.tracing import ModelTrace, pieces, record_trace
 from moe_routing_bench.results.training import SETTINGS, load_model
 from moe_routing_bench.text import printable
@@ -40,7 +41,7 @@ from moe_routing_bench.workloads.trace import Trace, read_trace, write_trace
 from moe_routing_bench.workloads.trace_summary import LayerSummary, summarise
 
 BYTES = "bytes"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+FORMS = ("auto", *DTYPES)
 # bytes of text read for each token wanted; the tokens of no common tokenizer are longer on average
 BYTES_PER_TOKEN = 64
 MAX_TOKENS = 1 << 24
@@ -181,8 +182,8 @@ def _check_record(
     ):
         if not 1 <= value <= most:
             raise ValueError(f"--{name} is {value}; it must be between 1 and {most:,}")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if dtype not in FORMS:
+        raise ValueError(f"--dtype is {dtype!r}; it must be one of {', '.join(FORMS)}")
     for path in text:
         if not path.is_file():
             raise ValueError(f"there is no text file {path}")

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
 from moe_routing_bench.bench.inputs import Call, Inputs
-from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
+from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.formats.named import INT8_ROWS, coding_of
 from moe_routing_bench.frozen import Frozen
