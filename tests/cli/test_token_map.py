@@ -8,6 +8,7 @@ import pytest
 
 from command_line import mrb, mrb_json, refused
 from moe_routing_bench.cli.token_map import TokenMap, parse_tokens
+from moe_routing_bench.names import ranges
 
 WRONG = """
 from moe_routing_bench.ops.combine.gather_sum import run as right
@@ -49,8 +50,7 @@ def test_what_is_right_ends_with_zero() -> None:
 
 def test_ranges() -> None:
     assert parse_tokens("1..3,7") == [1, 2, 3, 7]
-    found = TokenMap("op", "spec", {1: "passed"}, {5: "", 6: "", 9: ""})
-    assert found.wrong_ranges() == "5..6, 9"
+    assert parse_tokens("1-3,7,2") == [1, 2, 3, 7] and ranges([5, 6, 9]) == "5-6,9"
     for bad in ("x", "5..2", "1..99999999"):
         words = ("check", "--op", "combine", "--impl", "gather_sum", "--tokens", bad)
         assert "cannot read --tokens" in refused(*words)

@@ -18,6 +18,7 @@ from moe_routing_bench.cli.progress import bar
 from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json, user_mistakes
 from moe_routing_bench.cli.token_map import parse_tokens, token_map
 from moe_routing_bench.dtypes import DTYPES
+from moe_routing_bench.names import ranges
 from moe_routing_bench.ops.registry import BUILT_IN
 
 SHOWN = 3  # failures of one implementation without --verbose
@@ -37,7 +38,7 @@ def check_command(
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1.")] = "cpu",
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="RANGE", help="A map of right and wrong by number of tokens: 1..512."),
+        typer.Option(metavar="RANGE", help="A map of right and wrong by number of tokens: 1-512."),
     ] = None,
     as_json: Json = False,
     verbose: Annotated[
@@ -53,7 +54,7 @@ def check_command(
       mrb check --op combine --impl "index_*" --dtype bfloat16
       mrb check --include-path my_kernels --impl mine --verbose
       mrb check --op routers --impl "soft*"
-      mrb check --op expert_ffn --impl mine --include-path my_kernels --tokens 1..512
+      mrb check --op expert_ffn --impl mine --include-path my_kernels --tokens 1-512
 
     Exit code 0: all passed. 1: something failed, or nothing of an operation
     could run. 2: nothing was selected.
@@ -91,8 +92,9 @@ def _show_maps(rows: list[Row], dtypes: tuple[str, ...], device: str, text: str,
         maps.append(one_map := token_map(row, dtypes, device, numbers))
         if as_json:
             continue
-        verdict = f"wrong at T = {one_map.wrong_ranges()}" if one_map.wrong else "right at every T that ran"
-        verdict = verdict if one_map.ran else "nothing ran"
+        verdict = "right at every T that ran" if one_map.ran else "nothing ran"
+        if one_map.wrong:
+            verdict = f"wrong at T = {ranges(sorted(one_map.wrong))}"
         style = "red" if one_map.wrong else "green" if one_map.ran else "yellow"
         show(Text.assemble((f"{row.op}.{row.spec}: ", "bold"), (verdict, style)))
         for line in one_map.lines():

@@ -17,7 +17,7 @@ from rich.text import Text
 from moe_routing_bench.cli.finding import IncludePath, include_all
 from moe_routing_bench.cli.fitting import fitted
 from moe_routing_bench.cli.progress import spinner
-from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json
+from moe_routing_bench.cli.terminal import Json, console, fail, pick_all, show, show_json
 from moe_routing_bench.conformance.check import matches
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import all_ops
@@ -76,8 +76,8 @@ def compile_command(
         fail("compiling needs triton, which is not installed: pip install triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         fail("TRITON_INTERPRET=1 makes triton interpret kernels instead of compiling them; unset it")
-    architectures = [pick("architecture", name.strip(), TARGETS) for name in arch.split(",")]
-    models = [pick("model", name.strip(), MODELS) for name in model.split(",")]
+    architectures = pick_all("architecture", arch, TARGETS)
+    models = pick_all("model", model, MODELS)
     before = None if against is None else _read(against)
     rows = _compile_all(architectures, models, op, impl, configs)
     if not rows:

@@ -16,7 +16,7 @@ from rich.text import Text
 from moe_routing_bench.cli.fitting import fitted_rows
 from moe_routing_bench.cli.progress import spinner
 from moe_routing_bench.cli.terminal import Json, console, fail, say, show, show_json, user_mistakes
-from moe_routing_bench.names import did_you_mean, slots_of
+from moe_routing_bench.names import base_name, did_you_mean, slots_of
 from moe_routing_bench.places import default_results
 from moe_routing_bench.results.counting import RecordCount
 from moe_routing_bench.results.flat import COLUMNS, quoted
@@ -240,7 +240,7 @@ def _condition(folder: Path, column: str, wanted: str) -> str:
     """In SQL: the column is `wanted`, with or without options."""
     value = "if(layer = '', 'moe', layer)" if column == "layer" else column
     known = [name for (name,) in run_query(folder, f"SELECT DISTINCT {value} FROM records ORDER BY 1")[1]]
-    names = dict.fromkeys(name for one in known for name in (one, one.partition("(")[0]) if name)
+    names = dict.fromkeys(name for one in known for name in (one, base_name(one)) if name)
     if wanted not in names:
         has = f"has {', '.join(filter(None, known))}" if any(known) else "has none"
         raise ValueError(f"{folder} has no {column} {wanted!r}; {did_you_mean(wanted, names)}it {has}")

@@ -28,6 +28,7 @@ from moe_routing_bench.conformance.judging import (
     judge_output,
 )
 from moe_routing_bench.dtypes import DTYPES
+from moe_routing_bench.names import base_name
 from moe_routing_bench.ops.catalog import find, find_all
 from moe_routing_bench.ops.implementation import Implementation, tensors_in
 from moe_routing_bench.ops.registry import all_ops, get_op
@@ -72,7 +73,7 @@ def cells_of(op: str, spec: str, dtypes: Sequence[str] = tuple(DTYPES), device: 
 
 def matches(spec: str, pattern: str) -> bool:
     """A pattern for the name alone also takes the name with any options."""
-    return fnmatchcase(spec, pattern) or fnmatchcase(spec.partition("(")[0], pattern)
+    return fnmatchcase(spec, pattern) or fnmatchcase(base_name(spec), pattern)
 
 
 def check(cell: KitCell) -> Outcome:
