@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 def test_where_it_is_wrong(folder: Path) -> None:
     flags = ("--op", "combine", "--dtype", "float32", "--include-path", folder, "--tokens", "1..24")
     text = mrb("check", *flags, "--impl", "wrong", code=1).stdout
-    assert "combine.wrong: wrong at T = 3, 17..19" in text
+    assert "combine.wrong: wrong at T = 3,17-19" in text
     assert "       1  ..X.............XXX...--" in text
     died = mrb_json("check", *flags, "--impl", "dies", code=1)[0]
     assert died["status"]["20"] == "failed" and "21" not in died["status"]

@@ -15,6 +15,7 @@ from rich.console import RenderableType
 from moe_routing_bench.cli.fitting import fitted
 from moe_routing_bench.cli.progress import bar
 from moe_routing_bench.cli.terminal import Json, console, show, show_json, user_mistakes
+from moe_routing_bench.report.drawing import figure
 from moe_routing_bench.studies.drift import (
     EVEN_WITHIN,
     SERIES,
@@ -149,13 +150,9 @@ def _text(study: BalanceStudy, document: dict[str, Any]) -> str:
 
 def draw_balance(study: BalanceStudy, path: Path) -> None:
     """A panel for each series, a line for each subject, the jumps marked."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 13), dpi=90, layout="constrained")
-    FigureCanvasAgg(figure)
+    made = figure(14, 13, dpi=90)
     stream = study.stream
-    panels = figure.subplots(3, 2, sharex=True)
+    panels = made.subplots(3, 2, sharex=True)
     for axes, name in zip(panels.flat, PANELS, strict=True):
         title, factor, unit = PANELS[name]
         for track in study.tracks:
@@ -191,13 +188,13 @@ def draw_balance(study: BalanceStudy, path: Path) -> None:
             textcoords="offset points", va="top", color="#666666", fontsize=10,
         )  # fmt: skip
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=11, frameon=False)
-    figure.suptitle(
+    made.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=11, frameon=False)
+    made.suptitle(
         f"Balance controllers on a stream whose topics drift and jump: T={stream.T}, D={stream.D}, "
         f"E={stream.E}, K={stream.K}, seed {stream.seed}; lines are means of {SMOOTH} steps",
         fontsize=12, x=0.01, ha="left",
     )  # fmt: skip
-    figure.savefig(path)
+    made.savefig(path)
 
 
 def _look_past_the_start(study: BalanceStudy, axes: Any, name: str) -> None:

@@ -60,12 +60,12 @@ def style() -> Iterator[None]:
         yield
 
 
-def figure(width: float, height: float) -> Any:
+def figure(width: float, height: float, dpi: int = 100) -> Any:
     """An empty figure in inches, for no screen."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(width, height), dpi=100, layout="constrained")
+    made = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(made)
     return made
 
