@@ -42,16 +42,6 @@ def hf_loss(score_TE: Tensor, expert_TK: Tensor, num_experts: int, mask_T: Tenso
     return num_experts * (fraction_E * _sum_E(score_TE, mask_T) / T).sum()
 
 
-def gshard_loss(
-    score_TE: Tensor, expert_TK: Tensor, num_experts: int, mask_T: Tensor | None = None
-) -> Tensor:
-    """GShard, Tutel: E sum_e (c_e / T) P_e, c_e counting first choices alone.   1 at balance, at most E.
-
-    switch_loss of the first column of expert_TK: second choices may go anywhere.
-    """
-    return hf_loss(score_TE, expert_TK[:, :1], num_experts, mask_T)
-
-
 def deepseek_loss(
     score_TE: Tensor,
     expert_TK: Tensor,
