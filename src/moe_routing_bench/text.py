@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 SHORT = 120  # letters of a value inside a sentence
 
@@ -19,6 +20,12 @@ def printable(text: object, limit: int | None = None, bad: str = "?", keep: str 
 def short(value: object) -> str:
     """A value from a file as it may stand in a sentence."""
     return printable(value, SHORT)
+
+
+def first_problem(error: Any) -> str:
+    """The first problem of a pydantic ValidationError: "subjects.0.spec: Field required"."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    return f"{short('.'.join(map(str, problem['loc'])) or 'the text')}: {short(problem['msg'])}"
 
 
 def one_line(text: str, most: int = 2_000) -> str:

@@ -27,7 +27,7 @@ from moe_routing_bench.bench.weather import Neighbours
 from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.machine import Machine, this_machine, torch_threads
 from moe_routing_bench.places import home
-from moe_routing_bench.text import short
+from moe_routing_bench.text import first_problem, short
 from moe_routing_bench.whole_files import write_whole
 
 TRIES, LIBRARY_TRIES = 5, 3
@@ -277,11 +277,7 @@ def stored_roofs(machine: str) -> Roofs | None:
     try:
         roofs = Roofs.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = short(".".join(map(str, problem["loc"])) or "the file")
-        raise ValueError(
-            f"{path} is not a file of roofs ({where}: {short(problem['msg'])}); delete it"
-        ) from None
+        raise ValueError(f"{path} is not a file of roofs ({first_problem(error)}); delete it") from None
     if roofs.machine != machine:
         raise ValueError(f"{path} holds the roofs of {short(roofs.machine)}, another machine; delete it")
     return roofs

@@ -407,7 +407,11 @@ def log_tail(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", encodable(text[-MOST_LOG:]))
 
 
+def canonical_json(document: object) -> str:
+    """With sorted keys and without spaces; NaN is refused."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def content_hash(document: object) -> str:
-    """sha256 of a JSON document with sorted keys: for environments and cell keys. NaN is refused."""
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """sha256 of a JSON document, for environments and cell keys."""
+    return hashlib.sha256(canonical_json(document).encode()).hexdigest()
