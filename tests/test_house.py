@@ -27,7 +27,7 @@ DOCUMENTS = [
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
 FLOORS = [
     ["layouts", "formats"],
-    ["shapes", "names", "places", "whole_files", "published", "machine", "topology"],
+    ["shapes", "names", "text", "dtypes", "places", "whole_files", "published", "machine", "topology"],
     ["cpp", "recycled", "steady", "accuracy", "routing"],
     ["plan", "experts", "frozen", "packed_files", "parallel.placement", "parallel.placing", "load", "cost"],
     ["parallel.ranks", "parallel.faults", "parallel.traffic"],

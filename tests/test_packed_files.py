@@ -216,7 +216,7 @@ layer("int8").freeze(packed_files.PackedFiles(sys.argv[1]))
 def test_a_kill_while_writing_leaves_a_part_that_is_removed(tmp_path: Path) -> None:
     python(KILLED, tmp_path)
     (part,) = tmp_path.iterdir()
-    assert part.suffix == ".part" and part.stat().st_size > HEADER
+    assert ".safetensors.part-" in part.name and part.stat().st_size > HEADER
     layer("int8").freeze(PackedFiles(tmp_path))
     assert part.exists()  # another process may be writing it
     os.utime(part, (0, part.stat().st_mtime - LEFT_OVER))
@@ -229,7 +229,7 @@ def test_a_full_disk_is_said_and_weights_are_right(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.warns(UserWarning, match="not kept in .*: .*No space left"):
+    with pytest.warns(UserWarning, match="not kept in .*: .*the disk is full"):
         packed = native.freeze(weights(), store="int8", kept=PackedFiles(tmp_path))
     assert same(packed, native.freeze(weights(), store="int8")) and not list(tmp_path.iterdir())
 

@@ -23,7 +23,7 @@ import numpy as np
 from moe_routing_bench.bench.cell import Cell, Policy, Subject
 from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.results.flat import compact
-from moe_routing_bench.results.query import keys, run_query
+from moe_routing_bench.results.query import run_query
 from moe_routing_bench.results.record import Record, Timing, parse_record
 from moe_routing_bench.results.store import Session, iterate
 from moe_routing_bench.results.sweep import run_sweep
@@ -32,6 +32,7 @@ from moe_routing_bench.workloads.cases import BenchCase
 
 SESSIONS = 10
 QUERY = "SELECT impl, span, count(*), median(median_ms) FROM records GROUP BY impl, span ORDER BY ALL"
+KEYS = "SELECT DISTINCT cell_key, status FROM records"
 LATEST = "SELECT impl, count(*), median(ratio) FROM latest GROUP BY impl"
 APPENDS = 1_000
 
@@ -109,7 +110,7 @@ def main() -> None:
         milliseconds = appends(folder, record)
         query = timed(lambda: run_query(folder, QUERY), 5)
         latest = timed(lambda: run_query(folder, LATEST), 3)
-        known = timed(lambda: keys(folder))
+        known = timed(lambda: run_query(folder, KEYS))
         (reading,) = timed(lambda: sum(1 for _ in iterate(folder)))
         sizes = {
             name: sum(path.stat().st_size for path in folder.glob(f"*/{name}"))

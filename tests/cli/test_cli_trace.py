@@ -166,7 +166,7 @@ def test_mistakes_in_record_get_a_sentence(
     assert "--sequence is -1" in refused(*record(model, one, *out, "--sequence", -1))
     assert "--dtype is 'float8'" in refused(*record(model, one, *out, "--dtype", "float8"))
     assert "no MoE layer 3; it has 0, 1, 2" in refused(*record(model, one, *out, "--layers", "1-3"))
-    assert "cannot read 'x'" in refused(*record(model, one, *out, "--layers", "1,x"))
+    assert "'x' is no number" in refused(*record(model, one, *out, "--layers", "1,x"))
     assert "cannot be shared by 2 texts" in refused(*record(model, one, *out, "--text", one, "--tokens", 1))
     broken = tmp_path / "broken"
     broken.mkdir()

@@ -19,9 +19,8 @@ from moe_routing_bench.controllers.controller import (
     all_controllers,
     all_reduce_sum,
     controller_for,
-    controller_in,
 )
-from moe_routing_bench.routers.router import Router, all_routers, build
+from moe_routing_bench.routers.router import Router, all_routers, build, only_subclass
 from moe_routing_bench.routing import Routing, TokenInfo
 
 pytestmark = pytest.mark.slow
@@ -283,7 +282,7 @@ def test_controllers_are_found_by_file() -> None:
     assert type(controller_for(StandIn())) is all_controllers()["sign_bias"]
     empty = types.ModuleType("empty")
     with pytest.raises(ValueError, match="empty must define exactly one subclass of Controller; it has none"):
-        controller_in(empty)
+        only_subclass(empty, Controller)
 
 
 def test_a_router_without_the_buffer_is_told_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

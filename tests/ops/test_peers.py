@@ -15,6 +15,7 @@ from torch import Tensor
 import tiny_layers
 from child_process import python
 from moe_routing_bench import all_ops
+from moe_routing_bench.ops import hf
 from moe_routing_bench.ops.expert_ffn import hf_batched_mm, hf_eager, hf_grouped_mm
 from moe_routing_bench.ops.expert_ffn.op import reference
 from tiny_layers import Arguments
@@ -62,7 +63,7 @@ def test_it_agrees_with_the_reference(
 @pytest.mark.parametrize("peer", PEERS, ids=name_of)
 def test_experts_takes_a_routers_ids_without_a_plan(transformers: Any, peer: ModuleType) -> None:
     x_TD, gate_TK, plan, weights = arguments(torch.float32)
-    y_TD = peer.experts(x_TD, plan.expert_TK(), gate_TK, weights)
+    y_TD = hf.experts(name_of(peer).removeprefix("hf_"), x_TD, plan.expert_TK(), gate_TK, weights)
     close(y_TD, reference(x_TD, gate_TK, plan, weights))
 
 

@@ -126,6 +126,15 @@ def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path: Path, err
         assert str(raised.value) == f"cannot write {target}: the disk is full"
 
 
+def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
+    target = tmp_path / "r.html"
+    with written_whole(target) as first, written_whole(target) as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert not target.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["r.html"] and target.read_text() == "first"
+
+
 def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(NotWrittenError, match="No such file"):
         write_whole(tmp_path / "absent" / "file", b"")

@@ -13,11 +13,10 @@ from typing import Any
 import duckdb
 import pytest
 
-from moe_routing_bench.bench.status import Status
 from moe_routing_bench.results import flat, query
 from moe_routing_bench.results.flat import COLUMNS, compact, quoted
 from moe_routing_bench.results.lines import LeftOut
-from moe_routing_bench.results.query import connect, export_csv, export_parquet, keys, run_query
+from moe_routing_bench.results.query import connect, export_csv, export_parquet, run_query
 from moe_routing_bench.results.record import content_hash
 from moe_routing_bench.results.store import Session
 from repository import ROOT
@@ -115,14 +114,6 @@ def test_latest_is_the_newest_of_each_cell_and_implementation(folder: Path) -> N
         newer = {"created_at": "2026-11-15T02:48:00Z", "implementation__label": "fast", **change}
         write(folder, [line(numbered(60 + number, OTHER, **newer))], OTHER)
     assert one(folder, "SELECT count(*) FROM latest WHERE impl = 'fast'") == 3
-
-
-def test_keys_gather_states_over_sessions(folder: Path) -> None:
-    write(folder, [line(numbered(1, OTHER, cell_key="a" * 64))], OTHER)
-    assert keys(folder) == {
-        document()["cell_key"]: {Status.PASSED, Status.TIMEOUT},
-        "a" * 64: {Status.PASSED},
-    }
 
 
 def test_lines_newer_than_the_copy_are_seen(folder: Path) -> None:
@@ -502,7 +493,7 @@ def test_a_source_that_is_no_commit_is_unknown(folder: Path, source: Any) -> Non
 
 
 def test_no_folder_is_a_sentence(tmp_path: Path) -> None:
-    for call in (keys, compact, lambda path: run_query(path, "SELECT 1")):
+    for call in (compact, lambda path: run_query(path, "SELECT 1")):
         with pytest.raises(ValueError, match="there is no results folder"):
             call(tmp_path / "nowhere")
 

@@ -21,9 +21,9 @@ from moe_routing_bench.results.record import (
     Timing,
     content_hash,
     log_tail,
-    one_line,
     parse_record,
 )
+from moe_routing_bench.text import one_line
 from repository import ROOT
 from sample_records import HASH, SESSION, a_record, document, failed, line
 

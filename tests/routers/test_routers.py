@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_routing_bench.conformance.router_checks import check_router
-from moe_routing_bench.routers.router import GATE_SUMS, Router, all_routers, build, router_in
+from moe_routing_bench.routers.router import GATE_SUMS, Router, all_routers, build, only_subclass
 from moe_routing_bench.routing import SoftRouting, TokenInfo
 from plain_loops import assert_finite_gradients
 
@@ -103,9 +103,9 @@ def test_routers_are_found_by_file_and_mistakes_are_named() -> None:
     for name in ("One", "Two"):
         setattr(double, name, type(name, (Router,), {"__module__": "double"}))
     with pytest.raises(ValueError, match="empty must define exactly one subclass of Router; it has none"):
-        router_in(empty)
+        only_subclass(empty, Router)
     with pytest.raises(ValueError, match="it has One, Two"):
-        router_in(double)
+        only_subclass(double, Router)
 
 
 @pytest.mark.parametrize(

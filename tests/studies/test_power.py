@@ -219,12 +219,13 @@ def fake_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_rounds")
-def test_the_command_shows_and_writes(tmp_path: Path) -> None:
+def test_the_command_shows_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_routing_bench.cli.progress.LINE_SECONDS", 0.0)
     out = tmp_path / "power.png"
     words = ("doctor", "--power", "--trials", "4", "--out", out)
     ran = mrb(*words)
     assert "none (A/A)" in ran.stdout and "2 SLOWER" in ran.stdout and str(out) in ran.stdout
-    assert "comparisons" in ran.stderr and "comparisons" not in ran.stdout
+    assert "14 of 14 comparisons" in ran.stderr and "comparisons" not in ran.stdout
     study = PowerStudy.from_json(out.with_suffix(".json").read_bytes())
     assert len(study.trials) == 4 + 5 * 2 and out.exists()
     ran = mrb(*words, "--json")

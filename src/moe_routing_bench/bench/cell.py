@@ -11,6 +11,7 @@ from moe_routing_bench.bench.device import check_place
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.span import Span, span_named
 from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.text import first_problem
 from moe_routing_bench.workloads.axes import CACHES, PolicyAxes
 from moe_routing_bench.workloads.cases import BenchCase
 
@@ -88,9 +89,7 @@ class Cell:
         try:
             return _CELL.validate_json(text)
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            where = ".".join(map(str, problem["loc"])) or "the text"
-            raise ValueError(f"this is not a cell: {where}: {problem['msg']}") from None
+            raise ValueError(f"this is not a cell: {first_problem(error)}") from None
 
 
 _CELL = TypeAdapter(Cell)

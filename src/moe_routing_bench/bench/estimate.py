@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.bench.series import SAMPLE_OVERHEAD, fewest_rounds
+from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.machine import torch_threads
 from moe_routing_bench.workloads.axes import LONG_CALL
 

@@ -26,6 +26,7 @@ from moe_routing_bench.bench.sources import PACKAGE, Code, distribution_version,
 from moe_routing_bench.bench.spans.span import Span
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.machine import Machine
+from moe_routing_bench.names import base_name
 from moe_routing_bench.ops.registry import BUILT_IN, OURS, all_ops, included_folders
 from moe_routing_bench.workloads.axes import key_values
 from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of, with_file
@@ -190,7 +191,7 @@ class _Source:
         resolved = span.resolved(subject, inputs)
         ops, files = all_ops(), list(span.roots(subject))
         for op, spec in [*span.named(subject.spec), *_inside(span, subject.spec), *resolved]:
-            files += [Path(ops[op].file), *ops[op].source_files(spec.partition("(")[0].strip())]
+            files += [Path(ops[op].file), *ops[op].source_files(base_name(spec))]
         given = {place for path in files for place in (path, path.resolve())}
         folders = [
             folder for folder in included_folders() if any(path.is_relative_to(folder) for path in given)

@@ -22,6 +22,7 @@ from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.conformance.cases import KitCell
 from moe_routing_bench.conformance.check import Outcome, cells_of, check
 from moe_routing_bench.machine import this_machine, torch_threads
+from moe_routing_bench.names import base_name
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.places import home
 from moe_routing_bench.whole_files import write_whole
@@ -32,14 +33,13 @@ MOST_BYTES = 2**20  # of the file; a fuller one is begun anew
 def kit_cells(cell: Cell, subject: Subject) -> list[KitCell]:
     """The kit's cells for what the subject names, which is loaded here; none for a whole layer that is not
     ours."""
-    device, layout = memory_place(cell.policy.device), subject.layout.partition("(")[0]
+    device, layout = memory_place(cell.policy.device), base_name(subject.layout)
     return [
         one
         for part in cell.span.parts(subject.spec)
         for one in cells_of(part.op, part.label, (cell.case.dtype,), device)
         # batches are for `mrb check`: they start a second thread, and a worker counts its threads
-        if not one.case.batches
-        and (not all_ops()[part.op].has_layout or one.layout.partition("(")[0] == layout)
+        if not one.case.batches and (not all_ops()[part.op].has_layout or base_name(one.layout) == layout)
     ]
 
 

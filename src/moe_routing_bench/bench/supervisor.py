@@ -34,6 +34,7 @@ from moe_routing_bench.bench.messages import Answer, Ready, Timed
 from moe_routing_bench.bench.outside.sandbox import SandboxedProcess
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.untrusted import receive
+from moe_routing_bench.text import printable
 
 MOST_ANSWER_BYTES = 2**20
 LOG_TAIL = 2_000
@@ -194,7 +195,7 @@ class Worker:
     def log_tail(self) -> str:
         size = os.fstat(self._log).st_size
         text = os.pread(self._log, LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace")
-        return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+        return printable(text, keep="\n")
 
     def close(self) -> None:
         if self._process.is_alive():

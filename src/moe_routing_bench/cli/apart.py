@@ -32,6 +32,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from moe_routing_bench.bench.supervisor import without_main_module
 from moe_routing_bench.cli.terminal import MistakeError
 from moe_routing_bench.routers.router import include_folder
+from moe_routing_bench.text import printable
 
 SECONDS = 60.0  # between two answers
 MEMORY_BYTES = 8 << 30  # on top of what the process has when it starts
@@ -40,11 +41,8 @@ LOG_LETTERS = 300
 A = TypeVar("A", bound=BaseModel)
 
 
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
-Shown = Annotated[str, Field(max_length=4_000), AfterValidator(_printable)]  # text that reaches a terminal
+# text that reaches a terminal
+Shown = Annotated[str, Field(max_length=4_000), AfterValidator(lambda text: printable(text))]
 
 
 class ApartError(Exception):
@@ -77,7 +75,7 @@ def answers(
                     return
                 if isinstance(given, dict) and given.keys() == {"error", "mistake"}:
                     kind = MistakeError if given["mistake"] is True else ApartError
-                    raise kind(_printable(str(given["error"])[:2_000]))
+                    raise kind(printable(given["error"], 2_000))
                 one = answer.model_validate(given)
             except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, ValidationError):
                 raise ApartError("it wrote something of its own where its answer belongs") from None
@@ -134,7 +132,7 @@ def _last_words(scratch: Path) -> str:
             os.close(fd)
     except OSError:
         return ""
-    words = _printable(" ".join(text.split()))[-LOG_LETTERS:]
+    words = printable(" ".join(text.split()))[-LOG_LETTERS:]
     return f"; its last words: {words}" if words else ""
 
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from itertools import count
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from moe_routing_bench.cli.checking import Row, run_row, select
 from moe_routing_bench.cli.finding import ROUTERS, IncludePath, found_outside
 from moe_routing_bench.cli.fitting import fitted
+from moe_routing_bench.cli.progress import bar
 from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json, user_mistakes
 from moe_routing_bench.cli.token_map import parse_tokens, token_map
-from moe_routing_bench.conformance.cases import DTYPES
+from moe_routing_bench.dtypes import DTYPES
+from moe_routing_bench.names import ranges
 from moe_routing_bench.ops.registry import BUILT_IN
 
 SHOWN = 3  # failures of one implementation without --verbose
@@ -38,7 +38,7 @@ def check_command(
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1.")] = "cpu",
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="RANGE", help="A map of right and wrong by number of tokens: 1..512."),
+        typer.Option(metavar="RANGE", help="A map of right and wrong by number of tokens: 1-512."),
     ] = None,
     as_json: Json = False,
     verbose: Annotated[
@@ -54,7 +54,7 @@ def check_command(
       mrb check --op combine --impl "index_*" --dtype bfloat16
       mrb check --include-path my_kernels --impl mine --verbose
       mrb check --op routers --impl "soft*"
-      mrb check --op expert_ffn --impl mine --include-path my_kernels --tokens 1..512
+      mrb check --op expert_ffn --impl mine --include-path my_kernels --tokens 1-512
 
     Exit code 0: all passed. 1: something failed, or nothing of an operation
     could run. 2: nothing was selected.
@@ -67,12 +67,13 @@ def check_command(
     wanted, rows = select(op, impl, dtypes, device, outside)
     if tokens is not None:
         _show_maps(rows, dtypes, device, tokens, as_json=as_json)
-    total = sum(row.count for row in rows)
-    with _progress(total) as (advance, finished):
+    total, done, screen = sum(row.count for row in rows), count(1), console(stderr=True)
+    with bar("checking", "cases") as shown:
         for row in rows:
             began = time.perf_counter()
-            run_row(row, dtypes, device, advance)
-            finished(row, time.perf_counter() - began)
+            run_row(row, dtypes, device, lambda what: shown.update(next(done), total, now=what))
+            if not screen.is_terminal:
+                screen.print(f"{row.op}.{row.spec}: {_counts([row])}, {time.perf_counter() - began:.1f} s")
     ran = {row.op for row in rows if row.ran}
     idle = [name for name in wanted if name not in ran]
     healthy = not idle and not any(row.failed for row in rows)
@@ -91,8 +92,9 @@ def _show_maps(rows: list[Row], dtypes: tuple[str, ...], device: str, text: str,
         maps.append(one_map := token_map(row, dtypes, device, numbers))
         if as_json:
             continue
-        verdict = f"wrong at T = {one_map.wrong_ranges()}" if one_map.wrong else "right at every T that ran"
-        verdict = verdict if one_map.ran else "nothing ran"
+        verdict = "right at every T that ran" if one_map.ran else "nothing ran"
+        if one_map.wrong:
+            verdict = f"wrong at T = {ranges(sorted(one_map.wrong))}"
         style = "red" if one_map.wrong else "green" if one_map.ran else "yellow"
         show(Text.assemble((f"{row.op}.{row.spec}: ", "bold"), (verdict, style)))
         for line in one_map.lines():
@@ -112,29 +114,6 @@ def _must_exist(device: str) -> None:
         torch.empty(1, device=device).cpu()
     except Exception as error:
         fail(f"cannot run on {device!r}: {str(error).partition(chr(10))[0]}")
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[Row, float], None]]]:
-    """A bar on a terminal, else a line for each implementation; on stderr, because stdout is for results."""
-    out = console(stderr=True)
-    if not out.is_terminal:
-
-        def finished(row: Row, seconds: float) -> None:
-            out.print(f"{row.op}.{row.spec}: {_counts([row])}, {seconds:.1f} s")
-
-        yield lambda what: None, finished
-        return
-    columns = (
-        BarColumn(30),
-        MofNCompleteColumn(),
-        TextColumn("time left"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=out, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda what: bar.update(task, advance=1, description=what), lambda row, seconds: None
 
 
 def _counts(rows: list[Row], what: str = "") -> str:

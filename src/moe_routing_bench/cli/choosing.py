@@ -17,6 +17,7 @@ from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cli.options import ON_A_GPU, WORKLOAD, SizeOptions, WhatOptions
 from moe_routing_bench.formats.named import INT8_ROWS
 from moe_routing_bench.models.checkpoint import read_layer
+from moe_routing_bench.names import split_words
 from moe_routing_bench.ops.auto import invariant_names
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.plan import Layout
@@ -290,15 +291,3 @@ def _suite(name: str) -> str:
 
 def split_all(texts: Sequence[str] | None) -> list[str]:
     return [word for text in texts or () for word in split_words(text)]
-
-
-def split_words(text: str) -> list[str]:
-    """Split at commas outside brackets: "a,b(x=1,y=2)" is a and b(x=1,y=2)."""
-    words, depth, start = [], 0, 0
-    for place, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            words.append(text[start:place])
-            start = place + 1
-    words.append(text[start:])
-    return [word.strip() for word in words if re.search(r"\S", word)]

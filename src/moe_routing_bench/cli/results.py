@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group
-from rich.status import Status
 from rich.text import Text
 
 from moe_routing_bench.cli.fitting import fitted_rows
+from moe_routing_bench.cli.progress import spinner
 from moe_routing_bench.cli.terminal import Json, console, fail, say, show, show_json, user_mistakes
-from moe_routing_bench.names import did_you_mean, slots_of
+from moe_routing_bench.names import base_name, did_you_mean, slots_of
 from moe_routing_bench.places import default_results
 from moe_routing_bench.results.counting import RecordCount
 from moe_routing_bench.results.flat import COLUMNS, quoted
@@ -24,6 +24,7 @@ from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.objects import url_of
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 from moe_routing_bench.results.same_case import in_sql, told_apart
+from moe_routing_bench.text import printable
 from moe_routing_bench.whole_files import FULL
 
 MOST_SHOWN = 1_000
@@ -176,11 +177,11 @@ def _kernels(target: Path) -> str:
 
 
 @contextmanager
-def reading() -> Iterator[Status]:
+def reading() -> Iterator[Callable[[str], None]]:
     """Around code that reads results: a spinner on a terminal, and one sentence for a mistake."""
     try:
-        with console(stderr=True).status("reading") as status:
-            yield status
+        with spinner("reading") as doing:
+            yield doing
     except ValueError as error:
         fail(printable(error))
     except OSError as error:
@@ -202,11 +203,6 @@ def at_hand(folder: Path, *, rows: bool = False) -> Path:
     if len(copied.sentences) > MOST_SENTENCES:
         say(f"and {len(copied.sentences) - MOST_SENTENCES:,} more")
     return copied.folder
-
-
-def printable(text: object) -> str:
-    """Records and queries come from anybody: characters that could steer a terminal become ?."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(text))
 
 
 def table_of(columns: Sequence[str], rows: Sequence[Sequence[object]], words: Collection[str] = ()) -> Group:
@@ -242,7 +238,7 @@ def _condition(folder: Path, column: str, wanted: str) -> str:
     """In SQL: the column is `wanted`, with or without options."""
     value = "if(layer = '', 'moe', layer)" if column == "layer" else column
     known = [name for (name,) in run_query(folder, f"SELECT DISTINCT {value} FROM records ORDER BY 1")[1]]
-    names = dict.fromkeys(name for one in known for name in (one, one.partition("(")[0]) if name)
+    names = dict.fromkeys(name for one in known for name in (one, base_name(one)) if name)
     if wanted not in names:
         has = f"has {', '.join(filter(None, known))}" if any(known) else "has none"
         raise ValueError(f"{folder} has no {column} {wanted!r}; {did_you_mean(wanted, names)}it {has}")

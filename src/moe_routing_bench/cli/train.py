@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -13,12 +10,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from rich.progress import BarColumn, Progress, TextColumn
 
 from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.cli.fitting import fitted
-from moe_routing_bench.cli.progress import LINE_SECONDS, minutes
-from moe_routing_bench.cli.terminal import Json, console, fail, say, show, show_json, user_mistakes
+from moe_routing_bench.cli.progress import bar, minutes
+from moe_routing_bench.cli.terminal import Json, fail, say, show, show_json, user_mistakes
 from moe_routing_bench.names import parse_spec
 from moe_routing_bench.report.training_figures import draw_study
 from moe_routing_bench.results.pareto import Pareto, pareto, sentences
@@ -229,9 +225,13 @@ def _study(work: StudyRun, rounds: int, as_json: bool) -> None:
         seconds = work.estimate(rounds=rounds)
         first_look = "; --quick is a first look in about a minute" if seconds > LONG_SECONDS else ""
         say(f"study {work.name}: about {minutes(seconds)} minutes on {work.jobs} cores{first_look}")
-        with _progress(f"study {work.name}") as update:
+        with bar(f"study {work.name}") as shown:
+
+            def on_progress(ongoing: Ongoing) -> None:
+                shown.update(ongoing.share, 1, phase=ongoing.phase, now="; ".join(ongoing.now))
+
             try:
-                work.run(update, rounds=rounds)
+                work.run(on_progress, rounds=rounds)
             except KeyboardInterrupt:
                 fail(f"stopped; the same command goes on from what is in {out}")
     if not work.study.only_times:
@@ -247,14 +247,14 @@ def _study(work: StudyRun, rounds: int, as_json: bool) -> None:
 
 def _one(run: Run, corpus: Corpus, out: Path, sink: str | None, as_json: bool) -> None:
     send = _sink(sink, run)
-    with user_mistakes(), _progress(run.rule.name) as update:
+    with user_mistakes(), bar(run.rule.name) as shown:
         collapsed: set[str] = set()
 
         def on_event(event: Event) -> None:
             if isinstance(event, Stepped):
                 rate = run.batch * run.size.sequence / sum(event.seconds.values())
                 now = f"{said_step(event.step, run.steps, event.loss)}, {rate:,.0f} tokens/s"
-                update(Ongoing(phase="training", share=event.step / run.steps, now=(now,)))
+                shown.update(event.step, run.steps, phase="training", now=now)
                 send({"loss": event.loss, "learning_rate": event.learning_rate}, event.step)
             elif isinstance(event, Evaluated):
                 send({f"held_out/{name}": value for name, value in event.losses.items()}, event.step)
@@ -370,35 +370,3 @@ def _sink(name: str | None, run: Run) -> Any:
         fail(f"--sink {name} needs the package; pip install {name}")
     tracker.init(project="moe-routing-bench", name=f"{run.rule.name}-{run.seed}", config=run.to_dict())
     return lambda values, step: tracker.log({**values, "step": step})
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Any]:
-    """A bar on a terminal with what each process is at; in a pipe a line a minute."""
-    out = console(stderr=True)
-    bar = Progress(TextColumn("{task.description}", markup=False), BarColumn(20), console=out, transient=True)
-    task = bar.add_task(what, total=1.0)
-    phases: dict[str, tuple[float, float]] = {}
-    said = time.monotonic()
-
-    def update(ongoing: Ongoing) -> None:
-        nonlocal said
-        now = time.monotonic()
-        began, first = phases.setdefault(ongoing.phase, (now, ongoing.share))
-        left = ""
-        if ongoing.share > first + 0.01:
-            seconds = (now - began) * (1 - ongoing.share) / (ongoing.share - first)
-            left = f", about {minutes(seconds)} left"
-        line = f"{what}: {ongoing.phase} {100 * ongoing.share:.0f} %{left}; {'; '.join(ongoing.now)}"
-        bar.update(task, completed=ongoing.share, description=line[: max(20, out.width - 24)])
-        if not out.is_terminal and now - said >= LINE_SECONDS:
-            said = now
-            out.print(line)
-
-    if out.is_terminal:
-        bar.start()
-    try:
-        yield update
-    finally:
-        if out.is_terminal:
-            bar.stop()

@@ -37,6 +37,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.dtypes import name_of
+
 if importlib.util.find_spec("transformers") is None:
     raise NotImplementedError("the plug-in needs transformers; pip install 'moe-routing-bench[hf]'")
 
@@ -182,7 +184,7 @@ def _running(path: str, module: nn.Module, tokens: int) -> Running:
         second.shape[2 if m.is_transposed else 1],
         second.shape[1 if m.is_transposed else 2],
     )
-    dtype = f"{first.dtype}".removeprefix("torch.")
+    dtype = name_of(first.dtype)
     say: Callable[..., Running] = partial(
         Running,
         module=path,

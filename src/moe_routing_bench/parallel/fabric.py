@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.text import first_problem
 
 Rows = NDArray[np.integer]
 LARGEST_FILE = 64 * 1024
@@ -146,9 +147,7 @@ def read_fabric(name: str) -> Fabric:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{name} is not TOML: {error}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise ValueError(f"{name}: {where}: {first['msg']}") from None
+        raise ValueError(f"{name}: {first_problem(error)}") from None
 
 
 def ports(rows_WW: Rows, fabric: Fabric) -> Ports:

@@ -19,9 +19,10 @@ from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.spans.span import is_ours
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.machine import this_machine
-from moe_routing_bench.results.record import Record, one_line
+from moe_routing_bench.results.record import Record
 from moe_routing_bench.results.store import environments, iterate
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.text import one_line
 from moe_routing_bench.workloads.axes import PolicyAxes, axes_of, names_of
 from moe_routing_bench.workloads.cases import BenchCase, cases
 from moe_routing_bench.workloads.workload import file_of

@@ -26,7 +26,6 @@ from typing import Any
 
 import duckdb
 
-from moe_routing_bench.bench.status import Status
 from moe_routing_bench.results.flat import (
     COLUMNS,
     SMALL_TAIL,
@@ -40,9 +39,9 @@ from moe_routing_bench.results.flat import (
     write_rows,
 )
 from moe_routing_bench.results.lines import TRAININGS, LeftOut, is_plain_file, read_records
-from moe_routing_bench.results.record import one_line
 from moe_routing_bench.results.rows import is_rows_copy, usable
 from moe_routing_bench.results.store import environments
+from moe_routing_bench.text import one_line
 from moe_routing_bench.whole_files import written_whole
 
 MEMORY_LIMIT = "2GB"  # of what DuckDB counts; it does not count long texts
@@ -187,18 +186,6 @@ def _no_writes() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def keys(folder: Path | str) -> dict[str, set[Status]]:
-    """cell_key -> the states it has ended in, over all sessions: what a resumed sweep need not repeat."""
-    states: dict[str, set[Status]] = {}
-    known = {str(status): status for status in Status}
-    with connect(folder) as connection:
-        answer = connection.execute("SELECT DISTINCT cell_key, status FROM records")
-        while rows := answer.fetchmany(100_000):
-            for key, status in rows:
-                states.setdefault(key, set()).add(known[status])
-    return states
 
 
 def export_parquet(folder: Path | str, target: Path | str) -> int:

@@ -30,6 +30,7 @@ from pydantic import (
 
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.results.migrating import SCHEMA_VERSION, newest
+from moe_routing_bench.text import encodable, one_line
 from moe_routing_bench.workloads.axes import Axis, CaseAxes, PolicyAxes
 
 if TYPE_CHECKING:  # it imports scipy.stats, which takes longer than most queries
@@ -422,22 +423,16 @@ def _sentence(error: ValidationError) -> str:
     return f"the field {place} is wrong: {message}" if place else f"the record is wrong: {message}"
 
 
-def one_line(text: str, most: int = 2_000) -> str:
-    """Any text as a field takes it: what cannot be printed becomes a space, what is too long is cut."""
-    text = re.sub(r"\n+", " ", "".join(c if c.isprintable() else "\n" for c in _encodable(text))).strip()
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
 def log_tail(text: str) -> str:
     """The end of a worker's output as `Record.log_tail` takes it."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", _encodable(text[-MOST_LOG:]))
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", encodable(text[-MOST_LOG:]))
 
 
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()
+def canonical_json(document: object) -> str:
+    """With sorted keys and without spaces; NaN is refused."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def content_hash(document: object) -> str:
-    """sha256 of a JSON document with sorted keys: for environments and cell keys. NaN is refused."""
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """sha256 of a JSON document, for environments and cell keys."""
+    return hashlib.sha256(canonical_json(document).encode()).hexdigest()

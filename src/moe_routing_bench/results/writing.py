@@ -13,8 +13,9 @@ from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.rounds import WARM_SAMPLES
 from moe_routing_bench.published import MODELS
 from moe_routing_bench.results import record as schema
-from moe_routing_bench.results.record import Record, log_tail, one_line
+from moe_routing_bench.results.record import Record, log_tail
 from moe_routing_bench.results.store import Session
+from moe_routing_bench.text import one_line
 from moe_routing_bench.workloads.axes import values_of
 from moe_routing_bench.workloads.workload import SUITE_VERSION
 

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_routing_bench import steady
-from moe_routing_bench.routers.losses import z_loss
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -70,14 +69,7 @@ class QuantileRouter(Router):
         expert_TK = expert_TK1[:, : self.K]
         if self.training and self.K < self.E:
             self.see(z_TE - value_TK1[:, self.K :], info.mask_T)
-        routing = Routing(
-            expert_TK=expert_TK,
-            gate_TK=self.gate(logits_TE, expert_TK),
-            num_experts=self.E,
-            ragged=False,
-            logits_TE=logits_TE,
-        )
-        return self.finish(routing, {"z": lambda: z_loss(logits_TE, info.mask_T)}, info)
+        return self.routed(expert_TK, self.gate(logits_TE, expert_TK), logits_TE, info)
 
     def gate(self, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
         if self.gates == "softmax":

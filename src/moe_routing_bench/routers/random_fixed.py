@@ -48,11 +48,4 @@ class RandomFixedRouter(Router):
         logits_TE = self.project(self.prepare(x_TD, info), self.w_DE)
         value_TK, expert_TK = self.topk(logits_TE, self.K)
         gate_TK = value_TK.softmax(-1) if self.gates == "softmax" else torch.full_like(value_TK, 1 / self.K)
-        routing = Routing(
-            expert_TK=expert_TK,
-            gate_TK=gate_TK,
-            num_experts=self.E,
-            ragged=False,
-            logits_TE=logits_TE,
-        )
-        return self.finish(routing, {}, info)
+        return self.routed(expert_TK, gate_TK, logits_TE, info)
