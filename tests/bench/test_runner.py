@@ -73,6 +73,18 @@ def test_stages_and_several_processes():
     assert outcome.rounds_by_process == (8, 8) and len(staged.samples) == outcome.rounds == 16
 
 
+def test_who_left_one_set_of_processes_does_not_return_in_the_next(monkeypatch):
+    """Its samples would be paired with other rounds of the baseline."""
+
+    def leaves_after_five(self, done):
+        return [1] if done == 5 and 1 in self.alive else []
+
+    monkeypatch.setattr(rounds._Repeat, "_who_leaves", leaves_after_five)
+    outcome = run_cell(cell_of("combine", "index_add", "gather_sum", "native", processes=2))
+    assert [len(one.samples) for one in outcome.subjects] == [16, 5, 16]
+    assert outcome.rounds_by_process == (8, 8)
+
+
 @pytest.mark.parametrize("cache", ["cold", "weights-cold"])
 def test_cold_caches_time_single_calls(cache):
     outcome = run_cell(cell_of("expert_ffn", "staged", cache=cache))

@@ -83,7 +83,9 @@ def measure(setup: Setup, alive: list[int], trials: Mapping[int, Trial], on_roun
     )
     leaving = slow_ones(setup, alive, trials)
     for repeat in range(setup.cell.policy.processes):
-        here = [s for s in alive if s not in measured.failed and (repeat == 0 or s not in leaving)]
+        # who left in an earlier set of processes stays out: its samples are those of the first rounds
+        done = sum(measured.rounds_by_process)
+        here = [s for s in alive if s not in measured.failed and len(measured.samples[s]) == done]
         _Repeat(setup, here, trials, measured, leaving, repeat).run(on_round)
     return measured
 
