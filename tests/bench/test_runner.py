@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from moe_routing_bench.bench.floor import TOLERANCE, floor_seconds, raise_stored
 from moe_routing_bench.bench.outcome import SubjectOutcome
 from moe_routing_bench.bench.roofs import Roofs, measure_roofs, store_roofs, stored_roofs
 from moe_routing_bench.bench.runner import Progress, _held_to_both, run_cell
+from moe_routing_bench.bench.series import TWIN, Measured, beside
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
@@ -269,6 +271,19 @@ def test_who_must_leave_for_want_of_time_keeps_its_place(monkeypatch):
     for one in outcome.subjects[1:]:
         assert one.comparison is not None and one.comparison.verdict == "TOO_FEW_ROUNDS"
         assert one.checked_timed_calls >= 1 and "6 rounds cannot give" in one.comparison.reason
+
+
+def test_who_is_dropped_for_want_of_time_leaves_no_processes():
+    repeat, ended = object.__new__(rounds._Repeat), list[int]()
+    repeat.cell, repeat.alive = cell_of("combine", "index_add", "gather_sum", "native"), [0, 1, 2]
+    repeat.here = {0: [1.0], 1: [1.0], 2: [9.0], TWIN: [1.0], beside(2): [1.0]}
+    repeat.measured = Measured(samples=dict(repeat.here), calls={})
+    repeat.deadline = repeat.longest_round = 0.0
+    repeat.judge = SimpleNamespace(oracle_seconds=0.0)
+    repeat.protocol = SimpleNamespace(drop=ended.append)
+    assert repeat._why_stop() is None
+    assert repeat.measured.failed[2].status is Status.NO_TIME and repeat.alive == [0, 1]
+    assert ended == [2]
 
 
 def test_long_calls_are_timed_one_at_a_time_and_without_one_before(monkeypatch):

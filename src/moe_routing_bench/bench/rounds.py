@@ -189,7 +189,6 @@ class _Repeat:
             if subject == self.baseline:
                 raise BaselineError(failure) from None
             self._drop(subject, failure)
-            self.protocol.drop(subject)
             homes = {id(home): home for home, _ in self.homes.values()}.values()
             for worker in [home for home in homes if home is mine or home.harm()]:
                 worker.close()
@@ -210,8 +209,10 @@ class _Repeat:
         return self._subject(series), failure
 
     def _drop(self, subject: int, failure: SubjectError) -> None:
+        """A subject leaves without its samples, and its processes end."""
         self.measured.failed[subject] = failure
         self.alive.remove(subject)
+        self.protocol.drop(subject)
         for series in (subject, beside(subject)):
             self.here.pop(series, None)
             self.measured.samples.pop(series, None)
