@@ -286,6 +286,24 @@ def test_who_is_dropped_for_want_of_time_leaves_no_processes():
     assert ended == [2]
 
 
+def test_changed_weights_are_blamed_on_one_of_those_who_share_a_process(monkeypatch):
+    asked = []
+
+    def changed(worker, judge):
+        asked.append(worker)
+        raise SubjectError(Status.MUTATED_INPUT, "the experts' weights were not the same after its calls")
+
+    monkeypatch.setattr(rounds, "check_weights", changed)
+    monkeypatch.setattr(
+        rounds._Repeat, "_who_leaves", lambda self, done: [1] if done == 5 and 1 in self.alive else []
+    )
+    outcome = run_cell(cell_of("expert_ffn", "staged", "eager_loop", "native"))
+    assert [one.status for one in outcome.subjects] == [Status.MUTATED_INPUT] * 3
+    for one in outcome.subjects:
+        assert "one of staged, eager_loop, native, which share a process" in one.reason
+    assert len(asked) == 1, "all of them at once, not one baseline after the other"
+
+
 def test_long_calls_are_timed_one_at_a_time_and_without_one_before(monkeypatch):
     asked = []
     sample = Worker.sample

@@ -200,8 +200,7 @@ def _rounds(
                 ),
             )  # fmt: skip
         except BaselineError as blame:
-            over = blame.failure.status is Status.NO_TIME
-            for index in list(alive) if over else alive[:1]:
+            for index in blame.subjects:
                 _fail(trials, index, blame.failure)
                 alive.remove(index)
             continue
