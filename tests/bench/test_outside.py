@@ -209,6 +209,20 @@ def test_honest_cells_of_every_kind_pass(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.timing
+def test_the_twin_of_a_shared_process_says_nothing_about_isolated_ones(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_routing_bench.bench.runner.aa_floor", lambda a, twin: 0.5)
+    outcome = run_cell(cell(folder, "staged", "eager_loop", "copy"))
+    had_time(*outcome.subjects)
+    ours, theirs = (one.comparison for one in outcome.subjects[1:])
+    assert ours is not None and ours.aa_floor == 0.5
+    assert theirs is not None and theirs.aa_floor == 0.0 and "twin" not in theirs.reason
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.timing
 def test_an_honest_cell_passes_in_a_sandbox(folder: str) -> None:
     try:
         sandbox.check_sandbox()

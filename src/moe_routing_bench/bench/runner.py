@@ -337,10 +337,12 @@ def _outcomes(
     floor = aa_floor(baseline.samples, outcomes[-1].samples)
     pairs = {place: measured.against(place) for place in alive[1:]}
     pairs[len(outcomes) - 1] = measured.samples[alive[0]]
+    isolated = alive[0] in measured.paired  # then the twin is too, and the floor is that of such processes
+    apart = {place: place in measured.paired or (place == len(outcomes) - 1 and isolated) for place in pairs}
     comparisons = compare_cells(
         [(against, outcomes[place].samples) for place, against in pairs.items()],
-        aa_floor=floor,
-        delta=[DELTA_APART if place in measured.paired else DELTA for place in pairs],
+        aa_floor=[floor if apart[place] == isolated else 0.0 for place in pairs],
+        delta=[DELTA_APART if apart[place] else DELTA for place in pairs],
         target=cell.policy.target,
     )
     for place, comparison in zip(pairs, comparisons, strict=True):
@@ -371,7 +373,8 @@ def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -
     comparison = one.comparison
     if comparison is None or comparison.verdict != "FASTER":
         return one
-    if compare(baseline.samples[: len(one.samples)], one.samples, aa_floor=floor).verdict == "FASTER":
+    elsewhere = baseline.samples[: len(one.samples)]
+    if compare(elsewhere, one.samples, aa_floor=floor, delta=DELTA_APART).verdict == "FASTER":
         return one
     reason = f"{comparison.reason}; but it is not faster than the baseline in another process"
     return replace(one, comparison=replace(comparison, verdict="UNDECIDED", more_rounds=None, reason=reason))
