@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_routing_bench import cpp
-from moe_routing_bench.bench import rounds
+from moe_routing_bench.bench import kit, rounds
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.floor import TOLERANCE, floor_seconds, raise_stored, too_fast
 from moe_routing_bench.bench.outcome import SubjectOutcome
@@ -26,6 +26,7 @@ from moe_routing_bench.bench.supervisor import SubjectError, Worker
 from moe_routing_bench.bench.trial import check_clocks
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.cli.tables import show_outcome
+from moe_routing_bench.conformance.check import Outcome
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.registry import BUILT_IN
@@ -302,6 +303,31 @@ def test_changed_weights_are_blamed_on_one_of_those_who_share_a_process(monkeypa
     for one in outcome.subjects:
         assert "one of staged, eager_loop, native, which share a process" in one.reason
     assert len(asked) == 1, "all of them at once, not one baseline after the other"
+
+
+def test_who_supports_no_case_of_the_kit_has_not_passed_it(monkeypatch):
+    """One part of several is enough: its neighbour's cases say nothing about it."""
+
+    def refuses(one):
+        return Outcome(cell=one, status="passed" if one.op == "dispatch" else "unsupported")
+
+    monkeypatch.setattr(kit, "_check", refuses)
+    cell = cell_of("pack", "index_select+gather_sum")
+    with pytest.raises(NotImplementedError, match=r"the kit ran 0 cases of combine\.gather_sum"):
+        kit.run_kit(cell, cell.subjects[0])
+
+
+def test_only_our_own_code_is_remembered_in_a_file(monkeypatch, tmp_path):
+    """Code from outside could write the file."""
+    monkeypatch.setenv("MRB_HOME", str(tmp_path))
+    cell = cell_of("combine", "index_add")
+    kit.PassedKits(cell, outside=False).add(cell.subjects[0], "abc")
+    assert kit.PassedKits(cell, outside=False).knows(cell.subjects[0], "abc")
+    assert not kit.PassedKits(cell, outside=True).knows(cell.subjects[0], "abc")
+    written = (tmp_path / "kit.json").read_bytes()
+    kit.PassedKits(cell, outside=True).add(cell.subjects[0], "def")
+    assert kit.PassedKits(cell, outside=True).knows(cell.subjects[0], "def")
+    assert (tmp_path / "kit.json").read_bytes() == written
 
 
 def test_long_calls_are_timed_one_at_a_time_and_without_one_before(monkeypatch):

@@ -266,8 +266,9 @@ class Worker:
 
 
 def _error(asked: str, message: str, error_type: str) -> SubjectError:
-    # an absent library raises when the implementation is loaded; later this is an ordinary error
-    if error_type == "NotImplementedError" and asked == "describe":
+    # an absent library raises when the implementation is loaded, and run_kit if no case is supported; later
+    # this is an ordinary error
+    if error_type == "NotImplementedError" and asked in ("describe", "kit"):
         return SubjectError(Status.UNSUPPORTED, message.partition(": ")[2] or message)
     if (
         error_type == "MemoryError"

@@ -245,7 +245,8 @@ def try_alone(setup: Setup, index: int) -> Trial:
         if outside:  # what it is called and where it comes from is not for itself to say
             origin = "; ".join(sorted(set(setup.cell.span.origins(subject.spec))))
             about = about.model_copy(update={"label": subject.spec, "origin": origin})
-        known = _passed_before(subject, setup)
+        kits, source = PassedKits(setup.cell, outside=outside), setup.sources.get(subject, "")
+        known = bool(source) and kits.knows(subject, source)
         shortest = _gate(worker, place, subject, setup, about, outside, seen)
         if outside or not known:  # sums over all the weights take a while; the rounds end with one
             check_weights(worker, setup.judge)
@@ -256,7 +257,9 @@ def try_alone(setup: Setup, index: int) -> Trial:
         seen["peak_rss_bytes"] = worker.peak_bytes()
         worker.called.add(place)
         if not known:
-            _kit(worker, place, subject, setup)
+            _kit(worker, place, setup)
+            if source:
+                kits.add(subject, source)
         if outside or setup.cell.include:
             _check_loaded(worker, subject, setup)
         if not (outside and setup.can_freeze):  # what is frozen between turns may have threads that wait
@@ -336,21 +339,14 @@ def slow_reason(call_seconds: float, setup: Setup) -> str:
     )
 
 
-def _passed_before(subject: Subject, setup: Setup) -> bool:
-    source = setup.sources.get(subject, "")
-    return bool(source) and PassedKits(setup.cell).knows(subject, source)
-
-
-def _kit(worker: Worker, place: int, subject: Subject, setup: Setup) -> None:
-    """The hard cases of `mrb check`; who passes them is remembered."""
+def _kit(worker: Worker, place: int, setup: Setup) -> None:
+    """The hard cases of `mrb check`."""
     with setup.budget.paused() if setup.budget.kit_apart else nullcontext():
         answer = worker.ask("kit", KitRun, subject=place)
     if answer.failed:
         cases = answer.passed + answer.failed
         reason = f"it fails {answer.failed} of {cases} hard cases (`mrb check`): {answer.first}"
         raise SubjectError(Status.WRONG_VALUE, reason)
-    if source := setup.sources.get(subject, ""):
-        PassedKits(setup.cell).add(subject, source)
 
 
 def _check_loaded(worker: Worker, subject: Subject, setup: Setup) -> None:
