@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
 import torch
 
 from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.fork_server import PRELOAD, fork_server
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.outside import sandbox
 from moe_routing_bench.bench.outside.drawing import SecretInputs
@@ -25,6 +28,7 @@ from moe_routing_bench.bench.untrusted import read_file, receive
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
+from repository import SOURCE
 from timing import had_time
 
 SHAPE = MoEShape(T=24, D=32, F=32, E=8, K=2)
@@ -123,6 +127,18 @@ def test_a_frozen_process_does_nothing_until_it_is_woken() -> None:
     busy.wait()
     with pytest.raises(GoneError):
         freeze(busy.pid)
+
+
+def test_everything_is_forked_from_one_server_that_knows_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes first starts it."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr(ForkServerContext, "set_forkserver_preload", lambda self, names: asked.append(names))
+    for more in ((), ("moe_routing_bench.cli",)):
+        assert fork_server(*more) is multiprocessing.get_context("forkserver")
+    assert asked[0] == [*PRELOAD] and asked[1] == [*PRELOAD, "moe_routing_bench.cli"]
+    assert {"moe_routing_bench.bench.worker", "moe_routing_bench.bench.outside.serve"} <= {*PRELOAD}
+    callers = [path for path in SOURCE.rglob("*.py") if "set_forkserver_preload" in path.read_text()]
+    assert [path.name for path in callers] == ["fork_server.py"]
 
 
 def test_messages_have_deadlines_and_a_greatest_length() -> None:
