@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -15,11 +16,11 @@ import pytest
 import torch
 
 from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.fork_server import PRELOAD, fork_server
+from moe_routing_bench.bench.fork_server import PRELOAD, fork_server, server_pid, without_main_module
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.outside import sandbox
 from moe_routing_bench.bench.outside.drawing import SecretInputs
-from moe_routing_bench.bench.outside.freezing import GoneError, cpu_seconds, freeze, thaw
+from moe_routing_bench.bench.outside.freezing import GoneError, Strangers, cpu_seconds, freeze, thaw
 from moe_routing_bench.bench.outside.memory import Shared, places_for, read_memory, with_tensors
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
@@ -127,6 +128,37 @@ def test_a_frozen_process_does_nothing_until_it_is_woken() -> None:
     busy.wait()
     with pytest.raises(GoneError):
         freeze(busy.pid)
+
+
+def leave_a_process_behind(pid: str) -> None:
+    """It is in a session of its own, and the process that started it has ended."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            Path(pid).write_text(f"{os.getpid()}\n")
+            time.sleep(120)
+        os._exit(0)
+    os.wait()
+
+
+def test_what_workers_leave_behind_is_ended_and_what_this_process_detached_is_not(tmp_path: Path) -> None:
+    strangers, written = Strangers(server_pid()), tmp_path / "pid"
+    job = subprocess.Popen(["sleep", "120"], start_new_session=True)
+    try:
+        worker = fork_server().Process(target=leave_a_process_behind, args=(str(written),))
+        with without_main_module():
+            worker.start()
+        worker.join()
+        while not (written.exists() and written.read_text().endswith("\n")):
+            time.sleep(0.01)
+        assert strangers.end() == 1
+        assert strangers.end() == 0, "nobody is blamed twice"
+        assert job.poll() is None
+    finally:
+        job.kill()
+        job.wait()
+    with pytest.raises(GoneError):
+        freeze(int(written.read_text()))
 
 
 def test_everything_is_forked_from_one_server_that_knows_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:

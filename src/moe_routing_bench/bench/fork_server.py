@@ -1,7 +1,8 @@
 """The fork server of this process, which starts workers, checks of code from outside and training runs.
 
-It has imported torch, so a process starts in 20 ms instead of 2 s. Python has one such server in a process,
-and only what is named before it starts is imported. So it is set up here alone.
+It has imported torch, so a process starts in 20 ms instead of 2 s. It adopts what workers leave behind
+(outside/adopting.py). Python has one such server in a process, and only what is named before it starts is
+imported. So it is set up here alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from types import ModuleType
 
-PRELOAD = tuple(f"moe_routing_bench.bench.{name}" for name in ("worker", "outside.serve"))
+PRELOAD = tuple(f"moe_routing_bench.bench.{name}" for name in ("outside.adopting", "worker", "outside.serve"))
 
 
 def fork_server(*more: str) -> ForkServerContext:
@@ -29,6 +30,11 @@ def start_server() -> None:
     fork_server()
     with without_main_module():
         forkserver.ensure_running()
+
+
+def server_pid() -> int:
+    start_server()
+    return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
 
 @contextmanager
