@@ -15,6 +15,7 @@ from moe_routing_bench import cpp
 from moe_routing_bench.bench import kit, rounds
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.floor import TOLERANCE, floor_seconds, raise_stored, too_fast
+from moe_routing_bench.bench.messages import Described
 from moe_routing_bench.bench.outcome import SubjectOutcome
 from moe_routing_bench.bench.roofs import Roofs, measure_roofs, store_roofs, stored_roofs
 from moe_routing_bench.bench.runner import Progress, _held_to_both, run_cell
@@ -23,7 +24,7 @@ from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError, Worker
-from moe_routing_bench.bench.trial import check_clocks
+from moe_routing_bench.bench.trial import _checks, check_clocks
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.cli.tables import show_outcome
 from moe_routing_bench.conformance.check import Outcome
@@ -303,6 +304,18 @@ def test_changed_weights_are_blamed_on_one_of_those_who_share_a_process(monkeypa
     for one in outcome.subjects:
         assert "one of staged, eager_loop, native, which share a process" in one.reason
     assert len(asked) == 1, "all of them at once, not one baseline after the other"
+
+
+def test_a_record_names_the_checks_that_ran():
+    """The clock of our own code is not audited, and gather_sum has no weights."""
+    (one,) = run_cell(cell_of("combine", "gather_sum")).subjects
+    assert {"right on the kit's hard cases", "same bits twice", "no threads left"} <= {*one.checks}
+    assert not {"weights unchanged", "time agrees with the parent's clock"} & {*one.checks}
+    setup = SimpleNamespace(cell=cell_of("expert_ffn", "staged"), can_freeze=True)
+    careless = Described(label="mine", deterministic=False, reuses_output=True)
+    ran = _checks(Subject(spec="mine"), careless, setup, True)
+    assert "weights unchanged" in ran and "time agrees with the parent's clock" in ran
+    assert not {"same bits twice", "earlier results left alone", "no threads left"} & {*ran}
 
 
 def test_who_supports_no_case_of_the_kit_has_not_passed_it(monkeypatch):

@@ -26,7 +26,7 @@ from moe_routing_bench.bench.spans.span import Load, Span, is_ours
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Question, Subject
 from moe_routing_bench.bench.supervisor import SubjectError
-from moe_routing_bench.bench.trial import CHECKS, Reuse, Setup, Trial, Watch, slow_reason, try_alone
+from moe_routing_bench.bench.trial import Reuse, Setup, Trial, Watch, slow_reason, try_alone
 from moe_routing_bench.bench.verdict import (
     DELTA,
     DELTA_APART,
@@ -314,7 +314,7 @@ def _outcomes(
         if trial.passed and measured is not None:
             about |= {
                 "role": "baseline" if index == alive[0] else "candidate",
-                "checks": CHECKS,
+                "checks": trial.checks,
                 "checked_timed_calls": measured.checked[index],
                 "samples": tuple(measured.samples[index]),
                 "stages": measured.stage_medians(index),

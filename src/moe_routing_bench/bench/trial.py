@@ -41,12 +41,6 @@ from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.bench.verdict import FEWEST_ROUNDS
 from moe_routing_bench.bench.worker import MOST_CALLS
 
-CHECKS = (
-    "right on two inputs", "right on the kit's hard cases", "memory poisoned", "inputs unchanged",
-    "weights unchanged", "same bits twice",
-    "earlier results left alone", "no threads left", "torch's settings left alone",
-    "time agrees with the parent's clock",
-)  # fmt: skip
 # how much longer the parent's clock may run than the worker's: the time in the pipe, and a share of the span
 PIPE_SECONDS = 3e-4
 HIDDEN_SHARE = 0.05
@@ -74,6 +68,7 @@ class Trial:
     status: Status
     reason: str = ""
     about: Described
+    checks: tuple[str, ...] = ()  # those it passed
     verdict: Verdict | None = None
     first_call: float | None = None
     runs: str = ""  # what really ran, in words
@@ -268,6 +263,7 @@ def try_alone(setup: Setup, index: int) -> Trial:
             raise SubjectError(Status.SUSPECT, touched)
         if outside:
             setup.blame_for_harm()
+        seen["checks"] = _checks(subject, about, setup, outside)
         status, reason = Status.PASSED, ""
     except SubjectError as failure:
         status, reason = failure.status, failure.reason
@@ -330,6 +326,26 @@ def _gate(
     if about.deterministic and not judge.same_bits(*files, number=number, step=step, subject=subject):
         raise SubjectError(Status.NONDETERMINISTIC, "a second run on the same input gave other bits")
     return shortest
+
+
+def _checks(subject: Subject, about: Described, setup: Setup, outside: bool) -> tuple[str, ...]:
+    """What a subject that passed was checked for, here and in the rounds."""
+    span, timed_by_parent = setup.cell.span, outside and setup.can_freeze
+    ran = {
+        "right on two inputs": True,
+        "right on the kit's hard cases": bool(span.named(subject.spec)),
+        "memory poisoned": True,
+        "inputs unchanged": True,
+        "weights unchanged": span.weights,
+        "same bits twice": about.deterministic,
+        "earlier results left alone": not about.reuses_output,
+        "no threads left": not timed_by_parent,
+        "no more cores than threads": timed_by_parent,
+        "no processes left": timed_by_parent,
+        "torch's settings left alone": True,
+        "time agrees with the parent's clock": outside,
+    }
+    return tuple(name for name, did in ran.items() if did)
 
 
 def slow_reason(call_seconds: float, setup: Setup) -> str:
