@@ -7,23 +7,27 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
 from moe_routing_bench import cpp
-from moe_routing_bench.bench import rounds
+from moe_routing_bench.bench import kit, rounds
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.floor import TOLERANCE, floor_seconds, raise_stored, too_fast
+from moe_routing_bench.bench.messages import Described
 from moe_routing_bench.bench.outcome import SubjectOutcome
 from moe_routing_bench.bench.roofs import Roofs, measure_roofs, store_roofs, stored_roofs
 from moe_routing_bench.bench.runner import Progress, _held_to_both, run_cell
+from moe_routing_bench.bench.series import TWIN, Measured, beside
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError, Worker
-from moe_routing_bench.bench.trial import check_clocks
+from moe_routing_bench.bench.trial import _checks, check_clocks
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.cli.tables import show_outcome
+from moe_routing_bench.conformance.check import Outcome
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.registry import BUILT_IN
@@ -71,6 +75,18 @@ def test_stages_and_several_processes():
     assert list(staged.stages) == ["route", "plan", "dispatch", "gemm", "combine", "shared"]
     assert list(eager.stages) == ["route", "plan", "eager_loop", "shared"]
     assert outcome.rounds_by_process == (8, 8) and len(staged.samples) == outcome.rounds == 16
+
+
+def test_who_left_one_set_of_processes_does_not_return_in_the_next(monkeypatch):
+    """Its samples would be paired with other rounds of the baseline."""
+
+    def leaves_after_five(self, done):
+        return [1] if done == 5 and 1 in self.alive else []
+
+    monkeypatch.setattr(rounds._Repeat, "_who_leaves", leaves_after_five)
+    outcome = run_cell(cell_of("combine", "index_add", "gather_sum", "native", processes=2))
+    assert [len(one.samples) for one in outcome.subjects] == [16, 5, 16]
+    assert outcome.rounds_by_process == (8, 8)
 
 
 @pytest.mark.parametrize("cache", ["cold", "weights-cold"])
@@ -257,6 +273,74 @@ def test_who_must_leave_for_want_of_time_keeps_its_place(monkeypatch):
     for one in outcome.subjects[1:]:
         assert one.comparison is not None and one.comparison.verdict == "TOO_FEW_ROUNDS"
         assert one.checked_timed_calls >= 1 and "6 rounds cannot give" in one.comparison.reason
+
+
+def test_who_is_dropped_for_want_of_time_leaves_no_processes():
+    repeat, ended = object.__new__(rounds._Repeat), list[int]()
+    repeat.cell, repeat.alive = cell_of("combine", "index_add", "gather_sum", "native"), [0, 1, 2]
+    repeat.here = {0: [1.0], 1: [1.0], 2: [9.0], TWIN: [1.0], beside(2): [1.0]}
+    repeat.measured = Measured(samples=dict(repeat.here), calls={})
+    repeat.deadline = repeat.longest_round = 0.0
+    repeat.judge = SimpleNamespace(oracle_seconds=0.0)
+    repeat.protocol = SimpleNamespace(drop=ended.append)
+    assert repeat._why_stop() is None
+    assert repeat.measured.failed[2].status is Status.NO_TIME and repeat.alive == [0, 1]
+    assert ended == [2]
+
+
+def test_changed_weights_are_blamed_on_one_of_those_who_share_a_process(monkeypatch):
+    asked = []
+
+    def changed(worker, judge):
+        asked.append(worker)
+        raise SubjectError(Status.MUTATED_INPUT, "the experts' weights were not the same after its calls")
+
+    monkeypatch.setattr(rounds, "check_weights", changed)
+    monkeypatch.setattr(
+        rounds._Repeat, "_who_leaves", lambda self, done: [1] if done == 5 and 1 in self.alive else []
+    )
+    outcome = run_cell(cell_of("expert_ffn", "staged", "eager_loop", "native"))
+    assert [one.status for one in outcome.subjects] == [Status.MUTATED_INPUT] * 3
+    for one in outcome.subjects:
+        assert "one of staged, eager_loop, native, which share a process" in one.reason
+    assert len(asked) == 1, "all of them at once, not one baseline after the other"
+
+
+def test_a_record_names_the_checks_that_ran():
+    """The clock of our own code is not audited, and gather_sum has no weights."""
+    (one,) = run_cell(cell_of("combine", "gather_sum")).subjects
+    assert {"right on the kit's hard cases", "same bits twice", "no threads left"} <= {*one.checks}
+    assert not {"weights unchanged", "time agrees with the parent's clock"} & {*one.checks}
+    setup = SimpleNamespace(cell=cell_of("expert_ffn", "staged"), can_freeze=True)
+    careless = Described(label="mine", deterministic=False, reuses_output=True)
+    ran = _checks(Subject(spec="mine"), careless, setup, True)
+    assert "weights unchanged" in ran and "time agrees with the parent's clock" in ran
+    assert not {"same bits twice", "earlier results left alone", "no threads left"} & {*ran}
+
+
+def test_who_supports_no_case_of_the_kit_has_not_passed_it(monkeypatch):
+    """One part of several is enough: its neighbour's cases say nothing about it."""
+
+    def refuses(one):
+        return Outcome(cell=one, status="passed" if one.op == "dispatch" else "unsupported")
+
+    monkeypatch.setattr(kit, "_check", refuses)
+    cell = cell_of("pack", "index_select+gather_sum")
+    with pytest.raises(NotImplementedError, match=r"the kit ran 0 cases of combine\.gather_sum"):
+        kit.run_kit(cell, cell.subjects[0])
+
+
+def test_only_our_own_code_is_remembered_in_a_file(monkeypatch, tmp_path):
+    """Code from outside could write the file."""
+    monkeypatch.setenv("MRB_HOME", str(tmp_path))
+    cell = cell_of("combine", "index_add")
+    kit.PassedKits(cell, outside=False).add(cell.subjects[0], "abc")
+    assert kit.PassedKits(cell, outside=False).knows(cell.subjects[0], "abc")
+    assert not kit.PassedKits(cell, outside=True).knows(cell.subjects[0], "abc")
+    written = (tmp_path / "kit.json").read_bytes()
+    kit.PassedKits(cell, outside=True).add(cell.subjects[0], "def")
+    assert kit.PassedKits(cell, outside=True).knows(cell.subjects[0], "def")
+    assert (tmp_path / "kit.json").read_bytes() == written
 
 
 def test_long_calls_are_timed_one_at_a_time_and_without_one_before(monkeypatch):

@@ -294,7 +294,8 @@ def test_check_is_not_content_with_nothing(folder, name):
     words = ["check", "--op", "combine", "--dtype", "float32", "--include-path", folder(name)]
     text = mrb(*words, "--impl", name, code=1).stdout
     assert "Nothing selected of combine could run" in text and "0 cases passed, 0 failed" in text
-    mrb(*words, "--impl", "[gn]*")
+    text = mrb(*words, "--impl", "[agn]*", code=1).stdout
+    assert "gather_sum" in text and f"Nothing selected of combine.{name} could run" in text
 
 
 def test_check_notices_an_op_without_implementations(monkeypatch: pytest.MonkeyPatch):

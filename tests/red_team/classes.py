@@ -90,5 +90,6 @@ CLASSES: dict[str, dict[str, str]] = {
         "combine.describes_another": "PASSED",
         "combine.restores_before_the_print": "MUTATED_INPUT WRONG_VALUE",
         "combine.passes_its_own_kit": _WRONG,
+        "combine.supports_no_hard_case": "UNSUPPORTED",
     },
 }

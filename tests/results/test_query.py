@@ -332,6 +332,24 @@ def test_no_way_to_write_reaches_the_copies(folder: Path) -> None:
     assert parquet.read_bytes() == before
 
 
+def test_the_caller_of_a_query_over_large_results_may_write(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit that keeps a query from writing is one of a whole process, a notebook's too."""
+    write(folder, [b"bad\n"])
+    compact(folder)
+    small, small_left_out, large_left_out, limits = "SELECT * FROM records", LeftOut(), LeftOut(), []
+    expected = run_query(folder, small, small_left_out)
+    monkeypatch.setattr(query, "MOST_COPIED_BYTES", 0)
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append(what))
+    assert run_query(folder, small, large_left_out) == expected
+    assert keys(folder)
+    with pytest.raises(ValueError, match="recrods"):
+        run_query(folder, "SELECT * FROM recrods")
+    assert large_left_out == small_left_out and large_left_out.count == 1
+    assert resource.RLIMIT_FSIZE not in limits
+
+
 def test_a_forged_copy_is_made_anew(folder: Path) -> None:
     """With everything a copy says of itself as it should be: lines, hash and age."""
     compact(folder)

@@ -31,7 +31,9 @@ from moe_routing_bench.ops.registry import BUILT_IN, OURS, all_ops, included_fol
 from moe_routing_bench.workloads.axes import key_values
 from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of, with_file
 
-HARNESS = ("bench/runner.py", "bench/worker.py", "bench/outside/inside_sandbox.py")
+HARNESS = (
+    "bench/runner.py", "bench/worker.py", "bench/outside/inside_sandbox.py", "bench/outside/adopting.py",
+)  # fmt: skip
 LIBRARIES = ("numpy", "scipy", "triton", "nvidia-cutlass-dsl", "quack-kernels")
 # how names of environment variables begin that decide a result or a time, and why
 SETTINGS = {

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
-import multiprocessing.forkserver as forkserver
 import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import psutil
@@ -30,6 +25,7 @@ from pydantic import ValidationError
 
 from moe_routing_bench.bench import worker as worker_module
 from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.fork_server import fork_server, without_main_module
 from moe_routing_bench.bench.messages import Answer, Ready, Timed
 from moe_routing_bench.bench.outside.sandbox import SandboxedProcess
 from moe_routing_bench.bench.status import Status
@@ -74,7 +70,7 @@ class Worker:
         # the log's name may lead elsewhere later, so it is only read through this
         self._log = os.open(self.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._close_log = weakref.finalize(self, os.close, self._log)  # also if a sweep is abandoned
-        context = _context()
+        context = fork_server()
         ours, theirs = context.Pipe()
         self._pipe = ours
         self.limit = cell.policy.step_seconds  # of one request
@@ -267,8 +263,9 @@ class Worker:
 
 
 def _error(asked: str, message: str, error_type: str) -> SubjectError:
-    # an absent library raises when the implementation is loaded; later this is an ordinary error
-    if error_type == "NotImplementedError" and asked == "describe":
+    # an absent library raises when the implementation is loaded, and run_kit if no case is supported; later
+    # this is an ordinary error
+    if error_type == "NotImplementedError" and asked in ("describe", "kit"):
         return SubjectError(Status.UNSUPPORTED, message.partition(": ")[2] or message)
     if (
         error_type == "MemoryError"
@@ -279,35 +276,3 @@ def _error(asked: str, message: str, error_type: str) -> SubjectError:
             Status.OOM, f"it needed more memory than the cap: {message.splitlines()[0][:300]}"
         )
     return SubjectError(Status.RUNTIME_ERROR, f"raised {message}")
-
-
-@contextlib.contextmanager
-def without_main_module() -> Iterator[None]:
-    """Keeps multiprocessing from importing the parent's main module in every worker: that takes seconds, and
-    a script without a guard would run twice. Workers do not need it."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-_context_made: ForkServerContext | None = None
-
-
-def start_server() -> None:
-    """Start importing torch for the workers now, beside what this process does before it needs one."""
-    _context()
-    with without_main_module():
-        forkserver.ensure_running()
-
-
-def _context() -> ForkServerContext:
-    """Workers are forked from a server that has imported torch, which takes 20 ms instead of 2 s."""
-    global _context_made
-    if _context_made is None:
-        _context_made = multiprocessing.get_context("forkserver")
-        workers = [f"moe_routing_bench.bench.{name}" for name in ("worker", "outside.serve")]
-        _context_made.set_forkserver_preload(workers)
-    return _context_made

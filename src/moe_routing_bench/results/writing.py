@@ -39,7 +39,7 @@ def _record(
         samples = np.asarray(one.samples)
         timing = schema.Timing.of(samples, one.first_call or 0.0, session.put_samples(samples), one.stages)
     if one.comparison is not None and outcome.baseline is not None:
-        comparison = schema.Comparison.of(outcome.baseline.label, one.comparison, outcome.aa_floor or 0.0)
+        comparison = schema.Comparison.of(outcome.baseline.label, one.comparison, one.comparison.aa_floor)
     sizes: dict[str, Any] = vars(case.shape)
     group = case.name.partition("/")[0]
     return Record(
