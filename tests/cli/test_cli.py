@@ -23,7 +23,7 @@ from moe_routing_bench.workloads.cases import SUITES
 pytestmark = pytest.mark.slow
 
 GOOD = '''"""The built-in rule under another name."""
-from moe_routing_bench.ops.combine.gather_sum import run, unsupported
+from moe_routing_bench.ops.combine.gather_sum import run
 CONFIGS = ({"speed": 1},)
 FORWARD_ONLY = True
 gather_sum = run

@@ -105,10 +105,16 @@ def test_our_own_import_bug_is_raised(folder: Path) -> None:
         combine_op.get("other")
 
 
+def test_a_file_without_unsupported_runs_everywhere(folder: Path) -> None:
+    put(folder, "def run(y_RD, gate_TK, plan, *, speed=0): return y_RD")
+    assert combine_op.why_not("mine", *arguments()) is None
+    assert combine_op.why_not("mine(speed=1)", *arguments()) is None
+
+
 @pytest.mark.parametrize(
     "text,words",
     [
-        ("def run(y_RD, gate_TK, plan): pass", "must define unsupported"),
+        ("def run(y_RD, gate_TK, plan): pass\nunsupported = None", "must define unsupported"),
         ("def unsupported(y_RD, gate_TK, plan): pass", "must define run"),
         (
             "def run(y, gate_TK, plan): pass\ndef unsupported(y_RD, gate_TK, plan): pass",
