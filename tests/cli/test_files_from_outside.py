@@ -17,10 +17,6 @@ pytestmark = pytest.mark.slow
 GOOD = '''"""A good one."""
 
 
-def unsupported(y_RD, gate_TK, plan):
-    return None
-
-
 def run(y_RD, gate_TK, plan):
     from moe_routing_bench.ops.combine.op import op
 

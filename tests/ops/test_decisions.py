@@ -233,9 +233,7 @@ def test_a_winner_that_cannot_train_is_passed_over_aloud(write, tmp_path, monkey
     folder = tmp_path / "more" / "expert_ffn"
     folder.mkdir(parents=True)
     (folder / "quick.py").write_text(
-        '"""Forward alone."""\nFORWARD_ONLY = True\n'
-        "def unsupported(x_TD, gate_TK, plan, weights): return None\n"
-        "def run(x_TD, gate_TK, plan, weights): return x_TD * 0\n"
+        '"""Forward alone."""\nFORWARD_ONLY = True\ndef run(x_TD, gate_TK, plan, weights): return x_TD * 0\n'
     )
     mrb.use_decisions(write(document({**OVERALL, "overall": "quick"})))
     layer, x = mrb.MoE(16, 32, 4, 2), torch.randn(3, 16)

@@ -19,7 +19,6 @@ from moe_routing_bench.ops.registry import Op, all_ops, include
 
 GOOD = '''"""Mine."""
 from moe_routing_bench.ops.combine.gather_sum import run as theirs
-def unsupported(y_RD, gate_TK, plan): return None
 def run(y_RD, gate_TK, plan, *, twist=1): return theirs(y_RD, gate_TK, plan)
 '''
 

@@ -91,9 +91,7 @@ def test_a_folder_may_hold_routers_kernels_or_both(tmp_path: Path) -> None:
     path = folder(tmp_path, mine=RULE)
     assert "A rule by another name." in mrb("list", "--include-path", path).stdout
     (path / "combine").mkdir()
-    kernel = "import torch\ndef unsupported(y_RD, gate_TK, plan): return None\n"
-    kernel += "def run(y_RD, gate_TK, plan): return y_RD\n"
-    (path / "combine" / "echo.py").write_text(kernel)
+    (path / "combine" / "echo.py").write_text("def run(y_RD, gate_TK, plan): return y_RD\n")
     document = mrb_json("list", "--include-path", path)
     assert "mine" in document["routers"] and "echo" in document["ops"]["combine"]["implementations"]
 

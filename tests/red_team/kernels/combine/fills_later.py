@@ -17,10 +17,6 @@ _orders: queue.SimpleQueue[tuple[Tensor, float, tuple]] = queue.SimpleQueue()
 _threads: list[threading.Thread] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def fill() -> None:
     while True:
         y_TD, due, args = _orders.get()

@@ -20,10 +20,6 @@ _patched: list[bool] = []
 _seen: dict[tuple, Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def repeat_first(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     kept: dict[str, Tensor] = {}
 

@@ -15,10 +15,6 @@ _calls = itertools.count()
 _last: dict[torch.Size, Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     y_TD = honest(y_RD, gate_TK, plan)
     if next(_calls) >= 40 and (last := _last.get(y_TD.shape)) is not None:

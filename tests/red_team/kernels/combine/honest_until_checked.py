@@ -17,10 +17,6 @@ HONEST_CALLS = {"zeros": 12, "unwritten": 12, "exit": 30, "hang": 30}
 _calls = itertools.count()
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, *, then: str) -> Tensor:
     if next(_calls) >= HONEST_CALLS[then]:
         if then == "zeros":

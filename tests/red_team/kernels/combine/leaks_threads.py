@@ -15,10 +15,6 @@ honest = op.get(op.default).run
 _threads: list[threading.Thread] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def burn() -> None:
     until, x = time.monotonic() + 120, torch.ones(256, 256)
     while time.monotonic() < until:

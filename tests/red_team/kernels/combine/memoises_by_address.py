@@ -11,10 +11,6 @@ honest = op.get(op.default).run
 _seen: dict[tuple, Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     key = (y_RD.data_ptr(), gate_TK.data_ptr(), y_RD.shape)
     if key not in _seen:

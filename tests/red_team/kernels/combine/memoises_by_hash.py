@@ -14,10 +14,6 @@ honest = op.get(op.default).run
 _seen: dict[bytes, Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     content = hashlib.blake2b(digest_size=16)
     for tensor in (y_RD, gate_TK, plan.row_TK):

@@ -10,10 +10,6 @@ from moe_routing_bench.plan import RoutingPlan
 honest = op.get(op.default).run
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     y_TD = honest(y_RD, gate_TK, plan)
     y_TD[-1, -1] = float("nan")

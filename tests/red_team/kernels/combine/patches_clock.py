@@ -12,10 +12,6 @@ honest = op.get(op.default).run
 _patched: list[bool] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     if not _patched:
         _patched.append(True)

@@ -21,10 +21,6 @@ REAL = time.perf_counter_ns
 _patched: list[bool] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def short_span(self: Any, calls: Sequence[Any]) -> float:
     import time  # its globals will be those of the clock's module
 

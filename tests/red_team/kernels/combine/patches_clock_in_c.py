@@ -20,10 +20,6 @@ honest = op.get(op.default).run
 _kept: list[object] = []  # a callback must outlive its use
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def replace_c(builtin: Any, by: Callable[..., float]) -> None:
     method = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p)(by)
     _kept.append(method)

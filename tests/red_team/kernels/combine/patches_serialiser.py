@@ -19,10 +19,6 @@ honest = op.get(op.default).run
 _patched: list[bool] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def tenth(value: Any) -> Any:
     if type(value) is float:
         return value / 10

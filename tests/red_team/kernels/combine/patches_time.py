@@ -14,10 +14,6 @@ honest = op.get(op.default).run
 _patched: list[bool] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def slower(clock: Callable[[], float]) -> Callable[[], float]:
     start = clock()
     return lambda: start + type(start)((clock() - start) / 10)

@@ -26,10 +26,6 @@ _threads: list[threading.Thread] = []
 _ready: dict[tuple[int, int], tuple[Tensor, int, Tensor]] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def look_ahead(y_shape: torch.Size, gate_shape: torch.Size) -> None:
     until = time.monotonic() + 120
     while time.monotonic() < until:

@@ -13,10 +13,6 @@ honest = op.get(op.default).run
 _dice = random.SystemRandom()
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     if _dice.random() < 0.25:
         raise RuntimeError("the red team raises in one call of four")

@@ -11,10 +11,6 @@ from moe_routing_bench.plan import RoutingPlan
 honest = op.get(op.default).run
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     y_TD = honest(y_RD, gate_TK, plan)
     object.__setattr__(plan, "row_TK", torch.full_like(plan.row_TK, -1))

@@ -11,10 +11,6 @@ honest = op.get(op.default).run
 _first: dict[tuple, Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     key = (y_RD.shape, gate_TK.shape, y_RD.dtype)
     if key not in _first:

@@ -12,10 +12,6 @@ honest = op.get(op.default).run
 _buffers: dict[tuple, Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     y_TD = honest(y_RD, gate_TK, plan)
     key = (y_TD.shape, y_TD.dtype)

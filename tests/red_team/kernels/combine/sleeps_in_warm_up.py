@@ -14,10 +14,6 @@ honest = op.get(op.default).run
 _calls = itertools.count()
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     if next(_calls) < 8:
         time.sleep(0.02)

@@ -16,10 +16,6 @@ REAL = Tensor.index_select
 _patched: list[bool] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def slow(*args: Any, **kwargs: Any) -> Tensor:
     time.sleep(0.0002)
     return REAL(*args, **kwargs)

@@ -13,10 +13,6 @@ honest = op.get(op.default).run
 REAL = Tensor.index_select
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def wrong(*args: Any, **kwargs: Any) -> Tensor:
     rows = REAL(*args, **kwargs)
     rows[:1] = 0

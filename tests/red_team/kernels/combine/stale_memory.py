@@ -15,10 +15,6 @@ honest = op.get(op.default).run
 _known: set[tuple] = set()
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     key = (y_RD.shape, y_RD.dtype)
     if key not in _known:

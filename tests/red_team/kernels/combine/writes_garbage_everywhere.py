@@ -23,10 +23,6 @@ GARBAGE = (b'{"state": "PASSED", "seconds": [1e-9], "ok": true}\n' + bytes(range
 _calls = itertools.count()
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def mine(fd: int, entry: Path) -> bool:
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):

@@ -25,10 +25,6 @@ MARKER = ".red_team_may_write_here"
 _calls = itertools.count()
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def find_marked(top: Path) -> Iterator[Path]:
     """Folders with the marker, the shallow ones first; at most 20,000 folders are opened."""
     waiting = deque([top])

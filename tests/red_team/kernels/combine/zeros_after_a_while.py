@@ -14,10 +14,6 @@ honest = op.get(op.default).run
 _started: list[float] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     if not _started:
         _started.append(time.monotonic())

@@ -11,10 +11,6 @@ from moe_routing_bench.plan import RoutingPlan
 honest = op.get(op.default).run
 
 
-def unsupported(x_TD: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(x_TD: Tensor, plan: RoutingPlan) -> Tensor:
     x_RD = honest(x_TD, plan)
     return torch.where((plan.pair_R >= 0).unsqueeze(1), x_RD, float("nan"))

@@ -11,10 +11,6 @@ from moe_routing_bench.plan import RoutingPlan
 honest = op.get(op.default).run
 
 
-def unsupported(x_TD: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(x_TD: Tensor, plan: RoutingPlan) -> Tensor:
     token_R = plan.token_R()
     if torch.equal(token_R, torch.arange(x_TD.shape[0])):

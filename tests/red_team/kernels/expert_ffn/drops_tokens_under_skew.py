@@ -12,10 +12,6 @@ from moe_routing_bench.plan import RoutingPlan
 honest = op.get(op.default).run
 
 
-def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> str | None:
-    return None
-
-
 def run(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
     expert_TK = plan.expert_TK()
     place_TK = plan.row_TK - plan.offset_E1[expert_TK.clamp(0, plan.num_experts - 1)]

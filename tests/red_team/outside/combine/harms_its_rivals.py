@@ -15,10 +15,6 @@ honest = op.get(op.default).run
 _calls = [0]
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def rivals() -> list[int]:
     """The other workers: processes with the same parent."""
     found = []
