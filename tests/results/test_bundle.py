@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import random
-import runpy
 import stat
 import zipfile
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from moe_routing_bench.results.again import measure_again
 from moe_routing_bench.results.bundle import MANIFEST, make_bundle, opened_bundle
 from moe_routing_bench.results.store import iterate
 from moe_routing_bench.results.sweep import run_sweep
-from repository import ROOT
+from sweep_driver import make_cells
 
 Files = dict[str, bytes]
 
@@ -227,7 +226,7 @@ def test_mutations_are_refused_in_a_sentence_or_change_no_time(honest, tmp_path,
 
 
 def test_a_bundle_of_this_machine_is_measured_again_and_a_lie_is_seen(tmp_path):
-    cells = runpy.run_path(str(ROOT / "measurements/bench/sweep_driver.py"))["make_cells"](2, [])
+    cells = make_cells(2, [])
     list(run_sweep(cells, tmp_path / "results", LocalExecutor()))
     mrb("bundle", tmp_path / "results", "-o", tmp_path / "a.zip")
     outcomes = {}
