@@ -153,7 +153,7 @@ def test_without_transformers_it_says_what_to_install(
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     reason = all_ops()["expert_ffn"].why_not(name_of(peer), *arguments(torch.float32))
-    assert reason == "needs transformers; pip install 'moe-routing-bench[hf]'"
+    assert "pip install 'moe-routing-bench[hf]'" in (reason or "")
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=name_of)

@@ -119,10 +119,7 @@ def test_no_time_without_a_pass(status: Status) -> None:
 
 def test_a_pass_has_a_time_and_a_failure_a_reason() -> None:
     for part in ("timing", "routing", "work"):
-        sentence = refusal(document(**{"comparison": None, part: None}))
-        assert (
-            sentence == "the record is wrong: a record with status PASSED must have timing, routing and work"
-        )
+        assert "timing, routing and work" in refusal(document(**{"comparison": None, part: None}))
     assert "its reason" in refusal({**failed("OOM", correctness__reason="")})
     assert parse_record(line(failed("CRASHED", routing=None, work=None))).work is None
 
