@@ -176,6 +176,7 @@ def test_what_only_the_garbage_collector_holds_is_no_reason() -> None:
     try:
         del circle
         layer.freeze()
+        assert isinstance(layer.experts.w_in_EDG, Frozen) and isinstance(layer.experts.w_out_EFD, Frozen)
     finally:
         gc.enable()
 
