@@ -133,7 +133,7 @@ def test_a_damaged_file_is_packed_again_with_a_sentence(how: str, tmp_path: Path
     changed = tmp_path / "changed"
     changed.write_bytes(DAMAGE[how](whole))
     changed.replace(path)  # not in place: `right` has the old one mapped
-    with pytest.warns(UserWarning, match="is not used, and packed again"):
+    with pytest.warns(UserWarning, match="packed again"):
         again = native.freeze(weights(), store="int8", kept=PackedFiles(tmp_path))
     assert same(again, right) and path.read_bytes() == whole
 

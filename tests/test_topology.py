@@ -86,7 +86,7 @@ def test_bad_texts_are_refused_in_a_sentence(text: str) -> None:
 
 def test_a_text_in_the_environment_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MRB_NODES", "0-1,two")
-    with pytest.raises(ValueError, match="nodes are off, auto or processors"):
+    with pytest.raises(ValueError, match="off, auto or"):
         nodes_in_use()
     with pytest.raises(ValueError, match="no processor 8"):
         use_nodes("0;8")

@@ -39,10 +39,6 @@ from moe_routing_bench.ops.expert_ffn.op import op
 honest = op.get(op.default).run
 
 
-def unsupported(x_TD, gate_TK, plan, weights):
-    return None
-
-
 def run(x_TD, gate_TK, plan, weights):
     return honest(x_TD, gate_TK, plan, weights)
 '''

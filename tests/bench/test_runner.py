@@ -100,14 +100,12 @@ def test_a_baseline_that_cannot_run_is_replaced_and_said():
     outcome = run_cell(cell_of("grouped_gemm", "padded_bmm", "expert_loop"))
     refused, other = outcome.subjects
     assert refused.status is Status.UNSUPPORTED and "padded layout" in refused.reason
-    assert other.role == "baseline" and "padded_bmm was to be the baseline" in outcome.notes[0]
+    assert other.role == "baseline" and "padded_bmm" in outcome.notes[0]
 
 
 def test_nothing_that_runs_is_an_outcome_too():
     outcome = run_cell(cell_of("grouped_gemm", "padded_bmm"))
-    assert (
-        outcome.baseline is None and outcome.rounds == 0 and outcome.stop_reason == "nothing passed its trial"
-    )
+    assert outcome.baseline is None and outcome.rounds == 0 and "nothing passed" in outcome.stop_reason
 
 
 def test_faster_must_hold_against_both_copies_of_the_baseline():
@@ -121,9 +119,7 @@ def test_faster_must_hold_against_both_copies_of_the_baseline():
     assert _held_to_both(one, slow, 0.0) is one
     quick = replace(slow, samples=(0.4, 0.44, 0.42, 0.41) * 8)
     found = _held_to_both(one, quick, 0.0).comparison
-    assert (
-        found is not None and found.verdict == "UNDECIDED" and "not faster than the baseline" in found.reason
-    )
+    assert found is not None and found.verdict == "UNDECIDED" and "not faster" in found.reason
 
 
 def test_progress_only_goes_up():
@@ -153,7 +149,7 @@ def test_code_from_outside_that_is_faster_than_the_machine_is_suspect():
     floors: dict[int, float | None] = {0: 1.0, 1: 1.0}
     assert too_fast({0: 0.5, 1: 0.5}, floors, ()) == {}  # a second by the roofs, but ours
     assert list(too_fast({0: 2.0, 1: 0.5}, floors, {1})) == [1]
-    assert "200 % of the highest rate ever seen" in too_fast({0: 2.0, 1: 0.5}, floors, {1})[1]
+    assert "200 %" in too_fast({0: 2.0, 1: 0.5}, floors, {1})[1]
     assert too_fast({0: 0.5, 1: 0.5}, floors, {1}) == {}  # ours shows how much too low the roofs are
     assert too_fast({0: 2.0, 1: 0.5}, {0: None, 1: None}, {1}) == {}
     cost = Cost(useful_flops=1000, executed_flops=1000)
@@ -195,14 +191,14 @@ def test_the_floor_counts_bytes_only_where_they_must_come_from_memory():
 
 
 def test_what_roofs_of_a_busy_machine_say_is_marked(capsys: pytest.CaptureFixture[str]):
-    busy = LOW.model_copy(update={"busy": "others used 0.9 cores meanwhile"})
+    busy = LOW.model_copy(update={"busy": "0.9 cores"})
     outcome = run_cell(cell_of("expert_ffn", "staged", "eager_loop"), roofs=busy)
     for one in outcome.subjects:
         assert one.roof_busy and one.share_of_roof == 1.0 and one.floor_seconds is None
-    assert not any("too low for this" in note for note in outcome.notes)
+    assert not any("too low" in note for note in outcome.notes)
     show_outcome(outcome, roofs=busy)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "~100 %" in shown and "others used 0.9 cores meanwhile" in shown
+    assert "~100 %" in shown and "0.9 cores" in shown
 
 
 def test_an_honest_cell_is_not_above_the_roof():
@@ -224,7 +220,7 @@ def test_clocks_that_disagree_are_suspect_but_a_busy_machine_is_not():
     busy = [(0.010, 0.013)] * 8
     check_clocks(busy, lambda: (0.010, 0.0101))  # one undisturbed span is enough
     asked = []
-    with pytest.raises(SubjectError, match=r"says 10 ms where the parent's clock saw 13 ms"):
+    with pytest.raises(SubjectError, match=r"10 ms where the parent's clock saw 13 ms"):
         check_clocks(busy, lambda: asked.append(1) or (0.010, 0.013))
     assert len(asked) == 50
 
@@ -232,7 +228,7 @@ def test_clocks_that_disagree_are_suspect_but_a_busy_machine_is_not():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"cache": "warm"}, "no cache policy"),
+        ({"cache": "warm"}, "cache"),
         ({"min_rounds": 3}, "at least 8"),
         ({"max_rounds": 10, "min_rounds": 20}, "rounds"),
         ({"threads": 0}, "at least 1"),
@@ -249,9 +245,9 @@ def test_a_cell_travels_as_json_and_refuses_what_is_none():
     cell = cell_of("combine")
     assert Cell.from_json(cell.to_json()) == cell
     for text in ("", "{}", "[1]", '{"case": 3}', cell.to_json()[:-2], "null"):
-        with pytest.raises(ValueError, match="this is not a cell"):
+        with pytest.raises(ValueError, match="not a cell"):
             Cell.from_json(text)
-    with pytest.raises(ValueError, match="at least one implementation"):
+    with pytest.raises(ValueError, match="one implementation"):
         cell.only(())
     with pytest.raises(ValueError, match="named twice"):
         cell.only(cell.subjects[:1] * 2)
@@ -272,7 +268,7 @@ def test_who_must_leave_for_want_of_time_keeps_its_place(monkeypatch):
     assert [len(one.samples) for one in outcome.subjects] == [6, 6, 6]
     for one in outcome.subjects[1:]:
         assert one.comparison is not None and one.comparison.verdict == "TOO_FEW_ROUNDS"
-        assert one.checked_timed_calls >= 1 and "6 rounds cannot give" in one.comparison.reason
+        assert one.checked_timed_calls >= 1 and "6 rounds" in one.comparison.reason
 
 
 def test_who_is_dropped_for_want_of_time_leaves_no_processes():

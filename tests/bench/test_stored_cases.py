@@ -63,11 +63,11 @@ def test_weights_take_the_bytes_of_their_format() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"store": "int9"}, "there is no format 'int9'; there are int8,"),
-        ({"store": "int8_a8"}, "store the weights as int8 and measure native"),
-        ({"span": "layer"}, "in expert_ffn, not in layer"),
+        ({"store": "int9"}, "'int9'"),
+        ({"store": "int8_a8"}, "measure native"),
+        ({"span": "layer"}, "in expert_ffn"),
         ({"direction": "train"}, "forward, not train"),
-        ({"checkpoint": "model"}, "as they are drawn, not from a checkpoint"),
+        ({"checkpoint": "model"}, "a checkpoint"),
     ],
 )
 def test_cases_that_cannot_be_measured_are_refused(changes, words) -> None:

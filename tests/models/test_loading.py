@@ -237,9 +237,9 @@ def test_a_file_does_not_choose_which_code_runs(tmp_path: Path) -> None:
 def test_plain_weights_were_never_there(tmp_path: Path) -> None:
     write_model(tmp_path / "model", "qwen3_moe", "fp8")
     model = plugin.load(tmp_path / "model")
-    with pytest.raises(NotImplementedError, match="exist as fp8_block alone; load the originals"):
+    with pytest.raises(NotImplementedError, match="fp8_block"):
         plugin.thaw(model)
-    with pytest.raises(RuntimeError, match="these weights are frozen"):
+    with pytest.raises(RuntimeError, match="frozen"):
         model.save_pretrained(tmp_path / "saved")
     want = logits(model, tokens())
     plugin.freeze(model)  # nothing is left to pack

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, needs_compiler]
 
 def test_what_is_not_read_is_said(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="not a folder"):
         plugin.load(folder)
     make("qwen3_moe").save_pretrained(folder)
     with pytest.raises(ValueError, match=r"is not quantised; .* from_pretrained, and plugin\.freeze"):
@@ -53,7 +53,7 @@ def test_what_is_not_read_is_said(tmp_path: Path) -> None:
         with pytest.raises(kind, match=re.escape(sentence)):
             plugin.load(folder)
         change(folder, **good)
-    with pytest.raises(ValueError, match="stored as int8, not as mxfp4"):
+    with pytest.raises(ValueError, match="int8, not as mxfp4"):
         plugin.load(folder, "native(store=mxfp4)")
     with pytest.raises(NotImplementedError, match=r"run in native\(store=\.\.\.\), not in staged"):
         plugin.load(folder, "staged")

@@ -54,9 +54,10 @@ def test_it_agrees_with_the_reference(
     transformers: Any, peer: ModuleType, dtype: torch.dtype, activation: str
 ) -> None:
     args = arguments(dtype, activation=activation)
-    if (reason := peer.unsupported(*args)) is not None:
-        assert peer is hf_grouped_mm and dtype == torch.float64 and "float64" in reason
+    if peer is hf_grouped_mm and dtype == torch.float64:
+        assert "float64" in str(peer.unsupported(*args))
         return
+    assert peer.unsupported(*args) is None
     close(peer.run(*args), reference(*args))
 
 
@@ -154,7 +155,7 @@ def test_without_transformers_it_says_what_to_install(
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     reason = all_ops()["expert_ffn"].why_not(name_of(peer), *arguments(torch.float32))
-    assert reason == "needs transformers; pip install 'moe-routing-bench[hf]'"
+    assert "pip install 'moe-routing-bench[hf]'" in (reason or "")
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=name_of)

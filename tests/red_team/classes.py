@@ -56,10 +56,10 @@ CLASSES: dict[str, dict[str, str]] = {
     "harming rivals": {
         "combine.timer_burns_the_core": "PASSED SUSPECT",
         "combine.daemon_burns_the_core": "SUSPECT",
-        "combine.kills_its_rivals": "SUSPECT",
-        "combine.stops_its_rivals": "SUSPECT",
-        "combine.slows_its_rivals": "SUSPECT",
-        "combine.moves_its_rivals": "SUSPECT PASSED",
+        "combine.harms_its_rivals(how=kill)": "SUSPECT",
+        "combine.harms_its_rivals(how=stop)": "SUSPECT",
+        "combine.harms_its_rivals(how=slow)": "SUSPECT",
+        "combine.harms_its_rivals(how=move)": "SUSPECT PASSED",
         "combine.fills_the_memory": "SUSPECT OOM",
     },
     "more cores": {

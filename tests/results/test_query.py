@@ -391,7 +391,7 @@ def test_memory_that_duckdb_does_not_count_is_bounded(
 ) -> None:
     monkeypatch.setattr(query, "MOST_PROCESS_BYTES", 1 << 29)
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(ValueError, match="too much memory"):
+    with pytest.raises(ValueError, match="memory"):
         run_query(folder, sql)
     assert resource.getrlimit(resource.RLIMIT_AS) == limits and one(folder, "SELECT 1") == 1
 
@@ -451,7 +451,7 @@ def test_export_is_one_file(folder: Path) -> None:
         "SELECT count(*), count(median_ms) FROM read_parquet(?)", params=[str(target)]
     ).fetchall()
     assert rows == [(3, 2)] and not list(folder.parent.glob("*.part*"))
-    with pytest.raises(ValueError, match="there is no folder"):
+    with pytest.raises(ValueError, match="no folder"):
         export_parquet(folder, folder / "no" / "a.parquet")
 
 
@@ -512,7 +512,7 @@ def test_a_source_that_is_no_commit_is_unknown(folder: Path, source: Any) -> Non
 
 def test_no_folder_is_a_sentence(tmp_path: Path) -> None:
     for call in (compact, lambda path: run_query(path, "SELECT 1")):
-        with pytest.raises(ValueError, match="there is no results folder"):
+        with pytest.raises(ValueError, match="no results"):
             call(tmp_path / "nowhere")
 
 
