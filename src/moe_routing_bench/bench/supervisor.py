@@ -73,7 +73,7 @@ class Worker:
         # the log's name may lead elsewhere later, so it is only read through this
         self._log = os.open(self.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._close_log = weakref.finalize(self, os.close, self._log)  # also if a sweep is abandoned
-        context = _context()
+        context = server_context()
         ours, theirs = context.Pipe()
         self._pipe = ours
         self.limit = cell.policy.step_seconds  # of one request
@@ -297,12 +297,12 @@ _context_made: ForkServerContext | None = None
 
 def start_server() -> None:
     """Start importing torch for the workers now, beside what this process does before it needs one."""
-    _context()
+    server_context()
     with without_main_module():
         forkserver.ensure_running()
 
 
-def _context() -> ForkServerContext:
+def server_context() -> ForkServerContext:
     """Workers are forked from a server that has imported torch, which takes 20 ms instead of 2 s."""
     global _context_made
     if _context_made is None:

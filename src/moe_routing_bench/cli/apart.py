@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -29,7 +28,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
-from moe_routing_bench.bench.supervisor import without_main_module
+from moe_routing_bench.bench.supervisor import server_context, without_main_module
 from moe_routing_bench.cli.terminal import MistakeError
 from moe_routing_bench.routers.router import include_folder
 
@@ -57,8 +56,7 @@ def answers(
     """What `function(*arguments)` yields, as `answer`, with the folders `include` included. The function is a
     top-level one of ours, and yields what JSON can hold. MistakeError if it raised one."""
     scratch = Path(tempfile.mkdtemp(prefix="mrb-apart-"))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moe_routing_bench.cli"])
+    context = server_context()
     ours, theirs = context.Pipe(duplex=False)
     folders = [str(folder.resolve()) for folder in include]
     process = context.Process(

@@ -28,8 +28,8 @@ def say_roofs_are_measured() -> None:
 class ShownProgress:
     """Progress over all cells: update() is called often while a cell is measured, cell_done() after it."""
 
-    def __init__(self, cells: int):
-        self._cells, self._done, self._started = cells, 0, time.monotonic()
+    def __init__(self, cells: int, *, quiet: bool = False):
+        self._cells, self._done, self._started, self._quiet = cells, 0, time.monotonic(), quiet
         self._said, self._standing = self._started, tuple[Standing, ...]()
         out = console(stderr=True)
         self._lines = not out.is_terminal
@@ -47,7 +47,7 @@ class ShownProgress:
             self._task, completed=self._done + progress.share, description=f"{used} {what[:60]}; {left}"
         )
         building = progress.what.startswith(BUILDING)
-        if self._lines and (building or now - self._said >= LINE_SECONDS):
+        if self._lines and not self._quiet and (building or now - self._said >= LINE_SECONDS):
             self._said = now
             console(stderr=True).print(progress.what if building else f"{used} {what}; {left}")
 
@@ -76,7 +76,7 @@ class ShownProgress:
             self.start()
 
     def start(self) -> None:
-        if not self._lines:
+        if not self._lines and not self._quiet:
             self._live.start()
 
     def stop(self) -> None:
@@ -98,9 +98,15 @@ def minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
+def is_wanted(progress: bool | None) -> bool:
+    """None: where somebody looks on, in a terminal or a notebook."""
+    out = console(stderr=True)
+    return (out.is_terminal or out.is_jupyter) if progress is None else progress
+
+
 @contextmanager
-def shown_progress(cells: int) -> Iterator[ShownProgress]:
-    progress = ShownProgress(cells)
+def shown_progress(cells: int, *, quiet: bool = False) -> Iterator[ShownProgress]:
+    progress = ShownProgress(cells, quiet=quiet)
     progress.start()
     try:
         yield progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -149,7 +149,7 @@ def train_command(
         assert router is not None
         with user_mistakes():
             run = replace(
-                like, rule=_rule(router, like.size), learning_rate=rate or 3e-3, sees_future=sees_future,
+                like, rule=rule_named(router, like.size), learning_rate=rate or 3e-3, sees_future=sees_future,
                 corpus=learnt.hash[:16],
             )  # fmt: skip
         say_text()
@@ -209,6 +209,10 @@ def show_command(
     if as_json:
         show_json([one.model_dump(mode="json") for one in runs])
         return
+    show_runs(runs)
+
+
+def show_runs(runs: Sequence[Training]) -> None:
     words = {"rule": [one.rule for one in runs], "study": [one.study for one in runs]}
     numbers = {
         "seed": [str(one.seed) for one in runs],
@@ -229,7 +233,7 @@ def _study(work: StudyRun, rounds: int, as_json: bool) -> None:
         seconds = work.estimate(rounds=rounds)
         first_look = "; --quick is a first look in about a minute" if seconds > LONG_SECONDS else ""
         say(f"study {work.name}: about {minutes(seconds)} minutes on {work.jobs} cores{first_look}")
-        with _progress(f"study {work.name}") as update:
+        with training_progress(f"study {work.name}") as update:
             try:
                 work.run(update, rounds=rounds)
             except KeyboardInterrupt:
@@ -247,14 +251,12 @@ def _study(work: StudyRun, rounds: int, as_json: bool) -> None:
 
 def _one(run: Run, corpus: Corpus, out: Path, sink: str | None, as_json: bool) -> None:
     send = _sink(sink, run)
-    with user_mistakes(), _progress(run.rule.name) as update:
+    with user_mistakes(), training_progress(run.rule.name) as update:
         collapsed: set[str] = set()
 
         def on_event(event: Event) -> None:
             if isinstance(event, Stepped):
-                rate = run.batch * run.size.sequence / sum(event.seconds.values())
-                now = f"{said_step(event.step, run.steps, event.loss)}, {rate:,.0f} tokens/s"
-                update(Ongoing(phase="training", share=event.step / run.steps, now=(now,)))
+                update(ongoing(run, event))
                 send({"loss": event.loss, "learning_rate": event.learning_rate}, event.step)
             elif isinstance(event, Evaluated):
                 send({f"held_out/{name}": value for name, value in event.losses.items()}, event.step)
@@ -270,6 +272,12 @@ def _one(run: Run, corpus: Corpus, out: Path, sink: str | None, as_json: bool) -
         show_json(record.model_dump(mode="json"))
         return
     _show_run(record, out)
+
+
+def ongoing(run: Run, event: Stepped) -> Ongoing:
+    rate = run.batch * run.size.sequence / sum(event.seconds.values())
+    now = f"{said_step(event.step, run.steps, event.loss)}, {rate:,.0f} tokens/s"
+    return Ongoing(phase="training", share=event.step / run.steps, now=(now,))
 
 
 def _show_run(one: Training, out: Path) -> None:
@@ -327,7 +335,7 @@ def _notes(reached: Pareto) -> list[str]:
     ]
 
 
-def _rule(text: str, size: Size) -> Rule:
+def rule_named(text: str, size: Size) -> Rule:
     """A router by name with options, as in mrb bench; `dense` is the control as wide as K experts."""
     if text == "dense":
         return Rule(name="dense", kind="dense", times=size.K)
@@ -373,7 +381,7 @@ def _sink(name: str | None, run: Run) -> Any:
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Any]:
+def training_progress(what: str, *, quiet: bool = False) -> Iterator[Any]:
     """A bar on a terminal with what each process is at; in a pipe a line a minute."""
     out = console(stderr=True)
     bar = Progress(TextColumn("{task.description}", markup=False), BarColumn(20), console=out, transient=True)
@@ -391,14 +399,13 @@ def _progress(what: str) -> Iterator[Any]:
             left = f", about {minutes(seconds)} left"
         line = f"{what}: {ongoing.phase} {100 * ongoing.share:.0f} %{left}; {'; '.join(ongoing.now)}"
         bar.update(task, completed=ongoing.share, description=line[: max(20, out.width - 24)])
-        if not out.is_terminal and now - said >= LINE_SECONDS:
+        if not out.is_terminal and not quiet and now - said >= LINE_SECONDS:
             said = now
             out.print(line)
 
-    if out.is_terminal:
+    if out.is_terminal and not quiet:
         bar.start()
     try:
         yield update
     finally:
-        if out.is_terminal:
-            bar.stop()
+        bar.stop()
