@@ -292,7 +292,7 @@ def _chosen(
 ) -> list[Cell]:  # fmt: skip
     if isinstance(what, str):
         return [cell for options in options_of(implementations, axes) for cell in make(what, *options)]
-    if axes or implementations is not None:
+    if axes.keys() - {"seconds"} or implementations is not None:
         raise TypeError("cells say all that is measured; leave out implementations and axes")
     return [what] if isinstance(what, Cell) else list(what)
 
