@@ -34,7 +34,7 @@ def rest(text: str) -> str:
         lines = block.splitlines()
         if lines and all(line.startswith(("- ", "  ")) for line in lines) and lines[0].startswith("- "):
             parts.append("\n".join(_escaped(line) for line in lines))
-        elif any(line.startswith("  ") for line in lines):
+        elif any(line.startswith(("  ", ">>> ")) for line in lines):
             parts.append("::\n\n" + "\n".join(f"    {line}" for line in lines))
         else:
             parts.append("\n".join(map(_escaped, lines)))

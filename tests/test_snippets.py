@@ -188,6 +188,13 @@ def _needs_model(python: Python) -> bool:
     return bool(re.search(r"\bmodel\b", python.text))
 
 
+def _marked(python: Python) -> Any:
+    """What measures starts processes."""
+    measures = re.search(r"mrb\.(bench|sweep|check|train)\(", python.text)
+    name = f"{python.document}:{python.line}"
+    return pytest.param(python, marks=pytest.mark.slow if measures else (), id=name)
+
+
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a process of torchrun has; a group that a snippet opened is closed."""
@@ -198,9 +205,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "python", [one for one in SCRIPTS if not _needs_model(one)], ids=lambda one: f"{one.document}:{one.line}"
-)
+@pytest.mark.parametrize("python", [_marked(one) for one in SCRIPTS if not _needs_model(one)])
 def test_python_runs(python: Python, place: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     if "init_device_mesh" in python.text:

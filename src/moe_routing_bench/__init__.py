@@ -4,33 +4,35 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import warnings
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_routing_bench.api import Results, bench, check, open, sweep, train
     from moe_routing_bench.public import *  # noqa: F403
 
 __all__ = [
-    "LETTERS",
     "ChainOfExperts",
-    "Counts",
     "ExpertWeights",
     "Experts",
     "FreeExperts",
     "Layout",
-    "LoadStatistics",
     "MoE",
     "MoEShape",
     "Perft",
+    "Results",
     "Router",
     "Routing",
     "RoutingPlan",
     "RoutingStatistics",
-    "Routings",
     "SoftRouting",
     "TokenInfo",
-    "Verdict",
     "all_ops",
     "all_routers",
+    "bench",
+    "check",
     "combine",
     "controller_for",
     "dispatch",
@@ -39,24 +41,70 @@ __all__ = [
     "from_transformers",
     "grouped_gemm",
     "include",
-    "include_routers",
     "judge",
     "load_router",
     "make_plan",
+    "moe_forward",
+    "open",
     "router_for",
+    "sweep",
     "to_transformers",
     "topk",
+    "train",
     "use_decisions",
 ]
+_OF_API = ("Results", "check", "open", "sweep")
+_FOLDERS = ("bench", "train")  # called, they are the functions of api.py
+# no longer public: where each name is. They warn for one release
+_DROPPED = {
+    "LETTERS": "shapes",
+    "Counts": "controllers.controller",
+    "Routings": "layer",
+    "Verdict": "accuracy",
+    "LoadStatistics": "load",
+    "include_routers": "routers.router",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, when it is first asked for: `mrb --help` must not wait for torch."""
+    """Load a public name when it is first asked for: `mrb --help` must not wait for torch."""
+    if name in _FOLDERS:
+        return importlib.import_module(f"{__name__}.{name}")
+    if (home := _DROPPED.get(name)) is not None:
+        instead = "include" if name == "include_routers" else f"{__name__}.{home}.{name}"
+        warnings.warn(
+            f"{__name__}.{name} leaves the public names in the next release; use {instead}",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module("moe_routing_bench.public"), name)
+    home = "api" if name in _OF_API else "public"
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
+class CallableFolder(ModuleType):
+    """A folder of modules that is also a function of api.py: mrb.bench(...) measures, mrb.bench.cell is a
+    module. Without this, importing a module of the folder would hide the function."""
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self._function(*given, **named)
+
+    @property
+    def _function(self) -> Any:
+        name = self.__name__.rpartition(".")[2]
+        return getattr(importlib.import_module("moe_routing_bench.api"), name)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._function)
+
+    @property
+    def __doc__(self) -> str | None:
+        return self._function.__doc__

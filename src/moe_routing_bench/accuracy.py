@@ -106,6 +106,11 @@ def judge(
 
     more: (oracle, baseline) of the same computation on other data. A result of few elements needs it,
     because plain torch's error on few elements may be small by luck.
+
+    >>> oracle = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    >>> verdict = mrb.judge(oracle.float() + 0.5, oracle, oracle.float())
+    >>> verdict.passed, verdict.max_error
+    (False, 0.5)
     """
     if (mismatch := _type_mismatch(out, baseline)) is not None:
         return mismatch

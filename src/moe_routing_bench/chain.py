@@ -29,6 +29,10 @@ class ChainOfExperts(nn.Module):
     With iterations=1 and inner_residual=False it equals MoE, to the bit.
 
     state_dict: layer.* as in MoE (its router is the first one), later_routers.0.* for the second, and so on.
+
+    >>> y, routings = mrb.ChainOfExperts(D=64, F=128, E=8, K=4, iterations=2)(torch.randn(3, 64))
+    >>> [tuple(routing.expert_TK.shape) for routing in routings]
+    [(3, 2), (3, 2)]
     """
 
     def __init__(

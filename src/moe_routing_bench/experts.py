@@ -81,6 +81,10 @@ class ExpertWeights:
       w_out_EFD  2 x 4 x 3
     Indices are logical: a transposed view is as good as a contiguous tensor, so the weights of a
     Transformers model (stored output-first) are used without a copy.
+
+    >>> weights = mrb.ExpertWeights(w_in_EDG=torch.randn(2, 3, 8), w_out_EFD=torch.randn(2, 4, 3))
+    >>> weights.num_experts, weights.D, weights.F
+    (2, 3, 4)
     """
 
     w_in_EDG: Tensor
@@ -216,6 +220,10 @@ def from_transformers(
     is_transposed  gate_up_proj (E, D, 2F), down_proj (E, F, D)    zero-copy
     not is_concatenated: gate and up columns alternate (gpt-oss); these are copied into halves.
     For experts without a gate pass `up_proj` as gate_up_proj and a plain activation.
+
+    >>> weights = mrb.from_transformers(torch.randn(2, 8, 3), torch.randn(2, 3, 4), activation="swiglu")
+    >>> weights.w_in_EDG.shape
+    torch.Size([2, 3, 8])
     """
     w_in_EDG = gate_up_proj if is_transposed else gate_up_proj.transpose(1, 2)
     w_out_EFD = down_proj if is_transposed else down_proj.transpose(1, 2)
@@ -236,7 +244,12 @@ def from_transformers(
 def to_transformers(
     weights: ExpertWeights, *, is_transposed: bool = False, is_concatenated: bool = True
 ) -> dict[str, Tensor]:
-    """The inverse of from_transformers: its keyword names to tensors, views where nothing is reordered."""
+    """The inverse of from_transformers: its keyword names to tensors, views where nothing is reordered.
+
+    >>> given = mrb.to_transformers(mrb.Experts(D=3, F=4, E=2).weights())
+    >>> given["gate_up_proj"].shape
+    torch.Size([2, 8, 3])
+    """
     w_in_EDG, b_in_EG = weights.w_in_EDG, weights.b_in_EG
     if not is_concatenated:
         w_in_EDG = torch.stack(w_in_EDG.chunk(2, dim=-1), dim=-1).flatten(-2)
@@ -255,7 +268,12 @@ def from_expert_list(
     gate: Sequence[Tensor] | None, up: Sequence[Tensor], down: Sequence[Tensor], *, activation: str
 ) -> ExpertWeights:
     """Weights of older models, one nn.Linear weight (outputs x inputs) per expert and projection: Mixtral's
-    w1 (gate), w3 (up), w2 (down). gate=None for experts without a gate. Copies."""
+    w1 (gate), w3 (up), w2 (down). gate=None for experts without a gate. Copies.
+
+    >>> up, down = [torch.randn(4, 3)] * 2, [torch.randn(3, 4)] * 2  # two experts, D=3, F=4
+    >>> mrb.from_expert_list(up, up, down, activation="swiglu").w_in_EDG.shape
+    torch.Size([2, 3, 8])
+    """
     w_up_EDF = torch.stack([w.transpose(0, 1) for w in up])
     w_out_EFD = torch.stack([w.transpose(0, 1) for w in down])
     if gate is None:

@@ -35,6 +35,10 @@ class FreeExperts:
     FreeExperts(zero=1, copy=1, constant=2) in a layer of E=8 experts; the router chooses among 12:
       ids 0-7 experts, 8 zero, 9 copy, 10 and 11 constant
     loss_weight=0.01 adds the loss above to routing.losses["free"] and its hundredth to routing.aux_loss.
+
+    >>> free = mrb.FreeExperts(zero=1, copy=1, constant=2)
+    >>> mrb.MoE(D=8, F=16, E=8, K=2, free_experts=free).router.E
+    12
     """
 
     zero: int = 0

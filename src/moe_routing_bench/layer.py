@@ -58,6 +58,9 @@ class Experts(nn.Module):
     """The parameters of E experts; `weights()` is the value the operations take.
 
     state_dict: w_in_EDG, w_out_EFD, and b_in_EG, b_out_ED with bias=True. See ExpertWeights for the layout.
+
+    >>> mrb.Experts(D=3, F=4, E=2).weights().w_in_EDG.shape
+    torch.Size([2, 3, 8])
     """
 
     def __init__(
@@ -198,6 +201,10 @@ class MoE(nn.Module):
 
     state_dict: router.* (the router's own), experts.* and shared.* (see Experts; shared has E = 1),
     shared_gate_D1, free.* (see FreeExpertPart).
+
+    >>> y, routing = mrb.MoE(D=64, F=128, E=8, K=2)(torch.randn(2, 16, 64))
+    >>> y.shape, routing.expert_TK.shape
+    (torch.Size([2, 16, 64]), torch.Size([32, 2]))
     """
 
     carries_input = False  # the result does not contain x: a block adds it

@@ -15,6 +15,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}? " if close else ""
 
 
+def one_of(what: str, name: str, choices: Iterable[str]) -> str:
+    """`name` if it is one of the choices; else ValueError with all of them and the nearest."""
+    choices = list(choices)
+    if name not in choices:
+        raise ValueError(
+            f"there is no {what} {name!r}; {did_you_mean(name, choices)}there are {', '.join(choices)}"
+        )
+    return name
+
+
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """A name with options: "top_p(p=0.8,most=4)" is ("top_p", {"p": 0.8, "most": 4}). A value that is no
     Python literal is text: "staged(combine=native(level=avx2))" has the option combine "native(level=avx2)".

@@ -78,6 +78,10 @@ class Perft(nn.Module):
 
     state_dict: moe.* as in MoE, adapters.* (see Adapters), router.* with R. adapter_state_dict() is the new
     part alone.
+
+    >>> layer = mrb.Perft(mrb.MoE(D=8, F=16, E=4, K=2), kind="R", rank=2, num_adapters=4, K=2)
+    >>> sorted({name.split(".")[0] for name, one in layer.named_parameters() if one.requires_grad})
+    ['adapters', 'router']
     """
 
     carries_input = False

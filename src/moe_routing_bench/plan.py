@@ -24,6 +24,9 @@ class Layout:
     `capacity_factor` gives capacity = ceil(T * K / E * factor), Megatron's formula. Dropping by `position`
     keeps the first pairs in (token, choice) order: causal, but a token then depends on those before it.
     Dropping by `probs` keeps the largest gates, so a token depends on later ones too.
+
+    >>> mrb.Layout.parse("padded(capacity_factor=1.25)").capacity_for(T=128, K=2, E=8)
+    40
     """
 
     kind: Literal["compact", "padded", "block"]
@@ -154,6 +157,11 @@ class RoutingPlan:
 
     Row 5 is padding inside expert 2's span; rows 6 and 7 belong to no expert, because R is fixed by the
     sizes alone (Layout.num_rows). All numbers are int64: a row times D can pass 2^31.
+
+    >>> expert_TK = torch.tensor([[0, 2], [2, 0], [2, -1]])
+    >>> routing = mrb.Routing(expert_TK=expert_TK, gate_TK=torch.ones(3, 2), num_experts=3)
+    >>> mrb.make_plan(routing, mrb.Layout.block(2)).pair_R.tolist()
+    [0, 3, 1, 2, 4, -1, -1, -1]
     """
 
     row_TK: Tensor

@@ -34,6 +34,9 @@ def router_for(
     router_for("deepseek-v3", D=64, E=16, K=2)     the same rule, small
     router_for("gpt-oss")                          gpt-oss-20b, the first of its family
     overrides are options of the rule, such as loss_weights={"hf": 0.001}.
+
+    >>> mrb.router_for("deepseek-v3", D=64, E=16, K=2)(torch.randn(5, 64)).expert_TK.shape
+    torch.Size([5, 2])
     """
     one = model(name, ROUTED)
     if one.routing.missing:
@@ -48,6 +51,10 @@ def load_router(router: Router, module: nn.Module) -> Router:
 
     weight (E x D) goes to w_DE transposed, bias to b_E, e_score_correction_bias to bias_E. For
     Switch Transformers the module holds them in `classifier`.
+
+    >>> router, theirs = mrb.router_for("qwen3-30b-a3b", D=8, E=4, K=2), torch.nn.Linear(8, 4, bias=False)
+    >>> torch.equal(mrb.load_router(router, theirs).w_DE, theirs.weight.T)
+    True
     """
     inner = getattr(module, "classifier", module)
     weight_ED = getattr(inner, "weight", None)

@@ -17,6 +17,10 @@ class TokenInfo:
       num_sequences = 2                        tokens 0-2 and 3-5 belong together
       token_id_T    = [17, 4, 9, 17, 4, 0]     the vocabulary ids, for hash routing
       mask_T        = [1, 1, 1, 1, 1, 0]       False: route this token nowhere, ignore it in losses
+
+    >>> info = mrb.TokenInfo(mask_T=torch.tensor([True, False]))
+    >>> mrb.all_routers()["switch"](D=8, E=4, K=1)(torch.randn(2, 8), info).expert_TK[1].tolist()
+    [-1]
     """
 
     token_id_T: Tensor | None = None
@@ -36,6 +40,10 @@ class Routing:
     An id below 0 or >= num_experts means "no expert"; its gate is ignored. The experts of one token are
     distinct. With `ragged=False` the router promises that every id is a real expert, so later stages skip
     masks without a host synchronisation.
+
+    >>> expert_TK = torch.tensor([[0, 2], [3, -1], [-1, -1]])
+    >>> mrb.Routing(expert_TK=expert_TK, gate_TK=torch.rand(3, 2), num_experts=4).load_E().tolist()
+    [1, 0, 1, 1]
     """
 
     expert_TK: Tensor  # int64
@@ -130,6 +138,10 @@ class SoftRouting:
       dispatch_BNS[0] = [[.5, .9, .1], [.5, .1, .9]]   columns sum to 1: slot 0 is the mean of both tokens
       combine_BNS[0]  = [[.2, .7, .1], [.2, .1, .7]]   rows sum to 1
     Slots are ordered by expert: with s slots per expert, slot j belongs to expert j // s.
+
+    >>> routing = mrb.all_routers()["soft_moe"](D=8, E=3, K=1)(torch.randn(2, 8))
+    >>> routing.dispatch_BNS.shape
+    torch.Size([1, 2, 3])
     """
 
     dispatch_BNS: Tensor

@@ -37,6 +37,9 @@ class MoEShape:
 
     Qwen3-30B-A3B decoding 16 tokens is MoEShape(T=16, D=2048, F=768, E=128, K=8): each expert sees one
     token on average, and 128 (token, choice) pairs are computed.
+
+    >>> mrb.MoEShape(T=16, D=2048, F=768, E=128, K=8).num_pairs
+    128
     """
 
     T: int

@@ -38,6 +38,11 @@ class RoutingStatistics:
 
     Tokens without an expert, now and before, do not enter agreement. Chance alone gives about
     (E - 1)(L - 1) / (2 ln 2 * pairs) label_bits for L labels: compare only figures of equally many pairs.
+
+    >>> expert_TK = torch.tensor([[0, 1], [0, 1], [0, 2], [2, -1]])
+    >>> routing = mrb.Routing(expert_TK=expert_TK, gate_TK=torch.ones(4, 2), num_experts=3)
+    >>> mrb.RoutingStatistics.of(routing).experts_per_token.item()
+    1.75
     """
 
     load: LoadStatistics

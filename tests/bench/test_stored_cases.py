@@ -76,7 +76,7 @@ def test_cases_that_cannot_be_measured_are_refused(changes, words) -> None:
 
 
 def test_the_command_names_the_format_and_repeats_it() -> None:
-    sizes = SizeOptions(model="qwen3-30b-a3b", tokens="1,64", store="int8")
+    sizes = SizeOptions(model="qwen3-30b-a3b", tokens="1,64", axes={"store": "int8"})
     one, many = chosen_cases(SPAN, sizes, WhatOptions())
     assert [one.name, many.name] == ["qwen3-30b-a3b/decode-1-int8", "qwen3-30b-a3b/decode-64-int8"]
     assert one.store == "int8" and one.weight_bytes < 0.51 * one.drawn_bytes

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,24 +10,20 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moe_routing_bench.bench.budget import Budget, command_start
+from moe_routing_bench import api
+from moe_routing_bench.api import bench_cells, roofs_here
+from moe_routing_bench.bench.budget import command_start
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.cores import core_count
-from moe_routing_bench.bench.executor import LocalExecutor
-from moe_routing_bench.bench.floor import raise_stored
 from moe_routing_bench.bench.outcome import CellOutcome
-from moe_routing_bench.bench.roofs import roofs_now, stored_roofs
+from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.cli.balance import balance_command
-from moe_routing_bench.cli.choosing import BENCH_TOKENS, check_device, chosen_cases, made_cells
 from moe_routing_bench.cli.ending import end, saving_folder, stopped, where_saved
 from moe_routing_bench.cli.finding import include_all
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
-from moe_routing_bench.cli.progress import say_roofs_are_measured, shown_progress
 from moe_routing_bench.cli.tables import outcome_document, show_outcome, show_summary
 from moe_routing_bench.cli.terminal import Json, console, fail, show, show_json, user_mistakes
-from moe_routing_bench.machine import this_machine
-from moe_routing_bench.results.sweep import run_sweep
 
 
 class SpanCommands(TyperGroup):
@@ -90,15 +85,14 @@ def _command(span: str) -> Callable[..., None]:
         include_all(what.include_path)
         with user_mistakes():
             try:
-                policy = measure.policy(sizes.case or "", adapt=True)
-                cells = made_cells(chosen_cases(span_named(span), sizes, what, BENCH_TOKENS), what, policy)
+                cells = bench_cells(span, sizes, what, measure)
             except NotImplementedError as reason:
                 fail(str(reason))
-            check_device(policy)
-            roofs = roofs_now(this_machine(), policy.max_seconds, say_roofs_are_measured)
+            roofs = roofs_here(cells, progress=True)
             folder = saving_folder(out, save=save)
-        if measure.threads is None and policy.threads < core_count():
-            busy, cores = core_count() - policy.threads, core_count()
+        threads, cores = cells[0].policy.threads, core_count()
+        if measure.threads is None and threads < cores:
+            busy = cores - threads
             console(stderr=True).print(
                 f"{busy} of {cores} cores {'is' if busy == 1 else 'are'} busy with something else, so the "
                 f"others are measured on; --threads {cores} insists."
@@ -106,7 +100,7 @@ def _command(span: str) -> Callable[..., None]:
         shown = None if as_json else partial(show_outcome, repro=repro, roofs=roofs)
         seconds = measure.seconds_for(cells)
         suite = sizes.case or sizes.model or ""
-        outcomes = measured(cells, folder, suite=suite, seconds=seconds, show=shown)
+        outcomes = measured(cells, folder, suite=suite, seconds=seconds, roofs=roofs, show=shown)
         if as_json:
             show_json([outcome_document(outcome) for outcome in outcomes])
         else:
@@ -120,34 +114,24 @@ def _command(span: str) -> Callable[..., None]:
 
 
 def measured(
-    cells: Sequence[Cell], out: Path | None, *, suite: str, seconds: float,
+    cells: Sequence[Cell], out: Path | None, *, suite: str, seconds: float, roofs: Roofs | None,
     show: Callable[[CellOutcome], None] | None = None,
 ) -> list[CellOutcome]:  # fmt: skip
-    """Measure all cells in so many seconds, with a progress bar; show each when it is done, and write it to
-    `out` if given."""
-    with user_mistakes():
-        roofs = stored_roofs(this_machine().name)
+    """The outcomes of all cells; Ctrl-C ends the command with what there is."""
     outcomes: list[CellOutcome] = []
-    executor = LocalExecutor(Budget(seconds, command_start()))
-    with _stoppable(outcomes, len(cells), out), shown_progress(len(cells)) as progress:
-        if out is None:
-            source: Any = executor.run(cells, roofs=roofs, on_progress=progress.update, watch=lambda: None)
-        else:
-            source = run_sweep(cells, out, executor, suite=suite, roofs=roofs, on_progress=progress.update)
-        with user_mistakes():
-            for outcome in source:
-                progress.cell_done()
-                raise_stored(outcome)
-                outcomes.append(outcome)
-                if show is not None:
-                    progress.pause(partial(show, outcome))
-    return outcomes
 
+    def done(outcome: CellOutcome) -> None:
+        outcomes.append(outcome)
+        if show is not None:
+            show(outcome)
 
-@contextmanager
-def _stoppable(outcomes: list[CellOutcome], cells: int, out: Path | None) -> Iterator[None]:
     try:
-        yield
+        with user_mistakes():
+            api.measure(
+                cells, out, suite=suite, seconds=seconds, roofs=roofs, began=command_start(), progress=True,
+                on_outcome=done,
+            )  # fmt: skip
     except KeyboardInterrupt:
         saved = where_saved(out) if out is not None and outcomes else "Nothing was saved."
-        stopped(len(outcomes), cells, f"{saved} The same command measures all of it again.")
+        stopped(len(outcomes), len(cells), f"{saved} The same command measures all of it again.")
+    return outcomes

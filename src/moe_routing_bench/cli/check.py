@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from itertools import count
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich.padding import Padding
-from rich.text import Text
 
-from moe_routing_bench.cli.checking import Row, run_row, select
-from moe_routing_bench.cli.finding import ROUTERS, IncludePath, found_outside
-from moe_routing_bench.cli.fitting import fitted
-from moe_routing_bench.cli.progress import bar
-from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json, user_mistakes
-from moe_routing_bench.cli.token_map import parse_tokens, token_map
+from moe_routing_bench.api import CheckReport
+from moe_routing_bench.cli.check_tables import show_legend_of_maps, show_map, show_rows
+from moe_routing_bench.cli.finding import IncludePath
+from moe_routing_bench.cli.terminal import Json, show_json, user_mistakes
 from moe_routing_bench.dtypes import DTYPES
-from moe_routing_bench.names import ranges
-from moe_routing_bench.ops.registry import BUILT_IN
-
-SHOWN = 3  # failures of one implementation without --verbose
-STYLES = {"passed": "green", "failed": "bold red", "broken": "bold red", "not supported": "yellow"}
 
 
 def check_command(
@@ -59,142 +47,33 @@ def check_command(
     Exit code 0: all passed. 1: something failed, or nothing of an operation
     or of an included implementation could run. 2: nothing was selected.
     """
-    # the cases are tiny: two threads took 343 s, because they wait for each other; one takes 33 s
-    torch.set_num_threads(1)
-    dtypes = tuple(dict.fromkeys(pick("dtype", name, DTYPES) for name in dtype or DTYPES))
-    outside = found_outside(include_path)
-    _must_exist(device)
-    wanted, rows = select(op, impl, dtypes, device, outside)
-    if tokens is not None:
-        _show_maps(rows, dtypes, device, tokens, as_json=as_json)
-    total, done, screen = sum(row.count for row in rows), count(1), console(stderr=True)
-    with bar("checking", "cases") as shown:
-        for row in rows:
-            began = time.perf_counter()
-            run_row(row, dtypes, device, lambda what: shown.update(next(done), total, now=what))
-            if not screen.is_terminal:
-                screen.print(f"{row.op}.{row.spec}: {_counts([row])}, {time.perf_counter() - began:.1f} s")
-    ran = {row.op for row in rows if row.ran}
-    idle = [name for name in wanted if name not in ran]
-    # built-in implementations may need what this machine lacks; who includes a folder asks about all of it
-    asked = {_name(row) for row in rows if row.outside is not None and not row.broken and row.op in ran}
-    idle += sorted(asked - {_name(row) for row in rows if row.ran})
-    healthy = not idle and not any(row.failed for row in rows)
-    if as_json:
-        show_json(_document(rows, idle, healthy))
-    else:
-        _show(rows, dtypes, idle, verbose=verbose)
-    raise typer.Exit(0 if healthy else 1)
-
-
-def _name(row: Row) -> str:
-    """Without options: some configurations may be for another machine."""
-    return f"{row.op}.{row.spec.partition('(')[0]}"
-
-
-def _show_maps(rows: list[Row], dtypes: tuple[str, ...], device: str, text: str, *, as_json: bool) -> None:
     with user_mistakes():
-        numbers = parse_tokens(text)
-    maps = []
-    for row in (row for row in rows if row.op != ROUTERS and not row.broken):
-        maps.append(one_map := token_map(row, dtypes, device, numbers))
+        report = CheckReport.chosen(
+            op, impl, dtype=dtype or (), device=device, tokens=tokens, folders=include_path or ()
+        )
+    if tokens is not None:
+        report.run_maps(on_map=lambda one_map: None if as_json else show_map(one_map))
         if as_json:
-            continue
-        verdict = "right at every T that ran" if one_map.ran else "nothing ran"
-        if one_map.wrong:
-            verdict = f"wrong at T = {ranges(sorted(one_map.wrong))}"
-        style = "red" if one_map.wrong else "green" if one_map.ran else "yellow"
-        show(Text.assemble((f"{row.op}.{row.spec}: ", "bold"), (verdict, style)))
-        for line in one_map.lines():
-            show(Text(line))
-        for T, sentence in list(one_map.wrong.items())[:SHOWN]:
-            show(_indented(Text(f"T={T}: {sentence}")))
-    if as_json:
-        show_json([vars(one_map) for one_map in maps])
+            show_json([vars(one_map) for one_map in report.maps])
+        else:
+            show_legend_of_maps()
     else:
-        show(Text("  . right   X wrong   - not supported; 64 numbers of tokens a line", "dim"))
-    unhealthy = any(one_map.wrong or not one_map.ran for one_map in maps) or any(row.broken for row in rows)
-    raise typer.Exit(1 if unhealthy or not maps else 0)
+        report.run(progress=True)
+        if as_json:
+            show_json(_document(report))
+        else:
+            show_rows(report.rows, report.dtypes, report.idle, verbose=verbose)
+    raise typer.Exit(0 if report.passed else 1)
 
 
-def _must_exist(device: str) -> None:
-    try:
-        torch.empty(1, device=device).cpu()
-    except Exception as error:
-        fail(f"cannot run on {device!r}: {str(error).partition(chr(10))[0]}")
-
-
-def _counts(rows: list[Row], what: str = "") -> str:
-    passed, failed, unsupported = (
-        sum(getattr(row, name).total() for row in rows) for name in ("passed", "failed", "unsupported")
-    )
-    return f"{passed:,}{what} passed, {failed:,} failed, {unsupported:,} not supported"
-
-
-def _show(rows: list[Row], dtypes: tuple[str, ...], idle: list[str], *, verbose: bool) -> None:
-    words = {"op": [row.op for row in rows], "implementation": [row.spec for row in rows]}
-    numbers: dict[str, list[str | Text]] = {
-        dtype: [_fraction(row, dtype) for row in rows] for dtype in dtypes
-    }
-    numbers["not supported"] = [
-        Text(f"{count:,}", "yellow") if (count := row.unsupported.total()) else Text("-", "dim")
-        for row in rows
-    ]
-    numbers["verdict"] = [Text(row.verdict, STYLES[row.verdict]) for row in rows]
-    show(*fitted(words, numbers))
-    for row in rows:
-        if row.failures:
-            _show_failures(row, verbose=verbose)
-        if verbose and row.reasons:
-            show("", Text.assemble((f"{row.op}.{row.spec}", "bold"), " does not support"))
-            for reason, times in row.reasons.most_common():
-                show(_indented(Text(f"{_cases(times)}: {reason}")))
-    if notes := [row for row in rows if row.note]:
-        show("")
-        for row in notes:
-            show(Text.assemble((f"{row.op}.{row.spec}", "bold"), f": {row.note}"))
-    show("")
-    for name in idle:
-        show(Text(f"Nothing selected of {name} could run, so nothing is known about it.", "bold red"))
-    style = "red" if idle or any(row.failed for row in rows) else "green"
-    hint = " (reasons: --verbose)" if not verbose and any(row.reasons for row in rows) else ""
-    show(Text.assemble((_counts(rows, " cases"), style), hint))
-
-
-def _fraction(row: Row, dtype: str) -> Text:
-    passed, ran = row.passed[dtype], row.passed[dtype] + row.failed[dtype]
-    if not ran:
-        return Text("-", "dim")
-    return Text(f"{passed}/{ran}", "green" if passed == ran else "red")
-
-
-def _show_failures(row: Row, *, verbose: bool) -> None:
-    what = "is broken" if row.broken else f"failed {_cases(row.failed.total())}"
-    origin = "" if row.origin == BUILT_IN else f" ({row.origin})"
-    show("", Text.assemble((f"{row.op}.{row.spec}", "bold red"), origin, f" {what}"))
-    shown = row.failures if verbose else row.failures[:SHOWN]
-    for failure in shown:
-        where = ", ".join(filter(None, (failure["case"], failure["layout"], failure["dtype"])))
-        show(_indented(Text.assemble((f"{where}: " if where else "", "bold"), failure["sentence"])))
-    if len(shown) < len(row.failures):
-        show(_indented(Text(f"and {len(row.failures) - len(shown):,} more (--verbose)", "dim")))
-
-
-def _indented(text: Text) -> Padding:
-    return Padding(text, (0, 0, 0, 2))
-
-
-def _cases(number: int) -> str:
-    return f"{number:,} {'case' if number == 1 else 'cases'}"
-
-
-def _document(rows: list[Row], idle: list[str], healthy: bool) -> dict[str, Any]:
+def _document(report: CheckReport) -> dict[str, Any]:
+    rows = report.rows
     return {
-        "healthy": healthy,
+        "healthy": report.passed,
         "passed": sum(row.passed.total() for row in rows),
         "failed": sum(row.failed.total() for row in rows),
         "unsupported": sum(row.unsupported.total() for row in rows),
-        "ops_that_never_ran": idle,
+        "ops_that_never_ran": report.idle,
         "results": [
             {
                 "op": row.op,

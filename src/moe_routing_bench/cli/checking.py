@@ -13,11 +13,10 @@ from pydantic import BaseModel, ConfigDict
 from moe_routing_bench.cli.apart import ApartError, Shown, answers
 from moe_routing_bench.cli.describing import OpRow, described
 from moe_routing_bench.cli.finding import ROUTERS, Outside, OutsideFile, routers_found
-from moe_routing_bench.cli.terminal import fail, pick
 from moe_routing_bench.conformance.cases import KitCell
 from moe_routing_bench.conformance.check import Outcome, cells_of, check, matches
 from moe_routing_bench.conformance.router_checks import check_router
-from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.names import did_you_mean, one_of
 from moe_routing_bench.ops.catalog import Entry, find_all
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops, get_op
 
@@ -102,12 +101,12 @@ class Row:
 def select(
     op_pattern: str, impl_pattern: str, dtypes: tuple[str, ...], device: str, outside: Outside
 ) -> tuple[list[str], list[Row]]:
-    """The ops of which something must run, and the rows to check."""
+    """The ops of which something must run, and the rows to check. ValueError if there is nothing."""
     ops = [op for op in all_ops().values() if fnmatchcase(op.name, op_pattern)]
     new = [file for file in outside.ops if fnmatchcase(file.op, op_pattern)]
     routers = [*routers_found()] if fnmatchcase(ROUTERS, op_pattern) else []
     if not ops and not routers and not new:
-        pick("op", op_pattern, [*all_ops(), *(file.op for file in outside.ops), ROUTERS])
+        one_of("op", op_pattern, [*all_ops(), *(file.op for file in outside.ops), ROUTERS])
     everything = [(op.name, entry) for op in ops for entry in find_all(op, configs=True)]
     names = [entry.spec for _, entry in everything] + routers
     chosen = [(op_name, entry) for op_name, entry in everything if matches(entry.spec, impl_pattern)]
@@ -125,7 +124,9 @@ def select(
     if not rows:
         where = "" if op_pattern == "*" else f" of {op_pattern}"
         hint = did_you_mean(impl_pattern, names) or "see `mrb list`"
-        fail(f"nothing to check: no implementation{where} is called {impl_pattern!r}; {hint}".rstrip())
+        raise ValueError(
+            f"nothing to check: no implementation{where} is called {impl_pattern!r}; {hint}".rstrip()
+        )
     rows.sort(key=lambda row: row.op == ROUTERS)
     # a full run must not skip an op that has no implementation at all
     everywhere = [*(op.name for op in ops), *(file.op for file in new)]

@@ -67,13 +67,17 @@ def compare_command(
     if as_json:
         show_json({"a": str(a), "b": str(b), **_document(runs)})
         return
+    show_comparison(runs)
+    show_left_out(runs.left_out)
+
+
+def show_comparison(runs: RunComparison) -> None:
     if runs.changes:
         show(_table(runs.changes), "")
     _show_turned("PASSED in A and not in B", runs.broken)
     _show_turned("PASSED in B and not in A", runs.fixed)
     _show_rest(runs)
     show(_summary(runs))
-    show_left_out(runs.left_out)
 
 
 def gate_command(

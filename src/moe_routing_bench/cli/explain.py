@@ -97,7 +97,8 @@ def explain_command(
       mrb explain expert_ffn --impl "staged(grouped_gemm=padded_bmm)"
       mrb explain expert_ffn --arch sm_90a              or sm_80, sm_100a, gfx942, ...
     """
-    outside = found_outside(include_path)
+    with user_mistakes():
+        outside = found_outside(include_path)
     pick("op", op_name, [*all_ops(), *(file.op for file in outside.ops)])
     pick("dtype", dtype, SHOWN)
     pick("activation", activation, ACTIVATIONS)

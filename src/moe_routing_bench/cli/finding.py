@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -68,20 +68,19 @@ class Outside:
                 yield file
 
 
-def found_outside(folders: list[Path] | None) -> Outside:
-    """A name that exists twice is the user's mistake."""
-    with user_mistakes():
-        ops = all_ops()
-        taken = {(name, spec): op.origin(spec) for name, op in ops.items() for spec in op.names()}
-        taken |= {(ROUTERS, name): BUILT_IN for name in built_in_names()}
-        files = []
-        for path in files_of(folders or ()):
-            file = OutsideFile(op=path.parent.name, name=path.stem, path=path)
-            if file.name == "op" and file.op in ops:
-                raise ValueError(f"{path}: there is an operation {file.op} already; rename the folder")
-            if (other := taken.setdefault((file.op, file.name), file.origin)) != file.origin:
-                raise ValueError(f"{file.op}.{file.name} exists twice: {other} and {file.origin}; rename one")
-            files.append(file)
+def found_outside(folders: Sequence[Path] | None) -> Outside:
+    """ValueError if a name exists twice."""
+    ops = all_ops()
+    taken = {(name, spec): op.origin(spec) for name, op in ops.items() for spec in op.names()}
+    taken |= {(ROUTERS, name): BUILT_IN for name in built_in_names()}
+    files = []
+    for path in files_of(folders or ()):
+        file = OutsideFile(op=path.parent.name, name=path.stem, path=path)
+        if file.name == "op" and file.op in ops:
+            raise ValueError(f"{path}: there is an operation {file.op} already; rename the folder")
+        if (other := taken.setdefault((file.op, file.name), file.origin)) != file.origin:
+            raise ValueError(f"{file.op}.{file.name} exists twice: {other} and {file.origin}; rename one")
+        files.append(file)
     return Outside(folders=tuple(folders or ()), files=tuple(files))
 
 

@@ -24,7 +24,7 @@ Cells: TypeAlias = Sequence[str | Text]
 def columns_here() -> int:
     """How wide a table may be."""
     screen = console()
-    if screen.is_terminal:
+    if screen.is_terminal or screen.record:
         return screen.width
     given = os.environ.get("COLUMNS", "")
     return int(given) if given.isdecimal() and int(given) > 0 else PIPE_COLUMNS

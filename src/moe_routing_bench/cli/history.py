@@ -67,11 +67,11 @@ def history_command(
         left_out = left_out_json(past.left_out)
         show_json({"metric": chosen, "series": series, "without": past.without, "left_out": left_out})
         return
-    _show(past)
+    show_history(past)
     show_left_out(past.left_out)
 
 
-def _show(past: History) -> None:
+def show_history(past: History) -> None:
     series, steps = series_table(past.series), steps_table(past)
     if steps.rows:
         show("Steps:", table_of(steps.head, steps.rows[:MOST_SHOWN], words=steps.head[:2]), "")

@@ -29,7 +29,7 @@ from moe_routing_bench.cli.finding import (
     routers_found,
 )
 from moe_routing_bench.cli.suites import describe_suites, suite_table
-from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, two_columns
+from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, two_columns, user_mistakes
 from moe_routing_bench.names import base_name
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.published import MODELS
@@ -72,7 +72,8 @@ def list_command(
       mrb list --json | jq '.ops.combine.implementations | keys'
     """
     kinds = KINDS if kind is None else (pick("list of", kind, (*KINDS, SUITE_ROWS)),)
-    outside = found_outside(include_path)
+    with user_mistakes():
+        outside = found_outside(include_path)
     document: dict[str, Any] = {}
     if "ops" in kinds:
         document["ops"] = _ops(outside)

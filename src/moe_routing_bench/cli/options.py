@@ -15,7 +15,7 @@ from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.cores import core_count, idle_count
 from moe_routing_bench.bench.device import VIEWS
 from moe_routing_bench.cli.finding import IncludePath
-from moe_routing_bench.workloads.axes import CaseAxes, PolicyAxes, axes_of, explained, values_of
+from moe_routing_bench.workloads.axes import Axis, CaseAxes, PolicyAxes, axes_of, explained, values_of
 from moe_routing_bench.workloads.cases import DIRECTIONS
 
 SECONDS = 60.0
@@ -148,19 +148,10 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         if name not in groups:
             parameters.append(parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY))
             continue
-        parameters += _parameters(groups[name])
+        parameters += parameters_of(groups[name])
 
     def expanded(**given: Any) -> None:
-        made = {}
-        for name, group in groups.items():
-            values: dict[str, Any] = {}
-            for one in fields(group):
-                if (declared := one.metadata.get("axes")) is None:
-                    values[one.name] = given.pop(one.name)
-                    continue
-                asked = {axis.name: given.pop(axis.name) for axis, facts in axes_of(declared) if facts.flag}
-                values[one.name] = {axis: value for axis, value in asked.items() if value is not None}
-            made[name] = group(**values)
+        made = {name: group_of(group, given) for name, group in groups.items()}
         command(**made, **given)
 
     expanded.__doc__, expanded.__name__ = command.__doc__, command.__name__
@@ -170,8 +161,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     return expanded
 
 
-def _parameters(group: Any) -> Iterator[inspect.Parameter]:
-    """One for each field, and for each axis that has an option."""
+def parameters_of(group: Any) -> Iterator[inspect.Parameter]:
+    """The options of a group: one for each field, and for each axis that has one."""
     hints = get_type_hints(group, include_extras=True)
     for one in fields(group):
         if (declared := one.metadata.get("axes")) is None:
@@ -184,11 +175,30 @@ def _parameters(group: Any) -> Iterator[inspect.Parameter]:
             if facts.flag:
                 kind = types[axis.name] | None if facts.asks else types[axis.name]
                 yield inspect.Parameter(
-                    axis.name,
+                    _option_name(facts),
                     inspect.Parameter.KEYWORD_ONLY,
                     default=None if facts.asks else axis.default,
                     annotation=Annotated[kind, _option(facts.flag, help=facts.help)],
                 )
+
+
+def group_of(group: Any, given: dict[str, Any]) -> Any:
+    """A group made of options by name, which are taken out of `given`; those that are absent or None have
+    their default."""
+    values: dict[str, Any] = {}
+    for one in fields(group):
+        if (declared := one.metadata.get("axes")) is not None:
+            named = {axis.name: _option_name(facts) for axis, facts in axes_of(declared) if facts.flag}
+            asked = {axis: given.pop(option, None) for axis, option in named.items()}
+            values[one.name] = {axis: value for axis, value in asked.items() if value is not None}
+        elif one.name in given:
+            values[one.name] = given.pop(one.name)
+    return group(**values)
+
+
+def _option_name(facts: Axis) -> str:
+    """min_rounds of --min-rounds"""
+    return facts.flag.partition("/")[0].lstrip("-").replace("-", "_")
 
 
 def _numbers(letter: str, text: str) -> list[int]:

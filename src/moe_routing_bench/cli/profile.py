@@ -15,6 +15,7 @@ from rich.text import Text
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.outcome import CellOutcome
+from moe_routing_bench.bench.roofs import stored_roofs
 from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.cli.bench import measured
 from moe_routing_bench.cli.block_pictures import draw_shares
@@ -26,6 +27,7 @@ from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptio
 from moe_routing_bench.cli.pictures import check_picture_path
 from moe_routing_bench.cli.tables import outcome_document, show_outcome
 from moe_routing_bench.cli.terminal import Json, fail, heading, show, show_json, user_mistakes
+from moe_routing_bench.machine import this_machine
 from moe_routing_bench.published import MODELS
 from moe_routing_bench.studies.profiles import SHARES, SUBJECTS, Profile, profile, profiled
 
@@ -94,7 +96,9 @@ def profile_block_command(
         if measure.device not in (None, "cpu") and not torch.cuda.is_available():
             raise ValueError(f"there is no {measure.device} here; leave out --device")
     documents = []
-    outcomes = measured(cells, out, suite=name or "", seconds=measure.seconds_for(cells))
+    with user_mistakes():
+        roofs = stored_roofs(this_machine().name)
+    outcomes = measured(cells, out, suite=name or "", seconds=measure.seconds_for(cells), roofs=roofs)
     for outcome in outcomes:
         profiles = _profiles(outcome, calls=calls, chrome=chrome, nvtx=ranges)
         documents.append({**outcome_document(outcome), "profiles": _documents(profiles)})

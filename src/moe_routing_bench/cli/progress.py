@@ -25,15 +25,20 @@ WIDTH = 48  # of names in the ranking
 
 
 class Lines:
-    """What would be on a bar, in a pipe: a line a minute. On a terminal it prints nothing."""
+    """What would be on a bar, in a pipe: a line a minute; nothing on a terminal, or if `quiet`."""
 
-    def __init__(self) -> None:
-        self.screen = console(stderr=True)
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.screen, self._quiet = console(stderr=True), quiet
         self._said = time.monotonic()
+
+    @property
+    def drawn(self) -> bool:
+        """Is there a bar?"""
+        return self.screen.is_terminal and not self._quiet
 
     def say(self, line: str, *, at_once: bool = False) -> None:
         now = time.monotonic()
-        if not self.screen.is_terminal and (at_once or now - self._said >= LINE_SECONDS):
+        if not (self.screen.is_terminal or self._quiet) and (at_once or now - self._said >= LINE_SECONDS):
             self._said = now
             self.screen.print(line)
 
@@ -41,8 +46,8 @@ class Lines:
 class Bar:
     """update(3, 14) shows "comparing: 3 of 14 comparisons, about 2:40 left"; without a unit, the share."""
 
-    def __init__(self, what: str, unit: str = ""):
-        self._what, self._unit, self._lines = what, unit, Lines()
+    def __init__(self, what: str, unit: str = "", *, quiet: bool = False):
+        self._what, self._unit, self._lines = what, unit, Lines(quiet=quiet)
         self._phases: dict[str, tuple[float, float]] = {}
         self.drawn = _bar(self._lines)
         self._task = self.drawn.add_task(what, total=None)
@@ -65,8 +70,8 @@ class Bar:
 
 
 @contextmanager
-def bar(what: str, unit: str = "") -> Iterator[Bar]:
-    shown = Bar(what, unit)
+def bar(what: str, unit: str = "", *, quiet: bool = False) -> Iterator[Bar]:
+    shown = Bar(what, unit, quiet=quiet)
     with shown.drawn:
         yield shown
 
@@ -87,7 +92,7 @@ def spinner(what: str) -> Iterator[Callable[[str], None]]:
 def _bar(lines: Lines) -> Progress:
     return Progress(
         TextColumn("{task.description}", markup=False), BarColumn(BAR),
-        console=lines.screen, transient=True, disable=not lines.screen.is_terminal,
+        console=lines.screen, transient=True, disable=not lines.drawn,
     )  # fmt: skip
 
 
@@ -98,10 +103,10 @@ def say_roofs_are_measured() -> None:
 class ShownProgress:
     """Progress over all cells: update() is called often while a cell is measured, cell_done() after it."""
 
-    def __init__(self, cells: int):
+    def __init__(self, cells: int, *, quiet: bool = False):
         self._cells, self._done, self._started = cells, 0, time.monotonic()
         self._standing: tuple[Standing, ...] = ()
-        self._lines = Lines()
+        self._lines = Lines(quiet=quiet)
         self._bar = _bar(self._lines)
         self._task: TaskID = self._bar.add_task("starting", total=max(cells, 1))
         self._live = Live(
@@ -147,7 +152,7 @@ class ShownProgress:
             self.start()
 
     def start(self) -> None:
-        if self._lines.screen.is_terminal:
+        if self._lines.drawn:
             self._live.start()
 
     def stop(self) -> None:
@@ -169,9 +174,15 @@ def minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
+def is_wanted(progress: bool | None) -> bool:
+    """None: where somebody looks on, in a terminal or a notebook."""
+    out = console(stderr=True)
+    return (out.is_terminal or out.is_jupyter) if progress is None else progress
+
+
 @contextmanager
-def shown_progress(cells: int) -> Iterator[ShownProgress]:
-    progress = ShownProgress(cells)
+def shown_progress(cells: int, *, quiet: bool = False) -> Iterator[ShownProgress]:
+    progress = ShownProgress(cells, quiet=quiet)
     progress.start()
     try:
         yield progress

@@ -15,7 +15,7 @@ from moe_routing_bench.report.drawing import save
 from moe_routing_bench.report.explorer import explorer
 from moe_routing_bench.report.finding import results_folders
 from moe_routing_bench.report.markdown import markdown
-from moe_routing_bench.report.page import Page, make_page, render
+from moe_routing_bench.report.page import Page, make_page
 from moe_routing_bench.report.reading import read
 from moe_routing_bench.text import printable
 from moe_routing_bench.whole_files import write_whole
@@ -81,16 +81,10 @@ def report_command(
 
 def write_page(page: Page, target: Path) -> Path:
     """Where it is now."""
-    if target.is_dir():
-        raise ValueError(f"{target} is a folder; name a file such as {target / 'report.html'}")
-    if not target.parent.is_dir():
-        raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
     try:
-        text = render(page)
+        return page.write(target)
     except NotImplementedError as error:
         fail(str(error))
-    write_whole(target, text)
-    return target
 
 
 def write_figures(page: Page, folder: Path) -> int:

@@ -338,3 +338,9 @@ def _show_columns(as_json: bool) -> None:
     show("left_out: lines that are not valid records (session, lines, sentences)", "")
     show(table_of(("column", "type"), columns))
     show("", Text('case is a keyword of SQL: write "case" with double quotes.', "dim"))
+
+
+def show_overview(folder: Path) -> None:
+    """What `mrb results` shows of a folder."""
+    counts, best = (run_query(folder, query.format(condition="true")) for query in (COUNTS, BEST))
+    _show_overview(folder, _counted(folder), counts, best)

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import os
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from moe_routing_bench.bench.engines import ENGINES, engine_named
-from moe_routing_bench.bench.floor import raise_stored
+from moe_routing_bench.api import PlannedSweep, sweep_cells
+from moe_routing_bench.bench.engines import ENGINES
 from moe_routing_bench.bench.outcome import CellOutcome
-from moe_routing_bench.bench.roofs import roofs_now
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.cli.choosing import check_device, made_cells, suite_cases
 from moe_routing_bench.cli.ending import NOT_TIMED, end, stopped
 from moe_routing_bench.cli.finding import include_all
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
-from moe_routing_bench.cli.progress import say_roofs_are_measured, shown_progress
 from moe_routing_bench.cli.tables import outcome_document
 from moe_routing_bench.cli.terminal import Json, show, show_json, user_mistakes
-from moe_routing_bench.machine import this_machine
 from moe_routing_bench.names import short_label
-from moe_routing_bench.results.fleet import FleetPlan, plan_fleet, run_fleet
 from moe_routing_bench.results.objects import url_of
-from moe_routing_bench.results.shards import Shard
-from moe_routing_bench.results.shared import Shared
-from moe_routing_bench.results.sweep import SweepPlan, plan_sweep, run_sweep
+from moe_routing_bench.results.sweep import SweepPlan
 from moe_routing_bench.workloads.cases import SUITES
 
 
@@ -81,54 +72,31 @@ def sweep_command(
     together. A LIST is separated by commas; every combination is measured.
     """
     include_all(what.include_path)
-    url = url_of(out)
-    name = url or out
+    name = url_of(out) or out
     with user_mistakes():
-        policy = measure.policy(suite)
-        own_threads = measure.threads is None
-        cells = made_cells(suite_cases(suite, sizes, what), what, policy, own_threads=own_threads)
-        if shard:
-            cells = list(Shard.parse(shard, os.environ).part(cells))
-        if claim and engine != "local":
-            raise ValueError(
-                f"--claim is for machines that work alone; the engine {engine} gives out cells itself"
-            )
-        executor, store = engine_named(engine), None
-        plan: SweepPlan
-        if claim and url is None:
-            raise ValueError(f"--claim needs a store that others reach too, as --out file://{out.absolute()}")
-        if url is not None:
-            store = Shared(out, make=not dry_run)
-            plan = plan_fleet(cells, store, executor, retry_failed=retry_failed, resume=resume)
-        elif resume:
-            plan = plan_sweep(cells, out, retry_failed=retry_failed, executor=executor)
-        else:
-            plan = SweepPlan(todo=tuple(cells), done=0, failed=0)
+        cells = sweep_cells(suite, sizes, what, measure)
+        planned = PlannedSweep.of(
+            cells, out, resume=resume, retry_failed=retry_failed, shard=shard, claim=claim, engine=engine,
+            dry_run=dry_run,
+        )  # fmt: skip
+        plan = planned.plan
     if dry_run:
         _show_plan(plan, as_json)
         return
     with user_mistakes():
-        roofs = roofs_now(this_machine(), policy.max_seconds, say_roofs_are_measured)
-        if executor.name == "local":
-            check_device(policy)
+        roofs = planned.roofs(cells, progress=True)
     if not as_json:
         show(_sentence(plan))
     outcomes: list[CellOutcome] = []
+
+    def done(outcome: CellOutcome) -> None:
+        outcomes.append(outcome)
+        if not as_json:
+            show(_line(outcome))
+
     try:
-        with shown_progress(len(plan.todo)) as progress, user_mistakes():
-            if isinstance(plan, FleetPlan):
-                assert store is not None
-                run = partial(run_fleet, plan, store, executor, claim=claim)
-            else:
-                run = partial(run_sweep, plan.todo, out, executor)
-            source = run(suite=suite, roofs=roofs, on_progress=progress.update)
-            for outcome in source:
-                progress.cell_done()
-                raise_stored(outcome)
-                outcomes.append(outcome)
-                if not as_json:
-                    text = _line(outcome)
-                    progress.pause(lambda text=text: show(text))  # type: ignore[misc]
+        with user_mistakes():
+            planned.run(suite=suite, roofs=roofs, progress=True, on_outcome=done)
     except KeyboardInterrupt:
         advice = f"The same command goes on from here; `mrb results --folder {name}` shows what there is."
         stopped(len(outcomes), len(plan.todo), advice)

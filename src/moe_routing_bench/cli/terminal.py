@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -12,17 +14,16 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.names import one_of
 
+_recording: ContextVar[Console | None] = ContextVar("_recording", default=None)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
 def pick(what: str, name: str, choices: Iterable[str]) -> str:
     """`name` if it is one of the choices, else an error that suggests one."""
-    choices = list(choices)
-    if name not in choices:
-        fail(f"there is no {what} {name!r}; {did_you_mean(name, choices)}there are {', '.join(choices)}")
-    return name
+    with user_mistakes():
+        return one_of(what, name, choices)
 
 
 def pick_all(what: str, names: str, choices: Iterable[str]) -> list[str]:
@@ -55,6 +56,8 @@ def user_mistakes() -> Iterator[None]:
 
 
 def console(*, stderr: bool = False) -> Console:
+    if not stderr and (recorder := _recording.get()) is not None:
+        return recorder
     # error messages are full of brackets, so nothing is read as markup
     shown = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
     if not shown.is_terminal:
@@ -62,9 +65,21 @@ def console(*, stderr: bool = False) -> Console:
     return shown
 
 
+@contextmanager
+def recorded(width: int) -> Iterator[Console]:
+    """Inside, the console keeps what is shown and prints nothing; see its export_text and export_html."""
+    plain = {"markup": False, "emoji": False, "highlight": False, "force_jupyter": False}
+    recorder = Console(file=io.StringIO(), record=True, width=width, force_terminal=False, **plain)
+    token = _recording.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _recording.reset(token)
+
+
 def show(*things: RenderableType) -> None:
     out = console()
-    if out.is_terminal:
+    if out.is_terminal or out.record:
         out.print(*things, sep="\n")
         return
     with out.capture() as captured:

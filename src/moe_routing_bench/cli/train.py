@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -13,7 +15,7 @@ from rich.console import RenderableType
 
 from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.cli.fitting import fitted
-from moe_routing_bench.cli.progress import bar, minutes
+from moe_routing_bench.cli.progress import Bar, bar, minutes
 from moe_routing_bench.cli.terminal import Json, fail, say, show, show_json, user_mistakes
 from moe_routing_bench.names import parse_spec
 from moe_routing_bench.report.training_figures import draw_study
@@ -145,7 +147,7 @@ def train_command(
         assert router is not None
         with user_mistakes():
             run = replace(
-                like, rule=_rule(router, like.size), learning_rate=rate or 3e-3, sees_future=sees_future,
+                like, rule=rule_named(router, like.size), learning_rate=rate or 3e-3, sees_future=sees_future,
                 corpus=learnt.hash[:16],
             )  # fmt: skip
         say_text()
@@ -205,6 +207,10 @@ def show_command(
     if as_json:
         show_json([one.model_dump(mode="json") for one in runs])
         return
+    show_runs(runs)
+
+
+def show_runs(runs: Sequence[Training]) -> None:
     words = {"rule": [one.rule for one in runs], "study": [one.study for one in runs]}
     numbers = {
         "seed": [str(one.seed) for one in runs],
@@ -226,12 +232,8 @@ def _study(work: StudyRun, rounds: int, as_json: bool) -> None:
         first_look = "; --quick is a first look in about a minute" if seconds > LONG_SECONDS else ""
         say(f"study {work.name}: about {minutes(seconds)} minutes on {work.jobs} cores{first_look}")
         with bar(f"study {work.name}") as shown:
-
-            def on_progress(ongoing: Ongoing) -> None:
-                shown.update(ongoing.share, 1, phase=ongoing.phase, now="; ".join(ongoing.now))
-
             try:
-                work.run(on_progress, rounds=rounds)
+                work.run(partial(show_study, shown), rounds=rounds)
             except KeyboardInterrupt:
                 fail(f"stopped; the same command goes on from what is in {out}")
     if not work.study.only_times:
@@ -252,9 +254,7 @@ def _one(run: Run, corpus: Corpus, out: Path, sink: str | None, as_json: bool) -
 
         def on_event(event: Event) -> None:
             if isinstance(event, Stepped):
-                rate = run.batch * run.size.sequence / sum(event.seconds.values())
-                now = f"{said_step(event.step, run.steps, event.loss)}, {rate:,.0f} tokens/s"
-                shown.update(event.step, run.steps, phase="training", now=now)
+                show_step(shown, run, event)
                 send({"loss": event.loss, "learning_rate": event.learning_rate}, event.step)
             elif isinstance(event, Evaluated):
                 send({f"held_out/{name}": value for name, value in event.losses.items()}, event.step)
@@ -270,6 +270,16 @@ def _one(run: Run, corpus: Corpus, out: Path, sink: str | None, as_json: bool) -
         show_json(record.model_dump(mode="json"))
         return
     _show_run(record, out)
+
+
+def show_study(shown: Bar, ongoing: Ongoing) -> None:
+    shown.update(ongoing.share, 1, phase=ongoing.phase, now="; ".join(ongoing.now))
+
+
+def show_step(shown: Bar, run: Run, event: Stepped) -> None:
+    rate = run.batch * run.size.sequence / sum(event.seconds.values())
+    now = f"{said_step(event.step, run.steps, event.loss)}, {rate:,.0f} tokens/s"
+    shown.update(event.step, run.steps, phase="training", now=now)
 
 
 def _show_run(one: Training, out: Path) -> None:
@@ -327,7 +337,7 @@ def _notes(reached: Pareto) -> list[str]:
     ]
 
 
-def _rule(text: str, size: Size) -> Rule:
+def rule_named(text: str, size: Size) -> Rule:
     """A router by name with options, as in mrb bench; `dense` is the control as wide as K experts."""
     if text == "dense":
         return Rule(name="dense", kind="dense", times=size.K)

@@ -170,6 +170,11 @@ def controller_for(router: Router, name: str | None = None, **options: Any) -> C
     """The controller called `name`, or the one the router was published with.
 
     controller_for(router, "sign_bias", rate=1e-3, reduce=all_reduce_sum())
+
+    >>> router = mrb.router_for("deepseek-v3", D=8, E=16, K=2)
+    >>> controller = mrb.controller_for(router)
+    >>> controller.router is router
+    True
     """
     controllers = all_controllers()
     if name is None:

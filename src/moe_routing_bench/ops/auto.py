@@ -245,7 +245,10 @@ _state = _State()
 
 def use_decisions(path: Path | str | None) -> None:
     """From now on impl="auto" follows this file, written by `mrb decide`; None: only the ops' preferences,
-    whatever MRB_DECISIONS says. A forward that torch.compile has compiled keeps its choices."""
+    whatever MRB_DECISIONS says. A forward that torch.compile has compiled keeps its choices.
+
+    >>> mrb.use_decisions(None)
+    """
     decisions = None if path is None else read_decisions(path)
     _state.known, _state.decisions = True, decisions
     _state.on_cpu.clear()

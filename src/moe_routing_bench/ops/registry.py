@@ -281,7 +281,11 @@ class Op:
 
 def all_ops() -> dict[str, Op]:
     """Every folder with an op.py in ops/ or in an included folder, by name, in the order in which data flows
-    through them."""
+    through them.
+
+    >>> "gather_sum" in mrb.all_ops()["combine"].names()
+    True
+    """
     names = [*built_in_ops(), *_ops_outside()]
     return dict(sorted(((name, get_op(name)) for name in names), key=lambda item: item[1].stage))
 
@@ -336,6 +340,10 @@ def include(folder: Path | str) -> None:
 
 def included_folders() -> tuple[Path, ...]:
     return tuple(_included)
+
+
+def clear_included() -> None:
+    _included.clear()
 
 
 def files_of(folders: Sequence[Path | str]) -> list[Path]:

@@ -35,6 +35,7 @@ from moe_routing_bench.report.tables import (
 from moe_routing_bench.report.winners import MEANING, Hovers, winner_map
 from moe_routing_bench.results.pareto import sentences
 from moe_routing_bench.results.record import Record
+from moe_routing_bench.whole_files import write_whole
 
 HERE = Path(__file__).parent
 MOST_CELLS = 1_000
@@ -77,6 +78,15 @@ class Page:
     @property
     def pictures(self) -> list[Picture]:
         return [one for _, sections in self.chapters for section in sections for one in section.pictures]
+
+    def write(self, target: Path) -> Path:
+        """As HTML. ValueError if there is no such place, NotImplementedError if jinja2 is absent."""
+        if target.is_dir():
+            raise ValueError(f"{target} is a folder; name a file such as {target / 'report.html'}")
+        if not target.parent.is_dir():
+            raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
+        write_whole(target, render(self))
+        return target
 
 
 def make_page(material: Material, command: str) -> Page:

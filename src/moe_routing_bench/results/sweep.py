@@ -86,8 +86,9 @@ def run_sweep(
     suite: str = "",
     roofs: Roofs | None = None,
     on_progress: Callable[[Cell, Progress], None] = lambda cell, progress: None,
+    on_session: Callable[[str], None] = lambda session: None,
 ) -> Iterator[CellOutcome]:
-    """Measure the cells; each outcome is on disk before it is yielded.
+    """Measure the cells; each outcome is on disk before it is yielded. on_session gets the session's id.
 
     ValueError if the folder cannot be written to, before anything is measured; if that shows only later,
     after the outcome has been yielded: nobody shall wait for a cell and never see it.
@@ -99,6 +100,7 @@ def run_sweep(
         environment = session.put_environment(environment_document(this_machine(), roofs))
     except OSError as error:
         raise ValueError(f"cannot write into {folder}: {error.strerror or error}") from None
+    on_session(session.id)
     with session:
 
         def watch() -> str | None:

@@ -10,7 +10,8 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.ops.auto import Auto, resolve
 from moe_routing_bench.ops.implementation import Implementation
-from moe_routing_bench.ops.registry import get_op, include
+from moe_routing_bench.ops.registry import clear_included, get_op, include, included_folders
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 from moe_routing_bench.ops.score_topk.op import op as score_topk_op
 from moe_routing_bench.ops.topk.op import op as topk_op
@@ -52,6 +53,10 @@ class Router(nn.Module):
     Logits, scores and gates are computed in `dtype`, whatever the type of x, of the weights or of autocast.
     `loss_weights={"switch": 0.01, "z": 1e-3}` asks for those losses: their unweighted values go to
     Routing.losses, their weighted sum to Routing.aux_loss. A weight of 0 measures without training on it.
+
+    >>> router = mrb.all_routers()["switch"](D=8, E=4, K=1)
+    >>> router(torch.randn(3, 8)).expert_TK.shape
+    torch.Size([3, 1])
     """
 
     causal: ClassVar[bool]  # False: where a token goes can depend on later tokens
@@ -199,7 +204,11 @@ class Router(nn.Module):
 
 
 def all_routers() -> dict[str, type[Router]]:
-    """Every routing rule by name: the files of this folder, and of the folders that were included."""
+    """Every routing rule by name: the files of this folder, and of the folders that were included.
+
+    >>> mrb.all_routers()["expert_choice"].causal
+    False
+    """
     return {name: router_named(name) for name in router_names()}
 
 
@@ -231,11 +240,30 @@ def include_routers(folder: Path | str) -> None:
 
 
 def include_folder(folder: Path | str) -> None:
-    """Also use a folder's implementations, operations and routers: `include`, and `include_routers` on its
-    folder called routers."""
+    """Also use what a folder holds: implementations in `<folder>/<op>/<name>.py`, new operations in
+    `<folder>/<op>/op.py`, routers in `<folder>/routers/<name>.py`. Its code is loaded when it is first used.
+
+    >>> mrb.include("examples/add_a_router")
+    >>> "cosine" in mrb.all_routers()
+    True
+    """
     include(folder)
     if (rules := Path(folder) / "routers").is_dir():
         include_routers(rules)
+
+
+@contextmanager
+def without_included() -> Iterator[tuple[Path, ...]]:
+    """Inside, no folder is included; gives the folders that are, for a process that loads their code."""
+    folders, rules = included_folders(), tuple(_included)
+    clear_included()
+    _included.clear()
+    try:
+        yield folders
+    finally:
+        for folder in folders:
+            include(folder)
+        _included.extend(rules)
 
 
 @cache

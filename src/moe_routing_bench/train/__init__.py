@@ -9,4 +9,12 @@ loop       one run, from the first step or a saved state
 stepping   the time of a step of several runs, in turns
 decoding   tokens a second of a trained model, with a cache
 studies    which runs answer which question
+
+Called, it is `train` of api.py.
 """
+
+import sys
+
+from moe_routing_bench import CallableFolder
+
+sys.modules[__name__].__class__ = CallableFolder

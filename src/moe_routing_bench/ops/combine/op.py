@@ -83,4 +83,11 @@ op = Op(
 
 
 def combine(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, *, impl: str = "auto") -> Tensor:
+    """Add up the rows of each token, each row times its gate.
+
+    >>> routing = mrb.Routing(expert_TK=torch.tensor([[1], [0]]), gate_TK=torch.ones(2, 1), num_experts=2)
+    >>> plan = mrb.make_plan(routing, mrb.Layout.compact())  # token 0 has row 1, token 1 has row 0
+    >>> mrb.combine(torch.tensor([[20.0], [10.0]]), torch.tensor([[0.5], [1.0]]), plan).tolist()
+    [[5.0], [20.0]]
+    """
     return resolve(op, impl)(y_RD, gate_TK, plan)

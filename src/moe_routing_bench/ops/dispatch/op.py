@@ -55,4 +55,11 @@ op = Op(
 
 
 def dispatch(x_TD: Tensor, plan: RoutingPlan, *, impl: str = "auto") -> Tensor:
+    """Copy each token to its rows.
+
+    >>> routing = mrb.Routing(expert_TK=torch.tensor([[1], [0]]), gate_TK=torch.ones(2, 1), num_experts=2)
+    >>> plan = mrb.make_plan(routing, mrb.Layout.compact())  # token 0 has row 1, token 1 has row 0
+    >>> mrb.dispatch(torch.tensor([[1.0], [2.0]]), plan).tolist()
+    [[2.0], [1.0]]
+    """
     return resolve(op, impl)(x_TD, plan)

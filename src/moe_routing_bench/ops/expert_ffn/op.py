@@ -93,6 +93,14 @@ op = Op(
 def expert_ffn(
     x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, impl: str = "auto"
 ) -> Tensor:
+    """Compute the whole expert layer for a plan: both projections, the activation and the gates.
+
+    >>> layer, x_TD = mrb.MoE(D=8, F=16, E=4, K=2), torch.randn(5, 8)
+    >>> routing = layer.router(x_TD)
+    >>> y_TD = mrb.expert_ffn(x_TD, routing.gate_TK, layer.plan(routing), layer.experts.weights())
+    >>> torch.equal(y_TD, layer(x_TD)[0])
+    True
+    """
     return resolve(op, impl)(x_TD, gate_TK, plan, weights)
 
 

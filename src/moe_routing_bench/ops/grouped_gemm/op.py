@@ -93,4 +93,11 @@ def grouped_gemm(
     *,
     impl: str = "auto",
 ) -> Tensor:
+    """Multiply the rows of each expert by its own matrix.
+
+    >>> routing = mrb.Routing(expert_TK=torch.tensor([[1], [0]]), gate_TK=torch.ones(2, 1), num_experts=2)
+    >>> plan = mrb.make_plan(routing, mrb.Layout.compact())  # row 0 is expert 0's, row 1 expert 1's
+    >>> mrb.grouped_gemm(torch.ones(2, 1), torch.tensor([[[2.0]], [[3.0]]]), plan).tolist()
+    [[2.0], [3.0]]
+    """
     return resolve(op, impl)(x_RD, w_EDF, plan, b_EF)

@@ -107,6 +107,13 @@ op = Op(
 
 
 def make_plan(routing: Routing, layout: Layout, *, impl: str = "auto") -> RoutingPlan:
+    """Give every pair of token and choice a row; the rows of an expert are next to each other.
+
+    >>> expert_TK = torch.tensor([[0, 2], [2, 0]])
+    >>> routing = mrb.Routing(expert_TK=expert_TK, gate_TK=torch.ones(2, 2), num_experts=3)
+    >>> mrb.make_plan(routing, mrb.Layout.block(2)).row_TK.tolist()
+    [[0, 2], [3, 1]]
+    """
     return resolve(op, impl)(routing, layout)
 
 

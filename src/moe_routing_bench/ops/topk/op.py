@@ -67,6 +67,12 @@ op = Op(
 
 
 def topk(score_TE: Tensor, K: int, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
+    """Find the K highest scores of each token, highest first.
+
+    >>> value_TK, expert_TK = mrb.topk(torch.tensor([[0.1, 0.5, 0.4]]), 2)
+    >>> expert_TK.tolist()
+    [[1, 2]]
+    """
     if not 1 <= K <= score_TE.shape[-1]:
         raise ValueError(f"K={K} choices out of {score_TE.shape[-1]} experts")
     return resolve(op, impl)(score_TE, K)

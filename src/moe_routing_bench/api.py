@@ -1,0 +1,592 @@
+"""What the command line does, as functions: bench, sweep, check, open, train. The commands call these too.
+
+A call leaves the process as it found it: torch's threads, limits and signal handlers. What measures runs in
+worker processes, so a script needs no `if __name__ == "__main__"`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+import torch
+
+from moe_routing_bench.bench.budget import Budget
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.engines import engine_named
+from moe_routing_bench.bench.executor import Executor, LocalExecutor
+from moe_routing_bench.bench.floor import raise_stored
+from moe_routing_bench.bench.outcome import CellOutcome
+from moe_routing_bench.bench.roofs import Roofs, roofs_now
+from moe_routing_bench.bench.spans.span import span_named
+from moe_routing_bench.bench.verdict import DELTA
+from moe_routing_bench.cli.check_tables import check_progress, show_legend_of_maps, show_map, show_rows
+from moe_routing_bench.cli.checking import Row, run_row, select
+from moe_routing_bench.cli.choosing import BENCH_TOKENS, check_device, chosen_cases, made_cells, suite_cases
+from moe_routing_bench.cli.compare import show_comparison
+from moe_routing_bench.cli.ending import saving_folder
+from moe_routing_bench.cli.finding import ROUTERS, found_outside
+from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, group_of, parameters_of
+from moe_routing_bench.cli.progress import is_wanted, say_roofs_are_measured, shown_progress
+from moe_routing_bench.cli.results import BEST, at_hand, show_overview
+from moe_routing_bench.cli.shown import Shown, Table, temporary_folder
+from moe_routing_bench.cli.tables import show_outcome, show_summary
+from moe_routing_bench.cli.token_map import TokenMap, parse_tokens, token_map
+from moe_routing_bench.dtypes import DTYPES
+from moe_routing_bench.machine import this_machine, torch_threads
+from moe_routing_bench.names import base_name, did_you_mean, one_of
+from moe_routing_bench.ops.registry import included_folders
+from moe_routing_bench.places import default_results
+from moe_routing_bench.report.finding import results_folders
+from moe_routing_bench.report.reading import read
+from moe_routing_bench.results.comparing import RunComparison, compare_runs
+from moe_routing_bench.results.flat import COLUMNS, quoted
+from moe_routing_bench.results.fleet import FleetPlan, plan_fleet, run_fleet
+from moe_routing_bench.results.history import History, history
+from moe_routing_bench.results.objects import url_of
+from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
+from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.selecting import Selection, copy_selected
+from moe_routing_bench.results.shards import Shard
+from moe_routing_bench.results.shared import Shared
+from moe_routing_bench.results.store import iterate
+from moe_routing_bench.results.sweep import SweepPlan, plan_sweep, run_sweep
+from moe_routing_bench.routers.router import without_included
+
+if TYPE_CHECKING:
+    from moe_routing_bench.cli.trained import Trainings
+
+PathLike: TypeAlias = str | os.PathLike[str]
+OnOutcome: TypeAlias = Callable[[CellOutcome], None]
+Function = TypeVar("Function", bound=Callable[..., Any])
+Options: TypeAlias = tuple[SizeOptions, WhatOptions, MeasureOptions]
+GROUPS = (SizeOptions, WhatOptions, MeasureOptions)
+OTHER_NAMES = {"top_k": "topk"}  # in Python -> on the command line
+NO_AXES = ("impl", "include_path")  # an argument of its own; mrb.include
+
+
+class Comparison(Shown, RunComparison):
+    """What became faster or slower from one run to another."""
+
+    def _show(self) -> None:
+        show_comparison(self)
+
+
+class Past(Shown, History):
+    """A metric over commits, with the commits at which it steps."""
+
+    def _show(self) -> None:
+        from moe_routing_bench.cli.history import show_history  # it draws, which others do not wait for
+
+        show_history(self)
+
+
+class Results(Shown):
+    """Records of a results folder: what `bench`, `sweep` and `open` return.
+
+    place is where they are kept, `folder` a results folder with these records alone. `cells` are what was
+    measured just now, to measure it again: mrb.bench(results.cells, out="after").
+
+    >>> results = mrb.open("measurements/records/pack.tar.xz")
+    >>> len(results) == len(list(results)) == len(results.query("SELECT impl FROM records"))
+    True
+    """
+
+    def __init__(
+        self, source: Path, *, place: PathLike | None = None, selection: Selection | None = None,
+        cells: Sequence[Cell] = (), outcomes: Sequence[CellOutcome] = (), roofs: Roofs | None = None,
+        keeps: object = None,
+    ):  # fmt: skip
+        """keeps: what must live as long as these results; an ExitStack is closed after them."""
+        self.place = str(source if place is None else place)
+        self.cells, self.outcomes = tuple(cells), tuple(outcomes)
+        self._source, self._selection, self._roofs, self._keeps = source, selection, roofs, keeps
+        if isinstance(keeps, ExitStack):
+            weakref.finalize(self, keeps.close)
+
+    @cached_property
+    def folder(self) -> Path:
+        if self._selection is None:
+            return self._source
+        stack = ExitStack()
+        weakref.finalize(self, stack.close)
+        folder = temporary_folder(stack)
+        copy_selected(self._source, folder, self._selection)
+        return folder
+
+    def __len__(self) -> int:
+        return self.query("SELECT count(*) FROM records").rows[0][0]
+
+    def __iter__(self) -> Iterator[Record]:
+        return iterate(self.folder)
+
+    def __repr__(self) -> str:
+        return f"<Results in {self.place}>"
+
+    def query(self, sql: str) -> Table:
+        """The answer to one SELECT over `records`, `latest`, `trainings` or `left_out`; it can only read."""
+        return Table(*run_query(self.folder, sql))
+
+    def to_pandas(self) -> Any:
+        """All records as a pandas.DataFrame, a row each."""
+        return self.query("SELECT * FROM records").to_pandas()
+
+    def winners(self) -> Table:
+        """The best implementation of each case, by its ratio to the baseline of the same run."""
+        return self.query(BEST.format(condition="true"))
+
+    def where(self, **columns: Any) -> Results:
+        """The records with these values: where(impl="native", T=[1, 16]). A list means any of them. A copy of
+        the baseline that was timed beside code from outside stays with what was compared with it."""
+        known = [*(column.name for column in COLUMNS), *(name for name, _ in JOINED)]
+        conditions = ["true"]
+        for name, value in columns.items():
+            column = f'"{one_of("column", name, known)}"'
+            equal = [f"{column} IS NOT DISTINCT FROM {_in_sql(one)}" for one in _each(value)]
+            conditions.append(f"({' OR '.join(equal)})")
+        chosen = self.query(
+            f"""WITH chosen AS (SELECT * FROM records WHERE {" AND ".join(conditions)})
+            SELECT session, record_id FROM chosen UNION SELECT session, record_id FROM records
+            WHERE role NOT IN ('baseline', 'twin', 'candidate')
+            AND (session, cell_key) IN (SELECT (session, cell_key) FROM chosen)"""
+        )
+        selection: dict[str, set[str]] = {}
+        for session, record_id in chosen.rows:
+            selection.setdefault(session, set()).add(record_id)
+        return Results(self.folder, place=self.place, selection=selection, keeps=self)
+
+    def compare(
+        self, other: Results | PathLike, *, allow: Collection[str] = (), delta: float = DELTA
+    ) -> Comparison:
+        """From these results to the other ones: what became faster, slower, or stopped working. ValueError if
+        they were measured unlike, unless `allow` names how. delta: the least difference that counts."""
+        later = other if isinstance(other, Results) else open(other)
+        return Comparison(**vars(compare_runs(self.folder, later.folder, allow=allow, delta=delta)))
+
+    def history(self, metric: Literal["ratio", "ms"] = "ratio") -> Past:
+        """A metric over commits, and the commits at which it steps."""
+        return Past(**vars(history(self.folder, metric)))
+
+    def report(self, path: PathLike = "report.html") -> Path:
+        """Write one page with figures and tables, which needs no network."""
+        from moe_routing_bench.report.page import make_page  # it draws, which others do not wait for
+
+        with results_folders([self.folder]) as found:
+            material = read([replace(one, name=self.place) for one in found])
+            return make_page(material, f"mrb report {self.place}").write(Path(path))
+
+    def export(self, path: PathLike) -> int:
+        """Write all records into one .parquet or .csv file, a row each; how many."""
+        exports = {".parquet": export_parquet, ".csv": export_csv}
+        target = Path(path)
+        if target.suffix not in exports:
+            raise ValueError(f"{target} should end in {' or '.join(exports)}")
+        return exports[target.suffix](self.folder, target)
+
+    def _show(self) -> None:
+        if not self.outcomes:
+            show_overview(self.folder)
+        for outcome in self.outcomes:
+            show_outcome(outcome, roofs=self._roofs)
+        if len(self.outcomes) > 1:
+            show_summary(self.outcomes)
+
+
+def _in_sql(value: Any) -> str:
+    if value is None:
+        return "NULL"
+    return str(value) if isinstance(value, bool | int | float) else quoted(str(_plain(value)))
+
+
+def _each(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple | set | range) else [value]
+
+
+def _axes() -> dict[str, tuple[type, inspect.Parameter]]:
+    """The axes by name: the group of options that has it, and the axis as a parameter of a function."""
+    shown = {there: here for here, there in OTHER_NAMES.items()}
+    return {
+        shown.get(one.name, one.name): (group, one)
+        for group in GROUPS
+        for one in parameters_of(group)
+        if one.name not in NO_AXES
+    }
+
+
+def with_axes(function: Function) -> Function:
+    """The function with every axis in its signature, for help and completion."""
+    signature = inspect.signature(function)
+    own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    axes = [one.replace(name=name, annotation=one.empty) for name, (_, one) in _axes().items()]
+    function.__signature__ = signature.replace(parameters=[*own, *axes])  # type: ignore[attr-defined]
+    return function
+
+
+def options_of(implementations: Sequence[str] | str | None, axes: dict[str, Any]) -> list[Options]:
+    """The options of `mrb bench` for axes by their Python names. A list means each: where an option takes a
+    list itself it gets it, and else there are options for every combination."""
+    known = _axes()
+    for name in axes:
+        if name not in known:
+            raise TypeError(
+                f"there is no axis {name!r}; {did_you_mean(name, known)}there are {', '.join(known)}"
+            )
+    single: dict[str, list[Any]] = {}
+    given: dict[str, Any] = {"include_path": list(included_folders())}
+    if implementations is not None:
+        given["impl"] = _each(implementations)
+    for name, value in axes.items():
+        option, values = OTHER_NAMES.get(name, name), [_plain(one) for one in _each(value)]
+        hint = known[name][1].annotation
+        if _takes_list(hint):
+            text = ",".join(map(str, values))
+            given[option] = [text] if "list[" in str(hint.__origin__) else text
+        else:
+            single[option] = values
+    return [
+        tuple(group_of(group, all_given) for group in GROUPS)  # type: ignore[misc]
+        for chosen in product(*single.values())
+        for all_given in [{**given, **dict(zip(single, chosen, strict=True))}]
+    ]
+
+
+def _takes_list(hint: Any) -> bool:
+    return any(getattr(about, "metavar", None) == "LIST" for about in getattr(hint, "__metadata__", ()))
+
+
+def _plain(value: Any) -> Any:
+    """torch.bfloat16 is "bfloat16"."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def bench_cells(span: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions) -> list[Cell]:
+    policy = measure.policy(sizes.case or "", adapt=True)
+    cells = made_cells(chosen_cases(span_named(span), sizes, what, BENCH_TOKENS), what, policy)
+    check_device(policy)
+    return cells
+
+
+def sweep_cells(suite: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions) -> list[Cell]:
+    cases, policy = suite_cases(suite, sizes, what), measure.policy(suite)
+    return made_cells(cases, what, policy, own_threads=measure.threads is None)
+
+
+def _chosen(
+    make: Callable[..., list[Cell]], what: str | Cell | Iterable[Cell],
+    implementations: Sequence[str] | str | None, axes: dict[str, Any],
+) -> list[Cell]:  # fmt: skip
+    if isinstance(what, str):
+        return [cell for options in options_of(implementations, axes) for cell in make(what, *options)]
+    if axes.keys() - {"seconds"} or implementations is not None:
+        raise TypeError("cells say all that is measured; leave out implementations and axes")
+    return [what] if isinstance(what, Cell) else list(what)
+
+
+def collected(
+    source: Callable[..., Iterator[CellOutcome]], cells: int, *, progress: bool | None = None,
+    on_outcome: OnOutcome = lambda outcome: None,
+) -> list[CellOutcome]:  # fmt: skip
+    """All outcomes of a source of so many cells, with progress on stderr; each is shown when it is there."""
+    outcomes = []
+    with shown_progress(cells, quiet=not is_wanted(progress)) as shown:
+        for outcome in source(on_progress=shown.update):
+            shown.cell_done()
+            raise_stored(outcome)
+            outcomes.append(outcome)
+            shown.pause(partial(on_outcome, outcome))
+    return outcomes
+
+
+def measure(
+    cells: Sequence[Cell], out: Path | None, *, suite: str = "", seconds: float, roofs: Roofs | None = None,
+    began: float | None = None, progress: bool | None = None,
+    on_outcome: OnOutcome = lambda outcome: None,
+) -> Results:  # fmt: skip
+    """Measure all cells in so many seconds from `began` on. Without `out` the records are kept as long as the
+    results are."""
+    sessions: list[str] = []
+    with ExitStack() as stack:
+        folder = temporary_folder(stack) if out is None else out
+        executor = LocalExecutor(Budget(seconds, began))
+        source = partial(
+            run_sweep, cells, folder, executor, suite=suite, roofs=roofs, on_session=sessions.append
+        )
+        outcomes = collected(source, len(cells), progress=progress, on_outcome=on_outcome)
+        selection = dict.fromkeys(sessions) if out is not None else None
+        return Results(
+            folder, selection=selection, cells=cells, outcomes=outcomes, roofs=roofs, keeps=stack.pop_all()
+        )
+
+
+def roofs_here(cells: Sequence[Cell], progress: bool | None = None) -> Roofs | None:
+    seconds = max((cell.policy.max_seconds for cell in cells), default=0.0)
+    say = say_roofs_are_measured if is_wanted(progress) else lambda: None
+    return roofs_now(this_machine(), seconds, say)
+
+
+@with_axes
+def bench(
+    what: str | Cell | Iterable[Cell] = "layer", implementations: Sequence[str] | str | None = None, *,
+    out: PathLike | None = None, save: bool = True, progress: bool | None = None, **axes: Any,
+) -> Results:  # fmt: skip
+    """Which implementation is fastest here? Checks each, then times all of them in interleaved rounds.
+
+    what             a span, such as layer, expert_ffn or combine (`mrb bench` lists them); or cells
+    implementations  the baseline first; None: the few that matter
+    axes             the options of `mrb bench` by name: tokens, width, hidden, experts, top_k, dtype,
+                     workload, direction, model, case, threads, seconds, ...; a list means each of them
+    out              the folder to save in; None: where `mrb results` looks, or nowhere with save=False
+    progress         None: in a terminal or a notebook
+
+    >>> shapes = dict(tokens=16, width=32, hidden=16, experts=4, top_k=2, dtype="float32")
+    >>> results = mrb.bench("combine", ["gather_sum", "index_add"], **shapes, rounds=8, save=False)
+    >>> len(results.winners())
+    1
+    """
+    cells = _chosen(bench_cells, what, implementations, axes)
+    seconds = group_of(MeasureOptions, {"seconds": axes.get("seconds")}).seconds_for(cells)
+    folder = saving_folder(None if out is None else Path(out), save=save)
+    roofs = roofs_here(cells, progress)
+    suite = str(axes.get("case") or axes.get("model") or "")
+    return measure(cells, folder, suite=suite, seconds=seconds, roofs=roofs, progress=progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSweep:
+    """A sweep before it runs: what is still to measure, and where it goes."""
+
+    plan: SweepPlan
+    out: Path
+    executor: Executor
+    store: Shared | None
+    claim: bool
+
+    @staticmethod
+    def of(
+        cells: Sequence[Cell], out: Path, *, resume: bool = True, retry_failed: bool = False, shard: str = "",
+        claim: bool = False, engine: str = "local", dry_run: bool = False,
+    ) -> PlannedSweep:  # fmt: skip
+        url, store = url_of(out), None
+        if shard:
+            cells = list(Shard.parse(shard, os.environ).part(cells))
+        if claim and engine != "local":
+            raise ValueError(
+                f"--claim is for machines that work alone; the engine {engine} gives out cells itself"
+            )
+        executor = engine_named(engine)
+        if claim and url is None:
+            raise ValueError(f"--claim needs a store that others reach too, as --out file://{out.absolute()}")
+        plan = SweepPlan(todo=tuple(cells), done=0, failed=0)
+        if url is not None:
+            store = Shared(out, make=not dry_run)
+            plan = plan_fleet(cells, store, executor, retry_failed=retry_failed, resume=resume)
+        elif resume:
+            plan = plan_sweep(cells, out, retry_failed=retry_failed, executor=executor)
+        return PlannedSweep(plan=plan, out=out, executor=executor, store=store, claim=claim)
+
+    def roofs(self, cells: Sequence[Cell], progress: bool | None = None) -> Roofs | None:
+        """What this machine can do at most; ValueError if it lacks the device of the cells."""
+        roofs = roofs_here(cells, progress)
+        if self.executor.name == "local":
+            for cell in cells[:1]:
+                check_device(cell.policy)
+        return roofs
+
+    def run(
+        self, *, suite: str, roofs: Roofs | None, progress: bool | None = None,
+        on_outcome: OnOutcome = lambda outcome: None,
+    ) -> list[CellOutcome]:  # fmt: skip
+        if isinstance(self.plan, FleetPlan):
+            assert self.store is not None
+            run = partial(run_fleet, self.plan, self.store, self.executor, claim=self.claim)
+        else:
+            run = partial(run_sweep, self.plan.todo, self.out, self.executor)
+        source = partial(run, suite=suite, roofs=roofs)
+        return collected(source, len(self.plan.todo), progress=progress, on_outcome=on_outcome)
+
+
+@with_axes
+def sweep(
+    what: str | Iterable[Cell], out: PathLike, implementations: Sequence[str] | str | None = None, *,
+    resume: bool = True, retry_failed: bool = False, shard: str = "", claim: bool = False,
+    engine: str = "local", progress: bool | None = None, **axes: Any,
+) -> Results:  # fmt: skip
+    """Measure many cases into one folder or store. Stop it at any time; the same call goes on.
+
+    what is a suite (`mrb list suites`), a model, a case, a span with axes, or cells. The result has all that
+    `out` holds, also from earlier calls.
+
+    >>> shapes = dict(tokens=[4, 8], width=32, hidden=16, experts=4, top_k=2, dtype="float32")
+    >>> results = mrb.sweep("topk", folder, ["torch_topk", "sort"], **shapes, rounds=8)
+    >>> results.query("SELECT DISTINCT T FROM records ORDER BY T").rows
+    [(4,), (8,)]
+    """
+    cells, place = _chosen(sweep_cells, what, implementations, axes), Path(out)
+    planned = PlannedSweep.of(
+        cells, place, resume=resume, retry_failed=retry_failed, shard=shard, claim=claim, engine=engine
+    )
+    suite = what if isinstance(what, str) else ""
+    planned.run(suite=suite, roofs=planned.roofs(cells, progress), progress=progress)
+    return Results(at_hand(place), place=out, cells=cells)
+
+
+def open(place: PathLike | None = None) -> Results:
+    """Read results: a folder, a URL, a bundle or packed records. None: where `mrb bench` saves.
+
+    >>> mrb.open("measurements/records/pack.tar.xz").query("SELECT DISTINCT span FROM records").rows
+    [('pack',)]
+    """
+    path = default_results() if place is None else Path(place)
+    with ExitStack() as stack:
+        found = stack.enter_context(results_folders([at_hand(path)]))
+        if len(found) > 1:
+            raise ValueError(f"{path} holds {len(found)} results folders; open one, such as {found[0].name}")
+        return Results(found[0].folder, place=path, keeps=stack.pop_all())
+
+
+@dataclass(kw_only=True)
+class CheckReport(Shown):
+    """What `check` found: `passed`, a row for each implementation, `failures` as sentences."""
+
+    wanted: list[str] = field(repr=False)  # operations of which something must run
+    rows: list[Row] = field(repr=False)
+    dtypes: tuple[str, ...]
+    device: str
+    tokens: list[int] | None = field(default=None, repr=False)
+    maps: list[TokenMap] = field(default_factory=list, repr=False)
+
+    @staticmethod
+    def chosen(
+        op: str, implementation: str, *, dtype: str | Sequence[str], device: str, tokens: str | None,
+        folders: Sequence[Path],
+    ) -> CheckReport:  # fmt: skip
+        """What is to check; nothing is yet. ValueError if there is no such thing."""
+        names = [one_of("dtype", _plain(name), DTYPES) for name in _each(dtype)] or DTYPES
+        dtypes = tuple(dict.fromkeys(names))
+        try:
+            torch.empty(1, device=device).cpu()
+        except Exception as error:
+            raise ValueError(f"cannot run on {device!r}: {str(error).partition(chr(10))[0]}") from None
+        with torch_threads(1):
+            wanted, rows = select(op, implementation, dtypes, device, found_outside(folders))
+        numbers = None if tokens is None else parse_tokens(tokens)
+        return CheckReport(wanted=wanted, rows=rows, dtypes=dtypes, device=device, tokens=numbers)
+
+    def run(self, progress: bool | None = None) -> CheckReport:
+        total = sum(row.count for row in self.rows)
+        # the cases are tiny: two threads took 343 s, because they wait for each other; one takes 33 s
+        with torch_threads(1), check_progress(total, quiet=not is_wanted(progress)) as (advance, finished):
+            for row in self.rows:
+                began = time.perf_counter()
+                run_row(row, self.dtypes, self.device, advance)
+                finished(row, time.perf_counter() - began)
+        return self
+
+    def run_maps(self, on_map: Callable[[TokenMap], None] = lambda one_map: None) -> CheckReport:
+        """For each number of tokens: is it right?"""
+        assert self.tokens is not None
+        with torch_threads(1):
+            for row in (row for row in self.rows if row.op != ROUTERS and not row.broken):
+                self.maps.append(token_map(row, self.dtypes, self.device, self.tokens))
+                on_map(self.maps[-1])
+        return self
+
+    @property
+    def idle(self) -> list[str]:
+        """Operations and included implementations of which nothing ran."""
+        ran = {row.op for row in self.rows if row.ran}
+        # built-in ones may need what this machine lacks; who includes a folder asks about all of it
+        outside = [row for row in self.rows if row.outside is not None and not row.broken and row.op in ran]
+        asked = {f"{row.op}.{base_name(row.spec)}" for row in outside}
+        known = {f"{row.op}.{base_name(row.spec)}" for row in self.rows if row.ran}
+        return [*(name for name in self.wanted if name not in ran), *sorted(asked - known)]
+
+    @property
+    def passed(self) -> bool:
+        if self.tokens is None:
+            return not self.idle and not any(row.failed for row in self.rows)
+        wrong = any(one.wrong or not one.ran for one in self.maps) or any(row.broken for row in self.rows)
+        return bool(self.maps) and not wrong
+
+    @property
+    def failures(self) -> list[str]:
+        sentences = []
+        for row in self.rows:
+            for one in row.failures:
+                where = ", ".join(filter(None, (one["case"], one["layout"], one["dtype"])))
+                sentences.append(f"{row.op}.{row.spec}: {where}: {one['sentence']}")
+        for one_map in self.maps:
+            for T, sentence in one_map.wrong.items():
+                sentences.append(f"{one_map.op}.{one_map.spec}: T={T}: {sentence}")
+        return sentences
+
+    def to_pandas(self) -> Any:
+        counts = ("passed", "failed", "unsupported")
+        rows = [
+            (row.op, row.spec, row.verdict, *(getattr(row, count).total() for count in counts))
+            for row in self.rows
+        ]
+        return Table(["op", "implementation", "verdict", *counts], rows).to_pandas()
+
+    def _show(self) -> None:
+        if self.tokens is None:
+            show_rows(self.rows, self.dtypes, self.idle)
+            return
+        for one_map in self.maps:
+            show_map(one_map)
+        show_legend_of_maps()
+
+
+def check(
+    op: str = "*", implementation: str = "*", *, dtype: str | Sequence[str] = (), device: str = "cpu",
+    tokens: str | None = None, progress: bool | None = None,
+) -> CheckReport:  # fmt: skip
+    """Is it correct? Checks results, gradients and memory of implementations and routers on hard cases.
+
+    op and implementation are shell patterns; the op `routers` stands for routers. dtype: one or several, ()
+    for all. tokens="1-512" makes a map of right and wrong by number of tokens instead. Code from a folder
+    that was given to `include` runs in a process of its own.
+
+    >>> mrb.check("topk", "sort", dtype="float32").passed
+    True
+    """
+    with without_included() as folders:
+        report = CheckReport.chosen(
+            op, implementation, dtype=dtype, device=device, tokens=tokens, folders=folders
+        )
+        return report.run(progress) if tokens is None else report.run_maps()
+
+
+def train(
+    routers: str | Sequence[str] = "softmax_topk", *, study: str = "", text: Sequence[PathLike] = (),
+    out: PathLike | None = None, steps: int = 600, seeds: int = 1, progress: bool | None = None,
+    **settings: Any,
+) -> Trainings:  # fmt: skip
+    """Train small language models that differ in their router alone, on the same text from the same weights.
+
+    study      a study of `mrb train` instead, such as "routers", which takes minutes to an hour
+    text       files to learn; none: made-up text, the same everywhere
+    out        the folder for runs, which go on from there; None: kept as long as the result
+    settings   of a run (batch, learning_rate, evaluations, pieces, seed, ...) and sizes (layers, D, F, E, K,
+               sequence, ...)
+
+    >>> sizes = dict(layers=1, D=16, heads=2, kv_heads=1, head_dim=8, F=16, E=4, K=2, sequence=32)
+    >>> trained = mrb.train(["switch", "softmax_topk"], steps=2, batch=2, pieces=2, **sizes)
+    >>> [run.rule for run in trained.runs]
+    ['switch', 'softmax_topk']
+    """
+    from moe_routing_bench.cli.trained import trained  # it draws, which the others do not wait for
+
+    return trained(
+        routers, study, text=[Path(one) for one in text], out=None if out is None else Path(out),
+        steps=steps, seeds=seeds, quiet=not is_wanted(progress), settings=settings,
+    )  # fmt: skip
