@@ -149,7 +149,7 @@ def test_sizes_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=sentence):
             read_requests(path, **options)
     np.save(tmp_path / "r.npy", IDS)
-    with pytest.raises(ValueError, match="29 x 4 x 3, .* 5 layers"):
+    with pytest.raises(ValueError, match=r"29 x 4 x 3, .* 5 layers"):
         read_requests(tmp_path / "r.npy", num_layers=5)
     with pytest.raises(ValueError, match="no file"):
         read_requests(tmp_path / "absent")
