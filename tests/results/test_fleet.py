@@ -315,7 +315,7 @@ def test_what_cannot_be_sent_stays_here(url, tmp_path, monkeypatch):
     store, engine = Shared(url, make=True), MadeUp()
     plan = plan_fleet(made_cells(1), store, engine, retry_failed=False, resume=True)
     monkeypatch.setattr(Shared, "publish", lambda *a, **k: (_ for _ in ()).throw(OSError("no route to host")))
-    with pytest.raises(ValueError, match=r"no route to host\. The results of .* are in .*unsent"):
+    with pytest.raises(ValueError, match=r"no route to host.*unsent"):
         list(run_fleet(plan, store, engine))
     (kept,) = (tmp_path / "home" / "unsent").iterdir()
     assert len(list(iterate(kept))) == 2
