@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -13,6 +13,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`did you mean 'gather_sum'? ` for "gathersum", or nothing if no known name is close."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}? " if close else ""
+
+
+def no_such(what: str, name: str, known: Iterable[str]) -> ValueError:
+    """To raise: there is no router 'swich'; did you mean 'switch'? there are hashed, switch"""
+    known = list(known)
+    return ValueError(f"there is no {what} {name!r}; {did_you_mean(name, known)}there are {', '.join(known)}")
+
+
+def check_option(what: str, value: str, choices: Collection[str]) -> None:
+    """ValueError in a sentence if it is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{what} {value!r} is unknown; there are {', '.join(choices)}")
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:

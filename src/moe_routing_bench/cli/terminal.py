@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.names import no_such
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -21,7 +21,7 @@ def pick(what: str, name: str, choices: Iterable[str]) -> str:
     """`name` if it is one of the choices, else an error that suggests one."""
     choices = list(choices)
     if name not in choices:
-        fail(f"there is no {what} {name!r}; {did_you_mean(name, choices)}there are {', '.join(choices)}")
+        fail(str(no_such(what, name, choices)))
     return name
 
 
