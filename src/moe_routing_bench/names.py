@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -19,10 +19,20 @@ def one_of(what: str, name: str, choices: Iterable[str]) -> str:
     """`name` if it is one of the choices; else ValueError with all of them and the nearest."""
     choices = list(choices)
     if name not in choices:
-        raise ValueError(
-            f"there is no {what} {name!r}; {did_you_mean(name, choices)}there are {', '.join(choices)}"
-        )
+        raise no_such(what, name, choices)
     return name
+
+
+def no_such(what: str, name: str, known: Iterable[str]) -> ValueError:
+    """To raise: there is no router 'swich'; did you mean 'switch'? there are hashed, switch"""
+    known = list(known)
+    return ValueError(f"there is no {what} {name!r}; {did_you_mean(name, known)}there are {', '.join(known)}")
+
+
+def check_option(what: str, value: str, choices: Collection[str]) -> None:
+    """ValueError in a sentence if it is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{what} {value!r} is unknown; there are {', '.join(choices)}")
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:

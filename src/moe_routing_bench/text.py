@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from typing import Any
 
 SHORT = 120  # letters of a value inside a sentence
@@ -33,6 +34,14 @@ def one_line(text: str, most: int = 2_000) -> str:
     cut."""
     line = re.sub(r"\n+", " ", printable(encodable(text), bad="\n")).strip()
     return line if len(line) <= most else line[: most - 3] + "..."
+
+
+def ending(code: int) -> str:
+    """How a process ended, by its exit code: "was ended by signal SIGKILL"."""
+    if code >= 0:
+        return f"ended by itself with code {code}, without an answer"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+    return f"was ended by signal {name}"
 
 
 def encodable(text: str) -> str:

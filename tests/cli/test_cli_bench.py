@@ -17,7 +17,7 @@ from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cli.choosing import chosen_cases, chosen_subjects, fitted_once
 from moe_routing_bench.cli.ending import end
 from moe_routing_bench.cli.options import SizeOptions, WhatOptions
-from moe_routing_bench.cli.progress import shown_progress
+from moe_routing_bench.cli.progress import bar, shown_progress, spinner
 from moe_routing_bench.names import split_words
 from moe_routing_bench.results.query import run_query
 from moe_routing_bench.results.store import iterate
@@ -188,6 +188,21 @@ def test_in_a_pipe_progress_is_a_line_a_minute(
     # a cell's own budget says what is left of it; of several cells the speed so far
     assert lines[0] == f"1:00 1/2 {cell.name}: round 60; 5 % done, about 19:00 left" and len(lines) == 4
     assert all(len(re.findall("round", line)) == 1 for line in lines)
+
+
+def test_a_bar_and_a_spinner_in_a_pipe_say_a_line_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with bar("comparing", "pairs") as shown, spinner("waiting") as doing:
+        for second in range(0, 130, 10):
+            now[0] = second
+            shown.update(second, 1_200, phase="first", now="a")
+            doing(f"waiting {second}")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["comparing: first 60 of 1,200 pairs, about 19:00 left; a", "waiting 60"]
+    assert len(lines) == 4
 
 
 def test_words_and_subjects():

@@ -30,7 +30,7 @@ from moe_routing_bench.bench.messages import Answer, Ready, Timed
 from moe_routing_bench.bench.outside.sandbox import SandboxedProcess
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.untrusted import receive
-from moe_routing_bench.text import printable
+from moe_routing_bench.text import ending, printable
 
 MOST_ANSWER_BYTES = 2**20
 LOG_TAIL = 2_000
@@ -254,12 +254,7 @@ class Worker:
             return SubjectError(
                 Status.CRASHED, "it closed the pipe of the benchmark and went on without answering"
             )
-        if code < 0:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-            return SubjectError(Status.CRASHED, f"its process was ended by signal {name}")
-        return SubjectError(
-            Status.CRASHED, f"its process ended by itself with code {code}, without an answer"
-        )
+        return SubjectError(Status.CRASHED, f"its process {ending(code)}")
 
 
 def _error(asked: str, message: str, error_type: str) -> SubjectError:

@@ -31,7 +31,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from moe_routing_bench.bench.fork_server import fork_server, without_main_module
 from moe_routing_bench.cli.terminal import MistakeError
 from moe_routing_bench.routers.router import include_folder
-from moe_routing_bench.text import printable
+from moe_routing_bench.text import ending, printable
 
 SECONDS = 60.0  # between two answers
 MEMORY_BYTES = 8 << 30  # on top of what the process has when it starts
@@ -102,22 +102,15 @@ def _lines(pipe: Connection, process: Any, scratch: Path) -> Iterator[bytes]:
             piece = b""
         if not piece:
             process.join(5)
-            raise ApartError(f"its process {_ending(process.exitcode)}{_last_words(scratch)}")
+            code = process.exitcode
+            how = "closed the pipe for its answer and went on" if code is None else ending(code)
+            raise ApartError(f"its process {how}{_last_words(scratch)}")
         *lines, pending = (pending + piece).split(b"\n")
         if len(pending) > MOST_ANSWER_BYTES or any(len(line) > MOST_ANSWER_BYTES for line in lines):
             raise ApartError("its answer is too long")
         for line in lines:
             deadline = time.monotonic() + SECONDS
             yield line
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "closed the pipe for its answer and went on"
-    if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-        return f"was ended by signal {name}"
-    return f"ended by itself with code {code}, without an answer"
 
 
 def _last_words(scratch: Path) -> str:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.names import no_such
 from moe_routing_bench.routers.router import Router, all_routers, modules_beside, only_subclass
 from moe_routing_bench.routing import Routing
 
@@ -185,8 +185,7 @@ def controller_for(router: Router, name: str | None = None, **options: Any) -> C
             f"{', '.join(sorted(controllers))}"
         )
     if name not in controllers:
-        hint = did_you_mean(name, controllers)
-        raise ValueError(f"there is no controller {name!r}; {hint}there are {', '.join(sorted(controllers))}")
+        raise no_such("controller", name, sorted(controllers))
     return controllers[name](router, **options)
 
 

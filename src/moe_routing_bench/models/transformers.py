@@ -37,13 +37,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.dtypes import name_of
-
 if importlib.util.find_spec("transformers") is None:
     raise NotImplementedError("the plug-in needs transformers; pip install 'moe-routing-bench[hf]'")
 
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moe_routing_bench.dtypes import name_of
 from moe_routing_bench.frozen import Freezing, Frozen, as_parameter, freezing, take_place, thaw
 from moe_routing_bench.layer import MoE, with_format
 from moe_routing_bench.models.loading import load_stored

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.names import no_such
 from moe_routing_bench.text import first_problem
 
 Rows = NDArray[np.integer]
@@ -138,10 +138,7 @@ def read_fabric(name: str) -> Fabric:
     elif name in shipped():
         data = (resources.files("moe_routing_bench.parallel") / "fabrics" / f"{name}.toml").read_bytes()
     else:
-        hint = did_you_mean(name, shipped())
-        raise ValueError(
-            f"there is no fabric {name!r}; {hint}there are {', '.join(shipped())}, or a file.toml"
-        )
+        raise no_such("fabric", name, [*shipped(), "or a file.toml"])
     try:
         return Fabric.model_validate(tomllib.loads(data.decode()))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

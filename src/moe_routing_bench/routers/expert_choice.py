@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.names import check_option
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -42,8 +43,7 @@ class ExpertChoiceRouter(Router):
         self, D: int, E: int, K: int, *, over: str = "batch", most: int | None = None, **options: Any
     ):
         super().__init__(D, E, K, **options)
-        if over not in OVER:
-            raise ValueError(f"over {over!r} is unknown; there are {', '.join(OVER)}")
+        check_option("over", over, OVER)
         self.over = over
         self.most = self.widest(most)
         if self.most < E:

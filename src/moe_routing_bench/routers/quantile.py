@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_routing_bench import steady
+from moe_routing_bench.names import check_option
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -50,8 +51,7 @@ class QuantileRouter(Router):
 
     def __init__(self, D: int, E: int, K: int, *, gates: str = "softmax_of_chosen", **options: Any):
         super().__init__(D, E, K, **options)
-        if gates not in GATES:
-            raise ValueError(f"gates {gates!r} is unknown; there are {', '.join(GATES)}")
+        check_option("gates", gates, GATES)
         self.gates = gates
         if gates == "softmax_of_chosen" or (gates == "sigmoid" and K > 1):
             self.gate_sum = "one"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.names import check_option
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -31,8 +32,7 @@ class RandomFixedRouter(Router):
 
     def __init__(self, D: int, E: int, K: int, *, gates: str = "softmax", seed: int = 0, **options: Any):
         super().__init__(D, E, K, **options)
-        if gates not in GATES:
-            raise ValueError(f"gates {gates!r} is unknown; there are {', '.join(GATES)}")
+        check_option("gates", gates, GATES)
         self.gates = gates
         self.seed = seed
         self.register_buffer("w_DE", torch.empty(D, E))

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.names import no_such
 from moe_routing_bench.ops.auto import Auto, resolve
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import clear_included, get_op, include, included_folders
@@ -308,10 +308,7 @@ def router_named(name: str) -> type[Router]:
         return only_subclass(importlib.import_module(f"{package}.{name}"), Router)
     if (path := _outside().get(name)) is not None:
         return only_subclass(_load(path), Router)
-    known = router_names()
-    raise ValueError(
-        f"there is no router {name!r}; {did_you_mean(name, known)}there are {', '.join(sorted(known))}"
-    )
+    raise no_such("router", name, sorted(router_names()))
 
 
 def build(name: str, D: int, E: int, K: int, **options: Any) -> Router:

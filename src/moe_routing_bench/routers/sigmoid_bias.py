@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.names import check_option
 from moe_routing_bench.ops.score_topk.op import log_score, plain_score
 from moe_routing_bench.routers.groups import check_groups, limit_to_groups, score_rule
 from moe_routing_bench.routers.losses import score_losses
@@ -63,8 +64,7 @@ class SigmoidBiasRouter(Router):
         **options: Any,
     ):
         super().__init__(D, E, K, **options)
-        if score not in SCORES:
-            raise ValueError(f"score {score!r} is unknown; there are {', '.join(SCORES)}")
+        check_option("score", score, SCORES)
         if not scale > 0:
             raise ValueError(f"scale must be above 0, not {scale}")
         check_groups(E, K, groups, keep_groups, group_score)

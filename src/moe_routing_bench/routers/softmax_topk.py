@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_routing_bench.names import check_option
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.routers.losses import score_losses
 from moe_routing_bench.routers.router import Router
@@ -54,8 +55,7 @@ class SoftmaxTopkRouter(Router):
         **options: Any,
     ):
         super().__init__(D, E, K, **options)
-        if order not in ORDERS:
-            raise ValueError(f"order {order!r} is unknown; there are {', '.join(ORDERS)}")
+        check_option("order", order, ORDERS)
         self.order = order
         if order != "softmax_then_topk":
             self.gate_sum = "one"

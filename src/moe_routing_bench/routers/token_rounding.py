@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.names import check_option
 from moe_routing_bench.routers.losses import switch_loss
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
@@ -55,8 +56,7 @@ class TokenRoundingRouter(Router):
         super().__init__(D, E, K, **options)
         if tile < 1:
             raise ValueError(f"tile must be at least 1 row, not {tile}")
-        if rounding not in ROUNDINGS:
-            raise ValueError(f"rounding {rounding!r} is unknown; there are {', '.join(ROUNDINGS)}")
+        check_option("rounding", rounding, ROUNDINGS)
         self.most = self.widest(most)
         self.tile, self.rounding = tile, rounding
         self.w_DE = nn.Parameter(torch.empty(D, E))

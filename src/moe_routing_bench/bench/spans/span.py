@@ -28,7 +28,7 @@ from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.formats.named import INT8_ROWS, coding_of
 from moe_routing_bench.frozen import Frozen
-from moe_routing_bench.names import base_name, did_you_mean
+from moe_routing_bench.names import base_name, no_such
 from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.implementation import Implementation
@@ -250,9 +250,7 @@ def span_names() -> list[str]:
 def span_named(name: str) -> Span:
     names = span_names()
     if name not in names:
-        raise ValueError(
-            f"there is no span {name!r}; {did_you_mean(name, names)}there are {', '.join(names)}"
-        )
+        raise no_such("span", name, names)
     folder = __name__.rpartition(".")[0]
     if name in all_ops():
         return importlib.import_module(f"{folder}.op").OpSpan(all_ops()[name])
