@@ -19,6 +19,7 @@ from typing import Any
 from moe_routing_bench.accuracy import Verdict
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.cell import LONG_CALL, Cell
+from moe_routing_bench.bench.fork_server import server_harm
 from moe_routing_bench.bench.identity import folders_of
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
@@ -208,7 +209,8 @@ class Setup:
 
     def blame_for_harm(self) -> None:
         """After code from outside ran alone: is the process of our own subjects as it was?"""
-        if self._together is not None and (harm := self._together.harm()):
+        harm = self._together.harm() if self._together is not None else ""
+        if harm := harm or server_harm():
             reason = f"the process of other implementations {harm} while it was running"
             raise SubjectError(Status.SUSPECT, reason)
 
