@@ -254,7 +254,9 @@ def try_alone(setup: Setup, index: int) -> Trial:
         seen["peak_rss_bytes"] = worker.peak_bytes()
         worker.called.add(place)
         if not known:
-            _kit(worker, place, setup)
+            with setup.budget.paused() if setup.budget.kit_apart else nullcontext():
+                answer = worker.ask("kit", KitRun, subject=place)
+            check_kit(answer)
             if source:
                 kits.add(subject, source)
         if outside or setup.cell.include:
@@ -357,10 +359,8 @@ def slow_reason(call_seconds: float, setup: Setup) -> str:
     )
 
 
-def _kit(worker: Worker, place: int, setup: Setup) -> None:
+def check_kit(answer: KitRun) -> None:
     """The hard cases of `mrb check`."""
-    with setup.budget.paused() if setup.budget.kit_apart else nullcontext():
-        answer = worker.ask("kit", KitRun, subject=place)
     if answer.failed:
         cases = answer.passed + answer.failed
         reason = f"it fails {answer.failed} of {cases} hard cases (`mrb check`): {answer.first}"

@@ -20,7 +20,13 @@ from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import roofs_now, stored_roofs
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.cli.balance import balance_command
-from moe_routing_bench.cli.choosing import BENCH_TOKENS, check_device, chosen_cases, made_cells
+from moe_routing_bench.cli.choosing import (
+    BENCH_TOKENS,
+    check_device,
+    chosen_cases,
+    made_cells,
+    on_shared_threads,
+)
 from moe_routing_bench.cli.ending import end, saving_folder, stopped, where_saved
 from moe_routing_bench.cli.finding import include_all
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
@@ -92,6 +98,7 @@ def _command(span: str) -> Callable[..., None]:
             try:
                 policy = measure.policy(sizes.case or "", adapt=True)
                 cells = made_cells(chosen_cases(span_named(span), sizes, what, BENCH_TOKENS), what, policy)
+                cells = cells if measure.threads else on_shared_threads(cells)
             except NotImplementedError as reason:
                 fail(str(reason))
             check_device(policy)

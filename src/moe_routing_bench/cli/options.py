@@ -112,7 +112,7 @@ class MeasureOptions:
     ] = None
     threads: Annotated[
         int | None,
-        _option(help="Threads, pinned to as many cores. Default: all physical cores that are idle."),
+        _option(help="Threads (of a rank), pinned to cores. Default: all physical cores that are idle."),
     ] = None
     cache: Annotated[str, _option(help=_explained(CACHES))] = "hot"
     processes: Annotated[int, _option(help="Repeat in this many processes; 3 for a published figure.")] = 1

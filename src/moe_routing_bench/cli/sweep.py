@@ -15,7 +15,7 @@ from moe_routing_bench.bench.floor import raise_stored
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import roofs_now
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.cli.choosing import check_device, made_cells, suite_cases
+from moe_routing_bench.cli.choosing import check_device, made_cells, on_shared_threads, suite_cases
 from moe_routing_bench.cli.ending import NOT_TIMED, end, stopped
 from moe_routing_bench.cli.finding import include_all
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
@@ -87,6 +87,7 @@ def sweep_command(
         policy = measure.policy(suite)
         own_threads = measure.threads is None
         cells = made_cells(suite_cases(suite, sizes, what), what, policy, own_threads=own_threads)
+        cells = on_shared_threads(cells) if own_threads else cells
         if shard:
             cells = list(Shard.parse(shard, os.environ).part(cells))
         if claim and engine != "local":

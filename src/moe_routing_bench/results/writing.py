@@ -89,7 +89,7 @@ def _record(
             view=cell.policy.view,
             cache=cell.policy.cache,  # type: ignore[arg-type]
             device=cell.policy.device,
-            threads=cell.policy.threads,
+            threads=cell.all_threads,
             processes=cell.policy.processes,
             rounds=outcome.rounds,
             calls_per_sample=one.calls_per_sample,
