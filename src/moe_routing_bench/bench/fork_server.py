@@ -29,6 +29,10 @@ class Settings:
     priority: int
     scheduler: int
 
+    def fits(self, expected: Settings) -> bool:
+        """OpenMP may bind a process to some of its cores, if the user has asked for that."""
+        return self.cores <= expected.cores and replace(self, cores=expected.cores) == expected
+
 
 _begun_with: dict[int, Settings | None] = {}  # of a server before anything ran, by its process id
 
@@ -76,7 +80,7 @@ def server_harm() -> str:
     """What somebody did to the server, in words, and empty if nothing. It is undone if this process may."""
     pid = server_pid()
     usual, now = _begun_with[pid], settings_of(pid)
-    if usual is None or now is None or now == usual:
+    if usual is None or now is None or now.fits(usual):
         return ""
     with suppress(OSError):  # not allowed: then the next worker says that it began with these settings
         os.sched_setaffinity(pid, usual.cores)

@@ -27,6 +27,7 @@ from moe_routing_bench.bench import worker as worker_module
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.fork_server import (
     OTHER_SETTINGS,
+    Settings,
     expected_settings,
     fork_server,
     settings_of,
@@ -80,7 +81,8 @@ class Worker:
         self._pipe = ours
         self.limit = cell.policy.step_seconds  # of one request
         self._asked = "load"
-        self._settings = expected_settings(cores)
+        self._settings: Settings | None = None
+        expected = expected_settings(cores)
         args = (cell.to_json(), str(self.scratch), cores, *more)
         self._process: Any
         if sandbox:
@@ -93,7 +95,8 @@ class Worker:
         try:
             meanwhile()
             self._answer(Ready)
-            if self.has_other_settings():
+            self._settings = settings_of(self.pid)
+            if self._settings is not None and expected is not None and not self._settings.fits(expected):
                 raise SubjectError(Status.SUSPECT, f"its process {OTHER_SETTINGS} before its first call")
         except BaseException:
             self.close()
@@ -117,16 +120,12 @@ class Worker:
         """What somebody did to this process while it was not its turn, in words; empty if nothing."""
         if not self._process.is_alive():
             return "ended"
-        if self.has_other_settings():
+        if self._settings is not None and settings_of(self.pid) not in (self._settings, None):
             return OTHER_SETTINGS
         return "was stopped" if self._is_stopped() else ""
 
     def _is_stopped(self) -> bool:
         return bool(re.search(r"^State:\s+T", self._status(), re.M))
-
-    def has_other_settings(self) -> bool:
-        """Than it must have. Those it began with may be wrong: it is forked from a server that others see."""
-        return self._settings is not None and settings_of(self.pid) not in (self._settings, None)
 
     def _status(self) -> str:
         try:
