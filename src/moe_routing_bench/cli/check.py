@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from moe_routing_bench.cli.checking import Row, run_row, select
+from moe_routing_bench.cli.checking import Row, never_ran, run_row, select
 from moe_routing_bench.cli.finding import ROUTERS, IncludePath, found_outside
 from moe_routing_bench.cli.fitting import fitted
 from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json, user_mistakes
@@ -73,22 +73,13 @@ def check_command(
             began = time.perf_counter()
             run_row(row, dtypes, device, advance)
             finished(row, time.perf_counter() - began)
-    ran = {row.op for row in rows if row.ran}
-    idle = [name for name in wanted if name not in ran]
-    # built-in implementations may need what this machine lacks; who includes a folder asks about all of it
-    asked = {_name(row) for row in rows if row.outside is not None and not row.broken and row.op in ran}
-    idle += sorted(asked - {_name(row) for row in rows if row.ran})
+    idle = never_ran(wanted, rows)
     healthy = not idle and not any(row.failed for row in rows)
     if as_json:
         show_json(_document(rows, idle, healthy))
     else:
         _show(rows, dtypes, idle, verbose=verbose)
     raise typer.Exit(0 if healthy else 1)
-
-
-def _name(row: Row) -> str:
-    """Without options: some configurations may be for another machine."""
-    return f"{row.op}.{row.spec.partition('(')[0]}"
 
 
 def _show_maps(rows: list[Row], dtypes: tuple[str, ...], device: str, text: str, *, as_json: bool) -> None:
