@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,7 @@ def test_a_rank_that_dies_ends_its_subject_alone(monkeypatch: pytest.MonkeyPatch
 def test_ranks_keep_to_the_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a record says of caches, processes, threads and checks is what happened."""
     monkeypatch.setenv("MRB_HOME", str(tmp_path))
+    monkeypatch.setattr(group_file, "LONG_CALL", math.inf)
     asked: list[tuple[int, int, dict[str, Any]]] = []
     call, kit, begun = Group.call, Group.kit, list[int]()
     kits: list[int] = []
