@@ -30,8 +30,15 @@ from moe_routing_bench.bench.roofs import Roofs, roofs_now
 from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.verdict import DELTA
 from moe_routing_bench.cli.check_tables import check_progress, show_legend_of_maps, show_map, show_rows
-from moe_routing_bench.cli.checking import Row, run_row, select
-from moe_routing_bench.cli.choosing import BENCH_TOKENS, check_device, chosen_cases, made_cells, suite_cases
+from moe_routing_bench.cli.checking import Row, never_ran, run_row, select
+from moe_routing_bench.cli.choosing import (
+    BENCH_TOKENS,
+    check_device,
+    chosen_cases,
+    made_cells,
+    on_shared_threads,
+    suite_cases,
+)
 from moe_routing_bench.cli.compare import show_comparison
 from moe_routing_bench.cli.ending import saving_folder
 from moe_routing_bench.cli.finding import ROUTERS, found_outside
@@ -43,7 +50,7 @@ from moe_routing_bench.cli.tables import show_outcome, show_summary
 from moe_routing_bench.cli.token_map import TokenMap, parse_tokens, token_map
 from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.machine import this_machine, torch_threads
-from moe_routing_bench.names import base_name, did_you_mean, one_of
+from moe_routing_bench.names import did_you_mean, one_of
 from moe_routing_bench.ops.registry import included_folders
 from moe_routing_bench.places import default_results
 from moe_routing_bench.report.finding import results_folders
@@ -272,12 +279,14 @@ def bench_cells(span: str, sizes: SizeOptions, what: WhatOptions, measure: Measu
     policy = measure.policy(sizes.case or "", adapt=True)
     cells = made_cells(chosen_cases(span_named(span), sizes, what, BENCH_TOKENS), what, policy)
     check_device(policy)
-    return cells
+    return cells if measure.threads else on_shared_threads(cells)
 
 
 def sweep_cells(suite: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions) -> list[Cell]:
     cases, policy = suite_cases(suite, sizes, what), measure.policy(suite)
-    return made_cells(cases, what, policy, own_threads=measure.threads is None)
+    if measure.threads is not None:
+        return made_cells(cases, what, policy)
+    return on_shared_threads(made_cells(cases, what, policy, own_threads=True))
 
 
 def _chosen(
@@ -503,12 +512,7 @@ class CheckReport(Shown):
     @property
     def idle(self) -> list[str]:
         """Operations and included implementations of which nothing ran."""
-        ran = {row.op for row in self.rows if row.ran}
-        # built-in ones may need what this machine lacks; who includes a folder asks about all of it
-        outside = [row for row in self.rows if row.outside is not None and not row.broken and row.op in ran]
-        asked = {f"{row.op}.{base_name(row.spec)}" for row in outside}
-        known = {f"{row.op}.{base_name(row.spec)}" for row in self.rows if row.ran}
-        return [*(name for name in self.wanted if name not in ran), *sorted(asked - known)]
+        return never_ran(self.wanted, self.rows)
 
     @property
     def passed(self) -> bool:

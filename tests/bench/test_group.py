@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from command_line import mrb, mrb_json, refused
 from moe_routing_bench.bench import group as group_file
+from moe_routing_bench.bench import group_worker
 from moe_routing_bench.bench.calls import Result
 from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.group import Group, run_group
-from moe_routing_bench.bench.spans.parallel import STAGES, span
+from moe_routing_bench.bench.group import TRIAL_CALLS, WARM_CALLS, Group, run_group
+from moe_routing_bench.bench.ray_engine import _cpus
+from moe_routing_bench.bench.roofs import Roofs
+from moe_routing_bench.bench.rounds import WARM_SAMPLES
+from moe_routing_bench.bench.spans.parallel import STAGES, placement_of, span
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.cli.choosing import on_shared_threads
+from moe_routing_bench.parallel.ranks import Ranks
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
@@ -22,6 +31,9 @@ pytestmark = pytest.mark.slow
 
 POLICY = Policy(min_rounds=8, max_rounds=8, checked=2, target=0.5, max_seconds=900)
 SHAPE = MoEShape(T=24, D=32, F=16, E=8, K=2)
+ROOFS = Roofs(
+    machine="m", read_bytes={2: 1e9}, copy_bytes={2: 1e9}, gemm_flops={"float32": {2: 1e9}}, seconds=1.0
+)
 
 
 def cell_of(*specs: str, W: int = 2, **more: str) -> Cell:
@@ -84,11 +96,11 @@ def test_what_is_wrong_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_dies_ends_its_subject_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     call, killed = Group.call, []
 
-    def dying(self: Group, subject: int, number: int, *, keep: bool = False):  # type: ignore[no-untyped-def]
+    def dying(self: Group, subject: int, number: int, **how):  # type: ignore[no-untyped-def]
         if subject == 1 and number == 3 and not killed:
             killed.append(subject)
             self._processes[1].kill()
-        return call(self, subject, number, keep=keep)
+        return call(self, subject, number, **how)
 
     monkeypatch.setattr(Group, "call", dying)
     outcome = run_group(cell_of("all_to_all+all_to_all", "all_gather+all_gather"))
@@ -96,6 +108,65 @@ def test_a_rank_that_dies_ends_its_subject_alone(monkeypatch: pytest.MonkeyPatch
     assert first.status is Status.PASSED and len(first.samples) == 8
     assert second.status in (Status.CRASHED, Status.RUNTIME_ERROR) and not second.samples
     assert group_file.TRIAL_CALLS > 3
+
+
+def test_ranks_keep_to_the_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a record says of caches, processes, threads and checks is what happened."""
+    monkeypatch.setenv("MRB_HOME", str(tmp_path))
+    monkeypatch.setattr(group_file, "LONG_CALL", math.inf)
+    asked: list[tuple[int, int, dict[str, Any]]] = []
+    call, kit, begun = Group.call, Group.kit, list[int]()
+    kits: list[int] = []
+    monkeypatch.setattr(
+        Group, "call", lambda self, s, n, **how: asked.append((s, n, how)) or call(self, s, n, **how)
+    )
+    monkeypatch.setattr(Group, "kit", lambda self, s: kits.append(s) or kit(self, s))
+    start = Group.__init__
+    monkeypatch.setattr(Group, "__init__", lambda self, cell: begun.append(cell.W) or start(self, cell))
+    cell = cell_of("all_to_all+all_to_all", "all_gather+all_gather")
+    cell = replace(cell, policy=replace(POLICY, cache="hot", processes=2))
+    outcome = run_group(cell, roofs=ROOFS)
+    for one in outcome.subjects:
+        assert one.status is Status.PASSED, one.reason
+        assert {"memory poisoned", "right on the kit's hard cases"} <= {*one.checks}
+        assert len(one.samples) == 16 and one.roof_seconds is not None
+    assert outcome.rounds_by_process == (8, 8) and begun == [2, 2]
+    assert kits == [0, 1], "each once, and then it is known"
+    trial = [how for _, number, how in asked if WARM_CALLS > number >= TRIAL_CALLS]
+    assert [how["poison"] for how in trial] == [False, True, True] * 2
+    assert len([number for _, number, _ in asked if number >= WARM_CALLS]) == 2 * 2 * WARM_SAMPLES
+    timed = [how for _, number, how in asked if number < TRIAL_CALLS]
+    assert len(timed) == 3 * 16 and all(how["warm"] is not None for how in timed)
+    assert any("2 threads in all" in note for note in outcome.notes)
+
+
+@pytest.mark.parametrize("cache", ["cold", "weights-cold"])
+def test_caches_of_ranks_are_cold_if_that_was_asked_for(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Watched:
+        def flush(self) -> None:
+            done.append("flushed")
+
+    monkeypatch.setattr(group_worker, "CacheFlusher", Watched)
+    monkeypatch.setattr(group_worker, "touch", lambda values, weights: done.append("touched"))
+    monkeypatch.setattr(group_worker.dist, "barrier", lambda: done.append("met"))
+    cell = cell_of("all_to_all+all_to_all", W=1)
+    rank = object.__new__(group_worker._Rank)
+    rank.cell, rank.inputs = replace(cell, policy=replace(POLICY, cache=cache)), cell.inputs()
+    rank.ranks, rank.flusher, rank._layers = Ranks(placement_of(SHAPE.E, 1)), Watched(), {}
+    with torch.no_grad():
+        rank.call(0, 3, 0, keep=False, warm=None, poison=True)
+    assert done == {"cold": ["flushed", "met"], "weights-cold": ["flushed", "met", "touched", "met"]}[cache]
+
+
+def test_threads_are_those_of_a_rank() -> None:
+    cell = cell_of("all_to_all+all_to_all", W=2)
+    cell = replace(cell, policy=replace(POLICY, threads=2))
+    assert cell.all_threads == 4 and _cpus(cell) == 4
+    layer = replace(cell, case=replace(cell.case, span="layer"), subjects=(Subject(spec="staged"),))
+    assert layer.all_threads == 2, "one process, whatever the workload's ranks"
+    assert [one.policy.threads for one in on_shared_threads([cell, layer, replace(cell, W=4)])] == [1, 2, 1]
 
 
 def test_what_cannot_be_measured_says_why(tmp_path: Path) -> None:

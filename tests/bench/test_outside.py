@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -137,22 +138,34 @@ def leave_a_process_behind(pid: str) -> None:
     os.wait()
 
 
-def test_what_workers_leave_behind_is_ended_and_what_this_process_detached_is_not(tmp_path: Path) -> None:
+def rest_in_a_session(began: Connection) -> None:
+    os.setsid()
+    began.send(True)
+    time.sleep(120)
+
+
+def test_what_workers_leave_behind_is_ended_and_what_this_process_started_is_not(tmp_path: Path) -> None:
     strangers, written = Strangers(server_pid()), tmp_path / "pid"
     job = subprocess.Popen(["sleep", "120"], start_new_session=True)
+    worker = fork_server().Process(target=leave_a_process_behind, args=(str(written),))
+    began, begins = fork_server().Pipe(duplex=False)
+    another = fork_server().Process(target=rest_in_a_session, args=(begins,))
     try:
-        worker = fork_server().Process(target=leave_a_process_behind, args=(str(written),))
         with without_main_module():
             worker.start()
+            another.start()
         worker.join()
+        assert began.recv()
         while not (written.exists() and written.read_text().endswith("\n")):
             time.sleep(0.01)
         assert strangers.end() == 1
         assert strangers.end() == 0, "nobody is blamed twice"
-        assert job.poll() is None
+        assert job.poll() is None and another.is_alive()
     finally:
-        job.kill()
+        for one in (job, another):
+            one.kill()
         job.wait()
+        another.join()
     with pytest.raises(GoneError):
         freeze(int(written.read_text()))
 

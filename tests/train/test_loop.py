@@ -11,6 +11,7 @@ import torch
 from moe_routing_bench.train.loop import Ended, Evaluated, Event, State, Stepped, clip, learning_rate, train
 from moe_routing_bench.train.model import Decoder
 from moe_routing_bench.train.settings import Rule
+from moe_routing_bench.train.stepping import step_times
 from moe_routing_bench.train.text import Corpus, synthetic
 from moe_routing_bench.train.watching import LayerLoad
 from tiny_training import RULES, tiny
@@ -140,3 +141,9 @@ def test_collapse_has_names() -> None:
     assert "got no token" in str(replace(even, dead_experts=3).collapse())
     assert "80 %" in str(replace(even, share_E=[0.4] + [0.6 / 7] * 7).collapse())
     assert "bits of 3.00" in str(replace(even, entropy_bits=1.7).collapse())
+
+
+def test_step_times_of_one_name_do_not_hide_each_other(corpus: Corpus) -> None:
+    runs = [(tiny("softmax_topk"), None), (tiny("softmax_topk", learning_rate=1e-3), None)]
+    with pytest.raises(ValueError, match="softmax_topk"):
+        step_times(runs, corpus, rounds=1)

@@ -78,6 +78,11 @@ class Cell:
         more += [f"{self.W} ranks"] if self.W > 1 else []
         return " ".join((self.case.name, self.workload or "own router", *more))
 
+    @property
+    def all_threads(self) -> int:
+        """Those of all ranks together; the policy says how many each has."""
+        return self.policy.threads * (self.W if self.span.grouped else 1)
+
     def only(self, subjects: tuple[Subject, ...]) -> Cell:
         return replace(self, subjects=subjects)
 

@@ -75,7 +75,7 @@ class LocalExecutor:
                     last = place == len(cells) - 1
                     budget = Budget(max(whole.left, 0.0) * (1.0 if last else TRIALS_SHARE))
                 if cell.span.grouped and cell.W > 1:
-                    yield run_group(cell, on_progress=progress, budget=budget)
+                    yield run_group(cell, roofs=roofs, on_progress=progress, budget=budget)
                 else:
                     yield run_cell(
                         cell, roofs=roofs, on_progress=progress, watch=watch, budget=budget,

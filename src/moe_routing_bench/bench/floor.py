@@ -37,7 +37,7 @@ def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
     """
     if roofs is None or roofs.busy or not _known(cell, roofs):
         return None
-    threads, dtype = cell.policy.threads, cell.case.dtype
+    threads, dtype = cell.all_threads, cell.case.dtype
     beyond = max(0, cost.working_set - 2 * last_level_cache_bytes())
     moved = {"cold": cost.working_set, "weights-cold": cost.weight_bytes, "hot": beyond}[cell.policy.cache]
     if cell.case.store:
@@ -57,7 +57,7 @@ def roof_seconds(cell: Cell, subject: Subject, cost: Cost, roofs: Roofs | None) 
     """
     if roofs is None or not _known(cell, roofs):
         return None
-    threads, cache = cell.policy.threads, cell.policy.cache
+    threads, cache = cell.all_threads, cell.policy.cache
     far = roofs.memory(threads)
     moved = {"cold": cost.working_set, "weights-cold": cost.weight_bytes, "hot": 0}[cache] / far
     if roofs.ladder:
@@ -69,7 +69,7 @@ def roof_seconds(cell: Cell, subject: Subject, cost: Cost, roofs: Roofs | None) 
 
 
 def _known(cell: Cell, roofs: Roofs) -> bool:
-    threads, dtype = cell.policy.threads, cell.case.dtype
+    threads, dtype = cell.all_threads, cell.case.dtype
     return cell.policy.device == "cpu" and threads in roofs.gemm_flops.get(dtype, {})
 
 
@@ -115,7 +115,7 @@ def raise_stored(outcome: CellOutcome) -> None:
         return
     if outcome.cell.case.store:
         return
-    cell, threads, dtype = outcome.cell, outcome.cell.policy.threads, outcome.cell.case.dtype
+    cell, threads, dtype = outcome.cell, outcome.cell.all_threads, outcome.cell.case.dtype
     roofs = stored_roofs(this_machine().name) if cell.policy.device == "cpu" else None
     if roofs is None or threads not in roofs.gemm_flops.get(dtype, {}):
         return

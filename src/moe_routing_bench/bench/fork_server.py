@@ -9,13 +9,32 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.forkserver as forkserver
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerContext
 from types import ModuleType
 
+OTHER_SETTINGS = "was given other cores or another priority"
 PRELOAD = tuple(f"moe_routing_bench.bench.{name}" for name in ("outside.adopting", "worker", "outside.serve"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How the system runs a process: Settings(cores=frozenset({1}), priority=0, scheduler=0)."""
+
+    cores: frozenset[int]
+    priority: int
+    scheduler: int
+
+    def fits(self, expected: Settings) -> bool:
+        """OpenMP may bind a process to some of its cores, if the user has asked for that."""
+        return self.cores <= expected.cores and replace(self, cores=expected.cores) == expected
+
+
+_begun_with: dict[int, Settings | None] = {}  # of a server before anything ran, by its process id
 
 
 def fork_server(*more: str) -> ForkServerContext:
@@ -27,14 +46,47 @@ def fork_server(*more: str) -> ForkServerContext:
 
 def start_server() -> None:
     """Start importing torch for the workers now, beside what this process does before it needs one."""
-    fork_server()
-    with without_main_module():
-        forkserver.ensure_running()
+    server_pid()
 
 
 def server_pid() -> int:
-    start_server()
-    return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    """The process id of the server, which is started if there is none."""
+    fork_server()
+    with without_main_module():
+        forkserver.ensure_running()
+    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    _begun_with.setdefault(pid, settings_of(pid))
+    return pid
+
+
+def settings_of(pid: int) -> Settings | None:
+    """None if it has ended, or if the system does not tell."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    try:
+        cores, priority = os.sched_getaffinity(pid), os.getpriority(os.PRIO_PROCESS, pid)
+        return Settings(cores=frozenset(cores), priority=priority, scheduler=os.sched_getscheduler(pid))
+    except ProcessLookupError:
+        return None
+
+
+def expected_settings(cores: tuple[int, ...]) -> Settings | None:
+    """What a worker on these cores must have: for the rest, what the server began with."""
+    usual = _begun_with[server_pid()]
+    return usual if usual is None or not cores else replace(usual, cores=frozenset(cores))
+
+
+def server_harm() -> str:
+    """What somebody did to the server, in words, and empty if nothing. It is undone if this process may."""
+    pid = server_pid()
+    usual, now = _begun_with[pid], settings_of(pid)
+    if usual is None or now is None or now.fits(usual):
+        return ""
+    with suppress(OSError):  # not allowed: then the next worker says that it began with these settings
+        os.sched_setaffinity(pid, usual.cores)
+        os.sched_setscheduler(pid, usual.scheduler, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, pid, usual.priority)
+    return OTHER_SETTINGS
 
 
 @contextmanager

@@ -1,20 +1,22 @@
 """run_group measures a cell on several ranks: each rank a process, all calls together, every result judged.
 
 A sample is from the moment the last rank begins to the moment the last one ends. Subjects take turns in every
-round, on the same inputs and in a new order, with the baseline's twin, as in one process. The trial is
-shorter than there: two judged calls, the same bits twice; memory is not poisoned and the kit is not run
-(tests/parallel does both for every transport), and no roof is held against a time. Code from outside is
-refused. What fails ends its group; the others go on in a new one.
+round, on the same inputs and in a new order, with the baseline's twin, as in one process. Caches, calls
+before the first sample and sets of processes are as the policy says. The policy's threads are those of a
+rank. The trial is shorter than in one process: two judged calls, poisoned memory, the same bits twice, and
+the kit on one rank. Only our own code is measured, so nobody looks for harm done to other processes. What
+fails ends its group; the others go on in a new one.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -28,19 +30,26 @@ from safetensors.torch import load_file
 
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.calls import Result, tensors_by_name
-from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.cell import LONG_CALL, Cell
 from moe_routing_bench.bench.cores import judging_threads
+from moe_routing_bench.bench.floor import beaten_roofs, floor_seconds, roof_seconds
 from moe_routing_bench.bench.group_worker import serve
 from moe_routing_bench.bench.identity import identify
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs
 from moe_routing_bench.bench.judging import Finding, Judge
+from moe_routing_bench.bench.kit import PassedKits
+from moe_routing_bench.bench.messages import KitRun
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome, Wire
-from moe_routing_bench.bench.runner import OnProgress, Progress
+from moe_routing_bench.bench.roofs import Roofs
+from moe_routing_bench.bench.rounds import WARM_SAMPLES
+from moe_routing_bench.bench.runner import OnProgress, Progress, work_and_load
 from moe_routing_bench.bench.series import TWIN
 from moe_routing_bench.bench.spans.parallel import STAGES, placement_of
 from moe_routing_bench.bench.spans.span import is_ours
 from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError
+from moe_routing_bench.bench.trial import check_kit
 from moe_routing_bench.bench.verdict import FEWEST_ROUNDS, aa_floor, compare_cells, stop_reason
 from moe_routing_bench.bench.weather import WeatherSpan, weather
 from moe_routing_bench.machine import this_machine
@@ -48,8 +57,9 @@ from moe_routing_bench.parallel.flow import TRANSPORTS, count_flow
 from moe_routing_bench.parallel.moe import EXPERTS
 from moe_routing_bench.plan import Layout
 
-CHECKS = ("value", "value of other inputs", "same bits twice", "value of timed calls")
-TRIAL_CALLS = 1_000_000  # numbers of calls that are not timed begin here
+# numbers of calls that are not timed begin here
+TRIAL_CALLS = 1_000_000
+WARM_CALLS = 2_000_000
 START_SECONDS = 300.0  # importing torch in W processes on a busy machine
 
 
@@ -76,16 +86,28 @@ class Group:
             self.close()
             raise
 
-    def call(self, subject: int, number: int, *, keep: bool = False) -> np.ndarray[Any, Any]:
-        """When the last rank began and ended each stage; with `keep` the results are files until the next."""
-        request = {"subject": subject, "number": number, "step": number % ROUTINGS, "keep": keep}
+    def call(
+        self, subject: int, number: int, *, keep: bool = False, warm: int | None = None, poison: bool = False
+    ) -> np.ndarray[Any, Any]:
+        """When the last rank began and ended each stage; with `keep` the results are files until the next.
+        The rest is as in group_worker.py."""
+        answers = self._ask(
+            "call", subject=subject, number=number, step=number % ROUTINGS, keep=keep, warm=warm,
+            poison=poison,
+        )  # fmt: skip
+        return np.array([answer["stamps"] for answer in answers]).max(0)
+
+    def kit(self, subject: int) -> KitRun:
+        return KitRun.model_validate(self._ask("kit", subject=subject)[0])
+
+    def _ask(self, what: str, **details: Any) -> list[dict[str, Any]]:
+        """The answers of all ranks to one request."""
         for rank, pipe in enumerate(self._pipes):
             try:
-                pipe.send_bytes(json.dumps(request).encode())
+                pipe.send_bytes(json.dumps({"do": what, **details}).encode())
             except OSError:
                 raise SubjectError(Status.CRASHED, f"the process of rank {rank} died") from None
-        answers = self._answers(self.cell.policy.step_seconds)
-        return np.array([answer["stamps"] for answer in answers]).max(0)
+        return self._answers(self.cell.policy.step_seconds)
 
     def result(self) -> Result:
         """Of the last call that was kept: the tokens of all ranks and the gradients of all experts. What
@@ -135,8 +157,10 @@ class _Series:
 
     status: Status = Status.PASSED
     reason: str = ""
+    checks: tuple[str, ...] = ()
     finding: Finding | None = None
     first_call: float = 0.0
+    call_seconds: float = math.inf  # the shortest call of its trial
     samples: list[float] = field(default_factory=list)
     stages: list[list[float]] = field(default_factory=list)
     checked: int = 0
@@ -145,8 +169,8 @@ class _Series:
 class _Session:
     """A group that is started again when something failed in it."""
 
-    def __init__(self, cell: Cell, judge: Judge):
-        self.cell, self.judge = cell, judge
+    def __init__(self, cell: Cell, judge: Judge, sources: Mapping[Subject, str]):
+        self.cell, self.judge, self.sources = cell, judge, sources
         self._group: Group | None = None
 
     @property
@@ -162,8 +186,13 @@ class _Session:
     def judged(self, result: Result, subject: int, number: int) -> Finding:
         return self.judge.judge_result(result, number, number % ROUTINGS, self.cell.subjects[subject])
 
-    def timed(self, subject: int, seen: _Series, number: int, look: bool) -> None:
-        ends = self.group.call(subject, number, keep=look)
+    def warm_up(self, subject: int) -> None:
+        for number in range(WARM_SAMPLES):
+            self.group.call(subject, WARM_CALLS + number)
+
+    def timed(self, subject: int, seen: _Series, number: int, look: bool, hot: bool) -> None:
+        warm = WARM_CALLS + WARM_SAMPLES + number if hot else None
+        ends = self.group.call(subject, number, keep=look, warm=warm)
         seen.samples.append(float(ends[-1] - ends[0]))
         seen.stages.append(np.diff(ends).tolist())
         if look:
@@ -174,24 +203,34 @@ class _Session:
 
     def trial(self, subject: int, seen: _Series) -> None:
         results = []
-        for number in (TRIAL_CALLS, TRIAL_CALLS + 1, TRIAL_CALLS):
-            ends = self.group.call(subject, number, keep=True)
-            seen.first_call = seen.first_call or float(ends[-1] - ends[0])
+        for number, poison in ((TRIAL_CALLS, False), (TRIAL_CALLS + 1, True), (TRIAL_CALLS, True)):
+            ends = self.group.call(subject, number, keep=True, poison=poison)
+            seconds = float(ends[-1] - ends[0])
+            seen.first_call = seen.first_call or seconds
+            seen.call_seconds = min(seen.call_seconds, seconds)
             result = self.group.result()
             finding = self.judged(result, subject, number)
             if finding.status is not Status.PASSED:
                 raise SubjectError(finding.status, finding.reason)
             seen.finding = finding
             results.append(tensors_by_name(result))
-        parts = self.cell.span.parts(self.cell.subjects[subject].spec)
+        about = self.cell.subjects[subject]
         same = all(torch.equal(results[2][name], tensor) for name, tensor in results[0].items())
-        if all(part.deterministic for part in parts) and not same:
+        promised = all(part.deterministic for part in self.cell.span.parts(about.spec))
+        if promised and not same:
             raise SubjectError(Status.NONDETERMINISTIC, "two runs gave different bits")
+        kits = PassedKits(self.cell, outside=False)
+        if not kits.knows(about, self.sources[about]):
+            check_kit(self.group.kit(subject))
+            kits.add(about, self.sources[about])
+        bits = ("same bits twice",) if promised else ()
+        seen.checks = ("right on two inputs", "right on the kit's hard cases", "memory poisoned", *bits)
 
 
 def run_group(
-    cell: Cell, *, on_progress: OnProgress = lambda progress: None, budget: Budget | None = None
-) -> CellOutcome:
+    cell: Cell, *, roofs: Roofs | None = None, on_progress: OnProgress = lambda progress: None,
+    budget: Budget | None = None,
+) -> CellOutcome:  # fmt: skip
     """Measure one cell on cell.W ranks. A failing implementation never raises here."""
     budget, before = budget or Budget(cell.policy.max_seconds), weather()
     identity, inputs = identify(cell, this_machine()), cell.inputs()
@@ -207,8 +246,8 @@ def run_group(
         if why:
             seen[place].status, seen[place].reason = Status.UNSUPPORTED, f"{subject.spec}: {why}"
     alive = [place for place in seen if seen[place].status is Status.PASSED]
-    session = _Session(cell, Judge(cell.span, inputs))
-    stopped, rounds = "nothing passed its trial", 0
+    session = _Session(cell, Judge(cell.span, inputs), identity.sources)
+    stopped, rounds = "nothing passed its trial", list[int]()
     try:
         with judging_threads():
             for place in list(alive):
@@ -218,10 +257,10 @@ def run_group(
                 stopped, rounds = _rounds(session, seen, alive, budget, report)
     finally:
         session.end()
-    outcomes = _outcomes(cell, inputs, seen, alive)
+    outcomes = _outcomes(cell, inputs, seen, alive, roofs)
     return CellOutcome(
-        cell=cell, identity=identity, outcomes=outcomes, rounds=rounds,
-        rounds_by_process=(rounds,) if rounds else (), stop_reason=stopped,
+        cell=cell, identity=identity, outcomes=outcomes, rounds=sum(rounds),
+        rounds_by_process=tuple(rounds), stop_reason=stopped,
         aa_floor=aa_floor(seen[alive[0]].samples, seen[TWIN].samples) if alive else None,
         routing_checksum="" if reason else inputs.workload(0).checksum,
         weather=WeatherSpan(before=before, after=weather()), seconds=budget.used,
@@ -235,9 +274,12 @@ def _notes(cell: Cell, outcomes: tuple[SubjectOutcome, ...]) -> tuple[str, ...]:
         for one in outcomes
         if one.wire is not None and one.role != "twin" and one.wire.least
     ]
+    timed = [one for one in outcomes if one.samples and one.role != "twin" and not one.roof_busy]
     return (
-        f"{cell.W} ranks are processes on one machine, joined by Gloo over the loopback",
+        f"{cell.W} ranks are processes on one machine, joined by Gloo over the loopback, "
+        f"with {cell.all_threads} threads in all",
         *([f"rows that leave their rank in a forward pass, both ways: {'; '.join(wires)}"] if wires else []),
+        *beaten_roofs({one.label: (median(one.samples), one.roof_seconds) for one in timed}),
     )
 
 
@@ -283,42 +325,66 @@ def _rounds(
     alive: list[int],
     budget: Budget,
     report: Callable[[str], None],
-) -> tuple[str, int]:
-    """Rounds until every ratio is known or the time is over; from the beginning again if a subject fails."""
-    policy = session.cell.policy
+) -> tuple[str, list[int]]:
+    """Why they stopped, and their number in each set of processes; none if a subject failed: then they begin
+    again without it."""
+    policy, by_process, stopped = session.cell.policy, list[int](), ""
     for place in (*alive, TWIN):
         seen[place] = replace(seen.get(place, _Series()), samples=[], stages=[], checked=0)
-    dice = random.SystemRandom()
+    for process in range(policy.processes):
+        if process:
+            session.end()
+        until = budget.used + budget.left / (policy.processes - process)
+        reason = _rounds_of_one_set(session, seen, alive, budget, until, sum(by_process), report)
+        if reason is None:
+            return "a subject failed during the rounds", []
+        by_process.append(len(seen[TWIN].samples) - sum(by_process))
+        stopped = reason
+    return stopped, by_process
+
+
+def _rounds_of_one_set(
+    session: _Session, seen: dict[int, _Series], alive: list[int], budget: Budget, until: float, before: int,
+    report: Callable[[str], None],
+) -> str | None:  # fmt: skip
+    """Rounds until every ratio is known or so much of the budget is used; None if a subject failed.
+
+    before: rounds in earlier sets of processes
+    """
+    policy, dice = session.cell.policy, random.SystemRandom()
+    for place in list(alive):
+        if not _guarded(session, seen, alive, place, partial(session.warm_up, place)):
+            return None
     looks = {0, *dice.sample(range(1, policy.min_rounds), min(policy.checked, policy.min_rounds) - 1)}
-    number = 0
+    hot = {s: policy.cache == "hot" and seen[s].call_seconds < LONG_CALL for s in alive}
+    done = 0
     while True:
         order = [*alive, TWIN]
         dice.shuffle(order)
         for place in order:
             subject = alive[0] if place == TWIN else place
-            look = number in looks and place != TWIN
-            if not _guarded(
-                session, seen, alive, subject, partial(session.timed, subject, seen[place], number, look)
-            ):
-                return "a subject failed during the rounds", 0
-        number += 1
-        report(f"round {number}")
-        if number < FEWEST_ROUNDS or (number < policy.min_rounds and budget.left > 0):
+            look = done in looks and place != TWIN
+            timed = partial(session.timed, subject, seen[place], before + done, look, hot[subject])
+            if not _guarded(session, seen, alive, subject, timed):
+                return None
+        done += 1
+        report(f"round {before + done}")
+        if done < FEWEST_ROUNDS or (done < policy.min_rounds and budget.used < until):
             continue
         why = [
             stop_reason(
-                seen[alive[0]].samples, seen[place].samples, target=policy.target,
+                seen[alive[0]].samples[before:], seen[place].samples[before:], target=policy.target,
                 min_rounds=policy.min_rounds, max_rounds=policy.max_rounds, seconds=budget.used,
-                max_seconds=budget.seconds,
+                max_seconds=until,
             )
             for place in (alive[1:] or [TWIN])
         ]  # fmt: skip
         if all(why):
-            return str(why[0]), number
+            return str(why[0])
 
 
 def _outcomes(
-    cell: Cell, inputs: Inputs, seen: dict[int, _Series], alive: list[int]
+    cell: Cell, inputs: Inputs, seen: dict[int, _Series], alive: list[int], roofs: Roofs | None
 ) -> tuple[SubjectOutcome, ...]:
     outcomes, stages = [], STAGES[cell.case.direction]
     for place, subject in enumerate(cell.subjects):
@@ -328,7 +394,8 @@ def _outcomes(
         }  # fmt: skip
         if one.status is Status.PASSED:
             parts = cell.span.parts(subject.spec)
-            cost, load = cell.span.facts(subject, inputs)
+            cost, load = work_and_load(cell.span, subject, inputs)
+            least = roof_seconds(cell, subject, cost, roofs)
             verdict = one.finding.verdict if one.finding else None
             about |= {
                 "label": "+".join(part.label for part in parts), "origin": parts[0].origin,
@@ -336,12 +403,14 @@ def _outcomes(
                 "role": "baseline" if place == alive[0] else "candidate",
                 "deterministic": all(part.deterministic for part in parts),
                 "host_sync": next((part.host_sync for part in parts if part.host_sync), ""),
-                "checks": CHECKS, "checked_timed_calls": one.checked, "first_call": one.first_call,
+                "checks": one.checks, "checked_timed_calls": one.checked, "first_call": one.first_call,
                 "samples": tuple(one.samples), "cost": cost, "load": load,
                 "stages": {name: median(s[i] for s in one.stages) for i, name in enumerate(stages)},
                 "wire": wire_of(inputs, cell.W, parts[0].name),
                 "max_error": verdict and verdict.max_error, "max_bound": verdict and verdict.max_bound,
                 "error": verdict and verdict.relative_error,
+                "floor_seconds": floor_seconds(cell, cost, roofs), "roof_seconds": least,
+                "roof_busy": least is not None and roofs is not None and bool(roofs.busy),
             }  # fmt: skip
         outcomes.append(SubjectOutcome(**about))
     if not alive:

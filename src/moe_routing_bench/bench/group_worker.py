@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.spans.parallel import placement_of, span
+from moe_routing_bench.bench.clock import CacheFlusher
+from moe_routing_bench.bench.inputs import touch
+from moe_routing_bench.bench.kit import run_kit
+from moe_routing_bench.bench.spans.parallel import OneCall, placement_of, span
+from moe_routing_bench.conformance.check import poisoned_memory
 from moe_routing_bench.parallel.moe import ParallelMoE
 from moe_routing_bench.parallel.ranks import Ranks
 
@@ -26,38 +32,74 @@ MOST_TEXT = 2_000
 
 def serve(pipe: Connection, rank: int, cell_text: str, folder: str) -> None:
     cell = Cell.from_json(cell_text)
-    torch.set_num_threads(max(1, cell.policy.threads // cell.W))
+    torch.set_num_threads(cell.policy.threads)
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=cell.W,
             timeout=timedelta(seconds=cell.policy.step_seconds),
         )  # fmt: skip
-        inputs = cell.inputs()
-        ranks = Ranks(placement_of(cell.case.shape.E, cell.W), dist.group.WORLD)
-        direction, layers = cell.case.direction, dict[int, ParallelMoE]()
+        answers = _Rank(cell, Path(folder) / f"{rank}.safetensors")
         pipe.send_bytes(json.dumps({"ready": True}).encode())
-        with torch.set_grad_enabled(direction != "forward"):
+        with torch.set_grad_enabled(cell.case.direction != "forward"):
             while (request := json.loads(pipe.recv_bytes())) is not None:
-                place = request["subject"]
-                subject = cell.subjects[place]
-                if place not in layers:
-                    layers[place] = span.layer_on(subject, inputs, ranks)
-                layers[place].zero_grad()
-                call = span.on_rank(layers[place], subject, inputs, request["number"], request["step"])
-                if direction == "backward":  # the forward pass before it is not timed
-                    for _, step in call.stages("forward"):
-                        step()
-                dist.barrier()
-                stamps = [time.monotonic()]
-                for _, step in call.stages(direction):
-                    step()
-                    stamps.append(time.monotonic())
-                if request["keep"]:
-                    kept = {name: tensor.contiguous() for name, tensor in call.result().items()}
-                    save_file(kept, Path(folder) / f"{rank}.safetensors")
-                pipe.send_bytes(json.dumps({"stamps": stamps}).encode())
+                answer = getattr(answers, request.pop("do"))(**request)
+                pipe.send_bytes(json.dumps(answer).encode())
         dist.destroy_process_group()
     except Exception as error:
         failed = {"failed": f"{type(error).__name__}: {error}"[:MOST_TEXT]}
         unsupported = {"unsupported": isinstance(error, NotImplementedError)}
         pipe.send_bytes(json.dumps({**failed, **unsupported}).encode())
+
+
+class _Rank:
+    """What a rank does on request."""
+
+    def __init__(self, cell: Cell, file: Path):
+        self.cell, self.file, self.inputs = cell, file, cell.inputs()
+        self.ranks = Ranks(placement_of(cell.case.shape.E, cell.W), dist.group.WORLD)
+        self.flusher = CacheFlusher() if cell.policy.cache != "hot" else None
+        self._layers: dict[int, ParallelMoE] = {}
+
+    def kit(self, subject: int) -> dict[str, Any]:
+        """The hard cases are for one rank, so one runs them."""
+        if self.ranks.rank:
+            return {}
+        passed, failed, first = run_kit(self.cell, self.cell.subjects[subject])
+        return {"passed": passed, "failed": failed, "first": first[:MOST_TEXT]}
+
+    def call(
+        self, subject: int, number: int, step: int, keep: bool, warm: int | None, poison: bool
+    ) -> dict[str, Any]:
+        """When each stage began and ended. warm: the number of an untimed call just before, for hot caches;
+        keep: the result goes to the file; poison: memory that is allocated without values holds NaN."""
+        if warm is not None:
+            for _, run in self._ready(subject, warm, step).stages(self.cell.case.direction):
+                run()
+        call = self._ready(subject, number, step)
+        if self.flusher is not None:
+            self.flusher.flush()
+            if self.cell.policy.cache == "weights-cold":
+                dist.barrier()  # what another rank overwrites may be the same cache
+                touch([t for t in (call.x_TD, call.d_out_TD) if t is not None and t.numel()], None)
+        dist.barrier()
+        with poisoned_memory() if poison else nullcontext():
+            stamps = [time.monotonic()]
+            for _, run in call.stages(self.cell.case.direction):
+                run()
+                stamps.append(time.monotonic())
+        if keep:
+            kept = {name: tensor.contiguous() for name, tensor in call.result().items()}
+            save_file(kept, self.file)
+        return {"stamps": stamps}
+
+    def _ready(self, subject: int, number: int, step: int) -> OneCall:
+        """A call up to where its clock starts: the forward pass before a backward is not timed."""
+        about = self.cell.subjects[subject]
+        if subject not in self._layers:
+            self._layers[subject] = span.layer_on(about, self.inputs, self.ranks)
+        self._layers[subject].zero_grad()
+        call = span.on_rank(self._layers[subject], about, self.inputs, number, step)
+        if self.cell.case.direction == "backward":
+            for _, run in call.stages("forward"):
+                run()
+        return call

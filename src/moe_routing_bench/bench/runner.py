@@ -99,7 +99,8 @@ def run_cell(
         inputs = cell.inputs()
         cores = _cores(cell, inputs, own)
         workload = inputs.workload(0)
-        facts = {q: _facts(span, s, inputs) for q, s in {s.question: s for s in cell.subjects}.items()}
+        asked = {s.question: s for s in cell.subjects}
+        facts = {question: work_and_load(span, s, inputs) for question, s in asked.items()}
     except (ValueError, NotImplementedError) as reason:
         stopped, after = "these sizes cannot have this workload", weather()
         span_of = WeatherSpan(before=before, after=after)
@@ -380,7 +381,7 @@ def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -
     return replace(one, comparison=replace(comparison, verdict="UNDECIDED", more_rounds=None, reason=reason))
 
 
-def _facts(span: Span, subject: Subject, inputs: Inputs) -> WorkAndLoad:
+def work_and_load(span: Span, subject: Subject, inputs: Inputs) -> WorkAndLoad:
     """Cost and load of a subject; empty if it cannot exist, and its trial says why."""
     try:
         cost, load = span.facts(subject, inputs)

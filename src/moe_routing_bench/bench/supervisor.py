@@ -25,7 +25,14 @@ from pydantic import ValidationError
 
 from moe_routing_bench.bench import worker as worker_module
 from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.fork_server import fork_server, without_main_module
+from moe_routing_bench.bench.fork_server import (
+    OTHER_SETTINGS,
+    Settings,
+    expected_settings,
+    fork_server,
+    settings_of,
+    without_main_module,
+)
 from moe_routing_bench.bench.messages import Answer, Ready, Timed
 from moe_routing_bench.bench.outside.sandbox import SandboxedProcess
 from moe_routing_bench.bench.status import Status
@@ -75,6 +82,8 @@ class Worker:
         self._pipe = ours
         self.limit = cell.policy.step_seconds  # of one request
         self._asked = "load"
+        self._settings: Settings | None = None
+        expected = expected_settings(cores)
         args = (cell.to_json(), str(self.scratch), cores, *more)
         self._process: Any
         if sandbox:
@@ -87,11 +96,13 @@ class Worker:
         try:
             meanwhile()
             self._answer(Ready)
+            self._settings = settings_of(self.pid)
+            if self._settings is not None and expected is not None and not self._settings.fits(expected):
+                raise SubjectError(Status.SUSPECT, f"its process {OTHER_SETTINGS} before its first call")
         except BaseException:
             self.close()
             raise
         self.threads = self.count_threads()
-        self._settings = self._read_settings()
         self._alone = self.vitals().rss_bytes
         self._before = 0
 
@@ -110,21 +121,12 @@ class Worker:
         """What somebody did to this process while it was not its turn, in words; empty if nothing."""
         if not self._process.is_alive():
             return "ended"
-        if self._settings and self._read_settings() != self._settings:
-            return "was given other cores or another priority"
+        if self._settings is not None and settings_of(self.pid) not in (self._settings, None):
+            return OTHER_SETTINGS
         return "was stopped" if self._is_stopped() else ""
 
     def _is_stopped(self) -> bool:
         return bool(re.search(r"^State:\s+T", self._status(), re.M))
-
-    def _read_settings(self) -> tuple[object, ...]:
-        if not hasattr(os, "sched_getaffinity"):
-            return ()
-        try:
-            cores, priority = os.sched_getaffinity(self.pid), os.getpriority(os.PRIO_PROCESS, self.pid)
-            return frozenset(cores), priority, os.sched_getscheduler(self.pid)
-        except ProcessLookupError:
-            return ()
 
     def _status(self) -> str:
         try:

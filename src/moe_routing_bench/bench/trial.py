@@ -18,7 +18,8 @@ from typing import Any
 
 from moe_routing_bench.accuracy import Verdict
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.cell import LONG_CALL, Cell
+from moe_routing_bench.bench.fork_server import server_harm
 from moe_routing_bench.bench.identity import folders_of
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
@@ -209,7 +210,8 @@ class Setup:
 
     def blame_for_harm(self) -> None:
         """After code from outside ran alone: is the process of our own subjects as it was?"""
-        if self._together is not None and (harm := self._together.harm()):
+        harm = self._together.harm() if self._together is not None else ""
+        if harm := harm or server_harm():
             reason = f"the process of other implementations {harm} while it was running"
             raise SubjectError(Status.SUSPECT, reason)
 
@@ -253,7 +255,9 @@ def try_alone(setup: Setup, index: int) -> Trial:
         seen["peak_rss_bytes"] = worker.peak_bytes()
         worker.called.add(place)
         if not known:
-            _kit(worker, place, setup)
+            with setup.budget.paused() if setup.budget.kit_apart else nullcontext():
+                answer = worker.ask("kit", KitRun, subject=place)
+            check_kit(answer)
             if source:
                 kits.add(subject, source)
         if outside or setup.cell.include:
@@ -356,10 +360,8 @@ def slow_reason(call_seconds: float, setup: Setup) -> str:
     )
 
 
-def _kit(worker: Worker, place: int, setup: Setup) -> None:
+def check_kit(answer: KitRun) -> None:
     """The hard cases of `mrb check`."""
-    with setup.budget.paused() if setup.budget.kit_apart else nullcontext():
-        answer = worker.ask("kit", KitRun, subject=place)
     if answer.failed:
         cases = answer.passed + answer.failed
         reason = f"it fails {answer.failed} of {cases} hard cases (`mrb check`): {answer.first}"

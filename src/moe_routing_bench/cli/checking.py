@@ -134,6 +134,19 @@ def select(
     return list(dict.fromkeys(wanted)), rows
 
 
+def never_ran(ops: list[str], rows: list[Row]) -> list[str]:
+    """Of what nothing ran: operations, and implementations from outside. Who includes a folder asks about all
+    of it, while built-in implementations may need what this machine lacks."""
+    ran = {row.op for row in rows if row.ran}
+    asked = {_name(row) for row in rows if row.outside is not None and not row.broken and row.op in ran}
+    return [op for op in ops if op not in ran] + sorted(asked - {_name(row) for row in rows if row.ran})
+
+
+def _name(row: Row) -> str:
+    """Without options: some configurations may be for another machine."""
+    return f"{row.op}.{row.spec.partition('(')[0]}"
+
+
 def _row(op: str, entry: Entry, dtypes: tuple[str, ...], device: str) -> Row:
     row = Row(op=op, spec=entry.spec, origin=entry.origin, broken=entry.state == "broken")
     if row.broken:

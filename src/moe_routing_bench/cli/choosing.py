@@ -255,6 +255,16 @@ def _with_own_threads(case: BenchCase, policy: Policy) -> Policy:
     return replace(policy, threads=min(case.threads, core_count())) if case.threads else policy
 
 
+def on_shared_threads(cells: Sequence[Cell]) -> list[Cell]:
+    """Without --threads, which are those of a rank, all ranks share the machine's."""
+    return [
+        replace(cell, policy=replace(cell.policy, threads=max(1, cell.policy.threads // cell.W)))
+        if cell.span.grouped
+        else cell
+        for cell in cells
+    ]
+
+
 def _ranks(what: WhatOptions) -> list[int]:
     words = split_all(what.ranks) or ["1"]
     if not all(re.fullmatch(r"[1-9][0-9]{0,4}", word) for word in words):

@@ -270,7 +270,8 @@ def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | No
         notes.append(f"More rounds needed for a verdict, about: {more}.")
     if outcome.aa_floor is not None:
         checked = sum(one.checked_timed_calls for one in outcome.subjects)
-        threads = "1 thread" if policy.threads == 1 else f"{policy.threads} threads"
+        number = outcome.cell.all_threads
+        threads = "1 thread" if number == 1 else f"{number} threads"
         place = PLACES[policy.device].format(threads)
         notes.append(
             f"{outcome.rounds} interleaved rounds on {place}, {policy.cache} caches "
@@ -278,7 +279,7 @@ def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | No
             f"{checked} timed results judged; {outcome.seconds:.0f} s in all."
         )
     if outcome.weather is not None:
-        complaints = outcome.weather.complaints(this_machine().cores, policy.threads)
+        complaints = outcome.weather.complaints(this_machine().cores, outcome.cell.all_threads)
         notes += [f"Weather: {complaint}." for complaint in complaints]
     if roofs is None:
         notes.append(

@@ -82,7 +82,7 @@ def _record(
             runs=one_line(one.runs),
         ),
         protocol=schema.Protocol(
-            **values_of(cell.policy),
+            **values_of(cell.policy) | {"threads": cell.all_threads},
             rounds=outcome.rounds,
             calls_per_sample=one.calls_per_sample,
             warmup_calls=WARM_SAMPLES * one.calls_per_sample,

@@ -31,8 +31,11 @@ def step_times(
     runs: Sequence[tuple[Run, State | None]], corpus: Corpus, *, rounds: int, seed: int = 0,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> StepTimes:  # fmt: skip
+    """Times by the names of rules. ValueError if two runs have the same: one would hide the other."""
     going: dict[str, Iterator[Event]] = {}
     for run, state in runs:
+        if run.rule.name in going:
+            raise ValueError(f"two of the runs to time are called {run.rule.name}; give each its own name")
         first = 0 if state is None else state.step
         # evaluated at its end only, which never comes
         longer = replace(run, steps=first + rounds + WARM_UP + 1, evaluations=1)

@@ -86,7 +86,7 @@ class PolicyAxes:
         flag="--device", asks=True, compare="agree", plural="devices",
     )  # fmt: skip
     threads: int = axis(
-        1, "Threads, pinned to as many cores. Default: all physical cores that are idle.",
+        1, "Threads (of a rank), pinned to cores. Default: all physical cores that are idle.",
         flag="--threads", asks=True, compare="agree", plural="numbers of threads",
     )  # fmt: skip
     cache: str = axis(

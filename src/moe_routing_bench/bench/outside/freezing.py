@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -121,7 +122,8 @@ class Strangers:
     def end(self) -> int:
         """End all of them; how many there were."""
         here = os.getsid(0)  # workers have sessions of their own, and nobody can join another's
-        new = family(self.server) - self.known
+        ours = {process.pid for process in multiprocessing.active_children()}  # some may be newer
+        new = family(self.server) - self.known - ours
         strangers = {pid for pid in new if _session(pid) != here and not _has_ended(pid)}
         end(strangers)
         return len(strangers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from moe_routing_bench.bench.fork_server import server_pid
+from moe_routing_bench.bench.fork_server import server_harm, server_pid
 from moe_routing_bench.bench.outside.freezing import Strangers
 from moe_routing_bench.bench.outside.pairs import Pair, PairError
 from moe_routing_bench.bench.outside.process import OutsideProcess
@@ -59,7 +59,9 @@ class Protocol:
     def blame_for_harm(self, others: Iterable[Worker]) -> None:
         """What happened to a process when it was not its turn was done by the code that had one before."""
         workers = [*others, *(seat.worker for p in self._pairs.values() for seat in p.seats.values())]
-        if self._last is not None and (harm := next(filter(None, (w.harm() for w in workers)), "")):
+        if self._last is None:
+            return
+        if harm := next(filter(None, (w.harm() for w in workers)), "") or server_harm():
             reason = f"the process of another implementation {harm} while it was running"
             raise PairError(self._last, SubjectError(Status.SUSPECT, reason))
 
