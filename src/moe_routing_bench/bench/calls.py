@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from moe_routing_bench.plan import RoutingPlan
 
 PLAN = ("row_TK", "pair_R", "offset_E1", "count_E", "dropped_E")
 GRADIENT = "gradient of "
+Wanted: TypeAlias = Callable[[Tensor], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,42 +46,46 @@ class Caller:
         self.span, self.computation, self.direction = span, computation, direction
         self._shape: torch.Size | None = None
 
-    def ready(self, call: Call, args: Mapping[str, Any]) -> Callable[[], Any]:
-        """The function to time; `result` reads what it returns. All preparation happens here."""
+    def ready(self, call: Call, args: Mapping[str, Any], only: Wanted | None = None) -> Callable[[], Any]:
+        """The function to time; `result` reads what it returns. All preparation happens here. only: which
+        gradients are wanted; None: all."""
         if self.direction == "forward":
             return self.ready_with(args, None)
         if self._shape is None:
             with torch.no_grad():
                 self._shape = value_of(self.computation.run(*args.values())).shape
-        return self.ready_with(args, self.span.upstream(call.upstream(self._shape), args))
+        return self.ready_with(args, self.span.upstream(call.upstream(self._shape), args), only)
 
-    def ready_with(self, args: Mapping[str, Any], d_out: Tensor | None) -> Callable[[], Any]:
+    def ready_with(
+        self, args: Mapping[str, Any], d_out: Tensor | None, only: Wanted | None = None
+    ) -> Callable[[], Any]:
         """The same with a given upstream gradient."""
         run = partial(self.computation.run, *args.values())
         if d_out is None:
             return run
-        leaves = list(self.leaves(args).values())
+        leaves = list(self.leaves(args, only).values())
         if self.direction == "train":
             return partial(_train, run, leaves, d_out)
         with torch.enable_grad():
             out = run()
         return partial(_backward, out, leaves, d_out)
 
-    def result(self, returned: Any, args: Mapping[str, Any]) -> Result:
+    def result(self, returned: Any, args: Mapping[str, Any], only: Wanted | None = None) -> Result:
         if self.direction == "forward":
             return Result(out=returned)
         out, gradients = returned
-        return Result(out=out, gradients=dict(zip(self.leaves(args), gradients, strict=True)))
+        return Result(out=out, gradients=dict(zip(self.leaves(args, only), gradients, strict=True)))
 
-    def leaves(self, args: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Tensors that require gradients, by name."""
+    def leaves(self, args: Mapping[str, Any], only: Wanted | None = None) -> dict[str, Tensor]:
+        """Tensors that require gradients, by name; those that are wanted."""
         wanting: dict[str, Tensor] = {}
         for name, value in args.items():
             if isinstance(value, ExpertWeights):
                 wanting |= value.tensors()
             elif isinstance(value, Tensor):
                 wanting[name] = value
-        return {n: t for n, t in {**wanting, **self.computation.parameters}.items() if t.requires_grad}
+        wanting = {n: t for n, t in {**wanting, **self.computation.parameters}.items() if t.requires_grad}
+        return {n: t for n, t in wanting.items() if only is None or only(t)}
 
 
 def _train(run: Callable[[], Any], leaves: list[Tensor], d_out: Tensor) -> tuple[Any, Any]:

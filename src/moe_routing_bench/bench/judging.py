@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from moe_routing_bench.accuracy import Expected, GradientOf, Verdict
-from moe_routing_bench.bench.calls import Caller, Result, named_tensors, result_from, value_of
+from moe_routing_bench.bench.calls import Caller, Result, Wanted, named_tensors, result_from, value_of
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs, fingerprint
 from moe_routing_bench.bench.spans.span import Span
 from moe_routing_bench.bench.status import Status
@@ -33,6 +33,7 @@ from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.registry import all_ops
 
 FEW_ELEMENTS = 512
+MOST_DRAWS = 16  # of other data, for a result with few elements
 # Soft-MoE with 4 slots: an honest kernel had a root mean square error over the bound in 1 of 200 calls
 FEW_ROWS = 8
 OTHER_DRAWS = 3_000_000  # call numbers from here on are never given to a worker
@@ -173,12 +174,20 @@ class Judge:
 
     def _more(self, subject: Subject, n: int) -> list[Right]:
         """Results on other data, to know plain torch's usual error when a result has few elements."""
-        telling = min(n, 8 * self.span.rows(subject, self.inputs))
-        draws = min(16, -(-FEW_ELEMENTS // telling)) if 0 < telling < FEW_ELEMENTS else 0
+        draws = self._draws(subject, n)
         ready = self._others.setdefault(subject.question, [])
-        while len(ready) < draws:
-            ready.append(self._compute(OTHER_DRAWS + len(ready), len(ready) % ROUTINGS, subject))
+        while (place := len(ready)) < draws:
+            # gradients of large weights need few draws, and 16 of them would be gigabytes
+            wanted = partial(self._wants_draw, subject, place)
+            ready.append(self._compute(OTHER_DRAWS + place, place % ROUTINGS, subject, wanted))
         return ready[:draws]
+
+    def _draws(self, subject: Subject, n: int) -> int:
+        telling = min(n, 8 * self.span.rows(subject, self.inputs))
+        return min(MOST_DRAWS, -(-FEW_ELEMENTS // telling)) if 0 < telling < FEW_ELEMENTS else 0
+
+    def _wants_draw(self, subject: Subject, place: int, tensor: Tensor) -> bool:
+        return place < self._draws(subject, tensor.numel())
 
     def right(self, number: int, step: int, subject: Subject) -> Right:
         """What the reference computes for a call."""
@@ -202,7 +211,7 @@ class Judge:
         return sum(tensor.nbytes for result in results for tensor in named_tensors(result).values())
 
     @torch.no_grad()
-    def _compute(self, number: int, step: int, subject: Subject) -> Right:
+    def _compute(self, number: int, step: int, subject: Subject, only: Wanted | None = None) -> Right:
         began = time.perf_counter()
         call = self.span.call(subject, self.inputs, number, step)
         args = self.span.arguments(call)
@@ -215,7 +224,7 @@ class Judge:
                 return Right(oracle=known.oracle, baseline=results[0], d_out=known.d_out)
             caller = self._caller(subject, dtype)
             given = args if dtype == self.inputs.dtype else {n: self._wide(v) for n, v in args.items()}
-            results.append(caller.result(caller.ready(call, given)(), given))
+            results.append(caller.result(caller.ready(call, given, only)(), given, only))
         d_out = None
         if not forward:
             shape = value_of(results[0].out).shape
