@@ -94,6 +94,8 @@ def floor_of(module: str) -> int:
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_imports_run_downhill(path: Path) -> None:
     here = module_of(path)
+    if not here:
+        return  # the public names stand on everything, and are loaded later (test_public.py)
     for there in imports_of(path):
         assert floor_of(there) <= floor_of(here), f"{here} imports {there}, which stands above it"
 
