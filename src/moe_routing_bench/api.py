@@ -52,6 +52,7 @@ from moe_routing_bench.results.comparing import RunComparison, compare_runs
 from moe_routing_bench.results.flat import COLUMNS, quoted
 from moe_routing_bench.results.fleet import FleetPlan, plan_fleet, run_fleet
 from moe_routing_bench.results.history import History, history
+from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.objects import url_of
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 from moe_routing_bench.results.record import Record
@@ -135,6 +136,13 @@ class Results(Displayed):
     def query(self, sql: str) -> Table:
         """The answer to one SELECT over `records`, `latest`, `trainings` or `left_out`; it can only read."""
         return Table(*run_query(self.folder, sql))
+
+    @cached_property
+    def left_out(self) -> LeftOut:
+        """Lines of the folder that are no valid records."""
+        found = LeftOut()
+        run_query(self.folder, "SELECT 1", found)
+        return found
 
     def to_pandas(self) -> Any:
         """All records as a pandas.DataFrame, a row each."""
