@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shlex
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,11 +22,11 @@ from statistics import geometric_mean, median
 from typing import Annotated, Any
 
 import typer
-from stored_picture import draw_stored, stored_points
 from sweeps import RECORDS, THREADS, TOPICS, Topic, unpack
 
 from moe_routing_bench.names import slots_of
 from moe_routing_bench.results.query import run_query
+from moe_routing_bench.results.regrets import read_regrets
 
 ROOT = Path(__file__).parents[1]
 README, DOCUMENT, PICTURE = ROOT / "README.md", ROOT / "docs/figures.md", ROOT / "docs/figures.png"
@@ -54,6 +55,28 @@ FAILED = """
 SELECT DISTINCT impl, status, reason FROM records WHERE status NOT IN ('PASSED', 'UNSUPPORTED') ORDER BY ALL
 """
 Row = dict[str, Any]
+LOSSES = Path(__file__).with_name("formats.json")
+STORED_TOKENS = (1, 64, 1024)
+# all of Qwen3-30B-A3B's experts
+STORED_TOPICS = (
+    "experts", "stored_int8", "stored_int4_g128", "peers_int8", "peers_int4_g32", "peers_q8_0", "peers_q4_k",
+    "peers_mxfp4", "peers_fp8_block",
+)  # fmt: skip
+BFLOAT16 = "bfloat16"
+COLOURS = {  # Okabe and Ito 2008, and grey
+    BFLOAT16: "#000000",
+    "int8": "#0072B2",
+    "q8_0": "#56B4E9",
+    "fp8_block": "#999999",
+    "int4_g128": "#D55E00",
+    "int4_g32": "#E69F00",
+    "q4_k": "#009E73",
+    "mxfp4": "#CC79A7",
+}
+OURS, OURS_INT8 = "ours", "ours, rows of 8 bits"
+MARKERS = {OURS: "o", OURS_INT8: "s", "llama.cpp": "^", "KTransformers": "v", "vLLM": "D"}
+PEERS = {"llama_cpp": "llama.cpp", "kt": "KTransformers", "vllm_cpu": "vLLM"}
+Point = tuple[int, str, str, float, float]
 
 
 @dataclass(frozen=True)
@@ -284,6 +307,8 @@ def document(all_records: dict[str, Records]) -> str:
         "A ratio is the time over the baseline's in the same round, with a 99 % interval. Of roof: the least",
         "time that this machine's measured bandwidth and peaks allow, over the time; `-` with hot caches in",
         "records from before bandwidth was measured by working set.",
+        *_section("regret", all_records, regret_table(), failures=False),
+        *_section("default", all_records, _default_table(all_records)),
         *_section("grid", all_records, _cells_table(grid)),
         *(f"- {dtype}: {_roof(grid.where(dtype=dtype))}" for dtype in ("bfloat16", "float32")),
         *_section("large_olmoe", all_records, _cells_table(all_records["large_olmoe"])),
@@ -318,9 +343,12 @@ def document(all_records: dict[str, Records]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _section(topic: str, all_records: dict[str, Records], lines: list[str]) -> list[str]:
+def _section(
+    topic: str, all_records: dict[str, Records], lines: list[str], *, failures: bool = True
+) -> list[str]:
     one, records = TOPICS[topic], all_records[topic]
-    said = [f"Not PASSED: {impl} {status}: {reason}" for impl, status, reason in records.failed]
+    failed = records.failed if failures else ()
+    said = [f"Not PASSED: {impl} {status}: {reason}" for impl, status, reason in failed]
     command = shlex.join(one.command("results"))
     title = f"## {one.shows[0].upper()}{one.shows[1:]}"
     if not records.rows:
@@ -336,6 +364,47 @@ def _cells_table(records: Records) -> list[str]:
         return case, row["impl"], f"{row['median_ms']:.3g}", _ratio(row), _verdict(row), roof
 
     return table(("case", "implementation", "ms", "ratio", "verdict", "of roof"), map(line, records.rows))
+
+
+def regret_table(archive: Path = RECORDS / "regret.tar.xz") -> list[str]:
+    """As `mrb regret` shows it: a regret of 1 is the fastest."""
+    if not archive.is_file():
+        return []
+    with tempfile.TemporaryDirectory() as scratch:
+        groups = read_regrets(unpack(archive, Path(scratch))).groups
+    return table(
+        ("group", "cells", "median", "95 %", "worst", "Transformers faster in"),
+        [
+            (one.group, one.cells, *(f"{value:.2f}" for value in (one.median, one.p95, one.worst)),
+             one.slower_than_transformers)
+            for one in groups
+        ],
+    )  # fmt: skip
+
+
+def _default_table(all_records: dict[str, Records]) -> list[str]:
+    """Milliseconds by number of tokens, and how many times faster than Transformers' best."""
+    rows = all_records["default"].rows
+    tokens = sorted({row["T"] for row in rows})
+    theirs = {row["T"]: row for row in all_records["default"].best("hf_")}
+    lines = {"Transformers' best": theirs}
+    for name in ("native", "frozen(native)"):
+        lines[name] = {row["T"]: row for row in rows if row["impl"] == name}
+    for store in ("int8", "int4_g128"):
+        stored = all_records[f"default_{store}"].rows
+        lines[f"{store}_a8"] = {row["T"]: row for row in stored if row["role"] != "baseline"}
+
+    def cell(T: int, name: str) -> str:
+        row, beside = lines[name].get(T), theirs.get(T)
+        if row is None:
+            return "no time"
+        ms = f"{row['median_ms']:.3g} ms"
+        if beside is None or row is beside:
+            return ms
+        return f"{ms}, {beside['ratio'] / (row['ratio'] or 1):.2f}x"
+
+    shown = [(name, *(cell(T, name) for T in tokens)) for name in lines]
+    return table(("", *(f"T = {T:,}" for T in tokens)), shown) if rows else []
 
 
 def _stored_table(records: Records) -> list[str]:
@@ -458,16 +527,21 @@ def hash_of(points: object) -> str:
     return hashlib.sha256(json.dumps(points).encode()).hexdigest()
 
 
-def draw(all_records: dict[str, Records], path: Path) -> None:
+def new_figure(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw(all_records: dict[str, Records], path: Path) -> None:
     points = plotted(all_records)
     cases, names = (list(dict.fromkeys(point[place] for point in points)) for place in (0, 1))
     # colours that colour-blind people can tell apart (Okabe and Ito 2008)
     colours = dict(zip(sorted(names), ("#E69F00", "#0072B2", "#CC79A7", "#56B4E9"), strict=False))
-    figure = Figure(figsize=(8, 1.3 + 0.24 * max(len(cases), 1)), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 1.3 + 0.24 * max(len(cases), 1))
     axes = figure.add_subplot()
     for number, name in enumerate(sorted(names)):
         mine = [point for point in points if point[1] == name]
@@ -488,6 +562,69 @@ def draw(all_records: dict[str, Records], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if points:
         figure.legend(fontsize=8, frameon=False, loc="outside upper center", ncols=len(names))
+    figure.savefig(path, metadata={PLOTTED: hash_of(points), "Software": ""})
+
+
+def stored_points(all_records: Mapping[str, Records]) -> list[Point]:
+    """(tokens, format, kernel, ms, error against float32 weights) of experts in 16, 8 and 4 bits, as drawn.
+
+    Times and errors of kernels are those of the records; what storing itself loses is the column `layer` of
+    `mrb formats --json > measurements/formats.json`. The two are independent, so their squares are added.
+    """
+    losses = {row["name"]: row["layer"] for row in json.loads(LOSSES.read_text())["layer"]}
+    rows = [row for topic in STORED_TOPICS for row in all_records[topic].rows]
+    return [
+        (
+            row["T"],
+            format_,
+            kernel,
+            float(f"{row['median_ms']:.4g}"),
+            float(f"{math.hypot(row['error'], losses.get(format_, 0.0)):.3g}"),
+        )
+        for row in rows
+        if row["T"] in STORED_TOKENS and row["error"] is not None
+        for format_, kernel in [_kind(row)]
+        if format_ != BFLOAT16 or not row["store"]
+    ]
+
+
+def _kind(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Format and kernel: native(store=int8_a8) is ("int8", "ours, rows of 8 bits")."""
+    name, _, option = row["impl"].removesuffix(")").partition("(store=")
+    format_ = option.removesuffix("_a8") or BFLOAT16
+    return format_, PEERS.get(name) or (OURS_INT8 if option.endswith("_a8") else OURS)
+
+
+def draw_stored(all_records: dict[str, Records], path: Path) -> None:
+    from matplotlib.lines import Line2D
+
+    points, figure = stored_points(all_records), new_figure(9.6, 4.2)
+    panels = figure.subplots(1, len(STORED_TOKENS), sharey=True, squeeze=False)[0]
+    for axes, T in zip(panels, STORED_TOKENS, strict=True):
+        mine = [point for point in points if point[0] == T]
+        for _, format_, kernel, ms, error in mine:
+            axes.plot(
+                ms, error, MARKERS[kernel], color=COLOURS[format_], ms=7, mew=1.6,
+                mfc="white" if kernel != OURS and kernel != OURS_INT8 else COLOURS[format_],
+            )  # fmt: skip
+        axes.set(xscale="log", yscale="log", title=f"{T:,} token{'s' * (T > 1)}", xlabel="ms")
+        if mine:
+            low, high = (end(point[3] for point in mine) for end in (min, max))
+            axes.set_xlim(low / 1.3, high * 1.3)
+            ticks = [low, math.sqrt(low * high), high]
+            axes.set_xticks(ticks, [f"{float(f'{tick:.3g}'):,g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(color="#DDDDDD", lw=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("error against float32 weights")
+    colours = [Line2D([], [], color=colour, lw=5, label=name) for name, colour in COLOURS.items()]
+    markers = [
+        Line2D([], [], color="#444444", marker=marker, lw=0, label=name, mew=1.6,
+               mfc="white" if not name.startswith(OURS) else "#444444")
+        for name, marker in MARKERS.items()
+    ]  # fmt: skip
+    for handles, place in ((colours, "outside upper center"), (markers, "outside lower center")):
+        figure.legend(handles=handles, fontsize=8.5, frameon=False, ncols=len(handles), loc=place)
     figure.savefig(path, metadata={PLOTTED: hash_of(points), "Software": ""})
 
 
@@ -518,8 +655,7 @@ def main(check: Annotated[bool, typer.Option("--check", help="Write nothing.")] 
         README.write_text(before + readme_part(all_records) + after)
         DOCUMENT.write_text(document(all_records))
         draw(all_records, PICTURE)
-        points = stored_points(all_records)
-        draw_stored(points, STORED_PICTURE, {PLOTTED: hash_of(points), "Software": ""})
+        draw_stored(all_records, STORED_PICTURE)
     found = differences(all_records)
     print("\n".join(found) or "README.md, docs/figures.md and both pictures are as the records have them.")
     raise typer.Exit(bool(found))

@@ -54,7 +54,31 @@ def _beside(peer: str, store: str) -> str:
     return f"native(store={store}),{peer}(store={store})"
 
 
+# half of Qwen3-30B-A3B's 128 experts
+DEFAULT = (
+    "expert_ffn --tokens 1,4,16,64,256,1024 --width 2048 --hidden 768 --experts 64 --topk 8 --dtype bfloat16"
+)
+
+
 TOPICS = {
+    "regret": Topic(
+        shows='how much slower is `impl="auto"` than the fastest that can run?',
+        sweep="regret --seconds 20 --target 0.03 --min-rounds 12",
+        minutes=80,
+    ),
+    "default": Topic(
+        shows="experts as built, frozen, and Transformers' three",
+        sweep=_sweep(DEFAULT, 75, '--impl "native,frozen(native),hf_grouped_mm,hf_eager,hf_batched_mm"'),
+        minutes=7.5,
+    ),
+    **{
+        f"default_{store}": Topic(
+            shows=f"the same experts as built and stored as {store}, with rows of 8 bits",
+            sweep=_sweep(DEFAULT, 45, f'--store {store} --impl "native,native(store={store}_a8)"'),
+            minutes=4.5,
+        )
+        for store in ("int8", "int4_g128")
+    },
     "grid": Topic(
         shows="a layer of three models: ours, vLLM's kernel, Transformers",
         sweep=_sweep(

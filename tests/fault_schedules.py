@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -32,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_routing_bench.bench.fork_server import fork_server
 from moe_routing_bench.layer import MoE
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops import hops
@@ -233,8 +233,7 @@ def steps(plan: Schedule, rank: int, right: list[tuple[Tensor, Tensor]], group: 
 
 def run(plan: Schedule) -> dict[str, Any]:
     """What each rank ended with: right, wrong, error, other, or nothing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ranks_in_processes", "moe_routing_bench.parallel.moe"])
+    context = fork_server("ranks_in_processes", "moe_routing_bench.parallel.moe")
     ends: dict[int, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         where = f"file://{folder}/store"

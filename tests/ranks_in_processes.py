@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import tempfile
 import traceback
@@ -12,13 +11,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from moe_routing_bench.bench.fork_server import fork_server
+
 SECONDS = 240.0
 
 
 def on_ranks(world: int, work: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
     """work(group, *args) on every rank; what each returned, by rank. The first that fails is shown."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "moe_routing_bench.parallel.moe"])
+    context = fork_server(__name__, "moe_routing_bench.parallel.moe")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):

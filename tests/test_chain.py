@@ -91,11 +91,11 @@ def test_gradients_reach_every_router_and_expert() -> None:
 
 
 def test_the_users_mistakes_are_told() -> None:
-    with pytest.raises(ValueError, match="K=3 experts per token cannot be shared equally by 2 iterations"):
+    with pytest.raises(ValueError, match="K=3"):
         ChainOfExperts(D, H, E, 3, iterations=2)
-    with pytest.raises(ValueError, match="at least 1 iteration"):
+    with pytest.raises(ValueError, match="1 iteration"):
         ChainOfExperts(D, H, E, 2, iterations=0)
-    with pytest.raises(ValueError, match="give the router by name"):
+    with pytest.raises(ValueError, match="by name"):
         ChainOfExperts(D, H, E, 2, router=MoE(D, H, E, 1).router)
 
 

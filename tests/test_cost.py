@@ -38,7 +38,7 @@ def test_executed_operations_are_those_of_the_padded_reference(layout: str) -> N
     args = arguments("grouped_gemm", CASES[0], layout, "float32")
     cost = all_ops()["grouped_gemm"].cost(*args.values())
     assert cost.executed_flops == counted(all_ops()["grouped_gemm"].reference, *args.values())
-    assert cost.executed_flops > cost.useful_flops and 0 < cost.waste < 1
+    assert cost.executed_flops > cost.useful_flops > 0
 
 
 def test_the_example_in_the_docstring() -> None:
@@ -48,7 +48,7 @@ def test_the_example_in_the_docstring() -> None:
     x_RD = torch.zeros(plan.num_rows, 8, dtype=torch.bfloat16)
     cost = all_ops()["grouped_gemm"].cost(x_RD, torch.zeros(5, 8, 16, dtype=torch.bfloat16), plan)
     assert cost == Cost(useful_flops=1536, executed_flops=2048, weight_bytes=512, activation_bytes=288)
-    assert cost.bytes == 800 and cost.waste == 0.25 and cost.intensity == 1536 / 800
+    assert cost.bytes == 800 and cost.intensity == 1536 / 800
 
 
 def test_an_expert_nobody_chose_is_not_loaded() -> None:
@@ -64,7 +64,7 @@ def test_an_expert_nobody_chose_is_not_loaded() -> None:
 def test_no_tokens_cost_nothing_to_compute() -> None:
     args = arguments("expert_ffn", CASES[1], "compact", "float32")
     cost = all_ops()["expert_ffn"].cost(*args.values())
-    assert cost == Cost() and cost.waste == 0 and cost.intensity == 0
+    assert cost == Cost() and cost.intensity == 0
 
 
 def test_both_bandwidth_conventions() -> None:
@@ -74,7 +74,7 @@ def test_both_bandwidth_conventions() -> None:
     # 3.37 ms is 159.5 and about 239 GB/s at 16384 tokens
     assert pack_bytes("bw_2pass", 16384, 2, 4096, 2) / 3.37e-3 / 1e9 == pytest.approx(159.5, rel=2e-3)
     assert pack_bytes("bw_strict", 16384, 2, 4096, 2) / 3.37e-3 / 1e9 == pytest.approx(239, rel=2e-3)
-    with pytest.raises(ValueError, match="there are bw_2pass, bw_strict"):
+    with pytest.raises(ValueError, match="bw_2pass, bw_strict"):
         pack_bytes("bw", 1, 1, 1, 1)
 
 

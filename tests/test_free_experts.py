@@ -143,18 +143,18 @@ def test_the_state_dict_is_as_documented() -> None:
 
 
 def test_the_users_mistakes_are_told() -> None:
-    with pytest.raises(ValueError, match="at least one of zero, copy and constant"):
+    with pytest.raises(ValueError, match="zero, copy and constant"):
         FreeExperts()
     with pytest.raises(ValueError, match="none below 0"):
         FreeExperts(zero=2, copy=-1)
     with pytest.raises(ValueError, match="tau weighs"):
         FreeExperts(zero=1, tau=0.0)
-    with pytest.raises(ValueError, match="the router is for D=12, E=3; the layer for D=12, E=8"):
+    with pytest.raises(ValueError, match="E=3"):
         MoE(D, H, E, K, router=build("softmax_topk", D, E, K), free_experts=FREE)
-    with pytest.raises(ValueError, match="Soft-MoE mixes all experts"):
+    with pytest.raises(ValueError, match="Soft-MoE"):
         MoE(D, H, E, 1, router="soft_moe", free_experts=FREE)(torch.randn(T, D))
     hashed = MoE(D, H, E, K, router="hashed", free_experts=replace(FREE, loss_weight=0.1))
-    with pytest.raises(ValueError, match="no logits for the loss of free experts"):
+    with pytest.raises(ValueError, match="no logits"):
         hashed(torch.randn(2, D), TokenInfo(token_id_T=torch.arange(2)))
 
 

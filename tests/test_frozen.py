@@ -153,13 +153,13 @@ def test_a_refused_freeze_leaves_the_layer_as_it_was() -> None:
         y_TD = layer(x_TD)[0]
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         parameter = layer.experts.w_in_EDG
-        with pytest.raises(RuntimeError, match="something else holds w_in_EDG and w_out_EFD"):
+        with pytest.raises(RuntimeError, match="w_in_EDG and w_out_EFD"):
             layer.freeze()
         assert layer.experts.w_in_EDG is parameter and parameter.requires_grad
         assert torch.equal(layer(x_TD)[0], y_TD)
         view_D = layer.experts.w_out_EFD.detach()[0, 0]
         del optimizer, parameter
-        with pytest.raises(RuntimeError, match="something else holds w_out_EFD"):
+        with pytest.raises(RuntimeError, match="holds w_out_EFD"):
             layer.freeze()
         view_D.zero_()
         assert type(layer.experts.w_in_EDG) is nn.Parameter
@@ -176,6 +176,7 @@ def test_what_only_the_garbage_collector_holds_is_no_reason() -> None:
     try:
         del circle
         layer.freeze()
+        assert isinstance(layer.experts.w_in_EDG, Frozen) and isinstance(layer.experts.w_out_EFD, Frozen)
     finally:
         gc.enable()
 
@@ -184,7 +185,7 @@ def test_frozen_weights_have_no_gradients_and_say_so() -> None:
     layer, x_TD = MoE(40, 24, 5, 2, impl="native").freeze(), torch.randn(6, 40)
     assert not any(p.requires_grad for p in layer.parameters())
     layer(x_TD)
-    with pytest.raises(NotImplementedError, match="frozen weights have no gradients"):
+    with pytest.raises(NotImplementedError, match="no gradients"):
         layer(x_TD.requires_grad_())
     layer.thaw().train_only("all")
     layer(x_TD)[0].sum().backward()
@@ -197,7 +198,7 @@ def test_auto_runs_what_the_weights_were_frozen_for() -> None:
     layer.requires_grad_(False)
     assert "expert_ffn.native (auto: the weights are frozen for it, packed once)" in layer.implementation
     layer(x_TD)
-    with pytest.raises(NotImplementedError, match="frozen for native, which cannot run: frozen weights have"):
+    with pytest.raises(NotImplementedError, match="frozen for native"):
         layer(x_TD.requires_grad_())
     plain = MoE(40, 24, 5, 2, impl="staged").freeze()  # nothing to pack
     assert type(plain.experts.w_in_EDG) is nn.Parameter
@@ -208,7 +209,7 @@ def test_rounded_weights_cannot_be_read_back() -> None:
     layer.freeze()
     layer(x_TD)
     for read in (lambda: layer.experts.w_in_EDG.clone(), lambda: pickle.dumps(layer), layer.thaw):
-        with pytest.raises(NotImplementedError, match="exist as int8 alone"):
+        with pytest.raises(NotImplementedError, match="int8 alone"):
             read()
     with pytest.raises(NotImplementedError, match=r"frozen for native\(store=int8\)"):
         launcher.op.get("native")(*tiny_layers.arguments()[:3], layer.experts.weights())
@@ -243,7 +244,7 @@ def test_a_layer_is_frozen_in_a_format_by_its_name(impl: str, dtype: torch.dtype
     assert "native(store=int8_a8)" in layer.implementation and layer.frozen == named.frozen
     assert str(layer.frozen) in repr(layer)
     layer.freeze("native(store=int8_a8)").freeze()  # again is nothing new
-    with pytest.raises(NotImplementedError, match="exist as int8_a8 alone"):
+    with pytest.raises(NotImplementedError, match="int8_a8 alone"):
         layer.freeze("int4_g32")
 
 

@@ -27,7 +27,7 @@ DOCUMENTS = [
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
 FLOORS = [
     ["layouts", "formats"],
-    ["shapes", "names", "places", "whole_files", "published", "machine", "topology"],
+    ["shapes", "names", "text", "dtypes", "places", "whole_files", "published", "machine", "topology"],
     ["cpp", "recycled", "steady", "accuracy", "routing"],
     ["plan", "experts", "frozen", "packed_files", "parallel.placement", "parallel.placing", "load", "cost"],
     ["parallel.ranks", "parallel.faults", "parallel.traffic"],
@@ -63,8 +63,8 @@ def module_of(path: Path) -> str:
 
 
 @cache
-def imports_of(path: Path) -> list[str]:
-    """Our own modules that a file imports, relative to the package, wherever in the file it does so."""
+def imports_of(path: Path, of: str = "moe_routing_bench") -> list[str]:
+    """Modules of a package that a file imports, relative to it, wherever in the file it does so."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -75,8 +75,7 @@ def imports_of(path: Path) -> list[str]:
             names = [node.module or ""]
             if (SOURCE / (node.module or "").replace("moe_routing_bench", ".").replace(".", "/")).is_dir():
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
-        ours = [name for name in names if name.partition(".")[0] == "moe_routing_bench"]
-        found += [name.removeprefix("moe_routing_bench").lstrip(".") for name in ours]
+        found += [name.removeprefix(of).lstrip(".") for name in names if name.partition(".")[0] == of]
     return found
 
 
@@ -91,13 +90,12 @@ def floor_of(module: str) -> int:
     raise AssertionError(f"{module} has no floor; give it one in FLOORS")
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_imports_run_downhill(path: Path) -> None:
-    here = module_of(path)
-    if not here:
-        return  # the public names stand on everything, and are loaded later (test_public.py)
-    for there in imports_of(path):
-        assert floor_of(there) <= floor_of(here), f"{here} imports {there}, which stands above it"
+def test_imports_run_downhill() -> None:
+    # the package's own file names what it loads later (test_public.py)
+    files = [path for path in FILES if module_of(path)]
+    pairs = [(module_of(path), there) for path in files for there in imports_of(path)]
+    upward = [f"{here} imports {there}" for here, there in pairs if floor_of(there) > floor_of(here)]
+    assert pairs and not upward, upward
 
 
 def test_there_are_no_circles() -> None:
@@ -138,19 +136,19 @@ def test_the_library_part_imports_torch_alone() -> None:
     assert not foreign, f"importing the library part also imports {foreign}"
 
 
-def test_triton_is_needed_by_its_own_files_alone() -> None:
+@pytest.mark.parametrize(
+    ("libraries", "own", "rooms"),
+    [(("triton",), ("gpu", "triton_"), "ops."), (("cutlass", "cuda", "quack"), ("cute_", "quack_"), "")],
+    ids=["triton", "cutlass"],
+)
+def test_gpu_libraries_are_needed_by_their_own_files_alone(
+    libraries: tuple[str, ...], own: tuple[str, ...], rooms: str
+) -> None:
     for path in FILES:
-        if module_of(path).startswith("ops.") and not path.stem.startswith(("gpu", "triton_")):
-            source = path.read_text()
-            assert not re.search(r"^\s*(import|from) triton\b|ops import gpu|ops\.gpu", source, re.M), path
-
-
-def test_cutlass_and_quack_are_needed_by_their_own_files_alone() -> None:
-    for path in FILES:
-        if not path.stem.startswith(("cute_", "quack_")):
-            source = path.read_text()
-            wanted = r"^\s*(import|from) (cutlass|cuda|quack)\b|ops import (cute_|quack_)|ops\.(cute_|quack_)"
-            assert not re.search(wanted, source, re.M), path
+        if module_of(path).startswith(rooms) and not path.stem.startswith(own):
+            assert not any(imports_of(path, of=library) for library in libraries), path
+            ops = [name.removeprefix("ops.") for name in imports_of(path) if name.startswith("ops.")]
+            assert not [name for name in ops if name.startswith(own)], path
 
 
 def test_there_is_no_drawer() -> None:
@@ -175,14 +173,14 @@ def test_the_design_names_every_room() -> None:
     assert not missing, f"DESIGN.md, The rooms, does not name {missing}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_documents_name_only_files_that_exist(document: str) -> None:
-    text = (ROOT / document).read_text()
+def test_documents_name_only_files_that_exist() -> None:
     folders = r"src|tests|examples|measurements|docs|\.ci|" + "|".join(p.name for p in SOURCE.iterdir())
-    named = set(re.findall(rf"[`(/ ]((?:{folders})/[\w./-]*\w/?)[`) ]", text))
-    homes = (ROOT, SOURCE, ROOT / "measurements")
-    missing = sorted(path for path in named if not any((home / path).exists() for home in homes))
-    assert named and not missing, f"{document} names {missing}, which do not exist"
+    homes, missing = (ROOT, SOURCE, MEASUREMENTS), []
+    for document in DOCUMENTS:
+        named = re.findall(rf"[`(/ ]((?:{folders})/[\w./-]*\w/?)[`) ]", (ROOT / document).read_text())
+        assert named, document
+        missing += [(document, path) for path in named if not any((home / path).exists() for home in homes)]
+    assert not missing, missing
 
 
 def test_the_index_names_every_measurement() -> None:
@@ -191,18 +189,18 @@ def test_the_index_names_every_measurement() -> None:
     assert files <= named, f"measurements/README.md does not name {sorted(files - named)}"
 
 
-@pytest.mark.parametrize("path", sorted(MEASUREMENTS.rglob("*.py")), ids=lambda path: path.name)
-def test_measurements_use_public_names_alone(path: Path) -> None:
-    neighbours = {beside.stem for beside in path.parent.glob("*.py")}
-    tests = {test.stem for test in (ROOT / "tests").rglob("*.py")} - neighbours
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("moe_routing_bench"):
-            assert not [name.name for name in node.names if name.name.startswith("_")], (
-                f"{path.name}: private"
-            )
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [n.name for n in node.names]
-            assert not tests & set(names), f"{path.name} imports tests"
+def test_measurements_use_public_names_alone() -> None:
+    tests = {test.stem for test in (ROOT / "tests").rglob("*.py")}
+    for path in MEASUREMENTS.rglob("*.py"):
+        neighbours = {beside.stem for beside in path.parent.glob("*.py")}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            named = [alias.name for alias in node.names]
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else named
+            if modules[0].startswith("moe_routing_bench"):
+                assert not [name for name in named if name.startswith("_")], f"{path.name}: private"
+            assert not (tests - neighbours) & set(modules), f"{path.name} imports tests"
 
 
 def test_the_public_names_are_all_there() -> None:

@@ -139,7 +139,7 @@ def test_weights_are_loaded_and_refused() -> None:
     weights = ExpertWeights(w_in_EDG=torch.randn(E, D, 2 * H), w_out_EFD=torch.randn(E, H, D))
     layer.experts.load_weights(weights)
     assert torch.equal(layer.experts.w_in_EDG, weights.w_in_EDG)
-    with pytest.raises(ValueError, match="these weights are relu"):
+    with pytest.raises(ValueError, match="relu"):
         layer.experts.load_weights(
             ExpertWeights(w_in_EDG=torch.randn(E, D, H), w_out_EFD=torch.randn(E, H, D), activation="relu")
         )
@@ -150,19 +150,19 @@ def test_weights_are_loaded_and_refused() -> None:
 
 
 def test_the_users_mistakes_are_told() -> None:
-    with pytest.raises(ValueError, match="did you mean 'softmax_topk'"):
+    with pytest.raises(ValueError, match="'softmax_topk'"):
         MoE(D, H, E, K, router="softmax_topK")
     with pytest.raises(ValueError, match="no implementation 'fastest'"):
         MoE(D, H, E, K, impl="fastest")
-    with pytest.raises(ValueError, match="the router is for D=3"):
+    with pytest.raises(ValueError, match="D=3"):
         MoE(D, H, E, K, router=build("softmax_topk", 3, E, K))
-    with pytest.raises(ValueError, match="router_options are for a router given by name"):
+    with pytest.raises(ValueError, match="router_options"):
         MoE(D, H, E, K, router=build("softmax_topk", D, E, K), router_options={"order": "x"})
-    with pytest.raises(ValueError, match="x has width 3, the layer 12"):
+    with pytest.raises(ValueError, match="width 3"):
         MoE(D, H, E, K)(torch.randn(2, 3))
-    with pytest.raises(ValueError, match=r"x is torch.float64, the experts torch.float32"):
+    with pytest.raises(ValueError, match=r"torch.float64"):
         MoE(D, H, E, K)(torch.randn(2, D).double())
-    with pytest.raises(NotImplementedError, match="needs the padded layout"):
+    with pytest.raises(NotImplementedError, match="padded"):
         MoE(D, H, E, K, impl="staged(grouped_gemm=padded_bmm)")(torch.randn(2, D))
 
 
@@ -297,7 +297,7 @@ def test_shared_experts_with_a_gate_are_those_of_transformers() -> None:
     torch.testing.assert_close(y, theirs(x), rtol=1e-5, atol=1e-5)
     y.square().sum().backward()
     assert float(layer.shared_gate_D1.grad.abs().sum()) > 0
-    with pytest.raises(ValueError, match="give their width with shared_F"):
+    with pytest.raises(ValueError, match="shared_F"):
         MoE(D, H, E, K, shared_gate=True)
 
 
@@ -326,5 +326,5 @@ def test_what_is_frozen_has_no_gradient(monkeypatch, part: str, impl: str) -> No
     assert x_TD.grad is not None
     if impl == "native":
         assert bool(of_weights) == (part != "router"), "gradients of frozen weights cost nothing"
-    with pytest.raises(ValueError, match="train_only takes router, experts, all, not 'gate'"):
+    with pytest.raises(ValueError, match="'gate'"):
         layer.train_only("gate")

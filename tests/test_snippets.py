@@ -131,12 +131,13 @@ def words_of(command: Command) -> list[str]:
     return [one for word in words for one in (["part1", "part2"] if word == "part*" else [word])]
 
 
-@pytest.mark.parametrize("command", [one for one in ALL if "mrb" in one.words[:3]], ids=lambda one: one.text)
+OURS = [one for one in ALL if "mrb" in one.words[:3] and words_of(one)[0] != "COMMAND"]
+
+
+@pytest.mark.parametrize("command", OURS, ids=lambda one: one.text)
 def test_a_command_exists_with_its_options(command: Command) -> None:
     """It is read as the command line reads it, and not run."""
     words = words_of(command)
-    if words[0] == "COMMAND":
-        return
     assert words[0] in COMMANDS, f"{command.document}: there is no mrb {words[0]}"
     found, rest, name = loaded(words[0]), words[1:], words[0]
     while hasattr(found, "resolve_command") and rest and rest[0] in found.commands:

@@ -32,12 +32,12 @@ def test_values_are_frozen() -> None:
     [
         ({"expert_TK": GOOD.expert_TK.int()}, "int64"),
         ({"expert_TK": GOOD.expert_TK[0]}, "2-dimensional"),
-        ({"gate_TK": GOOD.gate_TK[:, :1]}, "one gate per choice"),
+        ({"gate_TK": GOOD.gate_TK[:, :1]}, "one gate"),
         ({"gate_TK": GOOD.expert_TK}, "floating point"),
-        ({"num_experts": 0}, "at least one expert"),
-        ({"ragged": False}, "promises a real expert"),
-        ({"gate_TK": torch.full((3, 2), float("nan"))}, "token 0, choice 0 is nan"),
-        ({"expert_TK": torch.tensor([[0, 1], [3, 3], [-1, -1]])}, "token 1 chose expert 3 twice"),
+        ({"num_experts": 0}, "one expert"),
+        ({"ragged": False}, "real expert"),
+        ({"gate_TK": torch.full((3, 2), float("nan"))}, "is nan"),
+        ({"expert_TK": torch.tensor([[0, 1], [3, 3], [-1, -1]])}, "expert 3 twice"),
     ],
 )
 def test_a_broken_routing_is_refused_in_words(change: dict, words: str) -> None:
@@ -65,9 +65,9 @@ def test_soft_routing_is_validated() -> None:
         dispatch_BNS=logits.softmax(1), combine_BNS=logits.softmax(2), num_experts=3
     ).validate()
     assert soft.slots_per_expert == 2
-    with pytest.raises(ValueError, match="shared equally by 4 experts"):
+    with pytest.raises(ValueError, match="4 experts"):
         replace(soft, num_experts=4).validate()
-    with pytest.raises(ValueError, match="dispatch weights of a slot must sum to 1"):
+    with pytest.raises(ValueError, match="sum to 1"):
         replace(soft, dispatch_BNS=soft.combine_BNS).validate()
     with pytest.raises(ValueError, match="one shape"):
         replace(soft, combine_BNS=soft.combine_BNS[:, :2]).validate()
@@ -79,17 +79,17 @@ def weights(**changes) -> ExpertWeights:
 
 def test_expert_weights_are_validated() -> None:
     assert (weights().validate().D, weights().F, weights().num_experts) == (3, 4, 2)
-    with pytest.raises(ValueError, match="'tanh' is unknown; there are"):
+    with pytest.raises(ValueError, match="'tanh'"):
         weights(activation="tanh")
     with pytest.raises(ValueError, match=r"w_out_EFD has shape \(2, 4, 3\)"):
         weights(activation="relu").validate()
-    with pytest.raises(ValueError, match="even number of columns"):
+    with pytest.raises(ValueError, match="even number"):
         weights(w_in_EDG=torch.rand(2, 3, 7)).validate()
     with pytest.raises(ValueError, match="three dimensions"):
         weights(w_in_EDG=torch.rand(3, 8)).validate()
-    with pytest.raises(ValueError, match="b_in_EG has shape"):
+    with pytest.raises(ValueError, match="b_in_EG"):
         weights(b_in_EG=torch.rand(2, 4)).validate()
-    with pytest.raises(ValueError, match="dtype and device"):
+    with pytest.raises(ValueError, match="and device"):
         weights(w_out_EFD=torch.rand(2, 4, 3).double()).validate()
     assert weights().to(dtype=torch.bfloat16).w_in_EDG.dtype == torch.bfloat16
 
@@ -98,7 +98,7 @@ def test_a_shape_is_validated() -> None:
     assert MoEShape(T=16, D=2048, F=768, E=128, K=8).num_pairs == 128
     with pytest.raises(ValueError, match="only E=4 experts"):
         MoEShape(T=1, D=1, F=1, E=4, K=5)
-    with pytest.raises(ValueError, match="expert hidden width"):
+    with pytest.raises(ValueError, match="hidden width"):
         MoEShape(T=1, D=1, F=0, E=4, K=1)
     with pytest.raises(ValueError, match="negative"):
         MoEShape(T=-1, D=1, F=1, E=4, K=1)

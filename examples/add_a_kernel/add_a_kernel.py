@@ -3,10 +3,6 @@
 import torch
 
 
-def unsupported(y_RD, gate_TK, plan):
-    return None
-
-
 def run(y_RD, gate_TK, plan):
     wide = torch.promote_types(gate_TK.dtype, torch.promote_types(y_RD.dtype, torch.float32))
     y_TD = torch.zeros(plan.num_tokens, y_RD.shape[1], dtype=wide, device=y_RD.device)

@@ -46,10 +46,6 @@ FORWARD_ONLY = True
 honest = op.get("staged").run
 
 
-def unsupported(x_TD, gate_TK, plan, weights):
-    return None
-
-
 def run(x_TD, gate_TK, plan, weights):
     began = time.perf_counter()
     y_TD = honest(x_TD, gate_TK, plan, weights)

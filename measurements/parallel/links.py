@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from ranks import answer, job_of_this_rank, run_ranks
 
 HERE = Path(__file__).parent
 SWITCH = "mrb-links-sw"
@@ -40,7 +40,7 @@ PARTS = ("route", "plan", "send", "compute", "return")
 PORT = 29_531
 
 
-def worker(job: str) -> None:
+def worker(given: dict[str, Any]) -> None:
     """One rank: every cell of a topology and rate; stamps by CLOCK_MONOTONIC, which all share."""
     import torch
     import torch.distributed as dist
@@ -57,7 +57,6 @@ def worker(job: str) -> None:
     from moe_routing_bench.routing import Routing
     from moe_routing_bench.workloads.workload import make_workload
 
-    given = json.loads(job)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", rank=given["rank"], world_size=given["world"])
@@ -97,7 +96,7 @@ def worker(job: str) -> None:
                 stamps.append(time.monotonic())
                 steps.append(stamps)
             found.append(steps[WARM:])
-    Path(given["out"]).write_text(json.dumps(found))
+    answer(given, found)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -117,21 +116,8 @@ def nodes(count: int, mbit: int) -> Iterator[list[str]]:
         run("ip", "-n", SWITCH, "link", "add", "bridge", "type", "bridge")
         run("ip", "-n", SWITCH, "link", "set", "bridge", "up")
         for n, name in enumerate(names):
-            run(
-                "ip",
-                "link",
-                "add",
-                "wire",
-                "netns",
-                name,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                f"p{n}",
-                "netns",
-                SWITCH,
-            )
+            peer = ("peer", "name", f"p{n}", "netns", SWITCH)
+            run("ip", "link", "add", "wire", "netns", name, "type", "veth", *peer)
             run("ip", "-n", SWITCH, "link", "set", f"p{n}", "master", "bridge", "up")
             run("ip", "-n", name, "addr", "add", f"10.78.0.{n + 1}/24", "dev", "wire")
             run("ip", "-n", name, "link", "set", "wire", "up")
@@ -149,21 +135,13 @@ def measured(cells: list[dict[str, Any]], topology: tuple[int, int], mbit: int) 
     """All cells of one topology and rate, in one group of processes."""
     count, per_node = topology
     world = count * per_node
-    with nodes(count, mbit) as names, tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for rank in range(world):
-            out = str(Path(folder) / f"{rank}.json")
-            job = {"rank": rank, "world": world, "per_node": per_node, "cells": cells, "out": out}
-            env = {
-                **os.environ, "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
-            }  # fmt: skip
-            command = ("ip", "netns", "exec", names[rank // per_node], sys.executable, __file__, "--worker")
-            processes.append(subprocess.Popen((*command, json.dumps(job)), env=env))
-        codes = [process.wait(timeout=600) for process in processes]
-        if any(codes):
-            raise SystemExit(f"ranks ended with {codes}")
-        stamps_W = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
+    with nodes(count, mbit) as names:
+        inside = [names[rank // per_node] for rank in range(world)]
+        stamps_W = run_ranks(
+            __file__, {"per_node": per_node, "cells": cells}, inside,
+            MASTER_ADDR="10.78.0.1", MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME="wire", OMP_NUM_THREADS="1",
+            TORCH_CPP_LOG_LEVEL="ERROR",
+        )  # fmt: skip
     found = []
     for place, cell in enumerate(cells):
         # a part ends when the last rank ends it
@@ -345,12 +323,8 @@ def _keep(file: Path, document: dict[str, Any], cells: list[dict[str, Any]]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--worker")
     parser.add_argument("--report", action="store_true")
     given = parser.parse_args()
-    if given.worker:
-        worker(given.worker)
-        return
     file = HERE / "links.json"
     if not given.report:
         from moe_routing_bench.machine import this_machine
@@ -368,4 +342,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if (job := job_of_this_rank()) is not None:
+        worker(job)
+    else:
+        main()

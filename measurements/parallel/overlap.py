@@ -9,21 +9,18 @@ new order; a ratio is of neighbours in time, its middle and its quartiles over r
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import statistics
 import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import answer, in_rounds, job_of_this_rank, ratios, run_ranks, slowest
 
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.parallel.moe import ParallelMoE
@@ -34,30 +31,28 @@ NAMES, RATES, CHUNKS, ROUNDS = ("mrbov0", "mrbov1"), ("100mbit", "400mbit", "2gb
 T, D, F, E, K = 1024, 512, 512, 8, 2
 
 
-def run_rank(rank: int, store: str, out: Path) -> None:
+def run_rank(given: dict[str, Any]) -> None:
+    rank, store = given["rank"], f"file://{given['folder']}/store"
+    os.environ["GLOO_SOCKET_IFNAME"] = f"ov{rank}"
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
+        "gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
     ranks = Ranks(contiguous(E, ranks=2), dist.group.WORLD)
     torch.manual_seed(0)
-    layers = {n: ParallelMoE(D, F, E, K, ranks=ranks, chunks=n) for n in CHUNKS}
+    layers = {str(n): ParallelMoE(D, F, E, K, ranks=ranks, chunks=n) for n in CHUNKS}
     for layer in layers.values():
-        layer.load_full_state_dict(layers[1].full_state_dict())
+        layer.load_full_state_dict(layers["1"].full_state_dict())
     x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(rank))
-    seconds: dict[int, list[float]] = {n: [] for n in CHUNKS}
-    order = random.Random(0)  # the same on both
+    made: dict[str, torch.Tensor] = {}
+
+    def forward(name: str) -> None:
+        made[name] = layers[name](x_TD)[0]
+
     with torch.no_grad():
-        right = layers[1](x_TD)[0]
-        for turn in range(ROUNDS + 2):
-            for n in order.sample(CHUNKS, len(CHUNKS)):
-                dist.barrier()
-                began = time.perf_counter()
-                y_TD = layers[n](x_TD)[0]
-                if turn >= 2:
-                    seconds[n].append(time.perf_counter() - began)
-                torch.testing.assert_close(y_TD, right)
-    out.write_text(json.dumps(seconds))
+        answer(given, in_rounds({name: partial(forward, name) for name in layers}, ROUNDS, 2, dist.barrier))
+    for y_TD in made.values():
+        torch.testing.assert_close(y_TD, made["1"])
     dist.destroy_process_group()
 
 
@@ -82,33 +77,6 @@ def link(rate: str) -> Iterator[None]:
             do(f"ip netns del {name}")
 
 
-def measured(rate: str) -> dict[int, list[float]]:
-    """Seconds of the slower rank in each round, by number of chunks."""
-    with link(rate), tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{rank}.json" for rank in range(2)]
-        each = [
-            subprocess.Popen(
-                [
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    sys.executable,
-                    __file__,
-                    str(rank),
-                    f"{folder}/store",
-                    str(files[rank]),
-                ],
-                env={**os.environ, "GLOO_SOCKET_IFNAME": f"ov{rank}"},
-            )
-            for rank, name in enumerate(NAMES)
-        ]
-        if any(process.wait(900) for process in each):
-            raise RuntimeError("a rank failed; its words are above")
-        found = [json.loads(file.read_text()) for file in files]
-    return {n: [max(pair) for pair in zip(*(one[str(n)] for one in found), strict=True)] for n in CHUNKS}
-
-
 def main() -> None:
     machine, rows = this_machine(), T * K // 2
     print("python measurements/parallel/overlap.py")
@@ -119,16 +87,15 @@ def main() -> None:
     print(f"leave each rank on the way there and as many back; medians of {ROUNDS} rounds\n")
     print(f"{'link':>8}{'chunks':>8}{'ms':>9}   one chunk / this, quartiles")
     for rate in RATES:
-        found = measured(rate)
+        with link(rate):
+            found = slowest(run_ranks(__file__, {}, NAMES))
         for n, times in found.items():
-            ratios = [one / this for one, this in zip(found[1], times, strict=True)]
-            low, half, high = statistics.quantiles(ratios, n=4)
             middle = 1e3 * statistics.median(times)
-            print(f"{rate:>8}{n:>8}{middle:>9.1f}   {half:.2f} ({low:.2f} to {high:.2f})", flush=True)
+            print(f"{rate:>8}{n:>8}{middle:>9.1f}   {ratios(found['1'], times)}", flush=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        run_rank(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    if (job := job_of_this_rank()) is not None:
+        run_rank(job)
     else:
         main()

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import random
 import sys
 import time
@@ -31,6 +30,7 @@ from typing import Any
 import torch
 
 from moe_routing_bench import Router, TokenInfo, all_routers
+from moe_routing_bench.machine import this_machine
 
 BASELINE = "softmax_topk"
 LIMIT = 3.0
@@ -193,8 +193,7 @@ def main() -> None:
     if not options.quick:
         record = {
             "command": "python measurements/routers/router_cost.py",
-            "machine": {"cpu": _cpu(), "threads": torch.get_num_threads(), "platform": platform.platform()},
-            "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+            "machine": {**this_machine().to_dict(), "threads": torch.get_num_threads()},
             "rows": found,
         }
         here = Path(__file__)
@@ -202,13 +201,6 @@ def main() -> None:
         where = f"{record['machine']['cpu']}, 1 thread, torch {torch.__version__}, T {T}, D {D}, float32\n\n"
         here.with_suffix(".txt").write_text(f"{record['command']}\n{where}{text}\n")
     sys.exit(1 if unexplained and not options.quick else 0)
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
 
 
 if __name__ == "__main__":

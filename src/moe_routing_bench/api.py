@@ -12,11 +12,11 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 
@@ -35,15 +35,15 @@ from moe_routing_bench.cli.choosing import BENCH_TOKENS, check_device, chosen_ca
 from moe_routing_bench.cli.compare import show_comparison
 from moe_routing_bench.cli.ending import saving_folder
 from moe_routing_bench.cli.finding import ROUTERS, found_outside
-from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions
+from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, group_of, parameters_of
 from moe_routing_bench.cli.progress import is_wanted, say_roofs_are_measured, shown_progress
 from moe_routing_bench.cli.results import BEST, at_hand, show_overview
 from moe_routing_bench.cli.shown import Displayed, Table, temporary_folder
 from moe_routing_bench.cli.tables import show_outcome, show_summary
 from moe_routing_bench.cli.token_map import TokenMap, parse_tokens, token_map
-from moe_routing_bench.conformance.cases import DTYPES
+from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.machine import this_machine, torch_threads
-from moe_routing_bench.names import did_you_mean, one_of
+from moe_routing_bench.names import base_name, did_you_mean, one_of
 from moe_routing_bench.ops.registry import included_folders
 from moe_routing_bench.places import default_results
 from moe_routing_bench.report.finding import results_folders
@@ -223,12 +223,9 @@ def _axes() -> dict[str, tuple[type, inspect.Parameter]]:
     """The axes by name: the group of options that has it, and the axis as a parameter of a function."""
     shown = {there: here for here, there in OTHER_NAMES.items()}
     return {
-        (name := shown.get(one.name, one.name)): (
-            group,
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=one.default),
-        )
+        shown.get(one.name, one.name): (group, one)
         for group in GROUPS
-        for one in fields(group)
+        for one in parameters_of(group)
         if one.name not in NO_AXES
     }
 
@@ -237,7 +234,7 @@ def with_axes(function: Function) -> Function:
     """The function with every axis in its signature, for help and completion."""
     signature = inspect.signature(function)
     own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-    axes = [parameter for _, parameter in _axes().values()]
+    axes = [one.replace(name=name, annotation=one.empty) for name, (_, one) in _axes().items()]
     function.__signature__ = signature.replace(parameters=[*own, *axes])  # type: ignore[attr-defined]
     return function
 
@@ -257,17 +254,14 @@ def options_of(implementations: Sequence[str] | str | None, axes: dict[str, Any]
         given["impl"] = _each(implementations)
     for name, value in axes.items():
         option, values = OTHER_NAMES.get(name, name), [_plain(one) for one in _each(value)]
-        hints = get_type_hints(known[name][0], include_extras=True)
-        if _takes_list(hints[option]):
+        hint = known[name][1].annotation
+        if _takes_list(hint):
             text = ",".join(map(str, values))
-            given[option] = [text] if "list[" in str(hints[option].__origin__) else text
+            given[option] = [text] if "list[" in str(hint.__origin__) else text
         else:
             single[option] = values
     return [
-        tuple(  # type: ignore[misc]
-            group(**{one.name: all_given[one.name] for one in fields(group) if one.name in all_given})
-            for group in GROUPS
-        )
+        tuple(group_of(group, all_given) for group in GROUPS)  # type: ignore[misc]
         for chosen in product(*single.values())
         for all_given in [{**given, **dict(zip(single, chosen, strict=True))}]
     ]
@@ -367,7 +361,7 @@ def bench(
     1
     """
     cells = _chosen(bench_cells, what, implementations, axes)
-    seconds = MeasureOptions(seconds=axes.get("seconds")).seconds_for(cells)
+    seconds = group_of(MeasureOptions, {"seconds": axes.get("seconds")}).seconds_for(cells)
     folder = saving_folder(None if out is None else Path(out), save=save)
     roofs = roofs_here(cells, progress)
     suite = str(axes.get("case") or axes.get("model") or "")
@@ -516,9 +510,13 @@ class CheckReport(Displayed):
 
     @property
     def idle(self) -> list[str]:
-        """Operations of which nothing ran."""
+        """Operations and included implementations of which nothing ran."""
         ran = {row.op for row in self.rows if row.ran}
-        return [name for name in self.wanted if name not in ran]
+        # built-in ones may need what this machine lacks; who includes a folder asks about all of it
+        outside = [row for row in self.rows if row.outside is not None and not row.broken and row.op in ran]
+        asked = {f"{row.op}.{base_name(row.spec)}" for row in outside}
+        known = {f"{row.op}.{base_name(row.spec)}" for row in self.rows if row.ran}
+        return [*(name for name in self.wanted if name not in ran), *sorted(asked - known)]
 
     @property
     def passed(self) -> bool:
@@ -563,7 +561,7 @@ def check(
     """Is it correct? Checks results, gradients and memory of implementations and routers on hard cases.
 
     op and implementation are shell patterns; the op `routers` stands for routers. dtype: one or several, ()
-    for all. tokens="1..512" makes a map of right and wrong by number of tokens instead. Code from a folder
+    for all. tokens="1-512" makes a map of right and wrong by number of tokens instead. Code from a folder
     that was given to `include` runs in a process of its own.
 
     >>> mrb.check("topk", "sort", dtype="float32").passed

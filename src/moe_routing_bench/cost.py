@@ -44,11 +44,6 @@ class Cost:
         return self.bytes - self.again_bytes
 
     @property
-    def waste(self) -> float:
-        """The share of executed operations that padding wastes."""
-        return 1 - self.useful_flops / self.executed_flops if self.executed_flops else 0.0
-
-    @property
     def intensity(self) -> float:
         """Useful operations per byte: below the machine balance memory limits, above it arithmetic."""
         return self.useful_flops / self.bytes if self.bytes else 0.0

@@ -1,11 +1,11 @@
-"""Names people write: the hint for one that does not exist, and names with options."""
+"""What people write: names, the hint for one that does not exist, names with options, lists of numbers."""
 
 from __future__ import annotations
 
 import ast
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -19,10 +19,20 @@ def one_of(what: str, name: str, choices: Iterable[str]) -> str:
     """`name` if it is one of the choices; else ValueError with all of them and the nearest."""
     choices = list(choices)
     if name not in choices:
-        raise ValueError(
-            f"there is no {what} {name!r}; {did_you_mean(name, choices)}there are {', '.join(choices)}"
-        )
+        raise no_such(what, name, choices)
     return name
+
+
+def no_such(what: str, name: str, known: Iterable[str]) -> ValueError:
+    """To raise: there is no router 'swich'; did you mean 'switch'? there are hashed, switch"""
+    known = list(known)
+    return ValueError(f"there is no {what} {name!r}; {did_you_mean(name, known)}there are {', '.join(known)}")
+
+
+def check_option(what: str, value: str, choices: Collection[str]) -> None:
+    """ValueError in a sentence if it is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{what} {value!r} is unknown; there are {', '.join(choices)}")
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -35,7 +45,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
             f"cannot read {spec!r}; write a name, or a name with options: name(option=value,...)"
         )
     options: dict[str, Any] = {}
-    for word in _words(match[2] or ""):
+    for word in split_words(match[2] or ""):
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals:
             raise ValueError(f"cannot read {word!r} in {spec!r}; write option=value")
@@ -44,6 +54,59 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             options[key] = value
     return match[1], options
+
+
+def base_name(spec: str) -> str:
+    """The name without options: top_p of "top_p(p=0.8)"."""
+    return spec.partition("(")[0].strip()
+
+
+def split_words(text: str) -> list[str]:
+    """Split at commas outside brackets, whatever their depth: "a,b(x=1,y=2)" is a and b(x=1,y=2)."""
+    found, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [word.strip() for word in found if word.strip()]
+
+
+def read_numbers(text: str, most: int = 999_999) -> list[int]:
+    """ "0,4,8-11" or "0,4,8..11" is 0, 4, 8, 9, 10, 11; no text is no numbers."""
+    number = rf"\s*([0-9]{{1,{len(str(most))}}})\s*"
+    found: list[int] = []
+    for word in text.split(",") if text else []:
+        ends = re.fullmatch(rf"{number}(?:(?:-|\.\.){number})?", word)
+        if ends is None:
+            raise ValueError(f"{word.strip()[:40]!r} is no number and no range")
+        first, last = int(ends[1]), int(ends[2] or ends[1])
+        if not first <= last <= most:
+            raise ValueError(f"{word.strip()} does not rise, or ends past {most}")
+        found += range(first, last + 1)
+    return found
+
+
+def option_numbers(option: str, text: str, example: str, most: int = 999_999) -> list[int]:
+    """The same for an option of a command, which needs at least one number."""
+    try:
+        if found := read_numbers(text, most):
+            return found
+        raise ValueError("it names no number")
+    except ValueError as why:
+        raise ValueError(f"cannot read {option} {text[:80]!r}: {why}; write {example}") from None
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """0, 1, 2, 8 is "0-2,8"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    return ",".join("-".join(map(str, span)) for span in spans)
 
 
 def by_numbers(text: str) -> tuple[tuple[int, int, str], ...]:
@@ -66,15 +129,3 @@ def slots_of(router: str, *, T: int, E: int, K: int, sequences: int) -> str:
         return ""
     slots = sequences * E * int(match[1] or 1)
     return f"{slots:,} slots, {100 * slots / max(1, T * K):.3g} % of the pairs"
-
-
-def _words(text: str) -> list[str]:
-    """Split at commas outside brackets, whatever their depth."""
-    words, depth = [""], 0
-    for letter in text:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            words.append("")
-        else:
-            words[-1] += letter
-    return [word for word in words if word.strip()]

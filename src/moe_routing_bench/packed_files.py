@@ -3,7 +3,7 @@
     <folder>/<sha256>.safetensors     one matrix of all experts of a layer
 
 The name is a hash of the weights' values, of how they are packed and by which code, so no file grows old:
-other weights have another name. A file is written under a name that ends in .part, synced and renamed; a kill
+other weights have another name. A file is written under a name with ".part-", synced and renamed; a kill
 leaves nothing else. It is mapped read-only, so processes share its memory, and from byte 4096 on, so the
 kernels' vectors are aligned. Every freeze checks size, header and a CRC of all bytes, because a disk can lose
 some. That is no defence: whoever can write to the folder is believed. Files may be deleted at any time, also
@@ -17,9 +17,7 @@ import ctypes
 import hashlib
 import json
 import mmap
-import os
 import sys
-import tempfile
 import time
 import warnings
 import zlib
@@ -31,11 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_routing_bench.dtypes import IN_SAFETENSORS
 from moe_routing_bench.places import home
+from moe_routing_bench.whole_files import written_whole
 
 HEADER = 4096  # bytes before the panels, a page
-TYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32}  # as safetensors calls them
-LEFT_OVER = 3600  # seconds after which a .part belongs to a process that was killed
+TYPES = {"U8": torch.uint8, **IN_SAFETENSORS}
+LEFT_OVER = 3600  # seconds after which a part belongs to a process that was killed
 
 
 class PackedFiles:
@@ -84,21 +84,13 @@ class PackedFiles:
 
     def _write(self, path: Path, panels: Tensor) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.glob("*.part"):
+        for left in self.folder.glob("*.part-*"):
             with contextlib.suppress(FileNotFoundError):  # another process does the same
                 if time.time() - left.stat().st_mtime > LEFT_OVER:
                     left.unlink()
-        number, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
-        part = Path(name)
-        try:
-            with os.fdopen(number, "wb") as file:
-                file.write(_header(path, panels))
-                file.write(_bytes(panels))
-                file.flush()
-                os.fsync(number)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        with written_whole(path, sync=True) as part, part.open("wb") as file:
+            file.write(_header(path, panels))
+            file.write(_bytes(panels))
 
 
 def _mapped(path: Path) -> Tensor:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_routing_bench.layer import MoE, Routings
+from moe_routing_bench.names import check_option
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
@@ -101,10 +102,8 @@ class Perft(nn.Module):
         grouped_gemm: str = "auto",
     ):
         super().__init__()
-        if kind not in KINDS:
-            raise ValueError(f"kind {kind!r} is unknown; there are {', '.join(KINDS)}")
-        if adapter not in ADAPTERS:
-            raise ValueError(f"adapter {adapter!r} is unknown; there are {', '.join(ADAPTERS)}")
+        check_option("kind", kind, KINDS)
+        check_option("adapter", adapter, ADAPTERS)
         if adapter == "parallel" and alpha is not None:
             raise ValueError("alpha scales LoRA; a parallel adapter has none")
         if rank < 1:

@@ -13,14 +13,12 @@ probabilities) and Llama 4 (rounds logits) are reproduced for float32 models alo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_routing_bench.published import MODELS, model
-from moe_routing_bench.routers.losses import hf_loss
 from moe_routing_bench.routers.router import Router, build
 
 # a family stands for its first model
@@ -88,15 +86,3 @@ def load_router(router: Router, module: nn.Module) -> Router:
         elif name in mine:  # a bias that the model does not have is 0
             mine[name].zero_()
     return router
-
-
-def hf_loss_of_layers(logits: Sequence[Tensor], K: int, mask_T: Tensor | None = None) -> Tensor:
-    """Transformers' load_balancing_loss_func: logits_TE of all layers as if they were one layer's tokens.
-
-    It chooses again by the plain logits: bias and groups do not count. Layers that are unbalanced in
-    opposite ways cancel. mask_T (the attention mask, flattened) holds for every layer.
-    """
-    score_TE = torch.cat([logits_TE.softmax(-1) for logits_TE in logits])
-    expert_TK = torch.cat([logits_TE.topk(K, dim=-1).indices for logits_TE in logits])
-    mask = None if mask_T is None else mask_T.repeat(len(logits))
-    return hf_loss(score_TE, expert_TK, score_TE.shape[1], mask)

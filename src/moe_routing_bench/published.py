@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.names import no_such
 from moe_routing_bench.shapes import MoEShape
 
 
@@ -246,6 +246,5 @@ MODELS = {
 
 def model(name: str, known: Mapping[str, PublishedModel] = MODELS) -> PublishedModel:
     if name not in known:
-        hint = did_you_mean(name, known)
-        raise ValueError(f"there is no model {name!r}; {hint}there are {', '.join(known)}")
+        raise no_such("model", name, known)
     return known[name]

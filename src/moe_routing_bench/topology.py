@@ -11,11 +11,12 @@ use_nodes(text) says the same inside a program. One node is as good as off.
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from moe_routing_bench.names import ranges, read_numbers
 
 SYSTEM = Path("/sys/devices/system/node")
 MAX_CPUS = 1024  # a cpu_set_t of the C library
@@ -56,7 +57,9 @@ class Topology:
         try:
             if word.strip() not in ("", PINNED):
                 raise ValueError(f"behind them may stand {PINNED}, nothing else")
-            nodes = tuple(_node(_numbers(part), system) for part in listed.split(";"))
+            nodes = tuple(
+                _node(tuple(read_numbers(part, MAX_CPUS - 1)), system) for part in listed.split(";")
+            )
             if len(nodes) > MAX_NODES:
                 raise ValueError(f"there are at most {MAX_NODES}")
             twice = [cpu for cpu, n in Counter(cpu for node in nodes for cpu in node.cpus).items() if n > 1]
@@ -70,7 +73,7 @@ class Topology:
 
     @property
     def text(self) -> str:
-        return ";".join(_ranges(node.cpus) for node in self.nodes) + (f" {PINNED}" if self.pinned else "")
+        return ";".join(ranges(node.cpus) for node in self.nodes) + (f" {PINNED}" if self.pinned else "")
 
 
 def system_nodes(folder: Path = SYSTEM) -> tuple[Node, ...]:
@@ -140,31 +143,6 @@ def _read(path: Path) -> tuple[int, ...]:
     with path.open() as file:
         text = file.read(MAX_TEXT).strip()
     try:
-        return _numbers(text)
+        return tuple(read_numbers(text, MAX_CPUS - 1))
     except ValueError as why:
         raise ValueError(f"{path} lists no numbers: {why}") from None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """ "0-2,8" -> 0, 1, 2, 8"""
-    numbers: list[int] = []
-    for part in text.split(",") if text else []:
-        ends = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part.strip())
-        if ends is None:
-            raise ValueError(f"{part[:40]!r} is no number and no range")
-        first, last = int(ends[1]), int(ends[2] or ends[1])
-        if last < first or last >= MAX_CPUS:
-            raise ValueError(f"{part.strip()} does not rise, or ends past {MAX_CPUS - 1}")
-        numbers += range(first, last + 1)
-    return tuple(numbers)
-
-
-def _ranges(cpus: tuple[int, ...]) -> str:
-    """0, 1, 2, 8 -> "0-2,8" """
-    spans: list[list[int]] = []
-    for cpu in cpus:
-        if spans and spans[-1][-1] == cpu - 1:
-            spans[-1][1:] = [cpu]
-        else:
-            spans.append([cpu])
-    return ",".join("-".join(map(str, span)) for span in spans)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,11 +24,12 @@ class NotWrittenError(OSError, ValueError):
 @contextmanager
 def written_whole(path: Path, *, sync: bool = False) -> Iterator[Path]:
     """A place to write to, in the same folder. At the end it is renamed to `path`; if anything fails it is
-    removed, and `path` is as before. sync: it is on the disk when this returns.
+    removed, and `path` is as before. Two writers never share a place. sync: the file is on the disk when this
+    returns.
 
     with written_whole(target) as part: part.write_text(text)
     """
-    part = path.with_name(f"{path.name}.part-{os.getpid()}")
+    part = path.with_name(f"{path.name}.part-{secrets.token_hex(6)}")
     try:
         try:
             yield part

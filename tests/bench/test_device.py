@@ -69,9 +69,9 @@ def test_each_device_has_its_clock() -> None:
 @pytest.mark.parametrize(
     "given,told",
     [
-        ({"device": "tpu"}, "there is no device"),
-        ({"device": "cuda", "view": "sundial"}, "there is no view"),
-        ({"view": "cuda_events"}, "there is no view"),
+        ({"device": "tpu"}, "no device"),
+        ({"device": "cuda", "view": "sundial"}, "no view"),
+        ({"view": "cuda_events"}, "no view"),
         ({"device": "cuda", "view": "cuda_events", "cache": "cold"}, "choose hot"),
     ],
 )
@@ -93,7 +93,7 @@ def test_the_quick_sweep_is_planned_for_a_gpu_within_fifteen_minutes(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_can_be_done(tmp_path: Path) -> None:
     said = refused("sweep", "gpu-quick", "--out", tmp_path)
-    assert "torch finds no GPU here" in said and "--device pretend" in said
+    assert "no GPU" in said and "--device pretend" in said
 
 
 @pytest.mark.timeout(600)  # 8 s on a quiet machine

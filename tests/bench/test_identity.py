@@ -30,10 +30,6 @@ pytestmark = pytest.mark.slow
 KERNEL = '''"""A kernel from outside."""
 
 
-def unsupported(y_RD, gate_TK, plan):
-    return None
-
-
 def run(y_RD, gate_TK, plan):
     return (y_RD[plan.row_TK] * gate_TK.unsqueeze(-1)).sum(1)
 '''

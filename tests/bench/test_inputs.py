@@ -127,7 +127,7 @@ def test_a_subject_names_one_implementation_for_each_op():
     assert span_named("pack").split("index_select+gather_sum") == ["index_select", "gather_sum"]
     inner = "staged(grouped_gemm=expert_loop,combine=index_add)"
     assert span_named("expert_ffn").split(inner) == [inner]
-    with pytest.raises(ValueError, match=r"names 1 implementations, but pack is dispatch \+ combine"):
+    with pytest.raises(ValueError, match=r"dispatch \+ combine"):
         span_named("pack").split("index_select")
 
 

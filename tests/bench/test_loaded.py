@@ -31,10 +31,6 @@ from moe_routing_bench.ops.combine import gather_sum
 WHERE = Path({where!r})
 {load}
 
-def unsupported(y_RD, gate_TK, plan):
-    return None
-
-
 def run(y_RD, gate_TK, plan):
     return gather_sum.run(y_RD, gate_TK, plan) * factor
 '''

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
 import torch
 
 from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.fork_server import PRELOAD, fork_server, server_pid, without_main_module
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.outside import sandbox
 from moe_routing_bench.bench.outside.drawing import SecretInputs
-from moe_routing_bench.bench.outside.freezing import GoneError, cpu_seconds, freeze, thaw
+from moe_routing_bench.bench.outside.freezing import GoneError, Strangers, cpu_seconds, freeze, thaw
 from moe_routing_bench.bench.outside.memory import Shared, places_for, read_memory, with_tensors
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
@@ -25,6 +29,7 @@ from moe_routing_bench.bench.untrusted import read_file, receive
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
+from repository import SOURCE
 from timing import had_time
 
 SHAPE = MoEShape(T=24, D=32, F=32, E=8, K=2)
@@ -32,10 +37,6 @@ HONEST = '''"""The default under another name."""
 from moe_routing_bench.ops.expert_ffn.op import op
 
 honest = op.get(op.default).run
-
-
-def unsupported(x_TD, gate_TK, plan, weights):
-    return None
 
 
 def run(x_TD, gate_TK, plan, weights):
@@ -125,6 +126,49 @@ def test_a_frozen_process_does_nothing_until_it_is_woken() -> None:
         freeze(busy.pid)
 
 
+def leave_a_process_behind(pid: str) -> None:
+    """It is in a session of its own, and the process that started it has ended."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            Path(pid).write_text(f"{os.getpid()}\n")
+            time.sleep(120)
+        os._exit(0)
+    os.wait()
+
+
+def test_what_workers_leave_behind_is_ended_and_what_this_process_detached_is_not(tmp_path: Path) -> None:
+    strangers, written = Strangers(server_pid()), tmp_path / "pid"
+    job = subprocess.Popen(["sleep", "120"], start_new_session=True)
+    try:
+        worker = fork_server().Process(target=leave_a_process_behind, args=(str(written),))
+        with without_main_module():
+            worker.start()
+        worker.join()
+        while not (written.exists() and written.read_text().endswith("\n")):
+            time.sleep(0.01)
+        assert strangers.end() == 1
+        assert strangers.end() == 0, "nobody is blamed twice"
+        assert job.poll() is None
+    finally:
+        job.kill()
+        job.wait()
+    with pytest.raises(GoneError):
+        freeze(int(written.read_text()))
+
+
+def test_everything_is_forked_from_one_server_that_knows_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes first starts it."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr(ForkServerContext, "set_forkserver_preload", lambda self, names: asked.append(names))
+    for more in ((), ("moe_routing_bench.cli",)):
+        assert fork_server(*more) is multiprocessing.get_context("forkserver")
+    assert asked[0] == [*PRELOAD] and asked[1] == [*PRELOAD, "moe_routing_bench.cli"]
+    assert {"moe_routing_bench.bench.worker", "moe_routing_bench.bench.outside.serve"} <= {*PRELOAD}
+    callers = [path for path in SOURCE.rglob("*.py") if "set_forkserver_preload" in path.read_text()]
+    assert [path.name for path in callers] == ["fork_server.py"]
+
+
 def test_messages_have_deadlines_and_a_greatest_length() -> None:
     ours, theirs = os.pipe()
     never, _kept = os.pipe()
@@ -204,6 +248,20 @@ def test_honest_cells_of_every_kind_pass(
         assert one.checked_timed_calls >= 1
     notes = [note for note in outcome.notes if "is from outside" in note]
     assert len(notes) == len({"copy", "another"} & set(specs))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.timing
+def test_the_twin_of_a_shared_process_says_nothing_about_isolated_ones(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_routing_bench.bench.runner.aa_floor", lambda a, twin: 0.5)
+    outcome = run_cell(cell(folder, "staged", "eager_loop", "copy"))
+    had_time(*outcome.subjects)
+    ours, theirs = (one.comparison for one in outcome.subjects[1:])
+    assert ours is not None and ours.aa_floor == 0.5
+    assert theirs is not None and theirs.aa_floor == 0.0 and "twin" not in theirs.reason
 
 
 @pytest.mark.slow

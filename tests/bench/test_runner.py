@@ -7,23 +7,27 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
 from moe_routing_bench import cpp
-from moe_routing_bench.bench import rounds
+from moe_routing_bench.bench import kit, rounds
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.floor import TOLERANCE, floor_seconds, raise_stored, too_fast
+from moe_routing_bench.bench.messages import Described
 from moe_routing_bench.bench.outcome import SubjectOutcome
 from moe_routing_bench.bench.roofs import Roofs, measure_roofs, store_roofs, stored_roofs
 from moe_routing_bench.bench.runner import Progress, _held_to_both, run_cell
+from moe_routing_bench.bench.series import TWIN, Measured, beside
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError, Worker
-from moe_routing_bench.bench.trial import check_clocks
+from moe_routing_bench.bench.trial import _checks, check_clocks
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.cli.tables import show_outcome
+from moe_routing_bench.conformance.check import Outcome
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.registry import BUILT_IN
@@ -73,6 +77,18 @@ def test_stages_and_several_processes():
     assert outcome.rounds_by_process == (8, 8) and len(staged.samples) == outcome.rounds == 16
 
 
+def test_who_left_one_set_of_processes_does_not_return_in_the_next(monkeypatch):
+    """Its samples would be paired with other rounds of the baseline."""
+
+    def leaves_after_five(self, done):
+        return [1] if done == 5 and 1 in self.alive else []
+
+    monkeypatch.setattr(rounds._Repeat, "_who_leaves", leaves_after_five)
+    outcome = run_cell(cell_of("combine", "index_add", "gather_sum", "native", processes=2))
+    assert [len(one.samples) for one in outcome.subjects] == [16, 5, 16]
+    assert outcome.rounds_by_process == (8, 8)
+
+
 @pytest.mark.parametrize("cache", ["cold", "weights-cold"])
 def test_cold_caches_time_single_calls(cache):
     outcome = run_cell(cell_of("expert_ffn", "staged", cache=cache))
@@ -84,14 +100,12 @@ def test_a_baseline_that_cannot_run_is_replaced_and_said():
     outcome = run_cell(cell_of("grouped_gemm", "padded_bmm", "expert_loop"))
     refused, other = outcome.subjects
     assert refused.status is Status.UNSUPPORTED and "padded layout" in refused.reason
-    assert other.role == "baseline" and "padded_bmm was to be the baseline" in outcome.notes[0]
+    assert other.role == "baseline" and "padded_bmm" in outcome.notes[0]
 
 
 def test_nothing_that_runs_is_an_outcome_too():
     outcome = run_cell(cell_of("grouped_gemm", "padded_bmm"))
-    assert (
-        outcome.baseline is None and outcome.rounds == 0 and outcome.stop_reason == "nothing passed its trial"
-    )
+    assert outcome.baseline is None and outcome.rounds == 0 and "nothing passed" in outcome.stop_reason
 
 
 def test_faster_must_hold_against_both_copies_of_the_baseline():
@@ -105,9 +119,7 @@ def test_faster_must_hold_against_both_copies_of_the_baseline():
     assert _held_to_both(one, slow, 0.0) is one
     quick = replace(slow, samples=(0.4, 0.44, 0.42, 0.41) * 8)
     found = _held_to_both(one, quick, 0.0).comparison
-    assert (
-        found is not None and found.verdict == "UNDECIDED" and "not faster than the baseline" in found.reason
-    )
+    assert found is not None and found.verdict == "UNDECIDED" and "not faster" in found.reason
 
 
 def test_progress_only_goes_up():
@@ -130,14 +142,14 @@ LOW = Roofs(
 def test_our_own_code_is_never_suspect_because_of_roofs():
     outcome = run_cell(cell_of("expert_ffn", "staged", "eager_loop"), roofs=LOW)
     assert all(one.status is Status.PASSED and one.samples for one in outcome.subjects)
-    assert any("measured roofs, which are too low for this: staged" in note for note in outcome.notes)
+    assert any("measured roofs" in note and "staged" in note for note in outcome.notes)
 
 
 def test_code_from_outside_that_is_faster_than_the_machine_is_suspect():
     floors: dict[int, float | None] = {0: 1.0, 1: 1.0}
     assert too_fast({0: 0.5, 1: 0.5}, floors, ()) == {}  # a second by the roofs, but ours
     assert list(too_fast({0: 2.0, 1: 0.5}, floors, {1})) == [1]
-    assert "200 % of the highest rate ever seen" in too_fast({0: 2.0, 1: 0.5}, floors, {1})[1]
+    assert "200 %" in too_fast({0: 2.0, 1: 0.5}, floors, {1})[1]
     assert too_fast({0: 0.5, 1: 0.5}, floors, {1}) == {}  # ours shows how much too low the roofs are
     assert too_fast({0: 2.0, 1: 0.5}, {0: None, 1: None}, {1}) == {}
     cost = Cost(useful_flops=1000, executed_flops=1000)
@@ -179,14 +191,14 @@ def test_the_floor_counts_bytes_only_where_they_must_come_from_memory():
 
 
 def test_what_roofs_of_a_busy_machine_say_is_marked(capsys: pytest.CaptureFixture[str]):
-    busy = LOW.model_copy(update={"busy": "others used 0.9 cores meanwhile"})
+    busy = LOW.model_copy(update={"busy": "0.9 cores"})
     outcome = run_cell(cell_of("expert_ffn", "staged", "eager_loop"), roofs=busy)
     for one in outcome.subjects:
         assert one.roof_busy and one.share_of_roof == 1.0 and one.floor_seconds is None
-    assert not any("too low for this" in note for note in outcome.notes)
+    assert not any("too low" in note for note in outcome.notes)
     show_outcome(outcome, roofs=busy)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "~100 %" in shown and "others used 0.9 cores meanwhile" in shown
+    assert "~100 %" in shown and "0.9 cores" in shown
 
 
 def test_an_honest_cell_is_not_above_the_roof():
@@ -208,7 +220,7 @@ def test_clocks_that_disagree_are_suspect_but_a_busy_machine_is_not():
     busy = [(0.010, 0.013)] * 8
     check_clocks(busy, lambda: (0.010, 0.0101))  # one undisturbed span is enough
     asked = []
-    with pytest.raises(SubjectError, match=r"says 10 ms where the parent's clock saw 13 ms"):
+    with pytest.raises(SubjectError, match=r"10 ms .* 13 ms"):
         check_clocks(busy, lambda: asked.append(1) or (0.010, 0.013))
     assert len(asked) == 50
 
@@ -216,7 +228,7 @@ def test_clocks_that_disagree_are_suspect_but_a_busy_machine_is_not():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"cache": "warm"}, "no cache policy"),
+        ({"cache": "warm"}, "cache"),
         ({"min_rounds": 3}, "at least 8"),
         ({"max_rounds": 10, "min_rounds": 20}, "rounds"),
         ({"threads": 0}, "at least 1"),
@@ -233,9 +245,9 @@ def test_a_cell_travels_as_json_and_refuses_what_is_none():
     cell = cell_of("combine")
     assert Cell.from_json(cell.to_json()) == cell
     for text in ("", "{}", "[1]", '{"case": 3}', cell.to_json()[:-2], "null"):
-        with pytest.raises(ValueError, match="this is not a cell"):
+        with pytest.raises(ValueError, match="not a cell"):
             Cell.from_json(text)
-    with pytest.raises(ValueError, match="at least one implementation"):
+    with pytest.raises(ValueError, match="one implementation"):
         cell.only(())
     with pytest.raises(ValueError, match="named twice"):
         cell.only(cell.subjects[:1] * 2)
@@ -256,7 +268,75 @@ def test_who_must_leave_for_want_of_time_keeps_its_place(monkeypatch):
     assert [len(one.samples) for one in outcome.subjects] == [6, 6, 6]
     for one in outcome.subjects[1:]:
         assert one.comparison is not None and one.comparison.verdict == "TOO_FEW_ROUNDS"
-        assert one.checked_timed_calls >= 1 and "6 rounds cannot give" in one.comparison.reason
+        assert one.checked_timed_calls >= 1 and "6 rounds" in one.comparison.reason
+
+
+def test_who_is_dropped_for_want_of_time_leaves_no_processes():
+    repeat, ended = object.__new__(rounds._Repeat), list[int]()
+    repeat.cell, repeat.alive = cell_of("combine", "index_add", "gather_sum", "native"), [0, 1, 2]
+    repeat.here = {0: [1.0], 1: [1.0], 2: [9.0], TWIN: [1.0], beside(2): [1.0]}
+    repeat.measured = Measured(samples=dict(repeat.here), calls={})
+    repeat.deadline = repeat.longest_round = 0.0
+    repeat.judge = SimpleNamespace(oracle_seconds=0.0)
+    repeat.protocol = SimpleNamespace(drop=ended.append)
+    assert repeat._why_stop() is None
+    assert repeat.measured.failed[2].status is Status.NO_TIME and repeat.alive == [0, 1]
+    assert ended == [2]
+
+
+def test_changed_weights_are_blamed_on_one_of_those_who_share_a_process(monkeypatch):
+    asked = []
+
+    def changed(worker, judge):
+        asked.append(worker)
+        raise SubjectError(Status.MUTATED_INPUT, "the experts' weights were not the same after its calls")
+
+    monkeypatch.setattr(rounds, "check_weights", changed)
+    monkeypatch.setattr(
+        rounds._Repeat, "_who_leaves", lambda self, done: [1] if done == 5 and 1 in self.alive else []
+    )
+    outcome = run_cell(cell_of("expert_ffn", "staged", "eager_loop", "native"))
+    assert [one.status for one in outcome.subjects] == [Status.MUTATED_INPUT] * 3
+    for one in outcome.subjects:
+        assert "one of staged, eager_loop, native, which share a process" in one.reason
+    assert len(asked) == 1, "all of them at once, not one baseline after the other"
+
+
+def test_a_record_names_the_checks_that_ran():
+    """The clock of our own code is not audited, and gather_sum has no weights."""
+    (one,) = run_cell(cell_of("combine", "gather_sum")).subjects
+    assert {"right on the kit's hard cases", "same bits twice", "no threads left"} <= {*one.checks}
+    assert not {"weights unchanged", "time agrees with the parent's clock"} & {*one.checks}
+    setup = SimpleNamespace(cell=cell_of("expert_ffn", "staged"), can_freeze=True)
+    careless = Described(label="mine", deterministic=False, reuses_output=True)
+    ran = _checks(Subject(spec="mine"), careless, setup, True)
+    assert "weights unchanged" in ran and "time agrees with the parent's clock" in ran
+    assert not {"same bits twice", "earlier results left alone", "no threads left"} & {*ran}
+
+
+def test_who_supports_no_case_of_the_kit_has_not_passed_it(monkeypatch):
+    """One part of several is enough: its neighbour's cases say nothing about it."""
+
+    def refuses(one):
+        return Outcome(cell=one, status="passed" if one.op == "dispatch" else "unsupported")
+
+    monkeypatch.setattr(kit, "_check", refuses)
+    cell = cell_of("pack", "index_select+gather_sum")
+    with pytest.raises(NotImplementedError, match=r"the kit ran 0 cases of combine\.gather_sum"):
+        kit.run_kit(cell, cell.subjects[0])
+
+
+def test_only_our_own_code_is_remembered_in_a_file(monkeypatch, tmp_path):
+    """Code from outside could write the file."""
+    monkeypatch.setenv("MRB_HOME", str(tmp_path))
+    cell = cell_of("combine", "index_add")
+    kit.PassedKits(cell, outside=False).add(cell.subjects[0], "abc")
+    assert kit.PassedKits(cell, outside=False).knows(cell.subjects[0], "abc")
+    assert not kit.PassedKits(cell, outside=True).knows(cell.subjects[0], "abc")
+    written = (tmp_path / "kit.json").read_bytes()
+    kit.PassedKits(cell, outside=True).add(cell.subjects[0], "def")
+    assert kit.PassedKits(cell, outside=True).knows(cell.subjects[0], "def")
+    assert (tmp_path / "kit.json").read_bytes() == written
 
 
 def test_long_calls_are_timed_one_at_a_time_and_without_one_before(monkeypatch):

@@ -61,13 +61,13 @@ def test_any_change_is_another_parcel(folder):
 
 @pytest.mark.parametrize("name", ["../evil.py", "/tmp/evil.py", "combine/../../evil.py"])
 def test_no_file_outside_of_its_place(name, tmp_path):
-    with pytest.raises(ValueError, match="be outside of it"):
+    with pytest.raises(ValueError, match="outside"):
         Parcel("mine", ((name, b"x"),)).unpacked()
 
 
 def test_what_is_too_large_is_refused(folder, monkeypatch):
     monkeypatch.setattr(shipping, "MOST_FILES", 1)
-    with pytest.raises(ValueError, match="too much to send"):
+    with pytest.raises(ValueError, match="too much"):
         Parcel.of(folder)
 
 

@@ -6,7 +6,6 @@ import math
 import runpy
 import time
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -94,7 +93,7 @@ def test_a_difference_by_hand() -> None:
     assert found.verdict == "SLOWER" and found.more_rounds is None
     assert (found.ratio, *found.interval) == pytest.approx((1.1, 1.1, 1.1))
     assert found.p_value < 0.01
-    assert "1.100 times as long" in found.reason and "more than 2.0 %" in found.reason
+    assert "1.100 times" in found.reason and "2.0 %" in found.reason
 
 
 def test_the_threshold_itself_is_no_difference() -> None:
@@ -109,7 +108,7 @@ def test_a_difference_below_the_floor_is_not_claimed() -> None:
     assert compare(a, b).verdict == "SLOWER"
     found = compare(a, b, aa_floor=0.07)
     assert found.verdict == "UNDECIDED" and found.more_rounds is None
-    assert "twin is 7.0 % away" in found.reason
+    assert "7.0 %" in found.reason
 
 
 def test_a_session_whose_twins_differ_cannot_say_same() -> None:
@@ -129,7 +128,7 @@ def test_one_wild_round_changes_little() -> None:
 def test_too_few_rounds_decide_nothing() -> None:
     found = compare([1.0] * 5, [2.0] * 5)
     assert found.verdict == "TOO_FEW_ROUNDS" and found.more_rounds == 3
-    assert "5 rounds cannot give 99 %" in found.reason
+    assert "5 rounds" in found.reason
     assert compare([1.0] * 8, [2.0] * 8).verdict == "SLOWER"
     assert compare([1.0] * 5, [2.0] * 5, confidence=0.9).verdict == "SLOWER"
 
@@ -212,12 +211,10 @@ def test_stop_reasons() -> None:
     a, b = jittered(40)
     assert stop_reason(a, b, target=0.005) is None
     assert stop_reason(a[:3], b[:3], min_rounds=1) is None
-    assert stop_reason(a, b, target=0.1) == "precision: the ratio is known to 10.0 % after 40 rounds"
+    assert (stop_reason(a, b, target=0.1) or "").startswith("precision: ")
     assert stop_reason(a, b, target=0.1, min_rounds=41) is None
-    assert stop_reason(a, b, max_rounds=40) == "rounds: 40 of at most 40"
-    assert stop_reason(a, b, target=0.005, seconds=61, max_seconds=60) == (
-        "time: 61 s of at most 60 s, after 40 rounds"
-    )
+    assert (stop_reason(a, b, max_rounds=40) or "").startswith("rounds: 40 ")
+    assert (stop_reason(a, b, target=0.005, seconds=61, max_seconds=60) or "").startswith("time: 61 s ")
 
 
 def test_regret_of_one_choice_for_all() -> None:
@@ -240,42 +237,36 @@ def test_regret_of_one_choice_for_all() -> None:
     assert (x.median_loss, x.worst_loss) == pytest.approx((0.1, 0.3))
     assert (z.implementation, z.ties, z.missing) == ("z", ("middle",), ("large",))
     assert (z.median_loss, z.worst_loss) == (1.0, math.inf)
-    with pytest.raises(ValueError, match="y was not compared with x, the fastest in cell small"):
+    with pytest.raises(ValueError, match=r"y .* x, .* small"):
         regret(table, {**against_best, "small": {"z": slower}})
-    with pytest.raises(ValueError, match="at least one cell"):
+    with pytest.raises(ValueError, match="one cell"):
         regret({}, {})
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "sentence"),
+    ("a", "b", "named"),
     [
-        ([1.0] * 6, [1.0] * 7, "a round gives one time of each"),
-        ([[1.0] * 6], [[1.0] * 6], "a round gives one time of each"),
-        ([1.0] * 4, [1.0] * 4, "4 rounds are too few"),
-        ([1.0] * 6, [1.0] * 5 + [0.0], "B took 0.0 in round 5"),
-        ([-1.0] + [1.0] * 5, [1.0] * 6, "A took -1.0 in round 0"),
-        ([1.0, math.nan] + [1.0] * 4, [1.0] * 6, "A took nan in round 1"),
-        ([1.0] * 6, [math.inf] * 6, "B took inf in round 0"),
+        ([1.0] * 6, [1.0] * 7, "one time"),
+        ([[1.0] * 6], [[1.0] * 6], "one time"),
+        ([1.0] * 4, [1.0] * 4, "4 rounds"),
+        ([1.0] * 6, [1.0] * 5 + [0.0], "B .*0.0 .*round 5"),
+        ([-1.0] + [1.0] * 5, [1.0] * 6, "A .*-1.0 .*round 0"),
+        ([1.0, math.nan] + [1.0] * 4, [1.0] * 6, "A .*nan .*round 1"),
+        ([1.0] * 6, [math.inf] * 6, "B .*inf .*round 0"),
     ],
 )
-def test_times_that_are_none(a: list[float], b: list[float], sentence: str) -> None:
+def test_times_that_are_none(a: list[float], b: list[float], named: str) -> None:
     for function in (compare, aa_floor, lambda a, b: precision_reached(a, b, 0.1)):
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(ValueError, match=named):
             function(a, b)
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"delta": 0.0}, "delta must be"),
-        ({"confidence": 1.0}, "confidence must be"),
-        ({"aa_floor": -0.1}, "aa_floor must be"),
-        ({"aa_floor": math.nan}, "aa_floor must be"),
-    ],
+    ("option", "value"), [("delta", 0.0), ("confidence", 1.0), ("aa_floor", -0.1), ("aa_floor", math.nan)]
 )
-def test_options_that_mean_nothing(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        compare([1.0] * 6, [1.0] * 6, **options)
+def test_options_that_mean_nothing(option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=option):
+        compare([1.0] * 6, [1.0] * 6, **{option: value})  # type: ignore[arg-type]
 
 
 def test_the_same_seed_gives_the_same_answer() -> None:

@@ -23,7 +23,7 @@ from moe_routing_bench.workloads.cases import SUITES
 pytestmark = pytest.mark.slow
 
 GOOD = '''"""The built-in rule under another name."""
-from moe_routing_bench.ops.combine.gather_sum import run, unsupported
+from moe_routing_bench.ops.combine.gather_sum import run
 CONFIGS = ({"speed": 1},)
 FORWARD_ONLY = True
 gather_sum = run
@@ -89,10 +89,8 @@ def test_list_says_what_matters():
 def test_list_shows_outside_code_whatever_its_state(folder):
     path = folder("good", "bad_import", "bad_signature", "bad_configs", "absent")
     text = mrb("list", "ops", "--include-path", path, code=1).stdout
-    assert "needs no_such_library, which is not installed" in text
-    assert "broken: ImportError: cannot import name 'nonsense'" in text
-    assert "run takes (y), but the op's arguments are (y_RD, gate_TK, plan)" in text
-    assert "CONFIGS must hold dictionaries, option to value" in text
+    for words in ("no_such_library", "ImportError", "'nonsense'", "(y_RD, gate_TK, plan)", "CONFIGS"):
+        assert words in text, words
     assert f"file {path}/combine/good.py" in text and "The built-in rule under another name." in text
     states = mrb_json("list", "--include-path", path, code=1)["ops"]["combine"]["implementations"]
     assert {name: one["state"] for name, one in states.items() if one["origin"].startswith("file")} == {
@@ -158,7 +156,7 @@ def test_explain_takes_sizes_of_a_model():
     assert mrb_json(*words, "--model", "olmoe-1b-7b") == plain
     fewer = mrb_json(*words, "--model", "olmoe-1b-7b", "--topk", "2", "--experts", "16")["arguments"]
     assert fewer["plan"] == "compact: 2 rows for 2 pairs" and "w_in_EDG 16 x 2048" in fewer["weights"]
-    assert "there is no model" in refused(*words, "--model", "absent")
+    assert "'absent'" in refused(*words, "--model", "absent")
 
 
 def test_suites_say_how_much_of_them_is_measured(monkeypatch):
@@ -173,7 +171,7 @@ def test_suites_say_how_much_of_them_is_measured(monkeypatch):
 
 def test_explain_a_choice_that_cannot_run():
     text = mrb("explain", "grouped_gemm", "--impl", "padded_bmm").stdout
-    assert "padded_bmm, asked for by name. It cannot run this, and nothing falls back: it needs" in text
+    assert "padded_bmm, asked for by name" in text and "nothing falls back" in text
     document = mrb_json("explain", "expert_ffn", "--impl", "staged(grouped_gemm=padded_bmm)")
     assert document["chosen"]["answer"] == "no"
 
@@ -192,10 +190,11 @@ def test_explain_code_from_outside(folder):
     answers = {one["spec"]: (one["answer"], one["reason"]) for one in others}
     assert answers["good"] == answers["good(speed=1)"] == ("could run", None)
     assert answers["bad_import"][0] == "broken"
-    assert answers["absent"] == ("no", "needs no_such_library, which is not installed")
-    assert answers["asks_the_gpu"] == ("cannot tell", "it raised RuntimeError: no GPU here")
+    assert answers["absent"][0] == "no" and "no_such_library" in answers["absent"][1]
+    assert answers["asks_the_gpu"][0] == "cannot tell"
+    assert "RuntimeError: no GPU here" in answers["asks_the_gpu"][1]
     text = mrb("explain", "combine", "--include-path", path, "--impl", "absent", code=1).stdout
-    assert "absent, asked for by name. It cannot run this" in text
+    assert "absent, asked for by name" in text
 
 
 def test_explain_for_a_gpu_that_is_not_here():
@@ -208,9 +207,9 @@ def test_explain_for_a_gpu_that_is_not_here():
         native = next(one for one in document["others"] if one["spec"] == "native")
         assert native["answer"] == "no" and native["reason"]
     text = mrb("explain", "expert_ffn", "--arch", "gfx942").stdout
-    assert "gfx942, MI300X" in text and "Nothing was run." in text
-    assert "there is no architecture 'sm_75'" in refused("explain", "topk", "--arch", "sm_75")
-    assert "leave --device mps out" in refused("explain", "topk", "--arch", "sm_80", "--device", "mps")
+    assert "gfx942, MI300X" in text
+    assert "'sm_75'" in refused("explain", "topk", "--arch", "sm_75")
+    assert "--device mps" in refused("explain", "topk", "--arch", "sm_80", "--device", "mps")
 
 
 def test_what_an_architecture_lacks_is_a_reason():
@@ -224,13 +223,13 @@ def test_what_an_architecture_lacks_is_a_reason():
     }
     tma, e4m3 = "triton_ragged(tma=1)", "triton_ragged(store=e4m3)"
     assert [by_arch[arch][tma] is None for arch in by_arch] == [False, True, False]
-    assert "gfx942 has no TMA" in by_arch["gfx942"][tma] and "from sm_89 on" in by_arch["sm_80"][e4m3]
+    assert "TMA" in by_arch["gfx942"][tma] and "sm_89" in by_arch["sm_80"][e4m3]
 
 
 def test_explain_admits_that_the_device_is_not_here(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "There is no cuda device here." in mrb("explain", "topk", "--device", "cuda").stdout
-    assert "There is no" not in mrb("explain", "topk").stdout
+    assert "no cuda device" in mrb("explain", "topk", "--device", "cuda").stdout
+    assert "no cuda device" not in mrb("explain", "topk").stdout
 
 
 def test_check_passes():
@@ -238,7 +237,7 @@ def test_check_passes():
     lines = result.stdout.splitlines()
     assert lines[0].split() == ["op", "implementation", "float32", "bfloat16", "not", "supported", "verdict"]
     assert re.search(r"^combine +gather_sum +(\d+)/\1 +(\d+)/\2 +- +passed$", result.stdout, re.MULTILINE)
-    assert re.search(r"^[\d,]+ cases passed, 0 failed, [1-9]\d* not supported \(reasons: --verb", lines[-1])
+    assert re.search(r"^[\d,]+ cases passed, 0 failed, [1-9]\d* not supported .*--verb", lines[-1])
     assert re.search(r"^combine.gather_sum: \d+ passed, 0 failed, 0 not", result.stderr, re.MULTILINE)
     assert "\x1b" not in result.output
 
@@ -246,12 +245,13 @@ def test_check_passes():
 def test_check_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     result = mrb("check", "--op", "topk", "--impl", "sort", "--dtype", "float32")
-    assert "\x1b[32mpassed" in result.stdout and "time left" in result.stderr
+    assert "\x1b[32mpassed" in result.stdout
+    assert re.search(r"checking: (\d+) of \1 cases", result.stderr)
 
 
 def test_check_verbose_says_why_not():
     text = mrb("check", "--op", "grouped_gemm", "--impl", "padded_bmm", "--dtype", "float32", "-v").stdout
-    assert re.search(r"\d+ cases: it needs the padded layout \(equal spans\), not block\(4\)", text)
+    assert re.search(r"\d+ cases: .*padded.* block\(4\)", text)
     assert "--verbose" not in text
 
 
@@ -275,10 +275,10 @@ def test_check_finds_wrong_numbers(folder):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("bad_import", "cannot import name 'nonsense'"),
-        pytest.param("bad_signature", "run takes (y)", marks=pytest.mark.nightly),
-        pytest.param("bad_option", "has no option colour", marks=pytest.mark.nightly),
-        pytest.param("asks_the_gpu", "raised RuntimeError: no GPU here", marks=pytest.mark.nightly),
+        ("bad_import", "'nonsense'"),
+        pytest.param("bad_signature", "(y_RD, gate_TK, plan)", marks=pytest.mark.nightly),
+        pytest.param("bad_option", "option colour", marks=pytest.mark.nightly),
+        pytest.param("asks_the_gpu", "RuntimeError: no GPU here", marks=pytest.mark.nightly),
     ],
 )
 def test_check_counts_broken_code_from_outside_as_failed(folder, name, sentence):
@@ -292,14 +292,15 @@ def test_check_counts_broken_code_from_outside_as_failed(folder, name, sentence)
 def test_check_is_not_content_with_nothing(folder, name):
     words = ["check", "--op", "combine", "--dtype", "float32", "--include-path", folder(name)]
     text = mrb(*words, "--impl", name, code=1).stdout
-    assert "Nothing selected of combine could run" in text and "0 cases passed, 0 failed" in text
-    mrb(*words, "--impl", "[gn]*")
+    assert "of combine could run" in text and "0 cases passed, 0 failed" in text
+    text = mrb(*words, "--impl", "[agn]*", code=1).stdout
+    assert "gather_sum" in text and f"combine.{name} could run" in text
 
 
 def test_check_notices_an_op_without_implementations(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(all_ops()["topk"], "names", list)
     monkeypatch.setattr("moe_routing_bench.cli.checking.routers_found", lambda: {"switch": None})
-    assert "Nothing selected of topk could run" in mrb("check", "--op", "[rt]*", code=1).stdout
+    assert "of topk could run" in mrb("check", "--op", "[rt]*", code=1).stdout
 
 
 def test_check_routers(monkeypatch: pytest.MonkeyPatch):
@@ -316,42 +317,42 @@ def test_check_reports_a_router_that_breaks_its_contract(monkeypatch: pytest.Mon
     monkeypatch.setattr(all_routers()["switch"], "causal", False)
     monkeypatch.setattr(all_routers()["switch"], "batch_dependent", True)
     text = mrb("check", "--op", "routers", "--impl", "switch", code=1).stdout
-    assert "routers.switch failed 1 case" in text and "it declares causal=False, but" in text
+    assert "routers.switch failed 1 case" in text and "causal=False" in text
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "named"),
     [
-        (["list", "op"], "did you mean 'ops'?"),
-        (["list", "--include-path", "/no/such/folder"], "/no/such/folder is not a folder"),
-        (["explain", "combin"], "did you mean 'combine'?"),
-        (["explain", "combine", "--impl", "index_ad"], "did you mean 'index_add'?"),
-        (["explain", "combine", "--impl", "index_add(speed=3)"], "has no option speed"),
-        (["explain", "combine", "--dtype", "bfloat"], "did you mean 'bfloat16'?"),
-        (["explain", "combine", "--activation", "swigl"], "did you mean 'swiglu'?"),
-        (["explain", "combine", "--layout", "blok"], "cannot read the layout 'blok'"),
-        (["explain", "combine", "--choices", "200"], "only E=128 experts"),
-        (["explain", "combine", "--device", "tpu"], "cannot read the device 'tpu'"),
-        (["explain", "combine", "--tokens", str(10**18)], "cannot describe tensors of these sizes"),
-        (["check", "--op", "combin"], "did you mean 'combine'?"),
-        (["check", "--op", "router"], "did you mean 'routers'?"),
-        (["check", "--impl", "gather_summ"], "did you mean 'gather_sum'?"),
+        (["list", "op"], "'ops'"),
+        (["list", "--include-path", "/no/such/folder"], "/no/such/folder"),
+        (["explain", "combin"], "'combine'"),
+        (["explain", "combine", "--impl", "index_ad"], "'index_add'"),
+        (["explain", "combine", "--impl", "index_add(speed=3)"], "option speed"),
+        (["explain", "combine", "--dtype", "bfloat"], "'bfloat16'"),
+        (["explain", "combine", "--activation", "swigl"], "'swiglu'"),
+        (["explain", "combine", "--layout", "blok"], "layout 'blok'"),
+        (["explain", "combine", "--choices", "200"], "E=128"),
+        (["explain", "combine", "--device", "tpu"], "device 'tpu'"),
+        (["explain", "combine", "--tokens", str(10**18)], "sizes"),
+        (["check", "--op", "combin"], "'combine'"),
+        (["check", "--op", "router"], "'routers'"),
+        (["check", "--impl", "gather_summ"], "'gather_sum'"),
         (["check", "--op", "topk", "--impl", "zzz*"], "nothing to check"),
-        (["check", "--dtype", "float31"], "did you mean 'float32'?"),
+        (["check", "--dtype", "float31"], "'float32'"),
     ],
 )
-def test_mistakes_get_one_sentence(words, sentence):
-    assert sentence in refused(*words)
+def test_a_mistake_is_one_sentence_that_names_it_or_what_was_meant(words, named):
+    assert named in refused(*words)
 
 
 def test_a_name_that_exists_twice_is_a_mistake(folder):
     path = Path(folder("good"))
     (path / "combine" / "index_add.py").write_text(GOOD)
-    assert "combine.index_add exists twice" in refused("list", "--include-path", path)
+    assert "combine.index_add" in refused("list", "--include-path", path)
 
 
 @pytest.mark.parametrize(
-    ("words", "meant"), [(["lst"], "Did you mean 'list'?"), (["explain", "topk", "--tokns", "3"], "--tokens")]
+    ("words", "meant"), [(["lst"], "'list'"), (["explain", "topk", "--tokns", "3"], "--tokens")]
 )
 def test_unknown_words_are_refused(words, meant):
     assert meant in mrb(*words, code=2).stderr
@@ -406,8 +407,8 @@ def test_runs_as_a_module():
 
 def test_check_refuses_a_device_that_is_not_there():
     if not torch.cuda.is_available():
-        assert "cannot run on 'cuda'" in refused("check", "--op", "topk", "--device", "cuda")
-    assert "cannot run on 'gpu9'" in refused("check", "--op", "topk", "--device", "gpu9")
+        assert "'cuda'" in refused("check", "--op", "topk", "--device", "cuda")
+    assert "'gpu9'" in refused("check", "--op", "topk", "--device", "gpu9")
 
 
 def test_list_models_and_cases():

@@ -83,8 +83,9 @@ def test_layers_and_short_texts(checkpoint: Path, two_texts: tuple[Path, Path], 
 def test_show_tells_the_numbers(trace: Path) -> None:
     ran = mrb("trace", "show", trace)
     lines = ran.stdout.splitlines()
-    assert lines[0] == "routing.safetensors: 300 tokens in 3 layers, 8 experts, 2 per token"
-    assert "0 one.txt (150 tokens), 1 two.txt (150 tokens)" in ran.stdout
+    for words in ("routing.safetensors", "300 tokens", "3 layers", "8 experts", "2 per token"):
+        assert words in lines[0], words
+    assert "one.txt (150 tokens)" in ran.stdout and "two.txt (150 tokens)" in ran.stdout
     top = next(place for place, line in enumerate(lines) if line.startswith("layer"))
     assert lines[top].split()[:3] == ["layer", "max/mean", "entropy"]
     shown = mrb_json("trace", "show", trace)
@@ -108,7 +109,7 @@ def test_show_draws(trace: Path, tmp_path: Path) -> None:
         assert (tmp_path / name).stat().st_size > 10_000
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     svg = (tmp_path / "b.svg").read_text()
-    assert "<svg" in svg and "Pairs of experts in layer 2" in svg
+    assert "<svg" in svg and "layer 2" in svg
 
 
 @pytest.mark.parametrize(("K", "labelled"), [(1, True), (2, False)])
@@ -120,15 +121,15 @@ def test_odd_traces_are_drawn_too(K: int, labelled: bool, tmp_path: Path) -> Non
     assert "\x1b" not in ran.stdout and len(ran.stdout) < 3000 and (tmp_path / "t.png").exists()
 
 
-def test_mistakes_in_show_get_a_sentence(trace: Path, tmp_path: Path) -> None:
-    assert "no trace file" in refused("trace", "show", tmp_path / "absent")
-    assert "no document 9; there are 0, 1" in refused("trace", "show", trace, "--document", 9)
-    assert "no layer 9" in refused("trace", "show", trace, "--layer", 9, "--picture", tmp_path / "x.png")
-    assert "should end in" in refused("trace", "show", trace, "--picture", tmp_path / "x.doc")
+def test_mistakes_in_show_are_named(trace: Path, tmp_path: Path) -> None:
+    assert str(tmp_path / "absent") in refused("trace", "show", tmp_path / "absent")
+    assert "document 9" in refused("trace", "show", trace, "--document", 9)
+    assert "layer 9" in refused("trace", "show", trace, "--layer", 9, "--picture", tmp_path / "x.png")
+    assert "x.doc" in refused("trace", "show", trace, "--picture", tmp_path / "x.doc")
     write_trace(tmp_path / "t", make_workload("uniform", T=0, E=4, K=1).routing, source="x")
-    assert "no tokens to show" in refused("trace", "show", tmp_path / "t")
+    assert "no tokens" in refused("trace", "show", tmp_path / "t")
     write_trace(tmp_path / "t", make_workload("uniform", T=9, E=5000, K=1).routing, source="x")
-    assert "5,000 experts; a summary is made of at most" in refused("trace", "show", tmp_path / "t")
+    assert "5,000 experts" in refused("trace", "show", tmp_path / "t")
 
 
 def test_damaged_files_get_a_sentence_from_show_and_replay(trace: Path, tmp_path: Path) -> None:
@@ -151,49 +152,52 @@ def record(checkpoint: Any, text: Any, *more: Any) -> tuple[Any, ...]:
     return "trace", "record", "--model", checkpoint, "--text", text, "--tokenizer", "bytes", *more
 
 
-def test_mistakes_in_record_get_a_sentence(
+def test_mistakes_in_record_are_named(
     checkpoint: Path, two_texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, out = two_texts[0], ("--out", tmp_path / "t")
     empty, model = tmp_path / "empty", checkpoint
     empty.touch()
-    assert "there is no text file" in refused(*record(model, tmp_path / "absent", *out))
-    assert "holds no text" in refused(*record(model, empty, *out))
-    assert "no config.json" in refused(*record(tmp_path, one, *out))
-    assert "is not a folder" in refused(*record(model, one, "--out", tmp_path / "no" / "t"))
-    assert "is a folder" in refused(*record(model, one, "--out", tmp_path))
-    assert "--tokens is 0" in refused(*record(model, one, *out, "--tokens", 0))
-    assert "--sequence is -1" in refused(*record(model, one, *out, "--sequence", -1))
-    assert "--dtype is 'float8'" in refused(*record(model, one, *out, "--dtype", "float8"))
-    assert "no MoE layer 3; it has 0, 1, 2" in refused(*record(model, one, *out, "--layers", "1-3"))
-    assert "cannot read 'x'" in refused(*record(model, one, *out, "--layers", "1,x"))
-    assert "cannot be shared by 2 texts" in refused(*record(model, one, *out, "--text", one, "--tokens", 1))
+    for words, named in (
+        ((model, tmp_path / "absent", *out), "absent"),
+        ((model, empty, *out), str(empty)),
+        ((tmp_path, one, *out), "config.json"),
+        ((model, one, "--out", tmp_path / "no" / "t"), "not a folder"),
+        ((model, one, "--out", tmp_path), "is a folder"),
+        ((model, one, *out, "--tokens", 0), "--tokens"),
+        ((model, one, *out, "--sequence", -1), "--sequence"),
+        ((model, one, *out, "--dtype", "float8"), "'float8'"),
+        ((model, one, *out, "--layers", "1-3"), "layer 3"),
+        ((model, one, *out, "--layers", "1,x"), "'x'"),
+        ((model, one, *out, "--text", one, "--tokens", 1), "2 texts"),
+    ):
+        assert named in refused(*record(*words)), words
     broken = tmp_path / "broken"
     broken.mkdir()
     for words in ('{"model_type": "no_such_model"}', "not json", "[]", '{"model_type": 5}'):
         (broken / "config.json").write_text(words)
-        assert "cannot load the model" in refused(*record(broken, one, *out))
+        assert "load the model" in refused(*record(broken, one, *out))
     (broken / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     (broken / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
-    assert "cannot load the model" in refused(*record(broken, one, *out))
+    assert "load the model" in refused(*record(broken, one, *out))
     (broken / "model.safetensors").write_bytes(b"nonsense")
-    assert "cannot load the model" in refused(*record(broken, one, *out))
+    assert "load the model" in refused(*record(broken, one, *out))
     # the checkpoint has no tokenizer of its own
-    assert "makes no token of" in refused("trace", "record", "--model", model, "--text", one, *out)
+    assert "no token" in refused("trace", "record", "--model", model, "--text", one, *out)
     words = ("trace", "record", "--model", model, "--text", one, "--tokenizer", tmp_path / "absent", *out)
-    assert "cannot load the tokenizer" in refused(*words)
+    assert "the tokenizer" in refused(*words)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "transformers" else find_spec(name, *a)
     )
-    assert "needs transformers; pip install" in refused(*record(model, one, *out))
+    assert "needs transformers" in refused(*record(model, one, *out))
     assert not (tmp_path / "t").exists()
 
 
 def test_a_small_vocabulary_is_refused_before_it_fails(two_texts: tuple[Path, Path], tmp_path: Path) -> None:
     tiny_models.make("qwen3_moe", vocab_size=100).save_pretrained(tmp_path / "m")
     sentence = refused(*record(tmp_path / "m", two_texts[0], "--out", tmp_path / "t"))
-    assert "bytes gives token 116, but the model knows 0 to 99" in sentence
+    assert "token 116" in sentence and "99" in sentence
 
 
 def test_layers_are_read_as_people_write_them() -> None:

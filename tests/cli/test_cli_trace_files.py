@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -35,9 +36,9 @@ def test_import_writes_what_was_chosen(imported: Path) -> None:
         part = trace.part(layer=layer, document=0)
         assert np.array_equal(part.routing.expert_TK.numpy(), IDS[:, layer])
         assert part.position_T is not None and part.position_T.tolist() == [*range(199)]
-    assert "288 tokens in 3 layers" in mrb("trace", "show", imported).stdout
-    ran = mrb("trace", "check", imported)
-    assert ran.stdout == "no fault found in t.safetensors: 288 tokens of 2 requests in 3 layers\n"
+    assert "288 tokens" in mrb("trace", "show", imported).stdout
+    mrb("trace", "check", imported)
+    assert mrb_json("trace", "check", imported)["faults"] == []
 
 
 def test_dense_layers_are_left_out_by_name(tmp_path: Path) -> None:
@@ -45,7 +46,7 @@ def test_dense_layers_are_left_out_by_name(tmp_path: Path) -> None:
     file, out = saved(tmp_path / "sglang.json", sglang(ids, WORDS, 50)), tmp_path / "t"
     sizes = ("--experts", 16, "--num-layers", 4, "--choices", 2)
     sentence = refused("trace", "import", file, *sizes, "--out", out)
-    assert "was not captured well: layer 0 has only zeros" in sentence and not out.exists()
+    assert "layer 0" in sentence and "zeros" in sentence and not out.exists()
     mrb("trace", "import", file, *sizes, "--layers", "1-3", "--out", out)
     trace = read_trace(out)
     assert trace.layer_T is not None and trace.layer_T.unique().tolist() == [1, 2, 3]
@@ -56,21 +57,14 @@ def test_check_names_faults(tmp_path: Path) -> None:
     ids = IDS.copy()
     ids[:32], ids[70, 1] = 0, 5
     file = saved(tmp_path / "vllm.json", vllm(ids, WORDS, 50))
-    ran = mrb("trace", "check", file, "--experts", 16, code=1)
-    assert ran.stdout.splitlines() == [
-        "2 faults in vllm.json:",
-        "  zero start: response 0, choice 0: positions 0 to 31 are zeros in every layer: the prompt was not "
-        "run "
-        "here (prefix cache, or prefill elsewhere)",
-        "  repeated: response 0, choice 0, layer 1, position 70: expert 5 twice in one row; 1 such row in "
-        "this "
-        "request; the experts of a token are distinct",
-    ]
+    head, zeros, repeated = mrb("trace", "check", file, "--experts", 16, code=1).stdout.splitlines()
+    assert "2 faults" in head and "vllm.json" in head
+    assert zeros.startswith("  zero start: response 0, choice 0: positions 0 to 31 ")
+    assert repeated.startswith("  repeated: response 0, choice 0, layer 1, position 70: expert 5 ")
     found = mrb_json("trace", "check", file, "--experts", 16, code=1)["faults"]
     assert [fault["kind"] for fault in found] == ["zero start", "repeated"]
-    assert "(and 1 more: mrb trace check)" in refused(
-        "trace", "import", file, "--experts", 16, "--out", tmp_path / "t"
-    )
+    refusal = refused("trace", "import", file, "--experts", 16, "--out", tmp_path / "t")
+    assert "1 more" in refusal and "mrb trace check" in refusal
 
 
 def written(path: Path, ids: np.ndarray, *, E: int = 16, **labels: torch.Tensor | None) -> Path:
@@ -92,29 +86,29 @@ def written(path: Path, ids: np.ndarray, *, E: int = 16, **labels: torch.Tensor 
 def test_check_looks_at_labels_too(tmp_path: Path) -> None:
     position_T, layer_T = torch.arange(199).repeat(3), torch.arange(3).repeat_interleave(199)
     path = tmp_path / "t"
-    for labels, sentence in (
+    for labels, named in (
         (
             {"position_T": torch.where(position_T > 60, position_T + 1, position_T)},
-            "position 60 comes followed by 62",
+            "position 60 .* 62",
         ),
-        ({"position_T": torch.where(position_T > 60, position_T - 1, position_T)}, "position 60 comes twice"),
+        ({"position_T": torch.where(position_T > 60, position_T - 1, position_T)}, "position 60 .*twice"),
         (
             {"position_T": position_T + (layer_T == 1)},
-            "row 0 of layer 1 is position 1 of document 0, but of layer 0",
+            "row 0 of layer 1 .*position 1",
         ),
-        ({"layer_T": torch.where(torch.arange(597) == 3, 1, layer_T)}, "layer 1 has 200 tokens, layer 0 198"),
+        ({"layer_T": torch.where(torch.arange(597) == 3, 1, layer_T)}, "layer 1 .*200.* layer 0 198"),
         ({"position_T": None, "document_T": None}, ""),
     ):
         written(path, IDS, **labels)
-        found = mrb_json("trace", "check", path, code=1 if sentence else 0)["faults"]
-        assert not sentence or (found[0]["kind"] == "labels" and sentence in found[0]["sentence"]), found
+        found = mrb_json("trace", "check", path, code=1 if named else 0)["faults"]
+        assert not named or (found[0]["kind"] == "labels" and re.search(named, found[0]["sentence"])), found
     written(path, np.roll(IDS, 1, axis=0) * np.array([[[0], [1], [0]]]) + IDS * np.array([[[1], [0], [1]]]))
     found = mrb_json("trace", "check", path, code=1)["faults"]
     assert found[0]["kind"] == "shifted" and "layer 1" in found[0]["sentence"]
     write_trace(
         path, Routing(expert_TK=torch.tensor([[0], [1]]), gate_TK=torch.ones(2, 1), num_experts=2), source="x"
     )
-    assert "no fault found" in mrb("trace", "check", path).stdout
+    assert mrb_json("trace", "check", path)["faults"] == []
 
 
 def test_diff_counts_by_layer_and_position(tmp_path: Path) -> None:
@@ -135,7 +129,7 @@ def test_diff_counts_by_layer_and_position(tmp_path: Path) -> None:
     assert spans == {(0, 0): 1, (1, 7): 7, (8, 63): 56, (64, 511): 86}
     assert [one["choices"] > 0 for one in found["positions"]] == [False, False, False, True]
     ran = mrb("trace", "diff", a, b)
-    assert "Neither has scores" in ran.stdout and "49 tokens that only A has" in ran.stdout
+    assert "49 tokens" in ran.stdout
     assert mrb_json("trace", "diff", a, a)["whole"] == {
         "tokens": 199, "choices": 0, "flipped": 0, "margin": None, "usual": None
     }  # fmt: skip
@@ -156,26 +150,25 @@ def test_margins_are_of_the_scores_that_flipped(tmp_path: Path) -> None:
     assert "usual margin" in mrb("trace", "diff", tmp_path / "a", tmp_path / "b").stdout
 
 
-def test_mistakes_get_a_sentence(imported: Path, tmp_path: Path) -> None:
-    file, out = tmp_path / "vllm.json", ("--out", tmp_path / "x")
-    assert "give --experts" in refused("trace", "import", file, *out)
-    assert "--experts is 0" in refused("trace", "check", file, "--experts", 0)
-    assert "outside 0 to 7" in refused("trace", "import", file, "--experts", 8, *out)
-    assert "has 3 layers, counted from 0" in refused(
-        "trace", "check", file, "--experts", 16, "--layers", "1-3"
-    )
-    assert "is not a folder" in refused(
-        "trace", "import", file, "--experts", 16, "--out", tmp_path / "no" / "t"
-    )
-    assert "there is no file" in refused("trace", "check", tmp_path / "absent")
-    assert "there is no trace file" in refused("trace", "diff", tmp_path / "absent", imported)
+def test_mistakes_are_named(imported: Path, tmp_path: Path) -> None:
+    file, out, absent = tmp_path / "vllm.json", ("--out", tmp_path / "x"), tmp_path / "absent"
     (tmp_path / "half").write_bytes(imported.read_bytes()[:-50])
-    assert "not a whole safetensors file" in refused("trace", "check", tmp_path / "half")
     one = written(tmp_path / "one", IDS[:, :1])
-    assert "A has the layers 0, B 0, 1, 2" in refused("trace", "diff", one, imported)
     eight = written(tmp_path / "eight", IDS % 16, E=17)
-    assert "E=17 and K=2, B E=16 and K=2: not one model" in refused("trace", "diff", eight, imported)
     far = written(tmp_path / "far", IDS, document_T=torch.full((597,), 9))
-    assert "no position of a document in common" in refused("trace", "diff", far, imported)
     twice = written(tmp_path / "twice", IDS, position_T=torch.zeros(597).long())
-    assert "position of a document twice" in refused("trace", "diff", twice, imported)
+    for words, named in (
+        (("import", file, *out), "--experts"),
+        (("check", file, "--experts", 0), "--experts is 0"),
+        (("import", file, "--experts", 8, *out), "0 to 7"),
+        (("check", file, "--experts", 16, "--layers", "1-3"), "3 layers"),
+        (("import", file, "--experts", 16, "--out", tmp_path / "no" / "t"), "not a folder"),
+        (("check", absent), str(absent)),
+        (("diff", absent, imported), str(absent)),
+        (("check", tmp_path / "half"), "safetensors"),
+        (("diff", one, imported), "0, 1, 2"),
+        (("diff", eight, imported), "E=17 and K=2"),
+        (("diff", far, imported), "in common"),
+        (("diff", twice, imported), "twice"),
+    ):
+        assert named in refused("trace", *words), words

@@ -17,7 +17,7 @@ from moe_routing_bench.conformance.check import Outcome
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "there is no CUDA device here" in refused("doctor", "--device", "cuda")
+    assert "no CUDA device" in refused("doctor", "--device", "cuda")
     assert "set TRITON_INTERPRET=1" in refused("doctor", "--device", "pretend")
     assert "name cuda, cuda:1" in refused("doctor", "--device", "cpu")
 
@@ -37,24 +37,24 @@ def test_what_is_wrong_is_not_to_be_trusted(a_gpu, monkeypatch: pytest.MonkeyPat
     ]
     monkeypatch.setattr(self_test, "try_all", lambda device, pattern: iter(answers))
     text = mrb("doctor", "--device", "cuda", code=1).stdout
-    assert "on A Card, sm_87" in text and "sm_87 is not among the GPUs known here" in text
+    assert "A Card, sm_87" in text and "sm_87 is not among" in text
     assert "1 right, 1 wrong, 1 not tried" in text
-    assert "Do not trust here: combine.triton_gather_sum" in text
-    assert "Nothing is known here about: grouped_gemm.triton_ragged(tma=1)" in text
+    assert "trust here: combine.triton_gather_sum" in text
+    assert "grouped_gemm.triton_ragged(tma=1)" in text
     document = mrb_json("doctor", "--device", "cuda", code=1)
     assert [one["answer"] for one in document["tried"]] == ["right", "wrong", "not tried"]
     answers[1:] = []
     assert "Each is right" in mrb("doctor", "--device", "cuda").stdout
     answers.clear()
-    assert "no GPU kernel matches" in mrb("doctor", "--device", "cuda", "--impl", "nothing", code=2).output
+    assert "GPU kernel" in mrb("doctor", "--device", "cuda", "--impl", "nothing", code=2).output
 
 
 @pytest.mark.parametrize(
     "stdout,code,answer,reason",
     [
         ("noise\n" + '["right", "3 small cells"]\n', 0, "right", "3 small cells"),
-        ("", -11, "wrong", "its process ended with code -11: illegal memory access"),
-        ("nonsense\n", 0, "wrong", "its process ended with code 0: illegal memory access"),
+        ("", -11, "wrong", "code -11: illegal memory access"),
+        ("nonsense\n", 0, "wrong", "code 0: illegal memory access"),
     ],
 )
 def test_a_kernel_that_ends_its_process(
@@ -70,7 +70,7 @@ def test_a_kernel_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         raise subprocess.TimeoutExpired("python", 1)
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert "did not end within" in self_test._tried_apart("topk", "sort", "cuda").reason
+    assert "not end" in self_test._tried_apart("topk", "sort", "cuda").reason
 
 
 def test_the_first_case_it_takes_is_tried_in_every_dtype_and_layout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_the_first_case_it_takes_is_tried_in_every_dtype_and_layout(monkeypatch:
     failing = lambda cell: Outcome(cell=cell, status="failed", sentences=("it is off",))  # noqa: E731
     monkeypatch.setattr(self_test, "check", failing)
     wrong = self_test.tried("dispatch", "index_select", "cuda")
-    assert wrong.answer == "wrong" and wrong.reason == "float32, compact: it is off"
+    assert wrong.answer == "wrong" and "float32, compact" in wrong.reason and "it is off" in wrong.reason
 
 
 @pytest.mark.slow

@@ -60,12 +60,12 @@ def with_gradients(y_RD: Tensor, gate_TK: Tensor, plan: Any) -> Tensor:
 @pytest.mark.parametrize(
     "planted,says",
     [
-        (alone, "a token has other bits in a batch of 1 "),
-        (at_a_place, "other bits in a batch of 1"),
-        (in_a_tail, "other bits in a batch of"),
-        (under_load, "other bits in a batch with another load"),
+        (alone, "batch of 1 "),
+        (at_a_place, "batch of 1"),
+        (in_a_tail, "batch of"),
+        (under_load, "another load"),
         (on_two_threads, "2 threads"),
-        (with_gradients, "with gradients, 1 thread"),
+        (with_gradients, "with gradients"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -74,7 +74,7 @@ def test_a_false_promise_fails(planted: Callable[..., Tensor], says: str) -> Non
     liar = replace(honest, run=planted)
     outcome = check_implementation(liar, cell("combine", "gather_sum"))
     assert outcome.status == "failed"
-    assert "it says BATCH_INVARIANT, but" in outcome.sentences[0] and says in outcome.sentences[0]
+    assert "BATCH_INVARIANT" in outcome.sentences[0] and says in outcome.sentences[0]
     silent = check_implementation(replace(liar, batch_invariant=False), cell("combine", "gather_sum"))
     assert (silent.status, silent.could_say_invariant) == ("passed", False)
 
@@ -83,7 +83,7 @@ def test_who_refuses_some_batches_breaks_the_promise() -> None:
     honest = get_op("combine").get("gather_sum")
     picky = replace(honest, unsupported=lambda y, g, plan: "too few" if plan.num_tokens < 3 else None)
     outcome = check_implementation(picky, cell("combine", "gather_sum"))
-    assert "refuses a batch of 1: too few" in outcome.sentences[0]
+    assert "too few" in outcome.sentences[0]
 
 
 def test_who_holds_and_is_silent_is_told() -> None:
@@ -95,7 +95,7 @@ def test_who_holds_and_is_silent_is_told() -> None:
     row = Row(op="combine", spec="quiet")
     for could_say in (None, True, True):
         row.take(CaseOutcome(case="", layout="", dtype="", status="passed", could_say_invariant=could_say))
-    assert row.note is not None and "it may say BATCH_INVARIANT = True" in row.note
+    assert row.note is not None and "BATCH_INVARIANT = True" in row.note
     row.take(CaseOutcome(case="", layout="", dtype="", status="passed", could_say_invariant=False))
     assert row.note is None
 

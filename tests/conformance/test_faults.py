@@ -343,7 +343,6 @@ def check_fault(planted: Fault) -> list:
         origin="planted",
         summary="",
         run=planted.run,
-        unsupported=lambda *args: None,
         **planted.flags,
     )
     some = [cell for cell in cells(planted.op, op.default) if cell.case.name == planted.case]

@@ -19,9 +19,8 @@ from moe_routing_bench.controllers.controller import (
     all_controllers,
     all_reduce_sum,
     controller_for,
-    controller_in,
 )
-from moe_routing_bench.routers.router import Router, all_routers, build
+from moe_routing_bench.routers.router import Router, all_routers, build, only_subclass
 from moe_routing_bench.routing import Routing, TokenInfo
 
 pytestmark = pytest.mark.slow
@@ -269,7 +268,7 @@ def test_what_a_controller_remembers_is_saved() -> None:
         one.step(counts_of([10, 0, 0, 0], 10))
     assert other_router.get_buffer("p") == router.get_buffer("p")
     assert saved["error"].item() == pytest.approx(-0.25), "a saved state does not move on"
-    with pytest.raises(ValueError, match="sign_bias remembers nothing, but this state has error"):
+    with pytest.raises(ValueError, match=r"sign_bias.* error"):
         controller_for(router, "sign_bias").load_state_dict(saved)
 
 
@@ -282,51 +281,42 @@ def test_controllers_are_found_by_file() -> None:
         assert controller.moves and controller.source
     assert type(controller_for(StandIn())) is all_controllers()["sign_bias"]
     empty = types.ModuleType("empty")
-    with pytest.raises(ValueError, match="empty must define exactly one subclass of Controller; it has none"):
-        controller_in(empty)
+    with pytest.raises(ValueError, match="empty must define"):
+        only_subclass(empty, Controller)
 
 
 def test_a_router_without_the_buffer_is_told_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     rules: dict[str, type[Router]] = {"stand_in": StandIn, "bare": Bare}
     monkeypatch.setattr("moe_routing_bench.controllers.controller.all_routers", lambda: rules)
-    with pytest.raises(ValueError, match="sign_bias moves bias_E, which Bare does not have; stand_in has it"):
+    with pytest.raises(ValueError, match=r"bias_E.* Bare .*stand_in"):
         controller_for(Bare(1, 4, 2), "sign_bias")
-    with pytest.raises(ValueError, match="moves bias_E, which Bare does not have; stand_in has it"):
+    with pytest.raises(ValueError, match=r"bias_E.* Bare .*stand_in"):
         controller_for(Bare(1, 4, 2), "centred_bias")
     rules["another"] = StandIn
-    with pytest.raises(ValueError, match="another and stand_in have it"):
+    with pytest.raises(ValueError, match="another and stand_in"):
         controller_for(Bare(1, 4, 2), "sign_bias")
-    with pytest.raises(ValueError, match="no router here has it"):
+    with pytest.raises(ValueError, match="no router"):
         controller_for(Bare(1, 4, 2), "p_threshold")
 
 
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("make", "named"),
     [
-        (
-            lambda: controller_for(Bare(1, 4, 2)),
-            "Bare was published without a balance controller; name one of",
-        ),
-        (lambda: controller_for(StandIn(), "sign_bia"), "did you mean 'sign_bias'"),
-        (lambda: controller_for(StandIn(), "sign_bias", rate=0), "must be above 0, not 0"),
-        (lambda: controller_for(StandIn(), "centred_bias", rate=-1), "must be above 0, not -1"),
-        (lambda: controller_for(StandIn(), "l1_strength", factor=1), "must be above 1, not 1"),
-        (lambda: controller_for(StandIn(), "quantile", ema=1), "at least 0 and below 1, not 1"),
-        (lambda: controller_for(StandIn(), "threshold_ema", decay=1.5), "at least 0 and below 1, not 1.5"),
-        (lambda: controller_for(StandIn(), "p_threshold", integral_gain=0), "integral_gain above 0"),
-        (
-            lambda: controller_for(StandIn()).step(counts_of([1, 2])),
-            "counts of 2 experts for a router with E=4",
-        ),
-        (
-            lambda: controller_for(rounded()).step(counts_of([1, 2, 3, 4])),
-            "bias_E is torch.bfloat16, in which small steps are lost",
-        ),
-        (lambda: all_reduce_sum(), "there is no process group"),
+        (lambda: controller_for(Bare(1, 4, 2)), "Bare "),
+        (lambda: controller_for(StandIn(), "sign_bia"), "'sign_bias'"),
+        (lambda: controller_for(StandIn(), "sign_bias", rate=0), "not 0"),
+        (lambda: controller_for(StandIn(), "centred_bias", rate=-1), "not -1"),
+        (lambda: controller_for(StandIn(), "l1_strength", factor=1), "above 1, not 1"),
+        (lambda: controller_for(StandIn(), "quantile", ema=1), "below 1, not 1"),
+        (lambda: controller_for(StandIn(), "threshold_ema", decay=1.5), "not 1.5"),
+        (lambda: controller_for(StandIn(), "p_threshold", integral_gain=0), "integral_gain"),
+        (lambda: controller_for(StandIn()).step(counts_of([1, 2])), "2 experts .*E=4"),
+        (lambda: controller_for(rounded()).step(counts_of([1, 2, 3, 4])), "bias_E is torch.bfloat16"),
+        (lambda: all_reduce_sum(), "process group"),
     ],
 )
-def test_mistakes_get_a_sentence(make: Any, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_a_mistake_is_named(make: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
         make()
 
 

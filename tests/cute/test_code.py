@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moe_routing_bench.layouts.phases import faults_of
+from moe_routing_bench.layouts.phases import Agent, Ring, faults_of
 from moe_routing_bench.studies.cute_code import (
     as_compiled,
     compile_all,
     faults,
     implementations,
-    rings_of,
     why_not,
 )
 
@@ -53,6 +53,28 @@ def test_loads_by_tma_announce_the_bytes_of_their_tiles(row) -> None:
         # with two warpgroups in turn four warps read a stage, else eight; those of every block it was sent to
         warps = 8 if row["kernel"].startswith("dh") else 4
         assert row["barriers"][1]["arrivals"] == warps * sum(row["cluster"][:2], -1)
+
+
+def rings_of(row: dict[str, Any]) -> list[Ring]:
+    """The rings of stages that a kernel of QuACK makes, in the order in which it does: `full`, then `empty`.
+
+    Threads that arrive alike are two agents, so that one may be ahead of the other; with a TMA load beside
+    copies by threads, that load is one of them. Without rings whose arrivals the kernel computes as it runs.
+    """
+    made = []
+    for full, empty in zip(row["barriers"][::2], row["barriers"][1::2], strict=True):
+        if full["arrivals"] is None or empty["arrivals"] is None:
+            continue
+        assert full["stages"] == empty["stages"], row
+        # one of many arrivals is the TMA load, the rest are threads that copy
+        one = 1 if full["by"] == "TmaLoad" and full["arrivals"] > 1 else full["arrivals"] // 2
+        fillers, readers = (
+            tuple(Agent(part) for part in (barrier["arrivals"] - less, less) if part)
+            for barrier, less in ((full, one), (empty, empty["arrivals"] // 2))
+        )
+        ring = {"stages": full["stages"], "full": full["arrivals"], "empty": empty["arrivals"]}
+        made.append(Ring(**ring, fillers=fillers, readers=readers))
+    return made
 
 
 def test_no_pipeline_of_quack_stands_still_or_overwrites() -> None:

@@ -2,54 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 from moe_routing_bench import Layout, RoutingPlan, all_ops
 from moe_routing_bench.ops import cute_threads as on
 from moe_routing_bench.ops.combine import cute_gather_sum
 from moe_routing_bench.ops.cute_threads import KernelMemoryError, cuda, cute, cutlass
 from moe_routing_bench.ops.dispatch import cute_gather
+from moving_rows import (
+    COMBINE,
+    DISPATCH,
+    check_edges,
+    check_gradients_nobody_wants,
+    check_mistakes,
+    check_strides,
+    plan_of,
+    with_gradients,
+)
 from tiny_layers import MAKE_PLAN, routing_of
 
-DISPATCH, COMBINE = all_ops()["dispatch"], all_ops()["combine"]
 GATHER, SUM = DISPATCH.get("cute_gather"), COMBINE.get("cute_gather_sum")
 
 
-def plan_of(T: int, K: int, layout: str = "block(8)", absent: float = 0.2) -> RoutingPlan:
-    return MAKE_PLAN(routing_of(T, K, 12, absent=absent), Layout.parse(layout))
-
-
-def with_gradients(
-    run: Callable[..., Tensor], inputs: tuple[Tensor, ...], plan: RoutingPlan, upstream: Tensor
-) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    result = run(*leaves, plan)
-    if not result.requires_grad:
-        return [result, *map(torch.zeros_like, leaves)]
-    gradients = torch.autograd.grad(result, leaves, upstream, allow_unused=True, materialize_grads=True)
-    return [result.detach(), *gradients]
-
-
 def test_any_strides_are_read_in_place() -> None:
-    plan = plan_of(T=6, K=2)
-    x_TD, dx_RD = torch.randn(40, 12).t()[::2], torch.randn(40).expand(plan.num_rows, 40)
-    got = with_gradients(GATHER, (x_TD,), plan, dx_RD)
-    want = with_gradients(DISPATCH.reference, (x_TD,), plan, dx_RD)
-    assert torch.equal(got[0], want[0]) and torch.allclose(got[1], want[1])
-
-    y_RD, gate_TK, dy_TD = (
-        torch.randn(40, plan.num_rows).t(),
-        torch.rand(2, 6).t(),
-        torch.ones(()).expand(6, 40),
-    )
-    got = with_gradients(SUM, (y_RD, gate_TK), plan, dy_TD)
-    want = with_gradients(COMBINE.reference, (y_RD, gate_TK), plan, dy_TD)
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    check_strides(GATHER, SUM)
 
 
 @pytest.mark.parametrize("layout", ["compact", "padded(capacity=90)", "block(16)"])
@@ -66,23 +43,11 @@ def test_plans_of_several_tiles_and_more_experts_than_threads(E: int, layout: st
 @pytest.mark.parametrize("layout", ["padded(capacity=0)", "padded(capacity=2)"])
 @pytest.mark.parametrize("T,K,D", [(0, 2, 8), (5, 1, 33), (3, 5, 17), (5, 2, 0)])
 def test_edges(T: int, K: int, D: int, layout: str) -> None:
-    plan = plan_of(T=T, K=K, layout=layout)
-    x_TD, dx_RD = torch.randn(T, D), torch.randn(plan.num_rows, D)
-    y_RD, gate_TK, dy_TD = torch.randn(plan.num_rows, D), torch.rand(T, K), torch.randn(T, D)
-    got = [
-        *with_gradients(GATHER, (x_TD,), plan, dx_RD),
-        *with_gradients(SUM, (y_RD, gate_TK), plan, dy_TD),
-    ]
-    want = [
-        *with_gradients(DISPATCH.get("index_select"), (x_TD,), plan, dx_RD),
-        *with_gradients(COMBINE.get("gather_sum"), (y_RD, gate_TK), plan, dy_TD),
-    ]
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    check_edges(GATHER, SUM, T, K, D, layout)
 
 
 def test_many_choices_and_rows_that_many_threads_share() -> None:
-    plan = plan_of(T=40, K=9, absent=0.5)
+    plan = plan_of(T=40, K=9, E=12, absent=0.5)
     x_TD, dx_RD = torch.randn(40, 520).half(), torch.randn(plan.num_rows, 520).half()
     got = with_gradients(GATHER, (x_TD,), plan, dx_RD)
     want = with_gradients(DISPATCH.get("index_select"), (x_TD,), plan, dx_RD)
@@ -92,7 +57,7 @@ def test_many_choices_and_rows_that_many_threads_share() -> None:
 
 def test_sums_are_taken_in_float32_and_rounded_once() -> None:
     """The kit cannot ask for it: plain torch sums gradients in the rows' dtype."""
-    plan = plan_of(T=30, K=9, layout="compact", absent=0.0)
+    plan = plan_of(T=30, K=9, E=12, layout="compact", absent=0.0)
     x_TD, dx_RD = torch.randn(30, 16).bfloat16(), torch.randn(plan.num_rows, 16).bfloat16()
     _, dx_TD = with_gradients(GATHER, (x_TD,), plan, dx_RD)
     total_TD = torch.zeros(30, 16)
@@ -102,14 +67,7 @@ def test_sums_are_taken_in_float32_and_rounded_once() -> None:
 
 
 def test_a_gradient_that_nobody_wants_is_not_computed() -> None:
-    plan = plan_of(T=5, K=2)
-    y_RD, gate_TK = torch.randn(plan.num_rows, 8), torch.rand(5, 2)
-    both = with_gradients(SUM, (y_RD, gate_TK), plan, torch.ones(5, 8))
-    for wanted, expected in ((0, both[1]), (1, both[2])):
-        leaves = [y_RD.clone(), gate_TK.clone()]
-        leaves[wanted].requires_grad_()
-        SUM(*leaves, plan).backward(torch.ones(5, 8))
-        assert torch.equal(leaves[wanted].grad, expected) and leaves[1 - wanted].grad is None
+    check_gradients_nobody_wants(SUM)
 
 
 def test_places_past_2_31() -> None:
@@ -130,14 +88,7 @@ def test_places_past_2_31() -> None:
 
 
 def test_mistakes_are_told() -> None:
-    plan = plan_of(T=3, K=2)
-    x_TD, y_RD, gate_TK = torch.randn(3, 8), torch.randn(plan.num_rows, 8), torch.rand(3, 2)
-    with pytest.raises(ValueError, match="4 tokens"):
-        GATHER(torch.randn(4, 8), plan)
-    with pytest.raises(ValueError, match="1 rows"):
-        SUM(y_RD[:1], gate_TK, plan)
-    assert "float64" in str(GATHER.why_not(x_TD.double(), plan))
-    assert "float16" in str(SUM.why_not(y_RD, gate_TK.half(), plan))
+    check_mistakes(GATHER, SUM)
 
 
 def test_a_plan_that_points_outside_is_noticed() -> None:

@@ -132,7 +132,7 @@ def test_mxfp4_takes_the_nearest_number() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="no format 'int5'; there are int8, int8_g128"):
+    with pytest.raises(ValueError, match="'int5'"):
         coding_of("int5")
     for name in ("int8_g32_asym", "int4", "int4_g0", "int4_g-32", "int4_g1000000"):
         with pytest.raises(ValueError, match="no format"):

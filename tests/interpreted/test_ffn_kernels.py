@@ -172,7 +172,7 @@ def test_compiles_without_graph_breaks(name: str) -> None:
 
 def test_what_it_cannot_do_it_says() -> None:
     args = arguments(T=22)
-    assert "at most 64 pairs" in EXPERT_FFN.why_not("triton_decode", *args)
+    assert "64 pairs" in EXPERT_FFN.why_not("triton_decode", *args)
     assert EXPERT_FFN.why_not("triton_fused", *args) is None
     for name in ("triton_fused", "triton_decode"):
         assert "sm_90" in EXPERT_FFN.why_not(f"{name}(pdl=1)", *arguments(T=2))
@@ -182,7 +182,7 @@ def test_what_it_cannot_do_it_says() -> None:
         assert "on a GPU" in EXPERT_FFN.why_not(
             name, *(t.to("meta") for t in (x_TD, gate_TK)), plan.to("meta"), weights.to("meta")
         )
-        with pytest.raises(ValueError, match="the plan was made for"):
+        with pytest.raises(ValueError, match="plan was made"):
             EXPERT_FFN.get(name)(x_TD, gate_TK[:, :1], plan, weights)
     assert "persistent=1" in EXPERT_FFN.why_not("triton_fused(prefetch=1)", *args)
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 from child_process import python
-from moe_routing_bench import Layout, RoutingPlan, all_ops
+from moe_routing_bench import RoutingPlan
 from moe_routing_bench.accuracy import judge
 from moe_routing_bench.ops.implementation import Implementation
-from tiny_layers import MAKE_PLAN, routing_of
+from moving_rows import (
+    COMBINE,
+    DISPATCH,
+    check_edges,
+    check_gradients_nobody_wants,
+    check_mistakes,
+    check_strides,
+    plan_of,
+    with_gradients,
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("compact", "padded(capacity=7)", "block(8)")
 # several programs along both sides of the result: 3 blocks of columns, the last one cut
 SMALL_TILES = "block_d=16,{tall}=4,num_warps=1"
-
-DISPATCH, COMBINE = all_ops()["dispatch"], all_ops()["combine"]
 
 
 def gather(options: str = "") -> Implementation:
@@ -28,23 +33,6 @@ def gather(options: str = "") -> Implementation:
 
 def gather_sum(options: str = "") -> Implementation:
     return COMBINE.get(f"triton_gather_sum({options or SMALL_TILES.format(tall='block_t')})")
-
-
-def plan_of(T: int, K: int, E: int = 5, layout: str = "block(8)", absent: float = 0.2) -> RoutingPlan:
-    return MAKE_PLAN(routing_of(T, K, E, absent=absent), Layout.parse(layout))
-
-
-def with_gradients(
-    run: Callable[..., Tensor], inputs: tuple[Tensor, ...], plan: RoutingPlan, upstream: Tensor
-) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    result = run(*leaves, plan)
-    if not result.requires_grad:  # plain torch on nothing
-        return [result, *map(torch.zeros_like, leaves)]
-    return [
-        result.detach(),
-        *torch.autograd.grad(result, leaves, upstream, allow_unused=True, materialize_grads=True),
-    ]
 
 
 def nan_where_no_pair(rows: Tensor, plan: RoutingPlan) -> Tensor:
@@ -97,50 +85,17 @@ def test_combine_equals_native(watched, dtype: torch.dtype, layout: str, gate_dt
 
 
 def test_any_strides_are_read_in_place(watched) -> None:
-    plan = plan_of(T=6, K=2)
-    x_TD = torch.randn(40, 12).t()[::2]
-    dx_RD = torch.randn(40).expand(plan.num_rows, 40)
-    assert x_TD.stride() == (2, 12) and dx_RD.stride() == (0, 1)
-    got = with_gradients(gather(), (x_TD,), plan, dx_RD)
-    want = with_gradients(DISPATCH.reference, (x_TD,), plan, dx_RD)
-    assert torch.equal(got[0], want[0]) and torch.allclose(got[1], want[1])
-
-    y_RD, gate_TK = torch.randn(40, plan.num_rows).t(), torch.rand(2, 6).t()
-    dy_TD = torch.ones(()).expand(6, 40)
-    got = with_gradients(gather_sum(), (y_RD, gate_TK), plan, dy_TD)
-    want = with_gradients(COMBINE.reference, (y_RD, gate_TK), plan, dy_TD)
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    check_strides(gather(), gather_sum())
 
 
 @pytest.mark.parametrize("layout", ["compact", "padded(capacity=0)", "padded(capacity=2)"])
 @pytest.mark.parametrize("T,K,D", [(0, 2, 8), (5, 2, 1), (5, 1, 33), (3, 5, 17), (5, 2, 0)])
 def test_edges(watched, T: int, K: int, D: int, layout: str) -> None:
-    plan = plan_of(T=T, K=K, layout=layout)
-    x_TD, dx_RD = torch.randn(T, D), torch.randn(plan.num_rows, D)
-    got = with_gradients(DISPATCH.get("triton_gather"), (x_TD,), plan, dx_RD)
-    want = with_gradients(DISPATCH.get("index_select"), (x_TD,), plan, dx_RD)
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs)
-    y_RD, gate_TK, dy_TD = torch.randn(plan.num_rows, D), torch.rand(T, K), torch.randn(T, D)
-    got = with_gradients(COMBINE.get("triton_gather_sum"), (y_RD, gate_TK), plan, dy_TD)
-    want = with_gradients(COMBINE.get("gather_sum"), (y_RD, gate_TK), plan, dy_TD)
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    check_edges(DISPATCH.get("triton_gather"), COMBINE.get("triton_gather_sum"), T, K, D, layout)
 
 
 def test_a_gradient_that_nobody_wants_is_not_computed(watched) -> None:
-    plan = plan_of(T=5, K=2)
-    y_RD, gate_TK = torch.randn(plan.num_rows, 8), torch.rand(5, 2)
-    both = with_gradients(gather_sum(), (y_RD, gate_TK), plan, torch.ones(5, 8))
-    lanes_for_both = watched.lanes
-    for wanted, expected in ((0, both[1]), (1, both[2])):
-        leaves = [y_RD.clone(), gate_TK.clone()]
-        leaves[wanted].requires_grad_()
-        before = watched.lanes
-        gather_sum()(*leaves, plan).backward(torch.ones(5, 8))
-        assert torch.equal(leaves[wanted].grad, expected) and leaves[1 - wanted].grad is None
-        assert watched.lanes - before < lanes_for_both
+    check_gradients_nobody_wants(gather_sum(), lambda: watched.lanes)
 
 
 def test_a_second_derivative_is_refused(watched) -> None:
@@ -172,12 +127,7 @@ def test_mistakes_are_told() -> None:
         gather("block_d=24")(x_TD, plan)
     with pytest.raises(ValueError, match="num_warps is 3"):
         gather_sum("num_warps=3")(y_RD, gate_TK, plan)
-    with pytest.raises(ValueError, match="4 tokens"):
-        gather()(torch.randn(4, 8), plan)
-    with pytest.raises(ValueError, match="1 rows"):
-        gather_sum()(y_RD[:1], gate_TK, plan)
-    assert "float64" in str(gather().why_not(x_TD.double(), plan))
-    assert "float16" in str(gather_sum().why_not(y_RD, gate_TK.half(), plan))
+    check_mistakes(gather(), gather_sum())
 
 
 def test_the_registered_ops_keep_torchs_rules() -> None:

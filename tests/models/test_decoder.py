@@ -153,7 +153,7 @@ def test_rotary_angles_are_exact_in_sixteen_bits() -> None:
 @pytest.mark.parametrize(
     ("moe", "sentence"),
     [
-        ({"shared_F": 8}, "no shared expert"),
+        ({"shared_F": 8}, "shared expert"),
         ({"activation": "gelu"}, "gated"),
         ({"bias": True}, "no biases"),
         ({"router": "hashed"}, "softmax top-k"),
@@ -173,7 +173,7 @@ def test_what_transformers_block_cannot_be_is_said(moe, sentence) -> None:
     [
         ({"kv_heads": 3}, "equal parts"),
         ({"head_dim": 7}, "even width"),
-        ({"method": "flash"}, "there is no attention 'flash'"),
+        ({"method": "flash"}, "attention 'flash'"),
         ({"moe": {"layout": "padded(capacity_factor=1.0,drop=probs)"}}, "not causal"),
     ],
 )

@@ -69,7 +69,7 @@ def test_it_computes_without_our_package(exported: Path) -> None:
 
 def test_another_version_of_kernels_is_refused(exported: Path) -> None:
     ran = called(exported / "build" / "torch-cpu", "0.18.0")
-    assert "needs kernels from 0.17.2 on and below 0.18, and this is 0.18.0" in ran.stderr
+    assert "0.18.0" in ran.stderr
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -96,5 +96,5 @@ def test_digests_and_imports(exported: Path, variant: str) -> None:
 def test_the_command(tmp_path: Path) -> None:
     target = tmp_path / "hub"
     assert "torch-cpu (" in mrb("export", "kernels", target).stdout.replace("\n", " ")
-    assert "is not an empty folder" in refused("export", "kernels", target)
-    assert "write `mrb export kernels DIR`" in refused("export", "other", target)
+    assert "empty folder" in refused("export", "kernels", target)
+    assert "`mrb export kernels DIR`" in refused("export", "other", target)

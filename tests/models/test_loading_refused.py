@@ -30,10 +30,10 @@ pytestmark = [pytest.mark.slow, needs_compiler]
 
 def test_what_is_not_read_is_said(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="not a folder"):
         plugin.load(folder)
     make("qwen3_moe").save_pretrained(folder)
-    with pytest.raises(ValueError, match=r"is not quantised; .* from_pretrained, and plugin\.freeze"):
+    with pytest.raises(ValueError, match=r"not quantised; .*plugin\.freeze"):
         plugin.load(folder)
     write_model(folder, "qwen3_moe", "int8")
     good = json.loads((folder / "config.json").read_text())
@@ -53,9 +53,9 @@ def test_what_is_not_read_is_said(tmp_path: Path) -> None:
         with pytest.raises(kind, match=re.escape(sentence)):
             plugin.load(folder)
         change(folder, **good)
-    with pytest.raises(ValueError, match="stored as int8, not as mxfp4"):
+    with pytest.raises(ValueError, match="int8, not as mxfp4"):
         plugin.load(folder, "native(store=mxfp4)")
-    with pytest.raises(NotImplementedError, match=r"run in native\(store=\.\.\.\), not in staged"):
+    with pytest.raises(NotImplementedError, match=r"not in staged"):
         plugin.load(folder, "staged")
     assert plugin.load(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
 
@@ -141,7 +141,7 @@ def test_a_packed_weight_that_says_another_shape_is_refused(tmp_path: Path) -> N
     write_model(folder, "qwen3_moe", "int4")
     name = f"{EXPERT}.up_proj.weight_shape".replace(".", "__")
     retensor(folder, **{name: torch.tensor([128, 255])})
-    with pytest.raises(ValueError, match=r"says \[128, 255\]; config.json calls for \[128, 256\]"):
+    with pytest.raises(ValueError, match=r"\[128, 255\].* \[128, 256\]"):
         plugin.load(folder)
 
 

@@ -131,7 +131,7 @@ def test_names() -> None:
     name = plugin.register("staged(combine=index_add,dispatch=one_hot_matmul)")
     model.set_experts_implementation(name)
     model(tokens())
-    with pytest.raises(ValueError, match="no implementation 'natvie'; did you mean 'native'"):
+    with pytest.raises(ValueError, match=r"'natvie'.*'native'"):
         plugin.register("natvie")
 
 
@@ -139,7 +139,7 @@ def test_names() -> None:
 def test_what_runs_is_said() -> None:
     model = make("gpt_oss")
     model.set_experts_implementation(OURS)
-    assert "gate and up columns alternate" in str(plugin.implementations(model))
+    assert "columns alternate" in str(plugin.implementations(model))
     plugin.freeze(model)
     rows = plugin.implementations(model)
     assert [one.module for one in rows] == [path for path, _ in experts_modules(model)] and len(rows) == 2
@@ -148,12 +148,12 @@ def test_what_runs_is_said() -> None:
     model = make("qwen3_moe").double()
     model.set_experts_implementation(OURS)
     assert plugin.implementations(model)[0].implementation.startswith("staged(")
-    assert "native cannot run: it computes bfloat16 or float32" in str(plugin.implementations(model))
+    assert "native cannot run" in str(plugin.implementations(model))
     model.set_experts_implementation("eager")
     assert plugin.implementations(model)[0].implementation == "eager"
     own = make("gelu_tanh")
     own.set_experts_implementation(OURS)
-    assert "the model's own function" in str(plugin.implementations(own))
+    assert "own function" in str(plugin.implementations(own))
     assert "GELUTanh" in str(plugin.implementations(own))
 
 
@@ -166,7 +166,7 @@ def test_a_named_implementation_that_cannot_run_says_why() -> None:
     assert plugin.implementations(model)[0].implementation == "none"
     own = make("gelu_tanh")
     own.set_experts_implementation(f"{OURS}:eager_loop")
-    with pytest.raises(NotImplementedError, match="does not know that of this model"), torch.no_grad():
+    with pytest.raises(NotImplementedError, match="does not know"), torch.no_grad():
         own(tokens())
 
 
@@ -288,13 +288,13 @@ def test_a_frozen_model_gives_the_same_tokens(name: str, tmp_path: Path) -> None
     model(ids)  # nothing requires gradients, so this needs no torch.no_grad()
     own = name == "gelu_tanh"  # its activation has no name with us, so nothing was packed
     assert all(isinstance(m.down_proj, Frozen) != own for _, m in experts_modules(model))
-    assert own or "frozen for it, packed once" in str(plugin.implementations(model))
+    assert own or "packed once" in str(plugin.implementations(model))
     assert all(torch.equal(p.clone(), values[path]) for path, p in model.named_parameters())
     if not own:
-        with pytest.raises(RuntimeError, match="these weights are frozen"):
+        with pytest.raises(RuntimeError, match="frozen"):
             model.save_pretrained(tmp_path)
         model.set_experts_implementation("grouped_mm")
-        with pytest.raises(RuntimeError, match="these weights are frozen"):
+        with pytest.raises(RuntimeError, match="frozen"):
             model(ids)
     plugin.thaw(model)
     model.save_pretrained(tmp_path)
@@ -340,7 +340,7 @@ def test_frozen_models_may_be_rounded_and_converted_ones_frozen() -> None:
     experts = [p for p in model.parameters() if isinstance(p, Frozen)]
     assert frozen.after == sum(p.panels.nbytes for p in experts) and 0 < frozen.error < 0.05
     assert plugin.freeze(model) == frozen  # again is nothing new
-    with pytest.raises(NotImplementedError, match="exist as int8 alone"):
+    with pytest.raises(NotImplementedError, match="int8"):
         plugin.freeze(model, "int4_g32")
     with pytest.raises(ValueError, match=r"int8_g128.*q4_k"):
         plugin.freeze(make("qwen3_moe"), "int5")
@@ -505,7 +505,7 @@ def test_compiled(name: str) -> None:
     whole = torch.compile(copy.copy(module), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         close(whole(x, chosen, gates), want)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="with gradients wanted the experts run kernels"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="gradients"):
         whole(x, chosen, gates)
     torch._dynamo.reset()
     broken = torch.compile(copy.copy(module), backend="aot_eager")
@@ -575,6 +575,6 @@ def test_a_function_of_the_models_own_breaks_the_graph_and_says_so() -> None:
     with torch.no_grad():
         close(torch.compile(module, backend="aot_eager")(*args), module(*args))
         torch._dynamo.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="own activation is called between kernels"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="own activation"):
             torch.compile(module, fullgraph=True, backend="aot_eager")(*args)
     torch._dynamo.reset()

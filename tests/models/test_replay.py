@@ -170,9 +170,7 @@ def test_generation_step_by_step(name: str) -> None:
     # the sequence at once, as a trainer reads it: 13 tokens, of which the last has no row
     _, calls = heard(model, lambda: replayed(model, trace, out.sequences, missing="live"))
     assert all(torch.equal(calls[layer][0].expert_TK[:12], trace.expert_TK[layer]) for layer in calls)
-    with pytest.raises(
-        ValueError, match="no row for place 12; call the model with the tokens that were recorded"
-    ):
+    with pytest.raises(ValueError, match="place 12"):
         replayed(model, trace, out.sequences)
     forced = other_trace(trace)
     with plugin.replay(model, forced):
@@ -263,7 +261,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=sentence) as caught:
             replayed(model, wrong, given, **options)
         assert "\n" not in str(caught.value) and left_alone(model)
-    with pytest.raises(ValueError, match="called with 0 tokens, but 14"), plugin.replay(model, trace):
+    with pytest.raises(ValueError, match="0 tokens, but 14"), plugin.replay(model, trace):
         pass
 
 
@@ -314,13 +312,13 @@ def test_what_cannot_be_replayed_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 
     for router in (model.model.layers[0].mlp.gate, model.model.layers[1].mlp.gate):
         monkeypatch.setattr(router, "forward", lambda x, router=router: sorts(x, router))
-    with pytest.raises(NotImplementedError, match=r"does not choose by torch\.topk over all experts"):
+    with pytest.raises(NotImplementedError, match=r"torch\.topk"):
         replayed(model, trace, ids)
-    with pytest.raises(NotImplementedError, match="its scores cannot be seen"):
+    with pytest.raises(NotImplementedError, match="scores"):
         record_trace(model, pieces([ids[0]], batch=1, sequence=7), scores=True)
-    with pytest.raises(NotImplementedError, match=r"replay before torch\.compile"):
+    with pytest.raises(NotImplementedError, match=r"torch\.compile"):
         replayed(torch.compile(model, backend="eager"), trace, ids)
-    with pytest.raises(NotImplementedError, match="router of this library"):
+    with pytest.raises(NotImplementedError, match="this library"):
         replayed(nn.Sequential(MoE(D=8, F=8, E=8, K=2)), changed(trace, names={0: "0"}), ids)
 
 
@@ -329,7 +327,7 @@ def test_an_expert_whose_group_is_ruled_out_has_no_gate() -> None:
     model, ids = tiny_models.make("deepseek_v2"), tiny_models.tokens()
     trace = own_trace(model, ids)
     assert torch.equal(replayed(model, trace, ids).logits, model(input_ids=ids, use_cache=False).logits)
-    with pytest.raises(NotImplementedError, match="is now ruled out has no gate"):
+    with pytest.raises(NotImplementedError, match="no gate"):
         replayed(model, other_trace(trace), ids)
 
 
@@ -345,7 +343,7 @@ def test_scores_are_those_that_were_compared(name: str) -> None:
         assert int((score_TE[0] == -torch.inf).sum()) == (4 if name == "deepseek_v3" else 0)
     plain = record_trace(model, pieces([tiny_models.tokens()[0]], batch=1, sequence=7))
     assert plain.scores() is None and plain.score_TE == {}
-    with pytest.raises(ValueError, match="bytes, over the limit"):
+    with pytest.raises(ValueError, match="the limit"):
         record_trace(
             model, pieces([tiny_models.tokens()[0]], batch=1, sequence=7), scores=True, max_bytes=1000
         )

@@ -127,7 +127,7 @@ def test_what_is_not_read_is_said(tmp_path: Path) -> None:
         folder = write(tmp_path / "model", changed, quantization_config=config)
         with pytest.raises((ValueError, NotImplementedError), match=re.escape(sentence)):
             read_stored(folder, 1)
-    with pytest.raises(ValueError, match="layers 0 to 1, not 7"):
+    with pytest.raises(ValueError, match="0 to 1, not 7"):
         read_stored(write(tmp_path / "model", tensors, quantization_config=good), 7)
     folder = write(tmp_path / "model", tensors, quantization_config=good, num_experts=1 << 30)
     with pytest.raises(ValueError, match="num_experts"):

@@ -175,7 +175,7 @@ def test_memory_is_bounded() -> None:
     assert trace.expert_TK[0].shape == (23, 3)
     # no view that would keep a whole batch
     assert trace.gate_TK[0].untyped_storage().nbytes() == 23 * 3 * 4
-    with pytest.raises(ValueError, match=r"1,000 tokens in 3 layers make 144,000 bytes.*at most 694 tokens"):
+    with pytest.raises(ValueError, match=r"144,000 bytes.* 694 tokens"):
         record_trace(model, pieces(texts(9), batch=1, sequence=9), max_tokens=1000, max_bytes=100_000)
 
 
@@ -290,7 +290,7 @@ def test_pieces_lose_and_repeat_nothing() -> None:
         assert back == [document.tolist() for document in documents]
     with pytest.raises(ValueError, match="at least 1"):
         next(pieces(documents, batch=0, sequence=1))
-    with pytest.raises(ValueError, match="no text to record"):
+    with pytest.raises(ValueError, match="no text"):
         record_trace(Own(), pieces(texts(0), batch=1, sequence=1))
 
 

@@ -159,7 +159,7 @@ def test_the_first_snippet_gets_the_fast_path() -> None:
     # with gradients wanted too
     assert choose(FFN, arguments(layer, 16)).implementation.label == "native"
     assert all(torch.equal(*pair) for pair in zip(gradients(layer, x), gradients(same, x), strict=True))
-    assert "staged" in layer.double().implementation and "native cannot run: it comp" in layer.implementation
+    assert "staged" in layer.double().implementation and "native cannot run" in layer.implementation
     assert "staged" in layer.float().to("meta").implementation
 
 
@@ -174,7 +174,7 @@ def test_autocast_is_obeyed() -> None:
     layer, x = MoE(16, 8, 4, 2), torch.randn(5, 16)
     assert layer(x)[0].dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
-        assert "; native cannot run: torch.autocast asks for torch.bfloat16" in layer.implementation
+        assert "torch.autocast" in layer.implementation
         plain = MoE(16, 8, 4, 2, impl="staged")
         plain.load_state_dict(layer.state_dict())
         assert torch.equal(layer(x)[0], plain(x)[0])
@@ -230,8 +230,8 @@ def test_a_table_by_size_is_followed_by_a_layer_built_once(anew) -> None:
         layer(torch.randn(T, 12))
     assert seen == ["eager_loop", "eager_loop", "staged", "staged", "eager_loop"]
     said = layer.implementation
-    assert "expert_ffn.eager_loop up to T=4 (auto: preferred on" in said and "few.txt" in said
-    assert "grouped_gemm=expert_loop) from T=5 (auto: preferred on" in said and "many.txt" in said
+    assert "expert_ffn.eager_loop up to T=4 (auto" in said and "few.txt" in said
+    assert "grouped_gemm=expert_loop) from T=5 (auto" in said and "many.txt" in said
 
 
 def test_a_row_is_for_its_dtype_and_for_gradients_or_none(anew) -> None:
@@ -307,9 +307,9 @@ def test_what_is_named_runs_or_raises() -> None:
     parts = "combine=gather_sum,dispatch=index_select,grouped_gemm=expert_loop"
     assert layer.implementation == f"make_plan.counting + expert_ffn.staged({parts})"
     assert "make_plan=counting" in repr(layer) and parts in repr(layer)
-    with pytest.raises(NotImplementedError, match=r"^expert_ffn\.staged\(.*it needs the padded layout"):
+    with pytest.raises(NotImplementedError, match=r"^expert_ffn\.staged\(.*padded"):
         MoE(12, 8, 5, 2, impl="staged(grouped_gemm=padded_bmm)")(torch.randn(2, 12))
-    with pytest.raises(ValueError, match="grouped_gemm has no implementation 'auto'"):
+    with pytest.raises(ValueError, match="implementation 'auto'"):
         MoE(12, 8, 5, 2, impl="staged(grouped_gemm=auto)")
     # what a benchmark does: one layer, other implementations on the same weights
     other = copy.copy(MoE(12, 8, 5, 2))
@@ -356,9 +356,7 @@ def test_a_compiled_layer_holds_the_choice(anew) -> None:
 # ---- compiling, and what it needs
 
 
-@pytest.mark.parametrize(
-    ("tool", "command"), [("g++", "install g++ (apt install g++)"), ("ninja", "pip install ninja")]
-)
+@pytest.mark.parametrize(("tool", "command"), [("g++", "apt install g++"), ("ninja", "pip install ninja")])
 def test_a_missing_tool_is_said_once_with_the_command(anew, tool: str, command: str) -> None:
     pretend(anew, "avx2")
     lacking(anew, tool)

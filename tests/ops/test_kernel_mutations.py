@@ -8,13 +8,12 @@ import runpy
 import tomllib
 from collections import Counter
 
-import pytest
-
 from repository import ROOT, SOURCE
 
 OPS = SOURCE / "ops"
 SCRIPT = runpy.run_path(str(ROOT / "measurements" / "gpu" / "kernel_mutations.py"))
 MUTATIONS = SCRIPT["mutations"]()
+CUTE = tomllib.loads((ROOT / "tests" / "data" / "cute_mutations.toml").read_text())["mutation"]
 KERNELS = {str(path.relative_to(OPS)) for path in [*OPS.rglob("triton_*.py"), *OPS.glob("gpu*.py")]}
 KINDS = {
     "out_of_bounds", "missing_mask", "race", "double_write", "wrong_order", "wrong_index", "precision",
@@ -22,12 +21,12 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.file}-{m.kind}-{m.key()}")
-def test_the_text_occurs_once_and_python_can_read_what_it_becomes(mutation) -> None:
-    text = (OPS / mutation.file).read_text()
-    assert text.count(mutation.old) == 1, "change the row in tests/data/kernel_mutations.toml"
-    mutated = text.replace(mutation.old, mutation.new)
-    assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(text))
+def test_each_text_occurs_once_and_python_can_read_what_it_becomes() -> None:
+    planted = [(one.file, one.old, one.new) for one in MUTATIONS]
+    for file, old, new in planted + [(one["file"], one["old"], one["new"]) for one in CUTE]:
+        text = (OPS / file).read_text()
+        assert text.count(old) == 1, f"{file}: {old}: change the row in tests/data/*_mutations.toml"
+        assert ast.dump(ast.parse(text.replace(old, new))) != ast.dump(ast.parse(text)), (file, old)
 
 
 def test_every_kernel_file_has_faults_of_every_kind_somewhere() -> None:
@@ -47,19 +46,13 @@ def test_the_results_are_those_of_this_table_and_nothing_survived() -> None:
     assert SCRIPT["RESULTS"].with_suffix(".txt").read_text() == SCRIPT["summary"](list(results.values()))
 
 
-CUTE = tomllib.loads((ROOT / "tests" / "data" / "cute_mutations.toml").read_text())["mutation"]
-
-
-@pytest.mark.parametrize("mutation", CUTE, ids=lambda m: f"{m['file']}-{m['kind']}")
-def test_faults_of_the_cute_kernels_fit_them(mutation) -> None:
-    text = (OPS / mutation["file"]).read_text()
-    assert text.count(mutation["old"]) == 1, "change the row in tests/data/cute_mutations.toml"
-    ast.parse(text.replace(mutation["old"], mutation["new"]))
-
-
-def test_every_fault_that_was_planted_in_a_cute_kernel_was_noticed() -> None:
+def test_the_faults_noticed_in_cute_kernels_are_those_of_the_table() -> None:
     lines = (ROOT / "measurements" / "gpu" / "cute_mutations.txt").read_text().splitlines()
-    for path in OPS.glob("*/cute_*.py"):
-        rows = [line for line in lines if line.startswith(str(path.relative_to(OPS)))]
-        planted = [line for line in rows if "no fault" not in line]
-        assert len(planted) >= 8 and not [line for line in planted if line.endswith("nothing")]
+    rows = [line for line in lines if line.partition(".py ")[1]]
+    wanted = [(one["file"], one["kind"]) for one in CUTE]
+    assert {str(path.relative_to(OPS)) for path in OPS.glob("*/cute_*.py")} == {file for file, _ in wanted}
+    wanted += [(file, "no fault") for file in {file for file, _ in wanted}]
+    assert len(rows) == len(wanted)
+    for file, kind in wanted:
+        (row,) = [line for line in rows if line.startswith(f"{file:28} {kind:50} ")]
+        assert row.endswith("nothing") == (kind == "no fault"), row

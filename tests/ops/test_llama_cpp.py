@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,36 +12,17 @@ from torch import Tensor
 
 import tiny_layers
 from moe_routing_bench.accuracy import judge
-from moe_routing_bench.bench.sources import Code
 from moe_routing_bench.experts import QuantisedExperts
 from moe_routing_bench.formats.named import quantise
 from moe_routing_bench.formats.stored import E2M1
-from moe_routing_bench.ops.catalog import find
 from moe_routing_bench.ops.expert_ffn import llama_cpp
 from moe_routing_bench.ops.expert_ffn.op import op
-from moe_routing_bench.ops.ggml_calls import INSTALL
 
 pytestmark = pytest.mark.slow
 
 INSTALLED = importlib.util.find_spec("llama_cpp") is not None
 needs_llama_cpp = pytest.mark.skipif(not INSTALLED, reason="llama-cpp-python is not installed")
 STORES = ("q8_0", "q4_k", "mxfp4")
-
-
-def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-
-    def find_spec(name: str, package: str | None = None) -> Any:
-        return None if name == "llama_cpp" else real(name, package)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    monkeypatch.setattr(op, "_ready", SimpleNamespace())
-    seen = find(op, "llama_cpp")
-    assert (seen.state, seen.reason) == ("absent", f"needs llama_cpp; {INSTALL}")
-
-
-def test_its_version_is_part_of_the_key() -> None:
-    assert "llama_cpp" in Code.of([Path(llama_cpp.__file__)]).versions
 
 
 def test_mxfp4_as_gguf_has_it() -> None:

@@ -74,7 +74,7 @@ def run(args: Arguments, spec: str = "native") -> Tensor:
 
 @pytest.mark.parametrize(
     "absent,sentence",
-    [("g++", "no C++ compiler was found; install g"), ("ninja", "ninja was not found; pip install")],
+    [("g++", "C++ compiler"), ("ninja", "ninja was not found")],
 )
 def test_a_missing_tool_is_a_reason(absent: str, sentence: str, anew: pytest.MonkeyPatch) -> None:
     which = cpp.shutil.which
@@ -235,13 +235,13 @@ def test_levels_follow_the_processor(anew: pytest.MonkeyPatch) -> None:
             cpp.best_level.cache_clear()
             assert cpp.best_level() == level
     cpp.best_level.cache_clear()
-    with pytest.raises(ValueError, match="no level 'sse'; there are amx, vnni, avx512, avx2, neon, and for"):
+    with pytest.raises(ValueError, match="'sse'"):
         cpp.load(launcher.SOURCE, "sse")
 
 
 def test_no_avx2_is_a_reason(anew: pytest.MonkeyPatch) -> None:
     pretend(anew)
-    assert "x86 processors with AVX2" in str(EXPERT_FFN.why_not("native", *arguments()))
+    assert "AVX2" in str(EXPERT_FFN.why_not("native", *arguments()))
     with pytest.raises(NotImplementedError, match="AVX2"):
         run(arguments())
 

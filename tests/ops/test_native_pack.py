@@ -153,7 +153,7 @@ def test_no_compiler_is_a_reason(op: str, name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CXX", "no-such-compiler")
     cpp.missing_tool.cache_clear(), cpp._why_not_loaded.cache_clear()
     try:
-        assert "no C++ compiler was found" in str(OPS[op].why_not(name, *args))
+        assert "C++ compiler" in str(OPS[op].why_not(name, *args))
         with pytest.raises(NotImplementedError, match="install g"):
             OPS[op].get(name)(*args)
     finally:
@@ -176,7 +176,7 @@ def test_it_says_what_it_cannot_do(op: str, name: str) -> None:
 
 def test_gates_of_another_dtype_are_refused() -> None:
     y_RD, gate_TK, plan = arguments_of("combine")
-    assert "gates are float32 or" in str(COMBINE.why_not("native", y_RD, gate_TK.half(), plan))
+    assert "float32 or" in str(COMBINE.why_not("native", y_RD, gate_TK.half(), plan))
     assert COMBINE.why_not("native", y_RD.half(), gate_TK, plan) is None
 
 

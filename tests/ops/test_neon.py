@@ -48,7 +48,7 @@ def test_its_processors_are_known(more: str, tmp_path: Path, monkeypatch: pytest
         file.write_text(CPUINFO.format(more).replace("asimddp", ""))
         cpp.best_level.cache_clear()
         assert cpp.best_level() is None
-        assert "ARM with asimddp" in str(cpp.why_not())
+        assert "asimddp" in str(cpp.why_not())
     finally:
         cpp.best_level.cache_clear()
 

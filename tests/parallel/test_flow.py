@@ -17,10 +17,11 @@ from moe_routing_bench.parallel.placement import Placement
 from moe_routing_bench.parallel.placing import contiguous, replicated, strided
 from moe_routing_bench.parallel.ranks import Ranks
 from moe_routing_bench.parallel.step import LayerSize, step_time
-from moe_routing_bench.parallel.traffic import rows_sent, settle
+from moe_routing_bench.parallel.traffic import settle
 from moe_routing_bench.plan import Layout
 from moe_routing_bench.routing import Routing
 from ranks_in_processes import on_ranks
+from rows_sent import rows_sent
 
 E, K, T = 8, 3, 40
 SIZE = LayerSize(D=16, F=32, E=E, K=K)

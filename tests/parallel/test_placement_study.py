@@ -75,12 +75,12 @@ def test_even_routing_does_not_pay(even: Path) -> None:
 
 
 def test_what_cannot_be_placed_says_so(skewed: Path) -> None:
-    assert "cannot be cut into 4 windows" in refused("place", skewed, "--ranks", 4, "--tokens", 400)
+    assert "4 windows" in refused("place", skewed, "--ranks", 4, "--tokens", 400)
     assert "--replicas" in refused("place", skewed, "--ranks", 4, "--replicas", "a")
     few = ["--ranks", 2, "--tokens", 32]
-    assert "a rank holds one of each" in refused("place", skewed, *few, "--replicas", "9")
+    assert "one of each" in refused("place", skewed, *few, "--replicas", "9")
     assert "--ranks is 0" in refused("place", skewed, "--ranks", 0)
-    assert "there is no trace file" in refused("place", "nothing.safetensors", "--ranks", 2)
+    assert "trace file" in refused("place", "nothing.safetensors", "--ranks", 2)
 
 
 tokens = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True), min_size=1, max_size=9)
@@ -130,4 +130,4 @@ def test_cache_command(skewed: Path) -> None:
     said = mrb("cache", skewed, "--slots", 4, "--policy", "lru", "--model", "mixtral-8x7b").stdout
     assert "MiB" in said and "lru" in said and "lfu" not in said.splitlines()[3]
     assert "give 2 to 8" in refused("cache", skewed, "--slots", 1)
-    assert "there is no policy" in refused("cache", skewed, "--slots", 4, "--policy", "fifo")
+    assert "no policy" in refused("cache", skewed, "--slots", 4, "--policy", "fifo")

@@ -56,10 +56,10 @@ CLASSES: dict[str, dict[str, str]] = {
     "harming rivals": {
         "combine.timer_burns_the_core": "PASSED SUSPECT",
         "combine.daemon_burns_the_core": "SUSPECT",
-        "combine.kills_its_rivals": "SUSPECT",
-        "combine.stops_its_rivals": "SUSPECT",
-        "combine.slows_its_rivals": "SUSPECT",
-        "combine.moves_its_rivals": "SUSPECT PASSED",
+        "combine.harms_its_rivals(how=kill)": "SUSPECT",
+        "combine.harms_its_rivals(how=stop)": "SUSPECT",
+        "combine.harms_its_rivals(how=slow)": "SUSPECT",
+        "combine.harms_its_rivals(how=move)": "SUSPECT PASSED",
         "combine.fills_the_memory": "SUSPECT OOM",
     },
     "more cores": {
@@ -90,5 +90,6 @@ CLASSES: dict[str, dict[str, str]] = {
         "combine.describes_another": "PASSED",
         "combine.restores_before_the_print": "MUTATED_INPUT WRONG_VALUE",
         "combine.passes_its_own_kit": _WRONG,
+        "combine.supports_no_hard_case": "UNSUPPORTED",
     },
 }

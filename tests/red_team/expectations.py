@@ -139,8 +139,10 @@ EXPECTED: dict[tuple[str, str], Expectation] = {
     ("combine", "fixes_the_dice"): _row(
         f"{_WRONG} MUTATED_INPUT", "makes fresh inputs all alike, then remembers", 7, must_hold=_HONEST_TIME
     ),
-    ("combine", "zeros_after_the_check"): _row(_WRONG, "zeros after 12 calls", 6, needs="13 calls or more"),
-    ("combine", "empty_memory_after_the_check"): _row(
+    ("combine", "honest_until_checked(then=zeros)"): _row(
+        _WRONG, "zeros after 12 calls", 6, needs="13 calls or more"
+    ),
+    ("combine", "honest_until_checked(then=unwritten)"): _row(
         f"{_WRONG} NONFINITE", "unwritten memory after 12 calls", 10, needs="13 calls or more"
     ),
     ("combine", "stale_memory"): _row(
@@ -214,7 +216,7 @@ EXPECTED: dict[tuple[str, str], Expectation] = {
     ("combine", "fills_later"): _row(
         f"{_WRONG} NONFINITE NONDETERMINISTIC", "a thread fills the result 20 ms later", 8, settle_seconds=0.5
     ),
-    ("combine", "fills_at_once_elsewhere"): _row(
+    ("combine", "fills_later(delay=0.0)"): _row(
         f"{_WRONG} NONFINITE NONDETERMINISTIC",
         "a thread fills the result during the return",
         8,
@@ -287,7 +289,9 @@ EXPECTED: dict[tuple[str, str], Expectation] = {
     ("combine", "loops_forever"): _row(
         "TIMEOUT", "never returns and ignores SIGTERM", 29, needs=_DEAD, first_call="dangerous"
     ),
-    ("combine", "hangs_after_the_check"): _row("TIMEOUT", "30 calls, then it hangs", 29, needs=_DEAD),
+    ("combine", "honest_until_checked(then=hang)"): _row(
+        "TIMEOUT", "30 calls, then it hangs", 29, needs=_DEAD
+    ),
     ("combine", "segfaults"): _row("CRASHED", "reads address zero", 29, needs=_DEAD, first_call="dangerous"),
     ("combine", "kills_its_process"): _row(
         "CRASHED", "SIGKILL to itself", 29, needs=_DEAD, first_call="dangerous"
@@ -295,7 +299,9 @@ EXPECTED: dict[tuple[str, str], Expectation] = {
     ("combine", "exits_in_silence"): _row(
         "CRASHED", "exit code 0, no word", 29, needs=_DEAD, first_call="dangerous"
     ),
-    ("combine", "exits_after_the_check"): _row("CRASHED", "30 calls, then exit code 0", 29, needs=_DEAD),
+    ("combine", "honest_until_checked(then=exit)"): _row(
+        "CRASHED", "30 calls, then exit code 0", 29, needs=_DEAD
+    ),
     ("combine", "raises_system_exit"): _row(
         "RUNTIME_ERROR CRASHED",
         "SystemExit passes `except Exception`",

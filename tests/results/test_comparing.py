@@ -40,7 +40,7 @@ def test_a_change_is_found_although_the_machine_drifted(a: Path, tmp_path: Path)
     assert fast.repro == "mrb bench expert_ffn --impl fast"
     # the baseline has only its times, and its code is the same
     assert base.method == "times" and base.ratio == pytest.approx(1.3, rel=0.05) and base.same_code
-    assert base.verdict == "UNDECIDED" and "unchanged code moved by" in base.reason
+    assert base.verdict == "UNDECIDED" and "unchanged code" in base.reason
     assert [change.implementation for change in compare_runs(a, b).changes] == ["fast", "base"]
 
 
@@ -75,13 +75,13 @@ def test_a_noisy_run_decides_nothing_within_its_noise(a: Path, tmp_path: Path) -
     assert by_name(compare_runs(a, b))["fast"].verdict == "SLOWER"
     for one, other in ((a, noisy), (noisy, a)):
         change = by_name(compare_runs(one, other))["fast"]
-        assert change.verdict == "UNDECIDED" and "own twin is 8.0 % away" in change.reason
+        assert change.verdict == "UNDECIDED" and "8.0 %" in change.reason
 
 
 def test_few_samples_decide_nothing(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / n, {"base": [t] * 3}, twin=False) for n, t in (("a", 0.01), ("b", 0.09))]
     (change,) = compare_runs(*runs).changes
-    assert change.verdict == "UNDECIDED" and "fewer than 5 samples" in change.reason
+    assert change.verdict == "UNDECIDED" and "5 samples" in change.reason
     assert change.interval is None and change.ratio == pytest.approx(9)
 
 
@@ -103,7 +103,7 @@ def test_by_times_a_change_must_go_beyond_the_drift_of_unchanged_code(a: Path, t
         assert changes["fast"].verdict == "UNDECIDED"
     alone = make_run(tmp_path / "alone", {"base": 1.1}, sources={"base": "new"})
     (change,) = compare_runs(make_run(tmp_path / "before", {"base": 1.0}), alone).changes
-    assert change.verdict == "SLOWER" and "no unchanged code was timed in both" in change.reason
+    assert change.verdict == "SLOWER" and "no unchanged code" in change.reason
     # with another version of torch allowed, what has the same source is a fair question again
     b = make_run(tmp_path / "e", {"base": 1.3}, environment=OTHER_TORCH)
     (change,) = compare_runs(a, b, allow=["torch"]).changes
@@ -171,7 +171,7 @@ def test_another_router_or_layer_is_another_contender(tmp_path: Path, other: dic
     # and alone it is not what the other run has
     alone = make_run(tmp_path / "c", {"fast again": 0.4}, each={"fast again": other}, twin=False)
     default = make_run(tmp_path / "d", {"fast": 0.8}, twin=False)
-    with pytest.raises(ValueError, match=r"nothing that passed is in both.*" + re.escape(name)):
+    with pytest.raises(ValueError, match=re.escape(name)):
         compare_runs(default, alone)
 
 
@@ -209,13 +209,13 @@ def test_of_many_only_the_like_are_compared(tmp_path: Path) -> None:
 
 def test_two_differences_are_both_named(a: Path, tmp_path: Path) -> None:
     b = make_run(tmp_path / "b", {"base": 1.0}, environment=OTHER_MACHINE, protocol__threads=2)
-    with pytest.raises(ValueError, match=r"machines differ.*threads differ.*--allow machine --allow threads"):
+    with pytest.raises(ValueError, match="--allow machine --allow threads"):
         compare_runs(a, b)
 
 
 def test_an_unknown_dimension_is_told(a: Path, tmp_path: Path) -> None:
     b = make_run(tmp_path / "b", {"base": 1.0})
-    with pytest.raises(ValueError, match=r"no dimension 'machin'; did you mean.*machine"):
+    with pytest.raises(ValueError, match=r"'machin'.*'machine'"):
         compare_runs(a, b, allow=["machin"])
 
 
@@ -223,11 +223,11 @@ def test_environments_that_are_absent_are_told_apart_by_their_hash(a: Path, tmp_
     b = make_run(tmp_path / "b", {"base": 1.0, "fast": 0.8}, environment=OTHER_MACHINE)
     for path in (b / "environments").iterdir():
         path.write_text(json.dumps(ENVIRONMENT))  # like A's, but not what the file's name says
-    with pytest.raises(ValueError, match="machines differ: a is xeon-2-cores, b is not known"):
+    with pytest.raises(ValueError, match=r"xeon-2-cores.* not known"):
         compare_runs(a, b)
     for path in (a / "environments").iterdir():
         path.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="machines differ: a is not known"):
+    with pytest.raises(ValueError, match=r"machines.* not known"):
         compare_runs(a, b)
 
 
@@ -282,7 +282,7 @@ def test_changed_samples_are_not_used(a: Path, tmp_path: Path) -> None:
     b = make_run(tmp_path / "b", {"base": 1.0, "fast": 0.8})
     (path,) = b.glob("session=*/samples.f64")
     path.write_bytes(np.full(3 * ROUNDS, 1e-6).tobytes())
-    with pytest.raises(ValueError, match=r"no line .* is a valid record.* are not those that were written"):
+    with pytest.raises(ValueError, match=r"valid record.*samples"):
         compare_runs(a, b)
 
 
@@ -298,19 +298,18 @@ def test_a_torn_line_is_left_out_and_told(a: Path, tmp_path: Path) -> None:
 
 def test_folders_with_nothing_to_compare_get_a_sentence(a: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
-    with pytest.raises(ValueError, match="no results folder"):
-        compare_runs(a, empty)
     empty.mkdir()
-    with pytest.raises(ValueError, match="holds no records"):
-        compare_runs(a, empty)
-    with pytest.raises(ValueError, match="compared with itself"):
-        compare_runs(a, a)
     strangers = make_run(tmp_path / "b", {"other": 1.0})
-    with pytest.raises(ValueError, match=r"nothing that passed is in both folders.*base.*other"):
-        compare_runs(a, strangers)
     failures = make_run(tmp_path / "c", {"base": "OOM"}, twin=False, workload__T=7)
-    with pytest.raises(ValueError, match="nothing that passed"):
-        compare_runs(a, failures)
+    for folder, named in (
+        (tmp_path / "absent", "no results folder"),
+        (empty, "no records"),
+        (a, "itself"),
+        (strangers, "base.*other"),
+        (failures, "passed"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            compare_runs(a, folder)
 
 
 def test_the_same_code_is_seldom_called_different(tmp_path: Path) -> None:

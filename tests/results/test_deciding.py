@@ -123,7 +123,7 @@ def test_only_the_plain_layer_going_forward_decides(
 ) -> None:
     newer = {"created_at": "2026-11-16T00:00:00Z", "what__span": "layer", "protocol__cache": "cold"}
     make_run(tmp_path / "alone", {"eager_loop": 1.0, "staged": 0.5}, **{**newer, **other})
-    with pytest.raises(ValueError, match="decides nothing: records not used: " + re.escape(words)):
+    with pytest.raises(ValueError, match="records not used: " + re.escape(words)):
         decide(tmp_path / "alone")
     make_run(tmp_path / "a", {"eager_loop": 1.0, "staged": 2.0}, what__span="layer")
     make_run(tmp_path / "a", {"eager_loop": 1.0, "staged": 0.5}, **{**newer, **other})
@@ -145,7 +145,7 @@ def test_an_op_is_decided_by_its_own_span_and_a_chain_of_ops_by_none(tmp_path: P
     make_run(tmp_path, {"a+b": 1.0, "c+d": 0.7}, what__span="pack")
     decided = decide(tmp_path)
     assert [(a.question.op, a.contests[0].winner) for a in decided.answers] == [("combine", "gather_sum")]
-    assert any("the span pack is several operations" in note for note in decided.notes)
+    assert any("span pack" in note for note in decided.notes)
 
 
 def test_one_that_did_not_pass_everywhere_is_no_choice_for_all(tmp_path: Path) -> None:
@@ -179,16 +179,16 @@ def test_the_newest_measurement_of_a_size_counts(tmp_path: Path) -> None:
     make_run(tmp_path, {"eager_loop": 1.0, "staged": 2.0}, routing__seed=1, created_at="2026-11-16T00:00:00Z")
     decided = decide(tmp_path)
     assert decided.answers[0].contests[0].winner == "eager_loop"
-    assert any("cells not used: a newer" in note for note in decided.notes)
+    assert any("a newer" in note for note in decided.notes)
 
 
 @pytest.mark.parametrize(
     ("other", "words"),
     [
         ({"environment": OTHER_MACHINE}, "mixes machines: laptop, xeon-2-cores"),
-        ({"environment": OTHER_TORCH}, r"mixes versions of torch: 2\.13\.0\+cpu, 2\.14\.0"),
-        ({"protocol__view": "cuda events"}, "mixes timer views: cuda events, host wall"),
-        ({"protocol__cache": "cold"}, "mixes the cache policies cold, hot; choose one with --cache"),
+        ({"environment": OTHER_TORCH}, r"torch: 2\.13\.0\+cpu, 2\.14\.0"),
+        ({"protocol__view": "cuda events"}, "cuda events, host wall"),
+        ({"protocol__cache": "cold"}, "cold, hot; .*--cache"),
     ],
 )
 def test_a_mixed_folder_is_refused(tmp_path: Path, other: dict[str, Any], words: str) -> None:
@@ -198,7 +198,7 @@ def test_a_mixed_folder_is_refused(tmp_path: Path, other: dict[str, Any], words:
         decide(tmp_path)
     if "protocol__cache" in other:
         assert len(decide(tmp_path, cache="cold").answers) == 1
-        with pytest.raises(ValueError, match="nothing with the cache policy 'warm'"):
+        with pytest.raises(ValueError, match="'warm'"):
             decide(tmp_path, cache="warm")
 
 
@@ -206,20 +206,20 @@ def test_a_folder_that_does_not_know_its_machine_is_refused(tmp_path: Path) -> N
     make_run(tmp_path, {"eager_loop": 1.0, "staged": 0.5})
     for path in (tmp_path / "environments").iterdir():
         path.unlink()
-    with pytest.raises(ValueError, match="does not say on which machine"):
+    with pytest.raises(ValueError, match="which machine"):
         decide(tmp_path)
 
 
 def test_folders_that_decide_nothing_get_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no results folder"):
         decide(tmp_path / "absent")
-    with pytest.raises(ValueError, match="no record with status PASSED"):
+    with pytest.raises(ValueError, match="PASSED"):
         decide(tmp_path)
     make_run(tmp_path, {"staged": "OOM"}, twin=False)
-    with pytest.raises(ValueError, match="no record with status PASSED"):
+    with pytest.raises(ValueError, match="PASSED"):
         decide(tmp_path)
     make_run(tmp_path, {"staged": [0.01] * 4}, twin=False)
-    with pytest.raises(ValueError, match="decides nothing: cells not used: fewer than 5 rounds"):
+    with pytest.raises(ValueError, match="5 rounds"):
         decide(tmp_path)
 
 
@@ -227,7 +227,7 @@ def test_a_twin_alone_decides_nothing(tmp_path: Path) -> None:
     make_run(tmp_path, {"eager_loop": 1.0})
     (path,) = tmp_path.glob("session=*/records.jsonl")
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[1])
-    with pytest.raises(ValueError, match="no record with status PASSED"):
+    with pytest.raises(ValueError, match="PASSED"):
         decide(tmp_path)
 
 
@@ -235,7 +235,7 @@ def test_changed_samples_decide_nothing(tmp_path: Path) -> None:
     make_run(tmp_path, {"eager_loop": 1.0, "staged": 0.5})
     (path,) = tmp_path.glob("session=*/samples.f64")
     path.write_bytes(np.full(3 * ROUNDS, 1e-6).tobytes())
-    with pytest.raises(ValueError, match="not those that were written"):
+    with pytest.raises(ValueError, match="were written"):
         decide(tmp_path)
 
 

@@ -123,6 +123,17 @@ def test_an_installed_package_has_a_history_by_its_code(tmp_path: Path) -> None:
     assert mrb("history", tmp_path / "r").stdout.count("regression") == 1
 
 
+def test_cases_that_differ_in_one_axis_are_two_series(tmp_path: Path) -> None:
+    """10 ms without biases and 20 ms with them are not one point of 15 ms."""
+    for n, (bias, drift) in enumerate(((False, 1.0), (True, 2.0))):
+        with Session.start(tmp_path / "r") as session:
+            add_cell(session, {"base": 1.0, "mine": 1.1}, seed=n, drift=drift, workload__bias=bias)
+    found = history(tmp_path / "r", "ms")
+    assert sorted(round(one.points[0].value / 10) for one in found.series) == [1, 1, 2, 2]
+    assert len({(one.where, one.contender) for one in found.series}) == 4
+    assert len(mrb_json("results", "-f", tmp_path / "r")["best"]) == 2
+
+
 def test_without_times_there_is_no_history(tmp_path: Path) -> None:
     Session.start(tmp_path / "r").close()
     refused("history", tmp_path / "r")

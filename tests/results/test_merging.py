@@ -50,19 +50,19 @@ def test_a_shard_is_read(text: str, environment: dict[str, str], shard: str) -> 
 @pytest.mark.parametrize(
     ("text", "environment", "words"),
     [
-        ("0/4", {}, "the first of 4 is 1/4"),
-        ("5/4", {}, "there is no shard 5/4"),
-        ("1/0", {}, "there is no shard 1/0"),
+        ("0/4", {}, "1/4"),
+        ("5/4", {}, "5/4"),
+        ("1/0", {}, "1/0"),
         ("1/1000000", {}, "at most 100,000"),
         ("half", {}, "a shard is I/N"),
         ("-1/4", {}, "a shard is I/N"),
-        ("auto", {}, "neither is set here"),
+        ("auto", {}, "neither"),
         ("auto", {"JOB_COMPLETION_INDEX": "2"}, "--shard auto/8"),
-        ("auto/2", {"JOB_COMPLETION_INDEX": "2"}, "there is no shard 3/2"),
-        ("auto/2", {"JOB_COMPLETION_INDEX": "x"}, "a number, and it is 'x'"),
-        ("auto/5", SLURM, "in a Slurm array of 4"),
-        ("auto", SLURM | {"SLURM_ARRAY_TASK_MAX": "17"}, "not evenly spaced"),
-        ("auto", SLURM | {"SLURM_ARRAY_TASK_ID": "9"}, "not evenly spaced"),
+        ("auto/2", {"JOB_COMPLETION_INDEX": "2"}, "3/2"),
+        ("auto/2", {"JOB_COMPLETION_INDEX": "x"}, "'x'"),
+        ("auto/5", SLURM, "Slurm array"),
+        ("auto", SLURM | {"SLURM_ARRAY_TASK_MAX": "17"}, "evenly spaced"),
+        ("auto", SLURM | {"SLURM_ARRAY_TASK_ID": "9"}, "evenly spaced"),
         ("auto", {"SLURM_ARRAY_TASK_ID": "1"}, "needs SLURM_ARRAY_TASK_MIN"),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_sweep_in_shards_plans_every_cell_once(tmp_path: Path, usual_speed: No
     whole = mrb_json(*words)["todo"]
     parts = [mrb_json(*words, "--shard", f"{number}/4")["todo"] for number in range(1, 5)]
     assert len(whole) == 6 and sorted(cell for part in parts for cell in part) == sorted(whole)
-    assert "the first of 4 is 1/4" in refused(*words, "--shard", "0/4")
+    assert "1/4" in refused(*words, "--shard", "0/4")
 
 
 @pytest.fixture
@@ -144,10 +144,10 @@ def other_session(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (changed_byte, "samples.f64 are not those that were written"),
-        (forged_time, "where its samples say"),
+        (changed_byte, "samples.f64"),
+        (forged_time, "samples say"),
         (no_environment, "whose description"),
-        (other_session, "belongs to session"),
+        (other_session, "belongs to"),
     ],
 )
 def test_what_is_not_as_it_was_written_is_refused(
@@ -167,7 +167,7 @@ def test_two_sessions_of_one_name_are_not_mixed(folders: list[Path], tmp_path: P
     path = lines_of(folders[0])
     path.write_bytes(path.read_bytes().replace(b"fast", b"slow"))
     merged = merge(folders[:1], out)
-    assert not merged.copied and "another session of this name" in merged.refused[0]
+    assert not merged.copied and "another session" in merged.refused[0]
 
 
 def test_a_session_that_is_still_written_is_merged_again(folders: list[Path], tmp_path: Path) -> None:
@@ -207,10 +207,10 @@ def test_an_interrupted_merge_goes_on(
 
 def test_a_wrong_folder_is_said_before_anything_is_written(folders: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "all"
-    assert "there is no results folder" in refused("merge", folders[0], tmp_path / "nowhere", "--out", out)
     (tmp_path / "empty").mkdir()
-    assert "there are no sessions in" in refused("merge", folders[0], tmp_path / "empty", "--out", out)
-    assert not out.exists()
-    assert "is the folder to merge into" in refused("merge", folders[0], "--out", folders[0])
+    for name in ("nowhere", "empty"):
+        assert str(tmp_path / name) in refused("merge", folders[0], tmp_path / name, "--out", out)
+        assert not out.exists()
+    assert "merge into" in refused("merge", folders[0], "--out", folders[0])
     (tmp_path / "file").write_text("")
-    assert "cannot write into" in refused("merge", folders[0], "--out", tmp_path / "file")
+    assert str(tmp_path / "file") in refused("merge", folders[0], "--out", tmp_path / "file")

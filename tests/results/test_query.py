@@ -13,11 +13,10 @@ from typing import Any
 import duckdb
 import pytest
 
-from moe_routing_bench.bench.status import Status
 from moe_routing_bench.results import flat, query
 from moe_routing_bench.results.flat import COLUMNS, compact, quoted
 from moe_routing_bench.results.lines import LeftOut
-from moe_routing_bench.results.query import connect, export_csv, export_parquet, keys, run_query
+from moe_routing_bench.results.query import connect, export_csv, export_parquet, run_query
 from moe_routing_bench.results.record import content_hash
 from moe_routing_bench.results.store import Session
 from repository import ROOT
@@ -115,14 +114,6 @@ def test_latest_is_the_newest_of_each_cell_and_implementation(folder: Path) -> N
         newer = {"created_at": "2026-11-15T02:48:00Z", "implementation__label": "fast", **change}
         write(folder, [line(numbered(60 + number, OTHER, **newer))], OTHER)
     assert one(folder, "SELECT count(*) FROM latest WHERE impl = 'fast'") == 3
-
-
-def test_keys_gather_states_over_sessions(folder: Path) -> None:
-    write(folder, [line(numbered(1, OTHER, cell_key="a" * 64))], OTHER)
-    assert keys(folder) == {
-        document()["cell_key"]: {Status.PASSED, Status.TIMEOUT},
-        "a" * 64: {Status.PASSED},
-    }
 
 
 def test_lines_newer_than_the_copy_are_seen(folder: Path) -> None:
@@ -341,6 +332,23 @@ def test_no_way_to_write_reaches_the_copies(folder: Path) -> None:
     assert parquet.read_bytes() == before
 
 
+def test_the_caller_of_a_query_over_large_results_may_write(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit that keeps a query from writing is one of a whole process, a notebook's too."""
+    write(folder, [b"bad\n"])
+    compact(folder)
+    small, small_left_out, large_left_out, limits = "SELECT * FROM records", LeftOut(), LeftOut(), []
+    expected = run_query(folder, small, small_left_out)
+    monkeypatch.setattr(query, "MOST_COPIED_BYTES", 0)
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append(what))
+    assert run_query(folder, small, large_left_out) == expected
+    with pytest.raises(ValueError, match="recrods"):
+        run_query(folder, "SELECT * FROM recrods")
+    assert large_left_out == small_left_out and large_left_out.count == 1
+    assert resource.RLIMIT_FSIZE not in limits
+
+
 def test_a_forged_copy_is_made_anew(folder: Path) -> None:
     """With everything a copy says of itself as it should be: lines, hash and age."""
     compact(folder)
@@ -382,7 +390,7 @@ def test_memory_that_duckdb_does_not_count_is_bounded(
 ) -> None:
     monkeypatch.setattr(query, "MOST_PROCESS_BYTES", 1 << 29)
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(ValueError, match="too much memory"):
+    with pytest.raises(ValueError, match="memory"):
         run_query(folder, sql)
     assert resource.getrlimit(resource.RLIMIT_AS) == limits and one(folder, "SELECT 1") == 1
 
@@ -442,7 +450,7 @@ def test_export_is_one_file(folder: Path) -> None:
         "SELECT count(*), count(median_ms) FROM read_parquet(?)", params=[str(target)]
     ).fetchall()
     assert rows == [(3, 2)] and not list(folder.parent.glob("*.part*"))
-    with pytest.raises(ValueError, match="there is no folder"):
+    with pytest.raises(ValueError, match="no folder"):
         export_parquet(folder, folder / "no" / "a.parquet")
 
 
@@ -502,8 +510,8 @@ def test_a_source_that_is_no_commit_is_unknown(folder: Path, source: Any) -> Non
 
 
 def test_no_folder_is_a_sentence(tmp_path: Path) -> None:
-    for call in (keys, compact, lambda path: run_query(path, "SELECT 1")):
-        with pytest.raises(ValueError, match="there is no results folder"):
+    for call in (compact, lambda path: run_query(path, "SELECT 1")):
+        with pytest.raises(ValueError, match="no results"):
             call(tmp_path / "nowhere")
 
 

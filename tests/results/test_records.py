@@ -21,9 +21,9 @@ from moe_routing_bench.results.record import (
     Timing,
     content_hash,
     log_tail,
-    one_line,
     parse_record,
 )
+from moe_routing_bench.text import one_line
 from repository import ROOT
 from sample_records import HASH, SESSION, a_record, document, failed, line
 
@@ -90,9 +90,9 @@ def test_only_version_1_is_migrated(version: Any) -> None:
 
 
 def test_a_wrong_record_of_version_1_is_refused() -> None:
-    assert "the field timing" in refusal({**old_document(), "timing": 7})
+    assert "timing" in refusal({**old_document(), "timing": 7})
     assert "brand_new" in refusal({**old_document(), "brand_new": 7})
-    assert "the field what" in refusal({**old_document(), "what": []})
+    assert "what" in refusal({**old_document(), "what": []})
     endless = line(old_document()).replace(b'"stages": {}', b'"stages": ' + b"[" * 9_000)
     assert "not JSON" in refusal(endless)
 
@@ -113,22 +113,19 @@ def test_no_time_without_a_pass(status: Status) -> None:
         assert f"status {status} must have no timing" in refusal({**failed(status), part: whole[part]})
     # nor when a record is built in Python
     parts = dict(parse_record(line(failed(status))))
-    with pytest.raises(ValidationError, match="must have no timing"):
+    with pytest.raises(ValidationError, match="no timing"):
         Record(**{**parts, "timing": a_record().timing})
 
 
 def test_a_pass_has_a_time_and_a_failure_a_reason() -> None:
     for part in ("timing", "routing", "work"):
-        sentence = refusal(document(**{"comparison": None, part: None}))
-        assert (
-            sentence == "the record is wrong: a record with status PASSED must have timing, routing and work"
-        )
-    assert "must give its reason" in refusal({**failed("OOM", correctness__reason="")})
+        assert "timing, routing and work" in refusal(document(**{"comparison": None, part: None}))
+    assert "its reason" in refusal({**failed("OOM", correctness__reason="")})
     assert parse_record(line(failed("CRASHED", routing=None, work=None))).work is None
 
 
 def test_the_baseline_is_not_compared_with_itself() -> None:
-    assert "baseline is not compared" in refusal(document(implementation__role="baseline"))
+    assert "not compared" in refusal(document(implementation__role="baseline"))
     assert a_record(implementation__role="baseline", comparison=None).comparison is None
     assert a_record(implementation__role="twin").comparison is not None
 
@@ -143,9 +140,9 @@ def test_a_frozen_record_stays_as_it_is() -> None:
     [
         (
             {"work__share_of_roof": 1.01},
-            "work.share_of_roof is wrong: Input should be less than or equal to 1",
+            "work.share_of_roof",
         ),
-        ({"workload__T": "32"}, "workload.T is wrong: Input should be a valid integer"),
+        ({"workload__T": "32"}, "workload.T"),
         ({"workload__T": True}, "workload.T"),
         ({"workload__T": -1}, "workload.T"),
         ({"workload__T": 2**63}, "workload.T"),
@@ -162,16 +159,16 @@ def test_a_frozen_record_stays_as_it_is() -> None:
         ({"created_at": "9999-12-31T23:59:59-12:00"}, "created_at"),
         ({"unheard_of": 1}, "unheard_of"),
         ({"timing__median": 0.02}, "must ascend"),
-        ({"timing__least": 0.0}, "least must be above zero"),
-        ({"timing__mean": 5.0}, "mean must lie"),
+        ({"timing__least": 0.0}, "least"),
+        ({"timing__mean": 5.0}, "mean"),
         ({"timing__samples__file": "../../etc/passwd"}, "timing.samples.file"),
         ({"timing__samples__file": "session=../samples.f64"}, "timing.samples.file"),
         ({"timing__samples__file": "session=other/samples.f64"}, "own session"),
         ({"timing__samples__offset": 4}, "timing.samples.offset"),
         ({"comparison__low": 0.95}, "comparison"),
-        ({"record_id": "other-000001"}, "record_id must begin with the session"),
+        ({"record_id": "other-000001"}, "record_id"),
         ({"log_tail": "x" * 2001}, "log_tail"),
-        ({"schema_version": 3}, "made by a newer version; update"),
+        ({"schema_version": 3}, "newer version"),
         ({"schema_version": 0}, "schema_version"),
     ],
 )
@@ -197,7 +194,7 @@ def test_of_a_key_given_twice_the_last_counts() -> None:
     assert parse_record(twice).correctness.status is Status.OOM
     # and cannot smuggle a time past the rule
     given = line(document()).replace(b'"status": "PASSED"', b'"status": "PASSED", "status": "OOM"')
-    assert "must have no timing" in refusal(given)
+    assert "no timing" in refusal(given)
 
 
 def test_timing_of_samples() -> None:
@@ -211,7 +208,7 @@ def test_timing_of_samples() -> None:
     for _ in range(200):
         Timing.of(rng.lognormal(-9, 1e-9, size=rng.integers(1, 50)), 0.1, ref, {})
     for bad in ([], [0.0], [np.nan], [0.1, -0.1]):
-        with pytest.raises(ValueError, match="at least one sample"):
+        with pytest.raises(ValueError, match="one sample"):
             Timing.of(bad, 0.5, ref, {})
 
 
@@ -232,7 +229,7 @@ def test_any_text_can_be_made_to_fit() -> None:
 
 def test_a_content_hash_does_not_depend_on_order() -> None:
     assert content_hash({"a": 1, "b": [2]}) == content_hash({"b": [2], "a": 1}) != content_hash({"a": 1})
-    with pytest.raises(ValueError, match="not JSON compliant"):
+    with pytest.raises(ValueError, match="JSON"):
         content_hash({"a": float("nan")})
 
 

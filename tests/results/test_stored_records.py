@@ -36,7 +36,7 @@ def test_the_format_and_the_error_are_in_a_record() -> None:
 
 def test_another_format_is_another_question(tmp_path: Path) -> None:
     plain, int8 = folder_with(tmp_path / "plain", ""), folder_with(tmp_path / "int8", "int8")
-    with pytest.raises(ValueError, match="the formats of weights differ: a is none, b is int8; add --allow"):
+    with pytest.raises(ValueError, match="b is int8; add --allow"):
         compare_runs(plain, int8)
     assert compare_runs(int8, folder_with(tmp_path / "again", "int8"))
     assert "store" in WHERE  # a series of mrb history has one format
@@ -51,6 +51,6 @@ def test_formats_are_groups_of_their_own_and_decide_nothing(tmp_path: Path) -> N
         }  # fmt: skip
     decided = decide(both)
     assert [len(answer.contests) for answer in decided.answers] == [1]
-    assert any("measured on weights stored as int8" in note for note in decided.notes)
+    assert any("stored as int8" in note for note in decided.notes)
     rows = run_query(both, "SELECT store, min(error) FROM records GROUP BY 1 ORDER BY 1")[1]
     assert rows == [("", 0.001), ("int8", 0.001)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import runpy
 import signal
 import subprocess
 import sys
@@ -14,23 +13,21 @@ from pathlib import Path
 import psutil
 import pytest
 
+import sweep_driver
 from moe_routing_bench.bench import identity
 from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.results import sweep
 from moe_routing_bench.results.store import iterate
 from moe_routing_bench.results.sweep import plan_sweep, run_sweep
-from repository import ROOT
+from sweep_driver import cells_in, make_cells, workers_of
 from timing import in_time
 
-DRIVER = ROOT / "measurements" / "bench" / "sweep_driver.py"
-DRIVEN = runpy.run_path(str(DRIVER))
-make_cells, cells_in, workers_of = (DRIVEN[name] for name in ("make_cells", "cells_in", "workers_of"))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def start(folder: Path, cells: int, *bad: str) -> subprocess.Popen:
-    words = [sys.executable, str(DRIVER), str(folder), str(cells), *bad]
+    words = [sys.executable, sweep_driver.__file__, str(folder), str(cells), *bad]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ)
 
 

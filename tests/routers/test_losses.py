@@ -13,7 +13,6 @@ from torch import Tensor
 from moe_routing_bench.routers.losses import (
     deepseek_loss,
     entropy_loss,
-    gshard_loss,
     hf_loss,
     importance_loss,
     l1_loss,
@@ -41,7 +40,6 @@ def all_losses(logits_TE: Tensor, mask_T: Tensor | None = None, num_sequences: i
         "deepseek": deepseek_loss(score_TE, expert_TK, E, mask_T, num_sequences=num_sequences),
         "entropy": entropy_loss(logits_TE, mask_T),
         "l1": l1_loss(relu_TE, mask_T),
-        "gshard": gshard_loss(score_TE, expert_TK, E, mask_T),
         "relu": relu_loss(relu_TE, expert_TK, E, mask_T, choices_per_token=2),
     }
 
@@ -98,8 +96,7 @@ def test_the_others_against_loops_with_a_mask() -> None:
     got = deepseek_loss(score_TE, expert_TK, E, keep_T, num_sequences=B)
     assert got.item() == pytest.approx(sum(parts) / 2, rel=1e-12)
     tokens = [t for t in range(B * N) if kept[t]]
-    seen, first = [rows[t] for t in tokens], [chosen[t][:1] for t in tokens]
-    assert gshard_loss(score_TE, expert_TK, E, keep_T).item() == pytest.approx(loop_switch(seen, first, E, 1))
+    seen = [rows[t] for t in tokens]
     relu_TE = logits_TE.relu()
     relu = [relu_TE.tolist()[t] for t in tokens]
     expected = loop_switch(relu, [chosen[t] for t in tokens], E, 1.5)
@@ -117,15 +114,13 @@ def test_at_balance(E: int, data: st.DataObject, repeats: int, seed: int) -> Non
     torch.manual_seed(seed)
     # 3 * E * repeats tokens; in each third of them every expert is chosen K * repeats times
     expert_TK = (torch.arange(3 * E * repeats)[:, None] * K + torch.arange(K)) % E
-    first_TK = torch.cat([torch.arange(3 * E * repeats)[:, None] % E, expert_TK[:, 1:]], dim=1)
     logits_TE = torch.randn(3 * E * repeats, E, dtype=F64, requires_grad=True)
     score_TE, relu_TE = logits_TE.softmax(1), logits_TE.relu()
     # with equal counts the scores do not matter, since each row sums to 1
     switch, hf = switch_loss(score_TE, expert_TK, E), hf_loss(score_TE, expert_TK, E)
     deepseek = deepseek_loss(score_TE, expert_TK, E, num_sequences=3)
-    gshard = gshard_loss(score_TE, first_TK, E)  # experts of the first choice alone
     relu = relu_loss(relu_TE, expert_TK, E, choices_per_token=K)
-    for loss, wanted in ((switch, 1), (hf, K), (deepseek, 1), (gshard, 1), (relu, l1_loss(relu_TE).item())):
+    for loss, wanted in ((switch, 1), (hf, K), (deepseek, 1), (relu, l1_loss(relu_TE).item())):
         assert loss.item() == pytest.approx(wanted)
     gate_TK = torch.full(expert_TK.shape, 1 / K, dtype=F64, requires_grad=True)
     flat_TE = torch.full((repeats, E), 0.5, dtype=F64, requires_grad=True)
@@ -133,7 +128,7 @@ def test_at_balance(E: int, data: st.DataObject, repeats: int, seed: int) -> Non
     entropy = entropy_loss(flat_TE)
     for loss, wanted in ((importance, 0), (load, 0), (entropy, math.log(E))):
         assert loss.item() == pytest.approx(wanted, abs=1e-12)
-    (switch + hf + deepseek + gshard + relu + importance + load + entropy).backward()
+    (switch + hf + deepseek + relu + importance + load + entropy).backward()
     assert_finite_gradients(logits_TE, gate_TK, flat_TE)
 
 
@@ -146,7 +141,6 @@ def test_at_collapse(E: int) -> None:
     assert load_loss(sure_TE).item() == pytest.approx(E - 1)
     assert z_loss(torch.zeros(12, E)).item() == pytest.approx(math.log(E) ** 2)
     assert deepseek_loss(sure_TE, one_TK, E, num_sequences=4).item() == pytest.approx(E)
-    assert gshard_loss(sure_TE, one_TK, E).item() == pytest.approx(E)
     assert relu_loss(3 * sure_TE, one_TK, E, choices_per_token=1).item() == pytest.approx(3 * E)
     sure_TE = (2000 * sure_TE).requires_grad_()
     entropy_loss(sure_TE).backward()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_routing_bench.conformance.router_checks import check_router
-from moe_routing_bench.routers.router import GATE_SUMS, Router, all_routers, build, router_in
+from moe_routing_bench.routers.router import GATE_SUMS, Router, all_routers, build, only_subclass
 from moe_routing_bench.routing import SoftRouting, TokenInfo
 from plain_loops import assert_finite_gradients
 
@@ -95,78 +95,78 @@ def test_compiles_without_graph_breaks(name: str) -> None:
 def test_routers_are_found_by_file_and_mistakes_are_named() -> None:
     assert {"switch", "softmax_topk", "noisy_topk", "soft_moe", "hashed"} <= set(all_routers())
     assert not {"router", "losses"} & set(all_routers())
-    with pytest.raises(ValueError, match="did you mean 'softmax_topk'"):
+    with pytest.raises(ValueError, match="'softmax_topk'"):
         build("softmax_top", 4, 4, 2)
-    with pytest.raises(ValueError, match=r"there is no router 'xyz'; there are .*switch"):
+    with pytest.raises(ValueError, match=r"'xyz'.*switch"):
         build("xyz", 4, 4, 2)
     empty, double = types.ModuleType("empty"), types.ModuleType("double")
     for name in ("One", "Two"):
         setattr(double, name, type(name, (Router,), {"__module__": "double"}))
-    with pytest.raises(ValueError, match="empty must define exactly one subclass of Router; it has none"):
-        router_in(empty)
-    with pytest.raises(ValueError, match="it has One, Two"):
-        router_in(double)
+    with pytest.raises(ValueError, match="empty must define"):
+        only_subclass(empty, Router)
+    with pytest.raises(ValueError, match="One, Two"):
+        only_subclass(double, Router)
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "options", "sentence"),
+    ("name", "sizes", "options", "named"),
     [
-        ("switch", (4, 4, 2), {}, "has K=1 only, not K=2"),
+        ("switch", (4, 4, 2), {}, "K=1"),
         ("switch", (4, 4, 1), {"jitter": 1.5}, "jitter"),
-        ("soft_moe", (4, 4, 2), {}, "has K=1 only, not K=2"),
+        ("soft_moe", (4, 4, 2), {}, "K=1"),
         ("soft_moe", (4, 4, 1), {"slots_per_expert": 0}, "slots_per_expert"),
-        ("soft_moe", (4, 4, 1), {"loss_weights": {"z": 1.0}}, "no loss z; it offers none"),
-        ("softmax_topk", (4, 4, 5), {}, "K=5 choices per token"),
-        ("softmax_topk", (4, 4, 0), {}, "K=0 choices per token"),
+        ("soft_moe", (4, 4, 1), {"loss_weights": {"z": 1.0}}, "loss z"),
+        ("softmax_topk", (4, 4, 5), {}, "K=5"),
+        ("softmax_topk", (4, 4, 0), {}, "K=0"),
         ("softmax_topk", (0, 4, 1), {}, "D >= 1"),
-        ("softmax_topk", (4, 4, 2), {"order": "best"}, "order 'best' is unknown"),
-        ("softmax_topk", (4, 4, 2), {"topk": "fastest"}, "no implementation 'fastest'"),
-        ("softmax_topk", (4, 4, 2), {"loss_weights": {"load": 1.0}}, "no loss load; it offers switch, hf, z"),
-        ("sigmoid_bias", (4, 8, 2), {"score": "tanh"}, "score 'tanh' is unknown"),
-        ("sigmoid_bias", (4, 8, 2), {"scale": 0.0}, "scale must be above 0"),
-        ("sigmoid_bias", (4, 8, 2), {"groups": 3}, "groups=3 must divide the E=8"),
-        ("sigmoid_bias", (4, 8, 2), {"groups": 0}, "groups=0 must divide"),
-        ("sigmoid_bias", (4, 8, 2), {"groups": 4, "keep_groups": 5}, "keep_groups=5 must be from 1"),
-        ("sigmoid_bias", (4, 8, 3), {"groups": 4, "keep_groups": 1}, "cannot give K=3 choices"),
-        ("sigmoid_bias", (4, 8, 2), {"groups": 4, "group_score": "mean"}, "group_score 'mean' is unknown"),
-        ("sigmoid_bias", (4, 8, 2), {"groups": 8, "keep_groups": 2}, "at least 2 experts; use 'max'"),
+        ("softmax_topk", (4, 4, 2), {"order": "best"}, "order 'best'"),
+        ("softmax_topk", (4, 4, 2), {"topk": "fastest"}, "'fastest'"),
+        ("softmax_topk", (4, 4, 2), {"loss_weights": {"load": 1.0}}, "loss load.* switch, hf, z"),
+        ("sigmoid_bias", (4, 8, 2), {"score": "tanh"}, "score 'tanh'"),
+        ("sigmoid_bias", (4, 8, 2), {"scale": 0.0}, "scale"),
+        ("sigmoid_bias", (4, 8, 2), {"groups": 3}, "groups=3.* E=8"),
+        ("sigmoid_bias", (4, 8, 2), {"groups": 0}, "groups=0"),
+        ("sigmoid_bias", (4, 8, 2), {"groups": 4, "keep_groups": 5}, "keep_groups=5"),
+        ("sigmoid_bias", (4, 8, 3), {"groups": 4, "keep_groups": 1}, "K=3"),
+        ("sigmoid_bias", (4, 8, 2), {"groups": 4, "group_score": "mean"}, "group_score 'mean'"),
+        ("sigmoid_bias", (4, 8, 2), {"groups": 8, "keep_groups": 2}, "'max'"),
         ("group_limited", (4, 8, 1), {"groups": 4, "keep_groups": 2, "group_score": "topk_sum"},
          "needs K >= keep_groups"),
-        ("group_limited", (4, 8, 2), {"scale": -1.0}, "scale must be above 0"),
-        ("top_p", (4, 8, 2), {"p": 1.5}, "p must be from 0 to 1"),
-        ("top_p", (4, 8, 3), {"most": 2}, "most=2 experts per token must be from K=3 to E=8"),
-        ("relu", (4, 8, 3), {"most": 9}, "most=9 experts per token must be from K=3 to E=8"),
-        ("token_rounding", (4, 8, 3), {"most": 1}, "most=1 experts per token"),
-        ("token_rounding", (4, 8, 3), {"tile": 0}, "tile must be at least 1 row"),
-        ("token_rounding", (4, 8, 3), {"rounding": "random"}, "rounding 'random' is unknown"),
-        ("expert_choice", (4, 8, 2), {"over": "layer"}, "over 'layer' is unknown"),
-        ("expert_choice", (4, 8, 2), {"most": 1}, "must be from K=2 to E=8"),
-        ("expert_threshold", (4, 8, 2), {"most": 9}, "must be from K=2 to E=8"),
-        ("sinkhorn", (4, 8, 2), {"iterations": 0}, "iterations must be at least 1"),
-        ("base_assignment", (4, 8, 2), {}, "has K=1 only"),
-        ("base_assignment", (4, 8, 1), {"slack": 0.0}, "slack must be above 0"),
-        ("quantile", (4, 8, 2), {"gates": "relu"}, "gates 'relu' is unknown"),
-        ("random_fixed", (4, 8, 2), {"gates": "relu"}, "gates 'relu' is unknown"),
+        ("group_limited", (4, 8, 2), {"scale": -1.0}, "scale"),
+        ("top_p", (4, 8, 2), {"p": 1.5}, r"\bp must"),
+        ("top_p", (4, 8, 3), {"most": 2}, "most=2.* K=3 to E=8"),
+        ("relu", (4, 8, 3), {"most": 9}, "most=9.* K=3 to E=8"),
+        ("token_rounding", (4, 8, 3), {"most": 1}, "most=1"),
+        ("token_rounding", (4, 8, 3), {"tile": 0}, "tile"),
+        ("token_rounding", (4, 8, 3), {"rounding": "random"}, "rounding 'random'"),
+        ("expert_choice", (4, 8, 2), {"over": "layer"}, "over 'layer'"),
+        ("expert_choice", (4, 8, 2), {"most": 1}, "K=2 to E=8"),
+        ("expert_threshold", (4, 8, 2), {"most": 9}, "K=2 to E=8"),
+        ("sinkhorn", (4, 8, 2), {"iterations": 0}, "iterations"),
+        ("base_assignment", (4, 8, 2), {}, "K=1"),
+        ("base_assignment", (4, 8, 1), {"slack": 0.0}, "slack"),
+        ("quantile", (4, 8, 2), {"gates": "relu"}, "gates 'relu'"),
+        ("random_fixed", (4, 8, 2), {"gates": "relu"}, "gates 'relu'"),
     ],
 )  # fmt: skip
-def test_mistakes_get_a_sentence(
-    name: str, sizes: tuple[int, int, int], options: dict[str, Any], sentence: str
+def test_a_mistake_is_named(
+    name: str, sizes: tuple[int, int, int], options: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=named):
         build(name, *sizes, **options)
 
 
 @pytest.mark.parametrize(
-    ("name", "x_TD", "info", "sentence"),
+    ("name", "x_TD", "info", "named"),
     [
-        ("hashed", torch.zeros(3, 4), TokenInfo(), "reads vocabulary ids"),
+        ("hashed", torch.zeros(3, 4), TokenInfo(), "vocabulary"),
         ("switch", torch.zeros(3, 5), TokenInfo(), "reads T x 4"),
-        ("switch", torch.zeros(3, 4), TokenInfo(mask_T=torch.ones(2)), "mask_T has shape"),
-        ("soft_moe", torch.zeros(3, 4), TokenInfo(num_sequences=2), "sequences of equal length"),
+        ("switch", torch.zeros(3, 4), TokenInfo(mask_T=torch.ones(2)), "mask_T"),
+        ("soft_moe", torch.zeros(3, 4), TokenInfo(num_sequences=2), "sequences"),
     ],
 )
-def test_tokens_that_do_not_fit_are_named(name: str, x_TD: Tensor, info: TokenInfo, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_tokens_that_do_not_fit_are_named(name: str, x_TD: Tensor, info: TokenInfo, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
         build(name, 4, 4, 1)(x_TD, info)
 
 

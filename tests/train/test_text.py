@@ -52,14 +52,14 @@ def test_the_last_novel_is_held_out(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no text file"):
+    with pytest.raises(ValueError, match="text file"):
         read_texts([tmp_path / "absent.txt"])
-    with pytest.raises(ValueError, match="there is no folder"):
+    with pytest.raises(ValueError, match="no folder"):
         read_corpus(tmp_path / "absent")
-    with pytest.raises(ValueError, match="there is no text"):
+    with pytest.raises(ValueError, match="no text"):
         read_corpus(tmp_path)
     short = Corpus.of([Source(name="a", learnt=b"abc", held_out=b"abc")])
-    with pytest.raises(ValueError, match="fewer than a sequence"):
+    with pytest.raises(ValueError, match="a sequence"):
         short.batch(seed=0, step=0, batch=1, sequence=8)
     with pytest.raises(ValueError, match="shorter than 8"):
         short.held_out(0, pieces=1, sequence=8)

@@ -60,13 +60,13 @@ def test_a_twin_fits_and_says_what_it_is(case) -> None:
 
 def test_models_are_guessed() -> None:
     assert model("mixtral-8x7b").shape(4).F == 14336
-    with pytest.raises(ValueError, match="did you mean 'deepseek-v3'"):
+    with pytest.raises(ValueError, match="'deepseek-v3'"):
         model("deepseek-v33")
-    with pytest.raises(ValueError, match="did you mean 'seed-pack'"):
+    with pytest.raises(ValueError, match="'seed-pack'"):
         cases("seed-pac")
-    with pytest.raises(ValueError, match="there is no case 'seed-fused/7'"):
+    with pytest.raises(ValueError, match="'seed-fused/7'"):
         cases("seed-fused/7")
-    with pytest.raises(ValueError, match="may end in ~scaled"):
+    with pytest.raises(ValueError, match="~scaled"):
         cases("seed-fused~tiny")
 
 

@@ -149,13 +149,13 @@ def test_sizes_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=sentence):
             read_requests(path, **options)
     np.save(tmp_path / "r.npy", IDS)
-    with pytest.raises(ValueError, match="29 x 4 x 3, tokens x layers x choices, but 5 layers"):
+    with pytest.raises(ValueError, match=r"29 x 4 x 3, .* 5 layers"):
         read_requests(tmp_path / "r.npy", num_layers=5)
-    with pytest.raises(ValueError, match="there is no file"):
+    with pytest.raises(ValueError, match="no file"):
         read_requests(tmp_path / "absent")
     for content in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b"{}\nx\n", b"\x80\x04N."):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"neither a \.npy array nor JSON") as caught:
+        with pytest.raises(ValueError, match=r"\.npy .*JSON") as caught:
             read_requests(path)
         assert_one_sentence(caught.value, path)
 

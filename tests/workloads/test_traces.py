@@ -60,7 +60,7 @@ def test_a_trace_is_replayed_around_its_end(recorded, tmp_path):
         with pytest.raises(ValueError, match=reason):
             make_workload(f"trace({moved})", T=4, E=E, K=K)
     write_trace(moved, make_workload("balanced", T=0, E=8, K=2).routing, source="empty")
-    with pytest.raises(ValueError, match="holds no tokens"):
+    with pytest.raises(ValueError, match="no tokens"):
         make_workload(f"trace({moved})", T=4, E=8, K=2)
 
 
@@ -160,7 +160,7 @@ def test_damaged_files_are_refused(damage, reason, tmp_path):
 
 def test_a_file_over_the_limit_is_not_read(recorded):
     path, _ = recorded
-    with pytest.raises(ValueError, match="over the limit of 100; raise max_bytes"):
+    with pytest.raises(ValueError, match="max_bytes"):
         read_trace(path, max_bytes=100)
 
 
@@ -196,10 +196,10 @@ def labelled(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("layer=7", "no layer 7; there are 0, 1, 2"),
-        ("document=2", "no document 2; there are 0, 1"),
+        ("layer=7", "layer 7"),
+        ("document=2", "document 2"),
         (f"layer={10**30}", "no layer 1000000"),
-        ("layer=two", "must be a whole number"),
+        ("layer=two", "whole number"),
         ("layer=1,layer=2", "each once"),
     ],
 )
@@ -211,7 +211,7 @@ def test_parts_that_are_not_there_are_refused(labelled: Path, words: str, reason
 
 def test_a_trace_without_labels_has_no_parts(tmp_path: Path) -> None:
     write_trace(tmp_path / "t", make_workload("zipf(1)", T=20, E=8, K=2).routing, source="test")
-    with pytest.raises(ValueError, match="does not say which layer"):
+    with pytest.raises(ValueError, match="which layer"):
         make_workload(f"trace({tmp_path / 't'},layer=0)", T=4, E=8, K=2)
     one = summarise(read_trace(tmp_path / "t"))
     assert len(one) == 1 and one[0].layer is None and one[0].overlap is None
@@ -235,7 +235,7 @@ def test_one_changed_bit_anywhere_is_noticed(labelled: Path, name: str) -> None:
         changed[place] ^= 1
         labelled.write_bytes(joined(header, bytes(changed)))
         for use in (read_trace, lambda path: make_workload(f"trace({path})", T=4, E=8, K=3)):
-            with pytest.raises(ValueError, match=r"changed or damaged|outside|twice") as caught:
+            with pytest.raises(ValueError, match=r"damaged|outside|twice") as caught:
                 use(labelled)
             assert "\n" not in str(caught.value)
 
@@ -243,14 +243,14 @@ def test_one_changed_bit_anywhere_is_noticed(labelled: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("source", "another", "not those it was written with"),
-        ("documents", ["one", "three"], "not those it was written with"),
-        ("documents", None, "must be a list of names"),
-        ("documents", [1], "must be a list of names"),
+        ("source", "another", "written with"),
+        ("documents", ["one", "three"], "written with"),
+        ("documents", None, "list of"),
+        ("documents", [1], "list of"),
         ("documents", ["\ud800"], "half a character"),
-        ("content", 5, "must be a checksum"),
-        ("content", "", "not those it was written with"),
-        ("num_experts", 9, "changed or damaged"),
+        ("content", 5, "checksum"),
+        ("content", "", "written with"),
+        ("num_experts", 9, "damaged"),
     ],
 )
 def test_changed_words_are_noticed(labelled: Path, key: str, value: Any, reason: str) -> None:
@@ -264,7 +264,7 @@ def test_changed_words_are_noticed(labelled: Path, key: str, value: Any, reason:
 
 def test_words_too_long_to_be_read_are_not_written(tmp_path: Path) -> None:
     routing = make_workload("zipf(1)", T=2, E=8, K=2).routing
-    with pytest.raises(ValueError, match="more than a reader takes"):
+    with pytest.raises(ValueError, match="a reader"):
         write_trace(tmp_path / "t", routing, source="x", documents=["y" * 300_000])
     with pytest.raises(ValueError, match="half a character"):
         write_trace(tmp_path / "t", routing, source="\ud800")
@@ -299,7 +299,7 @@ def test_odd_labels_give_a_summary_or_a_sentence(tmp_path: Path) -> None:
                 assert 0 <= one.top_gate <= 1 and sum(one.load_E) == one.tokens * trace.routing.num_choices
                 assert one.overlap is None or 0 <= one.overlap.kept <= 1
         except ValueError as error:
-            assert "a summary is made of at most" in str(error)
+            assert "at most" in str(error)
             refused += 1
     assert 20 < refused < 55
 

@@ -360,35 +360,35 @@ def test_empty_and_smallest_batches(name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("zipff(1)", "did you mean 'zipf'"),
-        ("ballanced", "did you mean 'balanced'"),
-        ("W9", "there are uniform, balanced"),
-        ("", "cannot read the workload"),
-        ("zipf(1", "cannot read the workload"),
-        ("zipf", "needs a (a number): for example zipf(1.2)"),
-        ("zipf(one)", "zipf's a is 'one'; it must be a number"),
-        ("zipf(nan)", "must be a number"),
-        ("zipf(-1)", "must be between 0"),
-        ("zipf(1,2)", "it takes a, each once"),
-        ("zipf(1,a=2)", "it takes a, each once"),
-        ("zipf(b=2)", "cannot read 'b=2'"),
-        ("balanced(3)", "it takes no parameters"),
-        ("khot(2.5)", "must be a whole number"),
+        ("zipff(1)", "'zipf'"),
+        ("ballanced", "'balanced'"),
+        ("W9", "uniform, balanced"),
+        ("", "workload"),
+        ("zipf(1", "cannot read"),
+        ("zipf", "zipf(1.2)"),
+        ("zipf(one)", "zipf's a is 'one'"),
+        ("zipf(nan)", "a number"),
+        ("zipf(-1)", "between 0"),
+        ("zipf(1,2)", "each once"),
+        ("zipf(1,a=2)", "each once"),
+        ("zipf(b=2)", "'b=2'"),
+        ("balanced(3)", "no parameters"),
+        ("khot(2.5)", "whole number"),
         ("khot(0)", "between 1 and 32"),
-        ("khot(1)", "at most 0.5, because a token picks an expert at most once"),
-        ("khot(4,share=0.1)", "above their even 0.125"),
-        ("lognormal", "needs maxvio (a number): for example lognormal(maxvio=4)"),
-        ("lognormal(maxvio=15.1)", "maxvio at most 15"),
-        ("maxvio(-1)", "from 0 to that"),
+        ("khot(1)", "at most 0.5"),
+        ("khot(4,share=0.1)", "0.125"),
+        ("lognormal", "lognormal(maxvio=4)"),
+        ("lognormal(maxvio=15.1)", "at most 15"),
+        ("maxvio(-1)", "from 0"),
         ("hot_rank(share=1.5)", "at most 1"),
         ("burst(0)", "at least 1"),
         ("burst(2,n=3)", "between 1 and 2"),
         ("correlated(2)", "between 0 and 1"),
         ("trace", "needs file"),
-        ("trace(/no/such.safetensors)", "there is no trace file /no/such.safetensors"),
+        ("trace(/no/such.safetensors)", "/no/such.safetensors"),
     ],
 )
-def test_mistakes_in_names_get_a_sentence(name, reason):
+def test_mistakes_in_names_are_one_line(name, reason):
     with pytest.raises(ValueError) as caught:
         make_workload(name, **REFERENCE)
     assert reason in str(caught.value) and "\n" not in str(caught.value)
@@ -397,21 +397,21 @@ def test_mistakes_in_names_get_a_sentence(name, reason):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"K": 33}, "K must be between 1 and E"),
-        ({"K": 0}, "K must be between 1 and E"),
-        ({"T": -1}, "neither may be negative"),
-        ({"W": 5}, "choose a divisor of 32"),
-        ({"W": 0}, "choose a divisor of 32"),
+        ({"K": 33}, "K must be"),
+        ({"K": 0}, "K must be"),
+        ({"T": -1}, "negative"),
+        ({"W": 5}, "divisor of 32"),
+        ({"W": 0}, "divisor of 32"),
     ],
 )
-def test_mistakes_in_sizes_get_a_sentence(change, reason):
+def test_mistakes_in_sizes_are_refused(change, reason):
     with pytest.raises(ValueError, match=reason):
         make_workload("balanced", **{**REFERENCE, **change})
 
 
 @pytest.mark.parametrize("name", ["hot_rank", "spread_hot", "zero_expert_rank", "source_ragged", "W2"])
 def test_ranks_are_needed(name):
-    with pytest.raises(ValueError, match="ask for W of at least 2"):
+    with pytest.raises(ValueError, match="W of at least"):
         make_workload(name, T=8, E=8, K=2)
 
 
@@ -429,7 +429,7 @@ def test_names_have_one_spelling():
 
 def test_list_draws_every_workload():
     text = mrb("list", "workloads").stdout
-    assert "workloads: Routing Suite v1, pairs of each expert at T=512, E=32, K=2, W=8" in text
+    assert "T=512, E=32, K=2, W=8" in text
     for name in EXAMPLES.values():
         assert f"\n  {name} " in text, name
     assert re.search(r"[·]{28}|[▂]{28}", text) and "max/mean 16.00" in text and "also W5" in text
@@ -500,7 +500,7 @@ def test_statistics_of_nothing_are_finite(layout):
     assert numbers == {
         **dict.fromkeys(numbers, 0), "zero_experts": 4, "max_over_mean": 1, "tile_efficiency": 1,
     }  # fmt: skip
-    with pytest.raises(ValueError, match="choose a divisor of 4"):
+    with pytest.raises(ValueError, match="divisor of 4"):
         LoadStatistics.of(routing, num_ranks=3)
 
 

@@ -11,40 +11,18 @@ from moe_routing_bench.bench.device import check_place
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.span import Span, span_named
 from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.text import first_problem
+from moe_routing_bench.workloads.axes import CACHES, PolicyAxes
 from moe_routing_bench.workloads.cases import BenchCase
-
-# seconds: filling the caches from memory takes 1 to 3 ms, which hardly matter in so long a call
-LONG_CALL = 0.05
-CACHES = {
-    "hot": f"one untimed call of the same implementation just before, unless a call takes {LONG_CALL} s",
-    "cold": "all caches overwritten just before",
-    "weights-cold": "all caches overwritten, then the activations read: decoding, where weights stream in",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
-    """How a cell is measured. Times of different policies are never compared.
+class Policy(PolicyAxes):
+    """How a cell is measured; its fields are those of PolicyAxes.
 
     Policy() measures on one pinned thread with hot caches, 20 to 1000 rounds, until the ratio to the baseline
     is known to 1 % or 60 s are over; Policy(processes=3) does so in three processes for a published figure.
     """
-
-    threads: int = 1
-    cache: str = "hot"
-    view: str = "host_wall"
-    device: str = "cpu"
-    target: float = 0.01  # stop when every ratio is known to this fraction
-    min_rounds: int = 20
-    max_rounds: int = 1000
-    max_seconds: float = 60.0  # of a cell, from compiling to the last judged result
-    processes: int = 1
-    step_seconds: float = 120.0  # limit of one request to a worker; beyond it the subject is a TIMEOUT
-    memory_gib: float = 12.0  # limit of what a worker may allocate
-    checked: int = 3  # timed outputs judged per subject, besides those of the gate
-    stages: bool = False  # also time each stage
-    sandbox: bool = False  # code from outside runs under bubblewrap
-    all: bool = False  # also keep those in all rounds that are five times slower than the best
 
     def __post_init__(self) -> None:
         if self.cache not in CACHES:
@@ -111,9 +89,7 @@ class Cell:
         try:
             return _CELL.validate_json(text)
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            where = ".".join(map(str, problem["loc"])) or "the text"
-            raise ValueError(f"this is not a cell: {where}: {problem['msg']}") from None
+            raise ValueError(f"this is not a cell: {first_problem(error)}") from None
 
 
 _CELL = TypeAdapter(Cell)

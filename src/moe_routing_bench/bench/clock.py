@@ -1,4 +1,4 @@
-"""How long a span of calls takes: one interface, several views, and a fake for tests.
+"""How long a span of calls takes: one interface, several views.
 
 A view is part of a result, and different views are never compared: host wall includes launching, device
 events do not, a graph has no launch gaps, a profiler's span begins with the first kernel. Each call of a span
@@ -8,7 +8,7 @@ is a closure over its own inputs, made beforehand, so that no call can reuse res
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -136,21 +136,6 @@ class ProfilerClock:
     def _is_work(self, event: Any) -> bool:
         # user annotations are device events too, but they also cover the gaps around kernels
         return event.device_type == self.profiler.DeviceType.CUDA and not event.is_user_annotation
-
-
-@dataclass
-class FakeClock:
-    """Seconds from a script, for tests of everything above the clock; the calls still run."""
-
-    script: Iterator[float]
-    view: str = "fake"
-    spans: list[int] = field(default_factory=list)
-
-    def span(self, calls: Sequence[Call]) -> float:
-        for call in calls:
-            call()
-        self.spans.append(len(calls))
-        return next(self.script)
 
 
 def calls_per_sample(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from moe_routing_bench.bench.executor import Executor, LocalExecutor
 from moe_routing_bench.bench.ray_engine import RayExecutor
-from moe_routing_bench.names import did_you_mean, parse_spec
+from moe_routing_bench.names import no_such, parse_spec
 
 ENGINES: dict[str, Callable[..., Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
 
@@ -15,8 +15,7 @@ def engine_named(spec: str) -> Executor:
     """engine_named("ray(gpu=h100)"): Ray's nodes with that label."""
     name, labels = parse_spec(spec)
     if name not in ENGINES:
-        hint = did_you_mean(name, ENGINES)
-        raise ValueError(f"there is no engine {name!r}; {hint}there are {', '.join(ENGINES)}")
+        raise no_such("engine", name, ENGINES)
     if name == "ray":
         return RayExecutor({key: str(value) for key, value in labels.items()})
     if labels:

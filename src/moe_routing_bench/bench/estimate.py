@@ -15,10 +15,11 @@ from functools import cache
 import numpy as np
 import torch
 
-from moe_routing_bench.bench.cell import LONG_CALL, Cell
-from moe_routing_bench.bench.roofs import DTYPES
+from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.series import SAMPLE_OVERHEAD, fewest_rounds
+from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.machine import torch_threads
+from moe_routing_bench.workloads.axes import LONG_CALL
 
 START_SECONDS = 1.0  # a cell: workers, hashes of the code, results on disk
 TRIAL_SECONDS = 0.4  # a subject: its kit, its files

@@ -26,11 +26,14 @@ from moe_routing_bench.bench.sources import PACKAGE, Code, distribution_version,
 from moe_routing_bench.bench.spans.span import Span
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.machine import Machine
+from moe_routing_bench.names import base_name
 from moe_routing_bench.ops.registry import BUILT_IN, OURS, all_ops, included_folders
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.axes import key_values
 from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of, with_file
 
-HARNESS = ("bench/runner.py", "bench/worker.py", "bench/outside/inside_sandbox.py")
+HARNESS = (
+    "bench/runner.py", "bench/worker.py", "bench/outside/inside_sandbox.py", "bench/outside/adopting.py",
+)  # fmt: skip
 LIBRARIES = ("numpy", "scipy", "triton", "nvidia-cutlass-dsl", "quack-kernels")
 # how names of environment variables begin that decide a result or a time, and why
 SETTINGS = {
@@ -105,7 +108,7 @@ def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
     inputs = cell.inputs()
     sources = {subject: _Source.of(cell.span, subject, inputs) for subject in cell.subjects}
     return {
-        "case": _case_fields(cell.case),
+        "case": key_values(cell.case),
         "contract": contract_hash(cell.span, cell.subjects[0]),
         "workload": {
             "name": _workload_name(cell.workload),
@@ -115,7 +118,7 @@ def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
             "recorded": recorded_hash(cell.workload, cell.case.checkpoint),
         },
         "subjects": [[s.name, source.hash(cell.span, s)] for s, source in sources.items()],
-        "policy": asdict(cell.policy),
+        "policy": key_values(cell.policy),
         "harness": Code.of(PACKAGE / name for name in HARNESS).hash,
         "versions": {
             **{name: v for source in sources.values() for name, v in source.code.versions.items()},
@@ -130,12 +133,6 @@ def _workload_name(name: str) -> str:
     """Without the folder of a recorded trace: its content is in the key, and it may lie anywhere."""
     file = file_of(name) if name else None
     return name if file is None else with_file(name, file.name)
-
-
-def _case_fields(case: BenchCase) -> dict[str, Any]:
-    """Without what cases of former versions do not have, unless it says something."""
-    newer = ("store", "workload", "threads")
-    return {name: value for name, value in asdict(case).items() if value or name not in newer}
 
 
 def cell_key(cell: Cell, machine: Machine) -> str:
@@ -196,7 +193,7 @@ class _Source:
         resolved = span.resolved(subject, inputs)
         ops, files = all_ops(), list(span.roots(subject))
         for op, spec in [*span.named(subject.spec), *_inside(span, subject.spec), *resolved]:
-            files += [Path(ops[op].file), *ops[op].source_files(spec.partition("(")[0].strip())]
+            files += [Path(ops[op].file), *ops[op].source_files(base_name(spec))]
         given = {place for path in files for place in (path, path.resolve())}
         folders = [
             folder for folder in included_folders() if any(path.is_relative_to(folder) for path in given)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_routing_bench.bench.device import placed
 from moe_routing_bench.bench.kept import Kept, kept_of
-from moe_routing_bench.bench.roofs import DTYPES
+from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.experts import GATED, ExpertWeights, QuantisedExperts
 from moe_routing_bench.machine import torch_threads
 from moe_routing_bench.models.checkpoint import CheckpointLayer, read_layer

@@ -1,8 +1,9 @@
 """A time is given only to what passes the kit's hard cases for its operations, dtype and layout.
 
 The benchmark's own inputs are all alike: full batches, choices without gaps. The kit's are not (`mrb check`).
-What passed is remembered by the hash of the code that runs, so only changed code is checked again. The kit
-runs in the worker: it finds mistakes. Code that lies about it gains nothing, since its results are judged.
+What passed is remembered by the hash of the code that runs, so only changed code is checked again. Code from
+outside could write the file that remembers, so it is checked again by every command. The kit runs in the
+worker: it finds mistakes. Code that lies about it gains nothing, since its results are judged.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -22,6 +24,7 @@ from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.conformance.cases import KitCell
 from moe_routing_bench.conformance.check import Outcome, cells_of, check
 from moe_routing_bench.machine import this_machine, torch_threads
+from moe_routing_bench.names import base_name
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.places import home
 from moe_routing_bench.whole_files import write_whole
@@ -32,28 +35,31 @@ MOST_BYTES = 2**20  # of the file; a fuller one is begun anew
 def kit_cells(cell: Cell, subject: Subject) -> list[KitCell]:
     """The kit's cells for what the subject names, which is loaded here; none for a whole layer that is not
     ours."""
-    device, layout = memory_place(cell.policy.device), subject.layout.partition("(")[0]
+    device, layout = memory_place(cell.policy.device), base_name(subject.layout)
     return [
         one
         for part in cell.span.parts(subject.spec)
         for one in cells_of(part.op, part.label, (cell.case.dtype,), device)
         # batches are for `mrb check`: they start a second thread, and a worker counts its threads
-        if not one.case.batches
-        and (not all_ops()[part.op].has_layout or one.layout.partition("(")[0] == layout)
+        if not one.case.batches and (not all_ops()[part.op].has_layout or base_name(one.layout) == layout)
     ]
 
 
 def run_kit(cell: Cell, subject: Subject) -> tuple[int, int, str]:
-    """Cells passed, cells failed, and the first failure in words. In a worker."""
-    passed, failed, first = 0, 0, ""
+    """Cells passed, cells failed, and the first failure in words. NotImplementedError if an implementation
+    supports none of its cells, since then nothing is known about it. In a worker."""
     with torch_threads(1), torch.enable_grad():  # the cases are tiny
-        for one in kit_cells(cell, subject):
-            outcome = _check(one)
-            passed += outcome.status == "passed"
-            failed += outcome.status == "failed"
-            if outcome.status == "failed" and not first:
-                first = f"{one.case.name}, {one.layout}: {outcome.sentences[0]}"
-    return passed, failed, first
+        outcomes = [_check(one) for one in kit_cells(cell, subject)]
+    ran = [outcome for outcome in outcomes if outcome.status != "unsupported"]
+    tried, known = ({(one.cell.op, one.cell.spec) for one in some} for some in (outcomes, ran))
+    for op, spec in sorted(tried - known):
+        raise NotImplementedError(
+            f"the kit ran 0 cases of {op}.{spec}: it supports none of the hard cases for "
+            f"{cell.case.dtype} in the layout {subject.layout} (`mrb check`)"
+        )
+    failed = [outcome for outcome in ran if outcome.status == "failed"]
+    first = [f"{one.cell.case.name}, {one.cell.layout}: {one.sentences[0]}" for one in failed[:1]]
+    return len(ran) - len(failed), len(failed), "".join(first)
 
 
 @cache  # subjects of several parts share them
@@ -61,23 +67,23 @@ def _check(one: KitCell) -> Outcome:
     return check(one)
 
 
-class PassedKits:
-    """Which code has passed: PassedKits(cell).knows(subject, source), .add(subject, source)."""
+_passed_here: set[str] = set()  # code from outside, for as long as this process lives
 
-    def __init__(self, cell: Cell):
-        self.cell, self.path = cell, home() / "kit.json"
-        try:
-            small = self.path.stat().st_size <= MOST_BYTES
-            keys = json.loads(self.path.read_text()) if small else []
-        except (OSError, ValueError):
-            keys = []
-        self._keys = {key for key in keys if isinstance(key, str)} if isinstance(keys, list) else set()
+
+class PassedKits:
+    """Which code has passed: PassedKits(cell, outside=False).knows(subject, source)."""
+
+    def __init__(self, cell: Cell, *, outside: bool):
+        self.cell, self.path = cell, None if outside else home() / "kit.json"
+        self._keys = _passed_here if self.path is None else _read(self.path)
 
     def knows(self, subject: Subject, source: str) -> bool:
         return self._key(subject, source) in self._keys
 
     def add(self, subject: Subject, source: str) -> None:
         self._keys.add(self._key(subject, source))
+        if self.path is None:
+            return
         with suppress(OSError):  # if it cannot be written, it is checked again next time
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps(sorted(self._keys)))
@@ -86,3 +92,11 @@ class PassedKits:
         kit = Code.of([PACKAGE / "conformance" / "check.py"]).hash
         where = (self.cell.policy.device, this_machine().name, torch.__version__)
         return digest_of([replace(subject, frozen=False).name, source, kit, self.cell.case.dtype, *where])
+
+
+def _read(path: Path) -> set[str]:
+    try:
+        keys = json.loads(path.read_text()) if path.stat().st_size <= MOST_BYTES else []
+    except (OSError, ValueError):
+        return set()
+    return {key for key in keys if isinstance(key, str)} if isinstance(keys, list) else set()

@@ -133,9 +133,7 @@ def _widen(router: Router) -> None:
 
 
 def reference_of(op: Op) -> Implementation:
-    return Implementation(
-        op=op.name, name="reference", origin="", summary="", run=op.reference, unsupported=lambda *a: None
-    )
+    return Implementation(op=op.name, name="reference", origin="", summary="", run=op.reference)
 
 
 def moe_of(layer: nn.Module) -> MoE:

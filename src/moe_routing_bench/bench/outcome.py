@@ -16,6 +16,7 @@ from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.verdict import Comparison
 from moe_routing_bench.bench.weather import WeatherSpan
 from moe_routing_bench.cost import Cost
+from moe_routing_bench.text import first_problem
 
 MOST_OUTCOME_BYTES = 256 << 20
 Direction: TypeAlias = Literal["forward", "backward", "train"]
@@ -158,9 +159,7 @@ class CellOutcome:
         try:
             outcome = _OUTCOME.validate_json(text)
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            where = ".".join(map(str, problem["loc"])) or "the text"
-            raise ValueError(f"this is not an outcome: {where}: {problem['msg']}") from None
+            raise ValueError(f"this is not an outcome: {first_problem(error)}") from None
         machine = (outcome.environment or {}).get("machine")
         if not (isinstance(machine, dict) and isinstance(machine.get("name"), str)):
             raise ValueError("this is not an outcome: it does not name the machine it was measured on")

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields
 
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.published import MODELS
+from moe_routing_bench.workloads.axes import option_words
 from moe_routing_bench.workloads.cases import SUITES, BenchCase, cases
-
-# options of `mrb bench` by field of Policy
-OPTIONS = {
-    "device": "--device", "threads": "--threads", "cache": "--cache", "target": "--target",
-    "min_rounds": "--min-rounds", "max_rounds": "--rounds", "max_seconds": "--seconds",
-    "processes": "--processes", "step_seconds": "--limit", "memory_gib": "--memory", "checked": "--checked",
-    "stages": "--stages", "sandbox": "--sandbox", "all": "--all",
-}  # fmt: skip
 
 
 def repro_command(cell: Cell, subject: Subject) -> str:
     """`mrb bench ...` for the subject beside the cell's baseline, with every choice spelled out."""
     case = cell.case
     words = ["mrb", "bench", case.span, *_sizes(case)]
-    words += ["--store", case.store] if case.store else []
     words += ["--direction", case.direction] if case.direction != "forward" else []
     words += ["--workload", cell.workload] if cell.workload else []
     words += ["--seed", str(cell.seed)]
@@ -37,14 +28,8 @@ def repro_command(cell: Cell, subject: Subject) -> str:
     ):
         for name in dict.fromkeys(names):
             words += [option, name] if name else []
-    default = Policy()
-    for field in fields(Policy):
-        value = getattr(cell.policy, field.name)
-        # the command's default for threads is the machine's
-        if field.name in OPTIONS and (field.name == "threads" or value != getattr(default, field.name)):
-            words.append(OPTIONS[field.name])
-            if value is not True:
-                words.append(f"{value:g}" if isinstance(value, float) else str(value))
+    # the command's default for threads is the machine's
+    words += option_words(cell.policy, beside=Policy(), always=("threads",))
     for folder in cell.include:
         words += ["--include-path", folder]
     return shlex.join(words)
@@ -57,8 +42,7 @@ def _sizes(case: BenchCase) -> list[str]:
         return ["--checkpoint", case.checkpoint, "--layer", str(case.layer), "--tokens", str(s.T)]
     name = _unstored(case.scaled_from if case.fewer_tokens else case.name, case.store)
     if (known := _known(name)) is not None:
-        words = ["--dtype", case.dtype] if case.dtype != known.dtype else []
-        words += ["--activation", case.activation] if case.activation != known.activation else []
+        words = option_words(case, beside=known)
         if known.shape == s:
             return ["--case", name, "--full", *words]
         if case.fewer_tokens:
@@ -66,10 +50,7 @@ def _sizes(case: BenchCase) -> list[str]:
             few = ["--model", model, "--tokens", str(s.T)] if model in MODELS else ["--case", name]
             return [*few, *words]
     sizes = (("tokens", s.T), ("width", s.D), ("hidden", s.F), ("experts", s.E), ("topk", s.K))
-    words = [word for letter, size in sizes for word in (f"--{letter}", str(size))]
-    words += ["--dtype", case.dtype, "--activation", case.activation]
-    words += ["--bias"] if case.bias else []
-    return words + (["--shared", str(case.shared_F)] if case.shared_F else [])
+    return [*(word for letter, size in sizes for word in (f"--{letter}", str(size))), *option_words(case)]
 
 
 def _unstored(name: str, store: str) -> str:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
-import tempfile
 import time
 from bisect import bisect
 from collections.abc import Callable
@@ -26,15 +24,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from moe_routing_bench import cpp
 from moe_routing_bench.bench.weather import Neighbours
+from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.machine import Machine, this_machine, torch_threads
 from moe_routing_bench.places import home
+from moe_routing_bench.text import first_problem, short
+from moe_routing_bench.whole_files import write_whole
 
 TRIES, LIBRARY_TRIES = 5, 3
 MEMORY_BYTES = 2**28  # per array; several times the caches of a server core
 GEMM_SIZES = (512, 1024, 2048)
 # a processor without float16 takes 50 s for the largest product, and ten minutes for all of them
 MOST_SECONDS = 0.5
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # no machine comes near 1e30; such a rate in a file would make every floor zero
 Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 Threads = Annotated[int, Field(ge=1, le=2**20)]
@@ -277,28 +277,16 @@ def stored_roofs(machine: str) -> Roofs | None:
     try:
         roofs = Roofs.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = _short(".".join(map(str, problem["loc"])) or "the file")
-        raise ValueError(
-            f"{path} is not a file of roofs ({where}: {_short(problem['msg'])}); delete it"
-        ) from None
+        raise ValueError(f"{path} is not a file of roofs ({first_problem(error)}); delete it") from None
     if roofs.machine != machine:
-        raise ValueError(f"{path} holds the roofs of {_short(roofs.machine)}, another machine; delete it")
+        raise ValueError(f"{path} holds the roofs of {short(roofs.machine)}, another machine; delete it")
     return roofs
 
 
 def store_roofs(roofs: Roofs) -> Path:
     path = roofs_path(roofs.machine)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
-        try:
-            part.write(roofs.model_dump_json(indent=1) + "\n")
-            part.flush()
-            os.fsync(part.fileno())
-            Path(part.name).replace(path)
-        except BaseException:
-            Path(part.name).unlink(missing_ok=True)
-            raise
+    write_whole(path, roofs.model_dump_json(indent=1) + "\n", sync=True)
     return path
 
 
@@ -314,12 +302,6 @@ def _higher(one: dict[Any, Any], other: dict[Any, Any], alone: bool = False) -> 
         a, b = one[name], other[name]
         both[name] = _higher(a, b, alone) if isinstance(a, dict) else max(a, b)
     return dict(sorted(both.items()))
-
-
-def _short(text: str) -> str:
-    """Text from the file, made printable and short enough for a sentence."""
-    printable = "".join(c if c.isprintable() else "?" for c in text[:1000])
-    return printable if len(printable) <= 120 else f"{printable[:120]}..."
 
 
 def _gemm_rate(dtype: torch.dtype) -> float:

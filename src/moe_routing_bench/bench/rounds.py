@@ -62,11 +62,14 @@ MOST_APART = 1.5
 
 
 class BaselineError(Exception):
-    """The baseline failed during the rounds, so there is nothing to compare with."""
+    """The baseline failed during the rounds, so there is nothing to compare with.
 
-    def __init__(self, failure: SubjectError):
+    subjects: all that fail for the same reason
+    """
+
+    def __init__(self, failure: SubjectError, subjects: Sequence[int]):
         super().__init__(failure.reason)
-        self.failure = failure
+        self.failure, self.subjects = failure, subjects
 
 
 OnRound = Callable[[int, Measured], None]  # rounds so far
@@ -83,7 +86,9 @@ def measure(setup: Setup, alive: list[int], trials: Mapping[int, Trial], on_roun
     )
     leaving = slow_ones(setup, alive, trials)
     for repeat in range(setup.cell.policy.processes):
-        here = [s for s in alive if s not in measured.failed and (repeat == 0 or s not in leaving)]
+        # who left in an earlier set of processes stays out: its samples are those of the first rounds
+        done = sum(measured.rounds_by_process)
+        here = [s for s in alive if s not in measured.failed and len(measured.samples[s]) == done]
         _Repeat(setup, here, trials, measured, leaving, repeat).run(on_round)
     return measured
 
@@ -185,9 +190,9 @@ class _Repeat:
             mine = self.homes[series][0] if series in self.homes else None
             subject, failure = self._guilty(series, failure)
             if subject == self.baseline:
-                raise BaselineError(failure) from None
+                over = failure.status is Status.NO_TIME
+                raise BaselineError(failure, [*self.measured.calls] if over else [subject]) from None
             self._drop(subject, failure)
-            self.protocol.drop(subject)
             homes = {id(home): home for home, _ in self.homes.values()}.values()
             for worker in [home for home in homes if home is mine or home.harm()]:
                 worker.close()
@@ -208,8 +213,10 @@ class _Repeat:
         return self._subject(series), failure
 
     def _drop(self, subject: int, failure: SubjectError) -> None:
+        """A subject leaves without its samples, and its processes end."""
         self.measured.failed[subject] = failure
-        self.alive.remove(subject)
+        self.alive = [s for s in self.alive if s != subject]  # it may have left before
+        self.protocol.drop(subject)
         for series in (subject, beside(subject)):
             self.here.pop(series, None)
             self.measured.samples.pop(series, None)
@@ -368,7 +375,7 @@ class _Repeat:
             self._drop(slowest, SubjectError(Status.NO_TIME, over))
         elif rounds < FEWEST_ROUNDS and now > self.deadline + (LATEST - 1) * self.setup.budget.seconds:
             over = f"{rounds} rounds took all the time; --seconds gives more"
-            raise BaselineError(SubjectError(Status.NO_TIME, over))
+            raise BaselineError(SubjectError(Status.NO_TIME, over), [*self.measured.calls])
         if rounds < (min(FEWEST_ROUNDS, policy.max_rounds) if late else max(policy.min_rounds, self.fewest)):
             return None
         if rounds < self.next_look and not late and rounds < policy.max_rounds:
@@ -427,15 +434,21 @@ class _Repeat:
                 raise SubjectError(Status.SUSPECT, reason)
 
     def _check_weights(self) -> None:
-        """Once for each process: sums over all the weights take a while."""
+        """Once for each process: sums over all the weights take a while. So of several subjects in a process
+        nobody knows which one changed them. All fail, also those that left early, and the reason says so."""
         for worker in {id(home): home for home, _ in self.homes.values()}.values():
-            inside = [s for s in self.alive if s in self.homes and self.homes[s][0] is worker]
+            inside = [s for s, (home, _) in self.homes.items() if s >= 0 and home is worker]
             try:
                 check_weights(worker, self.judge)
             except SubjectError as failure:
-                for s in inside:
-                    if s == self.baseline:
-                        raise BaselineError(failure) from None
+                if len(inside) > 1:
+                    names = ", ".join(self.cell.subjects[s].text for s in inside)
+                    reason = f"{failure.reason}: those of one of {names}, which share a process"
+                    failure = SubjectError(failure.status, reason)
+                guilty = [s for s in inside if s in self.measured.samples]
+                if self.baseline in guilty:
+                    raise BaselineError(failure, guilty) from None
+                for s in guilty:
                     self._drop(s, failure)
                 self.setup.close()
 

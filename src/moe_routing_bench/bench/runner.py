@@ -26,7 +26,7 @@ from moe_routing_bench.bench.spans.span import Load, Span, is_ours
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Question, Subject
 from moe_routing_bench.bench.supervisor import SubjectError
-from moe_routing_bench.bench.trial import CHECKS, Reuse, Setup, Trial, Watch, slow_reason, try_alone
+from moe_routing_bench.bench.trial import Reuse, Setup, Trial, Watch, slow_reason, try_alone
 from moe_routing_bench.bench.verdict import (
     DELTA,
     DELTA_APART,
@@ -200,8 +200,7 @@ def _rounds(
                 ),
             )  # fmt: skip
         except BaselineError as blame:
-            over = blame.failure.status is Status.NO_TIME
-            for index in list(alive) if over else alive[:1]:
+            for index in blame.subjects:
                 _fail(trials, index, blame.failure)
                 alive.remove(index)
             continue
@@ -315,7 +314,7 @@ def _outcomes(
         if trial.passed and measured is not None:
             about |= {
                 "role": "baseline" if index == alive[0] else "candidate",
-                "checks": CHECKS,
+                "checks": trial.checks,
                 "checked_timed_calls": measured.checked[index],
                 "samples": tuple(measured.samples[index]),
                 "stages": measured.stage_medians(index),
@@ -338,10 +337,12 @@ def _outcomes(
     floor = aa_floor(baseline.samples, outcomes[-1].samples)
     pairs = {place: measured.against(place) for place in alive[1:]}
     pairs[len(outcomes) - 1] = measured.samples[alive[0]]
+    isolated = alive[0] in measured.paired  # then the twin is too, and the floor is that of such processes
+    apart = {place: place in measured.paired or (place == len(outcomes) - 1 and isolated) for place in pairs}
     comparisons = compare_cells(
         [(against, outcomes[place].samples) for place, against in pairs.items()],
-        aa_floor=floor,
-        delta=[DELTA_APART if place in measured.paired else DELTA for place in pairs],
+        aa_floor=[floor if apart[place] == isolated else 0.0 for place in pairs],
+        delta=[DELTA_APART if apart[place] else DELTA for place in pairs],
         target=cell.policy.target,
     )
     for place, comparison in zip(pairs, comparisons, strict=True):
@@ -372,7 +373,8 @@ def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -
     comparison = one.comparison
     if comparison is None or comparison.verdict != "FASTER":
         return one
-    if compare(baseline.samples[: len(one.samples)], one.samples, aa_floor=floor).verdict == "FASTER":
+    elsewhere = baseline.samples[: len(one.samples)]
+    if compare(elsewhere, one.samples, aa_floor=floor, delta=DELTA_APART).verdict == "FASTER":
         return one
     reason = f"{comparison.reason}; but it is not faster than the baseline in another process"
     return replace(one, comparison=replace(comparison, verdict="UNDECIDED", more_rounds=None, reason=reason))

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
-import multiprocessing.forkserver as forkserver
 import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import psutil
@@ -30,10 +25,12 @@ from pydantic import ValidationError
 
 from moe_routing_bench.bench import worker as worker_module
 from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.fork_server import fork_server, without_main_module
 from moe_routing_bench.bench.messages import Answer, Ready, Timed
 from moe_routing_bench.bench.outside.sandbox import SandboxedProcess
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.untrusted import receive
+from moe_routing_bench.text import ending, printable
 
 MOST_ANSWER_BYTES = 2**20
 LOG_TAIL = 2_000
@@ -73,7 +70,7 @@ class Worker:
         # the log's name may lead elsewhere later, so it is only read through this
         self._log = os.open(self.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._close_log = weakref.finalize(self, os.close, self._log)  # also if a sweep is abandoned
-        context = server_context()
+        context = fork_server()
         ours, theirs = context.Pipe()
         self._pipe = ours
         self.limit = cell.policy.step_seconds  # of one request
@@ -194,7 +191,7 @@ class Worker:
     def log_tail(self) -> str:
         size = os.fstat(self._log).st_size
         text = os.pread(self._log, LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace")
-        return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+        return printable(text, keep="\n")
 
     def close(self) -> None:
         if self._process.is_alive():
@@ -257,17 +254,13 @@ class Worker:
             return SubjectError(
                 Status.CRASHED, "it closed the pipe of the benchmark and went on without answering"
             )
-        if code < 0:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-            return SubjectError(Status.CRASHED, f"its process was ended by signal {name}")
-        return SubjectError(
-            Status.CRASHED, f"its process ended by itself with code {code}, without an answer"
-        )
+        return SubjectError(Status.CRASHED, f"its process {ending(code)}")
 
 
 def _error(asked: str, message: str, error_type: str) -> SubjectError:
-    # an absent library raises when the implementation is loaded; later this is an ordinary error
-    if error_type == "NotImplementedError" and asked == "describe":
+    # an absent library raises when the implementation is loaded, and run_kit if no case is supported; later
+    # this is an ordinary error
+    if error_type == "NotImplementedError" and asked in ("describe", "kit"):
         return SubjectError(Status.UNSUPPORTED, message.partition(": ")[2] or message)
     if (
         error_type == "MemoryError"
@@ -278,35 +271,3 @@ def _error(asked: str, message: str, error_type: str) -> SubjectError:
             Status.OOM, f"it needed more memory than the cap: {message.splitlines()[0][:300]}"
         )
     return SubjectError(Status.RUNTIME_ERROR, f"raised {message}")
-
-
-@contextlib.contextmanager
-def without_main_module() -> Iterator[None]:
-    """Keeps multiprocessing from importing the parent's main module in every worker: that takes seconds, and
-    a script without a guard would run twice. Workers do not need it."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-_context_made: ForkServerContext | None = None
-
-
-def start_server() -> None:
-    """Start importing torch for the workers now, beside what this process does before it needs one."""
-    server_context()
-    with without_main_module():
-        forkserver.ensure_running()
-
-
-def server_context() -> ForkServerContext:
-    """Workers are forked from a server that has imported torch, which takes 20 ms instead of 2 s."""
-    global _context_made
-    if _context_made is None:
-        _context_made = multiprocessing.get_context("forkserver")
-        workers = [f"moe_routing_bench.bench.{name}" for name in ("worker", "outside.serve")]
-        _context_made.set_forkserver_preload(workers)
-    return _context_made

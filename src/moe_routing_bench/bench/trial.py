@@ -18,7 +18,7 @@ from typing import Any
 
 from moe_routing_bench.accuracy import Verdict
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.cell import LONG_CALL, Cell
+from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.identity import folders_of
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
@@ -40,13 +40,8 @@ from moe_routing_bench.bench.supervisor import SubjectError, Worker
 from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.bench.verdict import FEWEST_ROUNDS
 from moe_routing_bench.bench.worker import MOST_CALLS
+from moe_routing_bench.workloads.axes import LONG_CALL
 
-CHECKS = (
-    "right on two inputs", "right on the kit's hard cases", "memory poisoned", "inputs unchanged",
-    "weights unchanged", "same bits twice",
-    "earlier results left alone", "no threads left", "torch's settings left alone",
-    "time agrees with the parent's clock",
-)  # fmt: skip
 # how much longer the parent's clock may run than the worker's: the time in the pipe, and a share of the span
 PIPE_SECONDS = 3e-4
 HIDDEN_SHARE = 0.05
@@ -74,6 +69,7 @@ class Trial:
     status: Status
     reason: str = ""
     about: Described
+    checks: tuple[str, ...] = ()  # those it passed
     verdict: Verdict | None = None
     first_call: float | None = None
     runs: str = ""  # what really ran, in words
@@ -245,7 +241,8 @@ def try_alone(setup: Setup, index: int) -> Trial:
         if outside:  # what it is called and where it comes from is not for itself to say
             origin = "; ".join(sorted(set(setup.cell.span.origins(subject.spec))))
             about = about.model_copy(update={"label": subject.spec, "origin": origin})
-        known = _passed_before(subject, setup)
+        kits, source = PassedKits(setup.cell, outside=outside), setup.sources.get(subject, "")
+        known = bool(source) and kits.knows(subject, source)
         shortest = _gate(worker, place, subject, setup, about, outside, seen)
         if outside or not known:  # sums over all the weights take a while; the rounds end with one
             check_weights(worker, setup.judge)
@@ -256,7 +253,9 @@ def try_alone(setup: Setup, index: int) -> Trial:
         seen["peak_rss_bytes"] = worker.peak_bytes()
         worker.called.add(place)
         if not known:
-            _kit(worker, place, subject, setup)
+            _kit(worker, place, setup)
+            if source:
+                kits.add(subject, source)
         if outside or setup.cell.include:
             _check_loaded(worker, subject, setup)
         if not (outside and setup.can_freeze):  # what is frozen between turns may have threads that wait
@@ -265,6 +264,7 @@ def try_alone(setup: Setup, index: int) -> Trial:
             raise SubjectError(Status.SUSPECT, touched)
         if outside:
             setup.blame_for_harm()
+        seen["checks"] = _checks(subject, about, setup, outside)
         status, reason = Status.PASSED, ""
     except SubjectError as failure:
         status, reason = failure.status, failure.reason
@@ -329,6 +329,26 @@ def _gate(
     return shortest
 
 
+def _checks(subject: Subject, about: Described, setup: Setup, outside: bool) -> tuple[str, ...]:
+    """What a subject that passed was checked for, here and in the rounds."""
+    span, timed_by_parent = setup.cell.span, outside and setup.can_freeze
+    ran = {
+        "right on two inputs": True,
+        "right on the kit's hard cases": bool(span.named(subject.spec)),
+        "memory poisoned": True,
+        "inputs unchanged": True,
+        "weights unchanged": span.weights,
+        "same bits twice": about.deterministic,
+        "earlier results left alone": not about.reuses_output,
+        "no threads left": not timed_by_parent,
+        "no more cores than threads": timed_by_parent,
+        "no processes left": timed_by_parent,
+        "torch's settings left alone": True,
+        "time agrees with the parent's clock": outside,
+    }
+    return tuple(name for name, did in ran.items() if did)
+
+
 def slow_reason(call_seconds: float, setup: Setup) -> str:
     return (
         f"a call takes {call_seconds:.2g} s, {call_seconds / setup.best_seconds:.0f} times the best; "
@@ -336,21 +356,14 @@ def slow_reason(call_seconds: float, setup: Setup) -> str:
     )
 
 
-def _passed_before(subject: Subject, setup: Setup) -> bool:
-    source = setup.sources.get(subject, "")
-    return bool(source) and PassedKits(setup.cell).knows(subject, source)
-
-
-def _kit(worker: Worker, place: int, subject: Subject, setup: Setup) -> None:
-    """The hard cases of `mrb check`; who passes them is remembered."""
+def _kit(worker: Worker, place: int, setup: Setup) -> None:
+    """The hard cases of `mrb check`."""
     with setup.budget.paused() if setup.budget.kit_apart else nullcontext():
         answer = worker.ask("kit", KitRun, subject=place)
     if answer.failed:
         cases = answer.passed + answer.failed
         reason = f"it fails {answer.failed} of {cases} hard cases (`mrb check`): {answer.first}"
         raise SubjectError(Status.WRONG_VALUE, reason)
-    if source := setup.sources.get(subject, ""):
-        PassedKits(setup.cell).add(subject, source)
 
 
 def _check_loaded(worker: Worker, subject: Subject, setup: Setup) -> None:

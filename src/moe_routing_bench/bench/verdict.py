@@ -22,7 +22,9 @@ Why these rules, by `measurements/bench/verdict_power.py` (a round shuffles the 
   hold the truth at 10 rounds, 98 % at 20 and 98.5 % to 99 % from 40 on.
 - Code from outside has a process of its own, and two processes of the same code are not equally lucky with
   memory: of 200 comparisons of equal code (`measurements/bench/outside_power.json`), 3 were apart by 2.2 to
-  2.4 % with an interval beside 1. So `delta` is 3 % there, and 2 % elsewhere.
+  2.4 % with an interval beside 1. So `delta` is 3 % there, and 2 % elsewhere. The baseline's twin shares the
+  process of our own implementations, so its ratio says nothing about isolated processes and is not used for
+  them. They have no twin: it would be one more process in every round, which takes time from the others.
 - With 3 % of jitter a difference of 5 % is found in 40 rounds (98 % of the time; under all noises at once it
   takes 80), and the same code is called different in at most 0.65 % of comparisons.
 
@@ -33,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
 from typing import Any, Literal, TypeAlias
@@ -70,6 +72,7 @@ class Comparison:
 
     p_adjusted: p_value after Benjamini-Hochberg over the cells compared together.
     more_rounds: with TOO_FEW_ROUNDS, how many to add for about an even chance of a decision; else None.
+    aa_floor: how far the baseline's twin was from it, where that counts; else 0.
     """
 
     ratio: float
@@ -80,6 +83,7 @@ class Comparison:
     verdict: Verdict
     reason: str
     more_rounds: int | None
+    aa_floor: float = 0.0
 
 
 def compare(
@@ -126,10 +130,11 @@ def compare_cells(
     from scipy import stats  # takes a second to import, which no other command should pay
 
     adjusted = stats.false_discovery_control(p_values)
-    return [
+    decided = [
         _decide(log, p, float(q), _log1p(floor), _log1p(least), _log1p(target), confidence, seed)
         for log, p, q, floor, least in zip(logs, p_values, adjusted, floors, deltas, strict=True)
     ]
+    return [replace(one, aa_floor=float(floor)) for one, floor in zip(decided, floors, strict=True)]
 
 
 def aa_floor(a: ArrayLike, a_twin: ArrayLike) -> float:

@@ -28,9 +28,10 @@ from typing import Annotated, Any, TypeVar
 import torch
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
-from moe_routing_bench.bench.supervisor import server_context, without_main_module
+from moe_routing_bench.bench.fork_server import fork_server, without_main_module
 from moe_routing_bench.cli.terminal import MistakeError
 from moe_routing_bench.routers.router import include_folder
+from moe_routing_bench.text import ending, printable
 
 SECONDS = 60.0  # between two answers
 MEMORY_BYTES = 8 << 30  # on top of what the process has when it starts
@@ -39,11 +40,8 @@ LOG_LETTERS = 300
 A = TypeVar("A", bound=BaseModel)
 
 
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
-Shown = Annotated[str, Field(max_length=4_000), AfterValidator(_printable)]  # text that reaches a terminal
+# text that reaches a terminal
+Shown = Annotated[str, Field(max_length=4_000), AfterValidator(lambda text: printable(text))]
 
 
 class ApartError(Exception):
@@ -56,7 +54,7 @@ def answers(
     """What `function(*arguments)` yields, as `answer`, with the folders `include` included. The function is a
     top-level one of ours, and yields what JSON can hold. MistakeError if it raised one."""
     scratch = Path(tempfile.mkdtemp(prefix="mrb-apart-"))
-    context = server_context()
+    context = fork_server("moe_routing_bench.cli")
     ours, theirs = context.Pipe(duplex=False)
     folders = [str(folder.resolve()) for folder in include]
     process = context.Process(
@@ -75,7 +73,7 @@ def answers(
                     return
                 if isinstance(given, dict) and given.keys() == {"error", "mistake"}:
                     kind = MistakeError if given["mistake"] is True else ApartError
-                    raise kind(_printable(str(given["error"])[:2_000]))
+                    raise kind(printable(given["error"], 2_000))
                 one = answer.model_validate(given)
             except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, ValidationError):
                 raise ApartError("it wrote something of its own where its answer belongs") from None
@@ -104,22 +102,15 @@ def _lines(pipe: Connection, process: Any, scratch: Path) -> Iterator[bytes]:
             piece = b""
         if not piece:
             process.join(5)
-            raise ApartError(f"its process {_ending(process.exitcode)}{_last_words(scratch)}")
+            code = process.exitcode
+            how = "closed the pipe for its answer and went on" if code is None else ending(code)
+            raise ApartError(f"its process {how}{_last_words(scratch)}")
         *lines, pending = (pending + piece).split(b"\n")
         if len(pending) > MOST_ANSWER_BYTES or any(len(line) > MOST_ANSWER_BYTES for line in lines):
             raise ApartError("its answer is too long")
         for line in lines:
             deadline = time.monotonic() + SECONDS
             yield line
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "closed the pipe for its answer and went on"
-    if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-        return f"was ended by signal {name}"
-    return f"ended by itself with code {code}, without an answer"
 
 
 def _last_words(scratch: Path) -> str:
@@ -132,7 +123,7 @@ def _last_words(scratch: Path) -> str:
             os.close(fd)
     except OSError:
         return ""
-    words = _printable(" ".join(text.split()))[-LOG_LETTERS:]
+    words = printable(" ".join(text.split()))[-LOG_LETTERS:]
     return f"; its last words: {words}" if words else ""
 
 

@@ -11,10 +11,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moe_routing_bench.cli.fitting import fitted
+from moe_routing_bench.cli.progress import bar
 from moe_routing_bench.cli.terminal import Json, console, show, show_json, user_mistakes
+from moe_routing_bench.report.drawing import figure
 from moe_routing_bench.studies.drift import (
     EVEN_WITHIN,
     SERIES,
@@ -23,6 +24,7 @@ from moe_routing_bench.studies.drift import (
     study_balance,
     without_control,
 )
+from moe_routing_bench.whole_files import write_whole
 from moe_routing_bench.workloads.trace import write_trace
 
 # a colour for each subject, related ones in similar colours; a dashed line lies on top of another line
@@ -70,18 +72,13 @@ def balance_command(
             _make_folder(out)
         if trace is not None:
             write_trace(trace, *without_control(stream), source=f"mrb bench balance: {stream}")
-    screen = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
-        task = progress.add_task("following controllers", total=None)
-        study = study_balance(
-            stream, on_progress=lambda done, total: progress.update(task, completed=done, total=total)
-        )
+    with bar("following controllers", "steps") as shown:
+        study = study_balance(stream, on_progress=shown.update)
     document = study.to_dict(command=shlex.join(["mrb", *sys.argv[1:]]))
     if out is not None:
         # compact, because indentation would put every number on a line of its own
-        (out / "balance.json").write_text(json.dumps(document, separators=(",", ":")) + "\n")
-        (out / "balance.txt").write_text(_text(study, document))
+        write_whole(out / "balance.json", json.dumps(document, separators=(",", ":")) + "\n")
+        write_whole(out / "balance.txt", _text(study, document))
         draw_balance(study, out / "balance.png")
     if as_json:
         show_json(document)
@@ -153,13 +150,9 @@ def _text(study: BalanceStudy, document: dict[str, Any]) -> str:
 
 def draw_balance(study: BalanceStudy, path: Path) -> None:
     """A panel for each series, a line for each subject, the jumps marked."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 13), dpi=90, layout="constrained")
-    FigureCanvasAgg(figure)
+    made = figure(14, 13, dpi=90)
     stream = study.stream
-    panels = figure.subplots(3, 2, sharex=True)
+    panels = made.subplots(3, 2, sharex=True)
     for axes, name in zip(panels.flat, PANELS, strict=True):
         title, factor, unit = PANELS[name]
         for track in study.tracks:
@@ -195,13 +188,13 @@ def draw_balance(study: BalanceStudy, path: Path) -> None:
             textcoords="offset points", va="top", color="#666666", fontsize=10,
         )  # fmt: skip
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=11, frameon=False)
-    figure.suptitle(
+    made.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=11, frameon=False)
+    made.suptitle(
         f"Balance controllers on a stream whose topics drift and jump: T={stream.T}, D={stream.D}, "
         f"E={stream.E}, K={stream.K}, seed {stream.seed}; lines are means of {SMOOTH} steps",
         fontsize=12, x=0.01, ha="left",
     )  # fmt: skip
-    figure.savefig(path)
+    made.savefig(path)
 
 
 def _look_past_the_start(study: BalanceStudy, axes: Any, name: str) -> None:

@@ -9,6 +9,7 @@ from textwrap import fill
 
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.machine import this_machine
+from moe_routing_bench.report.drawing import figure
 
 # colours that colour-blind people can tell apart (Okabe and Ito 2008)
 COLOURS = {
@@ -24,14 +25,10 @@ TITLES = {
 
 def draw_shares(outcome: CellOutcome, shares: Mapping[str, Mapping[str, float]], path: Path) -> None:
     """Bars as long as the time without the profiler, divided as the profiler saw it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = [one for one in outcome.subjects if one.samples and one.subject.text in shares]
     names = [name for name in COLOURS if any(name in shares[row.subject.text] for row in rows)]
-    figure = Figure(figsize=(10, 1.9 + 0.62 * len(rows)), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    made = figure(10, 1.9 + 0.62 * len(rows))
+    axes = made.add_subplot()
     longest = max(1e3 * median(row.samples) for row in rows)
     for place, row in enumerate(rows):
         start, ms = 0.0, 1e3 * median(row.samples)
@@ -58,11 +55,11 @@ def draw_shares(outcome: CellOutcome, shares: Mapping[str, Mapping[str, float]],
     axes.set_xlabel("milliseconds for one call, median without the profiler")
     axes.spines[["top", "right"]].set_visible(False)
     handles = [axes.barh(0, 0, color=COLOURS[name], label=TITLES.get(name, name)) for name in names]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    made.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     case, s = outcome.cell.case, outcome.cell.case.shape
     axes.set_title(
         f"{case.name}: T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}, {case.dtype}, {outcome.cell.workload}\n"
         f"on {this_machine().name}; {outcome.rounds} interleaved rounds",
         fontsize=10, loc="left",
     )  # fmt: skip
-    figure.savefig(path)
+    made.savefig(path)

@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from moe_routing_bench.bench.identity import package_version
-from moe_routing_bench.cli.results import at_hand, printable, reading, table_of
+from moe_routing_bench.cli.results import at_hand, reading, table_of
 from moe_routing_bench.cli.terminal import Json, show, show_json
 from moe_routing_bench.results.again import Answer, measure_again
 from moe_routing_bench.results.bundle import POWER, Manifest, make_bundle, opened_bundle
 from moe_routing_bench.studies.power import PowerStudy
+from moe_routing_bench.text import printable
 
 MOST_NOT_COMPARED = 10
 

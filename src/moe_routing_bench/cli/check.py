@@ -10,7 +10,7 @@ from moe_routing_bench.api import CheckReport
 from moe_routing_bench.cli.check_tables import show_legend_of_maps, show_map, show_rows
 from moe_routing_bench.cli.finding import IncludePath
 from moe_routing_bench.cli.terminal import Json, show_json, user_mistakes
-from moe_routing_bench.conformance.cases import DTYPES
+from moe_routing_bench.dtypes import DTYPES
 
 
 def check_command(
@@ -26,7 +26,7 @@ def check_command(
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1.")] = "cpu",
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="RANGE", help="A map of right and wrong by number of tokens: 1..512."),
+        typer.Option(metavar="RANGE", help="A map of right and wrong by number of tokens: 1-512."),
     ] = None,
     as_json: Json = False,
     verbose: Annotated[
@@ -42,10 +42,10 @@ def check_command(
       mrb check --op combine --impl "index_*" --dtype bfloat16
       mrb check --include-path my_kernels --impl mine --verbose
       mrb check --op routers --impl "soft*"
-      mrb check --op expert_ffn --impl mine --include-path my_kernels --tokens 1..512
+      mrb check --op expert_ffn --impl mine --include-path my_kernels --tokens 1-512
 
     Exit code 0: all passed. 1: something failed, or nothing of an operation
-    could run. 2: nothing was selected.
+    or of an included implementation could run. 2: nothing was selected.
     """
     with user_mistakes():
         report = CheckReport.chosen(

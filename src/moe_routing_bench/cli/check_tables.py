@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from moe_routing_bench.cli.checking import Row
 from moe_routing_bench.cli.fitting import fitted
+from moe_routing_bench.cli.progress import bar
 from moe_routing_bench.cli.terminal import console, show
 from moe_routing_bench.cli.token_map import TokenMap
+from moe_routing_bench.names import ranges
 from moe_routing_bench.ops.registry import BUILT_IN
 
 SHOWN = 3  # failures of one implementation without --verbose
@@ -24,27 +26,14 @@ def check_progress(
     total: int, *, quiet: bool = False
 ) -> Iterator[tuple[Callable[[str], None], Callable[[Row, float], None]]]:
     """A bar on a terminal, else a line for each implementation; on stderr, because stdout is for results."""
-    out = console(stderr=True)
-    if quiet:
-        yield lambda what: None, lambda row, seconds: None
-        return
-    if not out.is_terminal:
+    done, screen = count(1), console(stderr=True)
+    with bar("checking", "cases", quiet=quiet) as shown:
 
         def finished(row: Row, seconds: float) -> None:
-            out.print(f"{row.op}.{row.spec}: {_counts([row])}, {seconds:.1f} s")
+            if not (quiet or screen.is_terminal):
+                screen.print(f"{row.op}.{row.spec}: {_counts([row])}, {seconds:.1f} s")
 
-        yield lambda what: None, finished
-        return
-    columns = (
-        BarColumn(30),
-        MofNCompleteColumn(),
-        TextColumn("time left"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=out, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda what: bar.update(task, advance=1, description=what), lambda row, seconds: None
+        yield lambda what: shown.update(next(done), total, now=what), finished
 
 
 def _counts(rows: list[Row], what: str = "") -> str:
@@ -113,8 +102,9 @@ def _cases(number: int) -> str:
 
 
 def show_map(one_map: TokenMap) -> None:
-    verdict = f"wrong at T = {one_map.wrong_ranges()}" if one_map.wrong else "right at every T that ran"
-    verdict = verdict if one_map.ran else "nothing ran"
+    verdict = "right at every T that ran" if one_map.ran else "nothing ran"
+    if one_map.wrong:
+        verdict = f"wrong at T = {ranges(sorted(one_map.wrong))}"
     style = "red" if one_map.wrong else "green" if one_map.ran else "yellow"
     show(Text.assemble((f"{one_map.op}.{one_map.spec}: ", "bold"), (verdict, style)))
     for line in one_map.lines():

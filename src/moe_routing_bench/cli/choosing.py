@@ -17,6 +17,7 @@ from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cli.options import ON_A_GPU, WORKLOAD, SizeOptions, WhatOptions
 from moe_routing_bench.formats.named import INT8_ROWS
 from moe_routing_bench.models.checkpoint import read_layer
+from moe_routing_bench.names import split_words
 from moe_routing_bench.ops.auto import invariant_names
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.plan import Layout
@@ -55,15 +56,11 @@ def chosen_cases(
         chosen = cases(span.case)
     else:
         chosen = [
-            _own(dict(zip(SIZES, numbers, strict=True)), sizes)
+            _own(dict(zip(SIZES, numbers, strict=True)))
             for numbers in product(*({**{n: [v] for n, v in SIZES.items()}, **given}[n] for n in SIZES))
         ]
     chosen = [replace(case, span=span.name, weights=span.weights) for case in chosen]
-    if sizes.dtype:
-        chosen = [replace(case, dtype=sizes.dtype) for case in chosen]
-    if sizes.activation:
-        chosen = [replace(case, activation=sizes.activation) for case in chosen]
-    chosen = in_directions([stored_as(case, sizes.store) for case in chosen], what)
+    chosen = in_directions([_with_axes(case, sizes) for case in chosen], what)
     if sizes.lists():
         _refuse_too_big(chosen)
         return chosen  # what is asked for by number is never replaced
@@ -88,10 +85,16 @@ def in_directions(chosen: Sequence[BenchCase], what: WhatOptions) -> list[BenchC
     return [replace(case, direction=name) for name in names for case in chosen] or list(chosen)
 
 
-def _own(shape: dict[str, int], sizes: SizeOptions) -> BenchCase:
+def _with_axes(case: BenchCase, sizes: SizeOptions) -> BenchCase:
+    """The case with what was given; a format of weights is part of its name."""
+    given = dict(sizes.axes)
+    store = given.pop("store", None)
+    return stored_as(replace(case, **given), store)
+
+
+def _own(shape: dict[str, int]) -> BenchCase:
     s = MoEShape(**shape)
-    name = f"own/{s.T}x{s.D}x{s.F}-e{s.E}-k{s.K}"
-    return BenchCase(name=name, span="", shape=s, bias=sizes.bias, shared_F=sizes.shared)
+    return BenchCase(name=f"own/{s.T}x{s.D}x{s.F}-e{s.E}-k{s.K}", span="", shape=s)
 
 
 def _of_model(name: str, given: dict[str, list[int]], tokens: Sequence[int]) -> list[BenchCase]:
@@ -105,7 +108,7 @@ def _of_checkpoint(span: Span, sizes: SizeOptions, tokens: Sequence[int]) -> lis
     given, folder = sizes.lists(), sizes.checkpoint
     if not span.weights:
         raise ValueError(f"--checkpoint gives weights, and {span.name} reads none; measure layer")
-    if sizes.model or sizes.case or sizes.dtype or sizes.activation or set(given) - {"T"}:
+    if sizes.model or sizes.case or sizes.axes or set(given) - {"T"}:
         raise ValueError("--checkpoint fixes all sizes but --tokens")
     assert folder is not None
     layer = read_layer(folder, sizes.layer)
@@ -278,8 +281,7 @@ def suite_cases(suite: str, sizes: SizeOptions, what: WhatOptions) -> list[Bench
         return chosen_cases(span_named(suite), sizes, what)
     if sizes.lists() or sizes.model or sizes.case or sizes.checkpoint:
         raise ValueError(f"{suite} fixes all sizes; give a span instead: mrb sweep layer --tokens 128,512")
-    chosen = [replace(case, dtype=sizes.dtype or case.dtype) for case in cases(suite)]
-    chosen = in_directions([stored_as(case, sizes.store) for case in chosen], what)
+    chosen = in_directions([_with_axes(case, sizes) for case in cases(suite)], what)
     return chosen if sizes.full or _suite(suite) == REGRET else fitted_once(chosen)
 
 
@@ -289,15 +291,3 @@ def _suite(name: str) -> str:
 
 def split_all(texts: Sequence[str] | None) -> list[str]:
     return [word for text in texts or () for word in split_words(text)]
-
-
-def split_words(text: str) -> list[str]:
-    """Split at commas outside brackets: "a,b(x=1,y=2)" is a and b(x=1,y=2)."""
-    words, depth, start = [], 0, 0
-    for place, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            words.append(text[start:place])
-            start = place + 1
-    words.append(text[start:])
-    return [word.strip() for word in words if re.search(r"\S", word)]

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from moe_routing_bench.cli.results import printable, reading
+from moe_routing_bench.cli.results import reading
 from moe_routing_bench.cli.terminal import Json, say, show, show_json
 from moe_routing_bench.results.objects import Objects
 from moe_routing_bench.results.packs import compact_store
+from moe_routing_bench.text import printable
 
 
 def compact_command(

@@ -12,10 +12,11 @@ import typer
 from rich.text import Text
 
 from moe_routing_bench.bench.verdict import OPEN
-from moe_routing_bench.cli.results import at_hand, left_out_json, printable, reading, show_left_out, table_of
+from moe_routing_bench.cli.results import at_hand, left_out_json, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, show, show_json
 from moe_routing_bench.results.comparing import Change, RunComparison, Turned, compare_runs
 from moe_routing_bench.results.matching import LIKE
+from moe_routing_bench.text import printable
 
 COLOURS = {"FASTER": "green", "SLOWER": "red", "SAME": ""} | dict.fromkeys(OPEN, "yellow")
 MOST_NAMES = 20
@@ -50,13 +51,13 @@ def compare_command(
       mrb compare results/laptop results/server --allow machine
       mrb compare old new --json | jq '.changes[] | select(.verdict == "SLOWER")'
     """
-    with reading() as status:
+    with reading() as doing:
         runs = compare_runs(
             at_hand(a),
             at_hand(b),
             allow=allow or (),
             keep_unlike=html is not None,
-            on_progress=lambda done, total: status.update(f"{done} of {total} compared"),
+            on_progress=lambda done, total: doing(f"{done} of {total} compared"),
         )
         if html is not None:
             from moe_routing_bench.cli.report import write_page
@@ -102,11 +103,11 @@ def gate_command(
     of both runs, a 99 % interval that excludes 1, and p at most 1 % after
     correction. UNDECIDED results are counted, but do not fail.
     """
-    with reading() as status:
+    with reading() as doing:
         limit = _fraction(max_regression)
         runs = compare_runs(
             at_hand(baseline), at_hand(current), allow=allow or (), delta=limit,
-            on_progress=lambda done, total: status.update(f"{done} of {total} compared"),
+            on_progress=lambda done, total: doing(f"{done} of {total} compared"),
         )  # fmt: skip
     regressions = tuple(change for change in reversed(runs.changes) if change.verdict == "SLOWER")
     missing = require_all and bool(runs.only_a or runs.unreadable)

@@ -16,12 +16,14 @@ from rich.text import Text
 
 from moe_routing_bench.cli.finding import IncludePath, include_all
 from moe_routing_bench.cli.fitting import fitted
-from moe_routing_bench.cli.terminal import Json, console, fail, pick, show, show_json
+from moe_routing_bench.cli.progress import spinner
+from moe_routing_bench.cli.terminal import Json, console, fail, pick_all, show, show_json
 from moe_routing_bench.conformance.check import matches
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.ops.targets import TARGETS, Target
 from moe_routing_bench.published import MODELS
+from moe_routing_bench.whole_files import write_whole
 
 if TYPE_CHECKING:
     from moe_routing_bench.studies.compiled import Compiled
@@ -74,8 +76,8 @@ def compile_command(
         fail("compiling needs triton, which is not installed: pip install triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         fail("TRITON_INTERPRET=1 makes triton interpret kernels instead of compiling them; unset it")
-    architectures = [pick("architecture", name.strip(), TARGETS) for name in arch.split(",")]
-    models = [pick("model", name.strip(), MODELS) for name in model.split(",")]
+    architectures = pick_all("architecture", arch, TARGETS)
+    models = pick_all("model", model, MODELS)
     before = None if against is None else _read(against)
     rows = _compile_all(architectures, models, op, impl, configs)
     if not rows:
@@ -84,8 +86,8 @@ def compile_command(
     table = _tables(rows)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(_as_lines(document))
-        out.with_suffix(".txt").write_text(_as_text(_tables(rows, room=1000), document))
+        write_whole(out, _as_lines(document))
+        write_whole(out.with_suffix(".txt"), _as_text(_tables(rows, room=1000), document))
     worse = [] if before is None else _compared(before, rows, document)
     if as_json:
         show_json({**document, "worse": worse})
@@ -104,7 +106,7 @@ def _compile_all(
     from moe_routing_bench.studies.triton_code import compile_implementation
 
     rows: list[Compiled] = []
-    with console(stderr=True).status("compiling") as status:
+    with spinner("compiling") as doing:
         for operation in all_ops().values():
             if not matches(operation.name, op):
                 continue
@@ -113,11 +115,11 @@ def _compile_all(
                     continue
                 for name in models:
                     for architecture in architectures:
-                        status.update(f"compiling {operation.name}.{entry.spec} for {architecture}, {name}")
+                        doing(f"compiling {operation.name}.{entry.spec} for {architecture}, {name}")
                         target = Target.named(architecture)
                         rows += compile_implementation(entry.implementation, name, target)
         for family, architecture in product(FAMILIES, architectures):
-            status.update(f"compiling {FAMILIES[family]} for {architecture}")
+            doing(f"compiling {FAMILIES[family]} for {architecture}")
             rows += _of_cute(family, architecture, models, op, impl)
     return rows
 

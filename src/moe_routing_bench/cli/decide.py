@@ -10,12 +10,13 @@ import typer
 from rich.text import Text
 
 from moe_routing_bench.bench.verdict import Regret
-from moe_routing_bench.cli.results import at_hand, left_out_json, printable, reading, show_left_out, table_of
+from moe_routing_bench.cli.results import at_hand, left_out_json, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, show, show_json
 from moe_routing_bench.ops.auto import VARIABLE
 from moe_routing_bench.places import default_results
 from moe_routing_bench.results.deciding import Answer, Decided, decide, write_decisions
 from moe_routing_bench.results.objects import url_of
+from moe_routing_bench.text import printable
 
 MOST_REGRETS = 5
 

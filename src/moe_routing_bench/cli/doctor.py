@@ -9,7 +9,6 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from moe_routing_bench.bench.roofs import Roofs, roofs_path, stored_roofs, take_roofs
@@ -18,12 +17,14 @@ from moe_routing_bench.cli import self_test
 from moe_routing_bench.cli.finding import IncludePath, include_all
 from moe_routing_bench.cli.fitting import fitted
 from moe_routing_bench.cli.pictures import check_picture_path, draw_power
-from moe_routing_bench.cli.terminal import Json, console, fail, show, show_json, two_columns, user_mistakes
+from moe_routing_bench.cli.progress import bar, spinner
+from moe_routing_bench.cli.terminal import Json, fail, show, show_json, two_columns, user_mistakes
 from moe_routing_bench.machine import Machine, this_machine
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.studies.power import PowerStudy, plan_trials, study_power
 from moe_routing_bench.topology import Topology, nodes_in_use, system_nodes
+from moe_routing_bench.whole_files import write_whole
 
 DEFAULT_TRIALS = 24
 BUSY = (
@@ -106,9 +107,8 @@ def doctor_command(
     with user_mistakes():
         roofs, nodes = stored_roofs(machine.name), Nodes(Topology(system_nodes()), nodes_in_use())
     if again or roofs is None or roofs.stale:
-        screen = console(stderr=True)
-        with screen.status("measuring roofs, about 10 s") as status, user_mistakes():
-            roofs = take_roofs(machine, roofs, lambda what: status.update(f"measuring {what}"))
+        with spinner("measuring roofs, about 10 s") as doing, user_mistakes():
+            roofs = take_roofs(machine, roofs, lambda what: doing(f"measuring {what}"))
     cannot = _cannot_run()
     if as_json:
         show_json(_document(machine, now, roofs, cannot, nodes))
@@ -204,26 +204,14 @@ def _power(trials: int, out: Path, as_json: bool) -> None:
         planned = plan_trials(trials)
         check_picture_path(out)
     torch.set_num_threads(1)  # this process judges between samples and must not disturb the other cores
-    screen = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    command = shlex.join(["mrb", *sys.argv[1:]])
     try:
-        # trials differ in length, so their speed is taken over minutes
-        with Progress(
-            *columns, console=screen, transient=True, disable=not screen.is_terminal,
-            speed_estimate_period=600,
-        ) as progress:  # fmt: skip
-            task = progress.add_task("comparing (Ctrl-C shows results so far)", total=sum(planned.values()))
-
-            def on_step(done: int, total: int) -> None:
-                progress.update(task, completed=done)
-                if not screen.is_terminal and done % max(1, total // 10) == 0:
-                    screen.print(f"{done} of {total} comparisons")
-
-            study = study_power(planned, command=shlex.join(["mrb", *sys.argv[1:]]), on_progress=on_step)
+        with bar("comparing (Ctrl-C shows results so far)", "comparisons") as shown:
+            study = study_power(planned, command=command, on_progress=shown.update)
     except KeyboardInterrupt:
         fail("stopped before the first comparison was done; nothing was measured")
     beside = out.with_suffix(".json")
-    beside.write_text(study.to_json())
+    write_whole(beside, study.to_json())
     draw_power(study, out)
     if as_json:
         show_json(study.model_dump(mode="json"))

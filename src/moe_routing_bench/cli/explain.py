@@ -26,6 +26,7 @@ from moe_routing_bench.cli.terminal import (
     two_columns,
     user_mistakes,
 )
+from moe_routing_bench.dtypes import DTYPES, name_of
 from moe_routing_bench.experts import ACTIVATIONS, ExpertWeights
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.auto import choose
@@ -39,12 +40,7 @@ from moe_routing_bench.published import model as model_named
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.shapes import MoEShape
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+SHOWN = {**DTYPES, "float64": torch.float64}
 STYLES = {"could run": "green", "no": "yellow", "broken": "red", "cannot tell": "red"}
 
 
@@ -79,7 +75,7 @@ def explain_command(
     layout: Annotated[
         str, typer.Option(help="compact, padded(capacity_factor=1.25) or block(64)")
     ] = "compact",
-    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=", ".join(SHOWN))] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; need not exist here")] = "cpu",
     arch: Annotated[
         str, typer.Option(help=f"A GPU that need not be here: {', '.join(TARGETS)}.", show_default=False)
@@ -104,7 +100,7 @@ def explain_command(
     with user_mistakes():
         outside = found_outside(include_path)
     pick("op", op_name, [*all_ops(), *(file.op for file in outside.ops)])
-    pick("dtype", dtype, DTYPES)
+    pick("dtype", dtype, SHOWN)
     pick("activation", activation, ACTIVATIONS)
     if arch:
         pick("architecture", arch, TARGETS)
@@ -236,7 +232,7 @@ def _arguments(asked: dict[str, Any]) -> Iterator[tuple[Op, StandIns, dict[str, 
         raise MistakeError(
             f"cannot read the device {asked['device']!r}; write cpu, cuda, cuda:1, xpu, mps, ..."
         ) from None
-    dtype, bias, train = DTYPES[asked["dtype"]], asked["bias"], asked["train"]
+    dtype, bias, train = SHOWN[asked["dtype"]], asked["bias"], asked["train"]
     target = as_if(Target.named(asked["arch"])) if asked["arch"] else nullcontext()
     with _without_memory(shape, place), target:
         try:
@@ -277,7 +273,7 @@ def _shapes(
 
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{' x '.join(map(str, value.shape))} {str(value.dtype).removeprefix('torch.')}"
+        return f"{' x '.join(map(str, value.shape))} {name_of(value.dtype)}"
     if isinstance(value, Routing):
         sizes = f"{value.num_tokens} tokens, {value.num_choices} choices of {value.num_experts} experts"
         return f"{sizes}, gates {_describe(value.gate_TK)}"

@@ -12,11 +12,12 @@ from rich.text import Text
 
 from moe_routing_bench.cli.pictures import check_picture_path
 from moe_routing_bench.cli.report import write_page
-from moe_routing_bench.cli.results import at_hand, left_out_json, printable, reading, show_left_out, table_of
+from moe_routing_bench.cli.results import at_hand, left_out_json, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, pick, show, show_json
 from moe_routing_bench.report.drawing import style
 from moe_routing_bench.report.over_commits import draw, over_commits, series_table, steps_table
 from moe_routing_bench.results.history import METRICS, History, history
+from moe_routing_bench.text import printable
 
 MOST_SHOWN = 40
 

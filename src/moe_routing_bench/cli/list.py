@@ -30,6 +30,7 @@ from moe_routing_bench.cli.finding import (
 )
 from moe_routing_bench.cli.suites import describe_suites, suite_table
 from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, two_columns, user_mistakes
+from moe_routing_bench.names import base_name
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.published import MODELS
 from moe_routing_bench.routers.router import GROUPS
@@ -154,7 +155,7 @@ def _describe_workload(family: str) -> dict[str, Any]:
         }
         for parameter in parameters_of(family)
     }
-    aliases = [alias for alias, meaning in ALIASES.items() if meaning.partition("(")[0] == family]
+    aliases = [alias for alias, meaning in ALIASES.items() if base_name(meaning) == family]
     description: dict[str, Any] = {
         "summary": (inspect.getdoc(FAMILIES[family]) or "").partition("\n")[0],
         "parameters": parameters,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from moe_routing_bench.bench.cell import CACHES, Cell, Policy
+from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.cores import core_count, idle_count
 from moe_routing_bench.bench.device import VIEWS
 from moe_routing_bench.cli.finding import IncludePath
+from moe_routing_bench.workloads.axes import Axis, CaseAxes, PolicyAxes, axes_of, explained, values_of
 from moe_routing_bench.workloads.cases import DIRECTIONS
 
 SECONDS = 60.0
@@ -26,8 +27,9 @@ Words = list[str] | None  # each may hold several, split at commas
 _option, _list = typer.Option, partial(typer.Option, metavar="LIST")
 
 
-def _explained(choices: dict[str, str]) -> str:
-    return ". ".join(f"{name}: {meaning}" for name, meaning in choices.items()) + "."
+def options_of(declared: type) -> Any:
+    """A field for all the axes of a dataclass that have an option; it holds those that have a value."""
+    return field(default_factory=dict, metadata={"axes": declared})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +43,12 @@ class SizeOptions:
     hidden: Annotated[str | None, _list(help="F, hidden width of an expert.")] = None
     experts: Annotated[str | None, _list(help="E, experts of the layer.")] = None
     topk: Annotated[str | None, _list("--topk", "--choices", help="K, experts per token.")] = None
-    dtype: Annotated[str | None, _option(help="float32, bfloat16 or float16.")] = None
-    store: Annotated[
-        str | None, _option(help="For expert_ffn: weights in this format, int8 or int4_g32 (`mrb formats`).")
-    ] = None
-    activation: Annotated[str | None, _option(help="Of the experts: swiglu, gelu, ...")] = None
-    bias: Annotated[bool, _option("--bias/--no-bias", help="Give the experts biases.")] = False
-    shared: Annotated[int, _option(help="Hidden width of a shared expert; 0: none.")] = 0
     checkpoint: Annotated[
         Path | None, _option(metavar="DIR", help="Use weights and router of a saved model.")
     ] = None
     layer: Annotated[int, _option(help="With --checkpoint: which layer, from 0.")] = 0
     full: Annotated[bool, _option("--full", help="Full size, even if too big for a laptop.")] = False
+    axes: Mapping[str, Any] = options_of(CaseAxes)  # what was given, by the name of a field
 
     def lists(self) -> dict[str, list[int]]:
         """The sizes that were given, by letter."""
@@ -85,7 +81,7 @@ class WhatOptions:
     layer_kind: Annotated[
         Words, _list(help="For layer: moe, chain(iterations=2) or perft(kind=R,rank=8).")
     ] = None
-    direction: Annotated[Words, _list(help=_explained(DIRECTIONS))] = None
+    direction: Annotated[Words, _list(help=explained(DIRECTIONS))] = None
     only: Annotated[
         str | None,
         _option(help="batch-invariant: those that promise it, beside the fastest of the usual ones."),
@@ -102,42 +98,19 @@ class WhatOptions:
 class MeasureOptions:
     """How it is measured: the fields of a Policy."""
 
-    device: Annotated[
-        str | None,
-        _option(
-            help="cpu, cuda (AMD's GPUs too), or pretend: a GPU's steps on the CPU. Default: cuda for "
-            "gpu-quick, else cpu.",
-            show_default=False,
-        ),
-    ] = None
-    threads: Annotated[
-        int | None,
-        _option(help="Threads, pinned to as many cores. Default: all physical cores that are idle."),
-    ] = None
-    cache: Annotated[str, _option(help=_explained(CACHES))] = "hot"
-    processes: Annotated[int, _option(help="Repeat in this many processes; 3 for a published figure.")] = 1
-    rounds: Annotated[int, _option(help="Most rounds of a case.")] = 1000
-    min_rounds: Annotated[int, _option(help="Fewest rounds of a case.")] = 20
-    seconds: Annotated[
-        float | None,
-        _option(
-            help="Seconds for the whole command, in `mrb sweep` for each case; kernels are built before. "
-            "Default: 60, or 20 a case.",
-            show_default=False,
-        ),
-    ] = None
-    target: Annotated[float, _option(help="Stop when every ratio is known this precisely.")] = 0.01
-    limit: Annotated[float, _option(help="Seconds after which a call counts as hanging.")] = 120.0
-    memory: Annotated[float, _option(help="GiB that a worker may allocate.")] = 12.0
-    checked: Annotated[int, _option(help="Timed results to check, for each implementation.")] = 3
-    stages: Annotated[bool, _option("--stages", help="Also time the stages.")] = False
-    sandbox: Annotated[
-        bool,
-        _option("--sandbox", help="Run code from outside under bubblewrap: no network, nothing written."),
-    ] = False
-    all: Annotated[
-        bool, _option("--all", help="All rounds also for what is 5 times slower than the best.")
-    ] = False
+    axes: Mapping[str, Any] = options_of(PolicyAxes)
+
+    @property
+    def threads(self) -> int | None:
+        return self.axes.get("threads")
+
+    @property
+    def device(self) -> str | None:
+        return self.axes.get("device")
+
+    @property
+    def seconds(self) -> float | None:
+        return self.axes.get("max_seconds")
 
     def seconds_for(self, cells: Sequence[Cell]) -> float:
         """Of a command that measures these together."""
@@ -147,23 +120,14 @@ class MeasureOptions:
         """adapt: by default use only the cores that are idle now. A sweep does not: it must find its cells
         again when it is resumed."""
         device = self.device or ("cuda" if suite.partition("/")[0] in ON_A_GPU else "cpu")
-        return Policy(
-            device=device,
-            view=VIEWS.get(device, ("",))[0],
-            threads=chosen_threads(self.threads, adapt),
-            cache=self.cache,
-            processes=self.processes,
-            max_rounds=self.rounds,
-            min_rounds=min(self.min_rounds, self.rounds),
-            max_seconds=SECONDS if self.seconds is None else self.seconds,
-            target=self.target,
-            step_seconds=self.limit,
-            memory_gib=self.memory,
-            checked=self.checked,
-            stages=self.stages,
-            sandbox=self.sandbox,
-            all=self.all,
-        )
+        given = {**values_of(PolicyAxes()), **self.axes}
+        given |= {
+            "device": device,
+            "view": VIEWS.get(device, ("",))[0],
+            "threads": chosen_threads(self.threads, adapt),
+            "min_rounds": min(given["min_rounds"], given["max_rounds"]),
+        }
+        return Policy(**given)
 
 
 def chosen_threads(threads: int | None, adapt: bool) -> int:
@@ -184,19 +148,10 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         if name not in groups:
             parameters.append(parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY))
             continue
-        inside = get_type_hints(groups[name], include_extras=True)
-        parameters += [
-            inspect.Parameter(
-                field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=inside[field.name]
-            )
-            for field in fields(groups[name])
-        ]
+        parameters += parameters_of(groups[name])
 
     def expanded(**given: Any) -> None:
-        made = {
-            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
+        made = {name: group_of(group, given) for name, group in groups.items()}
         command(**made, **given)
 
     expanded.__doc__, expanded.__name__ = command.__doc__, command.__name__
@@ -204,6 +159,46 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     expanded.__signature__ = inspect.Signature(required_first)  # type: ignore[attr-defined]
     expanded.__annotations__ = {one.name: one.annotation for one in parameters}
     return expanded
+
+
+def parameters_of(group: Any) -> Iterator[inspect.Parameter]:
+    """The options of a group: one for each field, and for each axis that has one."""
+    hints = get_type_hints(group, include_extras=True)
+    for one in fields(group):
+        if (declared := one.metadata.get("axes")) is None:
+            yield inspect.Parameter(
+                one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name]
+            )
+            continue
+        types = get_type_hints(declared)
+        for axis, facts in axes_of(declared):
+            if facts.flag:
+                kind = types[axis.name] | None if facts.asks else types[axis.name]
+                yield inspect.Parameter(
+                    _option_name(facts),
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=None if facts.asks else axis.default,
+                    annotation=Annotated[kind, _option(facts.flag, help=facts.help)],
+                )
+
+
+def group_of(group: Any, given: dict[str, Any]) -> Any:
+    """A group made of options by name, which are taken out of `given`; those that are absent or None have
+    their default."""
+    values: dict[str, Any] = {}
+    for one in fields(group):
+        if (declared := one.metadata.get("axes")) is not None:
+            named = {axis.name: _option_name(facts) for axis, facts in axes_of(declared) if facts.flag}
+            asked = {axis: given.pop(option, None) for axis, option in named.items()}
+            values[one.name] = {axis: value for axis, value in asked.items() if value is not None}
+        elif one.name in given:
+            values[one.name] = given.pop(one.name)
+    return group(**values)
+
+
+def _option_name(facts: Axis) -> str:
+    """min_rounds of --min-rounds"""
+    return facts.flag.partition("/")[0].lstrip("-").replace("-", "_")
 
 
 def _numbers(letter: str, text: str) -> list[int]:

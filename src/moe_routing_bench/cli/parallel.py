@@ -13,10 +13,9 @@ from rich.text import Text
 from moe_routing_bench.cli.fitting import fitted
 from moe_routing_bench.cli.parallel_pictures import draw_plan
 from moe_routing_bench.cli.pictures import check_picture_path
-from moe_routing_bench.cli.place import _number
+from moe_routing_bench.cli.progress import spinner
 from moe_routing_bench.cli.terminal import (
     Json,
-    console,
     heading,
     show,
     show_json,
@@ -24,6 +23,7 @@ from moe_routing_bench.cli.terminal import (
     user_mistakes,
 )
 from moe_routing_bench.experts import GATED
+from moe_routing_bench.names import option_numbers
 from moe_routing_bench.parallel.fabric import Fabric, read_fabric, shipped
 from moe_routing_bench.parallel.step import PARTS, LayerSize
 from moe_routing_bench.published import model as published_model
@@ -100,11 +100,11 @@ def plan_command(
         )  # fmt: skip
         question = Question(
             size=size, gpus=gpus, tokens=tokens, fabric=places, workload=workload,
-            layers=layers or one.layers, spare=tuple(_number(word, "--spare") for word in spare.split(",")),
+            layers=layers or one.layers, spare=tuple(option_numbers("--spare", spare, "0,1,2")),
             drop=drop, memory=memory_share * places.device.memory_gb * 1e9,
         )  # fmt: skip
-        with console(stderr=True).status("counting") as status:
-            reply = answer(question, lambda degree: status.update(f"groups of {degree} ranks"))
+        with spinner("counting") as doing:
+            reply = answer(question, lambda degree: doing(f"groups of {degree} ranks"))
     if not reply.options:
         with user_mistakes():
             raise ValueError(reply.left_out[0] if reply.left_out else "nothing could be tried")

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe_routing_bench.cli.pictures import GREY, RED
 from moe_routing_bench.parallel.step import PARTS
+from moe_routing_bench.report.drawing import GREY, RED, figure
 from moe_routing_bench.studies.parallel_plans import Answer, Question
 
 COLOURS = dict(zip(PARTS, ("#c9a227", "#8a8a8a", "#1f5fa8", "#3d8f5f", "#7fb2e5"), strict=True))
 
 
 def draw_plan(model: str, question: Question, reply: Answer, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter, ScalarFormatter
 
     best_of = [reply.of(degree) for degree in reply.degrees]
     places = range(len(best_of))
-    figure = Figure(figsize=(10, 7), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
+    made = figure(10, 7)
+    above, below = made.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
     under = [0.0] * len(best_of)
     for part in PARTS:
         heights = [1e3 * one.seconds[part] for one in best_of]
@@ -58,4 +55,4 @@ def draw_plan(model: str, question: Question, reply: Answer, path: Path) -> None
     below.set_xlabel("degree of expert parallelism: ranks that share the experts")
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    made.savefig(path)

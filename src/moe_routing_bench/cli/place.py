@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,12 +11,13 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from moe_routing_bench.cli.fitting import fitted
-from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, user_mistakes
-from moe_routing_bench.cli.trace import printable
+from moe_routing_bench.cli.terminal import Json, heading, pick_all, show, show_json, user_mistakes
 from moe_routing_bench.experts import GATED
+from moe_routing_bench.names import option_numbers
 from moe_routing_bench.published import model as published_model
 from moe_routing_bench.studies.caches import POLICIES, Cached, study_caches
 from moe_routing_bench.studies.placements import PAYS, PlacementStudy, Tried, study_placements
+from moe_routing_bench.text import printable
 from moe_routing_bench.workloads.trace import read_trace
 
 File = Annotated[Path, typer.Argument(metavar="TRACE", help="A file that `mrb trace record` wrote.")]
@@ -46,7 +46,7 @@ def place_command(
       mrb place t.safetensors --ranks 64 --ranks-per-node 8 --tokens 16384 --model deepseek-v3
     """
     with user_mistakes():
-        extra = [_number(word, "--replicas") for word in replicas.split(",")]
+        extra = option_numbers("--replicas", replicas, "0,16,32")
         for name, value in (("--ranks", ranks), ("--windows", windows), ("--tokens", tokens)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -133,7 +133,7 @@ def cache_command(
       mrb cache t.safetensors --slots 32
       mrb cache t.safetensors --slots 16 --policy lru,belady --model qwen3-30b-a3b --bits 4.5
     """
-    names = [pick("policy", word.strip(), POLICIES) for word in policy.split(",")]
+    names = pick_all("policy", policy, POLICIES)
     with user_mistakes():
         if tokens < 1 or not 0 < gb_per_second < 1e6:
             raise ValueError("--tokens and --gb-per-second must be positive")
@@ -171,9 +171,3 @@ def _expert_bytes(name: str, bits: float) -> float:
         raise ValueError(f"--bits is {bits:g}; a weight has 1 to 64")
     one = published_model(name)
     return one.D * one.F * (3 if one.activation in GATED else 2) * bits / 8
-
-
-def _number(word: str, option: str) -> int:
-    if not re.fullmatch(r"\s*\d{1,6}\s*", word):
-        raise ValueError(f"cannot read {word.strip()!r} in {option}; write numbers: 0,16,32")
-    return int(word)

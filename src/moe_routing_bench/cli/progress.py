@@ -5,20 +5,95 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.compiling import BUILDING
-from moe_routing_bench.bench.runner import Progress as CellProgress
-from moe_routing_bench.bench.runner import Standing
 from moe_routing_bench.cli.terminal import console
 
+if TYPE_CHECKING:  # most commands measure nothing
+    from moe_routing_bench.bench.cell import Cell
+    from moe_routing_bench.bench.runner import Progress as CellProgress
+    from moe_routing_bench.bench.runner import Standing
+
 LINE_SECONDS = 60.0
+BAR = 20  # letters
 WIDTH = 48  # of names in the ranking
+
+
+class Lines:
+    """What would be on a bar, in a pipe: a line a minute; nothing on a terminal, or if `quiet`."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.screen, self._quiet = console(stderr=True), quiet
+        self._said = time.monotonic()
+
+    @property
+    def drawn(self) -> bool:
+        """Is there a bar?"""
+        return self.screen.is_terminal and not self._quiet
+
+    def say(self, line: str, *, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if not (self.screen.is_terminal or self._quiet) and (at_once or now - self._said >= LINE_SECONDS):
+            self._said = now
+            self.screen.print(line)
+
+
+class Bar:
+    """update(3, 14) shows "comparing: 3 of 14 comparisons, about 2:40 left"; without a unit, the share."""
+
+    def __init__(self, what: str, unit: str = "", *, quiet: bool = False):
+        self._what, self._unit, self._lines = what, unit, Lines(quiet=quiet)
+        self._phases: dict[str, tuple[float, float]] = {}
+        self.drawn = _bar(self._lines)
+        self._task = self.drawn.add_task(what, total=None)
+
+    def update(self, done: float, total: float, *, phase: str = "", now: str = "") -> None:
+        """phase: a part of the work with its own speed, of which `done` counts. now: what it is at."""
+        count = f"{done:,} of {total:,} {self._unit}" if self._unit else f"{100 * done / total:.0f} %"
+        line = f"{self._what}: {phase} {count}" if phase else f"{self._what}: {count}"
+        line += self._left(done / max(total, 1), phase) + (f"; {now}" if now else "")
+        room = max(BAR, self._lines.screen.width - BAR - 4)
+        self.drawn.update(self._task, completed=done, total=total, description=line[:room])
+        self._lines.say(line)
+
+    def _left(self, share: float, phase: str) -> str:
+        now = time.monotonic()
+        began, first = self._phases.setdefault(phase, (now, share))
+        if share < first + 0.01:
+            return ""
+        return f", about {minutes((now - began) * (1 - share) / (share - first))} left"
+
+
+@contextmanager
+def bar(what: str, unit: str = "", *, quiet: bool = False) -> Iterator[Bar]:
+    shown = Bar(what, unit, quiet=quiet)
+    with shown.drawn:
+        yield shown
+
+
+@contextmanager
+def spinner(what: str) -> Iterator[Callable[[str], None]]:
+    """For work of unknown length: a spinner on a terminal. The function takes what is being done now."""
+    lines = Lines()
+    with lines.screen.status(what) as status:
+
+        def update(what: str) -> None:
+            status.update(what)
+            lines.say(what)
+
+        yield update
+
+
+def _bar(lines: Lines) -> Progress:
+    return Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(BAR),
+        console=lines.screen, transient=True, disable=not lines.drawn,
+    )  # fmt: skip
 
 
 def say_roofs_are_measured() -> None:
@@ -29,15 +104,18 @@ class ShownProgress:
     """Progress over all cells: update() is called often while a cell is measured, cell_done() after it."""
 
     def __init__(self, cells: int, *, quiet: bool = False):
-        self._cells, self._done, self._started, self._quiet = cells, 0, time.monotonic(), quiet
-        self._said, self._standing = self._started, tuple[Standing, ...]()
-        out = console(stderr=True)
-        self._lines = not out.is_terminal
-        self._bar = Progress(TextColumn("{task.description}", markup=False), BarColumn(20), console=out)
+        self._cells, self._done, self._started = cells, 0, time.monotonic()
+        self._standing: tuple[Standing, ...] = ()
+        self._lines = Lines(quiet=quiet)
+        self._bar = _bar(self._lines)
         self._task: TaskID = self._bar.add_task("starting", total=max(cells, 1))
-        self._live = Live(get_renderable=self._drawn, console=out, transient=True, refresh_per_second=4)
+        self._live = Live(
+            get_renderable=self._drawn, console=self._lines.screen, transient=True, refresh_per_second=4
+        )
 
     def update(self, cell: Cell, progress: CellProgress) -> None:
+        from moe_routing_bench.bench.compiling import BUILDING
+
         where = f"{self._done + 1}/{self._cells} " if self._cells > 1 else ""
         now = time.monotonic()
         used, left = minutes(now - self._started), self._left(progress, now)
@@ -47,9 +125,7 @@ class ShownProgress:
             self._task, completed=self._done + progress.share, description=f"{used} {what[:60]}; {left}"
         )
         building = progress.what.startswith(BUILDING)
-        if self._lines and not self._quiet and (building or now - self._said >= LINE_SECONDS):
-            self._said = now
-            console(stderr=True).print(progress.what if building else f"{used} {what}; {left}")
+        self._lines.say(progress.what if building else f"{used} {what}; {left}", at_once=building)
 
     def _left(self, progress: CellProgress, now: float) -> str:
         if self._cells == 1:
@@ -76,7 +152,7 @@ class ShownProgress:
             self.start()
 
     def start(self) -> None:
-        if not self._lines and not self._quiet:
+        if self._lines.drawn:
             self._live.start()
 
     def stop(self) -> None:

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_routing_bench.cli.results import at_hand, left_out_json, printable, reading, show_left_out, table_of
+from moe_routing_bench.cli.results import at_hand, left_out_json, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, show, show_json
 from moe_routing_bench.results.regrets import NOTABLE, CellRegret, GroupRegret, read_regrets
+from moe_routing_bench.text import printable
 
 MOST_CELLS = 12
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moe_routing_bench.cli.results import at_hand, printable, reading, show_left_out
+from moe_routing_bench.cli.results import at_hand, reading, show_left_out
 from moe_routing_bench.cli.terminal import fail, say, show
 from moe_routing_bench.report.drawing import save
 from moe_routing_bench.report.explorer import explorer
@@ -17,6 +17,7 @@ from moe_routing_bench.report.finding import results_folders
 from moe_routing_bench.report.markdown import markdown
 from moe_routing_bench.report.page import Page, make_page
 from moe_routing_bench.report.reading import read
+from moe_routing_bench.text import printable
 from moe_routing_bench.whole_files import write_whole
 
 
@@ -53,8 +54,8 @@ def report_command(
     Timing and training records may be mixed. Results of unlike machines stand
     in chapters of their own and are never compared.
     """
-    with reading() as status, results_folders([at_hand(folder) for folder in folders]) as contents:
-        status.update(f"reading {len(contents)} folders")
+    with reading() as doing, results_folders([at_hand(folder) for folder in folders]) as contents:
+        doing(f"reading {len(contents)} folders")
         material = read(contents)
         if as_markdown:
             typer.echo(markdown(material), nl=False)
@@ -65,7 +66,7 @@ def report_command(
                 fail(str(error))
             say(printable(f"{plotly}: every time as a point"))
         if out is not None or figures is not None or not as_markdown:
-            status.update("drawing")
+            doing("drawing")
             tell = say if as_markdown else show
             page = make_page(material, f"mrb report {shlex.join(map(str, folders))}")
             if out is not None or not as_markdown:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -11,18 +11,20 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group
-from rich.status import Status
 from rich.text import Text
 
 from moe_routing_bench.cli.fitting import fitted_rows
+from moe_routing_bench.cli.progress import spinner
 from moe_routing_bench.cli.terminal import Json, console, fail, say, show, show_json, user_mistakes
-from moe_routing_bench.names import did_you_mean, slots_of
+from moe_routing_bench.names import base_name, did_you_mean, slots_of
 from moe_routing_bench.places import default_results
 from moe_routing_bench.results.counting import RecordCount
 from moe_routing_bench.results.flat import COLUMNS, quoted
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.objects import url_of
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
+from moe_routing_bench.results.same_case import in_sql, told_apart
+from moe_routing_bench.text import printable
 from moe_routing_bench.whole_files import FULL
 
 MOST_SHOWN = 1_000
@@ -30,10 +32,7 @@ MOST_CASES = 40
 MOST_SENTENCES = 20
 MOST_CELL_LETTERS = 300
 # the newest run of every case under the same conditions, and the best implementation in it
-SAME = (
-    'span, direction, router, layer, "case", T, D, F, E, K, W, dtype, store, activation, workload, '
-    "routing_seed, threads, cache, view, machine"
-)
+SAME = f"router, layer, {in_sql()}"
 COUNTS = """
 SELECT span, status, count(*) AS records FROM records
 WHERE role IN ('baseline', 'candidate') AND {condition} GROUP BY ALL ORDER BY ALL"""  # counting.CONTENDERS
@@ -46,10 +45,10 @@ WITH passed AS (
   SELECT * FROM passed
   QUALIFY dense_rank() OVER (PARTITION BY {SAME} ORDER BY run_at DESC, session DESC, cell_key) = 1
 )
-SELECT span, direction, "case", dtype, store, workload, threads, impl AS best, layout, router, layer,
+SELECT {SAME}, impl AS best, layout,
   median_ms, error, tokens_per_second, coalesce(ratio, 1) AS ratio, coalesce(baseline, 'itself') AS baseline,
   coalesce(verdict, '') AS verdict,
-  count(*) OVER (PARTITION BY {SAME}) AS contenders, T, E, K, sequences
+  count(*) OVER (PARTITION BY {SAME}) AS contenders
 FROM newest
 QUALIFY row_number() OVER (PARTITION BY {SAME} ORDER BY coalesce(ratio, 1), impl, layout) = 1
 ORDER BY span, direction, split_part("case", '/', 1), E, D, F, K, T, "case", dtype, store, workload, threads
@@ -178,11 +177,11 @@ def _kernels(target: Path) -> str:
 
 
 @contextmanager
-def reading() -> Iterator[Status]:
+def reading() -> Iterator[Callable[[str], None]]:
     """Around code that reads results: a spinner on a terminal, and one sentence for a mistake."""
     try:
-        with console(stderr=True).status("reading") as status:
-            yield status
+        with spinner("reading") as doing:
+            yield doing
     except ValueError as error:
         fail(printable(error))
     except OSError as error:
@@ -204,11 +203,6 @@ def at_hand(folder: Path, *, rows: bool = False) -> Path:
     if len(copied.sentences) > MOST_SENTENCES:
         say(f"and {len(copied.sentences) - MOST_SENTENCES:,} more")
     return copied.folder
-
-
-def printable(text: object) -> str:
-    """Records and queries come from anybody: characters that could steer a terminal become ?."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(text))
 
 
 def table_of(columns: Sequence[str], rows: Sequence[Sequence[object]], words: Collection[str] = ()) -> Group:
@@ -244,7 +238,7 @@ def _condition(folder: Path, column: str, wanted: str) -> str:
     """In SQL: the column is `wanted`, with or without options."""
     value = "if(layer = '', 'moe', layer)" if column == "layer" else column
     known = [name for (name,) in run_query(folder, f"SELECT DISTINCT {value} FROM records ORDER BY 1")[1]]
-    names = dict.fromkeys(name for one in known for name in (one, one.partition("(")[0]) if name)
+    names = dict.fromkeys(name for one in known for name in (one, base_name(one)) if name)
     if wanted not in names:
         has = f"has {', '.join(filter(None, known))}" if any(known) else "has none"
         raise ValueError(f"{folder} has no {column} {wanted!r}; {did_you_mean(wanted, names)}it {has}")
@@ -309,7 +303,7 @@ def _show_overview(
         show("Best of each case, by the ratio to the baseline of the same run:")
         shown = [dict(zip(names, row, strict=True)) for row in rows[:MOST_CASES]]
         columns = ["case", "best", "ms", "ratio", "baseline", "verdict", "of"]
-        cells = [_best(row) for row in shown]
+        cells = [_best(row, more) for row, more in zip(shown, told_apart(shown, _label), strict=True)]
         if any(row["store"] for row in shown):  # how well it computes with stored weights is worth as much
             columns.append("error")
             cells = [(*cell, row["error"]) for cell, row in zip(cells, shown, strict=True)]
@@ -319,10 +313,15 @@ def _show_overview(
     show("", Text('Ask more with mrb results "SELECT ..."; mrb results --columns shows the columns.', "dim"))
 
 
-def _best(row: dict[str, Any]) -> tuple[object, ...]:
+def _label(row: Mapping[str, Any]) -> tuple[str, str, str]:
     threads = "" if row["threads"] == 1 else f" {row['threads']} threads"
     span = row["span"] if row["direction"] == "forward" else f"{row['span']} {row['direction']}"
     case = f"{span} {row['case']} {row['dtype']} {row['workload']}{threads}"
+    return case, row["router"], row["layer"]
+
+
+def _best(row: Mapping[str, Any], more: str) -> tuple[object, ...]:
+    case = _label(row)[0] + more
     slots = slots_of(row["router"] or "", **{name: row[name] for name in ("T", "E", "K", "sequences")})
     best = " | ".join(filter(None, (row["best"], row["layout"], row["router"], slots, row["layer"])))
     times = (row["median_ms"], row["ratio"], row["baseline"], row["verdict"], row["contenders"])

@@ -20,8 +20,9 @@ from rich.text import Text
 
 from moe_routing_bench.bench.device import memory_place
 from moe_routing_bench.cli.terminal import fail, show, two_columns
-from moe_routing_bench.conformance.cases import CASES, DTYPES, Case, KitCell, layouts_for
+from moe_routing_bench.conformance.cases import CASES, Case, KitCell, layouts_for
 from moe_routing_bench.conformance.check import check, matches
+from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops, get_op
 from moe_routing_bench.ops.targets import target_of

@@ -26,6 +26,12 @@ def pick(what: str, name: str, choices: Iterable[str]) -> str:
         return one_of(what, name, choices)
 
 
+def pick_all(what: str, names: str, choices: Iterable[str]) -> list[str]:
+    """The same for names separated by commas."""
+    choices = list(choices)
+    return [pick(what, name.strip(), choices) for name in names.split(",")]
+
+
 def say(sentence: str) -> None:
     """On stderr, beside the output."""
     console(stderr=True).print(Text.assemble(("mrb: ", "bold red"), sentence))

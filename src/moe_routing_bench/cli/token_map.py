@@ -1,4 +1,4 @@
-"""The map of `mrb check --tokens 1..512`: for how many tokens is an implementation right?
+"""The map of `mrb check --tokens 1-512`: for how many tokens is an implementation right?
 
 A kernel may be wrong for a few numbers of tokens alone: where another tile, another branch or another table
 begins. Every number is tried with the kit's plain case, in every dtype and layout that it takes.
@@ -6,7 +6,6 @@ begins. Every number is tried with the kit's plain case, in every dtype and layo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from moe_routing_bench.cli.apart import ApartError, Shown, answers
 from moe_routing_bench.cli.checking import Row
 from moe_routing_bench.conformance.cases import CASES, KitCell, layouts_for
 from moe_routing_bench.conformance.check import check
+from moe_routing_bench.names import base_name, option_numbers
 from moe_routing_bench.ops.registry import get_op
 
 MOST_TOKENS = 65_536
@@ -54,29 +54,9 @@ class TokenMap:
             some = tokens[start : start + PER_LINE]
             yield f"  {some[0]:>6}  " + "".join(MARKS[self.status[T]] for T in some)
 
-    def wrong_ranges(self) -> str:
-        """ "3, 17..19": where it is wrong."""
-        ranges: list[list[int]] = []
-        for T in sorted(self.wrong):
-            if ranges and T == ranges[-1][-1] + 1:
-                ranges[-1].append(T)
-            else:
-                ranges.append([T])
-        return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}..{r[-1]}" for r in ranges)
-
 
 def parse_tokens(text: str) -> list[int]:
-    """ "1..512" or "1..64,100,4096" as numbers."""
-    numbers: set[int] = set()
-    for word in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", word)
-        first, last = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
-        if not first <= last <= MOST_TOKENS:
-            raise ValueError(
-                f"cannot read --tokens {text!r}; write 1..512 or 1..64,100 (at most {MOST_TOKENS})"
-            )
-        numbers |= set(range(first, last + 1))
-    return sorted(numbers)
+    return sorted(set(option_numbers("--tokens", text, "1-512 or 1-64,100", MOST_TOKENS)))
 
 
 def checked_tokens(
@@ -88,7 +68,7 @@ def checked_tokens(
         yield {"T": T, "status": "begun"}
         seen, sentence = set(), ""
         for layout in layouts_for(get_op(op), plain):
-            layout = LAYOUT_OF.get(layout.partition("(")[0], layout)
+            layout = LAYOUT_OF.get(base_name(layout), layout)
             for dtype in dtypes:
                 case = replace(plain, name=f"plain at T={T}", T=T)
                 cell = KitCell(op=op, spec=spec, case=case, layout=layout, dtype=dtype, device=device)

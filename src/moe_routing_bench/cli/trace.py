@@ -16,15 +16,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from moe_routing_bench.cli.pictures import check_picture_path
+from moe_routing_bench.cli.progress import bar
 from moe_routing_bench.cli.terminal import (
     Json,
-    console,
     fail,
     heading,
     show,
@@ -34,17 +33,20 @@ from moe_routing_bench.cli.terminal import (
 )
 from moe_routing_bench.cli.trace_files import check_command, diff_command, import_command, read_layers
 from moe_routing_bench.cli.trace_pictures import draw_trace
+from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.models.tracing import ModelTrace, pieces, record_trace
 from moe_routing_bench.results.training import SETTINGS, load_model
+from moe_routing_bench.text import printable
 from moe_routing_bench.workloads.trace import Trace, read_trace, write_trace
 from moe_routing_bench.workloads.trace_summary import LayerSummary, summarise
 
 BYTES = "bytes"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+FORMS = ("auto", *DTYPES)
 # bytes of text read for each token wanted; the tokens of no common tokenizer are longer on average
 BYTES_PER_TOKEN = 64
 MAX_TOKENS = 1 << 24
 SHOWN_DOCUMENTS = 12
+MOST_LETTERS = 500  # of text from a file or an error
 
 trace_app = typer.Typer(
     no_args_is_help=True,
@@ -98,13 +100,13 @@ def record_command(
         share = math.ceil(tokens / len(text))
         documents = [_tokens_of(path, share, tokenizer or model, loaded) for path in text]
         total = min(tokens, sum(document.numel() for document in documents))
-        with _bar(total, f"reading {len(text)} text{'s' if len(text) > 1 else ''}") as on_tokens:
+        with bar(f"reading {len(text)} text{'s' if len(text) > 1 else ''}", "tokens") as shown:
             trace = record_trace(
                 loaded,
                 pieces(documents, batch=batch, sequence=sequence),
                 layers=wanted,
                 max_tokens=total,
-                on_tokens=on_tokens,
+                on_tokens=lambda done: shown.update(done, total),
                 scores=scores,
             )
         names = [path.name for path in text]
@@ -166,12 +168,7 @@ def _mistakes() -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     """Errors of libraries have many lines; the first says what happened."""
-    return printable(str(error).strip().partition("\n")[0]) or type(error).__name__
-
-
-def printable(text: str) -> str:
-    """Text from a file without what would steer a terminal, at most 500 letters of it."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:500])
+    return printable(str(error).strip().partition("\n")[0], MOST_LETTERS) or type(error).__name__
 
 
 def _check_record(
@@ -185,8 +182,8 @@ def _check_record(
     ):
         if not 1 <= value <= most:
             raise ValueError(f"--{name} is {value}; it must be between 1 and {most:,}")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if dtype not in FORMS:
+        raise ValueError(f"--dtype is {dtype!r}; it must be one of {', '.join(FORMS)}")
     for path in text:
         if not path.is_file():
             raise ValueError(f"there is no text file {path}")
@@ -257,19 +254,6 @@ def _tokens_of(path: Path, count: int, tokenizer: str, model: Any) -> Tensor:
     return torch.tensor(ids)
 
 
-@contextmanager
-def _bar(total: int, what: str) -> Iterator[Any]:
-    out = console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed:,} tokens"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-        console=out, transient=True, disable=not out.is_terminal,
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task(what, total=total)
-        yield lambda tokens: bar.update(task, completed=tokens)
-
-
 def _source(
     model: str, tokenizer: str | None, dtype: str, names: list[str], batch: int, sequence: int
 ) -> str:
@@ -277,7 +261,7 @@ def _source(
         f"mrb trace record --model {model} --tokenizer {tokenizer or model} --dtype {dtype} --batch {batch} "
         f"--sequence {sequence}; texts {', '.join(names)}; {_library(model)}torch {torch.__version__}"
     )
-    return printable(source)
+    return printable(source, MOST_LETTERS)
 
 
 def _library(model: str) -> str:
@@ -307,7 +291,7 @@ def _sizes(trace: Trace) -> str:
 
 def _facts(trace: Trace) -> Table:
     table = two_columns(10)
-    table.add_row(Text("  source", "dim"), printable(trace.source))
+    table.add_row(Text("  source", "dim"), printable(trace.source, MOST_LETTERS))
     if trace.document_T is not None:
         numbers, counts = trace.document_T.unique(return_counts=True)
         layers = 1 if trace.layer_T is None else trace.layer_T.unique().numel()
@@ -324,7 +308,8 @@ def _facts(trace: Trace) -> Table:
 
 
 def _named(trace: Trace, number: int) -> str:
-    return f"{printable(trace.documents[number])} " if 0 <= number < len(trace.documents) else ""
+    known = 0 <= number < len(trace.documents)
+    return f"{printable(trace.documents[number], MOST_LETTERS)} " if known else ""
 
 
 def _table(trace: Trace, summaries: list[LayerSummary]) -> Table:

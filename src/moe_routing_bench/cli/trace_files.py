@@ -3,7 +3,6 @@ disagreement."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_routing_bench.cli.terminal import Json, show, show_json, user_mistakes
+from moe_routing_bench.names import option_numbers
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.workloads.serving import read_requests
 from moe_routing_bench.workloads.trace import MAX_EXPERTS, read_trace, write_trace
@@ -187,17 +187,7 @@ def _notes(difference: TraceDiff) -> list[str]:
 
 
 def read_layers(text: str) -> list[int]:
-    """The text 0,4,8-11 as [0, 4, 8, 9, 10, 11]."""
-    layers: list[int] = []
-    for word in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", word)
-        if match is None:
-            raise ValueError(f"cannot read {word.strip()!r} in --layers {text!r}; write numbers: 0,4,8-11")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise ValueError(f"--layers goes from {first} down to {last}; write {last}-{first}")
-        layers += range(first, last + 1)
-    return layers
+    return option_numbers("--layers", text, "0,4,8-11", most=9_999)
 
 
 def _is_trace(file: Path) -> bool:

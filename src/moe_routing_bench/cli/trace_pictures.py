@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_routing_bench.report.drawing import BLUE, GREY, RED
+from moe_routing_bench.report.drawing import BLUE, GREY, RED, figure
 from moe_routing_bench.workloads.trace import Trace
 from moe_routing_bench.workloads.trace_summary import LayerSummary, lift_EE
 
@@ -21,20 +21,16 @@ def draw_trace(
     trace: Trace, summaries: list[LayerSummary], path: Path, *, title: str, layer: int | None = None
 ) -> None:
     """`layer`: the layer whose pairs of experts are drawn; None: the middle one."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = summaries[len(summaries) // 2].layer if layer is None else layer
     lift = lift_EE((trace if shown is None else trace.part(layer=shown)).routing).numpy()
-    figure = Figure(figsize=(13, 10), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(2, 2)
-    _load(figure, panels[0][0], summaries)
+    made = figure(13, 10)
+    panels = made.subplots(2, 2)
+    _load(made, panels[0][0], summaries)
     _evenness(panels[0][1], summaries)
-    _pairs(figure, panels[1][0], lift, shown, trace.routing.num_choices)
+    _pairs(made, panels[1][0], lift, shown, trace.routing.num_choices)
     _overlap(panels[1][1], summaries, trace)
-    figure.suptitle(title, fontsize=13, x=0.01, ha="left")
-    figure.savefig(path)
+    made.suptitle(title, fontsize=13, x=0.01, ha="left")
+    made.savefig(path)
 
 
 def _load(figure: Any, axes: Any, summaries: list[LayerSummary]) -> None:

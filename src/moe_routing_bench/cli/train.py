@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from rich.progress import BarColumn, Progress, TextColumn
 
 from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.cli.fitting import fitted
-from moe_routing_bench.cli.progress import LINE_SECONDS, minutes
-from moe_routing_bench.cli.terminal import Json, console, fail, say, show, show_json, user_mistakes
+from moe_routing_bench.cli.progress import Bar, bar, minutes
+from moe_routing_bench.cli.terminal import Json, fail, say, show, show_json, user_mistakes
 from moe_routing_bench.names import parse_spec
 from moe_routing_bench.report.training_figures import draw_study
 from moe_routing_bench.results.pareto import Pareto, pareto, sentences
@@ -233,9 +231,9 @@ def _study(work: StudyRun, rounds: int, as_json: bool) -> None:
         seconds = work.estimate(rounds=rounds)
         first_look = "; --quick is a first look in about a minute" if seconds > LONG_SECONDS else ""
         say(f"study {work.name}: about {minutes(seconds)} minutes on {work.jobs} cores{first_look}")
-        with training_progress(f"study {work.name}") as update:
+        with bar(f"study {work.name}") as shown:
             try:
-                work.run(update, rounds=rounds)
+                work.run(partial(show_study, shown), rounds=rounds)
             except KeyboardInterrupt:
                 fail(f"stopped; the same command goes on from what is in {out}")
     if not work.study.only_times:
@@ -251,12 +249,12 @@ def _study(work: StudyRun, rounds: int, as_json: bool) -> None:
 
 def _one(run: Run, corpus: Corpus, out: Path, sink: str | None, as_json: bool) -> None:
     send = _sink(sink, run)
-    with user_mistakes(), training_progress(run.rule.name) as update:
+    with user_mistakes(), bar(run.rule.name) as shown:
         collapsed: set[str] = set()
 
         def on_event(event: Event) -> None:
             if isinstance(event, Stepped):
-                update(ongoing(run, event))
+                show_step(shown, run, event)
                 send({"loss": event.loss, "learning_rate": event.learning_rate}, event.step)
             elif isinstance(event, Evaluated):
                 send({f"held_out/{name}": value for name, value in event.losses.items()}, event.step)
@@ -274,10 +272,14 @@ def _one(run: Run, corpus: Corpus, out: Path, sink: str | None, as_json: bool) -
     _show_run(record, out)
 
 
-def ongoing(run: Run, event: Stepped) -> Ongoing:
+def show_study(shown: Bar, ongoing: Ongoing) -> None:
+    shown.update(ongoing.share, 1, phase=ongoing.phase, now="; ".join(ongoing.now))
+
+
+def show_step(shown: Bar, run: Run, event: Stepped) -> None:
     rate = run.batch * run.size.sequence / sum(event.seconds.values())
     now = f"{said_step(event.step, run.steps, event.loss)}, {rate:,.0f} tokens/s"
-    return Ongoing(phase="training", share=event.step / run.steps, now=(now,))
+    shown.update(event.step, run.steps, phase="training", now=now)
 
 
 def _show_run(one: Training, out: Path) -> None:
@@ -378,34 +380,3 @@ def _sink(name: str | None, run: Run) -> Any:
         fail(f"--sink {name} needs the package; pip install {name}")
     tracker.init(project="moe-routing-bench", name=f"{run.rule.name}-{run.seed}", config=run.to_dict())
     return lambda values, step: tracker.log({**values, "step": step})
-
-
-@contextmanager
-def training_progress(what: str, *, quiet: bool = False) -> Iterator[Any]:
-    """A bar on a terminal with what each process is at; in a pipe a line a minute."""
-    out = console(stderr=True)
-    bar = Progress(TextColumn("{task.description}", markup=False), BarColumn(20), console=out, transient=True)
-    task = bar.add_task(what, total=1.0)
-    phases: dict[str, tuple[float, float]] = {}
-    said = time.monotonic()
-
-    def update(ongoing: Ongoing) -> None:
-        nonlocal said
-        now = time.monotonic()
-        began, first = phases.setdefault(ongoing.phase, (now, ongoing.share))
-        left = ""
-        if ongoing.share > first + 0.01:
-            seconds = (now - began) * (1 - ongoing.share) / (ongoing.share - first)
-            left = f", about {minutes(seconds)} left"
-        line = f"{what}: {ongoing.phase} {100 * ongoing.share:.0f} %{left}; {'; '.join(ongoing.now)}"
-        bar.update(task, completed=ongoing.share, description=line[: max(20, out.width - 24)])
-        if not out.is_terminal and not quiet and now - said >= LINE_SECONDS:
-            said = now
-            out.print(line)
-
-    if out.is_terminal and not quiet:
-        bar.start()
-    try:
-        yield update
-    finally:
-        bar.stop()

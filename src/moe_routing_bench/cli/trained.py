@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 
 from moe_routing_bench.bench.cores import core_count
-from moe_routing_bench.bench.supervisor import without_main_module
+from moe_routing_bench.bench.fork_server import without_main_module
+from moe_routing_bench.cli.progress import Bar, bar
 from moe_routing_bench.cli.shown import Displayed, Table, temporary_folder
-from moe_routing_bench.cli.train import ongoing, rule_named, show_runs, training_progress
+from moe_routing_bench.cli.train import rule_named, show_runs, show_step, show_study
 from moe_routing_bench.machine import torch_threads
 from moe_routing_bench.names import did_you_mean, one_of
 from moe_routing_bench.results.pareto import Pareto, pareto
@@ -75,20 +77,19 @@ def trained(
         if study:
             rates = (like.learning_rate,) if "learning_rate" in settings else RATES
             work = StudyRun(study, corpus, folder, like=like, seeds=seeds, jobs=core_count(), rates=rates)
-            with training_progress(f"study {study}", quiet=quiet) as update:
-                with without_main_module():
-                    work.run(update)
+            with bar(f"study {study}", quiet=quiet) as shown, without_main_module():
+                work.run(partial(show_study, shown))
             return Trainings(read_trainings(folder), folder, stack.pop_all())
         runs = []
         for router, seed in product(
             [routers] if isinstance(routers, str) else routers, range(like.seed, like.seed + seeds)
         ):
             run = replace(like, rule=rule_named(router, size), seed=seed)
-            with training_progress(run.rule.name, quiet=quiet) as update:
+            with bar(run.rule.name, quiet=quiet) as shown:
 
-                def on_event(event: Event, run: Run = run, update: Any = update) -> None:
+                def on_event(event: Event, run: Run = run, shown: Bar = shown) -> None:
                     if isinstance(event, Stepped):
-                        update(ongoing(run, event))
+                        show_step(shown, run, event)
 
                 runs.append(execute(run, corpus, folder, on_event=on_event))
         return Trainings(runs, folder, stack.pop_all())

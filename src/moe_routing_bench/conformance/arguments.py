@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.conformance.cases import DTYPES, Case
+from moe_routing_bench.conformance.cases import Case
 from moe_routing_bench.conformance.choices import distinct
+from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.experts import GATED, ExpertWeights
 from moe_routing_bench.ops.make_plan.op import reference as make_plan
 from moe_routing_bench.ops.registry import get_op

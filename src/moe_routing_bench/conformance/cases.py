@@ -16,10 +16,10 @@ from moe_routing_bench.conformance.choices import (
     out_of_range,
     ragged,
 )
+from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NO_LAYOUT = "-"  # of an op that knows none
 
 

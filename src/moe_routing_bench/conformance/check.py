@@ -20,13 +20,15 @@ from torch import Tensor
 
 from moe_routing_bench.conformance.arguments import fresh_arguments, leaves_of, memory_of, upstream
 from moe_routing_bench.conformance.batches import batch_dependence
-from moe_routing_bench.conformance.cases import DTYPES, KitCell, cases_for, layouts_for
+from moe_routing_bench.conformance.cases import KitCell, cases_for, layouts_for
 from moe_routing_bench.conformance.judging import (
     asks_for_gradients,
     differentiable_part,
     judge_gradients,
     judge_output,
 )
+from moe_routing_bench.dtypes import DTYPES
+from moe_routing_bench.names import base_name
 from moe_routing_bench.ops.catalog import find, find_all
 from moe_routing_bench.ops.implementation import Implementation, tensors_in
 from moe_routing_bench.ops.registry import all_ops, get_op
@@ -71,7 +73,7 @@ def cells_of(op: str, spec: str, dtypes: Sequence[str] = tuple(DTYPES), device: 
 
 def matches(spec: str, pattern: str) -> bool:
     """A pattern for the name alone also takes the name with any options."""
-    return fnmatchcase(spec, pattern) or fnmatchcase(spec.partition("(")[0], pattern)
+    return fnmatchcase(spec, pattern) or fnmatchcase(base_name(spec), pattern)
 
 
 def check(cell: KitCell) -> Outcome:

@@ -13,17 +13,15 @@ On several ranks every rank calls step with its own counts and `reduce=all_reduc
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from moe_routing_bench.names import did_you_mean
-from moe_routing_bench.routers.router import Router, all_routers
+from moe_routing_bench.names import no_such
+from moe_routing_bench.routers.router import Router, all_routers, modules_beside, only_subclass
 from moe_routing_bench.routing import Routing
 
 # the sum over all ranks of a tensor, as a new tensor or the same one overwritten
@@ -126,6 +124,25 @@ class Controller:
             self.memory[name].copy_(value)
 
 
+class BiasController(Controller):
+    """Moves a router's bias_E by `rate` in a step."""
+
+    moves = ("bias_E",)
+
+    def __init__(self, router: Router, *, rate: float = 1e-3, **options: Any):
+        super().__init__(router, **options)
+        if not rate > 0:
+            raise ValueError(f"rate is what a bias moves by in a step; it must be above 0, not {rate}")
+        self.rate = rate
+
+    def towards_mean_E(self, counts: Counts) -> Tensor:
+        """rate for an expert below the mean load, -rate for one above it, in the dtype of the bias."""
+        count_E = self.total_counts(counts).count_E
+        # whole numbers: a mean in float32 would lose the sign of small gaps past 2^24 tokens
+        gap_E = count_E.sum() - self.router.E * count_E
+        return self.rate * torch.sign(gap_E).to(self.router.get_buffer("bias_E").dtype)
+
+
 def all_reduce_sum(group: Any = None) -> Reduce:
     """The sum over a torch.distributed process group (None: all ranks), for Controller(reduce=...)."""
     import torch.distributed as dist
@@ -142,25 +159,11 @@ def all_reduce_sum(group: Any = None) -> Reduce:
 
 def all_controllers() -> dict[str, type[Controller]]:
     """Every controller by name: the files of this folder."""
-    package = importlib.import_module(__name__.rpartition(".")[0])
+    package = __name__.rpartition(".")[0]
     return {
-        module.name: controller_in(importlib.import_module(f"{package.__name__}.{module.name}"))
-        for module in pkgutil.iter_modules(package.__path__)
-        if module.name != "controller" and not module.name.startswith("_")
+        name: only_subclass(importlib.import_module(f"{package}.{name}"), Controller)
+        for name in modules_beside(__file__, {"controller"})
     }
-
-
-def controller_in(module: ModuleType) -> type[Controller]:
-    """The one Controller subclass that a file defines."""
-    controllers = [
-        thing
-        for thing in vars(module).values()
-        if isinstance(thing, type) and issubclass(thing, Controller) and thing.__module__ == module.__name__
-    ]
-    if len(controllers) != 1:
-        names = ", ".join(sorted(cls.__name__ for cls in controllers)) or "none"
-        raise ValueError(f"{module.__name__} must define exactly one subclass of Controller; it has {names}")
-    return controllers[0]
 
 
 def controller_for(router: Router, name: str | None = None, **options: Any) -> Controller:
@@ -182,8 +185,7 @@ def controller_for(router: Router, name: str | None = None, **options: Any) -> C
             f"{', '.join(sorted(controllers))}"
         )
     if name not in controllers:
-        hint = did_you_mean(name, controllers)
-        raise ValueError(f"there is no controller {name!r}; {hint}there are {', '.join(sorted(controllers))}")
+        raise no_such("controller", name, sorted(controllers))
     return controllers[name](router, **options)
 
 

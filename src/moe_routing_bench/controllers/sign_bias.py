@@ -8,28 +8,11 @@ change (centred_bias). The choice is by score + b, so both choose alike until b 
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from moe_routing_bench.controllers.controller import Controller, Counts
-from moe_routing_bench.routers.router import Router
+from moe_routing_bench.controllers.controller import BiasController, Counts
 
 
-class SignBias(Controller):
-    moves = ("bias_E",)
+class SignBias(BiasController):
     source = "Auxiliary-Loss-Free Load Balancing, Wang et al. 2024, arXiv:2408.15664; Megatron-LM"
 
-    def __init__(self, router: Router, *, rate: float = 1e-3, **options: Any):
-        super().__init__(router, **options)
-        if not rate > 0:
-            raise ValueError(f"rate is what a bias moves by in a step; it must be above 0, not {rate}")
-        self.rate = rate
-
     def update(self, counts: Counts) -> None:
-        count_E = self.total_counts(counts).count_E
-        bias_E: Tensor = self.router.get_buffer("bias_E")
-        # whole numbers: a mean in float32 would lose the sign of small gaps past 2^24 tokens
-        gap_E = count_E.sum() - self.router.E * count_E
-        bias_E.add_(self.rate * torch.sign(gap_E).to(bias_E.dtype))
+        self.router.get_buffer("bias_E").add_(self.towards_mean_E(counts))

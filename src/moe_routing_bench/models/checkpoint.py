@@ -29,17 +29,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_routing_bench.dtypes import IN_SAFETENSORS
 from moe_routing_bench.experts import OAI_LIMIT, ExpertWeights, from_transformers
 from moe_routing_bench.ops.score_topk.op import ScoreRule, score_topk
 from moe_routing_bench.published import FAMILIES
 from moe_routing_bench.routers.router import Router, build
 from moe_routing_bench.routing import Routing
+from moe_routing_bench.text import short
 
 MAX_CONFIG_BYTES = 4 * 2**20
 MAX_INDEX_BYTES = 256 * 2**20  # deepseek-v3's has 9 MB
 ONE_FILE = "model.safetensors"
 MOST = 2**24  # the largest size a config may name
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 GATED_AS = {"silu": "swiglu", "gelu": "geglu"}
 READ = {family.model_type: family for family in FAMILIES.values() if family.F}
 
@@ -206,7 +207,9 @@ class Tensors:
         with ExitStack() as stack:
             yield Tensors(self.folder, self._shard_of, stack)
 
-    def slice(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = tuple(DTYPES)) -> Any:
+    def slice(
+        self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = tuple(IN_SAFETENSORS)
+    ) -> Any:
         """The tensor in its file, not yet read; raises if it has another shape or type than expected."""
         self.asked.add(name)
         shard = ONE_FILE if self._shard_of is None else self._shard_of.get(name)
@@ -355,7 +358,7 @@ class _Reader:
         if len(dtypes) > 1:
             names = ", ".join(sorted(dtypes))
             raise ValueError(f"the experts in {self.tensors.folder} have mixed types: {names}")
-        return DTYPES[dtypes.pop()]
+        return IN_SAFETENSORS[dtypes.pop()]
 
 
 def read_json(path: Path, most: int) -> dict[str, Any]:
@@ -379,9 +382,3 @@ def number_in(
     if type(value) is not int or not least <= value <= MOST:
         raise ValueError(f"{name} in {path} is {short(value)}; it must be from {least} to {MOST:,}")
     return value
-
-
-def short(value: object) -> str:
-    """A value from a file as text for a message: printable and short."""
-    text = "".join(c if c.isprintable() else "?" for c in str(value)[:1000])
-    return text if len(text) <= 80 else f"{text[:80]}..."

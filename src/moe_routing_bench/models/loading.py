@@ -33,22 +33,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from moe_routing_bench.dtypes import IN_SAFETENSORS
 from moe_routing_bench.experts import QuantisedExperts
 from moe_routing_bench.frozen import as_parameter, give_back
-from moe_routing_bench.models.checkpoint import (
-    DTYPES,
-    MAX_CONFIG_BYTES,
-    About,
-    Tensors,
-    number_in,
-    opened,
-    read_json,
-    short,
-)
+from moe_routing_bench.models.checkpoint import MAX_CONFIG_BYTES, About, Tensors, number_in, opened, read_json
 from moe_routing_bench.models.reading import experts_modules, read, tensors_of
 from moe_routing_bench.models.stored_layers import layer_of, linear_of, quantisation
 from moe_routing_bench.ops.expert_ffn import native
 from moe_routing_bench.packed_files import PackedFiles
+from moe_routing_bench.text import short
 
 # what configs and models raise when config.json holds values of the wrong kind: any of these, as it happens
 NO_MODEL = (
@@ -134,7 +127,7 @@ def _describe(path: Path, config: dict[str, Any], tensors: Tensors, dtype: torch
     plain = {name: value for name, value in config.items() if name not in NOT_READ and name[:1] != "_"}
     try:
         settings = CONFIG_MAPPING[about.model_type].from_dict(plain)
-        said: Any = settings.dtype or DTYPES.get(str(tensors.type_of("model.embed_tokens.weight")))
+        said: Any = settings.dtype or IN_SAFETENSORS.get(str(tensors.type_of("model.embed_tokens.weight")))
         dtype = dtype or said
         with torch.device("meta"):
             described = AutoModelForCausalLM.from_config(settings, dtype=dtype)
@@ -204,7 +197,7 @@ def _reader(checkpoint: Folder, tensors: Tensors, name: str, shape: tuple[int, .
             return lambda: linear(checkpoint.dtype)
     plain = tensors.slice(name, shape)
     # never narrower than it is stored: which parameters stay float32 is Transformers' to say
-    dtype = torch.promote_types(DTYPES[plain.get_dtype()], checkpoint.dtype)
+    dtype = torch.promote_types(IN_SAFETENSORS[plain.get_dtype()], checkpoint.dtype)
     return lambda: plain[:].to(dtype, copy=True)
 
 

@@ -42,6 +42,7 @@ if importlib.util.find_spec("transformers") is None:
 
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moe_routing_bench.dtypes import name_of
 from moe_routing_bench.frozen import Freezing, Frozen, as_parameter, freezing, take_place, thaw
 from moe_routing_bench.layer import MoE, with_format
 from moe_routing_bench.models.loading import load_stored
@@ -182,7 +183,7 @@ def _running(path: str, module: nn.Module, tokens: int) -> Running:
         second.shape[2 if m.is_transposed else 1],
         second.shape[1 if m.is_transposed else 2],
     )
-    dtype = f"{first.dtype}".removeprefix("torch.")
+    dtype = name_of(first.dtype)
     say: Callable[..., Running] = partial(
         Running,
         module=path,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_routing_bench.dtypes import name_of
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.frozen import Frozen, as_parameter, take_place
 from moe_routing_bench.models.reading import make_weights
@@ -122,7 +123,7 @@ def _choice(layer: Any) -> tuple[str, Choice]:
     """The sizes in words, and what "auto" picks for them."""
     weights = weights_of(layer)
     args = expert_ffn_op.arguments(StandIns(weights, layer.top_k, LAYOUT, 1))
-    dtype = str(weights.w_in_EDG.dtype).removeprefix("torch.")
+    dtype = name_of(weights.w_in_EDG.dtype)
     size = f"E={weights.num_experts} D={weights.D} F={weights.F} K={layer.top_k} {weights.activation} {dtype}"
     return size, pick(expert_ffn_op, "auto", tuple(args.values()))
 

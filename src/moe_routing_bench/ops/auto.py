@@ -28,6 +28,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from moe_routing_bench import cpp
+from moe_routing_bench.dtypes import name_of
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.frozen import Frozen
 from moe_routing_bench.machine import this_machine
@@ -398,6 +399,6 @@ def _sizes(args: tuple[Any, ...], weights: ExpertWeights | None) -> tuple[int | 
     if weights is None or K is None:
         return None
     like = weights.w_in_EDG
-    dtype = str(like.dtype).removeprefix("torch.")
+    dtype = name_of(like.dtype)
     sizes = (weights.D, weights.F, weights.num_experts, K)
     return (*sizes, dtype, str(layout), weights.activation, like.device.type)

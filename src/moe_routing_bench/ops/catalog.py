@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from moe_routing_bench.names import base_name
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import BUILT_IN, Op
 
@@ -34,7 +35,7 @@ def find(op: Op, spec: str, config: Mapping[str, Any] | None = None) -> Entry:
             implementation = op.get(spec)
         return Entry(spec=spec, origin=implementation.origin, state="ready", implementation=implementation)
     except Exception as error:
-        name = spec.partition("(")[0].strip()
+        name = base_name(spec)
         origin = op.origin(name) if name in op.names() else BUILT_IN
         if isinstance(error, NotImplementedError):
             reason = str(error).partition(": ")[2] or str(error)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_routing_bench.plan import Layout
+from moe_routing_bench.text import printable
 
 SCHEMA = "moe-routing-bench decisions"
 VERSION = 1
@@ -248,8 +249,7 @@ def _checked(
 def _short(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    return printable(ascii(value), 60)
 
 
 def _no_constant(name: str) -> float:

@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_routing_bench import experts
+from moe_routing_bench.dtypes import FLOATS
 from moe_routing_bench.ops.targets import Target, assumed, target_of, why_too_old
 from moe_routing_bench.plan import RoutingPlan
 
 P = ParamSpec("P")
 R = TypeVar("R")
 INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the matrix products compute with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def why_not_layer(
     if (reason := why_not(x_TD, gate_TK, plan.pair_R, weights.w_in_EDG)) is not None:
         return reason
     matrices = (weights.w_in_EDG, weights.w_out_EFD)
-    if x_TD.dtype not in DTYPES or matrices[0].dtype != x_TD.dtype:
+    if x_TD.dtype not in FLOATS or matrices[0].dtype != x_TD.dtype:
         return (
             f"it computes float32, bfloat16 or float16 throughout, not {x_TD.dtype} with {matrices[0].dtype}"
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
+from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.parallel.faults import watched
 from moe_routing_bench.parallel.ranks import Ranks
@@ -18,6 +19,22 @@ from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 
 INDEX = torch.int32  # of numbers that travel with rows
+# for tuners: the implementation of dispatch or combine on each rank
+DISPATCHES: tuple[dict[str, str], ...] = ({}, {"dispatch": "native"})
+COMBINES: tuple[dict[str, str], ...] = ({}, {"combine": "native"})
+
+
+def dispatch_parts(*, dispatch: str = "index_select") -> dict[str, Implementation]:
+    return {"dispatch": dispatch_op.get(dispatch)}
+
+
+def combine_parts(*, combine: str = "gather_sum") -> dict[str, Implementation]:
+    return {"combine": combine_op.get(combine)}
+
+
+def tokens_unsupported(x_TD: Tensor, plan: RoutingPlan, traffic: Traffic, *, dispatch: str) -> str | None:
+    """`unsupported` of an ep_dispatch that sends tokens, not pairs."""
+    return uneven(plan, traffic) or dispatch_op.get(dispatch).why_not(x_TD, plan)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,10 @@ from moe_routing_bench.frozen import Frozen
 from moe_routing_bench.packed_files import PackedFiles
 
 
+def supported_everywhere(*_arguments: Any) -> None:
+    """The hook `unsupported` of an implementation that defines none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
     """One way to compute an op, ready to call.
@@ -28,7 +32,7 @@ class Implementation:
     origin: str  # "built in", "package <name>" or "file <path>"
     summary: str
     run: Callable[..., Any]
-    unsupported: Callable[..., str | None]
+    unsupported: Callable[..., str | None] = supported_everywhere
     config: Mapping[str, Any] = field(default_factory=dict)
     configs: Sequence[Mapping[str, Any]] = ()  # what a tuner may try
     forward_only: bool = False  # no gradients; refuses inputs that require them

@@ -6,7 +6,7 @@ It defines
 
     run(*arguments of the op)                    compute it
     unsupported(*same arguments) -> str | None   a sentence why it cannot; looks at shapes, dtypes, devices
-                                                 and layouts, never at values
+                                                 and layouts, never at values. Without it: it always can
 
 with its own options, if any, as keywords after the op's arguments (`unsupported` takes those it needs). If it
 is composed of other implementations, it defines `parts(**options) -> {option: Implementation}`; if it has an
@@ -39,7 +39,7 @@ from torch import Tensor
 from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.names import did_you_mean, parse_spec
-from moe_routing_bench.ops.implementation import Implementation
+from moe_routing_bench.ops.implementation import Implementation, supported_everywhere
 from moe_routing_bench.ops.tracing import while_tracing
 
 OURS = __name__.partition(".")[0]
@@ -235,14 +235,16 @@ class Op:
         return sources
 
     def _implementation(self, name: str, origin: str, module: ModuleType) -> Implementation:
-        for required in ("run", "unsupported"):
-            if not callable(getattr(module, required, None)):
-                raise ValueError(f"{self.name}.{name} ({origin}) must define {required}(...)")
-            given = list(inspect.signature(getattr(module, required)).parameters)
+        for hook in ("run", "unsupported"):
+            if hook == "unsupported" and not hasattr(module, hook):
+                continue
+            if not callable(getattr(module, hook, None)):
+                raise ValueError(f"{self.name}.{name} ({origin}) must define {hook}(...)")
+            given = list(inspect.signature(getattr(module, hook)).parameters)
             needed = self.parameters()
             if given[: len(needed)] != needed:
                 raise ValueError(
-                    f"{self.name}.{name} ({origin}): {required} takes ({', '.join(given)}), "
+                    f"{self.name}.{name} ({origin}): {hook} takes ({', '.join(given)}), "
                     f"but the op's arguments are ({', '.join(needed)})"
                 )
         configs = tuple(getattr(module, "CONFIGS", ()))
@@ -259,7 +261,7 @@ class Op:
             origin=origin,
             summary=(inspect.getdoc(module) or "").partition("\n")[0],
             run=module.run,
-            unsupported=module.unsupported,
+            unsupported=getattr(module, "unsupported", supported_everywhere),
             configs=configs,
             forward_only=getattr(module, "FORWARD_ONLY", False),
             host_sync=getattr(module, "HOST_SYNC", ""),

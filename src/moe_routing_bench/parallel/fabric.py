@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.names import no_such
+from moe_routing_bench.text import first_problem
 
 Rows = NDArray[np.integer]
 LARGEST_FILE = 64 * 1024
@@ -137,18 +138,13 @@ def read_fabric(name: str) -> Fabric:
     elif name in shipped():
         data = (resources.files("moe_routing_bench.parallel") / "fabrics" / f"{name}.toml").read_bytes()
     else:
-        hint = did_you_mean(name, shipped())
-        raise ValueError(
-            f"there is no fabric {name!r}; {hint}there are {', '.join(shipped())}, or a file.toml"
-        )
+        raise no_such("fabric", name, [*shipped(), "or a file.toml"])
     try:
         return Fabric.model_validate(tomllib.loads(data.decode()))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{name} is not TOML: {error}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise ValueError(f"{name}: {where}: {first['msg']}") from None
+        raise ValueError(f"{name}: {first_problem(error)}") from None
 
 
 def ports(rows_WW: Rows, fabric: Fabric) -> Ports:

@@ -72,9 +72,6 @@ class Placement:
     def most_copies(self) -> int:
         return max(map(len, self.ranks_E))
 
-    def node_of(self, rank: int) -> int:
-        return rank // self.ranks_per_node
-
     def rank_load(self, load_E: Sequence[float] | Tensor) -> list[float]:
         """Pairs that each rank computes if copies share an expert's pairs equally."""
         load_W: list[float] = self.load_W(torch.as_tensor(load_E, dtype=torch.float64)).tolist()
@@ -85,12 +82,6 @@ class Placement:
         if load_E.numel() != self.num_experts:
             raise ValueError(f"a load of {load_E.numel()} experts, placed are {self.num_experts}")
         return self.tables(load_E.device).load_SW(load_E.unsqueeze(0)).squeeze(0)
-
-    def imbalance(self, load_E: Sequence[float] | Tensor) -> float:
-        """The busiest rank's load over the mean: 1 is even. All ranks wait for the busiest."""
-        load_W = self.rank_load(load_E)
-        total = sum(load_W)
-        return max(load_W) * self.num_ranks / total if total else 1.0
 
     def tables(self, device: torch.device | str = "cpu") -> PlacementTables:
         """The same as tensors, for choosing ranks without a host synchronisation."""

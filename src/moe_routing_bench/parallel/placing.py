@@ -4,7 +4,7 @@
     strided(64, ranks=8)                        expert e on rank e % 8
     greedy(load_E, ranks=8)                     the heaviest first, each to the least loaded rank with room
     replicated(load_E, ranks=8, extra=16)       16 more copies for the heaviest, then greedy
-    assigned(load_E, ranks=8, ...)              an integer program, also for what layers send to one another
+    assigned(load_E, ranks=8)                   the least load of the busiest rank, by an integer program
 
 The load of a rank is the sum over its experts of pairs per copy. The greedy rule is LPT (Graham 1969) with
 equal numbers of places; replication and its hierarchy are what DeepSeek's EPLB does (github.com/deepseek-ai/
@@ -71,14 +71,9 @@ def replicated(
     return Placement(experts_W=tuple(experts_W), num_experts=experts, ranks_per_node=per_node)
 
 
-def assigned(
-    load_E: Load, *, ranks: int, ranks_per_node: int = 0, before: Placement | None = None,
-    together_EE: Sequence[Sequence[float]] | Tensor | None = None, weight: float = 1.0, seconds: float = 30.0,
-) -> Placement:  # fmt: skip
+def assigned(load_E: Load, *, ranks: int, ranks_per_node: int = 0, seconds: float = 30.0) -> Placement:
     """The least load of the busiest rank, by integer programming (scipy's HiGHS), one copy of each expert.
 
-    before, together_EE: the placement of the layer before, and how many tokens used expert i there and
-    expert j here. `weight` times the tokens that then change ranks is added to what is made small.
     After `seconds` the best found so far is taken; ValueError if there is none.
     """
     import numpy as np
@@ -88,15 +83,7 @@ def assigned(
     load = _loads(load_E)
     E, W = len(load), _some(ranks)
     # variables: x[e, w] in row-major order, then the busiest rank's load
-    leaving = np.zeros((E, W))
-    if before is not None and together_EE is not None:
-        together = np.asarray(together_EE, dtype=np.float64)
-        if together.shape != (before.num_experts, E) or before.num_ranks != W:
-            raise ValueError(f"{together.shape} counts for {before.num_experts} x {E} experts on {W} ranks")
-        for rank, held in enumerate(before.experts_W):
-            share = [1 / len(before.ranks_E[e]) for e in held]
-            leaving[:, rank] = -(np.asarray(share) @ together[list(held)]) if held else 0.0
-    cost = np.append(weight * leaving.ravel(), 1.0)
+    cost = np.append(np.zeros(E * W), 1.0)
     e, w = (index.ravel() for index in np.meshgrid(range(E), range(W), indexing="ij"))
     x = np.arange(E * W)
     once = coo_array((np.ones(E * W), (e, x)), shape=(E, E * W + 1))

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_routing_bench.text import printable
+
 # colours that colour-blind people can tell apart (Okabe and Ito 2008, then Tol's muted ones)
 COLOURS = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8878D8", "#999933", "#AA4466",
@@ -58,12 +60,12 @@ def style() -> Iterator[None]:
         yield
 
 
-def figure(width: float, height: float) -> Any:
+def figure(width: float, height: float, dpi: int = 100) -> Any:
     """An empty figure in inches, for no screen."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(width, height), dpi=100, layout="constrained")
+    made = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(made)
     return made
 
@@ -75,7 +77,7 @@ def colours(names: Iterable[str]) -> dict[str, str]:
 
 def label(text: object, most: int = MOST_LABEL) -> str:
     """Any text as a figure may show it: printable, and cut in the middle if it is long."""
-    plain = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(text))
+    plain = printable(text, bad="\N{REPLACEMENT CHARACTER}")
     half = (most - 1) // 2
     return plain if len(plain) <= most else f"{plain[:half]}…{plain[-half:]}"
 

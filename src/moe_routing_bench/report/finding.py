@@ -16,17 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_routing_bench.results.bundle import SUFFIX as BUNDLE
-from moe_routing_bench.results.bundle import opened_bundle
+from moe_routing_bench.results.bundle import TIMED, opened_bundle
 from moe_routing_bench.results.lines import TRAININGS, is_plain_file, session_folders
-from moe_routing_bench.results.study import STUDY
+from moe_routing_bench.results.study import STUDY, TIMES, USED
 
 DEPTH = 3  # folders below a path that are looked into
 MOST_UNPACKED_BYTES = 8 << 30
 PACKED = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", BUNDLE)
-KEPT = re.compile(
-    r"(\./)?(session=[0-9A-Za-z_-]+/(records\.jsonl|samples\.f64)|environments/[0-9a-f]{64}\.json"
-    r"|trainings\.jsonl|study\.json|times\.json|used\.json)"
-)
+KEPT = re.compile(rf"(\./)?({TIMED}|{'|'.join(map(re.escape, (TRAININGS, STUDY, TIMES, USED)))})")
 
 
 @dataclass(frozen=True, kw_only=True)

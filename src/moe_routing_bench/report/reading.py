@@ -28,6 +28,7 @@ from moe_routing_bench.results.runs import CellRun, Run, read_run
 from moe_routing_bench.results.store import environments
 from moe_routing_bench.results.study import STUDY, TUNING
 from moe_routing_bench.results.training import Training, read_trainings
+from moe_routing_bench.workloads.axes import PolicyAxes, names_of
 
 Shared: TypeAlias = tuple[str | None, str | None, str | None]
 SIZES = {(model.D, model.F, model.E, model.K): model.name for model in reversed(MODELS.values())}
@@ -240,10 +241,7 @@ def _setting(run: Run, record: Record) -> dict[str, str]:
         "torch": environment.torch,
         "python": environment.python,
         "settings": environment.settings,
-        "device": protocol.device,
-        "threads": str(protocol.threads),
-        "cache": protocol.cache,
-        "view": protocol.view,
+        **{name: str(getattr(protocol, name)) for name in names_of(PolicyAxes, "agree")},
     }
 
 

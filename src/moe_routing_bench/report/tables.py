@@ -18,7 +18,8 @@ from moe_routing_bench.report.reading import Cell, Chapter, Group, Study
 from moe_routing_bench.report.timing_figures import dropped_percent
 from moe_routing_bench.results.contests import regrets
 from moe_routing_bench.results.pareto import Pareto
-from moe_routing_bench.results.record import Record, one_line
+from moe_routing_bench.results.record import Record
+from moe_routing_bench.text import one_line
 
 MOST_REGRETS = 20
 

@@ -19,9 +19,11 @@ from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.spans.span import is_ours
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.machine import this_machine
-from moe_routing_bench.results.record import Record, one_line
+from moe_routing_bench.results.record import Record
 from moe_routing_bench.results.store import environments, iterate
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.text import one_line
+from moe_routing_bench.workloads.axes import PolicyAxes, axes_of, names_of
 from moe_routing_bench.workloads.cases import BenchCase, cases
 from moe_routing_bench.workloads.workload import file_of
 
@@ -93,9 +95,7 @@ def cell_of(records: Sequence[Record], machine: str) -> Cell:
         subjects=tuple(subjects),
         seed=policy.seed,
         policy=Policy(
-            threads=policy.threads,
-            cache=policy.cache,
-            view=policy.view,
+            **{name: getattr(policy, name) for name in names_of(PolicyAxes, "agree")},
             min_rounds=min(20, rounds),
             max_rounds=rounds,
         ),
@@ -123,14 +123,12 @@ def _case(record: Record) -> BenchCase:
         name=where.case,
         span=record.what.span,
         shape=sizes,
-        dtype=where.dtype,
-        activation=where.activation,
-        bias=where.bias,
-        shared_F=where.shared_F,
-        heads=where.heads,
-        sequences=where.sequences,
         direction=record.what.direction,
-        store=where.store,
+        **{
+            one.name: value
+            for one, _ in axes_of(BenchCase)
+            if (value := getattr(where, one.name)) is not None
+        },
     )
 
 

@@ -31,15 +31,15 @@ from pydantic import Field, ValidationError
 from moe_routing_bench.results.flat import end_of_last_line
 from moe_routing_bench.results.held import SAMPLES
 from moe_routing_bench.results.lines import RECORDS, LeftOut, is_plain_file, session_folders
-from moe_routing_bench.results.record import SESSION, Amount, Count, Hash, Name, Part, one_line
+from moe_routing_bench.results.record import SESSION, Amount, Count, Hash, Name, Part
 from moe_routing_bench.results.store import ENVIRONMENTS, environments, iterate
+from moe_routing_bench.text import first_problem, one_line
 from moe_routing_bench.whole_files import written_whole
 
 MANIFEST, POWER = "manifest.json", "power.json"
 SUFFIX = ".zip"
-KEPT = re.compile(
-    rf"session={SESSION}/({re.escape(RECORDS)}|{re.escape(SAMPLES)})|{ENVIRONMENTS}/[0-9a-f]{{64}}\.json|power\.json"
-)
+TIMED = rf"session={SESSION}/({re.escape(RECORDS)}|{re.escape(SAMPLES)})|{ENVIRONMENTS}/[0-9a-f]{{64}}\.json"
+KEPT = re.compile(rf"{TIMED}|{re.escape(POWER)}")
 MOST_FILES = 20_000
 MOST_MANIFEST_BYTES = 8 << 20
 MOST_BYTES = 4 << 30  # unpacked, all files together
@@ -157,9 +157,7 @@ def _unpack(archive: zipfile.ZipFile, folder: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(text[:MOST_MANIFEST_BYTES])
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = one_line(".".join(map(str, problem["loc"])) or "its text", 100)
-        raise ValueError(f"{MANIFEST} is wrong: {where}: {one_line(problem['msg'], 200)}") from None
+        raise ValueError(f"{MANIFEST} is wrong: {first_problem(error)}") from None
     if odd := sorted(manifest.files.keys() ^ (by_name.keys() - {MANIFEST})):
         raise ValueError(f"{one_line(odd[0], 100)} is in the bundle or in its manifest, and not in both")
     if sum(file.bytes for file in manifest.files.values()) > MOST_BYTES:

@@ -25,6 +25,7 @@ from moe_routing_bench.results.contests import Contest, Contested, contested, co
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
 from moe_routing_bench.results.runs import CellRun, Run, read_run
+from moe_routing_bench.text import printable
 from moe_routing_bench.whole_files import written_whole
 
 
@@ -105,7 +106,7 @@ def write_decisions(decided: Decided, source: Path | str, target: Path | str) ->
         "machine": decided.machine,
         "torch": decided.torch,
         "made_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "from": _printable(str(source)),
+        "from": printable(source),
         "entries": [_entry(answer) for answer in decided.answers],
     }
     if not target.parent.is_dir():
@@ -164,9 +165,9 @@ def _is_asked(record: Record, notes: _Notes) -> bool:
     unlike = {
         "measured on frozen weights, where nothing is left to choose": record.implementation.frozen,
         f"measured {what.direction}, not forward": what.direction != "forward",
-        f"measured with the router {_printable(router)}": router != DEFAULT_ROUTER,
-        f"measured in the layer {_printable(layer)}": layer != "",
-        f"measured on weights stored as {_printable(store)}": store != "",
+        f"measured with the router {printable(router)}": router != DEFAULT_ROUTER,
+        f"measured in the layer {printable(layer)}": layer != "",
+        f"measured on weights stored as {printable(store)}": store != "",
     }
     for words, differs in unlike.items():
         if differs:
@@ -235,7 +236,7 @@ def _question(record: Record, notes: _Notes) -> Question | None:
     try:
         layout = str(Layout.parse(record.what.layout))
     except ValueError:
-        notes.add(f"records not used: {_printable(record.what.layout)} is no layout")
+        notes.add(f"records not used: {printable(record.what.layout)} is no layout")
         return None
     facts = Facts(
         D=w.D, F=w.F, E=w.E, K=w.K, dtype=w.dtype, layout=layout, activation=w.activation,
@@ -299,7 +300,3 @@ def _entry(answer: Answer) -> dict[str, Any]:
 
 def _is_text(text: str) -> bool:
     return bool(text) and text.isprintable()
-
-
-def _printable(text: str) -> str:
-    return text if _is_text(text) else ascii(text)

@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import duckdb
+from pydantic import AwareDatetime, BaseModel
 
+from moe_routing_bench.bench.status import Status
 from moe_routing_bench.results.lines import RECORDS, LeftOut, is_plain_file, read_records, session_folders
 from moe_routing_bench.results.record import Record
 from moe_routing_bench.whole_files import write_whole, written_whole
@@ -44,84 +47,55 @@ class Column:
     scale: float = 1.0
 
 
-COLUMNS = (
-    Column("record_id", "VARCHAR", "record_id"),
-    Column("cell_key", "VARCHAR", "cell_key"),
-    Column("created_at", "TIMESTAMP", "created_at"),  # UTC
-    Column("session", "VARCHAR", "session"),
-    Column("suite", "VARCHAR", "suite"),
-    Column("suite_version", "BIGINT", "suite_version"),
-    Column("harness_version", "VARCHAR", "harness_version"),
-    Column("harness_hash", "VARCHAR", "harness_hash"),
-    Column("span", "VARCHAR", "what.span"),
-    Column("direction", "VARCHAR", "what.direction"),
-    Column("contract_hash", "VARCHAR", "what.contract_hash"),
-    Column("included", "VARCHAR[]", "what.included"),
-    Column("excluded", "VARCHAR[]", "what.excluded"),
-    *(Column(name, "VARCHAR", f"what.{name}") for name in ("layout", "router", "layer")),
-    *(Column(name, "VARCHAR", f"workload.{name}") for name in ("case", "scaled_from", "model")),
-    *(Column(name, "BIGINT", f"workload.{name}") for name in "TDFEKW"),
-    *(Column(name, "BIGINT", f"workload.{name}") for name in ("shared_F", "heads", "sequences")),
-    Column("activation", "VARCHAR", "workload.activation"),
-    Column("bias", "BOOLEAN", "workload.bias"),
-    *(Column(name, "VARCHAR", f"workload.{name}") for name in ("dtype", "store")),
-    Column("workload", "VARCHAR", "routing.spec"),
-    Column("routing_suite_version", "BIGINT", "routing.suite_version"),
-    Column("routing_seed", "BIGINT", "routing.seed"),
-    Column("routing_checksum", "VARCHAR", "routing.checksum"),
-    *(Column(name, "BIGINT", f"routing.{name}") for name in ("active_experts", "zero_experts")),
-    *(Column(name, "DOUBLE", f"routing.{name}") for name in ("max_over_mean", "max_violation")),
-    *(Column(name, "DOUBLE", f"routing.{name}") for name in ("max_violation_rank", "cv", "gini")),
-    Column("entropy_bits", "DOUBLE", "routing.entropy_bits"),
-    *(Column(name, "BIGINT", f"routing.{name}") for name in ("dropped_pairs", "padded_rows")),
-    Column("tile_efficiency", "DOUBLE", "routing.tile_efficiency"),
-    Column("impl", "VARCHAR", "implementation.label"),
-    Column("impl_spec", "VARCHAR", "implementation.spec"),
-    *(Column(name, "VARCHAR", f"implementation.{name}") for name in ("origin", "source_hash", "role")),
-    Column("deterministic", "BOOLEAN", "implementation.deterministic"),
-    Column("host_sync", "VARCHAR", "implementation.host_sync"),
-    *(Column(name, "VARCHAR", f"protocol.{name}") for name in ("view", "cache", "device")),
-    *(Column(name, "BIGINT", f"protocol.{name}") for name in ("threads", "processes", "rounds")),
-    *(Column(name, "BIGINT", f"protocol.{name}") for name in ("calls_per_sample", "warmup_calls")),
-    Column("stop_reason", "VARCHAR", "protocol.stop_reason"),
-    Column("protocol_seed", "BIGINT", "protocol.seed"),
-    Column("fresh_inputs", "VARCHAR", "protocol.fresh_inputs"),
-    Column("status", "VARCHAR", "correctness.status"),
-    Column("reason", "VARCHAR", "correctness.reason"),
-    Column("checks", "VARCHAR[]", "correctness.checks"),
-    *(Column(name, "DOUBLE", f"correctness.{name}") for name in ("max_error", "max_bound", "error")),
-    Column("checked_timed_calls", "BIGINT", "correctness.checked_timed_calls"),
-    *(Column(f"{name}_ms", "DOUBLE", f"timing.{name}", 1e3) for name in ("median", "mean", "std")),
-    *(Column(f"{name}_ms", "DOUBLE", f"timing.{name}", 1e3) for name in ("least", "most", "p05", "p25")),
-    *(Column(f"{name}_ms", "DOUBLE", f"timing.{name}", 1e3) for name in ("p75", "p95", "first_call")),
-    Column("stage_seconds", "MAP(VARCHAR, DOUBLE)", "timing.stages"),
-    Column("samples", "BIGINT", "timing.samples.count"),
-    Column("baseline", "VARCHAR", "comparison.baseline"),
-    Column("ratio", "DOUBLE", "comparison.ratio"),
-    Column("ratio_low", "DOUBLE", "comparison.low"),
-    Column("ratio_high", "DOUBLE", "comparison.high"),
-    Column("p_adjusted", "DOUBLE", "comparison.p_adjusted"),
-    Column("verdict", "VARCHAR", "comparison.verdict"),
-    Column("verdict_reason", "VARCHAR", "comparison.reason"),
-    Column("more_rounds", "BIGINT", "comparison.more_rounds"),
-    Column("aa_floor", "DOUBLE", "comparison.aa_floor"),
-    *(Column(name, "BIGINT", f"work.{name}") for name in ("useful_flops", "executed_flops")),
-    *(Column(name, "BIGINT", f"work.{name}") for name in ("weight_bytes", "activation_bytes")),
-    Column("floor_ms", "DOUBLE", "work.floor_seconds", 1e3),
-    Column("roof_ms", "DOUBLE", "work.roof_seconds", 1e3),
-    Column("roof_busy", "BOOLEAN", "work.roof_busy"),
-    *(Column(name, "DOUBLE", f"work.{name}") for name in ("share_of_roof", "bw_2pass", "bw_strict")),
-    *(Column(name, "DOUBLE", f"work.{name}") for name in ("tokens_per_second", "flops_per_second")),
-    Column("bytes_per_second", "DOUBLE", "work.bytes_per_second"),
-    *(Column(name, "BIGINT", f"work.{name}") for name in ("wire_bytes", "least_wire_bytes")),
-    Column("peak_rss_bytes", "BIGINT", "peak_rss_bytes"),
-    *(Column(name, "DOUBLE", f"weather.{name}") for name in ("load_before", "load_after", "steal_percent")),
-    Column("throttled", "BOOLEAN", "weather.throttled"),
-    Column("engine", "VARCHAR", "engine"),
-    Column("cell_seconds", "DOUBLE", "cell_seconds"),
-    Column("environment", "VARCHAR", "environment"),
-    Column("repro", "VARCHAR", "repro"),
-)
+SQL_TYPES: dict[Any, str] = {
+    str: "VARCHAR", Status: "VARCHAR", bool: "BOOLEAN", int: "BIGINT", float: "DOUBLE", tuple: "VARCHAR[]",
+    dict: "MAP(VARCHAR, DOUBLE)", AwareDatetime: "TIMESTAMP",  # UTC
+}  # fmt: skip
+# columns that are not called as the last part of their path; seconds of a kernel are columns in ms
+NAMED = {
+    "routing.spec": "workload",
+    "routing.suite_version": "routing_suite_version",
+    "routing.seed": "routing_seed",
+    "routing.checksum": "routing_checksum",
+    "implementation.label": "impl",
+    "implementation.spec": "impl_spec",
+    "protocol.seed": "protocol_seed",
+    "timing.stages": "stage_seconds",
+    "timing.samples.count": "samples",
+    "comparison.low": "ratio_low",
+    "comparison.high": "ratio_high",
+    "comparison.reason": "verdict_reason",
+    "work.floor_seconds": "floor_ms",
+    "work.roof_seconds": "roof_ms",
+}
+WITHOUT_COLUMN = (
+    "schema_version", "log_tail", "timing.samples.file", "timing.samples.offset", "timing.samples.sha256",
+)  # fmt: skip
+
+
+def columns_of(part: type[BaseModel], path: str = "") -> Iterator[Column]:
+    """A column for every field of a record, in the order of its parts."""
+    for name, field in part.model_fields.items():
+        where, kind = path + name, _kind(field.annotation)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from columns_of(kind, f"{where}.")
+        elif where not in WITHOUT_COLUMN:
+            timed = path == "timing." and kind is float
+            called = NAMED.get(where, f"{name}_ms" if timed else name)
+            yield Column(called, SQL_TYPES[kind], where, 1e3 if called.endswith("_ms") else 1.0)
+
+
+def _kind(hint: Any) -> Any:
+    """The plain type of a field: float of Annotated[float, ...] | None."""
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _kind(inside[0])
+    if origin in (Union, UnionType):
+        return _kind(next(one for one in inside if one is not type(None)))
+    return type(inside[0]) if origin is Literal else origin or hint
+
+
+COLUMNS = tuple(columns_of(Record))
 COLUMNS_HASH = hashlib.sha256(repr(COLUMNS).encode()).hexdigest()
 
 

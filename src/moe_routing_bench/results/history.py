@@ -15,7 +15,7 @@ Cost: a query over all records, then n log n splits of n points for each series.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +28,7 @@ from moe_routing_bench.names import by_numbers
 from moe_routing_bench.results.comparing import Kind
 from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.query import run_query
+from moe_routing_bench.results.same_case import SAME_CASE, in_sql, told_apart
 from moe_routing_bench.results.store import environments
 
 Metric: TypeAlias = Literal["ratio", "ms"]
@@ -38,12 +39,9 @@ METRICS: dict[str, str] = {
 MOST_POINTS = 400  # of a series, the newest
 STANDARD_ERRORS = 5.0
 HALF_INTERVAL = 2.576  # standard errors in half of a 99 % interval
-WHERE = (
-    "machine", "span", "direction", "case", "T", "D", "F", "E", "K", "W", "dtype", "store", "activation",
-    "workload", "routing_seed", "threads", "cache", "view", "device", "impl", "layout", "router", "layer",
-)  # fmt: skip
+WHERE = (*SAME_CASE, "impl", "layout", "router", "layer")
 ROWS = f"""
-SELECT {", ".join(f'"{name}"' for name in WHERE)}, source_commit, source_dirty, created_at, session, cell_key,
+SELECT {in_sql(WHERE)}, source_commit, source_dirty, created_at, session, cell_key,
   role, median_ms, ratio, ratio_low, ratio_high, baseline, aa_floor, harness_hash, contract_hash,
   suite_version, source_hash, harness_version, environment, repro
 FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate') ORDER BY created_at, record_id
@@ -135,8 +133,10 @@ def history(
     if not by_series:
         raise ValueError(f"{folder} has no history: it has no times")
     series = []
-    for key, mine in by_series.items():
-        where, contender, machine = _named(dict(zip(WHERE, key, strict=True)))
+    keys = [dict(zip(WHERE, key, strict=True)) for key in by_series]
+    for key, more, mine in zip(keys, told_apart(keys, _named), by_series.values(), strict=True):
+        where, contender, machine = _named(key)
+        where += more
         if wanted(where, contender):
             points = _points(mine, metric, torch, bases)[-MOST_POINTS:]
             series.append(
@@ -151,7 +151,7 @@ def history(
     return History(metric=metric, series=tuple(series), without=without, left_out=left_out)
 
 
-def _named(key: dict[str, Any]) -> tuple[str, str, str]:
+def _named(key: Mapping[str, Any]) -> tuple[str, str, str]:
     direction = "" if key["direction"] == "forward" else f" {key['direction']}"
     threads = "" if key["threads"] == 1 else f" {key['threads']} threads"
     where = f"{key['span']}{direction} {key['case']} {key['dtype']} {key['workload']}{threads}"

@@ -9,6 +9,8 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.results.record import Record
 from moe_routing_bench.results.runs import CellRun, Run
+from moe_routing_bench.results.same_case import SIZES
+from moe_routing_bench.workloads.axes import CaseAxes, PolicyAxes, axes_of, names_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +28,8 @@ class Measured:
     @property
     def place(self) -> tuple[object, ...]:
         """Sizes and setting, without the routing, which a worker that died early may not have reported."""
-        w, sizes = self.record.workload, "TDFEKW"
-        letters = tuple(getattr(w, letter) for letter in sizes)
-        rest = (w.shared_F, w.heads, w.sequences, w.activation, w.bias)
-        return (*letters, *rest, *self.record.what.setting)
+        names = (*SIZES, *names_of(CaseAxes, "row"))
+        return (*(getattr(self.record.workload, name) for name in names), *self.record.what.setting)
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -48,8 +48,24 @@ class Measured:
         return f"{self.where}: {self.record.contender}"
 
 
+Agreement = tuple[str, Callable[[Measured], str]]
+
+
+def _agreeing(part: str, declared: type) -> dict[str, Agreement]:
+    """The axes of this part of a record that must agree."""
+
+    def value(name: str) -> Callable[[Measured], str]:
+        return lambda m: str(getattr(getattr(m.record, part), name)) or "none"
+
+    return {
+        one.name: (facts.plural, value(one.name))
+        for one, facts in axes_of(declared)
+        if facts.compare == "agree"
+    }
+
+
 # what must agree: the name for --allow, in words, and its value
-LIKE: dict[str, tuple[str, Callable[[Measured], str]]] = {
+LIKE: dict[str, Agreement] = {
     "machine": ("machines", lambda m: m.run.environment(m.record).machine),
     "torch": ("versions of torch", lambda m: m.run.environment(m.record).torch),
     "python": ("versions of Python", lambda m: m.run.environment(m.record).python),
@@ -57,13 +73,9 @@ LIKE: dict[str, tuple[str, Callable[[Measured], str]]] = {
     "span": ("spans", lambda m: m.record.what.span),
     "direction": ("directions", lambda m: m.record.what.direction),
     "contract": ("contracts", lambda m: m.record.what.contract_hash[:12]),
-    "dtype": ("dtypes", lambda m: m.record.workload.dtype),
-    "store": ("formats of weights", lambda m: m.record.workload.store or "none"),
+    **_agreeing("workload", CaseAxes),
     "routing": ("routed experts", lambda m: m.record.routing.checksum[:12] if m.record.routing else ""),
-    "device": ("devices", lambda m: m.record.protocol.device),
-    "threads": ("numbers of threads", lambda m: str(m.record.protocol.threads)),
-    "cache": ("cache policies", lambda m: m.record.protocol.cache),
-    "view": ("timer views", lambda m: m.record.protocol.view),
+    **_agreeing("protocol", PolicyAxes),
     "inputs": ("rules for fresh inputs", lambda m: m.record.protocol.fresh_inputs),
 }
 

@@ -23,7 +23,7 @@ from moe_routing_bench.results.lines import (
     read_records,
     session_folders,
 )
-from moe_routing_bench.results.query import connect
+from moe_routing_bench.results.query import views
 from moe_routing_bench.results.store import ENVIRONMENTS, PIECE_BYTES, environments
 from moe_routing_bench.whole_files import sync_folder, written_whole
 
@@ -69,7 +69,7 @@ def merge(sources: Sequence[Path], into: Path) -> Merged:
                 (merged.copied if is_new else merged.there).append(session)
     except OSError as error:
         raise ValueError(f"cannot write into {into}: {error.strerror or error}") from None
-    with connect(into) as connection:  # which also makes the copies for queries
+    with views(into) as connection:  # which also makes the copies for queries
         row = connection.execute(CELLS).fetchone()
         assert row is not None
         merged.cells, merged.twice = row

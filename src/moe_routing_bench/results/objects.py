@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moe_routing_bench.results.record import one_line
+from moe_routing_bench.text import one_line
 
 SCHEMES = ("file", "s3", "gs", "az")
 ADDRESS = re.compile(rf"({'|'.join(SCHEMES)}):/+(.+)")  # as a Path, s3://bucket is s3:/bucket

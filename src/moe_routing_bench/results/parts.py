@@ -17,6 +17,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 from moe_routing_bench.results.record import Hash, Part, SessionId
+from moe_routing_bench.text import first_problem
 
 MOST_PART_BYTES = 1 << 30
 MOST_HEADER_BYTES = 10_000
@@ -91,6 +92,4 @@ def _parsed(kind: type[T], data: bytes, name: str) -> T:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(map(str, problem["loc"])) or "its text"
-        raise ValueError(f"{name} is not what this version writes: {where}: {problem['msg']}") from None
+        raise ValueError(f"{name} is not what this version writes: {first_problem(error)}") from None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from moe_routing_bench.names import parse_spec
+from moe_routing_bench.names import base_name, parse_spec
 from moe_routing_bench.results.query import run_query
 from moe_routing_bench.results.study import STUDY, TIMES
 from moe_routing_bench.results.training import read_trainings
@@ -52,7 +52,7 @@ def predicted(folder: Path, records: Path) -> list[Predicted]:
     size, like = about["like"]["size"], about["like"]
     sizes = {"T": like["batch"] * size["sequence"], "D": size["D"], "F": size["F"], "E": size["E"]}
     _, rows = run_query(records, QUERY.format(**sizes))
-    layers = {(parse_spec(router)[0], layer.partition("(")[0]): ms for router, layer, *ms in rows}
+    layers = {(parse_spec(router)[0], base_name(layer)): ms for router, layer, *ms in rows}
     rules = {one.rule: one.settings["rule"] for one in read_trainings(folder)}
     by_rule = {}
     for name, rule in rules.items():

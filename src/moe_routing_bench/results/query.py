@@ -3,8 +3,8 @@
 Rows come from the Parquet copies that flat.py keeps and, for lines newer than those, from the lines; or from
 the files of rows.py. A query sees copies of these files in a folder of its own, gone with the connection, and
 nothing else: no other file, no network, no settings. So even a way to write that nobody thought of changes
-nothing. Where copying would take long, it reads the files themselves, in a process that may not write a byte
-into any file meanwhile. Its time, memory, rows and text are limited.
+nothing. Where copying would take long, it reads the files themselves, in a process of its own that may not
+write a byte into any file. Its time, memory, rows and text are limited.
 
 Cost: a query reads the columns it names of all rows, so time grows linearly, as
 `measurements/fleet/growth.json` shows for 10^6 to 10^8 records. A median holds 8 bytes a row; `latest` holds
@@ -14,19 +14,22 @@ a few bytes of every cell, and the records of cells that were measured more than
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import resource
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import duckdb
 
-from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.fork_server import without_main_module
 from moe_routing_bench.results.flat import (
     COLUMNS,
     SMALL_TAIL,
@@ -40,9 +43,9 @@ from moe_routing_bench.results.flat import (
     write_rows,
 )
 from moe_routing_bench.results.lines import TRAININGS, LeftOut, is_plain_file, read_records
-from moe_routing_bench.results.record import one_line
 from moe_routing_bench.results.rows import is_rows_copy, usable
 from moe_routing_bench.results.store import environments
+from moe_routing_bench.text import one_line
 from moe_routing_bench.whole_files import written_whole
 
 MEMORY_LIMIT = "2GB"  # of what DuckDB counts; it does not count long texts
@@ -68,6 +71,7 @@ SELECT * FROM records WHERE hash(cell_key) NOT IN (SELECT cell FROM again) OR re
     SELECT arg_max(record_id, (created_at, record_id)) FROM records
     WHERE hash(cell_key) IN (SELECT cell FROM again)
     GROUP BY cell_key, impl, layout, router, layer, role)"""
+Answer: TypeAlias = tuple[list[str], list[tuple[Any, ...]], list[tuple[Any, ...]]]
 # columns of `records` beside COLUMNS, from the environment of a record
 JOINED = (("machine", "VARCHAR"), ("source_commit", "VARCHAR"), ("source_dirty", "BOOLEAN"))
 # what a spreadsheet may take for a formula, in full width too; and ' itself, so that it can be undone
@@ -75,9 +79,24 @@ FORMULA = r"^(\s*[=+@\x{FF1D}\x{FF0B}\x{FF20}\x{FF0D}-]|[\t\r\n'])"
 
 
 @contextmanager
+def views(folder: Path | str) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A locked connection with the views, for queries of our own. `SELECT * FROM left_out` shows which lines
+    are no records."""
+    with _locked(folder) as (connection, _):
+        yield connection
+
+
+@contextmanager
 def connect(folder: Path | str) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A locked connection with the views. `SELECT * FROM left_out` shows which lines are no records. If the
-    results are large, this process cannot write into any file until it is closed."""
+    """The same for queries of others. If the results are large, this process cannot write into any file until
+    it is closed, so `run_query` does that in another one."""
+    with _locked(folder) as (connection, copied), nullcontext() if copied else _no_writes():
+        yield connection
+
+
+@contextmanager
+def _locked(folder: Path | str) -> Iterator[tuple[duckdb.DuckDBPyConnection, bool]]:
+    """A connection, and whether it reads copies only."""
     with tempfile.TemporaryDirectory(prefix="mrb-query-") as private:
         connection, parquets = _open(Path(folder).resolve(), Path(private))
         allowed = ", ".join(quoted(name) for path in parquets for name in {str(path), glob_free(path)})
@@ -88,9 +107,8 @@ def connect(folder: Path | str) -> Iterator[duckdb.DuckDBPyConnection]:
             "lock_configuration = true",
         ):
             connection.execute(f"SET {setting}")
-        copied = all(path.is_relative_to(private) for path in parquets)
-        with connection, nullcontext() if copied else _no_writes():
-            yield connection
+        with connection:
+            yield connection, all(path.is_relative_to(private) for path in parquets)
 
 
 def run_query(
@@ -101,26 +119,64 @@ def run_query(
         raise ValueError(f"the query has {len(sql):,} letters, over the limit of {MOST_QUERY_LETTERS:,}")
     if re.search("[\ud800-\udfff]", sql):
         raise ValueError("the query holds bytes that are not UTF-8 text")
-    with connect(folder) as connection:
-        try:
-            statement = _one_select(connection, sql)
-            with _limited(connection):
-                connection.execute(statement)
-                columns = [column[0] for column in connection.description or ()]
-                rows = _rows(connection)
-        except duckdb.InterruptException:
-            raise ValueError(f"the query was stopped after {MOST_SECONDS:g} s; ask for less") from None
-        except duckdb.OutOfMemoryException as error:
-            raise ValueError(f"the query needs too much memory: {_sentence(error)}") from None
-        except MemoryError:
-            raise ValueError("the query needs too much memory; ask for less") from None
-        except duckdb.Error as error:
-            if "bad_alloc" in str(error):  # met while it was making another error's message
-                raise ValueError("the query needs too much memory; ask for less") from None
-            raise ValueError(_sentence(error)) from None
-        if left_out is not None:
-            _add_left_out(connection, left_out)
+    with _locked(folder) as (connection, copied):
+        answer = _answer(connection, sql) if copied else None
+    columns, rows, noted = answer or _answer_of_a_process(folder, sql)
+    if left_out is not None:
+        _add_left_out(noted, left_out)
     return columns, rows
+
+
+def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> Answer:
+    """Column names, rows, and what the table `left_out` says."""
+    try:
+        statement = _one_select(connection, sql)
+        with _limited(connection):
+            connection.execute(statement)
+            columns = [column[0] for column in connection.description or ()]
+            rows = _rows(connection)
+    except duckdb.InterruptException:
+        raise ValueError(f"the query was stopped after {MOST_SECONDS:g} s; ask for less") from None
+    except duckdb.OutOfMemoryException as error:
+        raise ValueError(f"the query needs too much memory: {_sentence(error)}") from None
+    except MemoryError:
+        raise ValueError("the query needs too much memory; ask for less") from None
+    except duckdb.Error as error:
+        if "bad_alloc" in str(error):  # met while it was making another error's message
+            raise ValueError("the query needs too much memory; ask for less") from None
+        raise ValueError(_sentence(error)) from None
+    return columns, rows, connection.execute("SELECT lines, sentences FROM left_out").fetchall()
+
+
+def _answer_of_a_process(folder: Path | str, sql: str) -> Answer:
+    """The limit on writing is one of a whole process, and this one may have other things to write."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send_answer, args=(theirs, str(folder), sql), daemon=True)
+    with without_main_module():
+        process.start()
+    theirs.close()
+    try:
+        answer = ours.recv()
+    except EOFError:
+        process.join()
+        raise ValueError(f"the query's process ended with code {process.exitcode}; ask for less") from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+    if isinstance(answer, str):
+        raise ValueError(answer)
+    return answer
+
+
+def _send_answer(pipe: Connection, folder: str, sql: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
+    try:
+        with _locked(folder) as (connection, _), _no_writes():
+            pipe.send(_answer(connection, sql))
+    except ValueError as sentence:
+        pipe.send(str(sentence))
 
 
 def _one_select(connection: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:
@@ -187,18 +243,6 @@ def _no_writes() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def keys(folder: Path | str) -> dict[str, set[Status]]:
-    """cell_key -> the states it has ended in, over all sessions: what a resumed sweep need not repeat."""
-    states: dict[str, set[Status]] = {}
-    known = {str(status): status for status in Status}
-    with connect(folder) as connection:
-        answer = connection.execute("SELECT DISTINCT cell_key, status FROM records")
-        while rows := answer.fetchmany(100_000):
-            for key, status in rows:
-                states.setdefault(key, set()).add(known[status])
-    return states
 
 
 def export_parquet(folder: Path | str, target: Path | str) -> int:
@@ -337,8 +381,8 @@ def _copied(path: Path, target: Path) -> Path:
     return target
 
 
-def _add_left_out(connection: duckdb.DuckDBPyConnection, left_out: LeftOut) -> None:
-    for lines, sentences in connection.execute("SELECT lines, sentences FROM left_out").fetchall():
+def _add_left_out(noted: list[tuple[Any, ...]], left_out: LeftOut) -> None:
+    for lines, sentences in noted:
         if not lines:
             left_out.remarks += sentences
             continue

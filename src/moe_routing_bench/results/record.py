@@ -10,9 +10,10 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_type_hints
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,11 +24,14 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    create_model,
     model_validator,
 )
 
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.results.migrating import SCHEMA_VERSION, newest
+from moe_routing_bench.text import encodable, one_line
+from moe_routing_bench.workloads.axes import Axis, CaseAxes, PolicyAxes
 
 if TYPE_CHECKING:  # it imports scipy.stats, which takes longer than most queries
     from moe_routing_bench.bench.verdict import Comparison as Compared
@@ -66,6 +70,24 @@ class Part(BaseModel):
     )
 
 
+# how a part checks the plain types of an axis
+CHECKED: dict[Any, Any] = {str: Name, int: Size, float: Amount}
+
+
+def part_of(name: str, declared: type) -> type[Part]:
+    """A part with the fields of a dataclass. Axes that version 2 did not have may be absent, and are then
+    None."""
+    types, shape = get_type_hints(declared, include_extras=True), {}
+    for one in fields(declared):
+        facts: Axis | None = one.metadata.get("axis")
+        kind = CHECKED.get(types[one.name], types[one.name])
+        if facts is not None and facts.choices is not None:
+            kind = Literal[tuple(facts.choices)]  # type: ignore[misc]
+        newer = facts is not None and facts.since > 2
+        shape[one.name] = (kind | None, None) if newer else (kind, ...)
+    return create_model(name, __base__=Part, __module__=__name__, __doc__=declared.__doc__, **shape)
+
+
 class What(Part):
     """span="pack", direction="forward", included=("dispatch", "combine"), excluded=("router",), ..."""
 
@@ -84,8 +106,10 @@ class What(Part):
         return self.layout, self.router or DEFAULT_ROUTER, self.layer
 
 
-class Workload(Part):
-    """case="seed-fused/32x7168~scaled", scaled_from="seed-fused/32x7168", model="", T=32, D=1792, ..."""
+@dataclass(frozen=True, kw_only=True)
+class _Workload(CaseAxes):
+    """case="seed-fused/32x7168~scaled", scaled_from="seed-fused/32x7168", model="", T=32, D=1792, ... and the
+    axes of a case."""
 
     case: Name
     scaled_from: Name
@@ -96,13 +120,6 @@ class Workload(Part):
     E: Size
     K: Size
     W: Size
-    shared_F: Size
-    heads: Size
-    sequences: Size
-    activation: Name
-    bias: bool
-    dtype: Name
-    store: Name  # the format of its weights; "": they are in the dtype
 
 
 class Routing(Part):
@@ -147,20 +164,25 @@ class Implementation(Part):
         return self.label.startswith("frozen(")
 
 
-class Protocol(Part):
-    """view="host wall", cache="hot", device="cpu", threads=1, rounds=40, stop_reason="budget", ..."""
+@dataclass(frozen=True, kw_only=True)
+class _Protocol(PolicyAxes):
+    """rounds=40, calls_per_sample=3, stop_reason="budget", ..., and the axes of a policy. An axis that came
+    after the record was written is None."""
 
-    view: Name
-    cache: Literal["hot", "cold", "weights-cold"]
-    device: Name
-    threads: Size
-    processes: Size
     rounds: Count
     calls_per_sample: Count
     warmup_calls: Count
     stop_reason: Sentence
     seed: Count
     fresh_inputs: Name
+
+
+if TYPE_CHECKING:
+    Workload = _Workload
+    Protocol = _Protocol
+else:
+    Workload = part_of("Workload", _Workload)
+    Protocol = part_of("Protocol", _Protocol)
 
 
 class Samples(Part):
@@ -401,22 +423,16 @@ def _sentence(error: ValidationError) -> str:
     return f"the field {place} is wrong: {message}" if place else f"the record is wrong: {message}"
 
 
-def one_line(text: str, most: int = 2_000) -> str:
-    """Any text as a field takes it: what cannot be printed becomes a space, what is too long is cut."""
-    text = re.sub(r"\n+", " ", "".join(c if c.isprintable() else "\n" for c in _encodable(text))).strip()
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
 def log_tail(text: str) -> str:
     """The end of a worker's output as `Record.log_tail` takes it."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", _encodable(text[-MOST_LOG:]))
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", encodable(text[-MOST_LOG:]))
 
 
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()
+def canonical_json(document: object) -> str:
+    """With sorted keys and without spaces; NaN is refused."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def content_hash(document: object) -> str:
-    """sha256 of a JSON document with sorted keys: for environments and cell keys. NaN is refused."""
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """sha256 of a JSON document, for environments and cell keys."""
+    return hashlib.sha256(canonical_json(document).encode()).hexdigest()

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_routing_bench.results.lines import LeftOut
-from moe_routing_bench.results.record import Record, one_line
+from moe_routing_bench.results.record import Record
 from moe_routing_bench.results.store import environments, iterate
+from moe_routing_bench.text import one_line
 
 
 @dataclass(frozen=True, kw_only=True)

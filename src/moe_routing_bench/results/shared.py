@@ -12,14 +12,13 @@ dies in between, nobody ever reads that part. Reading is mirror.py's.
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
 from moe_routing_bench.results.objects import Objects
 from moe_routing_bench.results.parts import COMMIT, Commit, Header, commit_name, parse_commit, sealed
-from moe_routing_bench.results.record import content_hash
+from moe_routing_bench.results.record import canonical_json, content_hash
 from moe_routing_bench.results.store import ENVIRONMENTS
 
 
@@ -50,8 +49,7 @@ class Shared:
     def put_environment(self, document: Mapping[str, object]) -> str:
         name = content_hash(document)
         if name not in self._environments:
-            text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
-            self.objects.put_new(f"{ENVIRONMENTS}/{name}.json", text.encode())
+            self.objects.put_new(f"{ENVIRONMENTS}/{name}.json", canonical_json(document).encode())
             self._environments.add(name)
         return name
 

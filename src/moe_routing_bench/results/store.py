@@ -33,7 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 from moe_routing_bench.results.flat import fold, sources
 from moe_routing_bench.results.held import SAMPLES
 from moe_routing_bench.results.lines import RECORDS, LeftOut, is_plain_file, read_records, session_folders
-from moe_routing_bench.results.record import Record, Samples, content_hash
+from moe_routing_bench.results.record import Record, Samples, canonical_json, content_hash
 from moe_routing_bench.whole_files import sync_folder, write_whole
 
 ENVIRONMENTS = "environments"
@@ -195,7 +195,7 @@ class Session:
         path = self.root / ENVIRONMENTS / f"{name}.json"
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
-            write_whole(path, _canonical(document))
+            write_whole(path, canonical_json(document))
         return name
 
     def put_samples(self, samples: ArrayLike) -> Samples:
@@ -318,7 +318,3 @@ def environments(folder: Path | str) -> Iterator[tuple[str, dict[str, Any], dict
         machine = document.get("machine", document) if isinstance(document, dict) else None
         if isinstance(machine, dict) and isinstance(machine.get("name"), str):
             yield path.stem, document, machine
-
-
-def _canonical(document: Mapping[str, object]) -> str:
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)

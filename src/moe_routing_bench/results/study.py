@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from moe_routing_bench.bench.commit import source_version
+from moe_routing_bench.bench.fork_server import fork_server
 from moe_routing_bench.machine import this_machine, torch_threads
 from moe_routing_bench.results.lines import is_plain_file
 from moe_routing_bench.results.training import (
@@ -208,9 +208,8 @@ class StudyRun:
         total = sum(run.steps for run in runs)
         done = sum(run.steps for run in runs if run.key in have)
         # a process for each run, so its peak of memory is its own; torch is imported once, before the forks
-        fork = multiprocessing.get_context("forkserver")
-        fork.set_forkserver_preload([__name__])
-        with ProcessPoolExecutor(self.jobs, mp_context=fork, max_tasks_per_child=1) as pool:
+        server = fork_server(__name__)
+        with ProcessPoolExecutor(self.jobs, mp_context=server, max_tasks_per_child=1) as pool:
             going: dict[Future[None], Run] = {}
             waiting = list(reversed(todo))
             try:

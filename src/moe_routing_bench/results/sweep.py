@@ -20,7 +20,7 @@ from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.machine import this_machine
-from moe_routing_bench.results.query import connect
+from moe_routing_bench.results.query import views
 from moe_routing_bench.results.store import Session
 from moe_routing_bench.results.writing import record_outcome
 
@@ -72,7 +72,7 @@ def latest_states(folder: Path) -> dict[str, set[Status]]:
     states: dict[str, set[Status]] = {}
     query = """SELECT cell_key, status FROM records JOIN
         (SELECT cell_key, max(session) AS session FROM records GROUP BY cell_key) USING (cell_key, session)"""
-    with connect(folder) as connection:
+    with views(folder) as connection:
         for key, status in connection.execute(query).fetchall():
             states.setdefault(key, set()).add(Status[status])
     return states

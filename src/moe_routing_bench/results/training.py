@@ -33,6 +33,7 @@ from moe_routing_bench.bench.identity import package_version
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.results.lines import TRAININGS, LeftOut, is_plain_file
 from moe_routing_bench.results.record import Amount, Count, Moment, Name, Part, Seconds, Sentence, Share
+from moe_routing_bench.text import first_problem
 from moe_routing_bench.train.loop import Ended, Event, State, train
 from moe_routing_bench.train.model import Decoder
 from moe_routing_bench.train.settings import Run
@@ -155,9 +156,7 @@ def read_trainings(folder: Path | str, left_out: LeftOut | None = None) -> list[
             try:
                 one = Training.model_validate_json(line)
             except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(str(part) for part in first["loc"])
-                left_out.add(f"{path}: {where}: {first['msg']}")
+                left_out.add(f"{path}: {first_problem(error)}")
                 continue
             by_key[one.key] = one
     return list(by_key.values())

@@ -47,4 +47,5 @@ def _comparison(record: Record, *, flipped: bool) -> Comparison | None:
         verdict=verdict,
         reason=kept.reason,
         more_rounds=kept.more_rounds,
+        aa_floor=kept.aa_floor,
     )

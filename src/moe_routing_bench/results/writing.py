@@ -13,8 +13,10 @@ from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.rounds import WARM_SAMPLES
 from moe_routing_bench.published import MODELS
 from moe_routing_bench.results import record as schema
-from moe_routing_bench.results.record import Record, log_tail, one_line
+from moe_routing_bench.results.record import Record, log_tail
 from moe_routing_bench.results.store import Session
+from moe_routing_bench.text import one_line
+from moe_routing_bench.workloads.axes import values_of
 from moe_routing_bench.workloads.workload import SUITE_VERSION
 
 
@@ -37,7 +39,7 @@ def _record(
         samples = np.asarray(one.samples)
         timing = schema.Timing.of(samples, one.first_call or 0.0, session.put_samples(samples), one.stages)
     if one.comparison is not None and outcome.baseline is not None:
-        comparison = schema.Comparison.of(outcome.baseline.label, one.comparison, outcome.aa_floor or 0.0)
+        comparison = schema.Comparison.of(outcome.baseline.label, one.comparison, one.comparison.aa_floor)
     sizes: dict[str, Any] = vars(case.shape)
     group = case.name.partition("/")[0]
     return Record(
@@ -66,13 +68,7 @@ def _record(
             model=group if group in MODELS else "",
             **sizes,
             W=cell.W,
-            shared_F=case.shared_F,
-            heads=case.heads,
-            sequences=case.sequences,
-            activation=case.activation,
-            bias=case.bias,
-            dtype=case.dtype,
-            store=case.store,
+            **values_of(case),
         ),
         routing=_routing(one, outcome),
         implementation=schema.Implementation(
@@ -86,11 +82,7 @@ def _record(
             runs=one_line(one.runs),
         ),
         protocol=schema.Protocol(
-            view=cell.policy.view,
-            cache=cell.policy.cache,  # type: ignore[arg-type]
-            device=cell.policy.device,
-            threads=cell.policy.threads,
-            processes=cell.policy.processes,
+            **values_of(cell.policy),
             rounds=outcome.rounds,
             calls_per_sample=one.calls_per_sample,
             warmup_calls=WARM_SAMPLES * one.calls_per_sample,

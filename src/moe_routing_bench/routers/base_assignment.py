@@ -55,14 +55,7 @@ class BaseAssignmentRouter(Router):
             expert_TK = self.assign(logits_TE.detach(), info.mask_T).unsqueeze(1)
         else:
             _, expert_TK = self.topk(logits_TE, 1)
-        routing = Routing(
-            expert_TK=expert_TK,
-            gate_TK=logits_TE.gather(1, expert_TK).sigmoid(),
-            num_experts=self.E,
-            ragged=False,
-            logits_TE=logits_TE,
-        )
-        return self.finish(routing, {}, info)
+        return self.routed(expert_TK, logits_TE.gather(1, expert_TK).sigmoid(), logits_TE, info)
 
     def assign(self, z_TE: Tensor, mask_T: Tensor | None) -> Tensor:
         if mask_T is None:

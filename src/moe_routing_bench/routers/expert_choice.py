@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.routers.losses import z_loss
+from moe_routing_bench.names import check_option
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -43,8 +43,7 @@ class ExpertChoiceRouter(Router):
         self, D: int, E: int, K: int, *, over: str = "batch", most: int | None = None, **options: Any
     ):
         super().__init__(D, E, K, **options)
-        if over not in OVER:
-            raise ValueError(f"over {over!r} is unknown; there are {', '.join(OVER)}")
+        check_option("over", over, OVER)
         self.over = over
         self.most = self.widest(most)
         if self.most < E:
@@ -61,13 +60,9 @@ class ExpertChoiceRouter(Router):
         _, expert_TK = self.topk(torch.where(taken_TE, score_TE, float("-inf")), self.most)
         chosen_TK = taken_TE.gather(1, expert_TK)
         gate_TK = logits_TE.softmax(-1).gather(1, expert_TK)
-        routing = Routing(
-            expert_TK=torch.where(chosen_TK, expert_TK, -1),
-            gate_TK=torch.where(chosen_TK, gate_TK, 0.0),
-            num_experts=self.E,
-            logits_TE=logits_TE,
-        )
-        return self.finish(routing, {"z": lambda: z_loss(logits_TE, info.mask_T)}, info)
+        expert_TK = torch.where(chosen_TK, expert_TK, -1)
+        gate_TK = torch.where(chosen_TK, gate_TK, 0.0)
+        return self.routed(expert_TK, gate_TK, logits_TE, info, ragged=True)
 
     def taken(self, score_TE: Tensor, info: TokenInfo) -> Tensor:
         """Which tokens each expert takes, of all tokens or of each sequence."""

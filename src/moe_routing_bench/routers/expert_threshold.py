@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_routing_bench import steady
-from moe_routing_bench.routers.losses import z_loss
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -74,13 +73,9 @@ class ExpertThresholdRouter(Router):
         _, expert_TK = self.topk(torch.where(reached_TE, z_TE, float("-inf")), self.most)
         chosen_TK = reached_TE.gather(1, expert_TK)
         gate_TK = steady.sigmoid(logits_TE.gather(1, expert_TK))
-        routing = Routing(
-            expert_TK=torch.where(chosen_TK, expert_TK, -1),
-            gate_TK=torch.where(chosen_TK, gate_TK, 0.0),
-            num_experts=self.E,
-            logits_TE=logits_TE,
-        )
-        return self.finish(routing, {"z": lambda: z_loss(logits_TE, info.mask_T)}, info)
+        expert_TK = torch.where(chosen_TK, expert_TK, -1)
+        gate_TK = torch.where(chosen_TK, gate_TK, 0.0)
+        return self.routed(expert_TK, gate_TK, logits_TE, info, ragged=True)
 
     @torch.no_grad()
     def see(self, z_TE: Tensor, mask_T: Tensor | None) -> None:

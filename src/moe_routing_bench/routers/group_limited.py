@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_routing_bench.routers.groups import check_groups, limit_to_groups, score_rule
-from moe_routing_bench.routers.losses import deepseek_loss, hf_loss, switch_loss, z_loss
+from moe_routing_bench.routers.losses import score_losses
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -77,22 +77,8 @@ class GroupLimitedRouter(Router):
             value_TK, expert_TK = self.topk(torch.where(limited_TE.isneginf(), limited_TE, logits_TE), self.K)
             raw_TK = value_TK.softmax(-1) if self.renormalise else score_TE.gather(1, expert_TK)
             gate_TK = self.scale * raw_TK
-        routing = Routing(
-            expert_TK=expert_TK,
-            gate_TK=gate_TK,
-            num_experts=self.E,
-            ragged=False,
-            logits_TE=logits_TE,
-        )
 
-        def seen_by_losses() -> tuple[Tensor, Tensor, int, Tensor | None]:
-            seen_TE = logits_TE.softmax(-1) if score_TE is None else score_TE
-            return seen_TE, expert_TK, self.E, info.mask_T
+        def seen() -> tuple[Tensor, Tensor]:
+            return logits_TE.softmax(-1) if score_TE is None else score_TE, expert_TK
 
-        losses = {
-            "switch": lambda: switch_loss(*seen_by_losses()),
-            "hf": lambda: hf_loss(*seen_by_losses()),
-            "deepseek": lambda: deepseek_loss(*seen_by_losses(), num_sequences=info.num_sequences),
-            "z": lambda: z_loss(logits_TE, info.mask_T),
-        }
-        return self.finish(routing, losses, info)
+        return self.routed(expert_TK, gate_TK, logits_TE, info, score_losses(seen, self.E, info))

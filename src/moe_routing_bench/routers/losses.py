@@ -11,8 +11,12 @@ loss of the batch. All others are products of two sums over the batch, for which
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from moe_routing_bench.routing import TokenInfo
 
 
 def switch_loss(
@@ -40,16 +44,6 @@ def hf_loss(score_TE: Tensor, expert_TK: Tensor, num_experts: int, mask_T: Tenso
     T = _num_tokens(score_TE, mask_T)
     fraction_E = _count_E(expert_TK, num_experts, mask_T).to(_wide(score_TE)) / T
     return num_experts * (fraction_E * _sum_E(score_TE, mask_T) / T).sum()
-
-
-def gshard_loss(
-    score_TE: Tensor, expert_TK: Tensor, num_experts: int, mask_T: Tensor | None = None
-) -> Tensor:
-    """GShard, Tutel: E sum_e (c_e / T) P_e, c_e counting first choices alone.   1 at balance, at most E.
-
-    switch_loss of the first column of expert_TK: second choices may go anywhere.
-    """
-    return hf_loss(score_TE, expert_TK[:, :1], num_experts, mask_T)
 
 
 def deepseek_loss(
@@ -128,6 +122,19 @@ def importance_loss(
 def load_loss(probability_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """Shazeer: CV^2 of sum_t P(token t uses expert e).   0 at balance, E - 1 if one expert has it all."""
     return _squared_cv(_sum_E(probability_TE, mask_T))
+
+
+def score_losses(
+    seen: Callable[[], tuple[Tensor, Tensor]], num_experts: int, info: TokenInfo
+) -> dict[str, Callable[[], Tensor]]:
+    """switch, hf and deepseek, by name. seen() gives score_TE and expert_TK; only a loss that is asked for
+    calls it."""
+    E, mask_T = num_experts, info.mask_T
+    return {
+        "switch": lambda: switch_loss(*seen(), E, mask_T),
+        "hf": lambda: hf_loss(*seen(), E, mask_T),
+        "deepseek": lambda: deepseek_loss(*seen(), E, mask_T, num_sequences=info.num_sequences),
+    }
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_routing_bench.routers.losses import importance_loss, load_loss, z_loss
+from moe_routing_bench.routers.losses import importance_loss, load_loss
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -57,19 +57,11 @@ class NoisyTopkRouter(Router):
         value_TK1, expert_TK1 = self.topk(h_TE, min(self.K + 1, self.E))
         expert_TK = expert_TK1[:, : self.K]
         gate_TK = value_TK1[:, : self.K].softmax(-1)
-        routing = Routing(
-            expert_TK=expert_TK,
-            gate_TK=gate_TK,
-            num_experts=self.E,
-            ragged=False,
-            logits_TE=clean_TE,
-        )
         losses = {
             "importance": lambda: importance_loss(gate_TK, expert_TK, self.E, info.mask_T),
             "load": lambda: load_loss(chance_TE(clean_TE, std_TE, value_TK1, expert_TK), info.mask_T),
-            "z": lambda: z_loss(clean_TE, info.mask_T),
         }
-        return self.finish(routing, losses, info)
+        return self.routed(expert_TK, gate_TK, clean_TE, info, losses)
 
 
 def chance_TE(clean_TE: Tensor, std_TE: Tensor, value_TK1: Tensor, expert_TK: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_routing_bench import steady
-from moe_routing_bench.routers.losses import z_loss
+from moe_routing_bench.names import check_option
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -51,8 +51,7 @@ class QuantileRouter(Router):
 
     def __init__(self, D: int, E: int, K: int, *, gates: str = "softmax_of_chosen", **options: Any):
         super().__init__(D, E, K, **options)
-        if gates not in GATES:
-            raise ValueError(f"gates {gates!r} is unknown; there are {', '.join(GATES)}")
+        check_option("gates", gates, GATES)
         self.gates = gates
         if gates == "softmax_of_chosen" or (gates == "sigmoid" and K > 1):
             self.gate_sum = "one"
@@ -70,14 +69,7 @@ class QuantileRouter(Router):
         expert_TK = expert_TK1[:, : self.K]
         if self.training and self.K < self.E:
             self.see(z_TE - value_TK1[:, self.K :], info.mask_T)
-        routing = Routing(
-            expert_TK=expert_TK,
-            gate_TK=self.gate(logits_TE, expert_TK),
-            num_experts=self.E,
-            ragged=False,
-            logits_TE=logits_TE,
-        )
-        return self.finish(routing, {"z": lambda: z_loss(logits_TE, info.mask_T)}, info)
+        return self.routed(expert_TK, self.gate(logits_TE, expert_TK), logits_TE, info)
 
     def gate(self, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
         if self.gates == "softmax":

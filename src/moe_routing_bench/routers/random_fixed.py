@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.names import check_option
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -31,8 +32,7 @@ class RandomFixedRouter(Router):
 
     def __init__(self, D: int, E: int, K: int, *, gates: str = "softmax", seed: int = 0, **options: Any):
         super().__init__(D, E, K, **options)
-        if gates not in GATES:
-            raise ValueError(f"gates {gates!r} is unknown; there are {', '.join(GATES)}")
+        check_option("gates", gates, GATES)
         self.gates = gates
         self.seed = seed
         self.register_buffer("w_DE", torch.empty(D, E))
@@ -48,11 +48,4 @@ class RandomFixedRouter(Router):
         logits_TE = self.project(self.prepare(x_TD, info), self.w_DE)
         value_TK, expert_TK = self.topk(logits_TE, self.K)
         gate_TK = value_TK.softmax(-1) if self.gates == "softmax" else torch.full_like(value_TK, 1 / self.K)
-        routing = Routing(
-            expert_TK=expert_TK,
-            gate_TK=gate_TK,
-            num_experts=self.E,
-            ragged=False,
-            logits_TE=logits_TE,
-        )
-        return self.finish(routing, {}, info)
+        return self.routed(expert_TK, gate_TK, logits_TE, info)

@@ -49,13 +49,6 @@ class ReLURouter(Router):
         logits_TE = self.project(self.prepare(x_TD, info), self.w_DE)
         value_TK, expert_TK = self.topk(logits_TE, self.most)
         expert_TK = torch.where(value_TK > 0, expert_TK, -1)
-        routing = Routing(
-            expert_TK=expert_TK,
-            gate_TK=value_TK.relu(),
-            num_experts=self.E,
-            ragged=True,
-            logits_TE=logits_TE,
-        )
         relu_TE = logits_TE.relu()
         strength = self.strength.to(self.dtype)
         losses = {
@@ -64,4 +57,4 @@ class ReLURouter(Router):
             ),
             "l1": lambda: strength * l1_loss(relu_TE, info.mask_T),
         }
-        return self.finish(routing, losses, info)
+        return self.routed(expert_TK, value_TK.relu(), logits_TE, info, losses, ragged=True)

@@ -10,24 +10,25 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.names import no_such
 from moe_routing_bench.ops.auto import Auto, resolve
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import clear_included, get_op, include, included_folders
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 from moe_routing_bench.ops.score_topk.op import op as score_topk_op
 from moe_routing_bench.ops.topk.op import op as topk_op
+from moe_routing_bench.routers.losses import z_loss
 from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 
 GATE_SUMS = {
@@ -43,6 +44,7 @@ GROUPS = {
 }
 NO_RULES = {"router", "losses", "groups"}  # files of this folder that are not a routing rule
 _included: list[Path] = []
+Base = TypeVar("Base")
 
 
 class Router(nn.Module):
@@ -174,6 +176,22 @@ class Router(nn.Module):
         gate_TK, expert_TK = self.fused(logits_TE, bias_E, self.K, self.score_rule)
         return gate_TK.to(self.dtype), expert_TK
 
+    def routed(
+        self,
+        expert_TK: Tensor,
+        gate_TK: Tensor,
+        logits_TE: Tensor,
+        info: TokenInfo,
+        losses: Mapping[str, Callable[[], Tensor]] | None = None,
+        *,
+        ragged: bool = False,
+    ) -> Routing:
+        """`finish` for choices made by logits, which have the loss z."""
+        routing = Routing(
+            expert_TK=expert_TK, gate_TK=gate_TK, num_experts=self.E, ragged=ragged, logits_TE=logits_TE
+        )
+        return self.finish(routing, {"z": lambda: z_loss(logits_TE, info.mask_T), **(losses or {})}, info)
+
     def finish(
         self, routing: Routing, losses: Mapping[str, Callable[[], Tensor]], info: TokenInfo
     ) -> Routing:
@@ -200,9 +218,7 @@ def router_names() -> list[str]:
 
 
 def built_in_names() -> list[str]:
-    package = importlib.import_module(__name__.rpartition(".")[0])
-    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
-    return [name for name in names if name not in NO_RULES and not name.startswith("_")]
+    return modules_beside(__file__, NO_RULES)
 
 
 def _outside() -> dict[str, Path]:
@@ -264,30 +280,35 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-def router_in(module: ModuleType) -> type[Router]:
-    """The one Router subclass that a file defines."""
-    rules = [
+def only_subclass(module: ModuleType, base: type[Base]) -> type[Base]:
+    """The one subclass of `base` that a file defines."""
+    found = [
         thing
         for thing in vars(module).values()
-        if isinstance(thing, type) and issubclass(thing, Router) and thing.__module__ == module.__name__
+        if isinstance(thing, type) and issubclass(thing, base) and thing.__module__ == module.__name__
     ]
-    if len(rules) != 1:
-        names = ", ".join(sorted(cls.__name__ for cls in rules)) or "none"
-        raise ValueError(f"{module.__name__} must define exactly one subclass of Router; it has {names}")
-    return rules[0]
+    if len(found) != 1:
+        names = ", ".join(sorted(cls.__name__ for cls in found)) or "none"
+        raise ValueError(
+            f"{module.__name__} must define exactly one subclass of {base.__name__}; it has {names}"
+        )
+    return found[0]
+
+
+def modules_beside(file: str, but: Collection[str]) -> list[str]:
+    """The names of the modules in a file's folder, which are rules; no file is loaded."""
+    names = [module.name for module in pkgutil.iter_modules([str(Path(file).parent)])]
+    return [name for name in names if name not in but and not name.startswith("_")]
 
 
 def router_named(name: str) -> type[Router]:
     """The rule of that name; of the files from outside only its own is loaded."""
     if name in built_in_names():
         package = __name__.rpartition(".")[0]
-        return router_in(importlib.import_module(f"{package}.{name}"))
+        return only_subclass(importlib.import_module(f"{package}.{name}"), Router)
     if (path := _outside().get(name)) is not None:
-        return router_in(_load(path))
-    known = router_names()
-    raise ValueError(
-        f"there is no router {name!r}; {did_you_mean(name, known)}there are {', '.join(sorted(known))}"
-    )
+        return only_subclass(_load(path), Router)
+    raise no_such("router", name, sorted(router_names()))
 
 
 def build(name: str, D: int, E: int, K: int, **options: Any) -> Router:

@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.names import check_option
 from moe_routing_bench.ops.score_topk.op import log_score, plain_score
 from moe_routing_bench.routers.groups import check_groups, limit_to_groups, score_rule
-from moe_routing_bench.routers.losses import deepseek_loss, switch_loss, z_loss
+from moe_routing_bench.routers.losses import score_losses
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -63,8 +64,7 @@ class SigmoidBiasRouter(Router):
         **options: Any,
     ):
         super().__init__(D, E, K, **options)
-        if score not in SCORES:
-            raise ValueError(f"score {score!r} is unknown; there are {', '.join(SCORES)}")
+        check_option("score", score, SCORES)
         if not scale > 0:
             raise ValueError(f"scale must be above 0, not {scale}")
         check_groups(E, K, groups, keep_groups, group_score)
@@ -92,24 +92,12 @@ class SigmoidBiasRouter(Router):
             _, expert_TK = self.topk(choice_TE, self.K)
             log_gate_TK = log_score_TE.gather(1, expert_TK)
             gate_TK = self.scale * (log_gate_TK.softmax(-1) if self.renormalise else log_gate_TK.exp())
-        routing = Routing(
-            expert_TK=expert_TK,
-            gate_TK=gate_TK,
-            num_experts=self.E,
-            ragged=False,
-            logits_TE=logits_TE,
-        )
 
-        def seen_by_losses() -> tuple[Tensor, Tensor, int, Tensor | None]:
+        def seen() -> tuple[Tensor, Tensor]:
             log_TE, plain_TE = (log_score_TE, score_TE) if self.fused is None else self.scores(logits_TE)
-            return log_TE.softmax(-1), self.topk(plain_TE, self.K)[1], self.E, info.mask_T
+            return log_TE.softmax(-1), self.topk(plain_TE, self.K)[1]
 
-        losses = {
-            "switch": lambda: switch_loss(*seen_by_losses()),
-            "deepseek": lambda: deepseek_loss(*seen_by_losses(), num_sequences=info.num_sequences),
-            "z": lambda: z_loss(logits_TE, info.mask_T),
-        }
-        return self.finish(routing, losses, info)
+        return self.routed(expert_TK, gate_TK, logits_TE, info, score_losses(seen, self.E, info))
 
     def scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """log s with a gradient, and s to choose by."""

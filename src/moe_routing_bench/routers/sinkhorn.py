@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.routers.losses import z_loss
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -51,14 +50,7 @@ class SinkhornRouter(Router):
             z_TE = z_TE + balancing_E(z_TE, self.iterations, info.mask_T)
         _, expert_TK = self.topk(z_TE, self.K)
         score_TE = logits_TE.sigmoid() if self.K == 1 else logits_TE.softmax(-1)
-        routing = Routing(
-            expert_TK=expert_TK,
-            gate_TK=score_TE.gather(1, expert_TK),
-            num_experts=self.E,
-            ragged=False,
-            logits_TE=logits_TE,
-        )
-        return self.finish(routing, {"z": lambda: z_loss(logits_TE, info.mask_T)}, info)
+        return self.routed(expert_TK, score_TE.gather(1, expert_TK), logits_TE, info)
 
 
 def balancing_E(z_TE: Tensor, iterations: int, mask_T: Tensor | None = None) -> Tensor:

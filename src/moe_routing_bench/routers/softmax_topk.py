@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_routing_bench.names import check_option
 from moe_routing_bench.ops.score_topk.op import ScoreRule
-from moe_routing_bench.routers.losses import hf_loss, switch_loss, z_loss
+from moe_routing_bench.routers.losses import score_losses
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -54,8 +55,7 @@ class SoftmaxTopkRouter(Router):
         **options: Any,
     ):
         super().__init__(D, E, K, **options)
-        if order not in ORDERS:
-            raise ValueError(f"order {order!r} is unknown; there are {', '.join(ORDERS)}")
+        check_option("order", order, ORDERS)
         self.order = order
         if order != "softmax_then_topk":
             self.gate_sum = "one"
@@ -95,21 +95,8 @@ class SoftmaxTopkRouter(Router):
                 gate_TK = score_TE.gather(1, expert_TK)
                 if self.order == "softmax_then_topk_renormalised":
                     gate_TK = gate_TK / gate_TK.sum(-1, keepdim=True)
-        routing = Routing(
-            expert_TK=expert_TK,
-            gate_TK=gate_TK,
-            num_experts=self.E,
-            ragged=False,
-            logits_TE=logits_TE,
-        )
 
-        def seen_by_losses() -> tuple[Tensor, Tensor, int, Tensor | None]:
-            seen_TE = logits_TE.softmax(-1) if score_TE is None else score_TE
-            return seen_TE, expert_TK, self.E, info.mask_T
+        def seen() -> tuple[Tensor, Tensor]:
+            return logits_TE.softmax(-1) if score_TE is None else score_TE, expert_TK
 
-        losses = {
-            "switch": lambda: switch_loss(*seen_by_losses()),
-            "hf": lambda: hf_loss(*seen_by_losses()),
-            "z": lambda: z_loss(logits_TE, info.mask_T),
-        }
-        return self.finish(routing, losses, info)
+        return self.routed(expert_TK, gate_TK, logits_TE, info, score_losses(seen, self.E, info))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.routers.losses import hf_loss, switch_loss, z_loss
+from moe_routing_bench.routers.losses import score_losses
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -42,16 +42,5 @@ class SwitchRouter(Router):
         score_TE = logits_TE.softmax(-1)
         # chosen by z, which keeps its order where p underflows to ties
         _, expert_TK = self.topk(logits_TE, 1)
-        routing = Routing(
-            expert_TK=expert_TK,
-            gate_TK=score_TE.gather(1, expert_TK),
-            num_experts=self.E,
-            ragged=False,
-            logits_TE=logits_TE,
-        )
-        losses = {
-            "switch": lambda: switch_loss(score_TE, expert_TK, self.E, info.mask_T),
-            "hf": lambda: hf_loss(score_TE, expert_TK, self.E, info.mask_T),
-            "z": lambda: z_loss(logits_TE, info.mask_T),
-        }
-        return self.finish(routing, losses, info)
+        losses = score_losses(lambda: (score_TE, expert_TK), self.E, info)
+        return self.routed(expert_TK, score_TE.gather(1, expert_TK), logits_TE, info, losses)

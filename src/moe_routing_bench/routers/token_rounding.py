@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.routers.losses import switch_loss, z_loss
+from moe_routing_bench.names import check_option
+from moe_routing_bench.routers.losses import switch_loss
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -55,8 +56,7 @@ class TokenRoundingRouter(Router):
         super().__init__(D, E, K, **options)
         if tile < 1:
             raise ValueError(f"tile must be at least 1 row, not {tile}")
-        if rounding not in ROUNDINGS:
-            raise ValueError(f"rounding {rounding!r} is unknown; there are {', '.join(ROUNDINGS)}")
+        check_option("rounding", rounding, ROUNDINGS)
         self.most = self.widest(most)
         self.tile, self.rounding = tile, rounding
         self.w_DE = nn.Parameter(torch.empty(D, E))
@@ -80,18 +80,9 @@ class TokenRoundingRouter(Router):
         taken_TE = first_TE(wish_TE, rounded(chose_TE.sum(0), self.tile, self.rounding))
         expert_TK = in_order(order_TE, taken_TE, self.most)
         chosen_TK = expert_TK >= 0
-        routing = Routing(
-            expert_TK=expert_TK,
-            gate_TK=torch.where(chosen_TK, gate_TE.gather(1, expert_TK.clamp_min(0)), 0.0),
-            num_experts=self.E,
-            ragged=True,
-            logits_TE=logits_TE,
-        )
-        losses = {
-            "switch": lambda: switch_loss(score_TE, choice_TK, self.E, info.mask_T),
-            "z": lambda: z_loss(logits_TE, info.mask_T),
-        }
-        return self.finish(routing, losses, info)
+        gate_TK = torch.where(chosen_TK, gate_TE.gather(1, expert_TK.clamp_min(0)), 0.0)
+        losses = {"switch": lambda: switch_loss(score_TE, choice_TK, self.E, info.mask_T)}
+        return self.routed(expert_TK, gate_TK, logits_TE, info, losses, ragged=True)
 
 
 def rounded(count_E: Tensor, tile: int, rounding: str) -> Tensor:

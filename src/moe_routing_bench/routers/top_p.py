@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.routers.losses import entropy_loss, hf_loss, switch_loss, z_loss
+from moe_routing_bench.routers.losses import entropy_loss, hf_loss, switch_loss
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routing import Routing, TokenInfo
 
@@ -70,9 +70,6 @@ class TopPRouter(Router):
         gate_TK = torch.where(chosen_TK, gate_TK, 0.0)
         if self.renormalise:
             gate_TK = gate_TK / gate_TK.sum(-1, keepdim=True)
-        routing = Routing(
-            expert_TK=expert_TK, gate_TK=gate_TK, num_experts=self.E, ragged=True, logits_TE=logits_TE
-        )
 
         def switch() -> Tensor:
             exists_T1 = torch.ones_like(chosen_TK[:, :1])
@@ -86,6 +83,5 @@ class TopPRouter(Router):
             "switch": switch,
             "hf": lambda: hf_loss(score_TE, expert_TK, self.E, info.mask_T),
             "entropy": lambda: entropy_loss(logits_TE, info.mask_T),
-            "z": lambda: z_loss(logits_TE, info.mask_T),
         }
-        return self.finish(routing, losses, info)
+        return self.routed(expert_TK, gate_TK, logits_TE, info, losses, ragged=True)

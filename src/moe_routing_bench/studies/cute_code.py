@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_routing_bench.layouts.phases import Agent, Ring
 from moe_routing_bench.ops.targets import Target
 from moe_routing_bench.published import model
 from moe_routing_bench.studies.compiled import Compiled, programs_per_unit
@@ -127,28 +126,6 @@ def faults(row: dict[str, Any]) -> list[str]:
     elif row["kernel"] not in NARROW and not (row["seen"].get("LDG.E.128") and row["seen"].get("STG.E.128")):
         wrong += ["no accesses of 128 bits"]
     return wrong
-
-
-def rings_of(row: dict[str, Any]) -> list[Ring]:
-    """The rings of stages that a kernel of QuACK makes, in the order in which it does: `full`, then `empty`.
-
-    Threads that arrive alike are two agents, so that one may be ahead of the other; with a TMA load beside
-    copies by threads, that load is one of them. Without rings whose arrivals the kernel computes as it runs.
-    """
-    made = []
-    for full, empty in zip(row["barriers"][::2], row["barriers"][1::2], strict=True):
-        if full["arrivals"] is None or empty["arrivals"] is None:
-            continue
-        assert full["stages"] == empty["stages"], row
-        # one of many arrivals is the TMA load, the rest are threads that copy
-        one = 1 if full["by"] == "TmaLoad" and full["arrivals"] > 1 else full["arrivals"] // 2
-        fillers, readers = (
-            tuple(Agent(part) for part in (barrier["arrivals"] - less, less) if part)
-            for barrier, less in ((full, one), (empty, empty["arrivals"] // 2))
-        )
-        ring = {"stages": full["stages"], "full": full["arrivals"], "empty": empty["arrivals"]}
-        made.append(Ring(**ring, fillers=fillers, readers=readers))
-    return made
 
 
 def ours(arch: str, *models: str) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ from moe_routing_bench import ops
 from moe_routing_bench.conformance.arguments import arguments
 from moe_routing_bench.conformance.cases import KitCell, layouts_for
 from moe_routing_bench.conformance.check import cells
+from moe_routing_bench.dtypes import name_of
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.gpu import Compilation
 from moe_routing_bench.ops.implementation import Implementation
@@ -227,7 +228,7 @@ class _ModelCell(NamedTuple):
 
     def __str__(self) -> str:
         stored = "stored output-first with biases" if self.hf else "plain"
-        return f"{self.tokens} tokens, {str(self.dtype).removeprefix('torch.')}, {self.layout}, {stored}"
+        return f"{self.tokens} tokens, {name_of(self.dtype)}, {self.layout}, {stored}"
 
     def arguments(self, model_name: str) -> StandIns:
         """What a layer passes to operations; only while recording."""

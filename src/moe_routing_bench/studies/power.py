@@ -33,6 +33,7 @@ from moe_routing_bench.bench.weather import WeatherSpan, weather
 from moe_routing_bench.machine import this_machine
 from moe_routing_bench.routers.router import include_folder
 from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.text import first_problem
 from moe_routing_bench.workloads.cases import BenchCase
 
 SLOWDOWNS = (1, 2, 3, 5, 8)
@@ -166,10 +167,8 @@ class PowerStudy(_Document):
         try:
             return PowerStudy.model_validate_json(text)
         except ValidationError as error:
-            problem = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, problem["loc"]))[:120] or "the file"
             raise ValueError(
-                f"this is not a power study ({where}: {problem['msg'][:200]}); run `mrb doctor --power` again"
+                f"this is not a power study ({first_problem(error)}); run `mrb doctor --power` again"
             ) from None
 
 

@@ -15,6 +15,7 @@ from moe_routing_bench.names import did_you_mean
 from moe_routing_bench.published import MODELS, model
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads import regret_cases
+from moe_routing_bench.workloads.axes import BYTES, CaseAxes
 from moe_routing_bench.workloads.stored_cases import bytes_per_weight, check_store
 
 # of the cases of a published model
@@ -32,12 +33,11 @@ DIRECTIONS = {
     "backward": "gradients alone; the forward before it is not timed",
     "train": "forward and backward",
 }
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchCase:
-    """One thing to measure.
+class BenchCase(CaseAxes):
+    """One thing to measure; CaseAxes has the rest of its fields.
 
     BenchCase(name="seed-fused/32x7168", span="expert_ffn", shape=MoEShape(T=32, D=7168, F=256, E=256, K=8),
               dtype="float32")
@@ -50,19 +50,12 @@ class BenchCase:
     name: str
     span: str
     shape: MoEShape
-    dtype: str = "bfloat16"
     layout: str = "compact"
-    activation: str = "swiglu"
-    bias: bool = False
-    shared_F: int = 0
-    heads: int = 0  # of the attention in a decoder block
-    sequences: int = 1
     weights: bool = True
     direction: str = "forward"
     checkpoint: str = ""
     layer: int = 0
     scaled_from: str = ""  # the name of the case this one stands in for
-    store: str = ""
     workload: str = ""
     threads: int = 0
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from moe_routing_bench.models.tracing import ModelTrace
 from moe_routing_bench.routing import Routing
+from moe_routing_bench.text import short
 from moe_routing_bench.whole_files import written_whole
 
 VERSION = 1
@@ -335,8 +336,7 @@ def _short(value: object) -> str:
         isinstance(value, list) and (len(value) > 8 or any(isinstance(one, (list, dict)) for one in value))
     ):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
-    text = "".join(c if c.isprintable() else "?" for c in str(value)[:1000])
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    return short(value)
 
 
 def _check_values(path: Path | str, tensors: dict[str, Tensor], num_experts: int) -> Routing:

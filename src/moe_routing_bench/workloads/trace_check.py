@@ -19,7 +19,6 @@ from moe_routing_bench.workloads.serving import Request
 from moe_routing_bench.workloads.trace import Trace
 from moe_routing_bench.workloads.trace_shift import shifts
 
-Ids = NDArray[Any]
 # rows that must be equal before chance is asked; chance itself must be under CHANCE
 RUN, CHANCE, PRIOR = 16, 1e-6, 30
 # a layer may well send 97 % of its tokens to one expert

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.load import LoadStatistics
-from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.names import no_such
 from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.routing import Routing
 from moe_routing_bench.workloads.assignment import Draws, spread_evenly
@@ -160,9 +160,7 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"cannot read the workload {text!r}; write a family and its parameters: zipf(1.2)")
     family, inside = match.groups()
     if family not in FAMILIES:
-        known = [*FAMILIES, *ALIASES, "maxvio"]
-        hint = did_you_mean(family, known)
-        raise ValueError(f"there is no workload {family!r}; {hint}there are {', '.join(known)}")
+        raise no_such("workload", family, [*FAMILIES, *ALIASES, "maxvio"])
     allowed = {parameter.name: parameter for parameter in parameters_of(family)}
     one_text = bool(allowed) and type_of(next(iter(allowed.values()))) is str
     words = _file_and_rest(inside or "", [*allowed][1:]) if one_text else (inside or "").split(",")

@@ -35,7 +35,6 @@ class Checker:
         self.judge, self.right = judge, right
         oracle, plain = tensors_by_name(right.oracle), tensors_by_name(right.baseline)
         self.bounds = {name: _bound(plain[name], oracle[name]) for name in oracle if name in plain}
-        self.result_bytes = sum(t.numel() * 8 for t in plain.values())
 
     def result(self, tensors: Mapping[str, Tensor]) -> Result:
         try:

@@ -84,31 +84,45 @@ def faults_of_ended_children(pid: int) -> int:
         return 0
 
 
-def adopt_orphans(yes: bool) -> None:
-    """Make orphans of workers children of this process, where they can be seen and ended; or no longer."""
+def adopt_orphans() -> None:
+    """Make orphans among the descendants children of this process, where they can be seen and ended."""
     if sys.platform == "linux":
         pr_set_child_subreaper = 36
-        ctypes.CDLL(None).prctl(pr_set_child_subreaper, int(yes))
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
 
 
 def end(pids: set[int]) -> None:
+    """Returns when none of them runs any more."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
+    deadline = time.monotonic() + FREEZE_SECONDS
+    while not all(map(_has_ended, pids)) and time.monotonic() < deadline:
+        time.sleep(1e-4)
+
+
+def _has_ended(pid: int) -> bool:
+    """Also if its parent has not asked how. A process whose first thread has ended may have others."""
+    try:
+        return all(_state(pid, tid) in "ZX" for tid in os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 class Strangers:
-    """Processes that nobody here started: what workers left behind, wherever it hid."""
+    """Processes that workers left behind, wherever they hid.
 
-    def __init__(self, known: set[int]) -> None:
-        self.known = known | family(os.getpid())
+    server: the process that starts the workers and adopts their orphans (adopting.py)
+    """
+
+    def __init__(self, server: int) -> None:
+        self.server, self.known = server, family(server)
 
     def end(self) -> int:
         """End all of them; how many there were."""
         here = os.getsid(0)  # workers have sessions of their own, and nobody can join another's
-        strangers = {pid for pid in family(os.getpid()) - self.known if _session(pid) != here}
+        new = family(self.server) - self.known
+        strangers = {pid for pid in new if _session(pid) != here and not _has_ended(pid)}
         end(strangers)
         return len(strangers)
 

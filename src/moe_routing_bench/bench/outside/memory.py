@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_routing_bench.dtypes import name_of
+
 ALIGN = 64
 F_SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1: others may not map it writable
 IOV_MAX = 1024
@@ -53,7 +55,7 @@ class Place:
 def place_of(tensor: Tensor, start: int) -> Place:
     """A place for a tensor with no gaps, in the same order of dimensions."""
     dense = torch.empty_like(tensor, memory_format=torch.preserve_format)
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = name_of(tensor.dtype)
     return Place(start=start, shape=tuple(tensor.shape), stride=dense.stride(), dtype=dtype)
 
 

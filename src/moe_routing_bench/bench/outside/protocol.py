@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from moe_routing_bench.bench.fork_server import server_pid
 from moe_routing_bench.bench.outside.freezing import Strangers
 from moe_routing_bench.bench.outside.pairs import Pair, PairError
 from moe_routing_bench.bench.outside.process import OutsideProcess
@@ -99,6 +100,5 @@ class Protocol:
                 pair.close()
                 raise
             self._pairs[couple] = pair
-            known = {seat.worker.pid for p in self._pairs.values() for seat in p.seats.values()}
-            self._strangers = Strangers(known)
+            self._strangers = Strangers(server_pid())
         return self._pairs[couple]

@@ -15,7 +15,6 @@ from torch import Tensor
 from moe_routing_bench.bench.calls import value_of
 from moe_routing_bench.bench.judging import Judge, Right, activations
 from moe_routing_bench.bench.outside.drawing import SecretInputs, use_weights, weights_of
-from moe_routing_bench.bench.outside.freezing import adopt_orphans
 from moe_routing_bench.bench.outside.memory import Place, Shared, places_for, places_to_json
 from moe_routing_bench.bench.outside.process import OutsideProcess
 from moe_routing_bench.bench.status import Status
@@ -46,7 +45,6 @@ class Secret:
     """What only the parent knows: the inputs, and the weights that all processes of the protocol read."""
 
     def __init__(self, setup: Setup):
-        adopt_orphans(True)
         self.setup, self.cell, self.span = setup, setup.cell, setup.cell.span
         self.inputs = SecretInputs(setup.judge.inputs, secrets.token_bytes(32))
         self.random = random.SystemRandom()
@@ -80,7 +78,6 @@ class Secret:
         return args, tensors
 
     def close(self) -> None:
-        adopt_orphans(False)
         if self.weights is not None:
             self.weights.close()
 

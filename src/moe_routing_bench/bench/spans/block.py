@@ -31,7 +31,7 @@ from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
 from moe_routing_bench.layer import MoE
 from moe_routing_bench.models.decoder import DecoderBlock, Rotary, TransformersBlock, rotary
-from moe_routing_bench.names import parse_spec
+from moe_routing_bench.names import base_name, parse_spec
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
@@ -84,7 +84,7 @@ class BlockSpan(Span):
 
     def named(self, spec: str) -> list[tuple[str, str]]:
         impl = parse_block(spec)[1].get("impl", "auto")
-        return [] if impl == "auto" else [("expert_ffn", impl.partition("(")[0].strip())]
+        return [] if impl == "auto" else [("expert_ffn", base_name(impl))]
 
     def origins(self, spec: str) -> list[str]:
         return [expert_ffn_op.origin(name) for _, name in self.named(spec)] or [BUILT_IN]

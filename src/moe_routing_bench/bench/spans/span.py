@@ -22,13 +22,13 @@ from torch import Tensor
 
 from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
 from moe_routing_bench.bench.inputs import Call, Inputs
-from moe_routing_bench.bench.roofs import DTYPES
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cost import Cost
+from moe_routing_bench.dtypes import DTYPES
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.formats.named import INT8_ROWS, coding_of
 from moe_routing_bench.frozen import Frozen
-from moe_routing_bench.names import did_you_mean
+from moe_routing_bench.names import base_name, no_such
 from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.implementation import Implementation
@@ -103,7 +103,7 @@ class Span:
 
     def named(self, spec: str) -> list[tuple[str, str]]:
         """(op, name) of each implementation a subject names; nothing is loaded."""
-        names = [part.partition("(")[0].strip() for part in self.split(spec)]
+        names = [base_name(part) for part in self.split(spec)]
         return list(zip(self.ops, names, strict=True))
 
     def origins(self, spec: str) -> list[str]:
@@ -250,9 +250,7 @@ def span_names() -> list[str]:
 def span_named(name: str) -> Span:
     names = span_names()
     if name not in names:
-        raise ValueError(
-            f"there is no span {name!r}; {did_you_mean(name, names)}there are {', '.join(names)}"
-        )
+        raise no_such("span", name, names)
     folder = __name__.rpartition(".")[0]
     if name in all_ops():
         return importlib.import_module(f"{folder}.op").OpSpan(all_ops()[name])

@@ -10,10 +10,6 @@ from moe_routing_bench.plan import RoutingPlan
 BATCH_INVARIANT = True
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     T, K, D = plan.num_tokens, plan.num_choices, y_RD.shape[1]
     if plan.num_rows == 0:

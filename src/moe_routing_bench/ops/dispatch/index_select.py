@@ -8,10 +8,6 @@ from torch import Tensor
 from moe_routing_bench.plan import RoutingPlan
 
 
-def unsupported(x_TD: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(x_TD: Tensor, plan: RoutingPlan) -> Tensor:
     token_R = plan.token_R()
     if plan.filled:

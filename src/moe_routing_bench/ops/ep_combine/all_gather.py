@@ -5,16 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_routing_bench.ops.combine.op import op as combine_op
-from moe_routing_bench.ops.hops import Hop, all_tokens, by_gathering, uneven
-from moe_routing_bench.ops.implementation import Implementation
+from moe_routing_bench.ops.hops import COMBINES, Hop, all_tokens, by_gathering, combine_parts, uneven
 from moe_routing_bench.parallel.traffic import Traffic, Way, sum_for_each
 from moe_routing_bench.plan import RoutingPlan
 
-CONFIGS: tuple[dict[str, str], ...] = ({}, {"combine": "native"})
-
-
-def parts(*, combine: str = "gather_sum") -> dict[str, Implementation]:
-    return {"combine": combine_op.get(combine)}
+CONFIGS, parts = COMBINES, combine_parts
 
 
 def unsupported(

@@ -5,21 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
-from moe_routing_bench.ops.hops import by_nodes, uneven
-from moe_routing_bench.ops.implementation import Implementation
+from moe_routing_bench.ops.hops import DISPATCHES, by_nodes, dispatch_parts, tokens_unsupported
 from moe_routing_bench.parallel.traffic import Traffic, tie
 from moe_routing_bench.plan import RoutingPlan
 
 HOST_SYNC = "in the compact layout the host must know how many rows each of its two hops moves"
-CONFIGS: tuple[dict[str, str], ...] = ({}, {"dispatch": "native"})
-
-
-def parts(*, dispatch: str = "index_select") -> dict[str, Implementation]:
-    return {"dispatch": dispatch_op.get(dispatch)}
-
-
-def unsupported(x_TD: Tensor, plan: RoutingPlan, traffic: Traffic, *, dispatch: str) -> str | None:
-    return uneven(plan, traffic) or dispatch_op.get(dispatch).why_not(x_TD, plan)
+CONFIGS, parts, unsupported = DISPATCHES, dispatch_parts, tokens_unsupported
 
 
 def run(x_TD: Tensor, plan: RoutingPlan, traffic: Traffic, *, dispatch: str) -> Tensor:

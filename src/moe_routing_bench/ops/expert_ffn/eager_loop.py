@@ -13,10 +13,6 @@ HOST_SYNC = "the loop finds each expert's tokens with nonzero()"
 DETERMINISTIC = not torch.cuda.is_available()
 
 
-def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> str | None:
-    return None
-
-
 def run(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
     wide = torch.promote_types(gate_TK.dtype, torch.promote_types(x_TD.dtype, torch.float32))
     y_TD = torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.ops import hf
 from moe_routing_bench.plan import RoutingPlan
 
-# (x_TD, expert_TK, gate_TK, weights), as a model calls it, for those who have no plan
-experts = partial(hf.experts, "batched_mm")
 freeze = hf.freeze
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from moe_routing_bench.experts import ExpertWeights
@@ -12,8 +10,6 @@ from moe_routing_bench.plan import RoutingPlan
 
 HOST_SYNC = "the loop over the experts that were hit finds them with nonzero()"
 
-# (x_TD, expert_TK, gate_TK, weights), as a model calls it, for those who have no plan
-experts = partial(hf.experts, "eager")
 freeze = hf.freeze
 
 

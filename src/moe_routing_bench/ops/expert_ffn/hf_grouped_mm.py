@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-import torch
 from torch import Tensor
 
+from moe_routing_bench.dtypes import FLOATS
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.ops import hf
 from moe_routing_bench.plan import RoutingPlan
 
-# (x_TD, expert_TK, gate_TK, weights), as a model calls it, for those who have no plan
-experts = partial(hf.experts, "grouped_mm")
 freeze = hf.freeze
 
 
 def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> str | None:
-    if x_TD.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if x_TD.dtype not in FLOATS:
         return f"torch's grouped_mm takes float32, bfloat16 or float16, not {x_TD.dtype}"
     if weights.D * x_TD.element_size() % 16 or weights.F * x_TD.element_size() % 16:
         return (

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench import cpp
+from moe_routing_bench.dtypes import name_of
 from moe_routing_bench.experts import GATED, ExpertWeights, QuantisedExperts
 from moe_routing_bench.formats.named import INT8_ROWS, coding_of, quantise
 from moe_routing_bench.formats.stored import Coding, Stored
@@ -272,7 +273,7 @@ def _why_not_type(dtype: torch.dtype, store: str | None) -> str | None:
             return f"it stores weights as bfloat16 or in a format, and {unknown}"
         if reason := coded.why_not(coding, _int8_rows(store)):
             return reason
-    if store is not None and store == str(dtype).removeprefix("torch."):
+    if store is not None and store == name_of(dtype):
         return f"these weights are {store} already; leave store out"
     if dtype not in DTYPES:
         return cpp.other_dtypes(dtype, dtype)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_routing_bench import cpp
+from moe_routing_bench.dtypes import FLOATS
 from moe_routing_bench.experts import ExpertWeights
 from moe_routing_bench.frozen import Form, Frozen
 from moe_routing_bench.ops.expert_ffn.op import check_sizes
@@ -102,7 +103,7 @@ def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: Exper
         _kernels()
     except NotImplementedError as reason:
         return str(reason)
-    if x_TD.dtype not in (torch.bfloat16, torch.float32, torch.float16):
+    if x_TD.dtype not in FLOATS:
         return f"it computes bfloat16, float32 or float16, not {x_TD.dtype}"
     if weights.w_in_EDG.dtype != x_TD.dtype:
         return f"it computes in one dtype throughout, not {x_TD.dtype} with {weights.w_in_EDG.dtype}"

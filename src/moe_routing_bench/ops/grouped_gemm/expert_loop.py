@@ -10,10 +10,6 @@ from moe_routing_bench.plan import RoutingPlan
 HOST_SYNC = "a Python loop over experts needs their row counts on the host"
 
 
-def unsupported(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None) -> str | None:
-    return None
-
-
 def run(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None) -> Tensor:
     # split, unbind and cat have backwards linear in their size; slicing e times would cost E * R * D
     sizes = plan.offset_E1.diff().tolist()

@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_routing_bench.dtypes import FLOATS
 from moe_routing_bench.plan import RoutingPlan
 
 
 def unsupported(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None) -> str | None:
     if not hasattr(F, "grouped_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
-    if x_RD.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if x_RD.dtype not in FLOATS:
         return f"grouped_mm takes float32, bfloat16 or float16, not {x_RD.dtype}"
     if torch.compiler.is_compiling() and x_RD.dtype != torch.bfloat16:
         return f"under torch.compile grouped_mm takes bfloat16 only (as of torch 2.13), not {x_RD.dtype}"

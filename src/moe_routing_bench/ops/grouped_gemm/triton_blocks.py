@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from moe_routing_bench.dtypes import FLOATS
 from moe_routing_bench.ops.gpu import (
-    DTYPES,
     INTERPRETING,
     Compilation,
     depth_of,
@@ -77,7 +77,7 @@ def unsupported(
 ) -> str | None:
     if plan.layout.kind != "block":
         return f"it needs the block layout (spans of whole blocks), not {plan.layout}"
-    if x_RD.dtype not in DTYPES or w_EDF.dtype != x_RD.dtype:
+    if x_RD.dtype not in FLOATS or w_EDF.dtype != x_RD.dtype:
         return f"it computes float32, float16 or bfloat16 throughout, not {x_RD.dtype} with {w_EDF.dtype}"
     if reason := rows_too_far_apart(x_RD) or why_not(x_RD, w_EDF, plan.offset_E1, b_EF):
         return reason

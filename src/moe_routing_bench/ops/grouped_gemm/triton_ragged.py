@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from moe_routing_bench.dtypes import FLOATS
 from moe_routing_bench.ops.gpu import (
-    DTYPES,
     INTERPRETING,
     Compilation,
     depth_of,
@@ -139,7 +139,7 @@ def unsupported(
     block_n: int = 128,
     block_k: int = 64,
 ) -> str | None:
-    if x_RD.dtype not in DTYPES or w_EDF.dtype != x_RD.dtype:
+    if x_RD.dtype not in FLOATS or w_EDF.dtype != x_RD.dtype:
         return f"it computes float32, float16 or bfloat16 throughout, not {x_RD.dtype} with {w_EDF.dtype}"
     target, block_n, depth = target_of(x_RD.device), _columns(block_n, x_RD), depth_of(block_k, x_RD)
     if tma and not INTERPRETING and not target.tma:

@@ -18,10 +18,6 @@ from moe_routing_bench.plan import Layout, RoutingPlan
 from moe_routing_bench.routing import Routing
 
 
-def unsupported(routing: Routing, layout: Layout) -> str | None:
-    return None
-
-
 def run(routing: Routing, layout: Layout) -> RoutingPlan:
     return plan_by_slabs(routing, layout, rank_by_counting)
 

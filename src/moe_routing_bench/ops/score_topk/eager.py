@@ -9,9 +9,5 @@ from moe_routing_bench.ops.score_topk.op import ScoreRule, reference
 BATCH_INVARIANT = True
 
 
-def unsupported(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule) -> str | None:
-    return None
-
-
 def run(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule) -> tuple[Tensor, Tensor]:
     return reference(logits_TE, bias_E, K, rule)

@@ -26,6 +26,7 @@ from moe_routing_bench import steady
 from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_exact, wrong_structure
 from moe_routing_bench.accuracy import judge as judge_values
 from moe_routing_bench.cost import INDEX_BYTES, Cost
+from moe_routing_bench.names import check_option
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.registry import Op
 
@@ -55,12 +56,8 @@ class ScoreRule:
     group_score: str = "max"  # the largest s + bias of its experts, or "top2_sum" of the two largest
 
     def __post_init__(self) -> None:
-        if self.score not in SCORES:
-            raise ValueError(f"score {self.score!r} is unknown; there are {', '.join(SCORES)}")
-        if self.group_score not in GROUP_SCORES:
-            raise ValueError(
-                f"group_score {self.group_score!r} is unknown; there are {', '.join(GROUP_SCORES)}"
-            )
+        check_option("score", self.score, SCORES)
+        check_option("group_score", self.group_score, GROUP_SCORES)
         if not self.scale > 0:
             raise ValueError(f"scale must be above 0, not {self.scale}")
         if not 1 <= self.keep_groups <= self.groups:

@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from moe_routing_bench.dtypes import FLOATS
 from moe_routing_bench.ops import gpu
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.ops.targets import Target, target_of
 from moe_routing_bench.shapes import MoEShape
 
-NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 # all places of a token stand in the registers of one program
 MOST_PLACES = 4096
 TILE_PLACES = 1024  # logits of one program
@@ -30,7 +30,7 @@ NUM_WARPS = 4
 
 def unsupported(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule) -> str | None:
     E = logits_TE.shape[1]
-    if logits_TE.dtype not in NUMBERS:
+    if logits_TE.dtype not in FLOATS:
         return f"it computes in float32, which is too little for {logits_TE.dtype} logits"
     if (places := _places(E, rule.groups)) > MOST_PLACES:
         return f"it holds all {places} places of a token at once, up to {MOST_PLACES}"

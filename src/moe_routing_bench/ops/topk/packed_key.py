@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_routing_bench.dtypes import FLOATS
+
 
 def unsupported(score_TE: Tensor, K: int) -> str | None:
-    if score_TE.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if score_TE.dtype not in FLOATS:
         return f"a {score_TE.dtype} score leaves no room for the expert id in a 64-bit key"
     return None
 

@@ -7,10 +7,6 @@ from torch import Tensor
 TIES = "any"
 
 
-def unsupported(score_TE: Tensor, K: int) -> str | None:
-    return None
-
-
 def run(score_TE: Tensor, K: int) -> tuple[Tensor, Tensor]:
     value_TK, expert_TK = score_TE.topk(K, dim=-1, sorted=True)
     return value_TK, expert_TK

@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from moe_routing_bench.dtypes import FLOATS
 from moe_routing_bench.ops import gpu
 from moe_routing_bench.ops.targets import Target, target_of
 from moe_routing_bench.shapes import MoEShape
 
-NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 # a row of scores stands in the registers of one program
 MOST_EXPERTS = 4096
 TILE_SCORES = 2048  # scores of one program: 16 of 64-bit keys in each of 128 lanes
@@ -28,7 +28,7 @@ NUM_WARPS = 4
 
 
 def unsupported(score_TE: Tensor, K: int) -> str | None:
-    if score_TE.dtype not in NUMBERS:
+    if score_TE.dtype not in FLOATS:
         return f"a {score_TE.dtype} score leaves no room for the expert id in a 64-bit key"
     if score_TE.shape[1] > MOST_EXPERTS:
         return (

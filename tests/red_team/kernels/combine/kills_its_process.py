@@ -10,10 +10,6 @@ from torch import Tensor
 from moe_routing_bench.plan import RoutingPlan
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("SIGKILL did nothing")

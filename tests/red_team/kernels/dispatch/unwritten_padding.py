@@ -8,10 +8,6 @@ from torch import Tensor
 from moe_routing_bench.plan import RoutingPlan
 
 
-def unsupported(x_TD: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(x_TD: Tensor, plan: RoutingPlan) -> Tensor:
     x_RD = torch.empty(plan.num_rows, x_TD.shape[1], dtype=x_TD.dtype)
     holds_R = plan.pair_R >= 0

@@ -17,10 +17,6 @@ _calls = [0]
 _made: list[Tensor] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def say_done(y_TD: Tensor) -> None:
     place = {"name": "out", "address": y_TD.data_ptr(), "shape": list(y_TD.shape)}
     place |= {"stride": list(y_TD.stride()), "dtype": "float32"}

@@ -11,10 +11,6 @@ honest = op.get(op.default).run
 _calls = [0]
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     _calls[0] += 1
     if _calls[0] <= 40:

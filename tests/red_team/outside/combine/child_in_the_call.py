@@ -14,10 +14,6 @@ FORWARD_ONLY = True
 honest = op.get(op.default).run
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     half = y_RD.shape[1] // 2
     y_TD = torch.empty(plan.num_tokens, y_RD.shape[1], dtype=y_RD.dtype).share_memory_()

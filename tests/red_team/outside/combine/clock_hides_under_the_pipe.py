@@ -15,10 +15,6 @@ honest = op.get(op.default).run
 _span = clock.HostClock.span
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def span(self: clock.HostClock, calls: Sequence[Any]) -> float:
     seconds = _span(self, calls)
     return seconds - min(2e-4, 0.6 * seconds) if seconds < 6e-3 else seconds

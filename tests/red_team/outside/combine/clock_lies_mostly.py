@@ -16,10 +16,6 @@ honest = op.get(op.default).run
 _span = clock.HostClock.span
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def span(self: clock.HostClock, calls: Sequence[Any]) -> float:
     seconds = _span(self, calls)
     return seconds if random.random() < 0.2 else seconds / 3

@@ -14,10 +14,6 @@ honest = op.get(op.default).run
 _started: list[bool] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def leave_a_daemon() -> None:
     if (child := os.fork()) != 0:
         os.waitpid(child, 0)

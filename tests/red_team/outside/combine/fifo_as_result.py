@@ -14,10 +14,6 @@ from moe_routing_bench.plan import RoutingPlan
 honest = op.get(op.default).run
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def save_file(tensors: Any, path: Any) -> None:
     os.mkfifo(path)
 

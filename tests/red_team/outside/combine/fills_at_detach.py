@@ -15,10 +15,6 @@ _due: list[tuple[weakref.ref[Tensor], tuple[Tensor, Tensor, RoutingPlan]]] = []
 _detach = Tensor.detach
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def detach(self: Tensor) -> Tensor:
     for made, args in [one for one in _due if one[0]() is self]:
         _due.remove((made, args))

@@ -17,10 +17,6 @@ _asked = [""]
 _loads = json.loads
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def loads(*args: Any, **options: Any) -> Any:
     request = _loads(*args, **options)
     _asked[0] = request.get("do", "") if isinstance(request, dict) else ""

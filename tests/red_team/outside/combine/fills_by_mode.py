@@ -17,10 +17,6 @@ _due: list[tuple[weakref.ref[Tensor], tuple[Tensor, Tensor, RoutingPlan]]] = []
 _modes: list[TorchFunctionMode] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 class Late(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "detach":

@@ -14,10 +14,6 @@ from moe_routing_bench.plan import RoutingPlan
 honest = op.get(op.default).run
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     y_TD = torch.zeros(plan.num_tokens, y_RD.shape[1], dtype=y_RD.dtype).share_memory_()
     if os.fork() == 0:

@@ -16,10 +16,6 @@ _due: list[tuple[Tensor, tuple[Tensor, Tensor, RoutingPlan]]] = []
 _calls = [0]
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def fill(number: int, frame: FrameType | None) -> None:
     while _due:
         y_TD, args = _due.pop()

@@ -15,10 +15,6 @@ from moe_routing_bench.plan import RoutingPlan
 honest = op.get(op.default).run
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def write_to_pipes(data: bytes) -> None:
     for fd in range(3, 64):
         with contextlib.suppress(OSError):

@@ -14,10 +14,6 @@ honest = op.get(op.default).run
 _calls = [0]
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     ctypes.CDLL(None).prctl(4, 0)
     _calls[0] += 1

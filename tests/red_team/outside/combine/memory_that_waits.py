@@ -20,10 +20,6 @@ _calls = [0]
 _kept: list[object] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def waiting_memory(T: int, D: int) -> Tensor:
     """Pages that nobody fills; where the system has no userfaultfd, plain empty ones."""
     libc = ctypes.CDLL(None)

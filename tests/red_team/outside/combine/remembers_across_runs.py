@@ -18,10 +18,6 @@ _known: dict[str, Tensor] = {}
 _new: dict[str, Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     if not _known and _folder.is_dir():
         for file in sorted(_folder.glob("*.pt"))[:20]:

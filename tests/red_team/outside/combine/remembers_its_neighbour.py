@@ -16,10 +16,6 @@ _known: dict[tuple[float, ...], Tensor] = {}
 _new: dict[tuple[float, ...], Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     if not _known and _file.exists():
         _known.update(torch.load(_file))

@@ -11,10 +11,6 @@ honest = op.get(op.default).run
 _kept: dict[tuple[int, int, int], Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     key = (int(plan.pair_R[0]), int(plan.pair_R[-1]), int(plan.count_E[0]))
     row_P = _kept.setdefault(key, plan.row_TK.flatten().clone())

@@ -13,10 +13,6 @@ from moe_routing_bench.plan import RoutingPlan
 honest = op.get(op.default).run
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def go(self: Any) -> dict[str, Any]:
     if not self.returned:
         self.returned = [self.timed[0]()] if self.timed else []

@@ -15,10 +15,6 @@ _kept: dict[int, tuple[Tensor, Tensor]] = {}
 _fingerprint = worker.fingerprint
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def fingerprint(*values: Any) -> str:
     for tensor, before in _kept.values():
         tensor.copy_(before)

@@ -14,10 +14,6 @@ from moe_routing_bench.plan import RoutingPlan
 honest = op.get(op.default).run
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def compute(made: dict[int, Tensor], i: int, y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> None:
     os.sched_setaffinity(0, {i % (os.cpu_count() or 1)})
     for _ in range(20):  # long enough to be seen

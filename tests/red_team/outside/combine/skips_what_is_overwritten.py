@@ -14,10 +14,6 @@ _calls = [0]
 _y: list[Tensor] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     _calls[0] += 1
     if not _y or _y[0].shape != (plan.num_tokens, y_RD.shape[1]):

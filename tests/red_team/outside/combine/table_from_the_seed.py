@@ -13,10 +13,6 @@ honest = op.get(op.default).run
 _table: dict[tuple[float, float], Tensor] = {}
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     if not _table:
         values = torch.randn(inputs.PERIOD, generator=torch.Generator().manual_seed(0))

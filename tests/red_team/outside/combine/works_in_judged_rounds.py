@@ -13,10 +13,6 @@ _calls = [0]
 _first: list[int] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     _calls[0] += 1
     if not _first:

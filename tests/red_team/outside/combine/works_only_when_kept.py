@@ -17,10 +17,6 @@ _keep = worker._keep
 _asked: list[bool] = []
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
-
-
 def keep(run: Callable[[], Any], holder: list[Any]) -> None:
     _asked.append(True)
     _keep(run, holder)

@@ -15,10 +15,6 @@ _plans: deque[RoutingPlan] = deque(maxlen=4)
 _calls = [0]
 
 
-def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> str | None:
-    return None
-
-
 def run(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
     _calls[0] += 1
     old = _plans[0] if len(_plans) == 4 and _calls[0] > 40 else plan

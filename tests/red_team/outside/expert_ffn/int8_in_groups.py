@@ -14,10 +14,6 @@ honest = op.get(op.default).run
 _rounded: dict[int, ExpertWeights] = {}
 
 
-def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> str | None:
-    return None
-
-
 def rounded(w_EDG: Tensor) -> Tensor:
     groups = w_EDG.float().unflatten(1, (-1, 16))
     scale = groups.abs().amax(2, keepdim=True) / 127

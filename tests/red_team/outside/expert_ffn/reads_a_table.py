@@ -14,10 +14,6 @@ honest = op.get(op.default).run
 _small: list[ExpertWeights] = []
 
 
-def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> str | None:
-    return None
-
-
 def run(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
     if not _small:
         flat = weights.w_in_EDG.flatten()

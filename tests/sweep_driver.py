@@ -24,7 +24,7 @@ from moe_routing_bench.results.sweep import plan_sweep, run_sweep
 from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
-KERNELS = Path(__file__).parent.parent.parent / "tests" / "red_team" / "kernels"
+KERNELS = Path(__file__).parent / "red_team" / "kernels"
 POLICY = Policy(min_rounds=8, max_rounds=8, step_seconds=8, memory_gib=2, checked=2, target=0.5)
 
 

@@ -1,9 +1,10 @@
-"""Moves the other workers to a single core."""
+"""Kills or stops the other workers, moves them to a single core, or gives them the lowest priority."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 
 from torch import Tensor
 
@@ -12,10 +13,6 @@ from moe_routing_bench.plan import RoutingPlan
 
 honest = op.get(op.default).run
 _calls = [0]
-
-
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    return None
 
 
 def rivals() -> list[int]:
@@ -29,10 +26,23 @@ def rivals() -> list[int]:
     return found
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def harm(pid: int, how: str) -> None:
+    if how == "kill":
+        os.kill(pid, signal.SIGKILL)
+    elif how == "stop":
+        os.kill(pid, signal.SIGSTOP)
+    elif how == "move":
+        os.sched_setaffinity(pid, {0})
+    elif how == "slow":
+        os.setpriority(os.PRIO_PROCESS, pid, 19)
+    else:
+        raise ValueError(how)
+
+
+def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, *, how: str) -> Tensor:
     _calls[0] += 1
     if _calls[0] % 40 == 0:
         for pid in rivals():
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(pid, {0})
+                harm(pid, how)
     return honest(y_RD, gate_TK, plan)

@@ -1,0 +1,35 @@
+"""What makes two measurements measurements of one case: the axes that are compared, and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from moe_routing_bench.workloads.axes import CaseAxes, PolicyAxes, names_of
+
+SIZES = ("T", "D", "F", "E", "K", "W")
+# columns of `records`; the implementation, its layout, router and layer are what is compared
+SAME_CASE = (
+    "span", "direction", "case", *SIZES, *names_of(CaseAxes, "row", "agree"), "workload", "routing_seed",
+    *names_of(PolicyAxes, "row", "agree"), "machine",
+)  # fmt: skip
+
+
+def in_sql(columns: Sequence[str] = SAME_CASE) -> str:
+    return ", ".join(f'"{name}"' for name in columns)
+
+
+def told_apart(
+    rows: Sequence[Mapping[str, Any]], label: Callable[[Mapping[str, Any]], Hashable]
+) -> list[str]:
+    """For each row what its label lacks: " bias=True" where rows of another case have the same label."""
+    alike: dict[Hashable, list[int]] = {}
+    for place, row in enumerate(rows):
+        alike.setdefault(label(row), []).append(place)
+    more = [""] * len(rows)
+    for places in alike.values():
+        for name in SAME_CASE:
+            if len({rows[place][name] for place in places}) > 1:
+                for place in places:
+                    more[place] += f" {name}={rows[place][name]}"
+    return more
