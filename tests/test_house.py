@@ -91,7 +91,9 @@ def floor_of(module: str) -> int:
 
 
 def test_imports_run_downhill() -> None:
-    pairs = [(module_of(path), there) for path in FILES for there in imports_of(path)]
+    # the package's own file names what it loads later (test_public.py)
+    files = [path for path in FILES if module_of(path)]
+    pairs = [(module_of(path), there) for path in files for there in imports_of(path)]
     upward = [f"{here} imports {there}" for here, there in pairs if floor_of(there) > floor_of(here)]
     assert pairs and not upward, upward
 

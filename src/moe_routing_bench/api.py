@@ -45,7 +45,7 @@ from moe_routing_bench.cli.finding import ROUTERS, found_outside
 from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, group_of, parameters_of
 from moe_routing_bench.cli.progress import is_wanted, say_roofs_are_measured, shown_progress
 from moe_routing_bench.cli.results import BEST, at_hand, show_overview
-from moe_routing_bench.cli.shown import Shown, Table, temporary_folder
+from moe_routing_bench.cli.shown import Displayed, Table, temporary_folder
 from moe_routing_bench.cli.tables import show_outcome, show_summary
 from moe_routing_bench.cli.token_map import TokenMap, parse_tokens, token_map
 from moe_routing_bench.dtypes import DTYPES
@@ -59,6 +59,7 @@ from moe_routing_bench.results.comparing import RunComparison, compare_runs
 from moe_routing_bench.results.flat import COLUMNS, quoted
 from moe_routing_bench.results.fleet import FleetPlan, plan_fleet, run_fleet
 from moe_routing_bench.results.history import History, history
+from moe_routing_bench.results.lines import LeftOut
 from moe_routing_bench.results.objects import url_of
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 from moe_routing_bench.results.record import Record
@@ -81,14 +82,14 @@ OTHER_NAMES = {"top_k": "topk"}  # in Python -> on the command line
 NO_AXES = ("impl", "include_path")  # an argument of its own; mrb.include
 
 
-class Comparison(Shown, RunComparison):
+class Comparison(Displayed, RunComparison):
     """What became faster or slower from one run to another."""
 
     def _show(self) -> None:
         show_comparison(self)
 
 
-class Past(Shown, History):
+class Past(Displayed, History):
     """A metric over commits, with the commits at which it steps."""
 
     def _show(self) -> None:
@@ -97,7 +98,7 @@ class Past(Shown, History):
         show_history(self)
 
 
-class Results(Shown):
+class Results(Displayed):
     """Records of a results folder: what `bench`, `sweep` and `open` return.
 
     place is where they are kept, `folder` a results folder with these records alone. `cells` are what was
@@ -142,6 +143,13 @@ class Results(Shown):
     def query(self, sql: str) -> Table:
         """The answer to one SELECT over `records`, `latest`, `trainings` or `left_out`; it can only read."""
         return Table(*run_query(self.folder, sql))
+
+    @cached_property
+    def left_out(self) -> LeftOut:
+        """Lines of the folder that are no valid records."""
+        found = LeftOut()
+        run_query(self.folder, "SELECT 1", found)
+        return found
 
     def to_pandas(self) -> Any:
         """All records as a pandas.DataFrame, a row each."""
@@ -463,7 +471,7 @@ def open(place: PathLike | None = None) -> Results:
 
 
 @dataclass(kw_only=True)
-class CheckReport(Shown):
+class CheckReport(Displayed):
     """What `check` found: `passed`, a row for each implementation, `failures` as sentences."""
 
     wanted: list[str] = field(repr=False)  # operations of which something must run
@@ -479,7 +487,7 @@ class CheckReport(Shown):
         folders: Sequence[Path],
     ) -> CheckReport:  # fmt: skip
         """What is to check; nothing is yet. ValueError if there is no such thing."""
-        names = [one_of("dtype", _plain(name), DTYPES) for name in _each(dtype)] or DTYPES
+        names = [one_of("dtype", _plain(name), DTYPES) for name in _each(dtype)] or [*DTYPES]
         dtypes = tuple(dict.fromkeys(names))
         try:
             torch.empty(1, device=device).cpu()

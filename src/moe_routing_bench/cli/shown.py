@@ -17,7 +17,7 @@ from moe_routing_bench.cli.results import table_of
 from moe_routing_bench.cli.terminal import recorded, show
 
 
-class Shown:
+class Displayed:
     """Something that prints as the command line prints it; a notebook shows the same with its colours."""
 
     def _show(self) -> None:
@@ -36,7 +36,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Table(Shown):
+class Table(Displayed):
     """The answer to a query: the names of its columns, and its rows."""
 
     columns: list[str]

@@ -16,7 +16,7 @@ import torch
 from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.bench.fork_server import without_main_module
 from moe_routing_bench.cli.progress import Bar, bar
-from moe_routing_bench.cli.shown import Shown, Table, temporary_folder
+from moe_routing_bench.cli.shown import Displayed, Table, temporary_folder
 from moe_routing_bench.cli.train import rule_named, show_runs, show_step, show_study
 from moe_routing_bench.machine import torch_threads
 from moe_routing_bench.names import did_you_mean, one_of
@@ -30,7 +30,7 @@ from moe_routing_bench.train.studies import RATES, studies
 from moe_routing_bench.train.text import read_texts, synthetic
 
 
-class Trainings(Shown):
+class Trainings(Displayed):
     """Finished training runs, one for each rule and seed; `folder` keeps them."""
 
     def __init__(self, runs: Sequence[Training], folder: Path, keeps: ExitStack):
