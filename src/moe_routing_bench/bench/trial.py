@@ -18,7 +18,7 @@ from typing import Any
 
 from moe_routing_bench.accuracy import Verdict
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.cell import LONG_CALL, Cell
+from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.fork_server import server_harm
 from moe_routing_bench.bench.identity import folders_of
 from moe_routing_bench.bench.inputs import Inputs
