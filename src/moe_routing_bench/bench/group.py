@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.calls import Result, tensors_by_name
-from moe_routing_bench.bench.cell import LONG_CALL, Cell
+from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.cores import judging_threads
 from moe_routing_bench.bench.floor import beaten_roofs, floor_seconds, roof_seconds
 from moe_routing_bench.bench.group_worker import serve
@@ -56,6 +56,7 @@ from moe_routing_bench.machine import this_machine
 from moe_routing_bench.parallel.flow import TRANSPORTS, count_flow
 from moe_routing_bench.parallel.moe import EXPERTS
 from moe_routing_bench.plan import Layout
+from moe_routing_bench.workloads.axes import LONG_CALL
 
 # numbers of calls that are not timed begin here
 TRIAL_CALLS = 1_000_000
