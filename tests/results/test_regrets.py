@@ -33,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
         cell(session, "b", {"native": 1.0, "staged": 0.8, "hf_eager": 0.9, "frozen(native)": 0.4})
         cell(session, "c", {"sort": 1.0, "native": 0.999}, what__span="topk")
         cell(session, "d", {"native": "OOM", "staged": 1.0})
+        cell(session, "e", {"native": "NO_TIME", "frozen(native)": 1.0, "staged": 1.2, "hf_eager": 1.4})
         add_cell(session, {"native": 1.0, "staged": 0.1}, workload__case="another suite")
     return tmp_path / "results"
 
@@ -50,7 +51,7 @@ def test_regret_is_autos_time_over_the_fastest(folder: Path) -> None:
     (tie,) = [one for one in found.cells if one.picked == "sort"]
     assert tie.regret == pytest.approx(1, abs=0.01) and not tie.shown and tie.transformers is None
     assert by_group["all"].cells == 5
-    assert [one.partition(":")[0] for one in found.without] == ["regret/d"]
+    assert [one.partition(":")[0] for one in found.without] == ["regret/d", "regret/e"]
 
 
 def test_the_newest_run_of_a_case_counts(tmp_path: Path) -> None:

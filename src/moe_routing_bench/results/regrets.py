@@ -137,9 +137,9 @@ def _questions(run: Run, cell: CellRun) -> list[tuple[str, Record, str, Conteste
         if r.correctness.status is Status.PASSED and r.implementation.role in ("baseline", "candidate")
     }
     auto = next((r for r in cell.records if r.implementation.role == "baseline"), None)
-    if auto is None or auto.implementation.label not in records:
-        raise ValueError("what auto picked has no time")
     plain = {name: r for name, r in records.items() if not r.implementation.frozen}
+    if auto is None or auto.implementation.label not in plain:  # another one may be the baseline instead
+        raise ValueError("what auto picked has no time")
     frozen = [name for name, r in records.items() if r.implementation.frozen]
     group = f"{auto.what.span} {auto.workload.dtype}"
     group += "" if auto.what.direction == "forward" else f" {auto.what.direction}"
