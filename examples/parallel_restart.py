@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from moe_routing_bench.controllers.controller import Counts, controller_for
-from moe_routing_bench.parallel.moe import ParallelMoE
+from moe_routing_bench.moe.expert_parallel import ParallelMoE
 from moe_routing_bench.parallel.placing import contiguous
 from moe_routing_bench.parallel.ranks import Ranks
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 from sweeps import RECORDS, THREADS, TOPICS, Topic, unpack
 
-from moe_routing_bench.names import slots_of
+from moe_routing_bench.core.names import slots_of
 from moe_routing_bench.results.query import run_query
 from moe_routing_bench.results.regrets import read_regrets
 
@@ -34,7 +34,7 @@ STORED_PICTURE = ROOT / "docs/formats.png"
 BEGIN = "<!-- written by `python measurements/figures.py`: begin -->"
 END = "<!-- written by `python measurements/figures.py`: end -->"
 PLOTTED = "Plotted"  # the entry of the picture's file that holds the hash of what it shows
-LEAST_ROUNDS = 8
+MIN_ROUNDS = 8
 BUSY = 3.0  # load before a cell, when the cell before it had two threads
 # in each cell of each contender the newest; a baseline's own ratio is 1
 ROWS = """
@@ -170,9 +170,9 @@ def source(all_records: dict[str, Records]) -> str:
         warnings.append("A SAMPLE, NOT THE SWEEPS AS LISTED")
     if any(row["source_dirty"] is not False for row in rows):
         warnings.append("CHANGED SINCE THAT COMMIT")
-    if rounds < LEAST_ROUNDS:
-        few = sum(row["rounds"] < LEAST_ROUNDS for row in rows)
-        warnings.append(f"FEWER THAN {LEAST_ROUNDS} ROUNDS in {few} of {len(rows)} rows")
+    if rounds < MIN_ROUNDS:
+        few = sum(row["rounds"] < MIN_ROUNDS for row in rows)
+        warnings.append(f"FEWER THAN {MIN_ROUNDS} ROUNDS in {few} of {len(rows)} rows")
     if busy > BUSY:
         warnings.append(f"THE MACHINE WAS BUSY (load {busy:.1f})")
     said = (

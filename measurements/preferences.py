@@ -30,7 +30,7 @@ from moe_routing_bench.ops.registry import Op, get_op
 from moe_routing_bench.results.regrets import CellRegret, read_regrets
 
 MEDIAN, P95 = 1.03, 1.10
-MOST_RULES = 4
+MAX_RULES = 4
 CONSTANTS = {getattr(preference, name): name for name in ("COMPILED", "GPUS", "NO_GPU")}
 BY_ROWS = ("expert_ffn", "grouped_gemm")  # other operations take no weights: their elements decide
 
@@ -104,7 +104,7 @@ def found_rules(op: Op, cells: Sequence[Cell]) -> list[Preference]:
 
     specs = sorted({spec for cell in cells for spec in cell.regrets if may_run(op, spec)})
     rules = min(([rule(spec)] for spec in specs), key=lambda rules: badness(rules, cells))
-    while badness(rules, cells)[0] > 1 and len(rules) < MOST_RULES:
+    while badness(rules, cells)[0] > 1 and len(rules) < MAX_RULES:
         more = (
             [*rules[:place], rule(spec, **when), *rules[place:]]
             for spec, when in product(specs, conditions(op.name, cells))

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from moe_routing_bench.results.predicting import predicted
+from moe_routing_bench.train.predicting import predicted
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parent / "docs" / "quality.md"

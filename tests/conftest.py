@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_routing_bench import cpp
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.paths import home
 from moe_routing_bench.ops import registry
-from moe_routing_bench.places import home
 from moe_routing_bench.routers import router as routers
 
 # what the person at the keyboard has measured, or likes to look at, must not choose what is tested

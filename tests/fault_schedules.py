@@ -32,14 +32,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_routing_bench.bench.fork_server import fork_server
-from moe_routing_bench.layer import MoE
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.moe.expert_parallel import ParallelMoE
+from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.ops import hops
 from moe_routing_bench.parallel import faults, moe, traffic
-from moe_routing_bench.parallel.moe import ParallelMoE
 from moe_routing_bench.parallel.placing import contiguous, replicated, strided
 from moe_routing_bench.parallel.ranks import RankError, Ranks
-from moe_routing_bench.routing import Routing
 
 LIMIT, GRACE = 6.0, 3.0  # seconds: the timeout of the group, and how long notes are waited for
 # An exchange may wait once to send and once to receive, then come notes; the rest is for a busy machine.
@@ -233,7 +233,7 @@ def steps(plan: Schedule, rank: int, right: list[tuple[Tensor, Tensor]], group: 
 
 def run(plan: Schedule) -> dict[str, Any]:
     """What each rank ended with: right, wrong, error, other, or nothing."""
-    context = fork_server("ranks_in_processes", "moe_routing_bench.parallel.moe")
+    context = fork_server("ranks_in_processes", "moe_routing_bench.moe.expert_parallel")
     ends: dict[int, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         where = f"file://{folder}/store"

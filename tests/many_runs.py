@@ -6,7 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
-from moe_routing_bench.results.store import Session
+from moe_routing_bench.results.folder import Session
 from sample_runs import ENVIRONMENT, add_cell
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)

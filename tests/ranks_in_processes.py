@@ -18,7 +18,7 @@ SECONDS = 240.0
 
 def on_ranks(world: int, work: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
     """work(group, *args) on every rank; what each returned, by rank. The first that fails is shown."""
-    context = fork_server(__name__, "moe_routing_bench.parallel.moe")
+    context = fork_server(__name__, "moe_routing_bench.moe.expert_parallel")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):

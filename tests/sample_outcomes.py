@@ -6,14 +6,14 @@ from typing import Any
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.identity import Identity
+from moe_routing_bench.bench.noise import NoiseDuring, weather
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.verdict import compare
-from moe_routing_bench.bench.weather import WeatherSpan, weather
-from moe_routing_bench.cost import Cost
-from moe_routing_bench.load import LoadStatistics
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.load import LoadStatistics
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
 HASH = "0123456789abcdef" * 4
@@ -55,5 +55,5 @@ def an_outcome(
     now = weather()
     return CellOutcome(
         cell=cell, identity=identity, outcomes=tuple(found), rounds=ROUNDS + 1, aa_floor=0.001,
-        routing_checksum=HASH, weather=WeatherSpan(before=now, after=now), stop_reason="precision reached",
+        routing_checksum=HASH, weather=NoiseDuring(before=now, after=now), stop_reason="precision reached",
     )  # fmt: skip

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from moe_routing_bench.bench.verdict import compare
+from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.record import Comparison, Timing, content_hash, parse_record
-from moe_routing_bench.results.store import Session
 from sample_records import document, failed, line, with_times
 
 ENVIRONMENT = {

@@ -16,12 +16,12 @@ import psutil
 import torch
 
 from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.core.shapes import MoEShape
+from moe_routing_bench.fleet.executor import LocalExecutor
+from moe_routing_bench.fleet.sweep import plan_sweep, run_sweep
 from moe_routing_bench.ops.registry import include
-from moe_routing_bench.results.store import iterate
-from moe_routing_bench.results.sweep import plan_sweep, run_sweep
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.workloads.cases import BenchCase
 
 KERNELS = Path(__file__).parent / "red_team" / "kernels"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_routing_bench import accuracy
-from moe_routing_bench.accuracy import judge, judge_exact
+from moe_routing_bench.core import accuracy
+from moe_routing_bench.core.accuracy import judge, judge_exact
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

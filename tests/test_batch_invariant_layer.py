@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_routing_bench import cpp
-from moe_routing_bench.layer import MoE
+from moe_routing_bench.core import cpp
+from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.routers.router import all_routers
 
 needs_cpp = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))

@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_routing_bench import MoE, TokenInfo
-from moe_routing_bench.chain import ChainOfExperts
-from moe_routing_bench.free_experts import FreeExperts
+from moe_routing_bench.moe.chain import ChainOfExperts
+from moe_routing_bench.moe.free_experts import FreeExperts
 from tiny_layers import assert_gradients, swiglu
 
 D, H, E, T = 12, 8, 5, 9

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_routing_bench import ExpertWeights, Layout, Routing, all_ops, make_plan
 from moe_routing_bench.conformance.arguments import arguments
 from moe_routing_bench.conformance.cases import CASES
-from moe_routing_bench.cost import Cost, pack_bytes
+from moe_routing_bench.core.cost import Cost, pack_bytes
 
 ROUTED = [
     case for case in CASES if case.layouts[0] == "compact" and (not case.ops or "expert_ffn" in case.ops)

@@ -15,7 +15,7 @@ from moe_routing_bench import (
     make_plan,
     to_transformers,
 )
-from moe_routing_bench.experts import ACTIVATIONS, GATED, activate
+from moe_routing_bench.core.experts import ACTIVATIONS, GATED, activate
 
 T, D, H, E = 6, 7, 5, 3  # no two alike, so that no transposition goes unseen
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from command_line import mrb
-from moe_routing_bench.results.store import iterate, samples_of
+from moe_routing_bench.results.folder import iterate, samples_of
 from repository import ROOT
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_routing_bench import MoE, Routing, TokenInfo, all_routers
-from moe_routing_bench.free_experts import FreeExperts
+from moe_routing_bench.moe.free_experts import FreeExperts
 from moe_routing_bench.routers.router import build
 from tiny_layers import assert_gradients, swiglu
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import changing_weights
 import tiny_layers
 from changing_weights import WAYS
-from moe_routing_bench import ExpertWeights, MoE, Routing, cpp
-from moe_routing_bench.frozen import Frozen, take_place
+from moe_routing_bench import ExpertWeights, MoE, Routing
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.frozen import Frozen, take_place
 from moe_routing_bench.ops.expert_ffn import native as launcher
 from tiny_layers import MAKE_PLAN, weights_of
 

@@ -20,7 +20,7 @@ from moe_routing_bench import (
     from_expert_list,
     from_transformers,
 )
-from moe_routing_bench.free_experts import FreeExperts
+from moe_routing_bench.moe.free_experts import FreeExperts
 from moe_routing_bench.routers.router import build
 from moe_routing_bench.routers.softmax_topk import ORDERS
 from tiny_layers import assert_gradients, swiglu

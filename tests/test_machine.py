@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from command_line import mrb, mrb_json
-from moe_routing_bench import cpp
 from moe_routing_bench.bench import roofs as roofs_module
+from moe_routing_bench.bench.noise import Neighbours, NoiseDuring, NoiseReading, weather
 from moe_routing_bench.bench.roofs import (
-    LEAST_SECONDS,
+    MIN_SECONDS,
     Roofs,
     measure_roofs,
     roofs_now,
@@ -23,8 +23,8 @@ from moe_routing_bench.bench.roofs import (
     store_roofs,
     stored_roofs,
 )
-from moe_routing_bench.bench.weather import Neighbours, Weather, WeatherSpan, weather
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.machine import this_machine
 
 ROOFS = Roofs(
     machine="toy-1",
@@ -57,7 +57,9 @@ def test_memory_is_what_psutil_says() -> None:
     assert this_machine().memory_gib == round(psutil.virtual_memory().total / 2**30)
 
 
-QUIET = Weather(load_1min=0.1, cpu_seconds=1000.0, steal_seconds=0.0, available_gib=8.0, throttle_count=None)
+QUIET = NoiseReading(
+    load_1min=0.1, cpu_seconds=1000.0, steal_seconds=0.0, available_gib=8.0, throttle_count=None
+)
 
 
 def test_bad_weather_is_told() -> None:
@@ -72,34 +74,34 @@ def test_bad_weather_is_told() -> None:
 def test_a_span_counts_what_happened_in_between() -> None:
     before = replace(QUIET, steal_seconds=500.0, throttle_count=7)
     after = replace(before, cpu_seconds=1060.0, steal_seconds=503.0, throttle_count=9, available_gib=6.0)
-    span = WeatherSpan(before=before, after=after)
+    span = NoiseDuring(before=before, after=after)
     assert span.steal_percent == pytest.approx(5.0) and span.throttles == 2
     assert span.to_dict()["available_gib"] == 6.0
     words = span.complaints(cores=2)
     assert len(words) == 2 and "5.0 % of time" in words[0] and "throttled 2 times" in words[1]
     # half a machine stolen before the run says nothing about the run
-    calm = WeatherSpan(before=before, after=replace(before, cpu_seconds=1060.0))
+    calm = NoiseDuring(before=before, after=replace(before, cpu_seconds=1060.0))
     assert calm.steal_percent == 0 and calm.complaints(2) == []
 
 
 def test_the_load_of_the_run_itself_is_no_complaint() -> None:
-    span = WeatherSpan(before=QUIET, after=replace(QUIET, load_1min=2.2))
+    span = NoiseDuring(before=QUIET, after=replace(QUIET, load_1min=2.2))
     assert span.complaints(cores=4, threads=2) == []
     assert (
         "after a run of 1 threads"
-        in WeatherSpan(before=QUIET, after=replace(QUIET, load_1min=3.5)).complaints(4)[0]
+        in NoiseDuring(before=QUIET, after=replace(QUIET, load_1min=3.5)).complaints(4)[0]
     )
-    busy = WeatherSpan(before=replace(QUIET, load_1min=2.2), after=QUIET)
+    busy = NoiseDuring(before=replace(QUIET, load_1min=2.2), after=QUIET)
     assert "before the run" in busy.complaints(cores=4)[0]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -0.01])
 def test_counters_that_stand_still_or_step_back_give_no_nonsense(seconds: float) -> None:
     after = replace(QUIET, cpu_seconds=QUIET.cpu_seconds + seconds, steal_seconds=seconds)
-    span = WeatherSpan(before=QUIET, after=after)
+    span = NoiseDuring(before=QUIET, after=after)
     assert span.steal_percent == 0 and span.throttles is None
     back = replace(QUIET, cpu_seconds=QUIET.cpu_seconds + 5, steal_seconds=-0.01)
-    assert WeatherSpan(before=QUIET, after=back).steal_percent == 0
+    assert NoiseDuring(before=QUIET, after=back).steal_percent == 0
 
 
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +115,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_roofs_are_measured_and_plausible(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofs_module, "MEMORY_BYTES", 2**24)
     monkeypatch.setattr(roofs_module, "GEMM_SIZES", (128,))
-    for name, value in {"MOST_RUNG": 2**20, "TRY_BYTES": 2**21, "TRY_STEPS": 10_000}.items():
+    for name, value in {"MAX_RUNG": 2**20, "TRY_BYTES": 2**21, "TRY_STEPS": 10_000}.items():
         monkeypatch.setattr(roofs_module, name, value)
     if by == "torch":
         no_compiler(monkeypatch)
@@ -217,15 +219,15 @@ def test_roofs_of_a_busy_machine_are_measured_again_in_the_next_quiet_moment(
     monkeypatch.setattr(roofs_module, "measure_roofs", fake)
     monkeypatch.setattr(roofs_module, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(Neighbours, "complaint", lambda self: now[0] or None)
-    assert roofs_now(here, LEAST_SECONDS) is None and not measured  # only `mrb doctor` begins
+    assert roofs_now(here, MIN_SECONDS) is None and not measured  # only `mrb doctor` begins
     busy = ROOFS.model_copy(update={"machine": here.name, "busy": now[0], **CPP})
     store_roofs(busy)
-    assert roofs_now(here, LEAST_SECONDS) == busy and not measured  # it is busy still
+    assert roofs_now(here, MIN_SECONDS) == busy and not measured  # it is busy still
     now[0] = ""
-    assert roofs_now(here, LEAST_SECONDS - 1) == busy and not measured  # no time for it
-    again = roofs_now(here, LEAST_SECONDS)
+    assert roofs_now(here, MIN_SECONDS - 1) == busy and not measured  # no time for it
+    again = roofs_now(here, MIN_SECONDS)
     assert again is not None and not again.busy and again.read_bytes == {1: 3e10} and len(measured) == 1
-    assert stored_roofs(here.name) == again == roofs_now(here, LEAST_SECONDS) and len(measured) == 1
+    assert stored_roofs(here.name) == again == roofs_now(here, MIN_SECONDS) and len(measured) == 1
 
 
 def test_neighbours_are_noticed_at_once(

@@ -13,15 +13,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from child_process import python
-from moe_routing_bench import ExpertWeights, MoE, cpp
-from moe_routing_bench.experts import QuantisedExperts
+from moe_routing_bench import ExpertWeights, MoE
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.experts import QuantisedExperts
+from moe_routing_bench.core.frozen import Frozen
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.packed_files import HEADER, LEFT_OVER, PackedFiles
 from moe_routing_bench.formats.named import NAMES, quantise
 from moe_routing_bench.formats.stored import bytes_per_weight
-from moe_routing_bench.frozen import Frozen
-from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops import coded
 from moe_routing_bench.ops.expert_ffn import native
-from moe_routing_bench.packed_files import HEADER, LEFT_OVER, PackedFiles
 from tiny_layers import EXPERT_FFN
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))]
@@ -37,7 +38,7 @@ import sys
 import torch
 from test_packed_files import layer, mappings, result
 from moe_routing_bench.ops import coded
-from moe_routing_bench.packed_files import PackedFiles
+from moe_routing_bench.core.packed_files import PackedFiles
 
 pack, calls = coded.pack, []
 coded.pack = lambda *args: (calls.append(1), pack(*args))[1]
@@ -205,7 +206,7 @@ def test_the_file_is_safetensors_and_aligned(store: str | None, tmp_path: Path) 
 
 KILLED = """
 import os, sys
-import moe_routing_bench.packed_files as packed_files
+import moe_routing_bench.core.packed_files as packed_files
 from test_packed_files import layer
 
 os.fsync = lambda number: os._exit(0)
@@ -265,7 +266,7 @@ MEMORY = """
 import gc, sys
 import torch
 from moe_routing_bench import MoE
-from moe_routing_bench.recycled import recycled
+from moe_routing_bench.core.host_allocator import recycled
 
 def own():  # resident kB that are no file's
     gc.collect()

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_routing_bench import MoE, TokenInfo, cpp
-from moe_routing_bench.free_experts import FreeExperts
-from moe_routing_bench.perft import ADAPTERS, KINDS, Perft
+from moe_routing_bench import MoE, TokenInfo
+from moe_routing_bench.core import cpp
+from moe_routing_bench.moe.free_experts import FreeExperts
+from moe_routing_bench.moe.perft import ADAPTERS, KINDS, Perft
 from tiny_layers import assert_gradients
 
 D, H, E, K, T = 12, 8, 5, 2, 9

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.accuracy import judge
-from moe_routing_bench.presets import ROUTED, load_router, router_for
-from moe_routing_bench.published import FAMILIES, MODELS
+from moe_routing_bench.core.accuracy import judge
+from moe_routing_bench.core.published import FAMILIES, MODELS
+from moe_routing_bench.moe.presets import ROUTED, load_router, router_for
 from moe_routing_bench.routers.losses import hf_loss
 from moe_routing_bench.routers.router import Router, all_routers
 

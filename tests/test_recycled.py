@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from child_process import python
-from moe_routing_bench import recycled as module
-from moe_routing_bench.recycled import Recycled
+from moe_routing_bench.core import host_allocator as module
+from moe_routing_bench.core.host_allocator import Recycled
 
 MB = 1 << 20
 pytestmark = pytest.mark.skipif(not module.CAN_RECYCLE, reason="the system has no MADV_FREE")
@@ -85,7 +85,7 @@ def test_threads_never_share_a_block() -> None:
 @pytest.mark.slow
 def test_the_end_of_a_process_is_quiet() -> None:
     code = (
-        "import torch; from moe_routing_bench.recycled import recycled\n"
+        "import torch; from moe_routing_bench.core.host_allocator import recycled\n"
         "kept = recycled.empty(8 << 20, dtype=torch.uint8).fill_(1)\n"
         "recycled.empty(8 << 20, dtype=torch.uint8)"
     )

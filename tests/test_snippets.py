@@ -25,7 +25,7 @@ from documents import Command, Python, commands, file_named, pythons
 from engine_routes import routes, saved, sglang, text, vllm
 from many_runs import WITH_SOURCE
 from moe_routing_bench.cli import COMMANDS, loaded
-from moe_routing_bench.routing import Routing
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.workloads.trace import write_trace
 from repository import ROOT
 from sample_runs import make_run

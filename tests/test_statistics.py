@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import moe_routing_bench.statistics as module
+import moe_routing_bench.moe.statistics as module
 from moe_routing_bench import Layout, Routing, make_plan
-from moe_routing_bench.load import LoadStatistics
-from moe_routing_bench.statistics import RoutingStatistics
+from moe_routing_bench.core.load import LoadStatistics
+from moe_routing_bench.moe.statistics import RoutingStatistics
 
 
 def routing_of(rows: list[list[int]], E: int, logits_TE: Tensor | None = None) -> Routing:

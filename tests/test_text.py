@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_routing_bench.text import SHORT, one_line, printable, short
+from moe_routing_bench.core.text import SHORT, one_line, printable, short
 
 NASTY = "a\x1b[31m\u202eb\nc"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from command_line import mrb, mrb_json, refused
-from moe_routing_bench import topology
 from moe_routing_bench.bench.roofs import Roofs, store_roofs
-from moe_routing_bench.machine import this_machine
-from moe_routing_bench.topology import Node, Topology, nodes_in_use, system_nodes, use_nodes
+from moe_routing_bench.core import topology
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.topology import Node, Topology, nodes_in_use, system_nodes, use_nodes
 
 TWO = (Node((0, 1, 4, 5), 0), Node((2, 3, 6, 7), 1))
 

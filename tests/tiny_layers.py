@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_routing_bench import ExpertWeights, Layout, Routing, RoutingPlan, all_ops
-from moe_routing_bench.accuracy import judge
-from moe_routing_bench.experts import GATED
+from moe_routing_bench.core.accuracy import judge
+from moe_routing_bench.core.experts import GATED
 
 MAKE_PLAN = all_ops()["make_plan"].get("argsort")
 EXPERT_FFN = all_ops()["expert_ffn"]

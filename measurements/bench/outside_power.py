@@ -28,8 +28,8 @@ from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.commit import source_version
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.machine import this_machine
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
 BUSY = "while True: sum(range(10**6))"

@@ -20,14 +20,14 @@ import duckdb
 import numpy as np
 
 from moe_routing_bench.bench.cell import Cell, Policy, Subject
-from moe_routing_bench.bench.executor import LocalExecutor
-from moe_routing_bench.machine import this_machine
-from moe_routing_bench.results.flat import compact
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.shapes import MoEShape
+from moe_routing_bench.fleet.executor import LocalExecutor
+from moe_routing_bench.fleet.sweep import run_sweep
+from moe_routing_bench.results.folder import Session, iterate
+from moe_routing_bench.results.parquet import compact
 from moe_routing_bench.results.query import run_query
 from moe_routing_bench.results.record import Record, Timing, parse_record
-from moe_routing_bench.results.store import Session, iterate
-from moe_routing_bench.results.sweep import run_sweep
-from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
 SESSIONS = 10

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_routing_bench.bench.verdict import DELTA
-from moe_routing_bench.results.comparing import interval_of, p_value_of, verdict_of
+from moe_routing_bench.results.compare import interval_of, p_value_of, verdict_of
 
 RUNS, ROUNDS, JITTER = 400, 40, 0.03
 

@@ -31,9 +31,9 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_routing_bench.bench.host import environment_document
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.fleet.host import environment_document
 from moe_routing_bench.formats.named import INT8_ROWS, NAMES
-from moe_routing_bench.machine import this_machine
 
 ROOT = Path(__file__).parents[2]
 GUEST = Path(__file__).with_name("arm_guest.py")

@@ -15,7 +15,7 @@ limited() { # to a level: the command
   esac
 }
 {
-python -c "from moe_routing_bench.machine import this_machine; print(this_machine())"
+python -c "from moe_routing_bench.core.machine import this_machine; print(this_machine())"
 for level in amx avx512 avx2; do
   echo "==== limited to $level"
   for dtype in bfloat16 float32; do

@@ -49,11 +49,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moe_routing_bench.models.transformers as plugin
 from moe_routing_bench import MoE
-from moe_routing_bench.bench.host import environment_document
 from moe_routing_bench.bench.verdict import compare
+from moe_routing_bench.core.frozen import Frozen
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.fleet.host import environment_document
 from moe_routing_bench.formats.named import INT8_ROWS, quantise
-from moe_routing_bench.frozen import Frozen
-from moe_routing_bench.machine import this_machine
 from moe_routing_bench.models.reading import experts_modules, read, weights_of
 from moe_routing_bench.models.running import make_plan
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn

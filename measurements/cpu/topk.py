@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.ops.registry import get_op
 
 NAMES = ("native", "sort", "packed_key", "torch_topk")  # torch_topk leaves the order of ties open

@@ -35,8 +35,8 @@ from typing import Any
 
 import psutil
 
-from moe_routing_bench.results.mirror import mirror
-from moe_routing_bench.results.store import iterate
+from moe_routing_bench.fleet.mirror import mirror
+from moe_routing_bench.results.folder import iterate
 
 TOKENS = ",".join(map(str, range(16, 31)))
 SWEEP = f"""sweep combine --tokens {TOKENS} --experts 4,8 --topk 1,2 --width 32 --hidden 16 --dtype float32
@@ -251,9 +251,9 @@ ENGINES: dict[str, Callable[[Path, Kills | None], Path]] = {
 WORKER = """
 import os, random, sys, time
 from made_sweeps import MadeUp, made_cells
-from moe_routing_bench.results.fleet import plan_fleet, run_fleet
-from moe_routing_bench.results.leases import Leases
-from moe_routing_bench.results.shared import Shared
+from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
+from moe_routing_bench.fleet.leases import Leases
+from moe_routing_bench.fleet.store import Shared
 
 class Slow(MadeUp):
     def run(self, cells, **more):

@@ -31,16 +31,16 @@ from typing import Any
 
 import duckdb
 
-from moe_routing_bench.machine import this_machine
-from moe_routing_bench.results.flat import COLUMNS
-from moe_routing_bench.results.fleet import plan_fleet, run_fleet
-from moe_routing_bench.results.mirror import mirror, mirror_rows
-from moe_routing_bench.results.objects import Objects
-from moe_routing_bench.results.packs import compact_store
-from moe_routing_bench.results.parts import Header
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
+from moe_routing_bench.fleet.mirror import mirror, mirror_rows
+from moe_routing_bench.fleet.objects import Objects
+from moe_routing_bench.fleet.packs import compact_store
+from moe_routing_bench.fleet.parts import Header
+from moe_routing_bench.fleet.store import RemoteStore
+from moe_routing_bench.results.parquet import COLUMNS
 from moe_routing_bench.results.query import MEMORY_LIMIT, run_query
 from moe_routing_bench.results.rows import INDEX, TABLES, note_file
-from moe_routing_bench.results.shared import Shared
 
 TESTS = Path(__file__).parents[2] / "tests"
 PART_ROWS, DISTINCT_PARTS = 1_000_000, 10
@@ -61,7 +61,7 @@ def timed(call: Callable[[], Any]) -> float:
 def grow_cells(place: Path, count: int) -> dict[str, Any]:
     url = f"file://{place}/store-{count}"
     os.environ["MRB_HOME"] = str(place / f"home-{count}")
-    store = Shared(url, make=True)
+    store = RemoteStore(url, make=True)
     records, samples = b"x" * (2 * LINE - 1) + b"\n", b"\0" * (2 * SAMPLES)
 
     def publish(number: int) -> None:
@@ -90,7 +90,7 @@ def grow_rows(place: Path, count: int) -> dict[str, Any]:
     os.environ["MRB_HOME"] = str(place / f"home-made-{count}")
     sys.path.append(str(TESTS))  # for what it imports
     made = runpy.run_path(str(TESTS / "made_sweeps.py"))
-    store, engine = Shared(url, make=True), made["MadeUp"]()
+    store, engine = RemoteStore(url, make=True), made["MadeUp"]()
     plan = plan_fleet(made["made_cells"](count), store, engine, retry_failed=False, resume=True)
     for _ in run_fleet(plan, store, engine):
         pass

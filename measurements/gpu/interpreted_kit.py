@@ -22,7 +22,7 @@ import triton
 from moe_routing_bench.conformance.cases import KitCell
 from moe_routing_bench.conformance.check import cells, check
 from moe_routing_bench.conformance.instrumented import instrumented
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
 
 HERE = Path(__file__).parent
 

@@ -41,7 +41,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 OPS = Path("src/moe_routing_bench/ops")
 RESULTS = HERE / "kernel_mutations.json"
-MOST_SECONDS = 900.0
+MAX_SECONDS = 900.0
 TESTS = {
     "dispatch": "test_moving_kernels.py",
     "combine": "test_moving_kernels.py",
@@ -118,12 +118,12 @@ def look_for(mutation: Mutation) -> dict[str, Any]:
         command += ["--first", mutation.first] if mutation.first else []
         try:
             done = subprocess.run(
-                command, cwd=name, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS
+                command, cwd=name, env=environment, capture_output=True, text=True, timeout=MAX_SECONDS
             )
             lines = done.stdout.splitlines()
             found = json.loads(lines[-1]) if done.returncode == 0 else _ended(done)
         except subprocess.TimeoutExpired:
-            found = {"caught": True, "by": "time", "cells": 0, "told": f"no end in {MOST_SECONDS} s"}
+            found = {"caught": True, "by": "time", "cells": 0, "told": f"no end in {MAX_SECONDS} s"}
     return {**asdict(mutation), **found, "seconds": round(time.perf_counter() - started, 1)}
 
 

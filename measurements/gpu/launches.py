@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import triton
 
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.ops.targets import TARGETS, Target
 from moe_routing_bench.studies.launches import Asked, Launch, ask
 from moe_routing_bench.studies.triton_code import compile_kernel

@@ -20,7 +20,7 @@ from moe_routing_bench.studies.cute_code import ARCHITECTURES, compile_all, faul
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 TRITON_TILE = {"triton_fused": [128, 128], "triton_ragged": [128, 128]}
-MOST_SHARED = 227 * 1024
+MAX_SHARED = 227 * 1024
 MODELS = ("qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b")
 
 
@@ -93,7 +93,7 @@ def versus(quack: list[dict[str, Any]]) -> list[str]:
             per_unit = other["programs_per_unit"]
             for label, tile, registers, shared, programs in (
                 (f"{impl}.{kernel}", TRITON_TILE[impl], other["registers"], other["shared_bytes"], per_unit),
-                ("quack", row["tile"], row["registers"], row["shared"], MOST_SHARED // row["shared"]),
+                ("quack", row["tile"], row["registers"], row["shared"], MAX_SHARED // row["shared"]),
             ):
                 lines.append(
                     f"{name:22} {row['arch']:8} {label:29} {'x'.join(map(str, tile)):11} {registers:9} "

@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from moe_routing_bench import Layout, Routing, all_ops
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
 
 K = 4
 PAIRS = (10_000, 40_000, 100_000, 400_000, 1_000_000, 4_000_000)

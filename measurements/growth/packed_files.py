@@ -23,10 +23,10 @@ import torch
 import typer
 
 from moe_routing_bench import ExpertWeights
-from moe_routing_bench.bench.host import environment_document
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.packed_files import PackedFiles
+from moe_routing_bench.fleet.host import environment_document
 from moe_routing_bench.ops.expert_ffn import native
-from moe_routing_bench.packed_files import PackedFiles
 
 STORES = ("int8", "int4_g128", "mxfp4")
 REPEATS = 3

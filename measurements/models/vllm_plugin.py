@@ -173,7 +173,7 @@ class Call:
 
 def judged(llm: Any, prompts: list[list[int]], new: int) -> dict[str, Any]:
     """Generates once more, keeps every call of our experts, and judges each."""
-    from moe_routing_bench.accuracy import Expected
+    from moe_routing_bench.core.accuracy import Expected
     from moe_routing_bench.models import vllm as plugin
     from moe_routing_bench.models.running import make_plan
     from moe_routing_bench.ops.expert_ffn.op import op
@@ -322,9 +322,9 @@ def speed_lines(large: dict[str, Any]) -> list[str]:
 def session() -> dict[str, Any]:
     import vllm.version
 
-    from moe_routing_bench import cpp
-    from moe_routing_bench.bench.host import environment_document
-    from moe_routing_bench.machine import this_machine
+    from moe_routing_bench.core import cpp
+    from moe_routing_bench.core.machine import this_machine
+    from moe_routing_bench.fleet.host import environment_document
 
     return {
         **environment_document(this_machine()),

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from statistics import median
 
-from moe_routing_bench.parallel.fabric import exchange, ports, read_fabric
-from moe_routing_bench.parallel.flow import count_flow
 from moe_routing_bench.parallel.placing import contiguous
+from moe_routing_bench.planner.fabric import exchange, ports, read_fabric
+from moe_routing_bench.planner.flow import count_flow
 from moe_routing_bench.workloads.workload import make_workload
 
 PUBLISHED_US = {16: (118, 195), 32: (155, 273), 64: (173, 314), 128: (192, 369), 256: (194, 360)}

@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from ranks import answer, in_rounds, job_of_this_rank, ratios, run_ranks, slowest
 
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.ep_dispatch.op import op
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.parallel.placing import contiguous
 from moe_routing_bench.parallel.ranks import Ranks
 from moe_routing_bench.parallel.traffic import settle, swap
-from moe_routing_bench.plan import Layout
-from moe_routing_bench.routing import Routing
 
 E, K, ROUNDS = 16, 4, 60
 CASES = [(2, 64, 1024), (2, 512, 1024), (2, 4096, 1024), (4, 512, 1024)]  # ranks, tokens of each, width

@@ -45,7 +45,9 @@ def worker(given: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from moe_routing_bench.layer import Experts
+    from moe_routing_bench.core.plan import Layout
+    from moe_routing_bench.core.routing import Routing
+    from moe_routing_bench.moe.layer import Experts
     from moe_routing_bench.ops.ep_combine.op import ep_combine
     from moe_routing_bench.ops.ep_dispatch.op import ep_dispatch
     from moe_routing_bench.ops.expert_ffn.op import expert_ffn
@@ -53,8 +55,6 @@ def worker(given: dict[str, Any]) -> None:
     from moe_routing_bench.parallel.placing import contiguous
     from moe_routing_bench.parallel.ranks import Ranks
     from moe_routing_bench.parallel.traffic import settle
-    from moe_routing_bench.plan import Layout
-    from moe_routing_bench.routing import Routing
     from moe_routing_bench.workloads.workload import make_workload
 
     torch.set_num_threads(1)
@@ -179,8 +179,8 @@ def all_cells(keep: Callable[[list[dict[str, Any]]], None]) -> None:
 
 
 def flow_of(cell: dict[str, Any]) -> Any:
-    from moe_routing_bench.parallel.flow import count_flow
     from moe_routing_bench.parallel.placing import contiguous
+    from moe_routing_bench.planner.flow import count_flow
     from moe_routing_bench.workloads.workload import make_workload
 
     W, T = cell["nodes"] * cell["per_node"], cell["tokens"]
@@ -197,7 +197,7 @@ START = {
 
 
 def fabric_of(cell: dict[str, Any], fitted: dict[str, float]) -> Any:
-    from moe_routing_bench.parallel.fabric import Fabric
+    from moe_routing_bench.planner.fabric import Fabric
 
     rate = fitted["share"] * cell["mbit"] / 8e3
     return Fabric.model_validate({
@@ -213,7 +213,7 @@ def fabric_of(cell: dict[str, Any], fitted: dict[str, float]) -> Any:
 
 
 def predicted(cell: dict[str, Any], fitted: dict[str, float]) -> dict[str, float]:
-    from moe_routing_bench.parallel.step import LayerSize, step_time
+    from moe_routing_bench.planner.step import LayerSize, step_time
 
     size = LayerSize(D=D, F=F, E=E, K=K, weight_bytes=4, send_bytes=4, return_bytes=4)
     return step_time(cell["flow"], size, fabric_of(cell, fitted), transport=cell["transport"]).seconds
@@ -327,7 +327,7 @@ def main() -> None:
     given = parser.parse_args()
     file = HERE / "links.json"
     if not given.report:
-        from moe_routing_bench.machine import this_machine
+        from moe_routing_bench.core.machine import this_machine
 
         machine = this_machine()
         document = {

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from ranks import answer, in_rounds, job_of_this_rank, ratios, run_ranks, slowest
 
-from moe_routing_bench.machine import this_machine
-from moe_routing_bench.parallel.moe import ParallelMoE
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.moe.expert_parallel import ParallelMoE
 from moe_routing_bench.parallel.placing import contiguous
 from moe_routing_bench.parallel.ranks import Ranks
 

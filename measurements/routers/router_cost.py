@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from moe_routing_bench import Router, TokenInfo, all_routers
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
 
 BASELINE = "softmax_topk"
 LIMIT = 3.0

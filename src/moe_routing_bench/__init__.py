@@ -57,11 +57,11 @@ _OF_API = ("Results", "check", "open", "sweep")
 _FOLDERS = ("bench", "train")  # called, they are the functions of api.py
 # no longer public: where each name is. They warn for one release
 _DROPPED = {
-    "LETTERS": "shapes",
+    "LETTERS": "core.shapes",
     "Counts": "controllers.controller",
-    "Routings": "layer",
-    "Verdict": "accuracy",
-    "LoadStatistics": "load",
+    "Routings": "moe.layer",
+    "Verdict": "core.accuracy",
+    "LoadStatistics": "core.load",
     "include_routers": "routers.router",
 }
 

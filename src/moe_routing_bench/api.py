@@ -22,56 +22,72 @@ import torch
 
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.engines import engine_named
-from moe_routing_bench.bench.executor import Executor, LocalExecutor
 from moe_routing_bench.bench.floor import raise_stored
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs, roofs_now
 from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.verdict import DELTA
-from moe_routing_bench.cli.check_tables import check_progress, show_legend_of_maps, show_map, show_rows
-from moe_routing_bench.cli.checking import Row, never_ran, run_row, select
+from moe_routing_bench.cli.checking import (
+    Row,
+    TokenMap,
+    check_progress,
+    never_ran,
+    parse_tokens,
+    run_row,
+    select,
+    show_legend_of_maps,
+    show_map,
+    show_rows,
+    token_map,
+)
 from moe_routing_bench.cli.choosing import (
     BENCH_TOKENS,
     check_device,
     chosen_cases,
     made_cells,
     on_shared_threads,
+    saving_folder,
     suite_cases,
 )
 from moe_routing_bench.cli.compare import show_comparison
-from moe_routing_bench.cli.ending import saving_folder
-from moe_routing_bench.cli.finding import ROUTERS, found_outside
-from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, group_of, parameters_of
-from moe_routing_bench.cli.progress import is_wanted, say_roofs_are_measured, shown_progress
-from moe_routing_bench.cli.results import BEST, at_hand, show_overview
-from moe_routing_bench.cli.shown import Displayed, Table, temporary_folder
+from moe_routing_bench.cli.options import (
+    ROUTERS,
+    MeasureOptions,
+    SizeOptions,
+    WhatOptions,
+    found_outside,
+    group_of,
+    parameters_of,
+)
+from moe_routing_bench.cli.results import BEST, Displayed, Table, at_hand, show_overview, temporary_folder
 from moe_routing_bench.cli.tables import show_outcome, show_summary
-from moe_routing_bench.cli.token_map import TokenMap, parse_tokens, token_map
-from moe_routing_bench.dtypes import DTYPES
-from moe_routing_bench.machine import this_machine, torch_threads
-from moe_routing_bench.names import did_you_mean, one_of
+from moe_routing_bench.cli.terminal import is_wanted, say_roofs_are_measured, shown_progress
+from moe_routing_bench.core.dtypes import DTYPES
+from moe_routing_bench.core.machine import this_machine, torch_threads
+from moe_routing_bench.core.names import did_you_mean, one_of
+from moe_routing_bench.core.paths import default_results
+from moe_routing_bench.fleet.claims import FleetPlan, plan_fleet, run_fleet
+from moe_routing_bench.fleet.engines import engine_named
+from moe_routing_bench.fleet.executor import Executor, LocalExecutor
+from moe_routing_bench.fleet.objects import url_of
+from moe_routing_bench.fleet.shards import Shard
+from moe_routing_bench.fleet.store import RemoteStore
+from moe_routing_bench.fleet.sweep import SweepPlan, plan_sweep, run_sweep
 from moe_routing_bench.ops.registry import included_folders
-from moe_routing_bench.places import default_results
 from moe_routing_bench.report.finding import results_folders
 from moe_routing_bench.report.reading import read
-from moe_routing_bench.results.comparing import RunComparison, compare_runs
-from moe_routing_bench.results.flat import COLUMNS, quoted
-from moe_routing_bench.results.fleet import FleetPlan, plan_fleet, run_fleet
+from moe_routing_bench.results.compare import RunComparison, compare_runs
+from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.results.history import History, history
-from moe_routing_bench.results.lines import LeftOut
-from moe_routing_bench.results.objects import url_of
+from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
+from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import Record
 from moe_routing_bench.results.selecting import Selection, copy_selected
-from moe_routing_bench.results.shards import Shard
-from moe_routing_bench.results.shared import Shared
-from moe_routing_bench.results.store import iterate
-from moe_routing_bench.results.sweep import SweepPlan, plan_sweep, run_sweep
 from moe_routing_bench.routers.router import without_included
 
 if TYPE_CHECKING:
-    from moe_routing_bench.cli.trained import Trainings
+    from moe_routing_bench.cli.train import Trainings
 
 PathLike: TypeAlias = str | os.PathLike[str]
 OnOutcome: TypeAlias = Callable[[CellOutcome], None]
@@ -384,7 +400,7 @@ class PlannedSweep:
     plan: SweepPlan
     out: Path
     executor: Executor
-    store: Shared | None
+    store: RemoteStore | None
     claim: bool
 
     @staticmethod
@@ -404,7 +420,7 @@ class PlannedSweep:
             raise ValueError(f"--claim needs a store that others reach too, as --out file://{out.absolute()}")
         plan = SweepPlan(todo=tuple(cells), done=0, failed=0)
         if url is not None:
-            store = Shared(out, make=not dry_run)
+            store = RemoteStore(out, make=not dry_run)
             plan = plan_fleet(cells, store, executor, retry_failed=retry_failed, resume=resume)
         elif resume:
             plan = plan_sweep(cells, out, retry_failed=retry_failed, executor=executor)
@@ -596,7 +612,7 @@ def train(
     >>> [run.rule for run in trained.runs]
     ['switch', 'softmax_topk']
     """
-    from moe_routing_bench.cli.trained import trained  # it draws, which the others do not wait for
+    from moe_routing_bench.cli.train import trained  # it draws, which the others do not wait for
 
     return trained(
         routers, study, text=[Path(one) for one in text], out=None if out is None else Path(out),

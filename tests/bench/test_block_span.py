@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.block import attention_of, parse_block, span
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.published import MODELS
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.core.published import MODELS
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase, cases, scaled
 
 SHAPE = MoEShape(T=24, D=32, F=16, E=4, K=2)

@@ -214,7 +214,7 @@ def test_calibration_doubles_until_a_sample_is_long_enough() -> None:
 
 
 def test_calibration_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module, "MOST_CALLS", 100)
+    monkeypatch.setattr(clock_module, "MAX_CALLS", 100)
     assert calls_per_sample(FakeClock(repeat(0.0)), lambda n: [lambda: None] * n) == 100
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from moe_routing_bench.bench.commit import source_version
-from moe_routing_bench.bench.host import environment_document
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.fleet.host import environment_document
 
 NOTHING = {"commit": "", "dirty": False}
 
@@ -83,7 +83,7 @@ def test_a_slow_git_is_not_waited_for(package: Path, tmp_path: Path, monkeypatch
     (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("moe_routing_bench.bench.commit.MOST_SECONDS", 0.2)
+    monkeypatch.setattr("moe_routing_bench.bench.commit.MAX_SECONDS", 0.2)
     assert seen(package) == NOTHING
 
 

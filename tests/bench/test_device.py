@@ -16,9 +16,9 @@ from moe_routing_bench.bench.inputs import Inputs, fingerprint
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.implementation import tensors_in
-from moe_routing_bench.results.store import iterate
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.workloads.cases import BenchCase, cases
 from timing import in_time
 

@@ -8,8 +8,8 @@ from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.floor import floor_seconds, roof_seconds, too_fast
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cost import Cost
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
 STAGED = Subject(spec="staged")

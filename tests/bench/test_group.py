@@ -16,15 +16,15 @@ from moe_routing_bench.bench import group_worker
 from moe_routing_bench.bench.calls import Result
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.group import TRIAL_CALLS, WARM_CALLS, Group, run_group
-from moe_routing_bench.bench.ray_engine import _cpus
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.rounds import WARM_SAMPLES
 from moe_routing_bench.bench.spans.parallel import STAGES, placement_of, span
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cli.choosing import on_shared_threads
+from moe_routing_bench.core.shapes import MoEShape
+from moe_routing_bench.fleet.ray_engine import _cpus
 from moe_routing_bench.parallel.ranks import Ranks
-from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
 pytestmark = pytest.mark.slow

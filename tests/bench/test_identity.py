@@ -20,9 +20,9 @@ from moe_routing_bench.bench.identity import cell_key, key_fields, subject_code
 from moe_routing_bench.bench.sources import PACKAGE
 from moe_routing_bench.bench.spans.layer import span as layer_span
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops import registry
-from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
 pytestmark = pytest.mark.slow
@@ -145,7 +145,7 @@ def test_a_big_file_counts_by_size_and_time(kernels, monkeypatch):
 
 
 def test_a_folder_of_too_much_is_refused(kernels, monkeypatch):
-    monkeypatch.setattr("moe_routing_bench.bench.sources.MOST_FILES", 0)
+    monkeypatch.setattr("moe_routing_bench.bench.sources.MAX_FILES", 0)
     with pytest.raises(ValueError, match="files"):
         key_of(a_cell())
 
@@ -154,14 +154,14 @@ def test_a_folder_of_too_much_is_refused(kernels, monkeypatch):
 CANNOT_MATTER = {
     "__main__.py": "starts the command line",
     "bench/commit.py": "which commit it was, for readers",
-    "bench/host.py": "describes a machine; its name and settings are in the key",
-    "bench/engines.py": "the engines by name",
+    "fleet/host.py": "describes a machine; its name and settings are in the key",
+    "fleet/engines.py": "the engines by name",
     "bench/estimate.py": "how long a sweep may take",
-    "bench/executor.py": "the order of cells",
-    "bench/ray_engine.py": "where cells run",
+    "fleet/executor.py": "the order of cells",
+    "fleet/ray_engine.py": "where cells run",
     "bench/repro.py": "a command in words",
     "bench/roofs.cpp": "measures the roofs of a machine; a cell reads those that are stored",
-    "bench/shipping.py": "sends files, which are in the key by their content",
+    "fleet/shipping.py": "sends files, which are in the key by their content",
     "cli/": "reads words and shows results",
     "report/": "shows results",
     "results/": "keeps results",
@@ -180,7 +180,7 @@ CANNOT_MATTER = {
     "models/reading.py": "reads experts for the plug-in, which no span runs",
     "models/running.py": "runs them",
     "models/transformers.py": "the plug-in",
-    "parallel/step.py": "predicts times",
+    "planner/step.py": "predicts times",
     "ops/*/preferences.py": "what it makes auto pick is in the key by name",
     "public.py": "imports the public names",
     "presets.py": "routers by the names of models; a subject names the rule",
@@ -198,10 +198,10 @@ from moe_routing_bench.bench.sources import PACKAGE, Code
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.spans.layer import span as layer_span
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.routers.router import all_routers
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
 def cell(span, spec, **more):

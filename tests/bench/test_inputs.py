@@ -9,8 +9,8 @@ from child_process import python
 from moe_routing_bench.bench.inputs import Inputs, fingerprint
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.implementation import tensors_in
-from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
 SHAPE = MoEShape(T=24, D=32, F=16, E=8, K=2)
@@ -51,7 +51,7 @@ def test_another_process_makes_the_same():
     code = (
         "from moe_routing_bench.workloads.cases import BenchCase\n"
         "from moe_routing_bench.bench.inputs import Inputs, fingerprint\n"
-        "from moe_routing_bench.shapes import MoEShape\n"
+        "from moe_routing_bench.core.shapes import MoEShape\n"
         "shape = MoEShape(T=24, D=32, F=16, E=8, K=2)\n"
         "case = BenchCase(name='own/x', span='layer', shape=shape, dtype='bfloat16')\n"
         "inputs = Inputs(case, 'zipf(1.2)')\n"

@@ -13,7 +13,7 @@ from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -9,9 +9,9 @@ import pytest
 
 from moe_routing_bench.bench.outcome import Rates
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cost import Cost
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.query import run_query
-from moe_routing_bench.results.store import Session
 from moe_routing_bench.results.writing import record_outcome
 from sample_outcomes import an_outcome
 

@@ -22,13 +22,13 @@ from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.outside import sandbox
 from moe_routing_bench.bench.outside.drawing import SecretInputs
 from moe_routing_bench.bench.outside.freezing import GoneError, Strangers, cpu_seconds, freeze, thaw
-from moe_routing_bench.bench.outside.memory import Shared, places_for, read_memory, with_tensors
+from moe_routing_bench.bench.outside.memory import SharedMemory, places_for, read_memory, with_tensors
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.untrusted import read_file, receive
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.implementation import tensors_in
-from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 from repository import SOURCE
 from timing import had_time
@@ -83,10 +83,10 @@ def test_arguments_go_through_shared_memory_unchanged() -> None:
     args = {"x_TD": secret().at(1, 0, "compact").x_TD, "plan": secret().at(1, 0, "compact").plan, "K": 2}
     tensors = list(tensors_in(args))
     places, num_bytes = places_for(tensors)
-    memory = Shared.new("test", num_bytes)
+    memory = SharedMemory.new("test", num_bytes)
     for place, tensor in zip(places, tensors, strict=True):
         memory.tensor(place).copy_(tensor)
-    seen = Shared.open(memory.path, num_bytes, writable=False)
+    seen = SharedMemory.open(memory.path, num_bytes, writable=False)
     made = with_tensors(args, iter([seen.tensor(place) for place in places]))
     assert all(torch.equal(a, b) for a, b in zip(tensors_in(made), tensors, strict=True))
     assert made["K"] == 2 and made["plan"].layout == args["plan"].layout
@@ -94,12 +94,12 @@ def test_arguments_go_through_shared_memory_unchanged() -> None:
 
 
 def test_shared_memory_cannot_be_cut_nor_written_once_it_is_sealed() -> None:
-    memory = Shared.new("test", 4096)
+    memory = SharedMemory.new("test", 4096)
     with pytest.raises(PermissionError):
         os.ftruncate(memory.fd, 0)
     memory.keep_others_from_writing()
     with pytest.raises(PermissionError):
-        Shared.open(memory.path, 4096, writable=True)
+        SharedMemory.open(memory.path, 4096, writable=True)
     memory.bytes()[0] = 7  # the parent's own view still can
     memory.close()
 

@@ -16,9 +16,9 @@ import json, runpy, sys, threading, time
 from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
-from moe_routing_bench.bench.engines import engine_named
-from moe_routing_bench.results.store import iterate
-from moe_routing_bench.results.sweep import plan_sweep, run_sweep
+from moe_routing_bench.fleet.engines import engine_named
+from moe_routing_bench.results.folder import iterate
+from moe_routing_bench.fleet.sweep import plan_sweep, run_sweep
 
 folder = Path(sys.argv[1])
 make_cells = runpy.run_path(sys.argv[2])["make_cells"]
@@ -60,7 +60,7 @@ LABELS = """
 import json, os
 import ray
 from ray.cluster_utils import Cluster
-from moe_routing_bench.bench.engines import engine_named
+from moe_routing_bench.fleet.engines import engine_named
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
 good = cluster.add_node(num_cpus=1, resources={"cell": 1}, labels={"kind": "good"})
@@ -95,12 +95,12 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
 from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.engines import engine_named
+from moe_routing_bench.fleet.engines import engine_named
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.ops.registry import include
-from moe_routing_bench.results.store import iterate
-from moe_routing_bench.results.sweep import plan_sweep, run_sweep
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.results.folder import iterate
+from moe_routing_bench.fleet.sweep import plan_sweep, run_sweep
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 from moe_routing_bench.workloads.trace import write_trace
 from moe_routing_bench.workloads.workload import make_workload

@@ -14,8 +14,8 @@ from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.identity import key_fields
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.machine import this_machine
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.workloads.cases import FEWER_TOKENS, BenchCase, cases
 
 OWN = BenchCase(

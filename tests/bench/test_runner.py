@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_routing_bench import cpp
 from moe_routing_bench.bench import fork_server, kit, rounds
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.floor import TOLERANCE, floor_seconds, raise_stored, too_fast
@@ -29,10 +28,11 @@ from moe_routing_bench.bench.trial import _checks, check_clocks
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.cli.tables import show_outcome
 from moe_routing_bench.conformance.check import Outcome
-from moe_routing_bench.cost import Cost
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.registry import BUILT_IN
-from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 from sample_outcomes import an_outcome
 

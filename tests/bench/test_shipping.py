@@ -7,10 +7,10 @@ import pytest
 from moe_routing_bench.bench import shipping
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.identity import key_fields
-from moe_routing_bench.bench.shipping import Parcel, moved, named_by
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.machine import this_machine
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.shapes import MoEShape
+from moe_routing_bench.fleet.shipping import Parcel, moved, named_by
 from moe_routing_bench.workloads.cases import BenchCase
 from moe_routing_bench.workloads.trace import write_trace
 from moe_routing_bench.workloads.workload import make_workload
@@ -66,7 +66,7 @@ def test_no_file_outside_of_its_place(name, tmp_path):
 
 
 def test_what_is_too_large_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(shipping, "MOST_FILES", 1)
+    monkeypatch.setattr(shipping, "MAX_FILES", 1)
     with pytest.raises(ValueError, match="too much"):
         Parcel.of(folder)
 

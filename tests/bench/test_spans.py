@@ -13,13 +13,13 @@ from torch import Tensor
 
 from moe_routing_bench.bench.calls import Caller, Result, named_tensors
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.judging import Finding, Judge
+from moe_routing_bench.bench.judging import Judge, Judgement
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.names import parse_spec
+from moe_routing_bench.core.names import parse_spec
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.routers.router import all_routers
-from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def result_of(
         return Judge(this, inputs), caller.result(caller.ready(call, args)(), args)
 
 
-def judged(judge: Judge, result: Result, subject: Subject, folder: Path) -> Finding:
+def judged(judge: Judge, result: Result, subject: Subject, folder: Path) -> Judgement:
     save_file(named_tensors(result), folder / "out.safetensors")
     return judge.judge(folder / "out.safetensors", 3, 1, subject)
 

@@ -24,13 +24,13 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cli.choosing import chosen_cases, chosen_subjects
 from moe_routing_bench.cli.options import SizeOptions, WhatOptions
-from moe_routing_bench.cost import Cost
-from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.formats.int8 import rounded_rows
 from moe_routing_bench.formats.named import quantise
-from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.expert_ffn.op import by_expert, op
-from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase, cases, fitted, stored_as
 from sample_outcomes import an_outcome
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from command_line import mrb, mrb_json, refused
-from moe_routing_bench.results.store import iterate
+from moe_routing_bench.results.folder import iterate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SMALL = ["--tokens", 24, "--width", 64, "--hidden", 32, "--experts", 8, "--topk", 2, "--dtype", "float32"]

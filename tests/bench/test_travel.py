@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from moe_routing_bench.bench.executor import LocalExecutor
-from moe_routing_bench.bench.host import environment_document
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.fleet.executor import LocalExecutor
+from moe_routing_bench.fleet.host import environment_document
+from moe_routing_bench.fleet.sweep import plan_sweep, run_sweep
+from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.results.query import run_query
-from moe_routing_bench.results.store import iterate
-from moe_routing_bench.results.sweep import plan_sweep, run_sweep
 from sample_outcomes import HASH, an_outcome
 
 SUBJECTS = (Subject(spec="staged"), Subject(spec="native", layout="block(64)"))

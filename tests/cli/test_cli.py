@@ -165,7 +165,7 @@ def test_suites_say_how_much_of_them_is_measured(monkeypatch):
     assert suites["topk-grid"]["cells"] == suites["topk-grid"]["measured"] == 27
     assert suites["seed-fused"]["document"] and suites["topk-grid"]["document"] is None
     assert all(one["minutes"] > 0 for one in suites.values())
-    monkeypatch.setattr("moe_routing_bench.cli.suites.measured_cases", lambda: None)
+    monkeypatch.setattr("moe_routing_bench.cli.list.measured_cases", lambda: None)
     assert "not known here" in mrb("list", "suites").stdout
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moe_routing_bench import cpp
 from moe_routing_bench.cli import app
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.formats.named import NAMES
-from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.studies.format_losses import layer_losses, trained_losses
 from moe_routing_bench.train.text import synthetic
 

@@ -17,8 +17,8 @@ from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.layer import span as layer_span
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cli.profile import operations_table
-from moe_routing_bench.results.store import iterate
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.core.shapes import MoEShape
+from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.studies import profiles
 from moe_routing_bench.studies.profiles import profile, profiled, read_profile, share_of
 from moe_routing_bench.workloads.cases import BenchCase

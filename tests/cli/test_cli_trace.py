@@ -12,7 +12,7 @@ import torch
 
 from command_line import mrb, mrb_json, refused
 from moe_routing_bench.cli.trace import read_layers
-from moe_routing_bench.load import LoadStatistics
+from moe_routing_bench.core.load import LoadStatistics
 from moe_routing_bench.workloads.trace import read_trace, write_trace
 from moe_routing_bench.workloads.workload import make_workload
 

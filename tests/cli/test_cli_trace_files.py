@@ -11,7 +11,7 @@ import torch
 
 from command_line import mrb, mrb_json, refused
 from engine_routes import routes, saved, sglang, text, vllm
-from moe_routing_bench.routing import Routing
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.workloads.trace import read_trace, write_trace
 
 WORDS = text(200)

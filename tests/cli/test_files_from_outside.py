@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from command_line import mrb, mrb_json
-from moe_routing_bench.cli import apart
+from moe_routing_bench.cli import describing as apart
 from moe_routing_bench.ops import registry
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from command_line import mrb, mrb_json, refused
-from moe_routing_bench.cli import self_test
-from moe_routing_bench.cli.self_test import Tried
+from moe_routing_bench.cli import doctor as self_test
+from moe_routing_bench.cli.doctor import Tried
 from moe_routing_bench.conformance.check import Outcome
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from command_line import mrb, mrb_json, refused
-from moe_routing_bench.cli.token_map import TokenMap, parse_tokens
-from moe_routing_bench.names import ranges
+from moe_routing_bench.cli.checking import TokenMap, parse_tokens
+from moe_routing_bench.core.names import ranges
 
 WRONG = """
 from moe_routing_bench.ops.combine.gather_sum import run as right

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from command_line import mrb, mrb_json, refused
-from moe_routing_bench.results.study import said_step
 from moe_routing_bench.train.settings import Size
-from moe_routing_bench.train.studies import SWITCH, rule_for, studies
+from moe_routing_bench.train.study import said_step
+from moe_routing_bench.train.study_rules import SWITCH, rule_for, studies
 
 SIZES = "layers=1,D=16,heads=2,kv_heads=1,head_dim=8,F=16,E=4,K=2,sequence=32"
 ONE_RULE = ["--only", "softmax_topk, 128 tokens"]

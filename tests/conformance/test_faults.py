@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from moe_routing_bench.conformance.check import cells, check_implementation
-from moe_routing_bench.experts import activate
+from moe_routing_bench.core.experts import activate
+from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.combine.gather_sum import run as gather_sum
 from moe_routing_bench.ops.dispatch.index_select import run as index_select
 from moe_routing_bench.ops.expert_ffn.eager_loop import run as eager_loop
@@ -19,8 +21,6 @@ from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.argsort import run as argsort
 from moe_routing_bench.ops.make_plan.op import plan_by_slabs
 from moe_routing_bench.ops.registry import all_ops
-from moe_routing_bench.plan import Layout
-from moe_routing_bench.routing import Routing
 
 pytestmark = pytest.mark.slow
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from moe_routing_bench.conformance.router_checks import D as WIDTH
 from moe_routing_bench.conformance.router_checks import E, K, check_router, permutes
 from moe_routing_bench.controllers.controller import all_controllers
+from moe_routing_bench.core.routing import Routing, SoftRouting, TokenInfo
 from moe_routing_bench.routers.losses import z_loss
 from moe_routing_bench.routers.router import Router, all_routers, build
 from moe_routing_bench.routers.soft_moe import SoftMoERouter
 from moe_routing_bench.routers.softmax_topk import ORDERS, SoftmaxTopkRouter
-from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,8 @@ from moe_routing_bench.controllers.controller import (
     all_reduce_sum,
     controller_for,
 )
+from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.router import Router, all_routers, build, only_subclass
-from moe_routing_bench.routing import Routing, TokenInfo
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 
 from command_line import mrb
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.results.store import iterate
+from moe_routing_bench.results.folder import iterate
 
 
 @pytest.mark.timeout(600)  # 10 s on a quiet machine

@@ -19,6 +19,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from moe_routing_bench import ExpertWeights, Layout, Routing, all_ops
 from moe_routing_bench.conformance.interpreting import repaired, replaced
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine import triton_gather_sum
 from moe_routing_bench.ops.dispatch import triton_gather
 from moe_routing_bench.ops.expert_ffn import triton_fused
@@ -26,7 +27,6 @@ from moe_routing_bench.ops.gpu_gemm import outer_product, row_sums
 from moe_routing_bench.ops.grouped_gemm import triton_blocks, triton_ragged
 from moe_routing_bench.ops.make_plan.op import reference as make_plan
 from moe_routing_bench.ops.score_topk.op import ScoreRule
-from moe_routing_bench.plan import RoutingPlan
 
 GIB = 2**30
 ENOUGH = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") > 15 * GIB

@@ -13,7 +13,7 @@ import triton.language as tl
 import tiny_layers
 from moe_routing_bench import ExpertWeights, MoEShape
 from moe_routing_bench.conformance.check import poisoned_memory
-from moe_routing_bench.experts import ACTIVATIONS
+from moe_routing_bench.core.experts import ACTIVATIONS
 from moe_routing_bench.ops.expert_ffn import triton_decode, triton_fused
 from moe_routing_bench.ops.gpu_gemm import grouped_order
 from moe_routing_bench.ops.targets import TARGETS, Target

@@ -9,14 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_routing_bench.conformance.instrumented import instrumented
+from moe_routing_bench.core.plan import Layout, RoutingPlan
+from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.gpu_gemm import grouped_order, outer_product, row_sums
 from moe_routing_bench.ops.grouped_gemm import triton_blocks, triton_ragged
 from moe_routing_bench.ops.grouped_gemm.op import op, reference
 from moe_routing_bench.ops.make_plan.op import reference as make_plan
 from moe_routing_bench.ops.targets import TARGETS
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.routing import Routing
-from moe_routing_bench.shapes import MoEShape
 
 SMALL_TILES = "block_m=16,block_n=16,block_k=16,group_m=2"
 SKEWED = (37, 0, 5, 1)

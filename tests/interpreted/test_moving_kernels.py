@@ -8,7 +8,7 @@ from torch import Tensor
 
 from child_process import python
 from moe_routing_bench import RoutingPlan
-from moe_routing_bench.accuracy import judge
+from moe_routing_bench.core.accuracy import judge
 from moe_routing_bench.ops.implementation import Implementation
 from moving_rows import (
     COMBINE,

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from child_process import python
 from moe_routing_bench import Layout, Routing, all_ops
+from moe_routing_bench.moe.presets import router_for
 from moe_routing_bench.ops.make_plan import triton_counting
 from moe_routing_bench.ops.score_topk.op import ScoreRule, reference
 from moe_routing_bench.ops.topk.op import reference as sorted_topk
-from moe_routing_bench.presets import router_for
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TOPK = all_ops()["topk"].get("triton_select")

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_routing_bench.experts import ExpertWeights
-from moe_routing_bench.layer import Experts
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.models.checkpoint import read_layer
+from moe_routing_bench.moe.layer import Experts
 from moe_routing_bench.ops.expert_ffn.op import expert_ffn
 from moe_routing_bench.ops.make_plan.op import make_plan
-from moe_routing_bench.plan import Layout
 
 pytest.importorskip("transformers")
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.accuracy import judge
-from moe_routing_bench.layer import MoE
+from moe_routing_bench.core.accuracy import judge
 from moe_routing_bench.models.decoder import (
     Attention,
     DecoderBlock,
@@ -17,6 +16,7 @@ from moe_routing_bench.models.decoder import (
     turned,
     why_not_transformers,
 )
+from moe_routing_bench.moe.layer import MoE
 
 pytestmark = pytest.mark.slow
 

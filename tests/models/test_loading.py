@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import moe_routing_bench.models.transformers as plugin
-from moe_routing_bench import cpp
-from moe_routing_bench.accuracy import judge
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.accuracy import judge
+from moe_routing_bench.core.frozen import Frozen
 from moe_routing_bench.formats.named import quantise
-from moe_routing_bench.frozen import Frozen
 from moe_routing_bench.models.checkpoint import ONE_FILE, opened
 from moe_routing_bench.models.reading import experts_modules
 from moe_routing_bench.models.stored_layers import linear_of
@@ -275,7 +275,7 @@ import sys, torch
 torch.set_num_threads(1)
 import moe_routing_bench.models.transformers as plugin
 from moe_routing_bench.formats.named import quantise
-from moe_routing_bench.frozen import Frozen
+from moe_routing_bench.core.frozen import Frozen
 from moe_routing_bench.models.checkpoint import ONE_FILE, opened
 def now(field):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))

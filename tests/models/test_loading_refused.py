@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import moe_routing_bench.models.transformers as plugin
 from damaged_files import assert_one_sentence, hurt
-from moe_routing_bench import cpp
+from moe_routing_bench.core import cpp
 from quantised_models import change, retensor, shard, write_model
 from tiny_models import make
 

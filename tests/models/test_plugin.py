@@ -21,11 +21,12 @@ from transformers.integrations.moe import use_experts_implementation
 
 import moe_routing_bench.models.transformers as plugin
 from changing_weights import WAYS, outcome
-from moe_routing_bench import cpp, use_decisions
-from moe_routing_bench.accuracy import judge
+from moe_routing_bench import use_decisions
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.accuracy import judge
+from moe_routing_bench.core.frozen import Frozen
+from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.formats.named import quantise
-from moe_routing_bench.frozen import Frozen
-from moe_routing_bench.machine import this_machine
 from moe_routing_bench.models.convert import convert, revert
 from moe_routing_bench.models.reading import experts_modules, read
 from moe_routing_bench.ops.decisions import SCHEMA, VERSION

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_routing_bench.layer import MoE
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.models.tracing import ModelTrace, listening, moe_layers, pieces, record_trace
-from moe_routing_bench.routing import Routing
+from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.workloads.trace import read_trace, write_trace
 
 pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe_routing_bench.experts import QuantisedExperts
+from moe_routing_bench.core.experts import QuantisedExperts
 from moe_routing_bench.formats.mxfp4 import MXFP4
 from moe_routing_bench.formats.named import quantise
 from moe_routing_bench.models.checkpoint import read_layer

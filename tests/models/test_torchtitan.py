@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from child_process import python
-from moe_routing_bench.accuracy import judge
+from moe_routing_bench.core.accuracy import judge
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.layer import MoE
-from moe_routing_bench.load import LoadStatistics
+from moe_routing_bench.core.load import LoadStatistics
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.models.tracing import listening, moe_layers, pieces, record_trace
-from moe_routing_bench.routing import Routing
+from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.workloads.trace import read_trace, write_trace
 from moe_routing_bench.workloads.workload import make_workload
 

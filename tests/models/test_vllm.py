@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import tiny_layers
 from child_process import python
-from moe_routing_bench import cpp
-from moe_routing_bench.frozen import Frozen
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.frozen import Frozen
 from moe_routing_bench.models import vllm as plugin
 from repository import ROOT
 

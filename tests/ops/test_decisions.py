@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import moe_routing_bench as mrb
 from damaged_files import assert_one_sentence, hurt_json
 from moe_routing_bench.cli import app
-from moe_routing_bench.experts import GATED
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.experts import GATED
+from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.ops import auto
 from moe_routing_bench.ops import decisions as decisions_module
 from moe_routing_bench.ops.auto import Choice, choose, pick

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from child_process import python
-from moe_routing_bench import ExpertWeights, Layout, Routing, cpp
-from moe_routing_bench.experts import ACTIVATIONS
+from moe_routing_bench import ExpertWeights, Layout, Routing
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.experts import ACTIVATIONS
 from tiny_layers import EXPERT_FFN, MAKE_PLAN, Arguments, arguments, assert_right, weights_of
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ from functools import cache
 
 import pytest
 
-from moe_routing_bench import cpp
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.ops.expert_ffn import native
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import tiny_layers
-from moe_routing_bench.accuracy import judge
-from moe_routing_bench.experts import QuantisedExperts
+from moe_routing_bench.core.accuracy import judge
+from moe_routing_bench.core.experts import QuantisedExperts
 from moe_routing_bench.formats.named import quantise
 from moe_routing_bench.formats.stored import E2M1
 from moe_routing_bench.ops.expert_ffn import llama_cpp

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from child_process import python
-from moe_routing_bench import ExpertWeights, Layout, MoE, Routing, all_ops, cpp
-from moe_routing_bench.accuracy import judge
+from moe_routing_bench import ExpertWeights, Layout, MoE, Routing, all_ops
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.accuracy import judge
 from moe_routing_bench.ops import auto
 from moe_routing_bench.ops.expert_ffn import native as launcher
 from tiny_layers import EXPERT_FFN, MAKE_PLAN, Arguments, arguments, assert_right
@@ -180,7 +181,7 @@ def test_two_threads_may_build_at_once(anew: pytest.MonkeyPatch, tmp_path: Path)
 def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     source = tiny(tmp_path)
     code = (
-        "import sys; from pathlib import Path; from moe_routing_bench import cpp\n"
+        "import sys; from pathlib import Path; from moe_routing_bench.core import cpp\n"
         "print(cpp.load(Path(sys.argv[1]), 'avx2').answer())"
     )
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}

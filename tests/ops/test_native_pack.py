@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_routing_bench import Layout, Routing, all_ops, cpp
+from moe_routing_bench import Layout, Routing, all_ops
 from moe_routing_bench.conformance.cases import KitCell
 from moe_routing_bench.conformance.check import cells_of, check
+from moe_routing_bench.core import cpp
 from tiny_layers import MAKE_PLAN, assert_same_plan, routing_of
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_routing_bench import all_ops, cpp
+from moe_routing_bench import all_ops
 from moe_routing_bench.conformance.check import cells_of, check
+from moe_routing_bench.core import cpp
 from moe_routing_bench.ops.topk import native as launcher
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_routing_bench import cpp, machine, ops
+from moe_routing_bench import ops
+from moe_routing_bench.core import cpp, machine
 from moe_routing_bench.formats.named import NAMES
 
 pytestmark = pytest.mark.slow

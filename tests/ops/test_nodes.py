@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from child_process import python
-from moe_routing_bench import ExpertWeights, cpp, topology
-from moe_routing_bench.machine import torch_threads
+from moe_routing_bench import ExpertWeights
+from moe_routing_bench.core import cpp, topology
+from moe_routing_bench.core.machine import torch_threads
+from moe_routing_bench.core.packed_files import PackedFiles
+from moe_routing_bench.core.topology import Node, Topology, nodes_in_use, system_nodes, use_nodes
 from moe_routing_bench.ops import nodes
 from moe_routing_bench.ops.expert_ffn import native
-from moe_routing_bench.packed_files import PackedFiles
-from moe_routing_bench.topology import Node, Topology, nodes_in_use, system_nodes, use_nodes
 from tiny_layers import Arguments, arguments
 
 pytestmark = pytest.mark.slow
@@ -390,7 +391,7 @@ def test_a_node_that_is_not_there_is_said_once(
 IN_A_CONTAINER = """
 import ctypes, struct, sys, torch
 from moe_routing_bench.ops.expert_ffn import native
-from moe_routing_bench.topology import use_nodes
+from moe_routing_bench.core.topology import use_nodes
 from tiny_layers import arguments
 torch.set_num_threads(1)
 args = arguments(7)

@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_routing_bench import ExpertWeights, Layout, Routing, cpp, ops
+from moe_routing_bench import ExpertWeights, Layout, Routing, ops
 from moe_routing_bench.conformance.cases import Case, KitCell
 from moe_routing_bench.conformance.check import cells_of, check
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.formats.named import NAMES
-from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops.expert_ffn import native
 from moe_routing_bench.ops.preference import MACHINES
 from tiny_layers import MAKE_PLAN, weights_of

@@ -99,7 +99,7 @@ def test_our_own_import_bug_is_raised(folder: Path) -> None:
     put(folder, "import moe_routing_bench.no_such_module\n" + GOOD)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         combine_op.why_not("mine", *arguments())
-    put(folder, "from moe_routing_bench.plan import NoSuchName\n", name="other")
+    put(folder, "from moe_routing_bench.core.plan import NoSuchName\n", name="other")
     with pytest.raises(ImportError, match="NoSuchName"):
         combine_op.get("other")
 

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from moe_routing_bench import Layout, Routing, cpp
-from moe_routing_bench.accuracy import judge
+from moe_routing_bench import Layout, Routing
 from moe_routing_bench.conformance.cases import Case, KitCell
 from moe_routing_bench.conformance.check import cells_of, check, check_implementation
-from moe_routing_bench.experts import QuantisedExperts
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.accuracy import judge
+from moe_routing_bench.core.experts import QuantisedExperts
+from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.formats.int8 import rounded_rows
 from moe_routing_bench.formats.mxfp4 import MXFP4
 from moe_routing_bench.formats.named import NAMES, quantise
 from moe_routing_bench.formats.stored import Decoded
-from moe_routing_bench.machine import this_machine
 from moe_routing_bench.ops import coded
 from moe_routing_bench.ops.expert_ffn import native
 from moe_routing_bench.ops.expert_ffn.op import by_expert

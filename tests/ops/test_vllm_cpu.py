@@ -27,7 +27,7 @@ def test_scratch_memory_past_32_bits_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(vllm_cpu, "_kernels", lambda: None)
     args = tiny_layers.arguments(11, 2, 5, 32, 32)
     assert vllm_cpu.unsupported(*args) is None
-    monkeypatch.setattr(vllm_cpu, "MOST_BYTES", 22 * (4 * 32 + 4 * 32))
+    monkeypatch.setattr(vllm_cpu, "MAX_BYTES", 22 * (4 * 32 + 4 * 32))
     assert "32 bits" in str(vllm_cpu.unsupported(*args))
 
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from moe_routing_bench.core.placement import Placement
+from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.make_plan.op import make_plan
-from moe_routing_bench.parallel.fabric import Fabric, exchange, ports, read_fabric, shipped
-from moe_routing_bench.parallel.flow import TRANSPORTS, Flow, count_flow
-from moe_routing_bench.parallel.placement import Placement
 from moe_routing_bench.parallel.placing import contiguous, replicated, strided
 from moe_routing_bench.parallel.ranks import Ranks
-from moe_routing_bench.parallel.step import LayerSize, step_time
 from moe_routing_bench.parallel.traffic import settle
-from moe_routing_bench.plan import Layout
-from moe_routing_bench.routing import Routing
+from moe_routing_bench.planner.fabric import Fabric, exchange, ports, read_fabric, shipped
+from moe_routing_bench.planner.flow import TRANSPORTS, Flow, count_flow
+from moe_routing_bench.planner.step import LayerSize, step_time
 from ranks_in_processes import on_ranks
 from rows_sent import rows_sent
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_routing_bench.controllers.controller import Counts, controller_for
-from moe_routing_bench.layer import MoE
-from moe_routing_bench.parallel.moe import ParallelMoE
+from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.moe.expert_parallel import ParallelMoE
+from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.parallel.placing import replicated, strided
 from moe_routing_bench.parallel.ranks import Ranks
-from moe_routing_bench.routing import Routing
 from ranks_in_processes import on_ranks
 
 pytestmark = pytest.mark.slow

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_routing_bench.layer import MoE
-from moe_routing_bench.parallel.moe import ParallelMoE
-from moe_routing_bench.parallel.placement import Placement
+from moe_routing_bench.core.placement import Placement
+from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.moe.expert_parallel import ParallelMoE
+from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.parallel.placing import assigned, contiguous, greedy, replicated, strided
 from moe_routing_bench.parallel.ranks import Ranks
-from moe_routing_bench.routing import Routing
 from ranks_in_processes import on_ranks
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from command_line import mrb, mrb_json, refused
-from moe_routing_bench.parallel.fabric import Fabric, read_fabric
-from moe_routing_bench.parallel.step import PARTS, LayerSize
-from moe_routing_bench.studies.parallel_plans import Question, answer, degrees_of
+from moe_routing_bench.planner.fabric import Fabric, read_fabric
+from moe_routing_bench.planner.plans import Question, answer, degrees_of
+from moe_routing_bench.planner.step import PARTS, LayerSize
 
 H100 = read_fabric("h100-400g")
 QWEN = LayerSize(D=2048, F=768, E=128, K=8)

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_routing_bench.load import LoadStatistics
-from moe_routing_bench.parallel.placement import Placement
+from moe_routing_bench.core.load import LoadStatistics
+from moe_routing_bench.core.placement import Placement
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.parallel.placing import assigned, contiguous, greedy, replicated, strided
-from moe_routing_bench.routing import Routing
 
 EXAMPLE = Placement(experts_W=((0, 1), (0, 2), (0, 3), (1,)), num_experts=4, ranks_per_node=2)
 loads = st.lists(st.integers(0, 100), min_size=1, max_size=24)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from command_line import mrb, mrb_json, refused
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.parallel.placing import contiguous
-from moe_routing_bench.routing import Routing
-from moe_routing_bench.studies.caches import POLICIES
-from moe_routing_bench.studies.placements import busiest
+from moe_routing_bench.planner.caches import POLICIES
+from moe_routing_bench.planner.placements import busiest
 from moe_routing_bench.workloads.trace import write_trace
 
 T, E, K = 512, 8, 2

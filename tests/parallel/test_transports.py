@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.ep_combine.op import ep_combine
 from moe_routing_bench.ops.ep_dispatch.op import ep_dispatch
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.parallel.placing import contiguous, replicated, strided
 from moe_routing_bench.parallel.ranks import Ranks
 from moe_routing_bench.parallel.traffic import settle
-from moe_routing_bench.plan import Layout
-from moe_routing_bench.routing import Routing
 from ranks_in_processes import on_ranks
 from rows_sent import Rows, rows_sent
 

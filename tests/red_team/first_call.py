@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 import expectations
-from moe_routing_bench.accuracy import judge, judge_exact
 from moe_routing_bench.bench import clock  # noqa: F401  (as in a worker, there before any kernel is)
-from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.core.accuracy import judge, judge_exact
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.make_plan.op import reference as make_plan
 from moe_routing_bench.ops.registry import Op, all_ops, include
-from moe_routing_bench.plan import Layout
 from moe_routing_bench.workloads.workload import make_workload
 
 EQUAL = torch.equal  # a kernel may replace it later

@@ -13,8 +13,8 @@ from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.registry import all_ops
-from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 from test_red_team import POLICY, one_of_each, policy_for
 from timing import had_time

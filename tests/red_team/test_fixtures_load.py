@@ -15,7 +15,7 @@ import pytest
 
 import expectations
 from expectations import EXPECTED
-from moe_routing_bench.names import parse_spec
+from moe_routing_bench.core.names import parse_spec
 from repository import SOURCE
 
 pytestmark = pytest.mark.slow

@@ -13,14 +13,14 @@ import pytest
 
 from expectations import EXPECTED, KERNELS, MARKER, Sizes
 from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.core.shapes import MoEShape
+from moe_routing_bench.fleet.executor import LocalExecutor
+from moe_routing_bench.fleet.sweep import run_sweep
 from moe_routing_bench.ops.registry import all_ops
-from moe_routing_bench.results.store import iterate
-from moe_routing_bench.results.sweep import run_sweep
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.workloads.cases import BenchCase
 from timing import had_time
 

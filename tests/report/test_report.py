@@ -25,7 +25,7 @@ from moe_routing_bench.report.markdown import markdown
 from moe_routing_bench.report.page import HERE, make_page, plain, render
 from moe_routing_bench.report.reading import Material, read
 from moe_routing_bench.report.tables import ranking, regret_table
-from moe_routing_bench.results.store import Session
+from moe_routing_bench.results.folder import Session
 from repository import ROOT
 from sample_runs import OTHER_MACHINE, add_cell, make_run
 
@@ -158,7 +158,7 @@ def test_of_two_runs_of_a_question_the_newer_counts(tmp_path: Path) -> None:
 
 
 def test_ties_are_those_of_the_decisions(tmp_path: Path) -> None:
-    from moe_routing_bench.results.deciding import decide
+    from moe_routing_bench.results.decisions import decide
 
     make_run(tmp_path / "r", {"a": 1.0, "b": 0.8, "c": 0.801, "d": 0.9})
     (cell,) = material_of(tmp_path / "r").chapters[0].cells

@@ -11,8 +11,8 @@ import torch
 from command_line import mrb, mrb_json
 from moe_routing_bench.report.page import render
 from moe_routing_bench.report.two_runs import two_runs
-from moe_routing_bench.results.comparing import RunComparison, compare_runs
-from moe_routing_bench.results.store import Session
+from moe_routing_bench.results.compare import RunComparison, compare_runs
+from moe_routing_bench.results.folder import Session
 from sample_records import HASH
 from sample_runs import OTHER_MACHINE, add_cell, make_run
 

@@ -17,14 +17,14 @@ import pytest
 from command_line import mrb, mrb_json
 from damaged_files import assert_one_sentence
 from made_sweeps import MadeUp, made_cells
-from moe_routing_bench.bench.executor import LocalExecutor
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.verdict import compare
+from moe_routing_bench.fleet.bundle import MANIFEST, make_bundle, opened_bundle
+from moe_routing_bench.fleet.executor import LocalExecutor
+from moe_routing_bench.fleet.sweep import run_sweep
 from moe_routing_bench.results import bundle
-from moe_routing_bench.results.again import measure_again
-from moe_routing_bench.results.bundle import MANIFEST, make_bundle, opened_bundle
-from moe_routing_bench.results.store import iterate
-from moe_routing_bench.results.sweep import run_sweep
+from moe_routing_bench.results.folder import iterate
+from moe_routing_bench.results.remeasure import measure_again
 from sweep_driver import make_cells
 
 Files = dict[str, bytes]
@@ -165,9 +165,9 @@ def test_links_two_of_a_name_and_what_is_no_zip_are_refused(honest, tmp_path):
 
 def test_too_many_files_and_too_many_bytes_are_refused(honest, tmp_path, monkeypatch):
     path = write(honest, tmp_path / "a.zip")
-    monkeypatch.setattr(bundle, "MOST_BYTES", 100)
+    monkeypatch.setattr(bundle, "MAX_BYTES", 100)
     assert "unpacks to" in refusal(path)
-    monkeypatch.setattr(bundle, "MOST_FILES", 1)
+    monkeypatch.setattr(bundle, "MAX_FILES", 1)
     assert "files, over" in refusal(path)
 
 

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_routing_bench.results.comparing import Change, RunComparison, compare_runs
-from moe_routing_bench.results.lines import LeftOut
-from moe_routing_bench.results.matching import LIKE
-from moe_routing_bench.results.runs import read_run
-from moe_routing_bench.results.store import Session
+from moe_routing_bench.results.compare import LIKE, Change, RunComparison, compare_runs
+from moe_routing_bench.results.folder import Session, read_run
+from moe_routing_bench.results.read import LeftOut
 from sample_runs import ENVIRONMENT, OTHER_MACHINE, OTHER_TORCH, ROUNDS, add_cell, make_run
 
 pytestmark = pytest.mark.slow

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import moe_routing_bench as mrb
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.ops import auto
 from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.decisions import read_decisions
 from moe_routing_bench.ops.expert_ffn.op import op
 from moe_routing_bench.ops.stand_ins import StandIns
-from moe_routing_bench.results.deciding import Decided, decide, write_decisions
-from moe_routing_bench.results.store import Session
+from moe_routing_bench.results.decisions import Decided, decide, write_decisions
+from moe_routing_bench.results.folder import Session
 from sample_runs import ENVIRONMENT, OTHER_MACHINE, OTHER_TORCH, ROUNDS, add_cell, make_run
 
 pytestmark = pytest.mark.slow
@@ -268,7 +268,7 @@ def test_a_file_is_whole_or_not_there(folder: Path, tmp_path: Path, monkeypatch:
     def refuse(path: Path) -> None:
         raise ValueError("not good")
 
-    monkeypatch.setattr("moe_routing_bench.results.deciding.read_decisions", refuse)
+    monkeypatch.setattr("moe_routing_bench.results.decisions.read_decisions", refuse)
     with pytest.raises(ValueError, match="not good"):
         write_decisions(decided, folder, target)
     assert target.read_text() == "old" and not [*tmp_path.glob("*.part-*")]

@@ -13,16 +13,16 @@ import pytest
 
 from command_line import mrb, mrb_json, refused
 from made_sweeps import MadeUp, key_of, made_cells
-from moe_routing_bench.places import home
-from moe_routing_bench.results.fleet import plan_fleet, run_fleet
-from moe_routing_bench.results.leases import Leases, lease_seconds
-from moe_routing_bench.results.lines import LeftOut
-from moe_routing_bench.results.mirror import mirror
-from moe_routing_bench.results.objects import Objects, url_of
-from moe_routing_bench.results.packs import compact_store
-from moe_routing_bench.results.shared import Shared
-from moe_routing_bench.results.store import iterate
-from moe_routing_bench.results.sweep import run_sweep
+from moe_routing_bench.core.paths import home
+from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
+from moe_routing_bench.fleet.leases import Leases, lease_seconds
+from moe_routing_bench.fleet.mirror import mirror
+from moe_routing_bench.fleet.objects import Objects, url_of
+from moe_routing_bench.fleet.packs import compact_store
+from moe_routing_bench.fleet.store import RemoteStore
+from moe_routing_bench.fleet.sweep import run_sweep
+from moe_routing_bench.results.folder import iterate
+from moe_routing_bench.results.read import LeftOut
 
 pytest.importorskip("obstore")
 
@@ -38,7 +38,7 @@ def url(tmp_path) -> str:
 
 
 def swept(url: str, cells, engine: MadeUp | None = None, **more) -> list[str]:
-    store, engine = Shared(url, make=True), engine or MadeUp()
+    store, engine = RemoteStore(url, make=True), engine or MadeUp()
     plan = plan_fleet(cells, store, engine, retry_failed=more.pop("retry_failed", False), resume=True)
     return [outcome.cell.name for outcome in run_fleet(plan, store, engine, **more)]
 
@@ -86,7 +86,7 @@ def test_cells_that_failed_are_repeated_when_asked_and_the_later_result_counts(u
 
 def test_four_workers_claim_every_cell_once(url):
     cells, engines = made_cells(12), [MadeUp() for _ in range(4)]
-    Shared(url, make=True)
+    RemoteStore(url, make=True)
     threads = [
         threading.Thread(
             target=swept, args=(url, cells, engine), kwargs={"claim": True, "sleep": lambda s: None}
@@ -103,7 +103,7 @@ def test_four_workers_claim_every_cell_once(url):
 
 
 def test_a_dead_worker_s_cell_is_taken_when_its_lease_is_over_by_the_waiter_s_own_clock(url):
-    (cell,), store = made_cells(1), Shared(url, make=True)
+    (cell,), store = made_cells(1), RemoteStore(url, make=True)
     key, seconds = key_of(cell), lease_seconds(cell)
     far_ahead = [1e12]
     assert Leases(store.objects, "dead", clock=lambda: far_ahead[0]).take(key, 1, seconds)
@@ -121,7 +121,7 @@ def test_a_dead_worker_s_cell_is_taken_when_its_lease_is_over_by_the_waiter_s_ow
 
 
 def test_a_lease_nobody_can_read_is_respected_and_one_given_back_is_free(url):
-    store = Shared(url, make=True)
+    store = RemoteStore(url, make=True)
     now = [0.0]
     one, other = (Leases(store.objects, name, clock=lambda: now[0]) for name in ("one", "other"))
     assert one.take("a" * 64, 1, 10.0) and not other.take("a" * 64, 1, 10.0)
@@ -135,7 +135,7 @@ def test_a_lease_nobody_can_read_is_respected_and_one_given_back_is_free(url):
 
 
 def test_a_slow_writer_whose_lease_expired_changes_nothing(url):
-    (cell,), store = made_cells(1), Shared(url, make=True)
+    (cell,), store = made_cells(1), RemoteStore(url, make=True)
     slow = MadeUp()
     plan = plan_fleet([cell], store, slow, retry_failed=False, resume=True)
 
@@ -167,7 +167,7 @@ def test_a_commit_whose_answer_was_lost_is_known_as_our_own(url, monkeypatch):
 
 def test_a_part_that_no_commit_names_is_never_read(url):
     swept(url, made_cells(1))
-    Shared(url).objects.put_new("parts/torn-000001-aaaa", b"half an upload")
+    RemoteStore(url).objects.put_new("parts/torn-000001-aaaa", b"half an upload")
     found = mirror(url)
     assert found.fetched == 1 and not found.sentences
 
@@ -221,7 +221,7 @@ def test_what_was_read_before_it_was_damaged_stays_and_the_change_is_noticed(url
 def test_a_reader_killed_half_way_doubles_nothing(url, monkeypatch):
     swept(url, made_cells(2))
     with monkeypatch.context() as patched:
-        patched.setattr("moe_routing_bench.results.mirror.AT_ONCE", 1)
+        patched.setattr("moe_routing_bench.fleet.mirror.AT_ONCE", 1)
 
         def dies(done: int, of: int) -> None:
             raise KeyboardInterrupt
@@ -300,7 +300,7 @@ def test_mistakes_with_urls_get_a_sentence(url, tmp_path, monkeypatch):
     Path(url.removeprefix("file://")).mkdir()
     assert "no results" in refused("results", "--folder", url)
     monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("moe_routing_bench.results.objects.RETRY_SECONDS", 0)
+    monkeypatch.setattr("moe_routing_bench.fleet.objects.RETRY_SECONDS", 0)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.setenv(name, "x")
     monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
@@ -312,9 +312,11 @@ def test_mistakes_with_urls_get_a_sentence(url, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_sent_stays_here(url, tmp_path, monkeypatch):
-    store, engine = Shared(url, make=True), MadeUp()
+    store, engine = RemoteStore(url, make=True), MadeUp()
     plan = plan_fleet(made_cells(1), store, engine, retry_failed=False, resume=True)
-    monkeypatch.setattr(Shared, "publish", lambda *a, **k: (_ for _ in ()).throw(OSError("no route to host")))
+    monkeypatch.setattr(
+        RemoteStore, "publish", lambda *a, **k: (_ for _ in ()).throw(OSError("no route to host"))
+    )
     with pytest.raises(ValueError, match=r"no route to host.*unsent"):
         list(run_fleet(plan, store, engine))
     (kept,) = (tmp_path / "home" / "unsent").iterdir()

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from moe_routing_bench.cli import COMMANDS, loaded
-from moe_routing_bench.results.shards import Shard
+from moe_routing_bench.fleet.shards import Shard
 from repository import ROOT
 
 yaml = pytest.importorskip("yaml")

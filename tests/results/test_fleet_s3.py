@@ -13,12 +13,12 @@ import pytest
 
 from command_line import mrb_json
 from made_sweeps import MadeUp, key_of, made_cells
-from moe_routing_bench.results.fleet import plan_fleet, run_fleet
-from moe_routing_bench.results.mirror import mirror
-from moe_routing_bench.results.objects import Objects
-from moe_routing_bench.results.packs import compact_store
-from moe_routing_bench.results.shared import Shared
-from moe_routing_bench.results.store import iterate
+from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
+from moe_routing_bench.fleet.mirror import mirror
+from moe_routing_bench.fleet.objects import Objects
+from moe_routing_bench.fleet.packs import compact_store
+from moe_routing_bench.fleet.store import RemoteStore
+from moe_routing_bench.results.folder import iterate
 from s3_server import S3Server, s3_server, weed
 
 obstore = pytest.importorskip("obstore")
@@ -47,7 +47,7 @@ def url(server: S3Server, tmp_path, monkeypatch) -> str:
 
 
 def swept(url: str, cells, engine: MadeUp | None = None, **more) -> int:
-    store, engine = Shared(url, make=True), engine or MadeUp()
+    store, engine = RemoteStore(url, make=True), engine or MadeUp()
     plan = plan_fleet(cells, store, engine, retry_failed=False, resume=True)
     return len(list(run_fleet(plan, store, engine, **more)))
 

@@ -14,15 +14,15 @@ import pytest
 
 from command_line import refused
 from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.executor import LocalExecutor, check_scratch
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.core.shapes import MoEShape
+from moe_routing_bench.core.whole_files import NotWrittenError, write_whole, written_whole
+from moe_routing_bench.fleet.executor import LocalExecutor, check_scratch
+from moe_routing_bench.fleet.sweep import run_sweep
 from moe_routing_bench.results import sweep
+from moe_routing_bench.results.folder import OwnFile, Session, iterate
 from moe_routing_bench.results.record import Record, parse_record
-from moe_routing_bench.results.store import OwnFile, Session, iterate
-from moe_routing_bench.results.sweep import run_sweep
-from moe_routing_bench.shapes import MoEShape
-from moe_routing_bench.whole_files import NotWrittenError, write_whole, written_whole
 from moe_routing_bench.workloads.cases import BenchCase
 from sample_records import failed, line
 from sample_runs import add_cell
@@ -92,7 +92,7 @@ def test_the_end_of_a_session_on_a_full_disk_is_no_error(
     with Session.start(tmp_path) as session:
         session.append([record_of(session)])
         monkeypatch.setattr(OwnFile, "sync", refuse)
-        monkeypatch.setattr("moe_routing_bench.results.store.fold", refuse)
+        monkeypatch.setattr("moe_routing_bench.results.folder.fold", refuse)
     (repair,) = session.repairs
     assert "No space left on device" in repair
     assert len(list(iterate(tmp_path))) == 1

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from damaged_files import assert_one_sentence
-from moe_routing_bench.results.flat import compact
-from moe_routing_bench.results.lines import LeftOut
+from moe_routing_bench.results.folder import iterate, samples_of
+from moe_routing_bench.results.parquet import compact
 from moe_routing_bench.results.query import run_query
+from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import Record, parse_record
-from moe_routing_bench.results.store import iterate, samples_of
 from sample_records import SESSION, document, failed, line
 
 pytestmark = pytest.mark.slow

@@ -13,9 +13,9 @@ import pytest
 
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.results import held
-from moe_routing_bench.results.lines import RECORDS, LeftOut
+from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.results.query import run_query
-from moe_routing_bench.results.store import iterate
+from moe_routing_bench.results.read import RECORDS, LeftOut
 from sample_runs import make_run
 
 pytestmark = pytest.mark.slow

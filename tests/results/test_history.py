@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from command_line import mrb, mrb_json, refused
+from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.history import Point, _steps, history
-from moe_routing_bench.results.store import Session
 from sample_records import HASH
 from sample_runs import ENVIRONMENT, add_cell
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from command_line import mrb, mrb_json, refused
-from moe_routing_bench.results.lines import RECORDS
-from moe_routing_bench.results.merging import PARTS, merge
-from moe_routing_bench.results.shards import Shard
-from moe_routing_bench.results.store import ENVIRONMENTS, iterate
+from moe_routing_bench.fleet.shards import Shard
+from moe_routing_bench.results.folder import ENVIRONMENTS, iterate
+from moe_routing_bench.results.merge import PARTS, merge
+from moe_routing_bench.results.read import RECORDS
 from sample_runs import make_run
 
 pytestmark = pytest.mark.slow

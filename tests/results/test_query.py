@@ -14,11 +14,11 @@ import duckdb
 import pytest
 
 from moe_routing_bench.results import flat, query
-from moe_routing_bench.results.flat import COLUMNS, compact, quoted
-from moe_routing_bench.results.lines import LeftOut
+from moe_routing_bench.results.folder import Session
+from moe_routing_bench.results.parquet import COLUMNS, compact, quoted
 from moe_routing_bench.results.query import connect, export_csv, export_parquet, run_query
+from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import content_hash
-from moe_routing_bench.results.store import Session
 from repository import ROOT
 from sample_records import SESSION, document, failed, line
 from timing import in_time
@@ -340,7 +340,7 @@ def test_the_caller_of_a_query_over_large_results_may_write(
     compact(folder)
     small, small_left_out, large_left_out, limits = "SELECT * FROM records", LeftOut(), LeftOut(), []
     expected = run_query(folder, small, small_left_out)
-    monkeypatch.setattr(query, "MOST_COPIED_BYTES", 0)
+    monkeypatch.setattr(query, "MAX_COPIED_BYTES", 0)
     monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append(what))
     assert run_query(folder, small, large_left_out) == expected
     with pytest.raises(ValueError, match="recrods"):
@@ -371,7 +371,7 @@ def test_a_forged_copy_is_made_anew(folder: Path) -> None:
 )
 @pytest.mark.timing
 def test_time_is_bounded(folder: Path, sql: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query, "MOST_SECONDS", 1.0)
+    monkeypatch.setattr(query, "MAX_SECONDS", 1.0)
     started = time.perf_counter()
     with pytest.raises(ValueError, match="stopped after 1 s"):
         run_query(folder, sql)
@@ -388,7 +388,7 @@ def test_time_is_bounded(folder: Path, sql: str, monkeypatch: pytest.MonkeyPatch
 def test_memory_that_duckdb_does_not_count_is_bounded(
     folder: Path, sql: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(query, "MOST_PROCESS_BYTES", 1 << 29)
+    monkeypatch.setattr(query, "MAX_PROCESS_BYTES", 1 << 29)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(ValueError, match="memory"):
         run_query(folder, sql)
@@ -396,7 +396,7 @@ def test_memory_that_duckdb_does_not_count_is_bounded(
 
 
 def test_text_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query, "MOST_ANSWER_LETTERS", 10_000)
+    monkeypatch.setattr(query, "MAX_ANSWER_LETTERS", 10_000)
     with pytest.raises(ValueError, match="letters"):
         run_query(folder, "SELECT repeat('x', 6000) FROM range(2)")
 

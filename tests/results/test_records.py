@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import Verdict, compare
-from moe_routing_bench.results.migrating import VERSION_1
+from moe_routing_bench.core.text import one_line
 from moe_routing_bench.results.record import (
-    MOST_LINE_BYTES,
+    MAX_LINE_BYTES,
+    VERSION_1,
     Comparison,
     Record,
     Samples,
@@ -23,7 +24,6 @@ from moe_routing_bench.results.record import (
     log_tail,
     parse_record,
 )
-from moe_routing_bench.text import one_line
 from repository import ROOT
 from sample_records import HASH, SESSION, a_record, document, failed, line
 
@@ -184,7 +184,7 @@ def test_lines_that_are_no_json() -> None:
     assert "not JSON" in refusal(b"")
     assert "not JSON" in refusal(b"\xff\xfe")
     assert "not JSON" in refusal(b"[" * 60_000)
-    assert "over 65,536 bytes" in refusal(b" " * (MOST_LINE_BYTES + 1))
+    assert "over 65,536 bytes" in refusal(b" " * (MAX_LINE_BYTES + 1))
     for number in ("NaN", "Infinity", "-Infinity", "1e999"):
         refusal(line(document(peak_rss_bytes=777)).replace(b"0.0115", number.encode()))
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from moe_routing_bench.cli import app
 from moe_routing_bench.ops.preference import Preference
+from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.regrets import read_regrets
-from moe_routing_bench.results.store import Session
 from repository import ROOT
 from sample_runs import add_cell
 

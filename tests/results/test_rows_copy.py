@@ -9,13 +9,13 @@ import pytest
 
 from command_line import mrb, mrb_json
 from made_sweeps import MadeUp, made_cells
-from moe_routing_bench.places import home
+from moe_routing_bench.core.paths import home
+from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
+from moe_routing_bench.fleet.mirror import mirror, mirror_rows
+from moe_routing_bench.fleet.store import RemoteStore
 from moe_routing_bench.results import query
-from moe_routing_bench.results.fleet import plan_fleet, run_fleet
-from moe_routing_bench.results.lines import LeftOut
-from moe_routing_bench.results.mirror import mirror, mirror_rows
 from moe_routing_bench.results.query import run_query
-from moe_routing_bench.results.shared import Shared
+from moe_routing_bench.results.read import LeftOut
 
 pytest.importorskip("obstore")
 ALL = "SELECT * FROM records ORDER BY record_id"
@@ -35,13 +35,13 @@ def url(tmp_path) -> str:
 
 
 def swept(url: str, cells: int) -> None:
-    store, engine = Shared(url, make=True), MadeUp()
+    store, engine = RemoteStore(url, make=True), MadeUp()
     plan = plan_fleet(made_cells(cells), store, engine, retry_failed=False, resume=True)
     assert list(run_fleet(plan, store, engine))
 
 
 def many_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_routing_bench.results.mirror.AT_ONCE", 1)
+    monkeypatch.setattr("moe_routing_bench.fleet.mirror.AT_ONCE", 1)
     monkeypatch.setattr("moe_routing_bench.results.rows.AT_ONCE", 3)
 
 
@@ -115,7 +115,7 @@ def test_a_time_without_its_samples_is_no_row(url, monkeypatch):
 
 def test_a_large_copy_is_read_in_place_and_no_query_writes_to_it(url, tmp_path, monkeypatch):
     folder = mirror_rows(url).folder
-    monkeypatch.setattr(query, "MOST_COPIED_BYTES", 0)
+    monkeypatch.setattr(query, "MAX_COPIED_BYTES", 0)
     rows = run_query(folder, ALL)
     (parquet,) = folder.glob("rows-*")
     before = parquet.read_bytes()

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from command_line import mrb
-from moe_routing_bench.results.store import iterate
+from moe_routing_bench.results.folder import iterate
 from repository import ROOT
 
 pytestmark = [

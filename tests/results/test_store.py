@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_routing_bench.results.lines import LeftOut
+from moe_routing_bench.results.folder import Session, iterate, samples_of
+from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import Record, Timing, parse_record
-from moe_routing_bench.results.store import Session, iterate, samples_of
 from sample_records import document, failed, line, with_times
 
 pytestmark = pytest.mark.slow
@@ -112,7 +112,7 @@ import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
 from test_store import record_of
-from moe_routing_bench.results.store import Session
+from moe_routing_bench.results.folder import Session
 session = Session.start(Path(sys.argv[1]))
 print(session.id, flush=True)
 while True:

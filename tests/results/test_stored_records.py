@@ -8,12 +8,12 @@ import pytest
 
 from moe_routing_bench.report.finding import results_folders
 from moe_routing_bench.report.reading import read
-from moe_routing_bench.results.again import _case
-from moe_routing_bench.results.comparing import compare_runs
-from moe_routing_bench.results.deciding import decide
+from moe_routing_bench.results.compare import compare_runs
+from moe_routing_bench.results.decisions import decide
+from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.history import WHERE
 from moe_routing_bench.results.query import run_query
-from moe_routing_bench.results.store import Session
+from moe_routing_bench.results.remeasure import _case
 from sample_records import a_record
 from sample_runs import add_cell
 

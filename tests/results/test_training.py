@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from moe_routing_bench.results.lines import TRAININGS, LeftOut
-from moe_routing_bench.results.pareto import Spread, pareto, sentences
-from moe_routing_bench.results.study import STUDY, TIMES, USED, StudyRun
-from moe_routing_bench.results.training import (
+from moe_routing_bench.results.read import TRAININGS, LeftOut
+from moe_routing_bench.train.pareto import Spread, pareto, sentences
+from moe_routing_bench.train.records import (
     EVENTS,
     STATE,
     execute,
@@ -27,6 +26,7 @@ from moe_routing_bench.results.training import (
     run_folder,
 )
 from moe_routing_bench.train.settings import Rule, Run, Size
+from moe_routing_bench.train.study import STUDY, TIMES, USED, StudyRun
 from moe_routing_bench.train.text import Corpus, synthetic
 from timing import in_time
 from tiny_training import TINY, tiny

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.routing import Routing
+from moe_routing_bench.core.routing import Routing
 
 F64 = torch.float64
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from moe_routing_bench import Layout, TokenInfo, make_plan
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.routers.router import all_routers, build
-from moe_routing_bench.routing import Routing
 from repository import ROOT
 
 TEXT = (ROOT / "docs" / "routers.md").read_text()

@@ -14,18 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_routing_bench import MoE, TokenInfo
 from moe_routing_bench.bench.inputs import Call, Inputs
-from moe_routing_bench.bench.judging import Finding, Judge
+from moe_routing_bench.bench.judging import Judge, Judgement
 from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.conformance.router_checks import check_router
-from moe_routing_bench.cost import Cost
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.published import FAMILIES
+from moe_routing_bench.core.shapes import MoEShape
+from moe_routing_bench.moe.presets import ROUTED, router_for
 from moe_routing_bench.ops.score_topk.op import PLAIN, reference
 from moe_routing_bench.ops.score_topk.op import op as score_topk_op
-from moe_routing_bench.presets import ROUTED, router_for
-from moe_routing_bench.published import FAMILIES
 from moe_routing_bench.routers.router import Router, build
-from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 
 pytestmark = pytest.mark.slow
@@ -188,7 +188,7 @@ def test_it_compiles_without_graph_breaks(rule: str) -> None:
 
 def judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, logits_TE: Tensor | None = None
-) -> Finding:
+) -> Judgement:
     """What the parent says of a worker's result that was changed."""
     case = BenchCase(name="own/x", span="score_topk", shape=MoEShape(T=24, D=1, F=1, E=8, K=2))
     inputs = Inputs(case, "zipf(1.2)")

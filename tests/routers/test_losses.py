@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moe_routing_bench.core.routing import TokenInfo
 from moe_routing_bench.routers.losses import (
     deepseek_loss,
     entropy_loss,
@@ -22,7 +23,6 @@ from moe_routing_bench.routers.losses import (
     z_loss,
 )
 from moe_routing_bench.routers.softmax_topk import SoftmaxTopkRouter
-from moe_routing_bench.routing import TokenInfo
 from plain_loops import F64, assert_finite_gradients, largest, logits_of, softmax, squared_cv
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_routing_bench.conformance.router_checks import check_router
+from moe_routing_bench.core.routing import SoftRouting, TokenInfo
 from moe_routing_bench.routers.router import GATE_SUMS, Router, all_routers, build, only_subclass
-from moe_routing_bench.routing import SoftRouting, TokenInfo
 from plain_loops import assert_finite_gradients
 
 pytestmark = pytest.mark.slow

@@ -10,6 +10,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from moe_routing_bench.controllers.controller import Counts, controller_for
+from moe_routing_bench.core.routing import TokenInfo
 from moe_routing_bench.routers.base_assignment import BaseAssignmentRouter, auction
 from moe_routing_bench.routers.expert_choice import ExpertChoiceRouter
 from moe_routing_bench.routers.expert_threshold import ExpertThresholdRouter
@@ -17,7 +18,6 @@ from moe_routing_bench.routers.quantile import QuantileRouter
 from moe_routing_bench.routers.random_fixed import RandomFixedRouter
 from moe_routing_bench.routers.router import build
 from moe_routing_bench.routers.sinkhorn import SinkhornRouter, balancing_E
-from moe_routing_bench.routing import TokenInfo
 from plain_loops import F64, chosen, largest, logits_of, sigmoid, softmax, with_identity
 
 # expert choice

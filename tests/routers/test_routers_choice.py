@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from moe_routing_bench.core.routing import TokenInfo
 from moe_routing_bench.routers.group_limited import GroupLimitedRouter
 from moe_routing_bench.routers.groups import RULES, limit_to_groups
 from moe_routing_bench.routers.losses import deepseek_loss, switch_loss
@@ -15,7 +16,6 @@ from moe_routing_bench.routers.relu import ReLURouter
 from moe_routing_bench.routers.sigmoid_bias import SCORES, SigmoidBiasRouter
 from moe_routing_bench.routers.token_rounding import ROUNDINGS, TokenRoundingRouter, rounded
 from moe_routing_bench.routers.top_p import TopPRouter
-from moe_routing_bench.routing import TokenInfo
 from plain_loops import (
     F64,
     all_chosen,

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_routing_bench.core.routing import TokenInfo
 from moe_routing_bench.routers.hashed import HashedRouter
 from moe_routing_bench.routers.noisy_topk import NoisyTopkRouter, chance_TE
 from moe_routing_bench.routers.soft_moe import SoftMoERouter
 from moe_routing_bench.routers.softmax_topk import ORDERS, SoftmaxTopkRouter
 from moe_routing_bench.routers.switch import SwitchRouter
-from moe_routing_bench.routing import TokenInfo
 from plain_loops import F64, assert_finite_gradients, largest, logits_of, softmax, squared_cv, with_identity
 
 

@@ -15,9 +15,9 @@ from command_line import mrb, refused
 from moe_routing_bench.bench.cell import Policy
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.span import span_named
-from moe_routing_bench.cli.pictures import check_picture_path, draw_power
 from moe_routing_bench.ops import registry
 from moe_routing_bench.ops.combine.op import op as combine
+from moe_routing_bench.report.pictures import check_picture_path, draw_power
 from moe_routing_bench.studies import power
 from moe_routing_bench.studies.power import (
     CASE,
@@ -220,7 +220,7 @@ def fake_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fake_rounds")
 def test_the_command_shows_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_routing_bench.cli.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("moe_routing_bench.cli.terminal.LINE_SECONDS", 0.0)
     out = tmp_path / "power.png"
     words = ("doctor", "--power", "--trials", "4", "--out", out)
     ran = mrb(*words)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_routing_bench.results.flat import COLUMNS
-from moe_routing_bench.results.matching import LIKE
+from moe_routing_bench.results.compare import LIKE
+from moe_routing_bench.results.parquet import COLUMNS
 from moe_routing_bench.results.same_case import SAME_CASE, told_apart
 from moe_routing_bench.workloads.axes import CaseAxes, PolicyAxes, axes_of
 from repository import SOURCE

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from moe_routing_bench.plan import Layout
-from moe_routing_bench.published import MODELS, model
+from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.published import MODELS, model
 from moe_routing_bench.workloads.cases import SUITES, cases, fitted, scaled
 
 EVERY = [case for name in (*SUITES, *MODELS) for case in cases(name)]

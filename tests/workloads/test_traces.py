@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from damaged_files import apart, joined
-from moe_routing_bench.routing import Routing
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.workloads.trace import ENTRY, Trace, ids_checksum, read_trace, write_trace
 from moe_routing_bench.workloads.trace_summary import Overlap, lift_EE, summarise
 from moe_routing_bench.workloads.workload import make_workload

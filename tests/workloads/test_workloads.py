@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from command_line import mrb, mrb_json
 from moe_routing_bench import Layout, Routing, make_plan
-from moe_routing_bench.load import LoadStatistics
+from moe_routing_bench.core.load import LoadStatistics
 from moe_routing_bench.workloads.assignment import Draws, apportion, assign, distinct_uniform
 from moe_routing_bench.workloads.families import FAMILIES, Batch, lognormal
 from moe_routing_bench.workloads.workload import ALIASES, EXAMPLES, Workload, make_workload

@@ -27,18 +27,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_routing_bench.experts import ExpertWeights, QuantisedExperts
+from moe_routing_bench.core.experts import ExpertWeights, QuantisedExperts
+from moe_routing_bench.core.frozen import Frozen, held_by, holder_of
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.formats.fp8_block import FP8Block
 from moe_routing_bench.formats.mxfp4 import MXFP4
 from moe_routing_bench.formats.named import INT8_ROWS
-from moe_routing_bench.frozen import Frozen, held_by, holder_of
 from moe_routing_bench.ops.expert_ffn.op import check_sizes, op, with_int8_rows
-from moe_routing_bench.plan import RoutingPlan
 
 FORWARD_ONLY = True
 NEEDS = {name: "pip install --no-deps kt-kernel==0.7.2 gguf" for name in ("kt_kernel", "gguf")}
 COLUMNS = 32
-MOST_TOKENS = 1024  # of one call; its buffers are made for so many
+MAX_TOKENS = 1024  # of one call; its buffers are made for so many
 # its class for what is stored, bits, group, and the step of its kernels: it crashes at other widths
 CLASSES: dict[str | None, tuple[str, int, int, int]] = {
     None: ("AMXBF16_MOE", 16, 1, COLUMNS),
@@ -83,7 +83,7 @@ class _Packed:
             kt, (E, D, F), (name, bits, group, _) = _kernels(), self.sizes, CLASSES[self.store]
             config = kt.moe.MOEConfig(E, K, D, F)
             pool = _pool(torch.get_num_threads())
-            config.layer_idx, config.pool, config.max_len = 0, pool.backend_, MOST_TOKENS
+            config.layer_idx, config.pool, config.max_len = 0, pool.backend_, MAX_TOKENS
             for matrix, part in zip(("gate", "up", "down"), self.parts, strict=True):
                 if self.store == "int8_a8":  # addresses of single experts mean codes of its own there
                     setattr(config, f"{matrix}_proj", part.data_ptr())
@@ -191,8 +191,8 @@ def run(
     y_TD = torch.empty_like(x_TD)
     expert_TK, gate_TK = plan.expert_TK().contiguous(), gate_TK.float().contiguous()
     made, pool = packed.for_K(K), _pool(torch.get_num_threads())
-    for first in range(0, T, MOST_TOKENS):
-        count = torch.tensor([min(MOST_TOKENS, T - first)], dtype=torch.int32)
+    for first in range(0, T, MAX_TOKENS):
+        count = torch.tensor([min(MAX_TOKENS, T - first)], dtype=torch.int32)
         given = (part[first:].data_ptr() for part in (expert_TK, gate_TK, x_TD, y_TD))
         pool.submit(made.forward_task(count.data_ptr(), K, *given, False))
         pool.sync()

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from moe_routing_bench.bench.inputs import Call
 from moe_routing_bench.bench.spans.span import Computation, Span
-from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.implementation import tensors_in
-from moe_routing_bench.plan import RoutingPlan
 
 PLAN = ("row_TK", "pair_R", "offset_E1", "count_E", "dropped_E")
 GRADIENT = "gradient of "

@@ -11,7 +11,7 @@ from moe_routing_bench.bench.device import check_place
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.span import Span, span_named
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.text import first_problem
+from moe_routing_bench.core.text import first_problem
 from moe_routing_bench.workloads.axes import CACHES, PolicyAxes
 from moe_routing_bench.workloads.cases import BenchCase
 

@@ -20,8 +20,8 @@ Call = Callable[[], object]
 # bound at import, so that a measured implementation cannot change it by patching the time module
 _now_ns = time.perf_counter_ns
 
-LEAST_SAMPLE_SECONDS = 1e-3  # ten thousand times the timer's step of about 100 ns
-MOST_CALLS = 10_000
+MIN_SAMPLE_SECONDS = 1e-3  # ten thousand times the timer's step of about 100 ns
+MAX_CALLS = 10_000
 
 
 class Clock(Protocol):
@@ -139,7 +139,7 @@ class ProfilerClock:
 
 
 def calls_per_sample(
-    clock: Clock, make_calls: Callable[[int], Sequence[Call]], least_seconds: float = LEAST_SAMPLE_SECONDS
+    clock: Clock, make_calls: Callable[[int], Sequence[Call]], least_seconds: float = MIN_SAMPLE_SECONDS
 ) -> int:
     """The fewest calls, doubling from one, whose span lasts least_seconds; at most MOST_CALLS.
 
@@ -147,10 +147,10 @@ def calls_per_sample(
     interruption does not pass for a slow call.
     """
     calls = 1
-    while calls < MOST_CALLS:
+    while calls < MAX_CALLS:
         if min(clock.span(make_calls(calls)) for _ in range(2)) >= least_seconds:
             return calls
-        calls = min(2 * calls, MOST_CALLS)
+        calls = min(2 * calls, MAX_CALLS)
     return calls
 
 

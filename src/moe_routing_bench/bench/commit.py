@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
-MOST_SECONDS = 5.0
+MAX_SECONDS = 5.0
 
 
 @cache
@@ -31,7 +31,7 @@ def _git(folder: Path, *words: str) -> str | None:
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
     try:
         ran = subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=MOST_SECONDS
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=MAX_SECONDS
         )
     except (OSError, subprocess.SubprocessError):
         return None

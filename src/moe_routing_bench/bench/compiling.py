@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from moe_routing_bench import cpp
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.span import is_ours
+from moe_routing_bench.core import cpp
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.routers.router import include_folder

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-from moe_routing_bench.machine import torch_threads
+from moe_routing_bench.core.machine import torch_threads
 
 BUSY = 50.0  # per cent of the last moment that others used a core
 LOOK_SECONDS = 0.2

@@ -17,15 +17,15 @@ import torch
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.series import SAMPLE_OVERHEAD, fewest_rounds
-from moe_routing_bench.dtypes import DTYPES
-from moe_routing_bench.machine import torch_threads
+from moe_routing_bench.core.dtypes import DTYPES
+from moe_routing_bench.core.machine import torch_threads
 from moe_routing_bench.workloads.axes import LONG_CALL
 
 START_SECONDS = 1.0  # a cell: workers, hashes of the code, results on disk
 TRIAL_SECONDS = 0.4  # a subject: its kit, its files
 GPU_TRIAL_SECONDS = 6.0  # a guess: starting CUDA and compiling a kernel; nobody has measured it
 TRIAL_CALLS, LONG_TRIAL_CALLS, SHARE_OF_PEAK = 9, 4, 0.5
-LEAST_SAMPLE = 1e-3
+MIN_SAMPLE = 1e-3
 PROBE_SECONDS = 1.0
 # a cell goes on until its worst ratio is known, and different kernels scatter more than one product does:
 # 0.05 for two alike on a quiet machine, 0.08 to 0.2 (quartiles) in the cells of measurements/records
@@ -55,7 +55,7 @@ def estimate(cell: Cell) -> float:
         return GPU_TRIAL_SECONDS * subjects + judged + policy.max_seconds
     long = call >= LONG_CALL
     trials = subjects * (TRIAL_SECONDS + (LONG_TRIAL_CALLS if long else TRIAL_CALLS) * call)
-    calls = 1 if long else 1 + max(1.0, LEAST_SAMPLE / 2 / call)
+    calls = 1 if long else 1 + max(1.0, MIN_SAMPLE / 2 / call)
     one_round = (subjects + 1) * (calls * call + SAMPLE_OVERHEAD)
     wanted = (HALF_INTERVAL * max(speed.jitter, USUAL_SCATTER) / policy.target) ** 2
     rounds = min(max(wanted, policy.min_rounds), policy.max_rounds) * one_round
@@ -78,7 +78,7 @@ def _round_seconds(cell: Cell) -> float:
     case, work = cell.case, {"forward": 1, "backward": 3, "train": 3}[cell.case.direction]
     read = case.held_bytes * min(1.0, case.shape.num_pairs / case.shape.E) if case.weights else 0
     call = 5e-5 + work * (case.flops / 1e11 + (read + 6 * case.activation_bytes) / 1e10)
-    calls = 1 if call >= LONG_CALL else 1 + max(1.0, LEAST_SAMPLE / 2 / call)
+    calls = 1 if call >= LONG_CALL else 1 + max(1.0, MIN_SAMPLE / 2 / call)
     return (len(cell.subjects) + 1) * (calls * call + SAMPLE_OVERHEAD)
 
 

@@ -18,14 +18,14 @@ from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs, store_roofs, stored_roofs
 from moe_routing_bench.bench.spans.span import is_ours
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cost import Cost
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.machine import this_machine
 
 # below the floor by no more than this factor may be noise, since roofs are measured too
 TOLERANCE = 1.05
 # our own code may beat torch's matmul, with which roofs are measured, but not by this much: then the work is
 # counted wrongly, and no roof may be raised by that
-MOST_RAISED = 1.5
+MAX_RAISED = 1.5
 
 
 def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
@@ -125,7 +125,7 @@ def raise_stored(outcome: CellOutcome) -> None:
         for one in outcome.subjects
         if all(map(is_ours, cell.span.origins(one.subject.spec))) and "store=" not in one.subject.spec
     ]
-    best = max((rate for rate in rates if roof < rate <= MOST_RAISED * roof), default=roof)
+    best = max((rate for rate in rates if roof < rate <= MAX_RAISED * roof), default=roof)
     if best > roof:
         higher = {**roofs.gemm_flops, dtype: {**roofs.gemm_flops[dtype], threads: best}}
         with suppress(OSError):  # a home that cannot be written keeps the roofs it has

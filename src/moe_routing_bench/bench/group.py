@@ -36,9 +36,10 @@ from moe_routing_bench.bench.floor import beaten_roofs, floor_seconds, roof_seco
 from moe_routing_bench.bench.group_worker import serve
 from moe_routing_bench.bench.identity import identify
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs
-from moe_routing_bench.bench.judging import Finding, Judge
+from moe_routing_bench.bench.judging import Judge, Judgement
 from moe_routing_bench.bench.kit import PassedKits
 from moe_routing_bench.bench.messages import KitRun
+from moe_routing_bench.bench.noise import NoiseDuring, weather
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome, Wire
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.rounds import WARM_SAMPLES
@@ -50,12 +51,11 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.bench.trial import check_kit
-from moe_routing_bench.bench.verdict import FEWEST_ROUNDS, aa_floor, compare_cells, stop_reason
-from moe_routing_bench.bench.weather import WeatherSpan, weather
-from moe_routing_bench.machine import this_machine
-from moe_routing_bench.parallel.flow import TRANSPORTS, count_flow
-from moe_routing_bench.parallel.moe import EXPERTS
-from moe_routing_bench.plan import Layout
+from moe_routing_bench.bench.verdict import MIN_ROUNDS, aa_floor, compare_cells, stop_reason
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.moe.expert_parallel import EXPERTS
+from moe_routing_bench.planner.flow import TRANSPORTS, count_flow
 from moe_routing_bench.workloads.axes import LONG_CALL
 
 # numbers of calls that are not timed begin here
@@ -159,7 +159,7 @@ class _Series:
     status: Status = Status.PASSED
     reason: str = ""
     checks: tuple[str, ...] = ()
-    finding: Finding | None = None
+    finding: Judgement | None = None
     first_call: float = 0.0
     call_seconds: float = math.inf  # the shortest call of its trial
     samples: list[float] = field(default_factory=list)
@@ -184,7 +184,7 @@ class _Session:
             self._group.close()
         self._group = None
 
-    def judged(self, result: Result, subject: int, number: int) -> Finding:
+    def judged(self, result: Result, subject: int, number: int) -> Judgement:
         return self.judge.judge_result(result, number, number % ROUTINGS, self.cell.subjects[subject])
 
     def warm_up(self, subject: int) -> None:
@@ -264,7 +264,7 @@ def run_group(
         rounds_by_process=tuple(rounds), stop_reason=stopped,
         aa_floor=aa_floor(seen[alive[0]].samples, seen[TWIN].samples) if alive else None,
         routing_checksum="" if reason else inputs.workload(0).checksum,
-        weather=WeatherSpan(before=before, after=weather()), seconds=budget.used,
+        weather=NoiseDuring(before=before, after=weather()), seconds=budget.used,
         notes=_notes(cell, outcomes),
     )  # fmt: skip
 
@@ -370,7 +370,7 @@ def _rounds_of_one_set(
                 return None
         done += 1
         report(f"round {before + done}")
-        if done < FEWEST_ROUNDS or (done < policy.min_rounds and budget.used < until):
+        if done < MIN_ROUNDS or (done < policy.min_rounds and budget.used < until):
             continue
         why = [
             stop_reason(

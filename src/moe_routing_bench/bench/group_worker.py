@@ -24,10 +24,10 @@ from moe_routing_bench.bench.inputs import touch
 from moe_routing_bench.bench.kit import run_kit
 from moe_routing_bench.bench.spans.parallel import OneCall, placement_of, span
 from moe_routing_bench.conformance.check import poisoned_memory
-from moe_routing_bench.parallel.moe import ParallelMoE
+from moe_routing_bench.moe.expert_parallel import ParallelMoE
 from moe_routing_bench.parallel.ranks import Ranks
 
-MOST_TEXT = 2_000
+MAX_TEXT = 2_000
 
 
 def serve(pipe: Connection, rank: int, cell_text: str, folder: str) -> None:
@@ -46,7 +46,7 @@ def serve(pipe: Connection, rank: int, cell_text: str, folder: str) -> None:
                 pipe.send_bytes(json.dumps(answer).encode())
         dist.destroy_process_group()
     except Exception as error:
-        failed = {"failed": f"{type(error).__name__}: {error}"[:MOST_TEXT]}
+        failed = {"failed": f"{type(error).__name__}: {error}"[:MAX_TEXT]}
         unsupported = {"unsupported": isinstance(error, NotImplementedError)}
         pipe.send_bytes(json.dumps({**failed, **unsupported}).encode())
 
@@ -65,7 +65,7 @@ class _Rank:
         if self.ranks.rank:
             return {}
         passed, failed, first = run_kit(self.cell, self.cell.subjects[subject])
-        return {"passed": passed, "failed": failed, "first": first[:MOST_TEXT]}
+        return {"passed": passed, "failed": failed, "first": first[:MAX_TEXT]}
 
     def call(
         self, subject: int, number: int, step: int, keep: bool, warm: int | None, poison: bool

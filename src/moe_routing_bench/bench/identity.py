@@ -25,8 +25,8 @@ from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.sources import PACKAGE, Code, distribution_version, files_in, folder_hash
 from moe_routing_bench.bench.spans.span import Span
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.machine import Machine
-from moe_routing_bench.names import base_name
+from moe_routing_bench.core.machine import Machine
+from moe_routing_bench.core.names import base_name
 from moe_routing_bench.ops.registry import BUILT_IN, OURS, all_ops, included_folders
 from moe_routing_bench.workloads.axes import key_values
 from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of, with_file

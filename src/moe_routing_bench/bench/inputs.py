@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_routing_bench.bench.decoded_weights import Kept, kept_of
 from moe_routing_bench.bench.device import placed
-from moe_routing_bench.bench.kept import Kept, kept_of
-from moe_routing_bench.dtypes import DTYPES
-from moe_routing_bench.experts import GATED, ExpertWeights, QuantisedExperts
-from moe_routing_bench.machine import torch_threads
+from moe_routing_bench.core.dtypes import DTYPES
+from moe_routing_bench.core.experts import GATED, ExpertWeights, QuantisedExperts
+from moe_routing_bench.core.machine import torch_threads
+from moe_routing_bench.core.plan import Layout, RoutingPlan
+from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.models.checkpoint import CheckpointLayer, read_layer
 from moe_routing_bench.ops.implementation import Implementation, tensors_in
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 from moe_routing_bench.parallel.traffic import Traffic
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.routing import Routing
-from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.workloads.cases import BenchCase
 from moe_routing_bench.workloads.workload import Workload, make_workload
 

@@ -21,25 +21,25 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from moe_routing_bench.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.bench.calls import Caller, Result, Wanted, named_tensors, result_from, value_of
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs, fingerprint
 from moe_routing_bench.bench.spans.span import Span
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Question, Subject
 from moe_routing_bench.bench.untrusted import read_file
-from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict
+from moe_routing_bench.core.experts import ExpertWeights
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.registry import all_ops
 
 FEW_ELEMENTS = 512
-MOST_DRAWS = 16  # of other data, for a result with few elements
+MAX_DRAWS = 16  # of other data, for a result with few elements
 # Soft-MoE with 4 slots: an honest kernel had a root mean square error over the bound in 1 of 200 calls
 FEW_ROWS = 8
 OTHER_DRAWS = 3_000_000  # call numbers from here on are never given to a worker
-MOST_KEPT = 8  # expected results kept, since every subject needs the same ones for its gate calls
-MOST_KEPT_BYTES = 2 << 30  # of them; two are kept in any case
-MOST_GRADIENT = 1 << 22  # elements of a gradient judged at once: of larger ones, random experts
+MAX_KEPT = 8  # expected results kept, since every subject needs the same ones for its gate calls
+MAX_KEPT_BYTES = 2 << 30  # of them; two are kept in any case
+MAX_GRADIENT = 1 << 22  # elements of a gradient judged at once: of larger ones, random experts
 STATUS = {
     "structure": Status.WRONG_STRUCTURE,
     "shape": Status.WRONG_SHAPE,
@@ -50,7 +50,7 @@ STATUS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Judgement:
     """Finding(status=Status.WRONG_VALUE, reason="largest error 0.5 at [3, 0] ...") or PASSED with numbers."""
 
     status: Status
@@ -59,7 +59,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Right:
+class ExpectedOutput:
     """The reference's results in float64 and in the case's dtype, and the upstream gradient."""
 
     oracle: Result
@@ -75,9 +75,9 @@ class Judge:
 
     def __init__(self, span: Span, inputs: Inputs):
         self.span, self.inputs = span, inputs
-        self._right: OrderedDict[Key, Right] = OrderedDict()
+        self._right: OrderedDict[Key, ExpectedOutput] = OrderedDict()
         self._callers: dict[tuple[Question, torch.dtype], Caller] = {}
-        self._others: dict[Question, list[Right]] = {}
+        self._others: dict[Question, list[ExpectedOutput]] = {}
         self._prints: dict[Key, str] = {}
         self.oracle_seconds = 0.0  # of the last one
 
@@ -94,17 +94,17 @@ class Judge:
 
     def judge(
         self, path: Path, number: int, step: int, subject: Subject, ties: str = "lower id first"
-    ) -> Finding:
+    ) -> Judgement:
         """Judge the file a worker wrote for call `number`."""
         try:
             result = read_result(path, self.right(number, step, subject).baseline)
         except ValueError as error:
-            return Finding(status=Status.WRONG_STRUCTURE, reason=str(error))
+            return Judgement(status=Status.WRONG_STRUCTURE, reason=str(error))
         return self.judge_result(result, number, step, subject, ties)
 
     def judge_result(
         self, result: Result, number: int, step: int, subject: Subject, ties: str = "lower id first"
-    ) -> Finding:
+    ) -> Judgement:
         right, args = self.right(number, step, subject), self.arguments(number, step, subject)
 
         def others(n: int) -> list[tuple[Any, Any]]:
@@ -123,11 +123,11 @@ class Judge:
         wrong = [verdict for verdict in verdicts if not verdict.passed]
         if wrong:
             reason = "; ".join(verdict.sentence for verdict in wrong)
-            return Finding(status=STATUS[wrong[0].fault], reason=reason, verdict=wrong[0])
-        return Finding(status=Status.PASSED, verdict=verdicts[0] if verdicts else None)
+            return Judgement(status=STATUS[wrong[0].fault], reason=reason, verdict=wrong[0])
+        return Judgement(status=Status.PASSED, verdict=verdicts[0] if verdicts else None)
 
     def _judge_gradients(
-        self, result: Result, right: Right, args: Mapping[str, Any], subject: Subject
+        self, result: Result, right: ExpectedOutput, args: Mapping[str, Any], subject: Subject
     ) -> list[Verdict]:
         verdicts = []
         for name, gradient in result.gradients.items():
@@ -172,7 +172,7 @@ class Judge:
         s = self.inputs.case.shape
         return self.span.rows(subject, self.inputs) < min(FEW_ROWS, s.num_pairs)
 
-    def _more(self, subject: Subject, n: int) -> list[Right]:
+    def _more(self, subject: Subject, n: int) -> list[ExpectedOutput]:
         """Results on other data, to know plain torch's usual error when a result has few elements."""
         draws = self._draws(subject, n)
         ready = self._others.setdefault(subject.question, [])
@@ -184,18 +184,18 @@ class Judge:
 
     def _draws(self, subject: Subject, n: int) -> int:
         telling = min(n, 8 * self.span.rows(subject, self.inputs))
-        return min(MOST_DRAWS, -(-FEW_ELEMENTS // telling)) if 0 < telling < FEW_ELEMENTS else 0
+        return min(MAX_DRAWS, -(-FEW_ELEMENTS // telling)) if 0 < telling < FEW_ELEMENTS else 0
 
     def _wants_draw(self, subject: Subject, place: int, tensor: Tensor) -> bool:
         return place < self._draws(subject, tensor.numel())
 
-    def right(self, number: int, step: int, subject: Subject) -> Right:
+    def right(self, number: int, step: int, subject: Subject) -> ExpectedOutput:
         """What the reference computes for a call."""
         key = (number, step, subject.question)
         if key not in self._right:
             self._right[key] = self._compute(number, step, subject)
             while len(self._right) > 2 and (
-                len(self._right) > MOST_KEPT or self._kept_bytes() > MOST_KEPT_BYTES
+                len(self._right) > MAX_KEPT or self._kept_bytes() > MAX_KEPT_BYTES
             ):
                 self._right.popitem(last=False)
         return self._right[key]
@@ -211,7 +211,9 @@ class Judge:
         return sum(tensor.nbytes for result in results for tensor in named_tensors(result).values())
 
     @torch.no_grad()
-    def _compute(self, number: int, step: int, subject: Subject, only: Wanted | None = None) -> Right:
+    def _compute(
+        self, number: int, step: int, subject: Subject, only: Wanted | None = None
+    ) -> ExpectedOutput:
         began = time.perf_counter()
         call = self.span.call(subject, self.inputs, number, step)
         args = self.span.arguments(call)
@@ -219,9 +221,9 @@ class Judge:
         forward = self.inputs.case.direction == "forward"
         for dtype in (self.inputs.dtype, torch.float64):
             if results and self.span.exact and forward:
-                return Right(oracle=results[0], baseline=results[0])
+                return ExpectedOutput(oracle=results[0], baseline=results[0])
             if results and (known := self._known(number, step, subject)) is not None:
-                return Right(oracle=known.oracle, baseline=results[0], d_out=known.d_out)
+                return ExpectedOutput(oracle=known.oracle, baseline=results[0], d_out=known.d_out)
             caller = self._caller(subject, dtype)
             given = args if dtype == self.inputs.dtype else {n: self._wide(v) for n, v in args.items()}
             results.append(caller.result(caller.ready(call, given, only)(), given, only))
@@ -230,9 +232,9 @@ class Judge:
             shape = value_of(results[0].out).shape
             d_out = self.span.upstream(call.upstream(shape), args).double()
         self.oracle_seconds = time.perf_counter() - began
-        return Right(oracle=results[1], baseline=results[0], d_out=d_out)
+        return ExpectedOutput(oracle=results[1], baseline=results[0], d_out=d_out)
 
-    def _known(self, number: int, step: int, subject: Subject) -> Right | None:
+    def _known(self, number: int, step: int, subject: Subject) -> ExpectedOutput | None:
         """A result of the same call for subjects with another tolerance: the oracle is the same."""
         asked = (number, step, subject.question[:3])
         return next((right for (n, s, q), right in self._right.items() if (n, s, q[:3]) == asked), None)
@@ -270,10 +272,10 @@ def _some_experts(*gradients: Tensor) -> tuple[Tensor, ...]:
     """The same experts of each, drawn anew for every judged call, if the whole is too large: the gradient of
     a model's experts has 10^8 elements, and comparing all of them took longer than all calls together."""
     elements = gradients[0].numel()
-    if gradients[0].ndim != 3 or elements <= MOST_GRADIENT:
+    if gradients[0].ndim != 3 or elements <= MAX_GRADIENT:
         return gradients
     E = gradients[0].shape[0]
-    count = max(1, MOST_GRADIENT * E // elements)
+    count = max(1, MAX_GRADIENT * E // elements)
     chosen = torch.tensor(sorted(random.SystemRandom().sample(range(E), count)))
     return tuple(gradient[chosen] for gradient in gradients)
 

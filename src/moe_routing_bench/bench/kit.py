@@ -23,13 +23,13 @@ from moe_routing_bench.bench.sources import PACKAGE, Code
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.conformance.cases import KitCell
 from moe_routing_bench.conformance.check import Outcome, cells_of, check
-from moe_routing_bench.machine import this_machine, torch_threads
-from moe_routing_bench.names import base_name
+from moe_routing_bench.core.machine import this_machine, torch_threads
+from moe_routing_bench.core.names import base_name
+from moe_routing_bench.core.paths import home
+from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.ops.registry import all_ops
-from moe_routing_bench.places import home
-from moe_routing_bench.whole_files import write_whole
 
-MOST_BYTES = 2**20  # of the file; a fuller one is begun anew
+MAX_BYTES = 2**20  # of the file; a fuller one is begun anew
 
 
 def kit_cells(cell: Cell, subject: Subject) -> list[KitCell]:
@@ -96,7 +96,7 @@ class PassedKits:
 
 def _read(path: Path) -> set[str]:
     try:
-        keys = json.loads(path.read_text()) if path.stat().st_size <= MOST_BYTES else []
+        keys = json.loads(path.read_text()) if path.stat().st_size <= MAX_BYTES else []
     except (OSError, ValueError):
         return set()
     return {key for key in keys if isinstance(key, str)} if isinstance(keys, list) else set()

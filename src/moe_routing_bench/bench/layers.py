@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.chain import ChainOfExperts
-from moe_routing_bench.experts import ExpertWeights
-from moe_routing_bench.layer import MoE
-from moe_routing_bench.names import parse_spec
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.names import parse_spec
+from moe_routing_bench.core.plan import RoutingPlan
+from moe_routing_bench.core.routing import Routing, SoftRouting, TokenInfo
+from moe_routing_bench.moe.chain import ChainOfExperts
+from moe_routing_bench.moe.layer import MoE
+from moe_routing_bench.moe.perft import Perft
 from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
@@ -28,10 +31,7 @@ from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import Op
-from moe_routing_bench.perft import Perft
-from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.routers.router import Router, build, router_named
-from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 
 ROUTER = "softmax_topk"
 # kinds of layer, with the defaults of their options

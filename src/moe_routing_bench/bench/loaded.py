@@ -20,10 +20,10 @@ from pathlib import Path
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.sources import PACKAGE, PYTHONS_OWN, files_in
-from moe_routing_bench.places import home
+from moe_routing_bench.core.paths import home
 from moe_routing_bench.workloads.workload import file_of
 
-MOST_FILES = 1_000  # that are reported
+MAX_FILES = 1_000  # that are reported
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/opt", "/nix", "/proc", "/sys", "/dev", "/run")
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "HF_HOME")
 
@@ -45,7 +45,7 @@ class LoadedFiles:
         modules = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
         given = {*filter(None, modules), *self._opened, *_mapped()}
         files = {os.path.realpath(name) for name in given}
-        return sorted(name for name in files if self._counts(name))[:MOST_FILES]
+        return sorted(name for name in files if self._counts(name))[:MAX_FILES]
 
     def _counts(self, name: str) -> bool:
         if is_under(name, self._known):

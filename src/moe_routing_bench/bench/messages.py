@@ -10,17 +10,17 @@ Text = Annotated[str, Field(max_length=4_000)]
 Seconds = Annotated[float, Field(gt=0, lt=1e7, allow_inf_nan=False)]
 
 
-class Answer(BaseModel):
+class Reply(BaseModel):
     """The request is done; there is nothing else to say."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Ready(Answer):
+class Ready(Reply):
     ready: bool
 
 
-class Described(Answer):
+class Described(Reply):
     """What an implementation declares: Described(label="index_add", origin="built in", ...)."""
 
     label: Text
@@ -31,7 +31,7 @@ class Described(Answer):
     ties: Text = ""
 
 
-class Called(Answer):
+class Called(Reply):
     """One call whose result is in files.
 
     wrong_type  what is wrong with the result's type, in words
@@ -49,7 +49,7 @@ class Called(Answer):
     changed: Annotated[tuple[Text, ...], Field(max_length=20, strict=False)] = ()
 
 
-class KitRun(Answer):
+class KitRun(Reply):
     """How many cells of the kit passed and failed, and the first failure in words."""
 
     passed: Annotated[int, Field(ge=0, le=10**6)]
@@ -57,37 +57,37 @@ class KitRun(Answer):
     first: Text
 
 
-class Loaded(Answer):
+class Loaded(Reply):
     """Files from elsewhere than Python, the system and this package."""
 
     files: Annotated[tuple[Text, ...], Field(max_length=1_000, strict=False)]
 
 
-class HandedOver(Answer):
+class HandedOver(Reply):
     wrong_type: Text
     print: Text
 
 
-class Calibrated(Answer):
+class Calibrated(Reply):
     calls: Annotated[int, Field(ge=1, le=256)]
 
 
-class Timed(Answer):
+class Timed(Reply):
     seconds: Seconds
 
 
-class StagesTimed(Answer):
+class StagesTimed(Reply):
     stages: Annotated[dict[Annotated[str, Field(max_length=200)], Seconds], Field(max_length=64)]
 
 
-class Weights(Answer):
+class Weights(Reply):
     print: Text
 
 
 Size = Annotated[int, Field(ge=0, lt=2**48)]
 
 
-class TensorAt(Answer):
+class TensorAt(Reply):
     """Where a tensor of a result lies in the worker's memory."""
 
     name: Annotated[str, Field(max_length=200)]
@@ -97,7 +97,7 @@ class TensorAt(Answer):
     dtype: Annotated[str, Field(max_length=20)]
 
 
-class ResultAt(Answer):
+class ResultAt(Reply):
     """A result in the worker's memory, or what is wrong with its type."""
 
     wrong_type: Text = ""
@@ -105,5 +105,5 @@ class ResultAt(Answer):
     filled: bool = False
 
 
-class Done(Answer):
+class Done(Reply):
     results: Annotated[tuple[ResultAt, ...], Field(max_length=256, strict=False)]

@@ -11,14 +11,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.identity import Identity
+from moe_routing_bench.bench.noise import NoiseDuring
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.verdict import Comparison
-from moe_routing_bench.bench.weather import WeatherSpan
-from moe_routing_bench.cost import Cost
-from moe_routing_bench.text import first_problem
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.text import first_problem
 
-MOST_OUTCOME_BYTES = 256 << 20
+MAX_OUTCOME_BYTES = 256 << 20
 Direction: TypeAlias = Literal["forward", "backward", "train"]
 
 
@@ -107,7 +107,7 @@ class CellOutcome:
     stop_reason: str = ""
     aa_floor: float | None = None
     routing_checksum: str = ""
-    weather: WeatherSpan | None = None
+    weather: NoiseDuring | None = None
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     environment: Mapping[str, Any] | None = None
@@ -154,8 +154,8 @@ class CellOutcome:
     @staticmethod
     def from_json(text: str | bytes) -> CellOutcome:
         """ValueError, in a sentence, if it is not an outcome that names the machine it ran on."""
-        if len(text) > MOST_OUTCOME_BYTES:
-            raise ValueError(f"this is not an outcome: it has over {MOST_OUTCOME_BYTES:,} bytes")
+        if len(text) > MAX_OUTCOME_BYTES:
+            raise ValueError(f"this is not an outcome: it has over {MAX_OUTCOME_BYTES:,} bytes")
         try:
             outcome = _OUTCOME.validate_json(text)
         except ValidationError as error:

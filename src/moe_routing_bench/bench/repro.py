@@ -6,7 +6,7 @@ import shlex
 
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.published import MODELS
+from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.workloads.axes import option_words
 from moe_routing_bench.workloads.cases import SUITES, BenchCase, cases
 

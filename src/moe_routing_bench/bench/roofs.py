@@ -22,19 +22,19 @@ import psutil
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from moe_routing_bench import cpp
-from moe_routing_bench.bench.weather import Neighbours
-from moe_routing_bench.dtypes import DTYPES
-from moe_routing_bench.machine import Machine, this_machine, torch_threads
-from moe_routing_bench.places import home
-from moe_routing_bench.text import first_problem, short
-from moe_routing_bench.whole_files import write_whole
+from moe_routing_bench.bench.noise import Neighbours
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.dtypes import DTYPES
+from moe_routing_bench.core.machine import Machine, this_machine, torch_threads
+from moe_routing_bench.core.paths import home
+from moe_routing_bench.core.text import first_problem, short
+from moe_routing_bench.core.whole_files import write_whole
 
 TRIES, LIBRARY_TRIES = 5, 3
 MEMORY_BYTES = 2**28  # per array; several times the caches of a server core
 GEMM_SIZES = (512, 1024, 2048)
 # a processor without float16 takes 50 s for the largest product, and ten minutes for all of them
-MOST_SECONDS = 0.5
+MAX_SECONDS = 0.5
 # no machine comes near 1e30; such a rate in a file would make every floor zero
 Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 Threads = Annotated[int, Field(ge=1, le=2**20)]
@@ -43,11 +43,11 @@ Words = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f]*$")]  
 Ladder = Annotated[dict[Annotated[int, Field(ge=1, le=2**50)], Rate], Field(min_length=1, max_length=64)]
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-LEAST_RUNG, MOST_RUNG = 2**14, 2**30  # bytes: the least for each thread, the most for all
+MIN_RUNG, MAX_RUNG = 2**14, 2**30  # bytes: the least for each thread, the most for all
 TRY_BYTES = 2**27  # a working set is read again until one try has moved so much
 TRY_STEPS = 2_000_000  # 5 ms of FMA, 80 ms of AMX
 READ, READ_STREAMS, COPY = range(3)  # as in roofs.cpp
-LEAST_SECONDS = 40.0  # who gives a command less time does not wait for roofs
+MIN_SECONDS = 40.0  # who gives a command less time does not wait for roofs
 QUIET_SECONDS = 0.3  # a look of this length says whether others use the machine
 
 
@@ -163,7 +163,7 @@ def _by_library(
     library.mrb_memory.restype = ctypes.c_void_p
     for function in (library.mrb_move, library.mrb_work, library.mrb_compute):
         function.restype = ctypes.c_double
-    most = min(MOST_RUNG, 2 ** int(math.log2(psutil.virtual_memory().available / 4)))
+    most = min(MAX_RUNG, 2 ** int(math.log2(psutil.virtual_memory().available / 4)))
     memory = ctypes.c_void_p(library.mrb_memory(ctypes.c_size_t(most)))
     if not memory.value:
         raise ValueError(f"there is no room for {most / 2**20:,.0f} MiB, which measuring the roofs takes")
@@ -181,7 +181,7 @@ def _by_library(
         for n in threads:
             on_step(f"memory, {n} threads")
             ladder[n], best, size = {}, 0.0, most
-            while size >= LEAST_RUNG * n:  # a smaller set is not slower, whatever the noise says
+            while size >= MIN_RUNG * n:  # a smaller set is not slower, whatever the noise says
                 best = max(best, moved(READ, size, n), moved(READ_STREAMS, size, n))
                 ladder[n] = {size: best, **ladder[n]}
                 size //= 2
@@ -249,7 +249,7 @@ def roofs_now(machine: Machine, seconds: float, on_retake: Callable[[], None] = 
     """What is stored; if that should be measured again, the machine is quiet now and the user gave enough
     seconds, it is. None if nothing was ever measured here."""
     stored = stored_roofs(machine.name)
-    if stored is None or not stored.stale or seconds < LEAST_SECONDS:
+    if stored is None or not stored.stale or seconds < MIN_SECONDS:
         return stored
     neighbours = Neighbours()
     time.sleep(QUIET_SECONDS)
@@ -311,7 +311,7 @@ def _gemm_rate(dtype: torch.dtype) -> float:
         a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
         seconds = _best(partial(torch.mm, a, b))
         best = max(best, 2 * size**3 / seconds)
-        if seconds > MOST_SECONDS / 8:  # the next one has eight times the work
+        if seconds > MAX_SECONDS / 8:  # the next one has eight times the work
             break
     return best
 
@@ -319,7 +319,7 @@ def _gemm_rate(dtype: torch.dtype) -> float:
 def _best(run: Callable[[], object]) -> float:
     """Seconds of the fastest of TRIES calls after the first; a long first call is not repeated."""
     times: list[float] = []
-    while len(times) <= TRIES and sum(times) < MOST_SECONDS:
+    while len(times) <= TRIES and sum(times) < MAX_SECONDS:
         started = time.perf_counter()
         run()
         times.append(time.perf_counter() - started)

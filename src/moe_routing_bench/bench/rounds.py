@@ -46,19 +46,19 @@ from moe_routing_bench.bench.trial import (
     check_threads,
     check_weights,
 )
-from moe_routing_bench.bench.verdict import FEWEST_ROUNDS, compare, stop_reason
+from moe_routing_bench.bench.verdict import MIN_ROUNDS, compare, stop_reason
 
 WARM_SAMPLES = 2
 WARM_CALL = 0.01  # seconds: the calls of its trial were long enough to warm what they use
 RESERVE = 0.05  # of the budget, for the last checks, the statistics and the table
-LEAST_SECONDS = 2.0  # of rounds, even if trials took all the time: what was tried should get a time
+MIN_SECONDS = 2.0  # of rounds, even if trials took all the time: what was tried should get a time
 LOOK_EVERY = 1.2  # the precision is computed again after this factor more rounds: computing it takes time
 LEAK_BYTES = 2**29
 LATEST = 1.2  # of the budget: who has no place by then gets none
 DECISIVE_ROUNDS = 9  # all on one side they show a difference, if half of the comparisons do
 # largest ratio of times of the same code in two processes: 1.29 was seen for calls of 10 us, where one
 # process had less to do and so colder caches
-MOST_APART = 1.5
+MAX_APART = 1.5
 
 
 class BaselineError(Exception):
@@ -118,7 +118,7 @@ class _Repeat:
         self.next_look, self.longest_round = 0, 0.0
         left = setup.budget.left / (self.cell.policy.processes - repeat)
         reserve = RESERVE * left
-        self.deadline = time.perf_counter() + max(left - reserve, LEAST_SECONDS)
+        self.deadline = time.perf_counter() + max(left - reserve, MIN_SECONDS)
 
     def run(self, on_round: OnRound) -> None:
         judged = self._rounds_to_judge()
@@ -339,7 +339,7 @@ class _Repeat:
         # a judged sample of each follows the rounds
         enough = self.fewest if rounds + left / whole - 1 >= self.fewest else DECISIVE_ROUNDS
         leaving = [s for s in self.alive if s in self.leaving and rounds >= enough]
-        if rounds < FEWEST_ROUNDS or rounds >= DECISIVE_ROUNDS:
+        if rounds < MIN_ROUNDS or rounds >= DECISIVE_ROUNDS:
             return leaving
         for s in sorted(seconds, key=lambda s: -seconds[s])[:-1]:
             if rounds + left / whole - 1 >= DECISIVE_ROUNDS:
@@ -369,14 +369,14 @@ class _Repeat:
         # what follows the rounds: a judged sample of each, about as long as another round and an oracle
         now = time.perf_counter()
         late = now + 1.5 * self.longest_round + self.judge.oracle_seconds >= self.deadline
-        if late and rounds < FEWEST_ROUNDS and len(self.alive) > 2:
+        if late and rounds < MIN_ROUNDS and len(self.alive) > 2:
             slowest = max(self.alive[1:], key=lambda s: median(self.here[s]))
             over = f"the time was over after {rounds} rounds; --seconds gives more"
             self._drop(slowest, SubjectError(Status.NO_TIME, over))
-        elif rounds < FEWEST_ROUNDS and now > self.deadline + (LATEST - 1) * self.setup.budget.seconds:
+        elif rounds < MIN_ROUNDS and now > self.deadline + (LATEST - 1) * self.setup.budget.seconds:
             over = f"{rounds} rounds took all the time; --seconds gives more"
             raise BaselineError(SubjectError(Status.NO_TIME, over), [*self.measured.calls])
-        if rounds < (min(FEWEST_ROUNDS, policy.max_rounds) if late else max(policy.min_rounds, self.fewest)):
+        if rounds < (min(MIN_ROUNDS, policy.max_rounds) if late else max(policy.min_rounds, self.fewest)):
             return None
         if rounds < self.next_look and not late and rounds < policy.max_rounds:
             return None
@@ -429,7 +429,7 @@ class _Repeat:
         if beside(s) in self.here:
             apart = compare(self.here[self.baseline][: len(self.here[s])], self.here[beside(s)])
             low, high = apart.interval
-            if low > MOST_APART or high < 1 / MOST_APART:
+            if low > MAX_APART or high < 1 / MAX_APART:
                 reason = f"the baseline takes {apart.ratio:.2f} times as long beside it as elsewhere"
                 raise SubjectError(Status.SUSPECT, reason)
 

@@ -17,6 +17,7 @@ from moe_routing_bench.bench.identity import Identity, identify
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.messages import Described
+from moe_routing_bench.bench.noise import NoiseDuring, weather
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.outside.sandbox import check_sandbox
 from moe_routing_bench.bench.roofs import Roofs
@@ -30,14 +31,13 @@ from moe_routing_bench.bench.trial import Reuse, Setup, Trial, Watch, slow_reaso
 from moe_routing_bench.bench.verdict import (
     DELTA,
     DELTA_APART,
-    FEWEST_ROUNDS,
+    MIN_ROUNDS,
     aa_floor,
     compare,
     compare_cells,
 )
-from moe_routing_bench.bench.weather import WeatherSpan, weather
-from moe_routing_bench.cost import Cost
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.routers.router import include_folder
 
 
@@ -88,7 +88,7 @@ def run_cell(
         check_sandbox()
     budget, before = budget or Budget(cell.policy.max_seconds), weather()
     if budget.left <= 0:
-        span_of = WeatherSpan(before=before, after=before)
+        span_of = NoiseDuring(before=before, after=before)
         return _not_run(cell, identify(cell, this_machine()), Status.NO_TIME, OVER, OVER, span_of)
     on_progress(_progress("preparing", budget))
     for folder in cell.include:
@@ -103,7 +103,7 @@ def run_cell(
         facts = {question: work_and_load(span, s, inputs) for question, s in asked.items()}
     except (ValueError, NotImplementedError) as reason:
         stopped, after = "these sizes cannot have this workload", weather()
-        span_of = WeatherSpan(before=before, after=after)
+        span_of = NoiseDuring(before=before, after=after)
         return _not_run(cell, identity, Status.UNSUPPORTED, str(reason), stopped, span_of)
     ours = [all(map(is_ours, span.origins(subject.spec))) for subject in cell.subjects]
     setup = Setup(
@@ -139,7 +139,7 @@ def run_cell(
         stop_reason=measured.stop_reason if measured else "nothing passed its trial",
         aa_floor=aa_floor(measured.samples[alive[0]], measured.samples[TWIN]) if measured else None,
         routing_checksum=workload.checksum,
-        weather=WeatherSpan(before=before, after=weather()),
+        weather=NoiseDuring(before=before, after=weather()),
         seconds=budget.used,
         notes=(
             *_notes(cell, trials, alive),
@@ -233,7 +233,7 @@ def _least_seconds(setup: Setup, alive: list[int], trials: Mapping[int, Trial]) 
         return 0.0
     questions = len({setup.cell.subjects[s].question for s in alive})
     judging = setup.cell.policy.checked * questions * setup.judge.oracle_seconds
-    return (FEWEST_ROUNDS + 1) * sum(round_seconds(setup, alive, trials).values()) + judging
+    return (MIN_ROUNDS + 1) * sum(round_seconds(setup, alive, trials).values()) + judging
 
 
 def _deciding_seconds(setup: Setup, alive: list[int], trials: Mapping[int, Trial]) -> float:
@@ -241,7 +241,7 @@ def _deciding_seconds(setup: Setup, alive: list[int], trials: Mapping[int, Trial
     ones leave as soon as they have a place."""
     slow = slow_ones(setup, alive, trials)
     turns = round_seconds(setup, alive, trials)
-    rounds = {s: FEWEST_ROUNDS if s in slow else DECISIVE_ROUNDS + WARM_SAMPLES for s in alive}
+    rounds = {s: MIN_ROUNDS if s in slow else DECISIVE_ROUNDS + WARM_SAMPLES for s in alive}
     return (
         sum((rounds[s] + 1) * turns[s] for s in alive)
         + setup.cell.policy.checked * setup.judge.oracle_seconds
@@ -268,7 +268,7 @@ def _standing(cell: Cell, measured: Measured, alive: list[int]) -> tuple[Standin
 
 
 def _not_run(
-    cell: Cell, identity: Identity, status: Status, reason: str, stop_reason: str, weather_span: WeatherSpan
+    cell: Cell, identity: Identity, status: Status, reason: str, stop_reason: str, weather_span: NoiseDuring
 ) -> CellOutcome:
     """The outcome if these sizes cannot have the workload, or the time is over. It must not end a sweep."""
     return CellOutcome(

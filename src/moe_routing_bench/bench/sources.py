@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from moe_routing_bench.cpp import compiler, with_includes
+from moe_routing_bench.core.cpp import compiler, with_includes
 
 PACKAGE = Path(__file__).parents[1]
 OURS = PACKAGE.name
 CODE = (".cpp", ".h", ".cu", ".cuh")
 PYTHONS_OWN = "__pycache__"
-MOST_FILES = 10_000  # of a folder
+MAX_FILES = 10_000  # of a folder
 BIG_BYTES = 64 << 20  # of a larger file, size and time of change stand for the content
 
 
@@ -118,9 +118,9 @@ def files_in(folder: Path) -> list[Path]:
             continue
         folders[:] = [name for name in folders if name != PYTHONS_OWN and not name.startswith(".")]
         found += [Path(place, name) for name in names if not name.startswith(".")]
-        if len(found) > MOST_FILES:
+        if len(found) > MAX_FILES:
             raise ValueError(
-                f"{folder} has over {MOST_FILES:,} files, and a change of any could change a result; "
+                f"{folder} has over {MAX_FILES:,} files, and a change of any could change a result; "
                 "give a folder with kernels and what they load alone"
             )
     return sorted(path for path in found if path.is_file())

@@ -33,16 +33,16 @@ from moe_routing_bench.bench.fork_server import (
     settings_of,
     without_main_module,
 )
-from moe_routing_bench.bench.messages import Answer, Ready, Timed
+from moe_routing_bench.bench.messages import Ready, Reply, Timed
 from moe_routing_bench.bench.outside.sandbox import SandboxedProcess
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.untrusted import receive
-from moe_routing_bench.text import ending, printable
+from moe_routing_bench.core.text import ending, printable
 
-MOST_ANSWER_BYTES = 2**20
+MAX_ANSWER_BYTES = 2**20
 LOG_TAIL = 2_000
 _now_ns = time.perf_counter_ns
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=Reply)
 
 
 class SubjectError(Exception):
@@ -142,13 +142,13 @@ class Worker:
 
     def next_cell(self, cell: Cell) -> None:
         """From here on it measures another cell, with the same policy and weights."""
-        self.ask("next_cell", Answer, cell=cell.to_json())
+        self.ask("next_cell", Reply, cell=cell.to_json())
         self.cell, self.called = cell, set()
 
     def sample(self, *, warm: bool = True, **details: Any) -> tuple[float, float]:
         """Seconds of a timed span by two clocks: the worker's, which is precise, and this process's, which
         includes the time in the pipe and which the worker cannot change."""
-        self.ask("prepare", Answer, warm=warm, **details)
+        self.ask("prepare", Reply, warm=warm, **details)
         started = _now_ns()
         claimed = self.ask("go", Timed).seconds
         seen = (_now_ns() - started) * 1e-9
@@ -221,7 +221,7 @@ class Worker:
     def _message(self) -> bytes:
         try:
             fds = self._pipe.fileno(), self._process.sentinel
-            return receive(*fds, seconds=self.limit, most_bytes=MOST_ANSWER_BYTES)
+            return receive(*fds, seconds=self.limit, most_bytes=MAX_ANSWER_BYTES)
         except TimeoutError:
             status = Status.TIMEOUT if self.limit >= self.cell.policy.step_seconds else Status.NO_TIME
             reason = f"it did not answer within {self.limit:.3g} s and was stopped"

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_routing_bench.accuracy import Verdict
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.fork_server import server_harm
@@ -39,8 +38,9 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError, Worker
 from moe_routing_bench.bench.untrusted import read_file
-from moe_routing_bench.bench.verdict import FEWEST_ROUNDS
-from moe_routing_bench.bench.worker import MOST_CALLS
+from moe_routing_bench.bench.verdict import MIN_ROUNDS
+from moe_routing_bench.bench.worker import MAX_CALLS
+from moe_routing_bench.core.accuracy import Verdict
 from moe_routing_bench.workloads.axes import LONG_CALL
 
 # how much longer the parent's clock may run than the worker's: the time in the pipe, and a share of the span
@@ -51,7 +51,7 @@ AUDIT_SECONDS = 0.02
 GATE_CALLS = ((0, 0), (10, 1))  # number and step; the first is called twice
 PATIENCE = 0.3  # the share of a cell's time that one trial may take
 FAR_BEHIND = 10.0  # so many times the best time
-LEAST_LIMIT = 10.0  # seconds that a request may take even when the time is over
+MIN_LIMIT = 10.0  # seconds that a request may take even when the time is over
 
 Watch = Callable[[], str | None]
 
@@ -205,7 +205,7 @@ class Setup:
 
     def too_slow(self, call_seconds: float) -> bool:
         """Is it far behind, and would its trial and the fewest rounds take the time of the others?"""
-        needed = (len(GATE_CALLS) + FEWEST_ROUNDS + 2) * call_seconds
+        needed = (len(GATE_CALLS) + MIN_ROUNDS + 2) * call_seconds
         return call_seconds > FAR_BEHIND * self.best_seconds and needed > PATIENCE * self.budget.seconds
 
     def blame_for_harm(self) -> None:
@@ -227,7 +227,7 @@ class Setup:
     @property
     def limit(self) -> float:
         """Seconds for one request: a single call must not use up the whole budget and more."""
-        return min(self.cell.policy.step_seconds, max(self.budget.left, LEAST_LIMIT))
+        return min(self.cell.policy.step_seconds, max(self.budget.left, MIN_LIMIT))
 
 
 def try_alone(setup: Setup, index: int) -> Trial:
@@ -416,7 +416,7 @@ def check_weights(worker: Worker, judge: Judge) -> None:
 
 def _calibrate(worker: Worker, place: int, numbers: Numbers, outside: bool) -> tuple[int, float]:
     """Calls per sample and seconds per call; SubjectError if the worker's clock and ours disagree."""
-    first = numbers.take(4 * MOST_CALLS)
+    first = numbers.take(4 * MAX_CALLS)
     calls = worker.ask("calibrate", Calibrated, subject=place, first=first).calls
 
     def sample() -> float:
@@ -429,7 +429,7 @@ def _calibrate(worker: Worker, place: int, numbers: Numbers, outside: bool) -> t
 
 def audit(worker: Worker, subject: int, call_seconds: float, numbers: Numbers) -> float:
     """Seconds per call. Both clocks must agree, on spans so long that the time in the pipe is negligible."""
-    calls = min(MOST_CALLS, max(1, math.ceil(AUDIT_SECONDS / call_seconds)))
+    calls = min(MAX_CALLS, max(1, math.ceil(AUDIT_SECONDS / call_seconds)))
 
     def again() -> tuple[float, float]:
         return worker.sample(subject=subject, first=numbers.take(calls), step=0, calls=calls, keep=-1)

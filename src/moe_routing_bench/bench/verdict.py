@@ -51,11 +51,11 @@ DELTA = 0.02
 DELTA_APART = 0.03  # for two processes
 TARGET = DELTA / 2  # a ratio known so well needs no more rounds
 CONFIDENCE = 0.99
-FEWEST_ROUNDS = 5
+MIN_ROUNDS = 5
 # with 1999, the ends of a 99 % interval are the 10th smallest and the 10th largest
 RESAMPLES = 1_999
 # if more rounds are needed, the ratio is too close to the threshold to decide on which side it lies
-MOST_ROUNDS = 10_000
+MAX_ROUNDS = 10_000
 # logarithms are rounded to 1e-12, so that 1.02 is on the threshold whatever the unit of time and the
 # direction of the comparison
 DIGITS = 12
@@ -174,7 +174,7 @@ def stop_reason(
         return f"rounds: {rounds} of at most {max_rounds}"
     if seconds >= max_seconds:
         return f"time: {seconds:.0f} s of at most {max_seconds:.0f} s, after {rounds} rounds"
-    if rounds >= max(min_rounds, FEWEST_ROUNDS) and precision_reached(a, b, target):
+    if rounds >= max(min_rounds, MIN_ROUNDS) and precision_reached(a, b, target):
         return f"precision: the ratio is known to {100 * target:.1f} % after {rounds} rounds"
     return None
 
@@ -271,7 +271,7 @@ def _decide(
         needed = math.inf if known else rounds * (half / (delta - effect)) ** 2
         why = f"perhaps no difference of more than {_percent(delta)}, but the interval reaches further"
     more = None
-    if verdict == "UNDECIDED" and needed <= MOST_ROUNDS:
+    if verdict == "UNDECIDED" and needed <= MAX_ROUNDS:
         verdict, more = "TOO_FEW_ROUNDS", max(1, math.ceil(needed) - rounds)
         why += f"; about {more} more rounds would tell"
     ratio, ends = math.exp(centre), (math.exp(low), math.exp(high))
@@ -360,10 +360,8 @@ def _log_ratios(a: ArrayLike, b: ArrayLike) -> Floats:
         raise ValueError(
             f"A has times of shape {times_a.shape} and B of {times_b.shape}: a round gives one time of each"
         )
-    if len(times_a) < FEWEST_ROUNDS:
-        raise ValueError(
-            f"{len(times_a)} rounds are too few to compare anything, {FEWEST_ROUNDS} is the least"
-        )
+    if len(times_a) < MIN_ROUNDS:
+        raise ValueError(f"{len(times_a)} rounds are too few to compare anything, {MIN_ROUNDS} is the least")
     for name, times in (("A", times_a), ("B", times_b)):
         if (wrong := ~(np.isfinite(times) & (times > 0))).any():
             at = int(wrong.argmax())

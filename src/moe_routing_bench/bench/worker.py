@@ -38,7 +38,7 @@ from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.registry import BUILT_IN
 from moe_routing_bench.routers.router import include_folder
 
-MOST_CALLS = 256  # in one sample: each has its own inputs, all made before the sample
+MAX_CALLS = 256  # in one sample: each has its own inputs, all made before the sample
 # five thousand steps of the timer. Longer samples are no better: noise comes in bursts of many milliseconds,
 # so in the same time, samples of 16 calls give twice the variance of 1 to 4 (calls of 0.3 ms)
 SAMPLE_SECONDS = 5e-4
@@ -175,12 +175,12 @@ class _Worker:
         caller = self._caller(subject)
 
         def make(n: int) -> list[Any]:
-            calls = [next(numbers) for _ in range(min(n, MOST_CALLS))]
+            calls = [next(numbers) for _ in range(min(n, MAX_CALLS))]
             return [caller.ready(*self._call(subject, number, number % ROUTINGS)) for number in calls]
 
         if self.flusher is not None:
             return {"calls": 1}  # caches are cold only for the first call
-        return {"calls": min(MOST_CALLS, calls_per_sample(self.clock, make, SAMPLE_SECONDS))}
+        return {"calls": min(MAX_CALLS, calls_per_sample(self.clock, make, SAMPLE_SECONDS))}
 
     def prepare(
         self, subject: int, first: int, step: int, calls: int, keep: int, warm: bool

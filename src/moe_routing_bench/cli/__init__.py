@@ -29,8 +29,8 @@ COMMANDS = {
     "doctor": Place("doctor", "doctor_command", "What is this machine, and how fast can it be at most?"),
     "formats": Place("formats", "formats_command", "What do weights of 8 and 4 bits lose against float32?"),
     "sweep": Place("sweep", "sweep_command", "Measure many cases into one folder; stop and go on at will."),
-    "merge": Place("merge", "merge_command", "One results folder from those of several machines."),
-    "compact": Place("compact", "compact_command", "Make a store on a URL quick to read: few big objects."),
+    "merge": Place("bundle", "merge_command", "One results folder from those of several machines."),
+    "compact": Place("bundle", "compact_command", "Make a store on a URL quick to read: few big objects."),
     "results": Place(
         "results", "results_command", "What was measured? An overview, or the answer to a query."
     ),
@@ -42,15 +42,15 @@ COMMANDS = {
     "gate": Place("compare", "gate_command", "Is anything slower than before? Exit code 1 if so, for CI."),
     "history": Place("history", "history_command", "At which commit did it become faster or slower?"),
     "decide": Place("decide", "decide_command", 'Which wins for which size? For impl="auto" to follow.'),
-    "regret": Place("regret", "regret_command", 'How much slower is impl="auto" than the fastest?'),
+    "regret": Place("decide", "regret_command", 'How much slower is impl="auto" than the fastest?'),
     "compile": Place(
         "compile", "compile_command", "Compile Triton kernels without a GPU; show what they need."
     ),
     "bench": Place("bench", "bench_app", "Which implementation is fastest here? Checked, then timed."),
     "profile": Place("profile", "profile_app", "Where the time of a MoE block goes, operation by operation."),
     "train": Place("train", "train_app", "Which router learns best, and what does it cost? On your text."),
-    "place": Place("place", "place_command", "Would another placement of experts on ranks pay?"),
-    "cache": Place("place", "cache_command", "Which experts to keep in memory if not all fit?"),
+    "place": Place("parallel", "place_command", "Would another placement of experts on ranks pay?"),
+    "cache": Place("parallel", "cache_command", "Which experts to keep in memory if not all fit?"),
     "parallel": Place("parallel", "parallel_app", "I have N GPUs and this model: what would a step cost?"),
     "trace": Place("trace", "trace_app", "What a model's MoE layers choose: record, look, check, compare."),
 }

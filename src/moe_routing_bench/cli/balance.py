@@ -12,9 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from moe_routing_bench.cli.fitting import fitted
-from moe_routing_bench.cli.progress import bar
-from moe_routing_bench.cli.terminal import Json, console, show, show_json, user_mistakes
+from moe_routing_bench.cli.terminal import Json, bar, console, fitted, show, show_json, user_mistakes
+from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.report.drawing import figure
 from moe_routing_bench.studies.drift import (
     EVEN_WITHIN,
@@ -24,7 +23,6 @@ from moe_routing_bench.studies.drift import (
     study_balance,
     without_control,
 )
-from moe_routing_bench.whole_files import write_whole
 from moe_routing_bench.workloads.trace import write_trace
 
 # a colour for each subject, related ones in similar colours; a dashed line lies on top of another line

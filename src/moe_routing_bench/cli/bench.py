@@ -19,9 +19,8 @@ from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.cli.balance import balance_command
-from moe_routing_bench.cli.ending import end, saving_folder, stopped, where_saved
-from moe_routing_bench.cli.finding import include_all
-from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
+from moe_routing_bench.cli.choosing import end, saving_folder, stopped, where_saved
+from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, include_all, with_options
 from moe_routing_bench.cli.tables import outcome_document, show_outcome, show_summary
 from moe_routing_bench.cli.terminal import Json, console, fail, show, show_json, user_mistakes
 

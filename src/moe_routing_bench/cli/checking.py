@@ -1,23 +1,35 @@
-"""The rows of `mrb check`: what is chosen, and its cases run; code from outside in a process of its own."""
+"""The rows of `mrb check`: what is chosen, and its cases run; code from outside in a process of its own.
+
+The map of `mrb check --tokens 1-512`: for how many tokens is an implementation right?
+
+A kernel may be wrong for a few numbers of tokens alone: where another tile, another branch or another table
+begins. Every number is tried with the kit's plain case, in every dtype and layout that it takes.
+
+What `mrb check` shows: progress, a row for each implementation, failures, maps by number of tokens.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import count
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+from rich.padding import Padding
+from rich.text import Text
 
-from moe_routing_bench.cli.apart import ApartError, Shown, answers
-from moe_routing_bench.cli.describing import OpRow, described
-from moe_routing_bench.cli.finding import ROUTERS, Outside, OutsideFile, routers_found
-from moe_routing_bench.conformance.cases import KitCell
+from moe_routing_bench.cli.describing import ApartError, OpRow, Shown, answers, described
+from moe_routing_bench.cli.options import ROUTERS, Outside, OutsideFile, routers_found
+from moe_routing_bench.cli.terminal import bar, console, fitted, show
+from moe_routing_bench.conformance.cases import CASES, KitCell, layouts_for
 from moe_routing_bench.conformance.check import Outcome, cells_of, check, matches
 from moe_routing_bench.conformance.router_checks import check_router
-from moe_routing_bench.names import did_you_mean, one_of
-from moe_routing_bench.ops.catalog import Entry, find_all
+from moe_routing_bench.core.names import base_name, did_you_mean, one_of, option_numbers, ranges
+from moe_routing_bench.ops.catalog import Listing, find_all
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops, get_op
 
 NO_DTYPE = "any"
@@ -147,7 +159,7 @@ def _name(row: Row) -> str:
     return f"{row.op}.{row.spec.partition('(')[0]}"
 
 
-def _row(op: str, entry: Entry, dtypes: tuple[str, ...], device: str) -> Row:
+def _row(op: str, entry: Listing, dtypes: tuple[str, ...], device: str) -> Row:
     row = Row(op=op, spec=entry.spec, origin=entry.origin, broken=entry.state == "broken")
     if row.broken:
         row.take_sentences([entry.reason])
@@ -261,3 +273,185 @@ def _run_apart(
             row.take_sentences([str(reason)])
         else:
             row.take(begun.model_copy(update={"status": "failed", "sentences": [str(reason)]}))
+
+
+MAX_TOKENS = 65_536
+PER_LINE = 64
+MARKS = {"passed": ".", "failed": "X", "unsupported": "-"}
+LAYOUT_OF = {"padded": "padded(capacity_factor=8)", "compact": "compact", "block": "block(16)"}
+
+
+class TokensOutcome(BaseModel):
+    """All dtypes and layouts at one number of tokens. `begun` comes first, to know where code died."""
+
+    model_config = ConfigDict(extra="forbid")
+    T: int
+    status: Literal["begun", "passed", "failed", "unsupported"]
+    sentence: Shown = ""
+
+
+@dataclass
+class TokenMap:
+    """A row of the table by number of tokens: {1: "passed", 2: "failed", ...}, and what is wrong."""
+
+    op: str
+    spec: str
+    status: dict[int, str] = field(default_factory=dict)
+    wrong: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def ran(self) -> bool:
+        return any(status != "unsupported" for status in self.status.values())
+
+    def lines(self) -> Iterator[str]:
+        """At most 80 letters each: 64 numbers of tokens, the first of them in front."""
+        tokens = sorted(self.status)
+        for start in range(0, len(tokens), PER_LINE):
+            some = tokens[start : start + PER_LINE]
+            yield f"  {some[0]:>6}  " + "".join(MARKS[self.status[T]] for T in some)
+
+
+def parse_tokens(text: str) -> list[int]:
+    return sorted(set(option_numbers("--tokens", text, "1-512 or 1-64,100", MAX_TOKENS)))
+
+
+def checked_tokens(
+    op: str, spec: str, dtypes: tuple[str, ...], device: str, tokens: list[int]
+) -> Iterator[dict[str, Any]]:
+    """Runs where the implementation is loaded, which may be a process of its own."""
+    plain = CASES[0]
+    for T in tokens:
+        yield {"T": T, "status": "begun"}
+        seen, sentence = set(), ""
+        for layout in layouts_for(get_op(op), plain):
+            layout = LAYOUT_OF.get(base_name(layout), layout)
+            for dtype in dtypes:
+                case = replace(plain, name=f"plain at T={T}", T=T)
+                cell = KitCell(op=op, spec=spec, case=case, layout=layout, dtype=dtype, device=device)
+                outcome = check(cell)
+                seen.add(outcome.status)
+                if outcome.status == "failed" and not sentence:
+                    sentence = f"{dtype}, {layout}: {outcome.sentences[0]}"[:2_000]
+        status = next(one for one in ("failed", "passed", "unsupported") if one in seen)
+        yield {"T": T, "status": status, "sentence": sentence}
+
+
+def token_map(row: Row, dtypes: tuple[str, ...], device: str, tokens: list[int]) -> TokenMap:
+    """What dies or hangs is wrong at the number it had begun, and the rest is not known."""
+    result, asked = TokenMap(row.op, row.spec), (row.op, row.spec, dtypes, device, tokens)
+    begun = tokens[0]
+    try:
+        source: Any = (
+            map(TokensOutcome.model_validate, checked_tokens(*asked))
+            if row.outside is None
+            else answers(checked_tokens, *asked, include=row.outside.folders, answer=TokensOutcome)
+        )
+        for one in source:
+            begun = one.T
+            if one.status != "begun":
+                result.status[one.T] = one.status
+                if one.status == "failed":
+                    result.wrong[one.T] = one.sentence
+    except (ApartError, ValueError) as reason:
+        result.status[begun], result.wrong[begun] = "failed", str(reason)
+    return result
+
+
+SHOWN = 3  # failures of one implementation without --verbose
+STYLES = {"passed": "green", "failed": "bold red", "broken": "bold red", "not supported": "yellow"}
+
+
+@contextmanager
+def check_progress(
+    total: int, *, quiet: bool = False
+) -> Iterator[tuple[Callable[[str], None], Callable[[Row, float], None]]]:
+    """A bar on a terminal, else a line for each implementation; on stderr, because stdout is for results."""
+    done, screen = count(1), console(stderr=True)
+    with bar("checking", "cases", quiet=quiet) as shown:
+
+        def finished(row: Row, seconds: float) -> None:
+            if not (quiet or screen.is_terminal):
+                screen.print(f"{row.op}.{row.spec}: {_counts([row])}, {seconds:.1f} s")
+
+        yield lambda what: shown.update(next(done), total, now=what), finished
+
+
+def _counts(rows: list[Row], what: str = "") -> str:
+    passed, failed, unsupported = (
+        sum(getattr(row, name).total() for row in rows) for name in ("passed", "failed", "unsupported")
+    )
+    return f"{passed:,}{what} passed, {failed:,} failed, {unsupported:,} not supported"
+
+
+def show_rows(rows: list[Row], dtypes: tuple[str, ...], idle: list[str], *, verbose: bool = False) -> None:
+    """idle: operations of which nothing ran."""
+    words = {"op": [row.op for row in rows], "implementation": [row.spec for row in rows]}
+    numbers: dict[str, list[str | Text]] = {
+        dtype: [_fraction(row, dtype) for row in rows] for dtype in dtypes
+    }
+    numbers["not supported"] = [
+        Text(f"{count:,}", "yellow") if (count := row.unsupported.total()) else Text("-", "dim")
+        for row in rows
+    ]
+    numbers["verdict"] = [Text(row.verdict, STYLES[row.verdict]) for row in rows]
+    show(*fitted(words, numbers))
+    for row in rows:
+        if row.failures:
+            _show_failures(row, verbose=verbose)
+        if verbose and row.reasons:
+            show("", Text.assemble((f"{row.op}.{row.spec}", "bold"), " does not support"))
+            for reason, times in row.reasons.most_common():
+                show(_indented(Text(f"{_cases(times)}: {reason}")))
+    if notes := [row for row in rows if row.note]:
+        show("")
+        for row in notes:
+            show(Text.assemble((f"{row.op}.{row.spec}", "bold"), f": {row.note}"))
+    show("")
+    for name in idle:
+        show(Text(f"Nothing selected of {name} could run, so nothing is known about it.", "bold red"))
+    style = "red" if idle or any(row.failed for row in rows) else "green"
+    hint = " (reasons: --verbose)" if not verbose and any(row.reasons for row in rows) else ""
+    show(Text.assemble((_counts(rows, " cases"), style), hint))
+
+
+def _fraction(row: Row, dtype: str) -> Text:
+    passed, ran = row.passed[dtype], row.passed[dtype] + row.failed[dtype]
+    if not ran:
+        return Text("-", "dim")
+    return Text(f"{passed}/{ran}", "green" if passed == ran else "red")
+
+
+def _show_failures(row: Row, *, verbose: bool) -> None:
+    what = "is broken" if row.broken else f"failed {_cases(row.failed.total())}"
+    origin = "" if row.origin == BUILT_IN else f" ({row.origin})"
+    show("", Text.assemble((f"{row.op}.{row.spec}", "bold red"), origin, f" {what}"))
+    shown = row.failures if verbose else row.failures[:SHOWN]
+    for failure in shown:
+        where = ", ".join(filter(None, (failure["case"], failure["layout"], failure["dtype"])))
+        show(_indented(Text.assemble((f"{where}: " if where else "", "bold"), failure["sentence"])))
+    if len(shown) < len(row.failures):
+        show(_indented(Text(f"and {len(row.failures) - len(shown):,} more (--verbose)", "dim")))
+
+
+def _indented(text: Text) -> Padding:
+    return Padding(text, (0, 0, 0, 2))
+
+
+def _cases(number: int) -> str:
+    return f"{number:,} {'case' if number == 1 else 'cases'}"
+
+
+def show_map(one_map: TokenMap) -> None:
+    verdict = "right at every T that ran" if one_map.ran else "nothing ran"
+    if one_map.wrong:
+        verdict = f"wrong at T = {ranges(sorted(one_map.wrong))}"
+    style = "red" if one_map.wrong else "green" if one_map.ran else "yellow"
+    show(Text.assemble((f"{one_map.op}.{one_map.spec}: ", "bold"), (verdict, style)))
+    for line in one_map.lines():
+        show(Text(line))
+    for T, sentence in list(one_map.wrong.items())[:SHOWN]:
+        show(_indented(Text(f"T={T}: {sentence}")))
+
+
+def show_legend_of_maps() -> None:
+    show(Text("  . right   X wrong   - not supported; 64 numbers of tokens a line", "dim"))

@@ -14,12 +14,11 @@ from rich.text import Text
 from moe_routing_bench.bench.verdict import OPEN
 from moe_routing_bench.cli.results import at_hand, left_out_json, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, show, show_json
-from moe_routing_bench.results.comparing import Change, RunComparison, Turned, compare_runs
-from moe_routing_bench.results.matching import LIKE
-from moe_routing_bench.text import printable
+from moe_routing_bench.core.text import printable
+from moe_routing_bench.results.compare import LIKE, Change, RunComparison, Turned, compare_runs
 
 COLOURS = {"FASTER": "green", "SLOWER": "red", "SAME": ""} | dict.fromkeys(OPEN, "yellow")
-MOST_NAMES = 20
+MAX_NAMES = 20
 LISTS = ("changes", "broken", "fixed", "apart")
 
 Allow = Annotated[
@@ -181,11 +180,11 @@ def _show_turned(title: str, turned: tuple[Turned, ...]) -> None:
     if not turned:
         return
     show(f"{title}:")
-    for one in turned[:MOST_NAMES]:
+    for one in turned[:MAX_NAMES]:
         show(Text.assemble("  ", (one.status, "red"), printable(f" {one.name}: {one.reason}")))
         show(Text(printable(f"    {one.repro}"), "dim"))
-    if len(turned) > MOST_NAMES:
-        show(f"  and {len(turned) - MOST_NAMES:,} more; all of them: --json")
+    if len(turned) > MAX_NAMES:
+        show(f"  and {len(turned) - MAX_NAMES:,} more; all of them: --json")
     show("")
 
 
@@ -203,10 +202,10 @@ def _show_rest(runs: RunComparison) -> None:
         if not names:
             continue
         show(f"{title}:")
-        for name in names[:MOST_NAMES]:
+        for name in names[:MAX_NAMES]:
             show(Text(printable(f"  {name}")))
-        if len(names) > MOST_NAMES:
-            show(f"  and {len(names) - MOST_NAMES:,} more; all of them: --json")
+        if len(names) > MAX_NAMES:
+            show(f"  and {len(names) - MAX_NAMES:,} more; all of them: --json")
         show("")
 
 

@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from moe_routing_bench.cli.finding import IncludePath, include_all
-from moe_routing_bench.cli.fitting import fitted
-from moe_routing_bench.cli.progress import spinner
-from moe_routing_bench.cli.terminal import Json, console, fail, pick_all, show, show_json
+from moe_routing_bench.cli.options import IncludePath, include_all
+from moe_routing_bench.cli.terminal import Json, console, fail, fitted, pick_all, show, show_json, spinner
 from moe_routing_bench.conformance.check import matches
+from moe_routing_bench.core.published import MODELS
+from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.ops.targets import TARGETS, Target
-from moe_routing_bench.published import MODELS
-from moe_routing_bench.whole_files import write_whole
 
 if TYPE_CHECKING:
     from moe_routing_bench.studies.compiled import Compiled

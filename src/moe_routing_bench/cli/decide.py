@@ -1,4 +1,7 @@
-"""mrb decide: which implementation for which size, and the file that impl="auto" follows."""
+"""mrb decide: which implementation for which size, and the file that impl="auto" follows.
+
+mrb regret: how much slower impl="auto" is than the fastest that can run.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ from rich.text import Text
 from moe_routing_bench.bench.verdict import Regret
 from moe_routing_bench.cli.results import at_hand, left_out_json, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, show, show_json
+from moe_routing_bench.core.paths import default_results
+from moe_routing_bench.core.text import printable
+from moe_routing_bench.fleet.objects import url_of
 from moe_routing_bench.ops.auto import VARIABLE
-from moe_routing_bench.places import default_results
-from moe_routing_bench.results.deciding import Answer, Decided, decide, write_decisions
-from moe_routing_bench.results.objects import url_of
-from moe_routing_bench.text import printable
+from moe_routing_bench.results.decisions import Decided, SizeDecision, decide, write_decisions
+from moe_routing_bench.results.regrets import NOTABLE, CellRegret, GroupRegret, read_regrets
 
-MOST_REGRETS = 5
+MAX_REGRETS = 5
 
 
 def decide_command(
@@ -55,10 +59,10 @@ def decide_command(
         show(Text(printable(f"  {_sentence(answer.overall)}"), "dim"), "")
     for op, ranked in decided.regrets.items():
         show(f"{op}: one implementation for every case")
-        for row in ranked[:MOST_REGRETS]:
+        for row in ranked[:MAX_REGRETS]:
             show(Text(printable(f"  {_sentence(row)}")))
-        if len(ranked) > MOST_REGRETS:
-            show(f"  and {len(ranked) - MOST_REGRETS:,} more; all of them: --json")
+        if len(ranked) > MAX_REGRETS:
+            show(f"  and {len(ranked) - MAX_REGRETS:,} more; all of them: --json")
         show("")
     for note in decided.notes:
         show(Text(printable(f"note: {note}"), "yellow"))
@@ -72,7 +76,7 @@ def decide_command(
     show_left_out(decided.left_out)
 
 
-def _table(answer: Answer) -> Any:
+def _table(answer: SizeDecision) -> Any:
     rows = [
         (
             contest.T,
@@ -132,3 +136,72 @@ def _document(decided: Decided) -> dict[str, Any]:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+MAX_CELLS = 12
+
+
+def regret_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The results of `mrb sweep regret`.")],
+    as_json: Json = False,
+) -> None:
+    """Is impl="auto" the fastest that can run? The time of what it picked over the fastest's, by group.
+
+    \b
+    Examples:
+      mrb sweep regret --out regret --seconds 20 --target 0.02
+      mrb regret regret
+      mrb regret regret --json
+
+    A regret of 1.10 means: auto takes 1.10 times as long as the fastest. Within
+    the noise it counts as measured, and the table says how many these are.
+    """
+    with reading():
+        found = read_regrets(at_hand(folder))
+    if as_json:
+        show_json(
+            {
+                "groups": [vars(group) for group in found.groups],
+                "cells": [_regret_document(one) for one in found.cells],
+                "without": found.without,
+                "left_out": left_out_json(found.left_out),
+            }
+        )
+        return
+    names = ("group", "cells", "median", "95 %", "worst", f"over {NOTABLE}", "undecided", "HF faster")
+    show(table_of(names, [_row(group) for group in found.groups], words=("group",)), "")
+    worst = sorted((one for one in found.cells if one.regret > NOTABLE), key=lambda one: -one.regret)
+    if worst:
+        columns = ("cell", "auto picked", "fastest", "regret", "")
+        show(table_of(columns, [_cell(one) for one in worst[:MAX_CELLS]], words=("cell", "fastest")))
+    if len(worst) > MAX_CELLS:
+        show(f"and {len(worst) - MAX_CELLS} more cells over {NOTABLE}; all of them: --json")
+    for reason in found.without[:MAX_CELLS]:
+        show(printable(f"without a regret: {reason}"))
+    if len(found.without) > MAX_CELLS:
+        show(f"and {len(found.without) - MAX_CELLS} more cells without a regret; all of them: --json")
+    show_left_out(found.left_out)
+
+
+def _row(group: GroupRegret) -> tuple[Any, ...]:
+    times = (f"{value:.2f}" for value in (group.median, group.p95, group.worst))
+    return (group.group, group.cells, *times, group.over, group.undecided, group.slower_than_transformers)
+
+
+def _cell(one: CellRegret) -> tuple[str, ...]:
+    case = f"{one.record.workload.case}{' frozen' if one.group.endswith(' frozen') else ''}"
+    shown = "" if one.shown else "undecided"
+    return case, one.picked, one.contest.winner, f"{one.regret:.2f}", shown
+
+
+def _regret_document(one: CellRegret) -> dict[str, Any]:
+    return {
+        "group": one.group,
+        "case": one.record.workload.case,
+        "picked": one.picked,
+        "fastest": one.contest.winner,
+        "regret": one.regret,
+        "shown": one.shown,
+        "over_transformers": one.transformers,
+        "ratios": one.contest.ratios,
+    }

@@ -13,8 +13,8 @@ from rich.text import Text
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_routing_bench.cli.apart import ApartError, Shown, answers
-from moe_routing_bench.cli.finding import IncludePath, Outside, found_outside
+from moe_routing_bench.cli.describing import ApartError, Shown, answers
+from moe_routing_bench.cli.options import IncludePath, Outside, found_outside
 from moe_routing_bench.cli.terminal import (
     Json,
     MistakeError,
@@ -26,19 +26,19 @@ from moe_routing_bench.cli.terminal import (
     two_columns,
     user_mistakes,
 )
-from moe_routing_bench.dtypes import DTYPES, name_of
-from moe_routing_bench.experts import ACTIVATIONS, ExpertWeights
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.dtypes import DTYPES, name_of
+from moe_routing_bench.core.experts import ACTIVATIONS, ExpertWeights
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.plan import Layout, RoutingPlan
+from moe_routing_bench.core.published import model as model_named
+from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.auto import choose
-from moe_routing_bench.ops.catalog import Entry, find, find_all
+from moe_routing_bench.ops.catalog import Listing, find, find_all
 from moe_routing_bench.ops.registry import Op, all_ops, get_op
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
 from moe_routing_bench.ops.targets import TARGETS, Target, as_if
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.published import model as model_named
-from moe_routing_bench.routing import Routing
-from moe_routing_bench.shapes import MoEShape
 
 SHOWN = {**DTYPES, "float64": torch.float64}
 STYLES = {"could run": "green", "no": "yellow", "broken": "red", "cannot tell": "red"}
@@ -285,7 +285,7 @@ def _describe(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _answer(entry: Entry, args: dict[str, Any]) -> dict[str, Any]:
+def _answer(entry: Listing, args: dict[str, Any]) -> dict[str, Any]:
     answer, reason = "could run", None
     if entry.implementation is None:
         answer, reason = ("no" if entry.state == "absent" else "broken"), entry.reason
@@ -304,7 +304,7 @@ def _answer(entry: Entry, args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _same(entry: Entry, chosen: Entry) -> bool:
+def _same(entry: Listing, chosen: Listing) -> bool:
     if entry.implementation is None or chosen.implementation is None:
         return entry.spec == chosen.spec
     return entry.implementation.label == chosen.implementation.label

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from moe_routing_bench.cli.fitting import fitted
-from moe_routing_bench.cli.terminal import Json, show, show_json, user_mistakes
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.cli.terminal import Json, fitted, show, show_json, user_mistakes
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.studies.format_losses import layer_losses, trained_losses
 from moe_routing_bench.train.text import read_texts
 

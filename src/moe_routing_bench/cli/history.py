@@ -10,16 +10,16 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from moe_routing_bench.cli.pictures import check_picture_path
 from moe_routing_bench.cli.report import write_page
 from moe_routing_bench.cli.results import at_hand, left_out_json, reading, show_left_out, table_of
 from moe_routing_bench.cli.terminal import Json, pick, show, show_json
+from moe_routing_bench.core.text import printable
 from moe_routing_bench.report.drawing import style
 from moe_routing_bench.report.over_commits import draw, over_commits, series_table, steps_table
+from moe_routing_bench.report.pictures import check_picture_path
 from moe_routing_bench.results.history import METRICS, History, history
-from moe_routing_bench.text import printable
 
-MOST_SHOWN = 40
+MAX_SHOWN = 40
 
 
 def history_command(
@@ -74,10 +74,10 @@ def history_command(
 def show_history(past: History) -> None:
     series, steps = series_table(past.series), steps_table(past)
     if steps.rows:
-        show("Steps:", table_of(steps.head, steps.rows[:MOST_SHOWN], words=steps.head[:2]), "")
-    show(table_of(series.head, series.rows[:MOST_SHOWN], words=series.head[:3]))
-    if len(past.series) > MOST_SHOWN:
-        show(f"and {len(past.series) - MOST_SHOWN:,} more series; all of them: --json")
+        show("Steps:", table_of(steps.head, steps.rows[:MAX_SHOWN], words=steps.head[:2]), "")
+    show(table_of(series.head, series.rows[:MAX_SHOWN], words=series.head[:3]))
+    if len(past.series) > MAX_SHOWN:
+        show(f"and {len(past.series) - MAX_SHOWN:,} more series; all of them: --json")
     single = sum(len(one.points) < 2 for one in past.series)
     lines = [
         f"Series: {len(past.series):,}, steps: {len(past.steps):,}. {METRICS[past.metric].capitalize()}."

@@ -11,14 +11,14 @@ import typer
 
 from moe_routing_bench.cli.results import at_hand, reading, show_left_out
 from moe_routing_bench.cli.terminal import fail, say, show
+from moe_routing_bench.core.text import printable
+from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.report.drawing import save
 from moe_routing_bench.report.explorer import explorer
 from moe_routing_bench.report.finding import results_folders
 from moe_routing_bench.report.markdown import markdown
 from moe_routing_bench.report.page import Page, make_page
 from moe_routing_bench.report.reading import read
-from moe_routing_bench.text import printable
-from moe_routing_bench.whole_files import write_whole
 
 
 def report_command(

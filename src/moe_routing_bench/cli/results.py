@@ -1,36 +1,51 @@
-"""mrb results and mrb export: an overview of a results folder, SQL queries, Parquet and CSV."""
+"""mrb results and mrb export: an overview of a results folder, SQL queries, Parquet and CSV.
+
+What a function returns for people to look at: it prints as the command line does, also in a notebook.
+"""
 
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group
+from rich.console import Console, Group
 from rich.text import Text
 
-from moe_routing_bench.cli.fitting import fitted_rows
-from moe_routing_bench.cli.progress import spinner
-from moe_routing_bench.cli.terminal import Json, console, fail, say, show, show_json, user_mistakes
-from moe_routing_bench.names import base_name, did_you_mean, slots_of
-from moe_routing_bench.places import default_results
-from moe_routing_bench.results.counting import RecordCount
-from moe_routing_bench.results.flat import COLUMNS, quoted
-from moe_routing_bench.results.lines import LeftOut
-from moe_routing_bench.results.objects import url_of
+from moe_routing_bench.cli.terminal import (
+    Json,
+    columns_here,
+    console,
+    fail,
+    fitted_rows,
+    recorded,
+    say,
+    show,
+    show_json,
+    spinner,
+    user_mistakes,
+)
+from moe_routing_bench.core.names import base_name, did_you_mean, slots_of
+from moe_routing_bench.core.paths import default_results
+from moe_routing_bench.core.text import printable
+from moe_routing_bench.core.whole_files import FULL
+from moe_routing_bench.fleet.objects import url_of
+from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
+from moe_routing_bench.results.read import LeftOut, RecordCount
 from moe_routing_bench.results.same_case import in_sql, told_apart
-from moe_routing_bench.text import printable
-from moe_routing_bench.whole_files import FULL
 
-MOST_SHOWN = 1_000
-MOST_CASES = 40
-MOST_SENTENCES = 20
-MOST_CELL_LETTERS = 300
+MAX_SHOWN = 1_000
+MAX_CASES = 40
+MAX_SENTENCES = 20
+MAX_CELL_LETTERS = 300
 # the newest run of every case under the same conditions, and the best implementation in it
 SAME = f"router, layer, {in_sql()}"
 COUNTS = """
@@ -195,13 +210,13 @@ def at_hand(folder: Path, *, rows: bool = False) -> Path:
     """The folder, or the copy here of a store on a URL, brought up to date. rows: only what a query needs."""
     if url_of(folder) is None:
         return folder
-    from moe_routing_bench.results.mirror import mirror, mirror_rows  # most commands read a folder
+    from moe_routing_bench.fleet.mirror import mirror, mirror_rows  # most commands read a folder
 
     copied = mirror_rows(folder) if rows else mirror(folder)
-    for sentence in copied.sentences[:MOST_SENTENCES]:
+    for sentence in copied.sentences[:MAX_SENTENCES]:
         say(printable(f"{url_of(folder)}: {sentence}"))
-    if len(copied.sentences) > MOST_SENTENCES:
-        say(f"and {len(copied.sentences) - MOST_SENTENCES:,} more")
+    if len(copied.sentences) > MAX_SENTENCES:
+        say(f"and {len(copied.sentences) - MAX_SENTENCES:,} more")
     return copied.folder
 
 
@@ -251,8 +266,8 @@ def _cell(value: object) -> str:
     if isinstance(value, (float, Decimal)):
         return f"{value:.4g}"
     text = str(value)
-    more = f"... and {len(text) - MOST_CELL_LETTERS:,} more letters" if len(text) > MOST_CELL_LETTERS else ""
-    return printable(text[:MOST_CELL_LETTERS]) + more
+    more = f"... and {len(text) - MAX_CELL_LETTERS:,} more letters" if len(text) > MAX_CELL_LETTERS else ""
+    return printable(text[:MAX_CELL_LETTERS]) + more
 
 
 def _plain(value: Any) -> Any:
@@ -277,9 +292,9 @@ def _show_rows(names: list[str], rows: list[tuple[Any, ...]]) -> None:
     if not rows:
         show("no rows")
         return
-    show(table_of(names, rows[:MOST_SHOWN]))
-    if len(rows) > MOST_SHOWN:
-        show(f"and {len(rows) - MOST_SHOWN:,} more rows; add LIMIT or take all with --json")
+    show(table_of(names, rows[:MAX_SHOWN]))
+    if len(rows) > MAX_SHOWN:
+        show(f"and {len(rows) - MAX_SHOWN:,} more rows; add LIMIT or take all with --json")
 
 
 def _counted(folder: Path, condition: str = "true") -> RecordCount:
@@ -301,15 +316,15 @@ def _show_overview(
         show("Nothing passed, so there are no times; the column reason says why.")
     else:
         show("Best of each case, by the ratio to the baseline of the same run:")
-        shown = [dict(zip(names, row, strict=True)) for row in rows[:MOST_CASES]]
+        shown = [dict(zip(names, row, strict=True)) for row in rows[:MAX_CASES]]
         columns = ["case", "best", "ms", "ratio", "baseline", "verdict", "of"]
         cells = [_best(row, more) for row, more in zip(shown, told_apart(shown, _label), strict=True)]
         if any(row["store"] for row in shown):  # how well it computes with stored weights is worth as much
             columns.append("error")
             cells = [(*cell, row["error"]) for cell, row in zip(cells, shown, strict=True)]
         show(table_of(columns, cells, words=("case", "best", "baseline")))
-        if len(rows) > MOST_CASES:
-            show(f"and {len(rows) - MOST_CASES:,} more cases; all of them: mrb results --json")
+        if len(rows) > MAX_CASES:
+            show(f"and {len(rows) - MAX_CASES:,} more cases; all of them: mrb results --json")
     show("", Text('Ask more with mrb results "SELECT ..."; mrb results --columns shows the columns.', "dim"))
 
 
@@ -344,3 +359,53 @@ def show_overview(folder: Path) -> None:
     """What `mrb results` shows of a folder."""
     counts, best = (run_query(folder, query.format(condition="true")) for query in (COUNTS, BEST))
     _show_overview(folder, _counted(folder), counts, best)
+
+
+class Displayed:
+    """Something that prints as the command line prints it; a notebook shows the same with its colours."""
+
+    def _show(self) -> None:
+        raise NotImplementedError
+
+    def _recorded(self) -> Console:
+        with recorded(columns_here()) as console:
+            self._show()
+        return console
+
+    def __str__(self) -> str:
+        return "\n".join(line.rstrip() for line in self._recorded().export_text().splitlines())
+
+    def _repr_html_(self) -> str:
+        return self._recorded().export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+@dataclass(frozen=True)
+class Table(Displayed):
+    """The answer to a query: the names of its columns, and its rows."""
+
+    columns: list[str]
+    rows: list[tuple[Any, ...]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (dict(zip(self.columns, row, strict=True)) for row in self.rows)
+
+    def to_pandas(self) -> Any:
+        """As a pandas.DataFrame. NotImplementedError if pandas is not installed."""
+        try:
+            import pandas
+        except ImportError:
+            raise NotImplementedError("a DataFrame needs pandas; pip install pandas") from None
+        return pandas.DataFrame(self.rows, columns=self.columns)
+
+    def _show(self) -> None:
+        show(table_of(self.columns, self.rows) if self.rows else "no rows")
+
+
+def temporary_folder(stack: ExitStack) -> Path:
+    """A folder that is gone when the stack is closed."""
+    folder = Path(tempfile.mkdtemp(prefix="mrb-results-"))
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder

@@ -9,17 +9,16 @@ import typer
 from rich.text import Text
 
 from moe_routing_bench.api import PlannedSweep, sweep_cells
-from moe_routing_bench.bench.engines import ENGINES
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.cli.ending import NOT_TIMED, end, stopped
-from moe_routing_bench.cli.finding import include_all
-from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, with_options
+from moe_routing_bench.cli.choosing import NOT_TIMED, end, stopped
+from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, include_all, with_options
 from moe_routing_bench.cli.tables import outcome_document
 from moe_routing_bench.cli.terminal import Json, show, show_json, user_mistakes
-from moe_routing_bench.names import short_label
-from moe_routing_bench.results.objects import url_of
-from moe_routing_bench.results.sweep import SweepPlan
+from moe_routing_bench.core.names import short_label
+from moe_routing_bench.fleet.engines import ENGINES
+from moe_routing_bench.fleet.objects import url_of
+from moe_routing_bench.fleet.sweep import SweepPlan
 from moe_routing_bench.workloads.cases import SUITES
 
 

@@ -1,33 +1,53 @@
-"""mrb train: language models that differ in their routing rule alone, and what each rule costs."""
+"""mrb train: language models that differ in their routing rule alone, and what each rule costs.
+
+Training runs as a function returns them: mrb.train(["switch", "softmax_topk"], steps=100).runs
+"""
 
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import fields, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import RenderableType
 
 from moe_routing_bench.bench.cores import core_count
-from moe_routing_bench.cli.fitting import fitted
-from moe_routing_bench.cli.progress import Bar, bar, minutes
-from moe_routing_bench.cli.terminal import Json, fail, say, show, show_json, user_mistakes
-from moe_routing_bench.names import parse_spec
+from moe_routing_bench.bench.fork_server import without_main_module
+from moe_routing_bench.cli.results import Displayed, Table, temporary_folder
+from moe_routing_bench.cli.terminal import (
+    Bar,
+    Json,
+    bar,
+    fail,
+    fitted,
+    minutes,
+    say,
+    show,
+    show_json,
+    user_mistakes,
+)
+from moe_routing_bench.core.machine import torch_threads
+from moe_routing_bench.core.names import did_you_mean, one_of, parse_spec
+from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.report.training_figures import draw_study
-from moe_routing_bench.results.pareto import Pareto, pareto, sentences
-from moe_routing_bench.results.predicting import predicted
-from moe_routing_bench.results.study import TIMES, Ongoing, StudyRun, said_step
-from moe_routing_bench.results.training import Training, execute, read_trainings, run_folder
 from moe_routing_bench.train.loop import Evaluated, Event, Stepped
+from moe_routing_bench.train.model import Decoder
+from moe_routing_bench.train.pareto import Pareto, pareto, sentences
+from moe_routing_bench.train.predicting import predicted
+from moe_routing_bench.train.records import Training, execute, load_model, read_trainings, run_folder
 from moe_routing_bench.train.settings import Rule, Run, Size
-from moe_routing_bench.train.studies import RATES, rule_for, studies
+from moe_routing_bench.train.study import TIMES, Ongoing, StudyRun, said_step
+from moe_routing_bench.train.study_rules import RATES, rule_for, studies
 from moe_routing_bench.train.text import Corpus, read_corpus, read_dataset, read_texts, synthetic
-from moe_routing_bench.whole_files import write_whole
 
 SYNTHETIC = "synthetic"
 LONG_SECONDS = 120.0  # a study that takes longer names --quick
@@ -380,3 +400,68 @@ def _sink(name: str | None, run: Run) -> Any:
         fail(f"--sink {name} needs the package; pip install {name}")
     tracker.init(project="moe-routing-bench", name=f"{run.rule.name}-{run.seed}", config=run.to_dict())
     return lambda values, step: tracker.log({**values, "step": step})
+
+
+class Trainings(Displayed):
+    """Finished training runs, one for each rule and seed; `folder` keeps them."""
+
+    def __init__(self, runs: Sequence[Training], folder: Path, keeps: ExitStack):
+        self.runs, self.folder = list(runs), folder
+        weakref.finalize(self, keeps.close)
+
+    def pareto(self) -> Pareto:
+        """What each rule of a study reached and what it cost."""
+        return pareto(self.folder)
+
+    def model(self, rule: str, seed: int = 0) -> Decoder:
+        """The trained model of a rule."""
+        named = {one.rule: one for one in self.runs if one.seed == seed}
+        return load_model(run_folder(self.folder, named[one_of("rule", rule, named)].key))
+
+    def to_pandas(self) -> Any:
+        documents = [one.model_dump(mode="json") for one in self.runs]
+        rows = [tuple(document.values()) for document in documents]
+        return Table(list(documents[0]) if documents else [], rows).to_pandas()
+
+    def _show(self) -> None:
+        show_runs(self.runs)
+
+
+def trained(
+    routers: str | Sequence[str], study: str, *, text: Sequence[Path], out: Path | None, steps: int,
+    seeds: int, quiet: bool, settings: dict[str, Any],
+) -> Trainings:  # fmt: skip
+    """See `train` in api.py."""
+    of_run = {one.name for one in fields(Run)} - {"rule", "size", "steps", "sources", "begin", "corpus"}
+    known = [*of_run, *(one.name for one in fields(Size))]
+    if unknown := next((name for name in settings if name not in known), None):
+        hint = did_you_mean(unknown, known)
+        raise TypeError(f"train has no setting {unknown!r}; {hint}there are {', '.join(sorted(known))}")
+    corpus = read_texts(text) if text else synthetic()
+    size = studies()[study].size if study in studies() else Size()
+    size = replace(size, **{name: settings.pop(name) for name in list(settings) if name not in of_run})
+    warmup = {"warmup": min(40, max(1, steps // 5))}
+    like = Run(
+        rule=Rule(name="like"), size=size, steps=steps, **{**warmup, **settings}, corpus=corpus.hash[:16]
+    )
+    with ExitStack() as stack, torch_threads(torch.get_num_threads()), torch.random.fork_rng(devices=()):
+        folder = temporary_folder(stack) if out is None else out
+        if study:
+            rates = (like.learning_rate,) if "learning_rate" in settings else RATES
+            work = StudyRun(study, corpus, folder, like=like, seeds=seeds, jobs=core_count(), rates=rates)
+            with bar(f"study {study}", quiet=quiet) as shown, without_main_module():
+                work.run(partial(show_study, shown))
+            return Trainings(read_trainings(folder), folder, stack.pop_all())
+        runs = []
+        for router, seed in product(
+            [routers] if isinstance(routers, str) else routers, range(like.seed, like.seed + seeds)
+        ):
+            run = replace(like, rule=rule_named(router, size), seed=seed)
+            with bar(run.rule.name, quiet=quiet) as shown:
+
+                def on_event(event: Event, run: Run = run, shown: Bar = shown) -> None:
+                    if isinstance(event, Stepped):
+                        show_step(shown, run, event)
+
+                runs.append(execute(run, corpus, folder, on_event=on_event))
+        return Trainings(runs, folder, stack.pop_all())

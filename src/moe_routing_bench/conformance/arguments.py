@@ -13,14 +13,14 @@ from torch import Tensor
 
 from moe_routing_bench.conformance.cases import Case
 from moe_routing_bench.conformance.choices import distinct
-from moe_routing_bench.dtypes import DTYPES
-from moe_routing_bench.experts import GATED, ExpertWeights
+from moe_routing_bench.core.dtypes import DTYPES
+from moe_routing_bench.core.experts import GATED, ExpertWeights
+from moe_routing_bench.core.plan import Layout, RoutingPlan
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.make_plan.op import reference as make_plan
 from moe_routing_bench.ops.registry import get_op
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.parallel.traffic import Traffic
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.routing import Routing
 
 
 class HardArguments:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from moe_routing_bench.conformance.arguments import fresh_arguments
 from moe_routing_bench.conformance.cases import KitCell
-from moe_routing_bench.machine import torch_threads
+from moe_routing_bench.core.machine import torch_threads
+from moe_routing_bench.core.plan import RoutingPlan
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.implementation import Implementation, tensors_in
 from moe_routing_bench.ops.make_plan.op import reference as make_plan
 from moe_routing_bench.ops.registry import get_op
-from moe_routing_bench.plan import RoutingPlan
-from moe_routing_bench.routing import Routing
 
 SEEDS = (0, 1)
 # around the widths of vectors and tiles

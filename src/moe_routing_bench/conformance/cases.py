@@ -16,7 +16,7 @@ from moe_routing_bench.conformance.choices import (
     out_of_range,
     ragged,
 )
-from moe_routing_bench.dtypes import DTYPES
+from moe_routing_bench.core.dtypes import DTYPES
 from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 

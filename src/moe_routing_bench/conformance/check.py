@@ -27,12 +27,12 @@ from moe_routing_bench.conformance.judging import (
     judge_gradients,
     judge_output,
 )
-from moe_routing_bench.dtypes import DTYPES
-from moe_routing_bench.names import base_name
+from moe_routing_bench.core.dtypes import DTYPES
+from moe_routing_bench.core.names import base_name
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.catalog import find, find_all
 from moe_routing_bench.ops.implementation import Implementation, tensors_in
 from moe_routing_bench.ops.registry import all_ops, get_op
-from moe_routing_bench.plan import RoutingPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.conformance.arguments import fresh_arguments, leaves_of, upstream
 from moe_routing_bench.conformance.cases import Case, KitCell
+from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.ops.implementation import Implementation, tensors_in
 from moe_routing_bench.ops.registry import get_op
 

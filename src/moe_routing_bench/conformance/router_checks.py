@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.func import functional_call
 
+from moe_routing_bench.core.routing import Routing, SoftRouting, TokenInfo
 from moe_routing_bench.routers.router import GATE_SUMS, GROUPS, Router, router_named
-from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 
 D, E, K, T = 16, 8, 2, 32
 Make = Callable[..., Router]

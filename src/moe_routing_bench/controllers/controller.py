@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_routing_bench.names import no_such
+from moe_routing_bench.core.names import no_such
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.routers.router import Router, all_routers, modules_beside, only_subclass
-from moe_routing_bench.routing import Routing
 
 # the sum over all ranks of a tensor, as a new tensor or the same one overwritten
 Reduce = Callable[[Tensor], Tensor]

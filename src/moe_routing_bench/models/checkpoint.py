@@ -29,13 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_routing_bench.dtypes import IN_SAFETENSORS
-from moe_routing_bench.experts import OAI_LIMIT, ExpertWeights, from_transformers
+from moe_routing_bench.core.dtypes import IN_SAFETENSORS
+from moe_routing_bench.core.experts import OAI_LIMIT, ExpertWeights, from_transformers
+from moe_routing_bench.core.published import FAMILIES
+from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.core.text import short
 from moe_routing_bench.ops.score_topk.op import ScoreRule, score_topk
-from moe_routing_bench.published import FAMILIES
 from moe_routing_bench.routers.router import Router, build
-from moe_routing_bench.routing import Routing
-from moe_routing_bench.text import short
 
 MAX_CONFIG_BYTES = 4 * 2**20
 MAX_INDEX_BYTES = 256 * 2**20  # deepseek-v3's has 9 MB

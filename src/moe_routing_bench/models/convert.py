@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.experts import ExpertWeights, from_expert_list, to_transformers
-from moe_routing_bench.layer import MoE
+from moe_routing_bench.core.experts import ExpertWeights, from_expert_list, to_transformers
 from moe_routing_bench.models.reading import GATED_BY, plain_activation, read, weights_of, where
+from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.routers.router import all_routers
 
 # gate, up and down of one expert of a list: Qwen, OLMoE, DeepSeek; Mixtral

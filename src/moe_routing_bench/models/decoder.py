@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_routing_bench.experts import to_transformers
-from moe_routing_bench.layer import MoE
+from moe_routing_bench.core.experts import to_transformers
+from moe_routing_bench.core.routing import TokenInfo
 from moe_routing_bench.models.feed_forward import FeedForward
+from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.ops.hf import ACTIVATION, freeze, why_not
 from moe_routing_bench.routers.softmax_topk import SoftmaxTopkRouter
-from moe_routing_bench.routing import TokenInfo
 
 METHODS = ("sdpa", "naive")
 Rotary = tuple[Tensor, Tensor]

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from moe_routing_bench.layer import Experts, Routings
-from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
+from moe_routing_bench.core.routing import Routing, SoftRouting, TokenInfo
+from moe_routing_bench.moe.layer import Experts, Routings
 
 Chosen = Routing | SoftRouting | Routings | None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from moe_routing_bench.experts import QuantisedExperts
+from moe_routing_bench.core.experts import QuantisedExperts
 from moe_routing_bench.formats import ggml
 from moe_routing_bench.formats.stored import Stored, joined
 
@@ -25,12 +25,12 @@ TYPES: dict[int, tuple[type[ggml.Q8_0] | type[ggml.Q4_K], int, int]] = {
 }
 # bytes of a value in the head, by GGUF's number of its type; 8 is text, 9 an array
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-MOST_TENSORS, MOST_VALUES, MOST_TEXT, MOST_ITEMS = 1 << 20, 1 << 16, 1 << 24, 1 << 24
+MAX_TENSORS, MAX_VALUES, MAX_TEXT, MAX_ITEMS = 1 << 20, 1 << 16, 1 << 24, 1 << 24
 ALIGNMENT = 32  # unless general.alignment says another
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """A tensor of the file: Entry(size=(2048, 768, 128), type=12, at=4096), the depth first, at this byte of
     the file."""
 
@@ -62,17 +62,17 @@ class _Head:
         return n
 
     def text(self) -> str:
-        n = self.count("Q", MOST_TEXT, "letters in a name")
+        n = self.count("Q", MAX_TEXT, "letters in a name")
         at = self.skip(n)
         return self.data[at : at + n].decode("utf-8", errors="replace")
 
     def value(self, kind: int, *, inside: bool = False) -> int | None:
         """Skips a value; answers it if it is one whole number of 32 bits."""
         if kind == 8:
-            self.skip(self.count("Q", MOST_TEXT, "letters in a text"))
+            self.skip(self.count("Q", MAX_TEXT, "letters in a text"))
         elif kind == 9 and not inside:
             items = self.number("I")
-            n = self.count("Q", MOST_ITEMS, "items in an array")
+            n = self.count("Q", MAX_ITEMS, "items in an array")
             if items in SIZES:
                 self.skip(n * SIZES[items])
             else:
@@ -87,7 +87,7 @@ class _Head:
         return None
 
 
-def entries(path: Path, data: mmap.mmap) -> dict[str, Entry]:
+def entries(path: Path, data: mmap.mmap) -> dict[str, TensorEntry]:
     """All tensors of the file by name."""
     head = _Head(path, data)
     if data[:4] != b"GGUF":
@@ -95,7 +95,7 @@ def entries(path: Path, data: mmap.mmap) -> dict[str, Entry]:
     head.skip(4)
     if (version := head.number("I")) not in (2, 3):
         raise NotImplementedError(f"{path} has GGUF version {version}; this reads 2 and 3, little-endian")
-    tensors, values = head.count("Q", MOST_TENSORS, "tensors"), head.count("Q", MOST_VALUES, "values")
+    tensors, values = head.count("Q", MAX_TENSORS, "tensors"), head.count("Q", MAX_VALUES, "values")
     alignment = ALIGNMENT
     for _ in range(values):
         name, value = head.text(), head.value(head.number("I"))
@@ -111,7 +111,8 @@ def entries(path: Path, data: mmap.mmap) -> dict[str, Entry]:
         made[name] = size, head.number("I"), head.number("Q")
     first = -(-head.at // alignment) * alignment
     return {
-        name: Entry(size=size, type=kind, at=first + offset) for name, (size, kind, offset) in made.items()
+        name: TensorEntry(size=size, type=kind, at=first + offset)
+        for name, (size, kind, offset) in made.items()
     }
 
 
@@ -134,7 +135,7 @@ def read_gguf(path: Path | str, layer: int, *, activation: str = "swiglu") -> Qu
     ).validate()
 
 
-def _read(path: Path, data: mmap.mmap, name: str, entry: Entry) -> Stored:
+def _read(path: Path, data: mmap.mmap, name: str, entry: TensorEntry) -> Stored:
     if entry.type not in TYPES:
         known = ", ".join(f"{number} ({made.__name__})" for number, (made, _, _) in TYPES.items())
         raise NotImplementedError(f"{name} in {path} has ggml's type {entry.type}; this reads {known}")

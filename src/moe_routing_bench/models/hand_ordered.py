@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from moe_routing_bench.experts import activate
-from moe_routing_bench.layer import MoE
+from moe_routing_bench.core.experts import activate
+from moe_routing_bench.moe.layer import MoE
 
 Stage = Callable[[str], AbstractContextManager]
 

@@ -33,15 +33,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moe_routing_bench.dtypes import IN_SAFETENSORS
-from moe_routing_bench.experts import QuantisedExperts
-from moe_routing_bench.frozen import as_parameter, give_back
+from moe_routing_bench.core.dtypes import IN_SAFETENSORS
+from moe_routing_bench.core.experts import QuantisedExperts
+from moe_routing_bench.core.frozen import as_parameter, give_back
+from moe_routing_bench.core.packed_files import PackedFiles
+from moe_routing_bench.core.text import short
 from moe_routing_bench.models.checkpoint import MAX_CONFIG_BYTES, About, Tensors, number_in, opened, read_json
 from moe_routing_bench.models.reading import experts_modules, read, tensors_of
 from moe_routing_bench.models.stored_layers import layer_of, linear_of, quantisation
 from moe_routing_bench.ops.expert_ffn import native
-from moe_routing_bench.packed_files import PackedFiles
-from moe_routing_bench.text import short
 
 # what configs and models raise when config.json holds values of the wrong kind: any of these, as it happens
 NO_MODEL = (

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_routing_bench.experts import OAI_ALPHA, OAI_LIMIT, ExpertWeights
-from moe_routing_bench.frozen import Frozen, as_experts
+from moe_routing_bench.core.experts import OAI_ALPHA, OAI_LIMIT, ExpertWeights
+from moe_routing_bench.core.frozen import Frozen, as_experts
 
 # a gated expert's name for  act(gate) * up
 GATED_BY = {"silu": "swiglu", "gelu": "geglu"}

@@ -17,10 +17,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.models.choosing import Chosen, at_topk
 from moe_routing_bench.models.tracing import ModelTrace, listening, moe_layers
 from moe_routing_bench.routers.router import Router
-from moe_routing_bench.routing import Routing
 
 Missing = Literal["error", "live"]
 LIVE = -1  # in place of an id: the router's own choice

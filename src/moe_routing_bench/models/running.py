@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.experts import GATED, ExpertWeights
-from moe_routing_bench.frozen import Form, Frozen
+from moe_routing_bench.core.experts import GATED, ExpertWeights
+from moe_routing_bench.core.frozen import Form, Frozen
+from moe_routing_bench.core.plan import Layout, RoutingPlan
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.models.reading import make_weights
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.combine.op import op as combine_op
@@ -18,8 +20,6 @@ from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.routing import Routing
 
 LAYOUT = Layout.compact()
 

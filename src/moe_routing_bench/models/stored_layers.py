@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_routing_bench.experts import QuantisedExperts
+from moe_routing_bench.core.experts import QuantisedExperts
+from moe_routing_bench.core.text import short
 from moe_routing_bench.formats.fp8_block import BLOCK, FP8Block
 from moe_routing_bench.formats.int4 import Int4
 from moe_routing_bench.formats.int8 import Int8
 from moe_routing_bench.formats.mxfp4 import GROUP, MXFP4
 from moe_routing_bench.formats.stored import Stored, joined, nibbles, side_by_side
 from moe_routing_bench.models.checkpoint import MAX_CONFIG_BYTES, About, Tensors, opened, read_json
-from moe_routing_bench.text import short
 
 # compressed-tensors: format, bits, symmetric
 READ = (

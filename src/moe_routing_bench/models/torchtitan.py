@@ -28,9 +28,9 @@ if not version("torchtitan").startswith("0.3."):
 from torchtitan.config import derive, override
 from torchtitan.models.common.moe import GroupedExperts
 
+from moe_routing_bench.core.plan import Layout, RoutingPlan
 from moe_routing_bench.ops.grouped_gemm.op import grouped_gemm
 from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
-from moe_routing_bench.plan import Layout, RoutingPlan
 
 
 class Experts(GroupedExperts):

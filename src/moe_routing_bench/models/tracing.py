@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.models.choosing import at_topk
 from moe_routing_bench.routers.router import Router
-from moe_routing_bench.routing import Routing
 
 # in a trace file: a pair is an int32 id and a float32 gate, a token has three int64 labels
 PAIR_BYTES, TOKEN_BYTES = 8, 24

@@ -42,9 +42,9 @@ if importlib.util.find_spec("transformers") is None:
 
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moe_routing_bench.dtypes import name_of
-from moe_routing_bench.frozen import Freezing, Frozen, as_parameter, freezing, take_place, thaw
-from moe_routing_bench.layer import MoE, with_format
+from moe_routing_bench.core.dtypes import name_of
+from moe_routing_bench.core.frozen import Freezing, Frozen, as_parameter, freezing, take_place, thaw
+from moe_routing_bench.core.packed_files import PackedFiles
 from moe_routing_bench.models.loading import load_stored
 from moe_routing_bench.models.reading import Reading, experts_modules, read, tensors_of, weights_of
 from moe_routing_bench.models.replay import replay
@@ -55,10 +55,10 @@ from moe_routing_bench.models.running import (
     run_experts_for_training,
     stages,
 )
+from moe_routing_bench.moe.layer import MoE, with_format
 from moe_routing_bench.ops.auto import Choice, invariant_names, pick, resolve
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.stand_ins import StandIns
-from moe_routing_bench.packed_files import PackedFiles
 
 __all__ = ["experts_forward", "freeze", "implementations", "load", "register", "replay", "thaw"]
 NAME = "moe_routing_bench"
@@ -112,7 +112,7 @@ def experts_forward(
     elif torch.compiler.is_compiling() and isinstance(m.down_proj, Frozen):
         y_TD = _compiled_frozen(m, x_TD, top_k_index, gate_TK, reading, impl)
     elif torch.compiler.is_compiling():
-        y_TD = torch.ops.moe_routing_bench.experts(
+        y_TD = torch.ops.moe_routing_bench.core.experts(
             x_TD, top_k_index, gate_TK, *tensors_of(module),
             reading.activation, m.is_transposed, reading.interleaved, impl,
         )  # fmt: skip

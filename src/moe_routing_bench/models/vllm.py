@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.dtypes import name_of
-from moe_routing_bench.experts import ExpertWeights
-from moe_routing_bench.frozen import Frozen, as_parameter, take_place
+from moe_routing_bench.core.dtypes import name_of
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.frozen import Frozen, as_parameter, take_place
 from moe_routing_bench.models.reading import make_weights
 from moe_routing_bench.models.running import LAYOUT, run_experts
 from moe_routing_bench.ops.auto import Choice, pick

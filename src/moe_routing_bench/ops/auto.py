@@ -27,13 +27,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from moe_routing_bench import cpp
-from moe_routing_bench.dtypes import name_of
-from moe_routing_bench.experts import ExpertWeights
-from moe_routing_bench.frozen import Frozen
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.dtypes import name_of
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.frozen import Frozen
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.plan import Layout, RoutingPlan
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.catalog import find_all
-from moe_routing_bench.ops.decisions import Decisions, Entry, Facts, read_decisions
+from moe_routing_bench.ops.decisions import DecisionEntry, Decisions, Facts, read_decisions
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.preference import (
     PLAIN,
@@ -48,8 +50,6 @@ from moe_routing_bench.ops.registry import Op, get_op
 from moe_routing_bench.ops.stand_ins import StandIns
 from moe_routing_bench.ops.targets import assumed
 from moe_routing_bench.ops.tracing import while_tracing
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.routing import Routing
 
 VARIABLE = "MRB_DECISIONS"
 MANY = 2**40  # more tokens than any call has
@@ -342,7 +342,7 @@ def _rank(
     return tuple(rows)
 
 
-def _winner(op: Op, decisions: Decisions, entry: Entry, tokens: int) -> dict[str, str]:
+def _winner(op: Op, decisions: Decisions, entry: DecisionEntry, tokens: int) -> dict[str, str]:
     """The measured winner, and the measurement behind it."""
     spec, measured_T = entry.winner(tokens)
     try:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from moe_routing_bench.names import base_name
+from moe_routing_bench.core.names import base_name
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import BUILT_IN, Op
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class Listing:
     """One implementation, or one configuration of it, whether or not it can be loaded.
 
     Entry(spec="mine", origin="file combine/mine.py", state="broken", reason="SyntaxError: invalid syntax")
@@ -25,7 +25,7 @@ class Entry:
     implementation: Implementation | None = None
 
 
-def find(op: Op, spec: str, config: Mapping[str, Any] | None = None) -> Entry:
+def find(op: Op, spec: str, config: Mapping[str, Any] | None = None) -> Listing:
     """`spec` with `config` on top. Errors in code from outside are reported in the result; errors in built-in
     code are raised, and so is ValueError for a name that does not exist."""
     try:
@@ -33,19 +33,19 @@ def find(op: Op, spec: str, config: Mapping[str, Any] | None = None) -> Entry:
         if config:
             spec = replace(implementation, config=config).label
             implementation = op.get(spec)
-        return Entry(spec=spec, origin=implementation.origin, state="ready", implementation=implementation)
+        return Listing(spec=spec, origin=implementation.origin, state="ready", implementation=implementation)
     except Exception as error:
         name = base_name(spec)
         origin = op.origin(name) if name in op.names() else BUILT_IN
         if isinstance(error, NotImplementedError):
             reason = str(error).partition(": ")[2] or str(error)
-            return Entry(spec=spec, origin=origin, state="absent", reason=reason)
+            return Listing(spec=spec, origin=origin, state="absent", reason=reason)
         if origin == BUILT_IN:
             raise
-        return Entry(spec=spec, origin=origin, state="broken", reason=f"{type(error).__name__}: {error}")
+        return Listing(spec=spec, origin=origin, state="broken", reason=f"{type(error).__name__}: {error}")
 
 
-def find_all(op: Op, *, configs: bool, only: str | None = None) -> Iterator[Entry]:
+def find_all(op: Op, *, configs: bool, only: str | None = None) -> Iterator[Listing]:
     """Every implementation of the op, or of one origin; with `configs` also what a tuner may try."""
     for name in op.names():
         if only not in (None, op.origin(name)):

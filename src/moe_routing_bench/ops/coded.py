@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from moe_routing_bench.core.host_allocator import recycled
 from moe_routing_bench.formats.stored import Coding, Decoded, Stored, experts_of, some_experts
-from moe_routing_bench.recycled import recycled
 
 PANEL, HALF = 32, 16  # columns, as in tiles.h
 CODES = ("int8", "e4m3", "nibble")  # the enum of coded.h

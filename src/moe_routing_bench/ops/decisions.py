@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_routing_bench.plan import Layout
-from moe_routing_bench.text import printable
+from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.text import printable
 
 SCHEMA = "moe-routing-bench decisions"
 VERSION = 1
@@ -57,7 +57,7 @@ class Winner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class DecisionEntry:
     """The winners of one operation at one size of layer.
 
     Entry(op="expert_ffn", facts=Facts(D=2048, ...), threads=1, workload="zipf(1.2)", overall="staged",
@@ -101,9 +101,9 @@ class Decisions:
     torch: str
     made_at: str
     source: str  # the folder of results it was made from
-    entries: tuple[Entry, ...]
+    entries: tuple[DecisionEntry, ...]
 
-    def find(self, op: str, facts: Facts, threads: int) -> Entry | None:
+    def find(self, op: str, facts: Facts, threads: int) -> DecisionEntry | None:
         """The entry for exactly these sizes, dtype, layout, activation and device. Of several, measured with
         different threads or workloads, the first with this many threads, else the first in the file."""
         fits = [entry for entry in self.entries if entry.op == op and entry.facts == facts]
@@ -163,7 +163,7 @@ def _decisions(path: Path, document: Any) -> Decisions:
     )
 
 
-def _entry(value: Any, where: str) -> Entry:
+def _entry(value: Any, where: str) -> DecisionEntry:
     sizes = ("D", "F", "E", "K")
     words = ("op", "dtype", "layout", "activation", "workload", "overall")
     known = (*sizes, *words, "threads", "regret_median", "regret_worst", "by_tokens", "device")
@@ -175,7 +175,7 @@ def _entry(value: Any, where: str) -> Entry:
     )
     if len({one.T for one in by_tokens}) < len(by_tokens):
         raise ValueError(f"{where} has two winners for the same T")
-    return Entry(
+    return DecisionEntry(
         op=given["op"],
         facts=Facts(
             **{letter: _whole(value, letter, where) for letter in sizes},

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_routing_bench.experts import OAI_ALPHA, OAI_LIMIT
+from moe_routing_bench.core.experts import OAI_ALPHA, OAI_LIMIT
 
 INSTALL = "pip install --no-deps llama-cpp-python==0.3.36"
 ACTIVATIONS = {

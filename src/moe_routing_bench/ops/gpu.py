@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_routing_bench import experts
-from moe_routing_bench.dtypes import FLOATS
+from moe_routing_bench.core import experts
+from moe_routing_bench.core.dtypes import FLOATS
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.targets import Target, assumed, target_of, why_too_old
-from moe_routing_bench.plan import RoutingPlan
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.experts import ExpertWeights
-from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.plan import RoutingPlan
 
 # our names to those of a model's config; both gelus are the exact (erf) form
 ACTIVATION = {"swiglu": "silu", "geglu": "gelu"}

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_routing_bench.core.plan import Layout, RoutingPlan
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.implementation import Implementation
@@ -15,8 +17,6 @@ from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.parallel.faults import watched
 from moe_routing_bench.parallel.ranks import Ranks
 from moe_routing_bench.parallel.traffic import Traffic, Way, gather, swap, tie
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.routing import Routing
 
 INDEX = torch.int32  # of numbers that travel with rows
 # for tuners: the implementation of dispatch or combine on each rank

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.frozen import Frozen
-from moe_routing_bench.packed_files import PackedFiles
+from moe_routing_bench.core.frozen import Frozen
+from moe_routing_bench.core.packed_files import PackedFiles
 
 
 def supported_everywhere(*_arguments: Any) -> None:

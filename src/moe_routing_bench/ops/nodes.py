@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from moe_routing_bench.topology import Topology
+from moe_routing_bench.core.topology import Topology
 
 
 class CTaken(ctypes.Structure):

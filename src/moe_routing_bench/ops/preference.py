@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench import cpp
-from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.plan import RoutingPlan
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.registry import OURS, Op
 from moe_routing_bench.ops.targets import TARGETS, target_of
-from moe_routing_bench.plan import RoutingPlan
-from moe_routing_bench.routing import Routing
 
 # processors for which C++ is compiled and was timed: amx, vnni, avx512, avx2
 COMPILED = tuple(level for level in cpp.LEVELS if level not in ("neon", cpp.PRETENDED))

@@ -28,8 +28,8 @@ with warnings.catch_warnings():
     from quack.epilogue.ops import ColVecLoad
     from quack.gemm_config import GemmConfig
 
+from moe_routing_bench.core.plan import RoutingPlan  # noqa: E402
 from moe_routing_bench.ops.targets import assumed, target_of  # noqa: E402
-from moe_routing_bench.plan import RoutingPlan  # noqa: E402
 
 DTYPES = (torch.bfloat16, torch.float16)
 TARGETS = ("sm_90a", "sm_100a")  # what QuACK has varlen GEMMs for and what they were compiled for here

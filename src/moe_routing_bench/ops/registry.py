@@ -36,9 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
-from moe_routing_bench.cost import Cost
-from moe_routing_bench.names import did_you_mean, parse_spec
+from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.names import did_you_mean, parse_spec
 from moe_routing_bench.ops.implementation import Implementation, supported_everywhere
 from moe_routing_bench.ops.tracing import while_tracing
 

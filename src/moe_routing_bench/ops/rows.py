@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_routing_bench import cpp
-from moe_routing_bench.plan import RoutingPlan
-from moe_routing_bench.recycled import recycled
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.host_allocator import recycled
+from moe_routing_bench.core.plan import RoutingPlan
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # moving fewer bytes than this takes less time than waking a second thread

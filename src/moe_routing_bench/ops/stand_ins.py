@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_routing_bench.experts import GATED, ExpertWeights
+from moe_routing_bench.core.experts import GATED, ExpertWeights
+from moe_routing_bench.core.plan import Layout, RoutingPlan
+from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.parallel.traffic import Traffic
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.routing import Routing
-from moe_routing_bench.shapes import MoEShape
 
 
 def weights_without_values(

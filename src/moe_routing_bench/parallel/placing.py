@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moe_routing_bench.parallel.placement import Placement
+from moe_routing_bench.core.placement import Placement
 
 Load = Sequence[float] | Tensor
 

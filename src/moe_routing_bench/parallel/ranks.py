@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_routing_bench.parallel.placement import Placement, PlacementTables
-from moe_routing_bench.routing import Routing
+from moe_routing_bench.core.placement import Placement, PlacementTables
+from moe_routing_bench.core.routing import Routing
 
 
 class RankError(RuntimeError):

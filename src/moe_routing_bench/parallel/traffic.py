@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_routing_bench.core.host_allocator import recycled
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.parallel.faults import differing, split_sentence, watched
 from moe_routing_bench.parallel.ranks import RankError, Ranks
-from moe_routing_bench.plan import RoutingPlan
-from moe_routing_bench.recycled import recycled
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

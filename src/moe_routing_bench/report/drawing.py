@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_routing_bench.text import printable
+from moe_routing_bench.core.text import printable
 
 # colours that colour-blind people can tell apart (Okabe and Ito 2008, then Tol's muted ones)
 COLOURS = (
@@ -26,8 +26,8 @@ BLUE, RED, GREY = "#1f5fa8", "#b3261e", "#666666"
 INK, GRID, PAPER = "#0b0b0c", "#d9d9de", "#fefefe"
 VARIABLES = {INK: "var(--ink)", GRID: "var(--grid)", PAPER: "var(--paper)"}
 FORMATS = (".png", ".svg", ".pdf")
-MOST_LABEL = 44
-MOST_MARKS = 1_500  # more points than this are drawn as pixels, or a page would take seconds to open
+MAX_LABEL = 44
+MAX_MARKS = 1_500  # more points than this are drawn as pixels, or a page would take seconds to open
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10, "axes.titlesize": 10.5,
     "axes.titlelocation": "left", "axes.edgecolor": INK, "axes.labelcolor": INK, "text.color": INK,
@@ -75,7 +75,7 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(dict.fromkeys(names))}
 
 
-def label(text: object, most: int = MOST_LABEL) -> str:
+def label(text: object, most: int = MAX_LABEL) -> str:
     """Any text as a figure may show it: printable, and cut in the middle if it is long."""
     plain = printable(text, bad="\N{REPLACEMENT CHARACTER}")
     half = (most - 1) // 2

@@ -15,13 +15,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_routing_bench.results.bundle import SUFFIX as BUNDLE
-from moe_routing_bench.results.bundle import TIMED, opened_bundle
-from moe_routing_bench.results.lines import TRAININGS, is_plain_file, session_folders
-from moe_routing_bench.results.study import STUDY, TIMES, USED
+from moe_routing_bench.fleet.bundle import SUFFIX as BUNDLE
+from moe_routing_bench.fleet.bundle import TIMED, opened_bundle
+from moe_routing_bench.results.read import TRAININGS, is_plain_file, session_folders
+from moe_routing_bench.train.study import STUDY, TIMES, USED
 
 DEPTH = 3  # folders below a path that are looked into
-MOST_UNPACKED_BYTES = 8 << 30
+MAX_UNPACKED_BYTES = 8 << 30
 PACKED = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", BUNDLE)
 KEPT = re.compile(rf"(\./)?({TIMED}|{'|'.join(map(re.escape, (TRAININGS, STUDY, TIMES, USED)))})")
 
@@ -91,8 +91,8 @@ def _unpack(archive: Path, folder: Path) -> None:
                 if not entry.isfile() or not KEPT.fullmatch(entry.name):
                     continue
                 size += entry.size
-                if size > MOST_UNPACKED_BYTES:
-                    raise ValueError(f"{archive} unpacks to more than {MOST_UNPACKED_BYTES >> 30} GiB")
+                if size > MAX_UNPACKED_BYTES:
+                    raise ValueError(f"{archive} unpacks to more than {MAX_UNPACKED_BYTES >> 30} GiB")
                 target, source = folder / entry.name, tar.extractfile(entry)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 assert source is not None  # it is a file

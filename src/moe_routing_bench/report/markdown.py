@@ -9,7 +9,7 @@ from moe_routing_bench.report.page import plain
 from moe_routing_bench.report.reading import Cell, Material
 from moe_routing_bench.report.tables import findings, milliseconds, verdict_of
 
-MOST_ROWS = 30
+MAX_ROWS = 30
 HEAD = ("case", "fastest", "ms", "next", "takes", "shown to be slower")
 
 
@@ -22,10 +22,10 @@ def markdown(material: Material) -> str:
             "",
         ]
         parts += [f"- {_text(line)}" for line in findings(chapter)]
-        lines = [_line(cell) for cell in chapter.cells[:MOST_ROWS]]
+        lines = [_line(cell) for cell in chapter.cells[:MAX_ROWS]]
         parts += ["", _row(HEAD), _row(["---"] * len(HEAD)), *map(_row, lines)]
-        if len(chapter.cells) > MOST_ROWS:
-            parts += ["", f"and {len(chapter.cells) - MOST_ROWS:,} more cells"]
+        if len(chapter.cells) > MAX_ROWS:
+            parts += ["", f"and {len(chapter.cells) - MAX_ROWS:,} more cells"]
         parts.append("")
     for study in material.studies:
         if study.pareto is not None:

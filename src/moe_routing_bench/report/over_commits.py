@@ -10,14 +10,14 @@ from moe_routing_bench.report.page import Page, Section
 from moe_routing_bench.report.tables import Table
 from moe_routing_bench.results.history import METRICS, History, Series
 
-MOST_PANELS, MOST_TICKS, MOST_ROWS = 12, 16, 1_000
+MAX_PANELS, MAX_TICKS, MAX_ROWS = 12, 16, 1_000
 UNITS = {"ratio": "ratio to the baseline", "ms": "milliseconds"}
 
 
 def steps_table(past: History) -> Table:
     head = ("case", "implementation", "kind", "at commit", "day", "before", "after", "after / before")
     rows = []
-    for series, step in past.steps[:MOST_ROWS]:
+    for series, step in past.steps[:MAX_ROWS]:
         point = series.points[step.at]
         numbers = (f"{step.before:.4g}", f"{step.after:.4g}", f"{step.ratio:.3f}")
         rows.append((series.where, series.contender, step.kind, point.name, point.day, *numbers))
@@ -31,14 +31,14 @@ def series_table(series: Sequence[Series]) -> Table:
             one.where, one.contender, one.machine, f"{len(one.points)}", f"{one.points[0].value:.4g}",
             f"{one.points[-1].value:.4g}", f"{len(one.steps)}", f"{len(one.method_changes)}",
         )
-        for one in series[:MOST_ROWS]
+        for one in series[:MAX_ROWS]
     ]  # fmt: skip
     return Table(head=head, rows=tuple(rows), words=3)
 
 
 def draw(past: History) -> Picture | None:
     """The series with the largest steps, one panel each."""
-    shown = [one for one in past.series if len(one.points) > 1][:MOST_PANELS]
+    shown = [one for one in past.series if len(one.points) > 1][:MAX_PANELS]
     if not shown:
         return None
     with style():
@@ -73,7 +73,7 @@ def _panel(axes: Any, one: Series) -> None:
         )  # fmt: skip
     for at in one.method_changes:
         axes.axvline(at - 0.5, color=INK, linewidth=1, linestyle="--")
-    every = max(1, -(-len(x) // MOST_TICKS))
+    every = max(1, -(-len(x) // MAX_TICKS))
     axes.set_xticks(x[::every], [label(p.name, 12) for p in one.points[::every]], rotation=30, fontsize=7.5)
     axes.set_xlim(-0.6, len(x) - 0.4)
     axes.margins(y=0.25)

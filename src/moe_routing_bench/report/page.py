@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.report import timing_figures as draw
 from moe_routing_bench.report import training_figures
 from moe_routing_bench.report.drawing import Picture, inline
@@ -33,13 +34,12 @@ from moe_routing_bench.report.tables import (
     verdict_of,
 )
 from moe_routing_bench.report.winners import MEANING, Hovers, winner_map
-from moe_routing_bench.results.pareto import sentences
 from moe_routing_bench.results.record import Record
-from moe_routing_bench.whole_files import write_whole
+from moe_routing_bench.train.pareto import sentences
 
 HERE = Path(__file__).parent
-MOST_CELLS = 1_000
-MOST_LETTERS = 4_000
+MAX_CELLS = 1_000
+MAX_LETTERS = 4_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Page:
 def make_page(material: Material, command: str) -> Page:
     """All sections that have data."""
     hovers, details = Hovers(), list[list[str]]()
-    chapters, room = [], MOST_CELLS
+    chapters, room = [], MAX_CELLS
     for chapter in material.chapters:
         chapters.append((chapter.title, _sections(chapter, hovers, details, room)))
         room = max(0, room - len(chapter.cells))
@@ -268,8 +268,8 @@ def plain(value: Any) -> Any:
     number, and what is too long is cut. Markup made here and anything that is no text stays."""
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
-    more = len(value) - MOST_LETTERS
-    text = value if more <= 0 else f"{value[:MOST_LETTERS]} ... and {more:,} more letters"
+    more = len(value) - MAX_LETTERS
+    text = value if more <= 0 else f"{value[:MAX_LETTERS]} ... and {more:,} more letters"
     return "".join(one if one.isprintable() or one == "\n" else f"\\u{ord(one):04x}" for one in text)
 
 

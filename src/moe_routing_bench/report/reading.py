@@ -16,18 +16,16 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.names import by_numbers, short_label
-from moe_routing_bench.published import MODELS
+from moe_routing_bench.core.names import by_numbers, short_label
+from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.report.finding import ResultsFolder
-from moe_routing_bench.results.contests import Contest, Contested, contested, contests
-from moe_routing_bench.results.counting import CONTENDERS, RecordCount
-from moe_routing_bench.results.lines import LeftOut, is_plain_file
-from moe_routing_bench.results.pareto import Pareto, pareto
+from moe_routing_bench.results.folder import CellRun, Run, environments, read_run
+from moe_routing_bench.results.read import CONTENDERS, LeftOut, RecordCount, is_plain_file
 from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
-from moe_routing_bench.results.runs import CellRun, Run, read_run
-from moe_routing_bench.results.store import environments
-from moe_routing_bench.results.study import STUDY, TUNING
-from moe_routing_bench.results.training import Training, read_trainings
+from moe_routing_bench.results.winners import Contest, Contested, contested, contests
+from moe_routing_bench.train.pareto import Pareto, pareto
+from moe_routing_bench.train.records import Training, read_trainings
+from moe_routing_bench.train.study import STUDY, TUNING
 from moe_routing_bench.workloads.axes import PolicyAxes, names_of
 
 Shared: TypeAlias = tuple[str | None, str | None, str | None]

@@ -1,5 +1,5 @@
 """The tables of a report: rows of text, made from chapters, cells and studies. Nothing is computed anew here:
-ratios, intervals and verdicts are those of the records, ties and regrets those of results/contests.py.
+ratios, intervals and verdicts are those of the records, ties and regrets those of results/winners.py.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 from moe_routing_bench.bench.roofs import percent_of_roof, stored_roofs
 from moe_routing_bench.bench.verdict import OPEN
-from moe_routing_bench.names import slots_of
+from moe_routing_bench.core.names import slots_of
+from moe_routing_bench.core.text import one_line
 from moe_routing_bench.report.drawing import rate
 from moe_routing_bench.report.reading import Cell, Chapter, Group, Study
 from moe_routing_bench.report.timing_figures import dropped_percent
-from moe_routing_bench.results.contests import regrets
-from moe_routing_bench.results.pareto import Pareto
 from moe_routing_bench.results.record import Record
-from moe_routing_bench.text import one_line
+from moe_routing_bench.results.winners import regrets
+from moe_routing_bench.train.pareto import Pareto
 
-MOST_REGRETS = 20
+MAX_REGRETS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def regret_table(group: Group) -> Table | None:
     if len(contests) < 2 or not group.decides:
         return None
     rows = []
-    for one in regrets(contests)[:MOST_REGRETS]:
+    for one in regrets(contests)[:MAX_REGRETS]:
         missing = len(one.missing)
         worst = contests[one.worst_cell]
         assert worst is not None

@@ -10,7 +10,7 @@ import math
 from moe_routing_bench.report.drawing import (
     COLOURS,
     INK,
-    MOST_MARKS,
+    MAX_MARKS,
     PAPER,
     Picture,
     colours,
@@ -25,7 +25,7 @@ from moe_routing_bench.report.drawing import (
 from moe_routing_bench.report.reading import Chapter, Group, ratio_of
 from moe_routing_bench.results.record import Record
 
-MOST_BARS = 24
+MAX_BARS = 24
 STAGE_COLOURS = {
     "route": "#56B4E9", "plan": "#8878D8", "dispatch": "#E69F00", "grouped_gemm": "#0072B2",
     "expert_ffn": "#0072B2", "experts": "#0072B2", "combine": "#009E73", "write_back": "#009E73",
@@ -43,7 +43,7 @@ def stages(group: Group) -> Picture | None:
     ]
     if not bars:
         return None
-    shown = bars[:MOST_BARS]
+    shown = bars[:MAX_BARS]
     names = list(dict.fromkeys(stage for _, record in shown for stage in _stages_of(record)))
     rest = iter(colour for colour in COLOURS if colour not in STAGE_COLOURS.values())
     colour = {name: STAGE_COLOURS.get(name) or next(rest, "#7F7F7F") for name in names}
@@ -105,7 +105,7 @@ def bandwidth(group: Group) -> Picture | None:
                     [c.first.workload.T * c.first.workload.D for c, _ in some],
                     [(getattr(r.work, name) or 0) / 1e9 for _, r in some],
                     c=[colour[c.names[r.record_id]] for c, r in some], marker=marker[one], s=36, alpha=0.85,
-                    linewidths=0, rasterized=len(points) > MOST_MARKS,
+                    linewidths=0, rasterized=len(points) > MAX_MARKS,
                 )  # fmt: skip
             logarithmic(axes.xaxis)
             if len(elements) <= 8:
@@ -147,7 +147,7 @@ def roofline(chapter: Chapter) -> Picture | None:
 
     kinds = list(dict.fromkeys((group.span, group.direction, group.dtype) for group, _, _ in points))
     colour = {kind: COLOURS[place % len(COLOURS)] for place, kind in enumerate(kinds)}
-    many = len(points) > MOST_MARKS
+    many = len(points) > MAX_MARKS
     with style():
         made = figure(9.5, 5.2)
         axes = made.add_subplot()
@@ -229,7 +229,7 @@ def layouts(group: Group) -> Picture | None:
             for place, axes in enumerate(panels, start=1):
                 axes.plot(
                     [point[0] for point in points], [point[place] for point in points], "o", markersize=5,
-                    color=colour[name], alpha=0.9, rasterized=len(points) > MOST_MARKS,
+                    color=colour[name], alpha=0.9, rasterized=len(points) > MAX_MARKS,
                 )  # fmt: skip
         for axes, title in zip(panels, titles, strict=True):
             axes.set_title(title)
@@ -263,10 +263,10 @@ def routers(group: Group) -> Picture | None:
         return None
     rows = max(len(cell.passed) for cell in cells)
     with style():
-        made = figure(9.5, len(cells) * (0.9 + 0.27 * min(rows, MOST_BARS)))
+        made = figure(9.5, len(cells) * (0.9 + 0.27 * min(rows, MAX_BARS)))
         panels = made.subplots(len(cells), 2, squeeze=False)
         for (left, right), cell in zip(panels, cells, strict=True):
-            shown = cell.passed[:MOST_BARS]
+            shown = cell.passed[:MAX_BARS]
             places = range(len(shown))
             for place, record in enumerate(shown):
                 comparison = record.comparison

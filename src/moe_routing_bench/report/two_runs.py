@@ -9,7 +9,7 @@ from moe_routing_bench.bench.verdict import OPEN
 from moe_routing_bench.report.drawing import COLOURS, INK, Picture, figure, label, patches, style
 from moe_routing_bench.report.page import Page, Section
 from moe_routing_bench.report.tables import Table
-from moe_routing_bench.results.comparing import Change, Kind, RunComparison, Turned
+from moe_routing_bench.results.compare import Change, Kind, RunComparison, Turned
 
 KINDS: dict[Kind, str] = {
     "regression": "Slower, and the code is another: measured in the same way on the same machine.",
@@ -22,7 +22,7 @@ COLOUR: dict[Kind, str] = {
     "regression": COLOURS[5], "improvement": COLOURS[2], "method change": COLOURS[1],
     "other machine": COLOURS[3], "noise": COLOURS[11], "not decided": COLOURS[4],
 }  # fmt: skip
-MOST_BARS, MOST_ROWS = 40, 2_000
+MAX_BARS, MAX_ROWS = 40, 2_000
 HEAD = ("case", "implementation", "A, ms", "B, ms", "B / A", "99 % interval", "p", "by")
 WHY = ("case", "implementation", "why it is undecided", *HEAD[2:])
 
@@ -62,7 +62,7 @@ def two_runs(runs: RunComparison, name_a: str, name_b: str, command: str) -> Pag
         ),
         *(
             Section(
-                title=title, tables=(Table(head=("name",), rows=tuple((one,) for one in names[:MOST_ROWS])),)
+                title=title, tables=(Table(head=("name",), rows=tuple((one,) for one in names[:MAX_ROWS])),)
             )
             for title, names in (("Only in A", runs.only_a), ("Only in B", runs.only_b))
             if names
@@ -92,7 +92,7 @@ def two_runs(runs: RunComparison, name_a: str, name_b: str, command: str) -> Pag
 
 def _rows(changes: Sequence[Change], *, why: bool = False) -> tuple[tuple[str, ...], ...]:
     rows = []
-    for one in changes[:MOST_ROWS]:
+    for one in changes[:MAX_ROWS]:
         ends = "" if one.interval is None else f"{one.interval[0]:.3f} to {one.interval[1]:.3f}"
         row = (
             one.where, one.contender, f"{one.ms[0]:.4g}", f"{one.ms[1]:.4g}", f"{one.ratio:.3f}", ends,
@@ -103,7 +103,7 @@ def _rows(changes: Sequence[Change], *, why: bool = False) -> tuple[tuple[str, .
 
 
 def _turned(title: str, turned: Sequence[Turned]) -> Section:
-    rows = tuple((one.name, one.status, one.reason, one.repro) for one in turned[:MOST_ROWS])
+    rows = tuple((one.name, one.status, one.reason, one.repro) for one in turned[:MAX_ROWS])
     table = Table(head=("name", "status", "why", "command"), rows=rows, words=4)
     return Section(title=title, tables=(table,) if turned else ())
 
@@ -113,14 +113,14 @@ def _apart(runs: RunComparison) -> Table:
         return "no time" if value is None else f"{value:.4g}"
 
     rows = tuple(
-        (one.name, "; ".join(one.differences), ms(one.ms_a), ms(one.ms_b)) for one in runs.apart[:MOST_ROWS]
+        (one.name, "; ".join(one.differences), ms(one.ms_a), ms(one.ms_b)) for one in runs.apart[:MAX_ROWS]
     )
     return Table(head=("name", "what differs", "A, ms", "B, ms"), rows=rows, words=2)
 
 
 def _picture(changes: Sequence[Change]) -> Picture | None:
     """Each change with its interval, confirmed ones first; a line at 1."""
-    shown = [change for change in changes if change.interval is not None][:MOST_BARS]
+    shown = [change for change in changes if change.interval is not None][:MAX_BARS]
     if not shown:
         return None
     with style():

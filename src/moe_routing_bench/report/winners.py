@@ -20,7 +20,7 @@ from moe_routing_bench.report.drawing import (
 )
 from moe_routing_bench.report.reading import Cell, Group
 
-MOST_ROWS, MOST_COLUMNS = 40, 12
+MAX_ROWS, MAX_COLUMNS = 40, 12
 MEANING = (
     "The fastest for each size. The number is the time of the next one over the winner's, paired round by "
     "round. Hatched ///: another takes the same time. Hatched xxx: not decided whether another is as fast. "
@@ -47,10 +47,10 @@ def winner_map(group: Group, hovers: Hovers) -> Picture | None:
         return None
     ordered = sorted(decided, key=lambda cell: (cell.routing, cell.model or "~", cell.sizes))
     every = list(dict.fromkeys((cell.sizes, cell.routing) for cell in ordered))
-    rows = {row: place for place, row in enumerate(every[:MOST_ROWS])}
+    rows = {row: place for place, row in enumerate(every[:MAX_ROWS])}
     shown = [cell for cell in ordered if (cell.sizes, cell.routing) in rows]
     tokens = sorted({cell.first.workload.T for cell in shown})
-    columns = {T: place for place, T in enumerate(tokens[:MOST_COLUMNS])}
+    columns = {T: place for place, T in enumerate(tokens[:MAX_COLUMNS])}
     shown = _widest([cell for cell in shown if cell.first.workload.T in columns])
     several = len({cell.routing for cell in shown}) > 1
     by_sizes = _row_names(shown)

@@ -24,19 +24,19 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from moe_routing_bench.bench.verdict import DELTA
-from moe_routing_bench.names import by_numbers
-from moe_routing_bench.results.comparing import Kind
-from moe_routing_bench.results.lines import LeftOut
+from moe_routing_bench.core.names import by_numbers
+from moe_routing_bench.results.compare import Kind
+from moe_routing_bench.results.folder import environments
 from moe_routing_bench.results.query import run_query
+from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.same_case import SAME_CASE, in_sql, told_apart
-from moe_routing_bench.results.store import environments
 
 Metric: TypeAlias = Literal["ratio", "ms"]
 METRICS: dict[str, str] = {
     "ratio": "time over the baseline's in the same rounds: what the machine did to both cancels",
     "ms": "median milliseconds: also what the machine did that day",
 }
-MOST_POINTS = 400  # of a series, the newest
+MAX_POINTS = 400  # of a series, the newest
 STANDARD_ERRORS = 5.0
 HALF_INTERVAL = 2.576  # standard errors in half of a 99 % interval
 WHERE = (*SAME_CASE, "impl", "layout", "router", "layer")
@@ -138,7 +138,7 @@ def history(
         where, contender, machine = _named(key)
         where += more
         if wanted(where, contender):
-            points = _points(mine, metric, torch, bases)[-MOST_POINTS:]
+            points = _points(mine, metric, torch, bases)[-MAX_POINTS:]
             series.append(
                 Series(
                     where=where, contender=contender, machine=machine, points=tuple(points),

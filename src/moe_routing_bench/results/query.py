@@ -30,7 +30,10 @@ from typing import Any, TypeAlias
 import duckdb
 
 from moe_routing_bench.bench.fork_server import without_main_module
-from moe_routing_bench.results.flat import (
+from moe_routing_bench.core.text import one_line
+from moe_routing_bench.core.whole_files import written_whole
+from moe_routing_bench.results.folder import environments
+from moe_routing_bench.results.parquet import (
     COLUMNS,
     SMALL_TAIL,
     Source,
@@ -42,19 +45,16 @@ from moe_routing_bench.results.flat import (
     sources,
     write_rows,
 )
-from moe_routing_bench.results.lines import TRAININGS, LeftOut, is_plain_file, read_records
+from moe_routing_bench.results.read import TRAININGS, LeftOut, is_plain_file, read_records
 from moe_routing_bench.results.rows import is_rows_copy, usable
-from moe_routing_bench.results.store import environments
-from moe_routing_bench.text import one_line
-from moe_routing_bench.whole_files import written_whole
 
 MEMORY_LIMIT = "2GB"  # of what DuckDB counts; it does not count long texts
-MOST_COPIED_BYTES = 1 << 30  # of Parquet files; copying as many takes about a second
-MOST_PROCESS_BYTES = 3 << 30  # that a query may add to this process, counted or not
-MOST_SECONDS = 60.0
-MOST_QUERY_LETTERS = 20_000
-MOST_ROWS = 1_000_000
-MOST_ANSWER_LETTERS = 1 << 28
+MAX_COPIED_BYTES = 1 << 30  # of Parquet files; copying as many takes about a second
+MAX_PROCESS_BYTES = 3 << 30  # that a query may add to this process, counted or not
+MAX_SECONDS = 60.0
+MAX_QUERY_LETTERS = 20_000
+MAX_ROWS = 1_000_000
+MAX_ANSWER_LETTERS = 1 << 28
 # the nodes of a query that only reads, as DuckDB's parser names them; COPY in a WITH is COPY_QUERY_NODE
 READING_NODES = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
 ONE_SELECT = (
@@ -115,8 +115,8 @@ def run_query(
     folder: Path | str, sql: str, left_out: LeftOut | None = None
 ) -> tuple[list[str], list[tuple[Any, ...]]]:
     """The column names and rows of one SELECT; ValueError with one sentence if it cannot be answered."""
-    if len(sql) > MOST_QUERY_LETTERS:
-        raise ValueError(f"the query has {len(sql):,} letters, over the limit of {MOST_QUERY_LETTERS:,}")
+    if len(sql) > MAX_QUERY_LETTERS:
+        raise ValueError(f"the query has {len(sql):,} letters, over the limit of {MAX_QUERY_LETTERS:,}")
     if re.search("[\ud800-\udfff]", sql):
         raise ValueError("the query holds bytes that are not UTF-8 text")
     with _locked(folder) as (connection, copied):
@@ -136,7 +136,7 @@ def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> Answer:
             columns = [column[0] for column in connection.description or ()]
             rows = _rows(connection)
     except duckdb.InterruptException:
-        raise ValueError(f"the query was stopped after {MOST_SECONDS:g} s; ask for less") from None
+        raise ValueError(f"the query was stopped after {MAX_SECONDS:g} s; ask for less") from None
     except duckdb.OutOfMemoryException as error:
         raise ValueError(f"the query needs too much memory: {_sentence(error)}") from None
     except MemoryError:
@@ -206,22 +206,22 @@ def _rows(connection: duckdb.DuckDBPyConnection) -> list[tuple[Any, ...]]:
     while some := connection.fetchmany(10_000):
         rows += some
         letters += sum(len(cell) for row in some for cell in row if isinstance(cell, (str, bytes, list)))
-        if len(rows) > MOST_ROWS:
-            raise ValueError(f"the answer has over {MOST_ROWS:,} rows; add a LIMIT or use mrb export")
-        if letters > MOST_ANSWER_LETTERS:
-            raise ValueError(f"the answer has over {MOST_ANSWER_LETTERS:,} letters; ask for less")
+        if len(rows) > MAX_ROWS:
+            raise ValueError(f"the answer has over {MAX_ROWS:,} rows; add a LIMIT or use mrb export")
+        if letters > MAX_ANSWER_LETTERS:
+            raise ValueError(f"the answer has over {MAX_ANSWER_LETTERS:,} letters; ask for less")
     return rows
 
 
 @contextmanager
 def _limited(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
     """Inside, a query is stopped after MOST_SECONDS, and memory beyond MOST_PROCESS_BYTES is refused."""
-    timer = threading.Timer(MOST_SECONDS, connection.interrupt)
+    timer = threading.Timer(MAX_SECONDS, connection.interrupt)
     timer.daemon = True
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     try:
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        most = now + MOST_PROCESS_BYTES
+        most = now + MAX_PROCESS_BYTES
         if soft == resource.RLIM_INFINITY or most < soft:
             resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     except OSError:  # not on this system
@@ -303,7 +303,7 @@ def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection
             if (source := _load(connection, given)).cover
         ]
     _note_left_out(connection, "", about)
-    if private is not None and sum(path.stat().st_size for path in parquets) <= MOST_COPIED_BYTES:
+    if private is not None and sum(path.stat().st_size for path in parquets) <= MAX_COPIED_BYTES:
         parquets = [_copied(path, private / f"{n}.parquet") for n, path in enumerate(parquets)]
     joined = ", ".join(f"{name} {sql_type}" for name, sql_type in JOINED)
     connection.execute(f"CREATE TABLE environments (environment VARCHAR, {joined})")

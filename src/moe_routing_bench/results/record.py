@@ -2,6 +2,12 @@
 
 A record says what was measured, on what, how, and what came of it. The schema itself refuses a time without a
 passed check.
+
+Records of older schema versions as those of the newest. Files are never changed: lines of version 1 stay
+as they were written, and are migrated each time they are read.
+
+Version 2 (November 2026) has all fields that version 1 came to have over time, and two more: `engine` and
+`cell_seconds`. All records of a cell have one `created_at`; in version 1 they were some microseconds apart.
 """
 
 from __future__ import annotations
@@ -29,15 +35,46 @@ from pydantic import (
 )
 
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.results.migrating import SCHEMA_VERSION, newest
-from moe_routing_bench.text import encodable, one_line
+from moe_routing_bench.core.text import encodable, one_line
 from moe_routing_bench.workloads.axes import Axis, CaseAxes, PolicyAxes
 
 if TYPE_CHECKING:  # it imports scipy.stats, which takes longer than most queries
     from moe_routing_bench.bench.verdict import Comparison as Compared
 
-MOST_LINE_BYTES = 64 * 1024
-MOST_LOG = 2_000
+SCHEMA_VERSION = 2
+MAY_BE_OLD = re.compile(rb'"schema_version"\s*:\s*1\b')
+# by part of a record, what it may lack in version 1, and what that meant
+VERSION_1: dict[str, dict[str, Any]] = {
+    "": {"engine": "", "cell_seconds": None},
+    "what": {"router": "", "layer": ""},
+    "workload": {"store": ""},
+    "implementation": {"runs": ""},
+    "work": dict.fromkeys(
+        ("tokens_per_second", "flops_per_second", "bytes_per_second", "wire_bytes", "least_wire_bytes")
+    ),
+    "correctness": {"error": None},
+}
+
+
+def newest(line: bytes) -> bytes | str:
+    """A line of version 1 as one of version 2; any other as it is. It may be wrong in every other way."""
+    if not MAY_BE_OLD.search(line):
+        return line
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    version = record.get("schema_version") if isinstance(record, dict) else None
+    if type(version) is not int or version != 1:  # not True, not 1.0
+        return line
+    for part, missing in VERSION_1.items():
+        if isinstance(inside := record.get(part) if part else record, dict):
+            inside |= {name: value for name, value in missing.items() if name not in inside}
+    return json.dumps({**record, "schema_version": SCHEMA_VERSION})
+
+
+MAX_LINE_BYTES = 64 * 1024
+MAX_LOG = 2_000
 DEFAULT_ROUTER = "softmax_topk"
 SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
 
@@ -51,7 +88,7 @@ def _in_utc(at: datetime) -> datetime:
 # one line without control characters: it reaches terminals and tables
 Name = Annotated[str, Field(max_length=300, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Sentence = Annotated[str, Field(max_length=2_000, pattern=r"^[^\x00-\x1f\x7f]*$")]
-Log = Annotated[str, Field(max_length=MOST_LOG, pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$")]  # tabs, newlines
+Log = Annotated[str, Field(max_length=MAX_LOG, pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$")]  # tabs, newlines
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 SessionId = Annotated[str, Field(pattern=rf"^{SESSION}$")]
 Count = Annotated[int, Field(ge=0, le=2**62)]
@@ -395,15 +432,15 @@ class Record(Part):
     def line(self) -> bytes:
         """As it is stored: JSON in one line, ended by a newline."""
         line = self.model_dump_json().encode() + b"\n"
-        if len(line) > MOST_LINE_BYTES:
-            raise ValueError(f"the record has {len(line):,} bytes, over the limit of {MOST_LINE_BYTES:,}")
+        if len(line) > MAX_LINE_BYTES:
+            raise ValueError(f"the record has {len(line):,} bytes, over the limit of {MAX_LINE_BYTES:,}")
         return line
 
 
 def parse_record(line: bytes) -> Record:
     """A record, or ValueError with one sentence. If a key occurs twice, the last one counts."""
-    if len(line) > MOST_LINE_BYTES:
-        raise ValueError(f"the line has over {MOST_LINE_BYTES:,} bytes, which no record has")
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"the line has over {MAX_LINE_BYTES:,} bytes, which no record has")
     try:
         return Record.model_validate_json(newest(line))
     except ValidationError as error:
@@ -425,7 +462,7 @@ def _sentence(error: ValidationError) -> str:
 
 def log_tail(text: str) -> str:
     """The end of a worker's output as `Record.log_tail` takes it."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", encodable(text[-MOST_LOG:]))
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", encodable(text[-MAX_LOG:]))
 
 
 def canonical_json(document: object) -> str:

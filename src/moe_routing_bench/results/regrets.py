@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.results.contests import Contest, Contested, contested, contests
-from moe_routing_bench.results.lines import LeftOut
+from moe_routing_bench.results.folder import CellRun, Run, read_run
+from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import Record
-from moe_routing_bench.results.runs import CellRun, Run, read_run
+from moe_routing_bench.results.winners import Contest, Contested, contested, contests
 
 SUITE = "regret"
 TRANSFORMERS = "hf_"

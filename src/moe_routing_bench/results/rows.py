@@ -16,9 +16,9 @@ from pathlib import Path
 
 import duckdb
 
-from moe_routing_bench.results.flat import COLUMNS_HASH, quoted, scan, select_rows, stamp_of, write_rows
-from moe_routing_bench.results.lines import RECORDS, LeftOut, read_records, session_folders
-from moe_routing_bench.whole_files import written_whole
+from moe_routing_bench.core.whole_files import written_whole
+from moe_routing_bench.results.parquet import COLUMNS_HASH, quoted, scan, select_rows, stamp_of, write_rows
+from moe_routing_bench.results.read import RECORDS, LeftOut, read_records, session_folders
 
 INDEX = "index.sqlite"
 AT_ONCE = 16  # files of one level that become one

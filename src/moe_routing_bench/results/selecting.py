@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from moe_routing_bench.results.held import SAMPLES
-from moe_routing_bench.results.lines import RECORDS, LeftOut, is_plain_file, read_records, session_folders
-from moe_routing_bench.results.store import ENVIRONMENTS
+from moe_routing_bench.results.folder import ENVIRONMENTS
+from moe_routing_bench.results.read import RECORDS, LeftOut, is_plain_file, read_records, session_folders
+from moe_routing_bench.results.verify import SAMPLES
 
 Selection = Mapping[str, Collection[str] | None]  # session -> the ids of its records; None: all of them
 

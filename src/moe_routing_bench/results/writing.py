@@ -11,11 +11,11 @@ from moe_routing_bench.bench.identity import package_version
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.rounds import WARM_SAMPLES
-from moe_routing_bench.published import MODELS
+from moe_routing_bench.core.published import MODELS
+from moe_routing_bench.core.text import one_line
 from moe_routing_bench.results import record as schema
+from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.record import Record, log_tail
-from moe_routing_bench.results.store import Session
-from moe_routing_bench.text import one_line
 from moe_routing_bench.workloads.axes import values_of
 from moe_routing_bench.workloads.workload import SUITE_VERSION
 

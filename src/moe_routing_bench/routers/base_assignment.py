@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.router import Router
-from moe_routing_bench.routing import Routing, TokenInfo
 
 SMALLEST_EPS = 1e-4  # fairseq's; also ends the auction when all z are equal
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.names import check_option
+from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.router import Router
-from moe_routing_bench.routing import Routing, TokenInfo
 
 OVER = ("batch", "sequence")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_routing_bench.names import check_option
+from moe_routing_bench.core.names import check_option
 from moe_routing_bench.ops.score_topk.op import GROUP_SCORES, ScoreRule
 from moe_routing_bench.ops.score_topk.op import limit_to_groups as limit_by_best
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_routing_bench.routing import TokenInfo
+from moe_routing_bench.core.routing import TokenInfo
 
 
 def switch_loss(

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.losses import importance_loss, load_loss
 from moe_routing_bench.routers.router import Router
-from moe_routing_bench.routing import Routing, TokenInfo
 
 # softplus underflows to 0 near -104, and then P would be 0 / 0
 SMALLEST_STD = 1e-6

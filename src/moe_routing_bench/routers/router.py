@@ -21,7 +21,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.names import no_such
+from moe_routing_bench.core.names import no_such
+from moe_routing_bench.core.routing import Routing, SoftRouting, TokenInfo
 from moe_routing_bench.ops.auto import Auto, resolve
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import clear_included, get_op, include, included_folders
@@ -29,7 +30,6 @@ from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 from moe_routing_bench.ops.score_topk.op import op as score_topk_op
 from moe_routing_bench.ops.topk.op import op as topk_op
 from moe_routing_bench.routers.losses import z_loss
-from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 
 GATE_SUMS = {
     "one": "the gates of a token that goes anywhere sum to 1",

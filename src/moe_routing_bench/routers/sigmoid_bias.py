@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.names import check_option
+from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.ops.score_topk.op import log_score, plain_score
 from moe_routing_bench.routers.groups import check_groups, limit_to_groups, score_rule
 from moe_routing_bench.routers.losses import score_losses
 from moe_routing_bench.routers.router import Router
-from moe_routing_bench.routing import Routing, TokenInfo
 
 SCORES = ("sigmoid", "sqrtsoftplus", "softmax")
 

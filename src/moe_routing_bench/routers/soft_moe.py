@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.core.routing import SoftRouting, TokenInfo
 from moe_routing_bench.routers.router import Router
-from moe_routing_bench.routing import SoftRouting, TokenInfo
 
 
 class SoftMoERouter(Router):

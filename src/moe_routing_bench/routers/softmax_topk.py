@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_routing_bench.names import check_option
+from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.routers.losses import score_losses
 from moe_routing_bench.routers.router import Router
-from moe_routing_bench.routing import Routing, TokenInfo
 
 ORDERS = ("softmax_then_topk", "softmax_then_topk_renormalised", "topk_then_softmax")
 

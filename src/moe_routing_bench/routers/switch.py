@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.losses import score_losses
 from moe_routing_bench.routers.router import Router
-from moe_routing_bench.routing import Routing, TokenInfo
 
 
 class SwitchRouter(Router):

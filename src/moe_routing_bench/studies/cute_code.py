@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_routing_bench.core.published import model
 from moe_routing_bench.ops.targets import Target
-from moe_routing_bench.published import model
 from moe_routing_bench.studies.compiled import Compiled, programs_per_unit
 
 ARCHITECTURES = {"cute": ("sm_80", "sm_90a", "sm_100a"), "quack": ("sm_90a", "sm_100a")}

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.controllers.controller import Counts, controller_for
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.moe.statistics import RoutingStatistics
 from moe_routing_bench.ops.make_plan.op import make_plan
-from moe_routing_bench.plan import Layout
 from moe_routing_bench.routers.router import Router, build
-from moe_routing_bench.routing import Routing
-from moe_routing_bench.statistics import RoutingStatistics
 
 LEARNING_RATE = 0.1
 PULL = 0.1

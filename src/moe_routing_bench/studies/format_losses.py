@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.experts import ExpertWeights, QuantisedExperts
+from moe_routing_bench.core.experts import ExpertWeights, QuantisedExperts
+from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.formats.named import INT8_ROWS, NAMES, quantise
 from moe_routing_bench.formats.stored import bytes_per_weight
-from moe_routing_bench.layer import Experts, MoE
+from moe_routing_bench.moe.layer import Experts, MoE
 from moe_routing_bench.ops.expert_ffn import native
 from moe_routing_bench.ops.expert_ffn.op import op
 from moe_routing_bench.ops.make_plan.op import reference as make_plan
-from moe_routing_bench.plan import Layout
-from moe_routing_bench.routing import Routing
-from moe_routing_bench.shapes import MoEShape
 from moe_routing_bench.train.loop import Ended, evaluate, train
 from moe_routing_bench.train.settings import Rule, Run
 from moe_routing_bench.train.text import Corpus

@@ -31,7 +31,9 @@ from moe_routing_bench import ops
 from moe_routing_bench.conformance.arguments import arguments
 from moe_routing_bench.conformance.cases import KitCell, layouts_for
 from moe_routing_bench.conformance.check import cells
-from moe_routing_bench.dtypes import name_of
+from moe_routing_bench.core.dtypes import name_of
+from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.published import model
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.gpu import Compilation
 from moe_routing_bench.ops.implementation import Implementation
@@ -39,8 +41,6 @@ from moe_routing_bench.ops.registry import BUILT_IN, OURS, all_ops, get_op
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
 from moe_routing_bench.ops.targets import Target, as_if
-from moe_routing_bench.plan import Layout
-from moe_routing_bench.published import model
 
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",

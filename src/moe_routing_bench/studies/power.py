@@ -24,16 +24,16 @@ from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.cores import quiet_cores
 from moe_routing_bench.bench.judging import Judge
+from moe_routing_bench.bench.noise import NoiseDuring, weather
 from moe_routing_bench.bench.rounds import BaselineError, measure
 from moe_routing_bench.bench.series import TWIN
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.trial import Setup, Trial, try_alone
 from moe_routing_bench.bench.verdict import aa_floor, compare_cells
-from moe_routing_bench.bench.weather import WeatherSpan, weather
-from moe_routing_bench.machine import this_machine
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.shapes import MoEShape
+from moe_routing_bench.core.text import first_problem
 from moe_routing_bench.routers.router import include_folder
-from moe_routing_bench.shapes import MoEShape
-from moe_routing_bench.text import first_problem
 from moe_routing_bench.workloads.cases import BenchCase
 
 SLOWDOWNS = (1, 2, 3, 5, 8)
@@ -48,8 +48,8 @@ CASE = BenchCase(
 PER_SITTING = 7
 # sittings between two gates: a gate also chooses the calls in a sample, so its luck is part of the study
 GATE_EVERY = 10
-MOST_FILE_BYTES = 2**26
-MOST_TRIALS = 100_000
+MAX_FILE_BYTES = 2**26
+MAX_TRIALS = 100_000
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -146,7 +146,7 @@ class PowerStudy(_Document):
     seconds: Annotated[Finite, Field(ge=0)]
     weather: dict[str, float | int | None]
     rows: tuple[PowerRow, ...]
-    trials: tuple[PowerTrial, ...] = Field(max_length=MOST_TRIALS)
+    trials: tuple[PowerTrial, ...] = Field(max_length=MAX_TRIALS)
 
     @model_validator(mode="after")
     def _rows_are_counted_from_the_trials(self) -> Self:
@@ -162,7 +162,7 @@ class PowerStudy(_Document):
 
     @staticmethod
     def from_json(text: str | bytes) -> PowerStudy:
-        if len(text) > MOST_FILE_BYTES:
+        if len(text) > MAX_FILE_BYTES:
             raise ValueError("this is too long to be a power study; run `mrb doctor --power` again")
         try:
             return PowerStudy.model_validate_json(text)
@@ -218,7 +218,7 @@ def study_power(
         planned=dict(planned),
         finished=finished,
         seconds=time.perf_counter() - started,
-        weather=WeatherSpan(before=before, after=weather()).to_dict(),
+        weather=NoiseDuring(before=before, after=weather()).to_dict(),
         rows=count(trials),
         trials=tuple(trials),
     )

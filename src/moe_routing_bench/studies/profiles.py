@@ -25,11 +25,11 @@ from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.layer import span as layer_span
 from moe_routing_bench.bench.spans.op import STAGED
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.experts import activate
-from moe_routing_bench.layer import MoE
+from moe_routing_bench.core.experts import activate
+from moe_routing_bench.core.routing import TokenInfo
 from moe_routing_bench.models.hand_ordered import Stage, hand_ordered
+from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.ops.registry import all_ops
-from moe_routing_bench.routing import TokenInfo
 
 SHARES = ("route", "pack", "gemm", "combine", "fused", "shared", "python")
 SUBJECTS = (

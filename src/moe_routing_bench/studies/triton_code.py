@@ -18,10 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moe_routing_bench.core.published import model
 from moe_routing_bench.ops.gpu import Compilation
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.targets import Target
-from moe_routing_bench.published import model
 from moe_routing_bench.studies.compiled import (
     DESCRIPTOR_LOADS,
     STARTS_NEXT,

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from moe_routing_bench.layer import MoE
+from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.train.loop import evaluate
 from moe_routing_bench.train.model import Decoder
 from moe_routing_bench.train.settings import Run

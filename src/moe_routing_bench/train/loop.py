@@ -1,4 +1,4 @@
-"""One training run, top to bottom. It yields what happened and touches no disk; results/training.py writes.
+"""One training run, top to bottom. It yields what happened and touches no disk; train/records.py writes.
 
     for event in train(run, corpus):            from the first step
     for event in train(run, corpus, state):     from a state that was yielded before
@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_routing_bench.controllers.controller import Controller, Counts, controller_for
-from moe_routing_bench.layer import Routings
+from moe_routing_bench.core.routing import Routing, SoftRouting
 from moe_routing_bench.models.feed_forward import routings_of
-from moe_routing_bench.routing import Routing, SoftRouting
+from moe_routing_bench.moe.layer import Routings
 from moe_routing_bench.train.model import Decoder
 from moe_routing_bench.train.settings import Run
 from moe_routing_bench.train.text import Corpus

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_routing_bench.chain import ChainOfExperts
-from moe_routing_bench.layer import MoE
 from moe_routing_bench.models.decoder import Cache, DecoderBlock, rotary
 from moe_routing_bench.models.feed_forward import Chosen, DenseFeedForward, FeedForward
-from moe_routing_bench.perft import Perft
+from moe_routing_bench.moe.chain import ChainOfExperts
+from moe_routing_bench.moe.layer import MoE
+from moe_routing_bench.moe.perft import Perft
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.train.settings import Rule, Run, Size
 from moe_routing_bench.train.text import VOCABULARY

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 VOCABULARY = 256
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 HELD_OUT_SHARE = 0.05
 # the novels of shared/corpora: the last one is held out, so no book is on both sides
 LAST_NOVEL = b"[ Sense and Sensibility"
@@ -49,8 +49,8 @@ class Corpus:
         if not sources:
             raise ValueError("there is no text; name files with --text")
         for one in sources:
-            if len(one.learnt) + len(one.held_out) > MOST_BYTES:
-                raise ValueError(f"{one.name} has more than {MOST_BYTES:,} bytes; give a shorter text")
+            if len(one.learnt) + len(one.held_out) > MAX_BYTES:
+                raise ValueError(f"{one.name} has more than {MAX_BYTES:,} bytes; give a shorter text")
         joined = bytearray(b"".join(one.learnt for one in sources))
         if len(joined) < 2:
             raise ValueError("there is no text to learn from")
@@ -119,8 +119,8 @@ def read_texts(paths: Sequence[Path]) -> Corpus:
     for path in paths:
         if not path.is_file():
             raise ValueError(f"there is no text file {path}")
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"{path} has more than {MOST_BYTES:,} bytes; give a shorter text")
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"{path} has more than {MAX_BYTES:,} bytes; give a shorter text")
     return Corpus.of([_cut(path.stem, path.read_bytes(), HELD_OUT_SHARE) for path in paths])
 
 

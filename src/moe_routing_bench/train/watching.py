@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.chain import ChainOfExperts
-from moe_routing_bench.layer import MoE
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.models.feed_forward import Chosen, routings_of
-from moe_routing_bench.perft import Perft
-from moe_routing_bench.routing import Routing
-from moe_routing_bench.statistics import RoutingStatistics
+from moe_routing_bench.moe.chain import ChainOfExperts
+from moe_routing_bench.moe.layer import MoE
+from moe_routing_bench.moe.perft import Perft
+from moe_routing_bench.moe.statistics import RoutingStatistics
 from moe_routing_bench.train.model import Decoder
 from moe_routing_bench.train.text import CLASSES, Corpus, character_class
 

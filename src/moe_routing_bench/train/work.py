@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from moe_routing_bench.chain import ChainOfExperts
-from moe_routing_bench.layer import MoE
 from moe_routing_bench.models.feed_forward import DenseFeedForward
-from moe_routing_bench.perft import Perft
+from moe_routing_bench.moe.chain import ChainOfExperts
+from moe_routing_bench.moe.layer import MoE
+from moe_routing_bench.moe.perft import Perft
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.routers.soft_moe import SoftMoERouter
 from moe_routing_bench.train.model import Decoder

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from moe_routing_bench.experts import GATED
-from moe_routing_bench.names import did_you_mean
-from moe_routing_bench.published import MODELS, model
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.core.experts import GATED
+from moe_routing_bench.core.names import did_you_mean
+from moe_routing_bench.core.published import MODELS, model
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.workloads import regret_cases
 from moe_routing_bench.workloads.axes import BYTES, CaseAxes
 from moe_routing_bench.workloads.stored_cases import bytes_per_weight, check_store
@@ -22,9 +22,9 @@ from moe_routing_bench.workloads.stored_cases import bytes_per_weight, check_sto
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # a twin for tests and for a first look: what takes seconds on any machine
-MOST_WEIGHT_BYTES = 256 * 2**20
-MOST_ACTIVATION_BYTES = 256 * 2**20
-MOST_FLOPS = 2e10
+MAX_WEIGHT_BYTES = 256 * 2**20
+MAX_ACTIVATION_BYTES = 256 * 2**20
+MAX_FLOPS = 2e10
 # five subjects call it about 40 times each in a minute, at 0.1 TFLOP/s
 MINUTE_FLOPS = 3e10
 FEWER_TOKENS = "-tokens"  # ends the name of a case that has fewer tokens than asked for
@@ -119,9 +119,9 @@ class BenchCase(CaseAxes):
     @property
     def fits_a_laptop(self) -> bool:
         return (
-            self.held_bytes <= MOST_WEIGHT_BYTES
-            and self.activation_bytes <= MOST_ACTIVATION_BYTES
-            and self.flops <= MOST_FLOPS
+            self.held_bytes <= MAX_WEIGHT_BYTES
+            and self.activation_bytes <= MAX_ACTIVATION_BYTES
+            and self.flops <= MAX_FLOPS
         )
 
 
@@ -139,7 +139,7 @@ def scaled(case: BenchCase) -> BenchCase:
     twin = case
     while not twin.fits_a_laptop:
         s = twin.shape
-        too_much_work = twin.flops > MOST_FLOPS or twin.activation_bytes > MOST_ACTIVATION_BYTES
+        too_much_work = twin.flops > MAX_FLOPS or twin.activation_bytes > MAX_ACTIVATION_BYTES
         if too_much_work and s.T > 128:
             smaller = replace(s, T=s.T // 2)
         elif min(s.D, s.F) > 128:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import NamedTuple
 
-from moe_routing_bench.shapes import MoEShape
+from moe_routing_bench.core.shapes import MoEShape
 
 SIZES = {
     "qwen3-e64": (2048, 768, 64, 8),  # Qwen3-30B-A3B with half of its 128 experts

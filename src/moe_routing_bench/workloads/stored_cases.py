@@ -6,9 +6,9 @@ from functools import cache
 
 import torch
 
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.formats import stored
 from moe_routing_bench.formats.named import INT8_ROWS, quantise
-from moe_routing_bench.shapes import MoEShape
 
 SPAN = "expert_ffn"
 

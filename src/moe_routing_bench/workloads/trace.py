@@ -22,10 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.core.text import short
+from moe_routing_bench.core.whole_files import written_whole
 from moe_routing_bench.models.tracing import ModelTrace
-from moe_routing_bench.routing import Routing
-from moe_routing_bench.text import short
-from moe_routing_bench.whole_files import written_whole
 
 VERSION = 1
 ENTRY = "moe_routing_trace"

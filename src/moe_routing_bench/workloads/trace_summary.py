@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_routing_bench.routing import Routing
-from moe_routing_bench.statistics import RoutingStatistics
+from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.moe.statistics import RoutingStatistics
 from moe_routing_bench.workloads.trace import Trace
 
 # a file may claim more, and tables of E x E or K x K numbers would then fill the memory

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_routing_bench.load import LoadStatistics
-from moe_routing_bench.names import no_such
-from moe_routing_bench.plan import RoutingPlan
-from moe_routing_bench.routing import Routing
+from moe_routing_bench.core.load import LoadStatistics
+from moe_routing_bench.core.names import no_such
+from moe_routing_bench.core.plan import RoutingPlan
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.workloads.assignment import Draws, spread_evenly
 from moe_routing_bench.workloads.families import FAMILIES, Batch, Choices
 from moe_routing_bench.workloads.trace import ids_checksum

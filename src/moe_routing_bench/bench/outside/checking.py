@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.accuracy import FACTOR, FLOOR_MAX, FLOOR_RMS
 from moe_routing_bench.bench.calls import Result, result_from, tensors_by_name
-from moe_routing_bench.bench.judging import Judge, Right
+from moe_routing_bench.bench.judging import ExpectedOutput, Judge
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError
+from moe_routing_bench.core.accuracy import FACTOR, FLOOR_MAX, FLOOR_RMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Bound:
 class Checker:
     """Checks results of calls on secret inputs. `right` is any call of the same question."""
 
-    def __init__(self, judge: Judge, right: Right):
+    def __init__(self, judge: Judge, right: ExpectedOutput):
         self.judge, self.right = judge, right
         oracle, plain = tensors_by_name(right.oracle), tensors_by_name(right.baseline)
         self.bounds = {name: _bound(plain[name], oracle[name]) for name in oracle if name in plain}

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.bench.inputs import Call, Inputs
-from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.make_plan.op import make_plan
-from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.workloads.workload import Workload
 
 LEVELS = 2**16

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.dtypes import name_of
+from moe_routing_bench.core.dtypes import name_of
 
 ALIGN = 64
 F_SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1: others may not map it writable
@@ -68,7 +68,7 @@ def places_for(tensors: Sequence[Tensor]) -> tuple[list[Place], int]:
     return places, end
 
 
-class Shared:
+class SharedMemory:
     """A piece of memory in two processes: Shared.new("inputs", 4096), then Shared.open(shared.path, 4096)."""
 
     def __init__(self, fd: int, num_bytes: int, *, writable: bool):
@@ -77,18 +77,18 @@ class Shared:
         self.map = mmap.mmap(fd, max(1, num_bytes), mmap.MAP_SHARED, access)
 
     @staticmethod
-    def new(name: str, num_bytes: int) -> Shared:
+    def new(name: str, num_bytes: int) -> SharedMemory:
         fd = os.memfd_create(PREFIX + name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, max(1, num_bytes))
-        shared = Shared(fd, num_bytes, writable=True)
+        shared = SharedMemory(fd, num_bytes, writable=True)
         # if a worker could make it shorter, the next write would end the parent
         shared._seal(fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return shared
 
     @staticmethod
-    def open(path: str, num_bytes: int, *, writable: bool) -> Shared:
+    def open(path: str, num_bytes: int, *, writable: bool) -> SharedMemory:
         fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
-        shared = Shared(fd, num_bytes, writable=writable)
+        shared = SharedMemory(fd, num_bytes, writable=writable)
         os.close(fd)
         return shared
 
@@ -153,7 +153,7 @@ def can_freeze_and_read() -> bool:
     try:
         own = torch.zeros(8, dtype=torch.uint8)
         read_memory(os.getpid(), [(own.data_ptr(), 8)])
-        shared = Shared.new("probe", 8)
+        shared = SharedMemory.new("probe", 8)
         shared.keep_others_from_writing()
         shared.close()
     except OSError:

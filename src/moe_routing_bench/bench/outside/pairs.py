@@ -29,10 +29,10 @@ from moe_routing_bench.bench.subject import Question
 from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.bench.trial import Trial
 
-MOST_COST = 0.1  # of a sample, for waking and freezing; more is not taken off, since too little would be left
-MOST_CALLS = 128  # of a sample: each has its own inputs, which take longer to draw than short calls to run
-MOST_SAMPLE_SECONDS = 0.05  # no more calls than this takes
-MOST_SLOT_BYTES = 2**28
+MAX_COST = 0.1  # of a sample, for waking and freezing; more is not taken off, since too little would be left
+MAX_CALLS = 128  # of a sample: each has its own inputs, which take longer to draw than short calls to run
+MAX_SAMPLE_SECONDS = 0.05  # no more calls than this takes
+MAX_SLOT_BYTES = 2**28
 ORACLE_SHARE = 0.25  # of the time, where each result needs an oracle of its own
 
 
@@ -83,20 +83,20 @@ class Pair:
         slow, fast = max(seconds.values()), min(seconds.values())
         for series, index in self.indexes.items():
             longest = seconds[series] if apart else slow
-            most = 1 if single else min(MOST_CALLS, math.ceil(MOST_SAMPLE_SECONDS / longest))
+            most = 1 if single else min(MAX_CALLS, math.ceil(MAX_SAMPLE_SECONDS / longest))
             try:
-                seat = Seat(self.secret, self.secret.cell.subjects[index], MOST_SLOT_BYTES, most)
+                seat = Seat(self.secret, self.secret.cell.subjects[index], MAX_SLOT_BYTES, most)
             except SubjectError as failure:
                 raise PairError(series, failure) from None
             self.seats[series] = seat
         quiet = self.seats[next(iter(self.trusted & set(self.indexes)), next(iter(self.indexes)))]
         together = min(seat.most_calls for seat in self.seats.values())
-        cost = min(quiet.empty(1)) / MOST_COST
+        cost = min(quiet.empty(1)) / MAX_COST
         for series, seat in self.seats.items():
             most, shortest = (seat.most_calls, seconds[series]) if apart else (together, fast)
             self.calls[series] = calls = max(1, min(most, math.ceil(cost / shortest)))
             self.cost[series] = median(quiet.empty(min(calls, quiet.most_calls)))
-            enough = self.cost[series] <= 2 * MOST_COST * calls * shortest
+            enough = self.cost[series] <= 2 * MAX_COST * calls * shortest
             self.taken_off[series] = self.cost[series] if enough else 0.0
 
     def _apart(self, seconds: Mapping[int, float]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.messages import Answer, Done, ResultAt
+from moe_routing_bench.bench.messages import Done, Reply, ResultAt
 from moe_routing_bench.bench.outside import serve
 from moe_routing_bench.bench.outside.freezing import (
     GoneError,
@@ -30,7 +30,7 @@ from moe_routing_bench.bench.supervisor import SubjectError, Worker
 
 READ_SECONDS = 30.0
 # a result may lie in memory with gaps, but not with more than this factor
-MOST_GAPS = 4
+MAX_GAPS = 4
 _now_ns = time.perf_counter_ns
 V = TypeVar("V")
 
@@ -54,7 +54,7 @@ class OutsideProcess(Worker):
     def prepare(self, *, calls: int, hot: bool, empty: bool = False) -> None:
         """Not timed. Afterwards it stands still."""
         thaw(self.pid)
-        self.ask("prepare", Answer, calls=calls, hot=hot, empty=empty)
+        self.ask("prepare", Reply, calls=calls, hot=hot, empty=empty)
         self._freeze()
 
     def go(self) -> Turn:
@@ -86,7 +86,7 @@ class OutsideProcess(Worker):
                 ):
                     raise SubjectError(Status.SUSPECT, f"its answer names a tensor of dtype {t.dtype!r}")
                 place = Place(start=t.address, shape=t.shape, stride=t.stride, dtype=t.dtype)
-                if place.num_bytes > MOST_GAPS * most_bytes + 2**20:
+                if place.num_bytes > MAX_GAPS * most_bytes + 2**20:
                     raise SubjectError(Status.WRONG_SHAPE, f"a result of shape {t.shape}")
                 places.append(place)
         spans = [(place.start, place.num_bytes) for place in places]

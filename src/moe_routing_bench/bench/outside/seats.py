@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.bench.calls import value_of
-from moe_routing_bench.bench.judging import Judge, Right, activations
+from moe_routing_bench.bench.judging import ExpectedOutput, Judge, activations
 from moe_routing_bench.bench.outside.drawing import SecretInputs, use_weights, weights_of
-from moe_routing_bench.bench.outside.memory import Place, Shared, places_for, places_to_json
+from moe_routing_bench.bench.outside.memory import Place, SharedMemory, places_for, places_to_json
 from moe_routing_bench.bench.outside.process import OutsideProcess
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Question, Subject
@@ -48,20 +48,20 @@ class Secret:
         self.setup, self.cell, self.span = setup, setup.cell, setup.cell.span
         self.inputs = SecretInputs(setup.judge.inputs, secrets.token_bytes(32))
         self.random = random.SystemRandom()
-        self.weights: Shared | None = None
+        self.weights: SharedMemory | None = None
         self.weight_places: list[Place] = []
         if self.span.weights:
             self._share_weights()
         self.judge = Judge(self.span, self.inputs)
         self._next = 100
-        self._rights: dict[Question, Right] = {}
+        self._rights: dict[Question, ExpectedOutput] = {}
 
     def numbers(self, calls: int) -> range:
         """Numbers of calls that never were before."""
         first, self._next = self._next, self._next + calls
         return range(first, self._next)
 
-    def right(self, subject: Subject) -> Right:
+    def right(self, subject: Subject) -> ExpectedOutput:
         """The right result of one call, to know sizes and errors."""
         if subject.question not in self._rights:
             self._rights[subject.question] = self.judge.right(self.numbers(1)[0], 0, subject)
@@ -97,7 +97,7 @@ class Secret:
         """Write the weights into shared memory once; from there the parent reads them too."""
         own, activation = weights_of(self.inputs), self.inputs.weights.activation
         self.weight_places, num_bytes = places_for(list(own.values()))
-        self.weights = Shared.new("weights", num_bytes)
+        self.weights = SharedMemory.new("weights", num_bytes)
         tensors = {
             name: self.weights.tensor(place) for name, place in zip(own, self.weight_places, strict=True)
         }
@@ -115,7 +115,7 @@ class Seat:
         tensors = secret.arguments(subject, secret.numbers(1)[0], 0)[1]
         self.places, self.slot_bytes = places_for(tensors)
         self.most_calls = max(1, min(most_calls, most_bytes // self.slot_bytes))
-        self.slots = Shared.new("inputs", self.slot_bytes * (1 + self.most_calls))
+        self.slots = SharedMemory.new("inputs", self.slot_bytes * (1 + self.most_calls))
         self._slots = self.slots.bytes()
         plan: dict[str, Any] = {
             **secret.plan(),

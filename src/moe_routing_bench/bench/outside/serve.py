@@ -21,9 +21,9 @@ from moe_routing_bench.bench.clock import CacheFlusher
 from moe_routing_bench.bench.inputs import touch
 from moe_routing_bench.bench.judging import heavy
 from moe_routing_bench.bench.outside.drawing import use_weights
-from moe_routing_bench.bench.outside.memory import Shared, places_from_json, with_tensors
+from moe_routing_bench.bench.outside.memory import SharedMemory, places_from_json, with_tensors
 from moe_routing_bench.bench.worker import Requests, answer_requests, settle, start_threads
-from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.routers.router import include_folder
 
 
@@ -40,11 +40,11 @@ class _Outside:
         for folder in cell.include:
             include_folder(folder)  # first: the span may be an operation from outside
         self.cell, self.span, (self.subject,) = cell, cell.span, cell.subjects
-        self.slots = Shared.open(plan["slots"], plan["slots_bytes"], writable=True)
+        self.slots = SharedMemory.open(plan["slots"], plan["slots_bytes"], writable=True)
         self.slot_bytes, self.places = plan["slot_bytes"], places_from_json(plan["places"])
         inputs = cell.inputs()
         if plan["weights"]:
-            memory = Shared.open(plan["weights"], plan["weights_bytes"], writable=False)
+            memory = SharedMemory.open(plan["weights"], plan["weights_bytes"], writable=False)
             places = places_from_json(plan["weights_places"])
             tensors = [memory.tensor(place) for place in places]
             use_weights(inputs, dict(zip(plan["weights_names"], tensors, strict=True)), plan["activation"])

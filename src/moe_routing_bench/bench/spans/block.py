@@ -28,16 +28,16 @@ from moe_routing_bench.bench.spans.span import (
     stand_ins,
 )
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cost import Cost
-from moe_routing_bench.layer import MoE
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.names import base_name, parse_spec
+from moe_routing_bench.core.published import MODELS, AttentionShape
+from moe_routing_bench.core.routing import TokenInfo
 from moe_routing_bench.models.decoder import DecoderBlock, Rotary, TransformersBlock, rotary
-from moe_routing_bench.names import base_name, parse_spec
+from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import BUILT_IN
-from moe_routing_bench.published import MODELS, AttentionShape
-from moe_routing_bench.routing import TokenInfo
 from moe_routing_bench.workloads.cases import BenchCase, cases
 
 SUBJECTS = (

@@ -43,18 +43,18 @@ from moe_routing_bench.bench.spans.span import (
     why_not_stored,
 )
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cost import Cost
-from moe_routing_bench.layer import MoE
-from moe_routing_bench.load import LoadStatistics
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.load import LoadStatistics
+from moe_routing_bench.core.names import parse_spec, slots_of
+from moe_routing_bench.core.routing import Routing, SoftRouting, TokenInfo
 from moe_routing_bench.models.decoder import transformers_moe
 from moe_routing_bench.models.hand_ordered import hand_ordered
-from moe_routing_bench.names import parse_spec, slots_of
+from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import BUILT_IN
 from moe_routing_bench.routers.router import router_named
-from moe_routing_bench.routing import Routing, SoftRouting, TokenInfo
 from moe_routing_bench.workloads.cases import BenchCase
 
 WHOLE = re.compile(r"\s*(transformers|hand-ordered)\s*(?:\((\w*)\))?\s*")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.spans.span import (
     PACKAGE,
@@ -22,8 +21,9 @@ from moe_routing_bench.bench.spans.span import (
     why_not_one_of,
 )
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cost import Cost
-from moe_routing_bench.experts import activate
+from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.experts import activate
 from moe_routing_bench.ops.registry import Op, all_ops
 from moe_routing_bench.workloads.cases import BenchCase
 

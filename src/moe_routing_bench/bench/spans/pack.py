@@ -18,10 +18,10 @@ from moe_routing_bench.bench.spans.span import (
     why_not_one_of,
 )
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cost import Cost, counts, pack_bytes
+from moe_routing_bench.core.cost import Cost, counts, pack_bytes
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
-from moe_routing_bench.plan import RoutingPlan
 from moe_routing_bench.workloads.cases import BenchCase
 
 

@@ -20,14 +20,14 @@ from moe_routing_bench.bench.spans.span import (
     why_not_one_of,
 )
 from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.core.placement import Placement
+from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.routing import Routing, TokenInfo
+from moe_routing_bench.moe.expert_parallel import ParallelMoE, Part
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
-from moe_routing_bench.parallel.moe import ParallelMoE, Part
-from moe_routing_bench.parallel.placement import Placement
 from moe_routing_bench.parallel.placing import contiguous
 from moe_routing_bench.parallel.ranks import Ranks
 from moe_routing_bench.parallel.traffic import Traffic
-from moe_routing_bench.plan import Layout
-from moe_routing_bench.routing import Routing, TokenInfo
 
 FORWARD = ("route", "plan", "send", "compute", "return")
 BACKWARD = ("backward", "reduce")  # reduce: gradients of what every rank has, summed over the ranks

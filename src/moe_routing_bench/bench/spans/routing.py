@@ -12,12 +12,12 @@ from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.spans.pack import moved, moving_cost, packed
 from moe_routing_bench.bench.spans.span import Computation, Load, Span, why_not_one_of
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cost import Cost
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.topk.op import op as topk_op
-from moe_routing_bench.plan import Layout
-from moe_routing_bench.routing import Routing
 
 
 class RoutingSpan(Span):

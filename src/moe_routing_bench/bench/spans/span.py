@@ -20,22 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
 from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cost import Cost
-from moe_routing_bench.dtypes import DTYPES
-from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.dtypes import DTYPES
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.frozen import Frozen
+from moe_routing_bench.core.names import base_name, no_such
+from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.formats.named import INT8_ROWS, coding_of
-from moe_routing_bench.frozen import Frozen
-from moe_routing_bench.names import base_name, no_such
 from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.ops.score_topk.op import PLAIN
 from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
-from moe_routing_bench.plan import Layout
 from moe_routing_bench.workloads import stored_cases
 from moe_routing_bench.workloads.cases import BenchCase
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops import cute_threads as on
 from moe_routing_bench.ops import rows
 from moe_routing_bench.ops.cute_threads import THREADS, cuda, cute, cutlass
-from moe_routing_bench.plan import RoutingPlan
 
 CHOICES = 4  # of a token, whose loads are under way together
 LANES = 32

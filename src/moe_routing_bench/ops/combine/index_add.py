@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.core.plan import RoutingPlan
 
 # a GPU adds in the order its threads arrive; on a CPU the order is fixed
 DETERMINISTIC = not torch.cuda.is_available()

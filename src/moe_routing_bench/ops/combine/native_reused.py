@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops import rows
-from moe_routing_bench.plan import RoutingPlan
 
 FORWARD_ONLY = True
 BATCH_INVARIANT = True

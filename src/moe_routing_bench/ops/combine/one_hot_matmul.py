@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.core.plan import RoutingPlan
 
 LARGEST_MATRIX = 2**28
 SPREADS_NAN = "every row is a sum over all of them, most times zero, and zero times NaN is NaN"

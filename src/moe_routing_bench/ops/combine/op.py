@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_result
-from moe_routing_bench.accuracy import judge as judge_values
-from moe_routing_bench.cost import INDEX_BYTES, Cost, counts
+from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict, judge_result
+from moe_routing_bench.core.accuracy import judge as judge_values
+from moe_routing_bench.core.cost import INDEX_BYTES, Cost, counts
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.registry import Op
-from moe_routing_bench.plan import RoutingPlan
 
 
 def reference(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.rows import KeptBuffers
-from moe_routing_bench.plan import RoutingPlan
 
 FORWARD_ONLY = True
 REUSES_OUTPUT = True

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench import cpp
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.host_allocator import recycled
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops import rows
-from moe_routing_bench.plan import RoutingPlan
-from moe_routing_bench.recycled import recycled
 
 
 def unsupported(x_TD: Tensor, plan: RoutingPlan, level: str = "") -> str | None:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.accuracy import Expected, Verdict, judge_exact
-from moe_routing_bench.cost import INDEX_BYTES, Cost, tokens_with_a_row
+from moe_routing_bench.core.accuracy import Expected, Verdict, judge_exact
+from moe_routing_bench.core.cost import INDEX_BYTES, Cost, tokens_with_a_row
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.registry import Op
-from moe_routing_bench.plan import RoutingPlan
 
 
 def reference(x_TD: Tensor, plan: RoutingPlan) -> Tensor:

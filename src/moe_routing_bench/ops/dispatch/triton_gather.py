@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from moe_routing_bench.core.plan import RoutingPlan
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops import gpu, rows
 from moe_routing_bench.ops.targets import Target, target_of
-from moe_routing_bench.plan import RoutingPlan
-from moe_routing_bench.shapes import MoEShape
 
 # 1024 columns of 2 bytes are one 16-byte load for each of 128 lanes
 BLOCK_D, BLOCK_R, NUM_WARPS = 1024, 4, 4

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.hops import COMBINES, Hop, all_tokens, by_gathering, combine_parts, uneven
 from moe_routing_bench.parallel.traffic import Traffic, Way, sum_for_each
-from moe_routing_bench.plan import RoutingPlan
 
 CONFIGS, parts = COMBINES, combine_parts
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.hops import COMBINES, Hop, by_nodes, combine_parts, rows_back, uneven
 from moe_routing_bench.parallel.traffic import Traffic, Way
-from moe_routing_bench.plan import RoutingPlan
 
 HOST_SYNC = "in the compact layout the host must know how many rows each of its two hops moves"
 CONFIGS, parts = COMBINES, combine_parts

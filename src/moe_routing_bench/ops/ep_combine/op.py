@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_routing_bench.accuracy import Expected, GradientOf, Verdict
-from moe_routing_bench.cost import Cost
+from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.combine.op import cost as cost_of_sums
 from moe_routing_bench.ops.combine.op import judge, judge_rows
 from moe_routing_bench.ops.combine.op import reference as sums
 from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.parallel.traffic import Traffic
-from moe_routing_bench.plan import RoutingPlan
 
 
 def reference(y_QD: Tensor, gate_TK: Tensor, plan: RoutingPlan, traffic: Traffic) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.hops import (
     DISPATCHES,
@@ -13,7 +14,6 @@ from moe_routing_bench.ops.hops import (
     tokens_unsupported,
 )
 from moe_routing_bench.parallel.traffic import Traffic, tie
-from moe_routing_bench.plan import RoutingPlan
 
 CONFIGS, parts, unsupported = DISPATCHES, dispatch_parts, tokens_unsupported
 

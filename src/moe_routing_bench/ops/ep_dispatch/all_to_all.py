@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.hops import DISPATCHES, Hop, dispatch_parts
 from moe_routing_bench.parallel.traffic import Traffic
-from moe_routing_bench.plan import RoutingPlan
 
 CONFIGS, parts = DISPATCHES, dispatch_parts
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.hops import DISPATCHES, by_nodes, dispatch_parts, tokens_unsupported
 from moe_routing_bench.parallel.traffic import Traffic, tie
-from moe_routing_bench.plan import RoutingPlan
 
 HOST_SYNC = "in the compact layout the host must know how many rows each of its two hops moves"
 CONFIGS, parts, unsupported = DISPATCHES, dispatch_parts, tokens_unsupported

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_routing_bench.cost import Cost
+from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.dispatch.op import cost as cost_of_copies
 from moe_routing_bench.ops.dispatch.op import judge, upstream
 from moe_routing_bench.ops.dispatch.op import reference as copies
 from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.parallel.traffic import Traffic
-from moe_routing_bench.plan import RoutingPlan
 
 
 def reference(x_TD: Tensor, plan: RoutingPlan, traffic: Traffic) -> Tensor:

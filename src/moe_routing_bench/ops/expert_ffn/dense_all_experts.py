@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_routing_bench.experts import ExpertWeights, activate
-from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.core.experts import ExpertWeights, activate
+from moe_routing_bench.core.plan import RoutingPlan
 
 SPREADS_NAN = "every expert computes every token, so NaN reaches the gradients of all of them"
 LARGEST_HIDDEN = 2**31  # elements of the E x T x G intermediate

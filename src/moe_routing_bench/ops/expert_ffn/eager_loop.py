@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_routing_bench.experts import ExpertWeights, activate
-from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.core.experts import ExpertWeights, activate
+from moe_routing_bench.core.plan import RoutingPlan
 
 HOST_SYNC = "the loop finds each expert's tokens with nonzero()"
 # a GPU adds in the order its threads arrive; on a CPU the order is fixed

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops import hf
-from moe_routing_bench.plan import RoutingPlan
 
 freeze = hf.freeze
 
 
-MOST_BYTES = 2**33  # of copies of weights
+MAX_BYTES = 2**33  # of copies of weights
 
 
 def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> str | None:
     copied = gate_TK.numel() * 3 * weights.D * weights.F * x_TD.element_size()
-    if copied > MOST_BYTES:
+    if copied > MAX_BYTES:
         return f"it copies an expert's weights for every pair, here {copied / 2**30:.0f} GiB"
     return hf.why_not(weights)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops import hf
-from moe_routing_bench.plan import RoutingPlan
 
 HOST_SYNC = "the loop over the experts that were hit finds them with nonzero()"
 

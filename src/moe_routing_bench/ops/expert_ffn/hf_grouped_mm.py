@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_routing_bench.dtypes import FLOATS
-from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.core.dtypes import FLOATS
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops import hf
-from moe_routing_bench.plan import RoutingPlan
 
 freeze = hf.freeze
 

@@ -24,17 +24,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_routing_bench import cpp
-from moe_routing_bench.experts import ExpertWeights, QuantisedExperts
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.experts import ExpertWeights, QuantisedExperts
+from moe_routing_bench.core.frozen import Frozen, held_by, holder_of
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.formats.ggml import Q4_K, Q8_0
 from moe_routing_bench.formats.int8 import rounded_rows
 from moe_routing_bench.formats.mxfp4 import MXFP4
 from moe_routing_bench.formats.named import INT8_ROWS
 from moe_routing_bench.formats.stored import Stored, from_nibbles, nibbles
-from moe_routing_bench.frozen import Frozen, held_by, holder_of
 from moe_routing_bench.ops.expert_ffn.op import by_expert, check_sizes
 from moe_routing_bench.ops.ggml_calls import ACTIVATIONS, INSTALL, KINDS, loaded
-from moe_routing_bench.plan import RoutingPlan
 
 FORWARD_ONLY = True
 CONFIGS: tuple[dict[str, Any], ...] = ({}, {"store": "q8_0_a8"}, {"store": "q4_k_a8"}, {"store": "mxfp4_a8"})

@@ -28,19 +28,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench import cpp
-from moe_routing_bench.dtypes import name_of
-from moe_routing_bench.experts import GATED, ExpertWeights, QuantisedExperts
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.dtypes import name_of
+from moe_routing_bench.core.experts import GATED, ExpertWeights, QuantisedExperts
+from moe_routing_bench.core.frozen import UNPACK, Form, Frozen
+from moe_routing_bench.core.host_allocator import recycled
+from moe_routing_bench.core.packed_files import PackedFiles
+from moe_routing_bench.core.plan import RoutingPlan
+from moe_routing_bench.core.topology import nodes_in_use
 from moe_routing_bench.formats.named import INT8_ROWS, coding_of, quantise
 from moe_routing_bench.formats.stored import Coding, Stored
-from moe_routing_bench.frozen import UNPACK, Form, Frozen
 from moe_routing_bench.ops import coded, nodes
 from moe_routing_bench.ops.expert_ffn.op import check_sizes, op, with_int8_rows
 from moe_routing_bench.ops.implementation import tensors_in
-from moe_routing_bench.packed_files import PackedFiles
-from moe_routing_bench.plan import RoutingPlan
-from moe_routing_bench.recycled import recycled
-from moe_routing_bench.topology import nodes_in_use
 
 BATCH_INVARIANT = {"batch_invariant": True}
 READS_PLAIN = True

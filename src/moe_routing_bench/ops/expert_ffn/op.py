@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_routing_bench.cost import INDEX_BYTES, Cost, counts, tokens_with_a_row
-from moe_routing_bench.experts import ExpertWeights, activate
+from moe_routing_bench.core.cost import INDEX_BYTES, Cost, counts, tokens_with_a_row
+from moe_routing_bench.core.experts import ExpertWeights, activate
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.formats.int8 import rounded_rows
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.combine.op import judge
 from moe_routing_bench.ops.implementation import Implementation, tensors_in
 from moe_routing_bench.ops.registry import Op
-from moe_routing_bench.plan import RoutingPlan
 
 STRIP = 128  # columns
 

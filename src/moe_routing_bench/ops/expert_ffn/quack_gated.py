@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_routing_bench.experts import ExpertWeights
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops import quack_calls as quack
 from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.expert_ffn.op import check_sizes
 from moe_routing_bench.ops.implementation import Implementation
-from moe_routing_bench.plan import RoutingPlan
 
 INSTEAD = "expert_ffn.triton_fused"
 WHY_NOT_ACTIVATION = {

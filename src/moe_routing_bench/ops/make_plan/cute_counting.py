@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_routing_bench.core.plan import Layout, RoutingPlan
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops import cute_threads as on
 from moe_routing_bench.ops.cute_threads import THREADS, cuda, cute, cutlass
 from moe_routing_bench.ops.make_plan.op import plan_by_counting, spans_of
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.routing import Routing
 
 TILE = 1024  # pairs
-MOST_EXPERTS = 2048  # every pair is compared with every expert
+MAX_EXPERTS = 2048  # every pair is compared with every expert
 
 
 @cute.jit
@@ -157,8 +157,8 @@ def compiled(entry: str, arch: str) -> on.Launch:
 def unsupported(routing: Routing, layout: Layout) -> str | None:
     if routing.expert_TK.dtype != torch.int64:
         return f"it reads int64 ids, not {routing.expert_TK.dtype}"
-    if routing.num_experts > MOST_EXPERTS:
-        return f"it compares pairs with up to {MOST_EXPERTS} experts, not {routing.num_experts}"
+    if routing.num_experts > MAX_EXPERTS:
+        return f"it compares pairs with up to {MAX_EXPERTS} experts, not {routing.num_experts}"
     return on.why_not(routing.expert_TK, routing.gate_TK)
 
 

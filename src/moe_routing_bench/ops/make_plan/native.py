@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from moe_routing_bench import cpp
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.recycled import recycled
-from moe_routing_bench.routing import Routing
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.host_allocator import recycled
+from moe_routing_bench.core.plan import Layout, RoutingPlan
+from moe_routing_bench.core.routing import Routing
 
 SOURCE = Path(__file__).with_name("native.cpp")
 # about a millisecond of counting; with fewer pairs, waiting for a second thread can cost more than it saves

@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from moe_routing_bench.accuracy import Expected, Verdict, judge_exact, wrong_structure
-from moe_routing_bench.cost import INDEX_BYTES, Cost
+from moe_routing_bench.core.accuracy import Expected, Verdict, judge_exact, wrong_structure
+from moe_routing_bench.core.cost import INDEX_BYTES, Cost
+from moe_routing_bench.core.plan import Layout, RoutingPlan
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.registry import Op
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.routing import Routing
 
 
 def reference(routing: Routing, layout: Layout) -> RoutingPlan:

@@ -25,34 +25,34 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 from torch.utils._python_dispatch import _disable_current_modes
 
+from moe_routing_bench.core.plan import Layout, RoutingPlan
+from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops import gpu
 from moe_routing_bench.ops.make_plan.op import Counted, plan_by_counting
 from moe_routing_bench.ops.targets import Target, assumed, target_of
 from moe_routing_bench.ops.tracing import while_tracing
-from moe_routing_bench.plan import Layout, RoutingPlan
-from moe_routing_bench.routing import Routing
-from moe_routing_bench.shapes import MoEShape
 
 # count and place hold one number for each expert in registers or shared memory
-MOST_EXPERTS = 2048
+MAX_EXPERTS = 2048
 TILE, CHUNK = 1024, 128
 NUM_WARPS = 4
 SUM_EXPERTS, SUM_TILES = 16, 64
-MOST_PAIRS = 2**31 - 1
-MOST_COMPARED = 16384  # comparisons of one step, if there is no histogram
+MAX_PAIRS = 2**31 - 1
+MAX_COMPARED = 16384  # comparisons of one step, if there is no histogram
 _right: dict[torch.device, bool] = {}  # what the first use of tl.histogram on a device has shown
 # shared-memory counters come in whole warps, of 64 lanes on AMD
-FEWEST_COUNTERS = 64
+MIN_COUNTERS = 64
 
 
 def unsupported(routing: Routing, layout: Layout) -> str | None:
     expert_TK = routing.expert_TK
     if expert_TK.dtype != torch.int64:
         return f"it reads int64 ids, not {expert_TK.dtype}"
-    if routing.num_experts > MOST_EXPERTS:
-        return f"it counts up to {MOST_EXPERTS} experts, not {routing.num_experts}"
-    if expert_TK.numel() > MOST_PAIRS:
-        return f"it counts pairs in 32 bits, up to {MOST_PAIRS}, not {expert_TK.numel()}"
+    if routing.num_experts > MAX_EXPERTS:
+        return f"it counts up to {MAX_EXPERTS} experts, not {routing.num_experts}"
+    if expert_TK.numel() > MAX_PAIRS:
+        return f"it counts pairs in 32 bits, up to {MAX_PAIRS}, not {expert_TK.numel()}"
     return gpu.why_not(expert_TK, routing.gate_TK)
 
 
@@ -127,12 +127,12 @@ def make_plan_counting(
 
 
 def _counters(E: int) -> int:
-    return max(FEWEST_COUNTERS, triton.next_power_of_2(E + 1))  # one for pairs without an expert
+    return max(MIN_COUNTERS, triton.next_power_of_2(E + 1))  # one for pairs without an expert
 
 
 def _compared(counters: int) -> int:
     """Pairs that are compared with all counters at once, without a histogram."""
-    return min(CHUNK, MOST_COMPARED // counters)
+    return min(CHUNK, MAX_COMPARED // counters)
 
 
 @while_tracing

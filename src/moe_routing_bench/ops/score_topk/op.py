@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_routing_bench import steady
-from moe_routing_bench.accuracy import Expected, GradientOf, Verdict, judge_exact, wrong_structure
-from moe_routing_bench.accuracy import judge as judge_values
-from moe_routing_bench.cost import INDEX_BYTES, Cost
-from moe_routing_bench.names import check_option
+from moe_routing_bench.core import position_invariant as steady
+from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict, judge_exact, wrong_structure
+from moe_routing_bench.core.accuracy import judge as judge_values
+from moe_routing_bench.core.cost import INDEX_BYTES, Cost
+from moe_routing_bench.core.names import check_option
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.registry import Op
 

@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from moe_routing_bench.dtypes import FLOATS
+from moe_routing_bench.core.dtypes import FLOATS
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops import gpu
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.ops.targets import Target, target_of
-from moe_routing_bench.shapes import MoEShape
 
 # all places of a token stand in the registers of one program
-MOST_PLACES = 4096
+MAX_PLACES = 4096
 TILE_PLACES = 1024  # logits of one program
 NUM_WARPS = 4
 
@@ -32,8 +32,8 @@ def unsupported(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRul
     E = logits_TE.shape[1]
     if logits_TE.dtype not in FLOATS:
         return f"it computes in float32, which is too little for {logits_TE.dtype} logits"
-    if (places := _places(E, rule.groups)) > MOST_PLACES:
-        return f"it holds all {places} places of a token at once, up to {MOST_PLACES}"
+    if (places := _places(E, rule.groups)) > MAX_PLACES:
+        return f"it holds all {places} places of a token at once, up to {MAX_PLACES}"
     return gpu.why_not(logits_TE, bias_E)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_routing_bench import cpp
+from moe_routing_bench.core import cpp
 from moe_routing_bench.ops.rows import KINDS
 
 SOURCE = Path(__file__).with_name("native.cpp")
-MOST_CHOICES = 16  # the constant MOST of native.cpp
+MAX_CHOICES = 16  # the constant MOST of native.cpp
 # about 50 us for one thread; less is done before a second one is awake
 STEPS_FOR_THREADS = 2**19
 
@@ -21,8 +21,8 @@ STEPS_FOR_THREADS = 2**19
 def unsupported(score_TE: Tensor, K: int, level: str = "") -> str | None:
     if score_TE.dtype not in KINDS:
         return f"it compares float32, bfloat16 and float16, not {score_TE.dtype}"
-    if not 1 <= K <= MOST_CHOICES or K > score_TE.shape[1]:
-        return f"it keeps 1 to {MOST_CHOICES} choices of {score_TE.shape[1]} experts in registers, not {K}"
+    if not 1 <= K <= MAX_CHOICES or K > score_TE.shape[1]:
+        return f"it keeps 1 to {MAX_CHOICES} choices of {score_TE.shape[1]} experts in registers, not {K}"
     return cpp.unsupported(SOURCE, level, score_TE)
 
 

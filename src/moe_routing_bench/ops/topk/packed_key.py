@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_routing_bench.dtypes import FLOATS
+from moe_routing_bench.core.dtypes import FLOATS
 
 
 def unsupported(score_TE: Tensor, K: int) -> str | None:

@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from moe_routing_bench.dtypes import FLOATS
+from moe_routing_bench.core.dtypes import FLOATS
+from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops import gpu
 from moe_routing_bench.ops.targets import Target, target_of
-from moe_routing_bench.shapes import MoEShape
 
 # a row of scores stands in the registers of one program
-MOST_EXPERTS = 4096
+MAX_EXPERTS = 4096
 TILE_SCORES = 2048  # scores of one program: 16 of 64-bit keys in each of 128 lanes
 NUM_WARPS = 4
 
@@ -30,10 +30,8 @@ NUM_WARPS = 4
 def unsupported(score_TE: Tensor, K: int) -> str | None:
     if score_TE.dtype not in FLOATS:
         return f"a {score_TE.dtype} score leaves no room for the expert id in a 64-bit key"
-    if score_TE.shape[1] > MOST_EXPERTS:
-        return (
-            f"it holds all scores of a token at once, up to {MOST_EXPERTS} experts, not {score_TE.shape[1]}"
-        )
+    if score_TE.shape[1] > MAX_EXPERTS:
+        return f"it holds all scores of a token at once, up to {MAX_EXPERTS} experts, not {score_TE.shape[1]}"
     return gpu.why_not(score_TE)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_routing_bench.cost import Cost
+from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.ops.registry import Op
 
 

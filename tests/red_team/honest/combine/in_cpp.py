@@ -9,8 +9,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_routing_bench import cpp
-from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.plan import RoutingPlan
 
 FORWARD_ONLY = True
 SOURCE = """

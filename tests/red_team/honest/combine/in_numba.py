@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.core.plan import RoutingPlan
 
 FORWARD_ONLY = True
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.core.plan import RoutingPlan
 
 
 def available_bytes() -> int:

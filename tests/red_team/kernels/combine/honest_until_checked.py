@@ -9,8 +9,8 @@ import time
 import torch
 from torch import Tensor
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
-from moe_routing_bench.plan import RoutingPlan
 
 honest = op.get(op.default).run
 HONEST_CALLS = {"zeros": 12, "unwritten": 12, "exit": 30, "hang": 30}

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
-from moe_routing_bench.plan import RoutingPlan
 
 honest = op.get(op.default).run
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_routing_bench import accuracy
-from moe_routing_bench.plan import RoutingPlan
+from moe_routing_bench.core import accuracy
+from moe_routing_bench.core.plan import RoutingPlan
 
 
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:

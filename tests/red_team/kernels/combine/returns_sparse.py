@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
-from moe_routing_bench.plan import RoutingPlan
 
 honest = op.get(op.default).run
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
-from moe_routing_bench.plan import RoutingPlan
 
 honest = op.get(op.default).run
 REAL = Tensor.index_select

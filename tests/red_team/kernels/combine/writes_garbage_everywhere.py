@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
-from moe_routing_bench.plan import RoutingPlan
 
 honest = op.get(op.default).run
 MARKER = ".red_team_may_write_here"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.dispatch.op import op
-from moe_routing_bench.plan import RoutingPlan
 
 honest = op.get(op.default).run
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
-from moe_routing_bench.plan import RoutingPlan
 
 honest = op.get(op.default).run
 _due: list[tuple[weakref.ref[Tensor], tuple[Tensor, Tensor, RoutingPlan]]] = []

@@ -1,0 +1,1 @@
+"""Values and helpers that every other room uses; torch alone."""

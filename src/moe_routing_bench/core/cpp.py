@@ -1,0 +1,271 @@
+"""Compiles C++ files on first use for this processor, keeps the libraries and loads them.
+
+They are kept in <MRB_HOME>/compiled, or where TORCH_EXTENSIONS_DIR says, and may be deleted at any time.
+
+torch's extension loader builds each one in its own folder, and the finished library is moved into place, so a
+process killed while building leaves nothing that another would wait for. Without a compiler, implementations
+are unsupported; that is not an error. Compiling takes seconds, so stderr says so, once for each file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, is_autocast_enabled
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
+
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.paths import home
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# AMX's code with each instruction of a tile computed in plain C++ (ops/pretended_tiles.h): for tests on
+# processors without AMX, and very slow. Only who names it gets it.
+PRETENDED = "amx_pretended"
+# best first: the flags of /proc/cpuinfo that the processor must have, the options for the compiler
+LEVELS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "amx": (
+        frozenset({"amx_bf16", "amx_int8", "avx512f", "avx512_bf16"}),
+        ("-march=sapphirerapids",),
+    ),
+    "vnni": (
+        frozenset({"avx512f", "avx512_vnni"}),
+        ("-march=cascadelake", "-mprefer-vector-width=512"),
+    ),
+    "avx512": (frozenset({"avx512f"}), ("-march=skylake-avx512", "-mprefer-vector-width=512")),
+    "avx2": (frozenset({"avx2"}), ("-march=haswell",)),
+    "neon": (frozenset({"asimd", "asimddp"}), ("-march=armv8.2-a+dotprod",)),
+    PRETENDED: (
+        frozenset({"avx512f", "avx512_vnni"}),
+        ("-march=cascadelake", "-mprefer-vector-width=512", "-DMRB_PRETENDED_TILES"),
+    ),
+}
+PLAIN_TYPES = (Tensor, Parameter)
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
+
+
+@cache  # reading /proc takes 0.2 ms
+def best_level() -> str | None:
+    """The best level that processor and system support; None without AVX2, dot products of NEON or Linux."""
+    has = set(this_machine().instructions) if sys.platform == "linux" else set()
+    fits = [name for name, (needs, _) in LEVELS.items() if needs <= has and name != PRETENDED]
+    return next((name for name in fits if name != "amx" or _tiles_granted()), None)
+
+
+@cache
+def missing_tool() -> str | None:
+    """Which tool for compiling is not installed, and how to get it; None if all are."""
+    if compiler() is None:
+        return "no C++ compiler was found; install g++ (apt install g++), or name one in CXX"
+    return "ninja was not found; pip install ninja" if shutil.which("ninja") is None else None
+
+
+def other_dtypes(x: torch.dtype, weights: torch.dtype) -> str:
+    """Why kernels that multiply do not take these dtypes.
+
+    On a core with AMX and AVX512-FP16 torch's matmul reaches 160 GFLOP/s in float16, 160 in float32, 1,190 in
+    bfloat16 (`mrb doctor`); AVX512-FP16 would also sum in float16, which the contract does not allow.
+    """
+    if x == weights == torch.float16:
+        return (
+            "it computes bfloat16 or float32; nearly all x86 processors multiply float16 no faster than "
+            "float32, so convert the model with .bfloat16()"
+        )
+    return f"it computes bfloat16 or float32 throughout, not {x} with {weights}"
+
+
+def why_not() -> str | None:
+    """Why C++ cannot be compiled and run here, in words; None if it can."""
+    if best_level() is None:
+        return "it is written for x86 processors with AVX2 or better and ARM with asimddp, on Linux"
+    return None if missing_tool() is None else f"it is compiled on first use and {missing_tool()}"
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def unsupported(source: Path, level: str | None, *tensors: Tensor) -> str | None:
+    """Why the file cannot work on these tensors here, in words; None if it can, and then it was loaded."""
+    return why_not_plain(*tensors) or _why_not_loaded(source, level)
+
+
+def why_not_plain(*tensors: Tensor) -> str | None:
+    """Why C++ cannot read these tensors, in words; None if it can."""
+    if is_dynamo_compiling():  # other tracers give tensors of another type
+        return "it calls C++ by address, which torch.compile cannot trace"
+    if _are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "it calls C++ by address, which torch.func and forward-mode derivatives cannot transform"
+    for tensor in tensors:
+        if not tensor.is_cpu:  # device.type takes seven times as long
+            return f"it runs on the CPU, and a tensor is on {tensor.device}"
+        # tensors made to be traced have no memory
+        if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
+            return f"it reads plain tensors with memory of their own, not {type(tensor).__name__}"
+    return None
+
+
+def differentiable_once(backward: Callable[P, R]) -> Callable[P, R]:
+    """For the backward of a torch.autograd.Function. torch's once_differentiable raises only if its own node
+    is reached: torch.autograd.grad bypasses it, and second derivatives are silently wrong."""
+
+    @wraps(backward)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise NotImplementedError(
+                'kernels in C++ have no second derivatives (create_graph=True); use impl="staged"'
+            )
+        return backward(*args, **kwargs)
+
+    return checked
+
+
+def why_not_cast(dtype: torch.dtype) -> str | None:
+    """Why torch.autocast forbids a product of matrices of this dtype, in words; None if it does not."""
+    if is_autocast_enabled("cpu") and (wanted := torch.get_autocast_dtype("cpu")) != dtype:
+        return f"torch.autocast asks for {wanted}, but it computes in the dtype of its tensors, {dtype}"
+    return None
+
+
+@cache  # every call of a kernel comes here
+def _why_not_loaded(source: Path, level: str | None) -> str | None:
+    try:
+        load(source, level)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+def load(source: Path, level: str | None = None) -> ctypes.CDLL:
+    """The library compiled for `level`, by default the best of this processor. NotImplementedError with the
+    reason if that is impossible."""
+    if (reason := why_not()) is not None:
+        raise NotImplementedError(reason)
+    library = _load(source, _granted(level))
+    if isinstance(library, str):
+        raise NotImplementedError(library)
+    return library
+
+
+def function(source: Path, level: str | None, name: str, fields: int) -> Callable[..., int]:
+    """A function of the library that takes one pointer to a struct of so many addresses and int64 numbers; it
+    is called with those. Packing them takes 0.6 us, ctypes 2 us to convert eleven arguments."""
+    call, pack = load(source, level)[name], struct.Struct(f"{fields}q").pack
+    call.argtypes, call.restype = [ctypes.c_char_p], ctypes.c_int
+    return lambda *values: call(pack(*values))
+
+
+def compiled(source: Path, level: str | None = None) -> bool:
+    """Is there nothing to compile? Also True if it cannot be compiled here: `load` says why."""
+    try:
+        return why_not() is not None or _library(source, _granted(level)).exists()
+    except NotImplementedError:
+        return True
+
+
+@cache
+def _granted(level: str | None) -> str:
+    level = level or best_level() or ""
+    if level not in LEVELS:
+        real = ", ".join(name for name in LEVELS if name != PRETENDED)
+        raise ValueError(
+            f"there is no level {level!r}; there are {real}, and for tests {PRETENDED}: AMX's code with "
+            "tiles in plain C++, very slow"
+        )
+    missing = LEVELS[level][0] - set(this_machine().instructions)
+    if missing:
+        raise NotImplementedError(
+            f"level {level} needs {', '.join(sorted(missing))}, which this processor lacks"
+        )
+    if level == "amx" and not _tiles_granted():
+        raise NotImplementedError("the system does not grant AMX to this process; use level=avx512")
+    return level
+
+
+@cache
+def _tiles_granted() -> bool:
+    """On Linux a process must request AMX's registers: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)."""
+    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
+
+
+@cache  # failures too: a build takes seconds
+def _load(source: Path, level: str) -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    flags = [*FLAGS, *LEVELS[level][1]]
+    library = _library(source, level)
+    if not library.exists():
+        what = f"moe_routing_bench: compiling {source.parent.name}/{source.name} for {level}, once"
+        what += " (AMX's tiles in plain C++, for tests, very slow): " if level == PRETENDED else ": "
+        print(what, end="", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        failed = _build(library.stem, source, flags, library)
+        print(f"{time.monotonic() - began:.0f} s{failed and ', failed'}", file=sys.stderr, flush=True)
+        if failed:
+            return f"it did not compile here: {failed}"
+    return ctypes.CDLL(str(library))
+
+
+def _library(source: Path, level: str) -> Path:
+    """Where the compiled file is kept; its name changes with everything it is built from."""
+    texts = [path.read_text() for path in with_includes(source)]
+    built_from = (texts, [*FLAGS, *LEVELS[level][1]], torch.__version__, compiler())
+    digits = hashlib.sha256(repr(built_from).encode()).hexdigest()[:16]
+    return _folder() / f"mrb_{source.parent.name}_{source.stem}_{level}_{digits}.so"
+
+
+def with_includes(source: Path) -> list[Path]:
+    """The file and all our headers that it includes, directly or indirectly."""
+    seen: list[Path] = []
+    waiting = [source.resolve()]
+    while waiting:
+        path = waiting.pop()
+        if path.is_file() and path not in seen:
+            seen.append(path)
+            names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.M)
+            waiting += [(path.parent / name).resolve() for name in names]
+    return [seen[0], *sorted(seen[1:])]
+
+
+def _folder() -> Path:
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or home() / "compiled") / "moe_routing_bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _build(name: str, source: Path, flags: list[str], library: Path) -> str:
+    """Builds the library; returns what went wrong, "" if nothing did."""
+    from torch.utils import cpp_extension
+
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="building-") as scratch:
+        try:
+            cpp_extension.load(
+                name=name,
+                sources=[str(source)],
+                extra_cflags=flags,
+                extra_ldflags=["-fopenmp"],  # finds the libgomp that torch has loaded: one pool of threads
+                build_directory=scratch,
+                is_python_module=False,
+            )
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            return " ".join(str(error).strip().splitlines()[-1:]) or type(error).__name__
+        # torch calls a second build of the same name in one process name_v1
+        (built,) = Path(scratch).glob("*.so")
+        built.replace(library)
+    return ""

@@ -1,0 +1,194 @@
+"""Which rank holds which expert: Placement. It is data; `placing.py` makes good ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_RANKS, MAX_EXPERTS = 65_536, 65_536  # of a file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The experts of each rank; an expert may have copies on several ranks, which share its tokens.
+
+    Four experts on two nodes of two ranks, expert 0 on three of them:
+      experts_W      = ((0, 1), (0, 2), (0, 3), (1,))
+      ranks_per_node = 2
+      ranks_E        = ((0, 1, 2), (0, 3), (1,), (2,))
+      places         = 2                          most experts on one rank: what its memory must hold
+      rank_load([6, 2, 1, 1]) = [3, 3, 3, 1]      copies take equal shares: 6 / 3 + 2 / 2, 6 / 3 + 1, ...
+
+    Within a rank experts are in ascending order, and their weights are stacked in that order.
+    """
+
+    experts_W: tuple[tuple[int, ...], ...]
+    num_experts: int
+    ranks_per_node: int = 0  # 0: all ranks are on one node
+
+    def __post_init__(self) -> None:
+        W = len(self.experts_W)
+        if W < 1 or self.num_experts < 1:
+            raise ValueError(f"{self.num_experts} experts on {W} ranks: there must be at least one of each")
+        if not self.ranks_per_node:
+            object.__setattr__(self, "ranks_per_node", W)
+        if W % self.ranks_per_node:
+            raise ValueError(f"{W} ranks cannot stand on nodes of {self.ranks_per_node} each")
+        for rank, experts in enumerate(self.experts_W):
+            if list(experts) != sorted(set(experts)):
+                raise ValueError(f"rank {rank} must list different experts in ascending order: {experts}")
+            if experts and not (0 <= experts[0] and experts[-1] < self.num_experts):
+                raise ValueError(f"rank {rank} holds {experts}, but experts are 0 .. {self.num_experts - 1}")
+        if homeless := [e for e, ranks in enumerate(self.ranks_E) if not ranks]:
+            raise ValueError(f"no rank holds the experts {homeless[:20]}; each needs at least one place")
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.experts_W)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.ranks_per_node
+
+    @property
+    def places(self) -> int:
+        return max(map(len, self.experts_W))
+
+    @cached_property
+    def ranks_E(self) -> tuple[tuple[int, ...], ...]:
+        ranks: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for rank, experts in enumerate(self.experts_W):
+            for expert in experts:
+                ranks[expert].append(rank)
+        return tuple(map(tuple, ranks))
+
+    @property
+    def most_copies(self) -> int:
+        return max(map(len, self.ranks_E))
+
+    def rank_load(self, load_E: Sequence[float] | Tensor) -> list[float]:
+        """Pairs that each rank computes if copies share an expert's pairs equally."""
+        load_W: list[float] = self.load_W(torch.as_tensor(load_E, dtype=torch.float64)).tolist()
+        return load_W
+
+    def load_W(self, load_E: Tensor) -> Tensor:
+        """The same as a tensor, on the device of the load and without a host synchronisation."""
+        if load_E.numel() != self.num_experts:
+            raise ValueError(f"a load of {load_E.numel()} experts, placed are {self.num_experts}")
+        return self.tables(load_E.device).load_SW(load_E.unsqueeze(0)).squeeze(0)
+
+    def tables(self, device: torch.device | str = "cpu") -> PlacementTables:
+        """The same as tensors, for choosing ranks without a host synchronisation."""
+        rank_EC = torch.full((self.num_experts, self.most_copies), -1)
+        for expert, ranks in enumerate(self.ranks_E):
+            rank_EC[expert, : len(ranks)] = torch.tensor(ranks)
+        place_WE = torch.full((self.num_ranks, self.num_experts), -1)
+        for rank, experts in enumerate(self.experts_W):
+            place_WE[rank, list(experts)] = torch.arange(len(experts))
+        return PlacementTables(rank_EC=rank_EC.to(device), place_WE=place_WE.to(device))
+
+    def moved(self, other: Placement) -> int:
+        """How many copies of experts must be sent to get from this placement to the other."""
+        return sum(
+            len(set(there) - set(here)) for here, there in zip(self.experts_W, other.experts_W, strict=True)
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "num_experts": self.num_experts,
+                "ranks_per_node": self.ranks_per_node,
+                "experts_of_rank": self.experts_W,
+            }
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Placement:
+        """What to_json wrote; ValueError with a sentence for anything else."""
+        try:
+            given = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"a placement is a JSON object: {error}") from None
+        wanted = {"num_experts", "ranks_per_node", "experts_of_rank"}
+        if not isinstance(given, dict) or set(given) != wanted:
+            raise ValueError(f"a placement has the entries {', '.join(sorted(wanted))}")
+        experts, ranks_per_node = (_whole(given[name], name) for name in ("num_experts", "ranks_per_node"))
+        rows = _rows(given["experts_of_rank"], "experts_of_rank")
+        return Placement(experts_W=rows, num_experts=experts, ranks_per_node=ranks_per_node)
+
+    @staticmethod
+    def from_eplb(physical_to_logical: Sequence[int], *, ranks: int, ranks_per_node: int = 0) -> Placement:
+        """One layer of DeepSeek EPLB's first map: the expert in each physical place, rank by rank.
+
+        EPLB may put two copies of an expert on one rank, where the second serves nothing: it is left out.
+        """
+        places = [_whole(expert, "physical_to_logical") for expert in physical_to_logical]
+        if ranks < 1 or not places or len(places) % ranks:
+            raise ValueError(f"{len(places)} places cannot be cut into {ranks} ranks of equal size")
+        each = len(places) // ranks
+        experts_W = tuple(tuple(sorted(set(places[w * each : (w + 1) * each]))) for w in range(ranks))
+        return Placement(experts_W=experts_W, num_experts=1 + max(places), ranks_per_node=ranks_per_node)
+
+    def to_eplb(self) -> tuple[list[int], list[list[int]], list[int]]:
+        """EPLB's three maps of one layer: the expert of each place, the places of each expert (-1: none), the
+        number of copies. Every rank must hold equally many experts."""
+        if any(len(experts) != self.places for experts in self.experts_W):
+            raise ValueError("EPLB's maps need equally many experts on every rank")
+        physical_to_logical = [expert for experts in self.experts_W for expert in experts]
+        at = [
+            [p for p, e in enumerate(physical_to_logical) if e == expert]
+            for expert in range(self.num_experts)
+        ]
+        logical_to_physical = [places + [-1] * (self.most_copies - len(places)) for places in at]
+        return physical_to_logical, logical_to_physical, [len(places) for places in at]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementTables:
+    """rank_EC: the ranks with a copy of each expert, then -1. place_WE: where an expert is stacked on a rank,
+    -1 if it is not there."""
+
+    rank_EC: Tensor
+    place_WE: Tensor
+
+    def load_SW(self, load_SE: Tensor) -> Tensor:
+        """Pairs that each rank computes in each step, if copies share an expert's pairs equally."""
+        there_EC = self.rank_EC >= 0
+        share_SE = load_SE.double() / there_EC.sum(1)
+        load_SW = share_SE.new_zeros(load_SE.shape[0], self.place_WE.shape[0])
+        for rank_E, there_E in zip(self.rank_EC.unbind(1), there_EC.unbind(1), strict=True):
+            load_SW = load_SW.index_add(1, rank_E.clamp(min=0), share_SE * there_E)
+        return load_SW
+
+    def rank_TK(self, expert_TK: Tensor, first_token: int = 0) -> Tensor:
+        """The rank that computes each pair; -1 where no expert was chosen. Copies take turns by the number of
+        the token, so that each gets an equal share without anybody asking."""
+        E = self.rank_EC.shape[0]
+        chosen_TK = (expert_TK >= 0) & (expert_TK < E)
+        rank_TKC = self.rank_EC[torch.where(chosen_TK, expert_TK, 0)]
+        copies_TK = (rank_TKC >= 0).sum(-1)
+        token_T1 = first_token + torch.arange(expert_TK.shape[0], device=expert_TK.device).unsqueeze(1)
+        rank_TK = rank_TKC.gather(-1, (token_T1 % copies_TK).unsqueeze(-1)).squeeze(-1)
+        return torch.where(chosen_TK, rank_TK, -1)
+
+
+def _whole(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_EXPERTS:
+        raise ValueError(f"{name} holds {str(value)[:40]}; a whole number up to {MAX_EXPERTS} belongs there")
+    return value
+
+
+def _rows(value: Any, name: str) -> tuple[tuple[int, ...], ...]:
+    if (
+        not isinstance(value, list)
+        or len(value) > MAX_RANKS
+        or not all(isinstance(row, list) for row in value)
+    ):
+        raise ValueError(f"{name} is a list of lists, one for each of at most {MAX_RANKS} ranks")
+    return tuple(tuple(_whole(one, name) for one in row) for row in value)

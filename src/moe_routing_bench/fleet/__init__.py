@@ -1,0 +1,1 @@
+"""Results from many machines: sweeps, engines, claims, stores, bundles."""

@@ -1,0 +1,198 @@
+"""A sweep into a store on a URL, alone or beside others: what one machine does of it.
+
+Results are first written into a folder here, as those of any sweep, then published cell by cell. If the store
+cannot be reached any more, that folder stays and `mrb merge` takes it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.outcome import CellOutcome
+from moe_routing_bench.bench.roofs import Roofs
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.paths import home
+from moe_routing_bench.fleet.executor import Executor, OnCellProgress
+from moe_routing_bench.fleet.host import environment_document
+from moe_routing_bench.fleet.leases import Leases, lease_seconds
+from moe_routing_bench.fleet.parts import Header
+from moe_routing_bench.fleet.store import RemoteStore
+from moe_routing_bench.fleet.sweep import FINE, SweepPlan
+from moe_routing_bench.results.folder import Session
+from moe_routing_bench.results.writing import record_outcome
+
+PAUSE_SECONDS = (1.0, 15.0)  # between looks at cells that others are at work on
+LISTED_AT_ONCE, MIN_LISTED = 1000, 20_000  # commits in one request
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetPlan(SweepPlan):
+    """attempts: by resume key, the number of the measurement that each cell to do would be."""
+
+    attempts: dict[str, int] = field(default_factory=dict)
+    by_key: dict[str, Cell] = field(default_factory=dict)
+
+
+def plan_fleet(
+    cells: Sequence[Cell], store: RemoteStore, executor: Executor, *, retry_failed: bool, resume: bool
+) -> FleetPlan:
+    known = store.attempts()
+    todo: list[Cell] = []
+    attempts, by_key, done, failed = {}, {}, 0, 0
+    for cell, keys in zip(cells, executor.keys(cells), strict=True):
+        measured = [key for key in keys if key in known]
+        if measured and resume:
+            commit = store.commit_of(measured[0], known[measured[0]]) if retry_failed else None
+            if commit is None or not commit.failed:
+                done += 1
+                continue
+            failed += 1
+        todo.append(cell)
+        for key in keys:
+            attempts[key], by_key[key] = known.get(key, 0) + 1, cell
+    return FleetPlan(todo=tuple(todo), done=done, failed=failed, attempts=attempts, by_key=by_key)
+
+
+def run_fleet(
+    plan: FleetPlan,
+    store: RemoteStore,
+    executor: Executor,
+    *,
+    suite: str = "",
+    claim: bool = False,
+    roofs: Roofs | None = None,
+    on_progress: OnCellProgress = lambda cell, progress: None,
+    leases: Leases | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[CellOutcome]:
+    """Measure what is to do; each outcome is in the store before it is yielded. One that another machine
+    published first is not yielded. With claim, the call ends when every cell has a result, whoever's."""
+    if not plan.todo:
+        return
+    writer = _Writer(store, plan, suite, roofs)
+    run = {"roofs": roofs, "on_progress": on_progress, "watch": writer.watch}
+    if claim:
+        worker = f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(4)}"
+        leases = leases or Leases(store.objects, worker)
+        outcomes = _claimed(plan, store, leases, lambda cell: next(iter(executor.run([cell], **run))), sleep)  # type: ignore[arg-type]
+    else:
+        outcomes = executor.run(plan.todo, **run)  # type: ignore[arg-type]
+    with writer:
+        for outcome in outcomes:
+            if writer.publish(outcome):
+                yield outcome
+
+
+def _claimed(
+    plan: FleetPlan,
+    store: RemoteStore,
+    leases: Leases,
+    measure: Callable[[Cell], CellOutcome],
+    sleep: Callable[[float], None],
+) -> Iterator[CellOutcome]:
+    """Take cells that nobody is at work on, in an order of our own, until all have results."""
+    waiting = list(plan.by_key)
+    random.Random(leases.worker).shuffle(waiting)
+    pause, longest = PAUSE_SECONDS
+    while waiting:
+        done, left, rest = store.attempts(), [], iter(waiting)
+        took = False
+        for key in rest:
+            attempt, cell = plan.attempts[key], plan.by_key[key]
+            if done.get(key, 0) >= attempt:
+                continue
+            if not leases.take(key, attempt, lease_seconds(cell)):
+                left.append(key)
+                if LISTED_AT_ONCE * len(left) > max(len(done), MIN_LISTED):
+                    break  # to look on would take more requests than a new list of what is done
+                continue
+            took = True
+            try:
+                if store.commit_of(key, attempt) is None:
+                    yield measure(cell)
+            except BaseException:
+                with suppress(OSError):
+                    leases.give_back(key, attempt)
+                raise
+        waiting = [*rest, *left]
+        if waiting and not took:
+            sleep(pause)
+            pause = min(2 * pause, longest)
+        else:
+            pause = PAUSE_SECONDS[0]
+
+
+class _Writer:
+    """Writes outcomes here, then publishes them."""
+
+    def __init__(self, store: RemoteStore, plan: FleetPlan, suite: str, roofs: Roofs | None):
+        self.store, self.plan, self.suite = store, plan, suite
+        place = home() / "unsent"
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            self.folder = Path(tempfile.mkdtemp(dir=place))
+            self.session = Session.start(self.folder)
+        except OSError as error:
+            raise ValueError(f"cannot write into {place}: {error.strerror or error}") from None
+        self.here = environment_document(this_machine(), roofs)
+        self.number = 0
+        self.unsent = False
+
+    def watch(self) -> str | None:
+        if (touched := self.session.tampered()) is None:
+            return None
+        self.session.repair()
+        return f"{touched} while it ran; no other process may write there"
+
+    def publish(self, outcome: CellOutcome) -> bool:
+        session, document, before = self.session, outcome.environment or self.here, self.session.sizes
+        try:
+            environment = session.put_environment(document)
+            record_outcome(outcome, session, suite=self.suite, environment=environment)
+        except OSError as error:
+            raise ValueError(
+                f"the records of {outcome.cell.name} could not be written into {self.folder}: "
+                f"{error.strerror or error}. Cells before it are in the store; the same command goes on"
+            ) from None
+        records, samples = session.since(before)
+        self.number += 1
+        header = Header(
+            cell_key=outcome.identity.key,
+            session=session.id,
+            number=self.number,
+            environment=environment,
+            records=len(records),
+            samples=len(samples),
+            samples_at=before[1],
+        )
+        failed = any(one.status not in FINE for one in outcome.outcomes)
+        # a machine that could not be asked when the plan was made has a key of its own
+        attempt = self.plan.attempts.get(header.cell_key, 1)
+        try:
+            self.store.put_environment(document)
+            return self.store.publish(header, records, samples, attempt=attempt, failed=failed)
+        except OSError as error:
+            self.unsent = True
+            raise ValueError(
+                f"{error}. The results of {outcome.cell.name} are in {self.folder}; the same command goes on "
+                "when the store is there again"
+            ) from None
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self.session.close()
+        if not self.unsent:
+            shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,77 @@
+"""Leases: which machine is at work on which cell, so that no two do the same work.
+
+A lease is an object that is put only if it is not there: leases/<cell key>-<attempt>/<n>.json. It holds for
+the seconds it names, and no two clocks are ever compared: whoever wants the cell looks at the lease, waits so
+long by its own clock, and if there is still no result puts lease n + 1. A machine that was only slow may then
+end after all; leases save work, and the commit alone decides what counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.fleet.objects import Objects
+from moe_routing_bench.results.record import Name, Part
+
+START_SECONDS = 120.0  # compiling, starting workers, a slow store
+UNREADABLE_SECONDS = 3600.0  # how long a lease is respected that nobody can read
+
+
+class Terms(Part):
+    """{"worker": "node7-4711-5f2e", "seconds": 300}"""
+
+    worker: Name
+    seconds: Annotated[float, Field(gt=0, le=1e6)]
+
+
+def lease_seconds(cell: Cell) -> float:
+    """Twice what a cell may take, and the start."""
+    return START_SECONDS + 2 * cell.policy.processes * cell.policy.max_seconds
+
+
+class Leases:
+    """leases.take("0f3a...", 1, 300.0) -> True: the cell is ours to measure for five minutes."""
+
+    def __init__(self, objects: Objects, worker: str, clock: Callable[[], float] = time.monotonic):
+        self.objects, self.worker, self.clock = objects, worker, clock
+        self._seen: dict[str, tuple[float, float]] = {}  # lease -> when it was first seen here, its seconds
+        self._mine: dict[tuple[str, int], str] = {}
+
+    def take(self, cell_key: str, attempt: int, seconds: float) -> bool:
+        """False if another machine is at work on it, as far as can be seen."""
+        home = f"leases/{cell_key}-{attempt:04d}"
+        last = max((one.name for one in self.objects.list(f"{home}/")), default=None)
+        number = 1
+        if last is not None:
+            if not self._is_over(last):
+                return False
+            number = int(last.rpartition("/")[2].partition(".")[0]) + 1
+        name = f"{home}/{number:06d}.json"
+        terms = Terms(worker=self.worker, seconds=seconds)
+        if not self.objects.put_new(name, terms.model_dump_json().encode()):
+            return self._terms(name) == terms  # our own request, whose answer was lost
+        self._mine[cell_key, attempt] = name
+        return True
+
+    def give_back(self, cell_key: str, attempt: int) -> None:
+        """The cell was not measured after all: others need not wait."""
+        if name := self._mine.pop((cell_key, attempt), None):
+            self.objects.delete([name])
+
+    def _is_over(self, name: str) -> bool:
+        if name not in self._seen:
+            terms = self._terms(name)
+            self._seen[name] = (self.clock(), terms.seconds if terms else UNREADABLE_SECONDS)
+        since, seconds = self._seen[name]
+        return self.clock() - since > seconds
+
+    def _terms(self, name: str) -> Terms | None:
+        try:
+            return Terms.model_validate_json(self.objects.get(name))
+        except (ValidationError, FileNotFoundError):
+            return None

@@ -1,0 +1,145 @@
+"""Objects behind a URL: a folder (file://), S3 (s3://), Google (gs://) or Azure (az://), by obstore.
+
+Four calls are all that the store above needs: put what is not there yet, get, list, delete. Whose keys are
+used, and which server, is said by the environment, as each provider documents it: AWS_ACCESS_KEY_ID, ...
+obstore reads it, and refuses a server without https unless AWS_ALLOW_HTTP=true.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moe_routing_bench.core.text import one_line
+
+SCHEMES = ("file", "s3", "gs", "az")
+ADDRESS = re.compile(rf"({'|'.join(SCHEMES)}):/+(.+)")  # as a Path, s3://bucket is s3:/bucket
+RETRY_SECONDS = 300
+MAX_OBJECT_BYTES = 2 << 30
+T = TypeVar("T")
+
+
+class StoreError(OSError, ValueError):
+    """A server that cannot be reached, or refuses: nobody's mistake here, and one sentence."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Listed(name="commits/0f3a-0001.json", size=311, etag='"9b2c"')"""
+
+    name: str
+    size: int
+    etag: str
+
+
+def url_of(place: Path | str) -> str | None:
+    """The URL, if it is one: url_of(Path("s3://bucket/runs")) -> "s3://bucket/runs"."""
+    if not (address := ADDRESS.fullmatch(str(place))):
+        return None
+    scheme, rest = address.groups()
+    return f"{scheme}://{'/' if scheme == 'file' else ''}{rest.rstrip('/')}"
+
+
+class Objects:
+    """Objects("s3://bucket/runs").put_new("a/b", b"...") -> False if a/b is there already.
+
+    StoreError if the server cannot be reached or refuses; FileNotFoundError if an object is not
+    there. A server that has answered once is waited for, RETRY_SECONDS long.
+    """
+
+    def __init__(self, place: Path | str, *, make: bool = False):
+        url = url_of(place)
+        if url is None:
+            raise ValueError(f"{place} is not the URL of a store: {', '.join(f'{s}://' for s in SCHEMES)}")
+        try:
+            import obstore
+            from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
+            from obstore.store import from_url
+        except ImportError:
+            raise ValueError(
+                f"{url} is read and written by obstore, which is not installed: "
+                "pip install 'moe-routing-bench[store]'"
+            ) from None
+        self.url, self._obstore, self._exists, self._errors = url, obstore, AlreadyExistsError, BaseError
+        self._passing, self._answered = GenericError, False
+        more: dict[str, Any] = {"retry_config": {"max_retries": 0}}  # see _again
+        if url.startswith("file:"):
+            if not make and not Path(url.removeprefix("file://")).is_dir():
+                raise ValueError(f"there is no store at {url}; mrb sweep --out {url} makes one")
+            more = {"mkdir": make}
+        try:
+            self._store = from_url(url, **more)
+        except (BaseError, ValueError, OSError) as error:
+            raise ValueError(f"{url} cannot be opened: {_first_words(error)}") from None
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Whole or not at all, and only if there is no such object: the first writer wins."""
+
+        def put() -> bool:
+            try:
+                self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
+            except self._exists:
+                return False
+            return True
+
+        return self._again("write", name, put)
+
+    def get(self, name: str, *, first: int | None = None) -> bytes:
+        """All of it, or its first bytes."""
+
+        def get() -> bytes:
+            if first is not None:
+                return bytes(self._obstore.get_range(self._store, name, start=0, length=first))
+            answer = self._obstore.get(self._store, name)
+            if answer.meta["size"] > MAX_OBJECT_BYTES:
+                raise ValueError(f"{name} has {answer.meta['size']:,} bytes, which nothing here has")
+            return bytes(answer.bytes())
+
+        return self._again("read", name, get)
+
+    def list(self, prefix: str) -> Sequence[Listed]:
+        """In the order of their names."""
+
+        def listed() -> Sequence[Listed]:
+            pages = self._obstore.list(self._store, prefix)
+            listed = [Listed(one["path"], one["size"], one["e_tag"] or "") for page in pages for one in page]
+            return sorted(listed, key=lambda one: one.name)
+
+        return self._again("list", prefix, listed)
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                self._again("delete", name, lambda name=name: self._obstore.delete(self._store, name))  # type: ignore[misc]
+
+    def _again(self, what: str, name: str, call: Callable[[], T]) -> T:
+        """Until it works, if the server has answered before: it may be started again. Every call may be
+        repeated, because what a put that was carried out after all leaves behind is known by its content."""
+        pause, deadline = 0.1, time.monotonic() + RETRY_SECONDS
+        while True:
+            try:
+                answer = call()
+            except FileNotFoundError:
+                self._answered = True
+                raise
+            except self._errors as error:
+                if not (isinstance(error, self._passing) and self._answered) or time.monotonic() > deadline:
+                    raise StoreError(f"cannot {what} {name} in {self.url}: {_first_words(error)}") from None
+                time.sleep(pause)
+                pause = min(2 * pause, 5.0)
+                continue
+            self._answered = True
+            return answer
+
+
+def _first_words(error: Exception) -> str:
+    """A server's answer may be a page; its first sentence says enough."""
+    words = one_line(re.split(r"Debug source|<\?xml|\n\n", str(error))[0], 300)
+    if "http://" in words and "builder error" in words:  # all that obstore says
+        words += "; a server without https is used only with AWS_ALLOW_HTTP=true in the environment"
+    return words

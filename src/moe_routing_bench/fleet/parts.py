@@ -1,0 +1,95 @@
+"""Parts and commits: the two kinds of object that a store on a URL is made of.
+
+    parts/<session>-<number>-<random>     records and samples of one cell; never changed, never read unless a
+                                          commit names it
+    commits/<cell key>-<attempt>.json     one for each measured cell: which part, its size and its sha256
+
+A commit is put only if it is not there, so a cell has one result however many machines measured it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field, ValidationError
+
+from moe_routing_bench.core.text import first_problem
+from moe_routing_bench.results.record import Hash, Part, SessionId
+
+MAX_PART_BYTES = 1 << 30
+MAX_HEADER_BYTES = 10_000
+COMMIT = re.compile(r"commits/([0-9a-f]{64})-([0-9]{4})\.json")
+T = TypeVar("T", bound=Part)
+Bytes = Annotated[int, Field(ge=0, le=MAX_PART_BYTES)]
+
+
+class Header(Part):
+    """The first line of a part; behind it so many bytes of lines, then so many of samples.
+
+    samples_at: where in the session's samples.f64 they belong, as its records say.
+    """
+
+    format: Literal["mrb part"] = "mrb part"
+    version: Literal[1] = 1
+    cell_key: Hash
+    session: SessionId
+    number: Annotated[int, Field(ge=1, le=10**6)]  # of the part in its session
+    environment: Hash
+    records: Bytes
+    samples: Bytes
+    samples_at: Annotated[int, Field(ge=0, le=2**40, multiple_of=8)]
+
+
+class Commit(Part):
+    version: Literal[1] = 1
+    part: Annotated[str, Field(pattern=r"^parts/[0-9A-Za-z_-]{1,100}$")]
+    bytes: Bytes
+    sha256: Hash
+    failed: bool  # something in the cell did not pass: --retry-failed measures it again
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A part, read and checked."""
+
+    header: Header
+    records: bytes
+    samples: bytes
+
+
+def commit_name(cell_key: str, attempt: int) -> str:
+    return f"commits/{cell_key}-{attempt:04d}.json"
+
+
+def sealed(header: Header, records: bytes, samples: bytes) -> bytes:
+    return header.model_dump_json().encode() + b"\n" + records + samples
+
+
+def parse_commit(data: bytes, name: str) -> Commit:
+    return _parsed(Commit, data, name)
+
+
+def opened(data: bytes, commit: Commit, name: str) -> Contents:
+    """ValueError, in a sentence, if these are not the bytes that were committed."""
+    if len(data) != commit.bytes:
+        how = "was cut off or written over" if len(data) < commit.bytes else "was written over"
+        raise ValueError(f"{commit.part} has {len(data):,} bytes of {commit.bytes:,}: it {how}")
+    if hashlib.sha256(data).hexdigest() != commit.sha256:
+        raise ValueError(f"{commit.part} was changed after it was committed: its sha256 is another")
+    line, newline, rest = data.partition(b"\n")
+    header = _parsed(Header, line[:MAX_HEADER_BYTES], commit.part)
+    if not newline or header.records + header.samples != len(rest):
+        raise ValueError(f"{commit.part} does not hold what its first line says")
+    if (given := COMMIT.fullmatch(name)) is None or given[1] != header.cell_key:
+        raise ValueError(f"{name} names the part of another cell")
+    return Contents(header, rest[: header.records], rest[header.records :])
+
+
+def _parsed(kind: type[T], data: bytes, name: str) -> T:
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise ValueError(f"{name} is not what this version writes: {first_problem(error)}") from None

@@ -1,0 +1,211 @@
+"""The engine `ray`: a cell is a task of a Ray cluster (pip install 'moe-routing-bench[ray]').
+
+A node takes part if it was started with `ray start --resources '{"cell": 1}'`: one cell at a time, because
+two would disturb each other's times. `--engine "ray(gpu=h100)"` takes only nodes that were started with
+`--labels gpu=h100`. A cell that runs on a GPU asks Ray for one. One of several ranks asks for a CPU for each
+thread of each rank, all on one node: its ranks share a clock, so they are never spread over machines.
+
+Ray starts a task again if its machine or process is lost. A kernel that crashes ends its own process inside
+the task, which is a result, so it is never started again. Nothing is kept in Ray: if the driver dies, the
+same command goes on from what is stored.
+
+Folders of --include-path and recorded traces are sent along (shipping.py). Cells that have some are measured
+each in a process of its own, which has never seen another version of that code. A checkpoint is not sent: it
+must be on every node under the same path.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.identity import cell_key
+from moe_routing_bench.bench.outcome import CellOutcome
+from moe_routing_bench.bench.roofs import Roofs
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.fleet.host import measured_here
+from moe_routing_bench.fleet.shipping import Parcel, moved, named_by
+from moe_routing_bench.routers.router import include_folder
+
+RESOURCE = "cell"
+RETRIES = 3  # of a task whose machine was lost
+AHEAD = 1000  # tasks handed to Ray at once
+PATIENCE_SECONDS = 120.0  # without any node that measures cells
+
+
+class RayExecutor:
+    """RAY_ADDRESS names the cluster; without it, that of this machine. labels: of nodes that take part."""
+
+    name = "ray"
+
+    def __init__(self, labels: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.labels = dict(labels)
+        try:
+            import ray
+        except ImportError:
+            raise ValueError(
+                "the engine ray needs Ray, which is not installed: pip install 'moe-routing-bench[ray]'"
+            ) from None
+        self.ray: Any = ray
+        if not ray.is_initialized():
+            address = os.environ.get("RAY_ADDRESS", "auto")
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise ValueError(f"there is no Ray cluster at {address}: {sentence}") from None
+        # the same options for both, so that a key is taken under the settings a cell is measured with; with
+        # parcels in a process of their own, which takes seconds to start
+        options = {"num_cpus": 0, "max_retries": RETRIES, "retry_exceptions": False}
+        self._keys, self._measure = (ray.remote(**options)(work) for work in (_keys, measured_here))
+        self._keys_sent, self._measure_sent = (
+            ray.remote(max_calls=1, **options)(work) for work in (_keys, _measured_with)
+        )
+        self._sent: dict[str, Any] = {}  # by hash, Ray's reference to a parcel
+        if not self._nodes():
+            words = ",".join(f"{key}={value}" for key, value in self.labels.items())
+            has, start = (f" and has the labels {words}", f" --labels {words}") if words else ("", "")
+            raise ValueError(
+                f"no node of the Ray cluster measures cells{has}: "
+                f"start some with ray start --resources '{{\"{RESOURCE}\": 1}}'{start}"
+            )
+
+    def keys(self, cells: Sequence[Cell]) -> list[set[str]]:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        texts = self.ray.put([cell.to_json() for cell in cells])
+        parcels = self._parcels(cells)
+        keys_of = self._keys_sent if parcels else self._keys
+        asked = [
+            keys_of.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                texts, list(parcels), *parcels.values()
+            )
+            for node in self._nodes()
+        ]
+        found: list[set[str]] = [set() for _ in cells]
+        for answer in asked:
+            try:
+                keys = self.ray.get(answer)
+            except self.ray.exceptions.RayTaskError as error:
+                raise ValueError(_sentence(error)) from None
+            except self.ray.exceptions.RayError:
+                continue  # the node is gone, and its cells will be measured elsewhere
+            for known, key in zip(found, keys, strict=True):
+                known.add(key)
+        return found
+
+    def run(
+        self, cells: Sequence[Cell], *, roofs: Roofs | None, on_progress: Any, watch: Any
+    ) -> Iterator[CellOutcome]:
+        """Roofs are those of the machine that measures. ValueError at the end if some cells were lost."""
+        self._check_ranks(cells)
+        sent = self._parcels(cells)
+        rest = iter(cells)
+        waiting: dict[Any, Cell] = {}
+        lost: list[str] = []
+        seen = time.monotonic()
+        while True:
+            for cell in islice(rest, AHEAD - len(waiting)):
+                parcels = {text: sent[text] for text in named_by(cell)}
+                place = (self._measure_sent if parcels else self._measure).options(
+                    resources={RESOURCE: 1},
+                    num_cpus=_cpus(cell),
+                    num_gpus=int(cell.policy.device.startswith("cuda")),
+                    label_selector=self.labels,
+                )
+                more = (list(parcels), *parcels.values()) if parcels else ()
+                waiting[place.remote(cell.to_json(), *more)] = cell
+            if not waiting:
+                break
+            done, _ = self.ray.wait(list(waiting), num_returns=1, timeout=1.0)
+            for answer in done:
+                cell = waiting.pop(answer)
+                try:
+                    text = self.ray.get(answer)
+                except self.ray.exceptions.RayTaskError as error:
+                    raise ValueError(f"{cell.name}: {_sentence(error)}") from None
+                except self.ray.exceptions.RayError as error:
+                    lost.append(f"{cell.name} ({type(error).__name__})")
+                    continue
+                # with the paths of this machine, not of the one that measured it
+                yield replace(CellOutcome.from_json(text), cell=cell, engine=self.name)
+            if done or self._nodes():
+                seen = time.monotonic()
+            elif time.monotonic() - seen > PATIENCE_SECONDS:
+                raise ValueError(
+                    "no node of the Ray cluster measures cells any more; the same command goes on"
+                )
+        if lost:
+            raise ValueError(
+                f"{len(lost)} cells were lost with their machines {RETRIES + 1} times, the first {lost[0]}; "
+                "the same command goes on"
+            )
+
+    def _nodes(self) -> dict[str, float]:
+        """The nodes that take part, and how many CPUs they have."""
+        return {
+            node["NodeID"]: node["Resources"].get("CPU", 0)
+            for node in self.ray.nodes()
+            if node["Alive"]
+            and node["Resources"].get(RESOURCE, 0) >= 1
+            and self.labels.items() <= node.get("Labels", {}).items()
+        }
+
+    def _check_ranks(self, cells: Sequence[Cell]) -> None:
+        largest = max(cells, key=_cpus, default=None)
+        most = max(self._nodes().values(), default=0)
+        if largest is not None and _cpus(largest) > most:
+            raise ValueError(
+                f"{largest.name}: {largest.W} ranks need {_cpus(largest)} CPUs of one node, and the largest "
+                f"node of the Ray cluster that measures cells has {most:g}"
+            )
+
+    def _parcels(self, cells: Sequence[Cell]) -> dict[str, Any]:
+        """By the path in a cell, Ray's reference to what lies there; each content is put once."""
+        paths = {text: path for cell in cells for text, path in named_by(cell).items()}
+        references = {}
+        for text, path in paths.items():
+            parcel = Parcel.of(path)
+            if parcel.sha256 not in self._sent:
+                self._sent[parcel.sha256] = self.ray.put(parcel)
+            references[text] = self._sent[parcel.sha256]
+        return references
+
+
+def _cpus(cell: Cell) -> int:
+    """That Ray must have free on a node. A cell of one process has its node for itself anyway."""
+    return cell.W * cell.policy.threads if cell.W > 1 else 0
+
+
+def _here(text: str, places: Mapping[str, Path]) -> Cell:
+    """A cell with the paths of this machine, and what it includes known to this process."""
+    cell = moved(Cell.from_json(text), places)
+    for folder in cell.include:
+        include_folder(folder)
+    return cell
+
+
+def _unpacked(names: Sequence[str], parcels: Sequence[Parcel]) -> dict[str, Path]:
+    return {name: parcel.unpacked() for name, parcel in zip(names, parcels, strict=True)}
+
+
+# Ray replaces a reference by its content only if it is an argument of its own
+def _keys(cells: list[str], names: list[str], *parcels: Parcel) -> list[str]:
+    machine, places = this_machine(), _unpacked(names, parcels)
+    return [cell_key(_here(text, places), machine) for text in cells]
+
+
+def _measured_with(cell: str, names: list[str], *parcels: Parcel) -> str:
+    return measured_here(_here(cell, _unpacked(names, parcels)).to_json())
+
+
+def _sentence(error: Exception) -> str:
+    """What the code in a task said, without Ray's report around it."""
+    return str(getattr(error, "cause", None) or error).splitlines()[0]

@@ -1,0 +1,1 @@
+"""The layer and what is built around it."""

@@ -1,0 +1,1 @@
+"""Fabrics, flows and plans: what a step costs on many machines, predicted."""

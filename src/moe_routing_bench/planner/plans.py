@@ -1,0 +1,236 @@
+"""How many ranks should share the experts, with how many copies, and how much room? Tried on a stated fabric.
+
+Every degree of expert parallelism that fits the nodes, with several placements, transports and layouts. The
+GPUs form groups of that many ranks, alike and independent of one another, so one group is counted, pair by
+pair, for a few steps. Placements see the step before the first that is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+
+import numpy as np
+
+from moe_routing_bench.core.placement import Placement
+from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.parallel.placing import contiguous, greedy, replicated
+from moe_routing_bench.planner.fabric import Fabric, Rows
+from moe_routing_bench.planner.flow import TRANSPORTS, Flow, count_flow
+from moe_routing_bench.planner.step import PARTS, LayerSize, StepTime, step_time
+from moe_routing_bench.workloads.workload import Workload, make_workload
+
+MAX_GPUS = 65_536
+MAX_TOKENS = 1 << 20  # drawn for a group; ranks beyond use them again
+LOOKED_AT = 1 << 16  # tokens from which a placement is made
+MAX_STEPS, STEP_TOKENS = 4, 1 << 18  # steps counted: as many as have so many tokens together
+FACTORS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
+CLOSE = 0.02  # plans within this share of the fastest are as good: the simplest of them is taken
+WAYS = ("contiguous", "greedy", "replicated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """I have 64 GPUs and this layer; each GPU brings 4096 tokens a step, chosen as `workload` says.
+
+    drop: the share of pairs that the padded layout may drop. memory: bytes of a GPU for experts and rows.
+    spare: places for copies on each rank, beyond those that all experts need.
+    """
+
+    size: LayerSize
+    gpus: int
+    tokens: int
+    fabric: Fabric
+    workload: str = "uniform"
+    layers: int = 1
+    spare: tuple[int, ...] = (1,)
+    drop: float = 0.001
+    memory: float = math.inf
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to run the layer, means over the steps that were counted.
+
+    Option(degree=64, copies=0, way="contiguous", transport="all_to_all", layout="compact", ...)
+
+    busiest: pairs of the busiest rank over the mean. dropped: share of pairs. memory: bytes of a rank.
+    sent, between: bytes of one group and step, both ways, that leave their rank and their node.
+    """
+
+    degree: int
+    copies: int  # beyond one of each expert
+    places: int
+    way: str
+    transport: str
+    layout: str
+    seconds: dict[str, float]
+    limits: dict[str, str]
+    sent: float
+    between: float
+    memory: float
+    busiest: float
+    dropped: float
+    fits: bool
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """All options, and the one to take: None if none fits the memory."""
+
+    options: tuple[Option, ...]
+    best: Option | None
+    steps: dict[int, int]  # counted, by degree
+    reused: bool  # tokens were drawn for fewer ranks than there are
+    left_out: tuple[str, ...]  # sentences
+
+    def of(self, degree: int) -> Option:
+        """The best with this degree, whether it fits or not."""
+        return _best([one for one in self.options if one.degree == degree])
+
+    @property
+    def degrees(self) -> list[int]:
+        return sorted({one.degree for one in self.options})
+
+
+def degrees_of(gpus: int, ranks_per_node: int) -> list[int]:
+    """Group sizes that divide the GPUs and fill nodes, or parts of one, evenly."""
+    if not 1 <= gpus <= MAX_GPUS:
+        raise ValueError(f"{gpus} GPUs; ask for 1 to {MAX_GPUS:,}")
+    if gpus > ranks_per_node and gpus % ranks_per_node:
+        below = gpus - gpus % ranks_per_node
+        raise ValueError(
+            f"{gpus:,} GPUs are not whole nodes of {ranks_per_node}; ask for {below:,} or "
+            f"{below + ranks_per_node:,}"
+        )
+    node = min(gpus, ranks_per_node)
+    return [d for d in range(1, gpus + 1) if gpus % d == 0 and (node % d == 0 or d % node == 0)]
+
+
+def answer(question: Question, on_degree: Callable[[int], None] = lambda degree: None) -> ParallelPlan:
+    """`on_degree` hears of each degree before it is tried. The cost is that of counting pairs: at most
+    MOST_TOKENS are drawn for a degree, and W * T * K counted for each placement."""
+    options: list[Option] = []
+    left_out: list[str] = []
+    steps: dict[int, int] = {}
+    reused = False
+    for degree in degrees_of(question.gpus, question.fabric.ranks_per_node):
+        on_degree(degree)
+        each = degree * max(question.tokens, degree)  # what counting costs, without K
+        counted = max(1, min(MAX_STEPS, STEP_TOKENS // max(1, each)))
+        try:
+            before, *after = (_drawn(question, degree, step) for step in range(counted + 1))
+        except ValueError as error:
+            left_out.append(f"degree {degree}: {error}")
+            continue
+        reused |= before.T < degree * question.tokens
+        steps[degree] = counted
+        load_E = np.bincount(before.routing.expert_TK[:LOOKED_AT].ravel(), minlength=question.size.E)
+        for way, placement in _placements(question, degree, load_E.tolist()):
+            flows = [count_flow(partial(_of_rank, one, question.tokens, degree), placement) for one in after]
+            options += _options(question, way, flows)
+    fitting = [one for one in options if one.fits]
+    return ParallelPlan(
+        options=tuple(options), best=_best(fitting) if fitting else None, steps=steps, reused=reused,
+        left_out=tuple(left_out),
+    )  # fmt: skip
+
+
+def _drawn(question: Question, degree: int, step: int) -> Workload:
+    size = question.size
+    tokens = min(degree * question.tokens, max(MAX_TOKENS, question.tokens))
+    return make_workload(
+        question.workload, T=tokens, E=size.E, K=size.K, W=degree if size.E % degree == 0 else 1,
+        seed=question.seed, step=step,
+    )  # fmt: skip
+
+
+def _of_rank(drawn: Workload, tokens: int, degree: int, rank: int) -> Rows:
+    """The choices of a rank's tokens."""
+    expert_TK = drawn.routing.expert_TK.numpy()
+    if drawn.W == degree and len(expert_TK) == degree * tokens:
+        first = sum(drawn.tokens_W[:rank])
+        part: Rows = expert_TK[first : first + drawn.tokens_W[rank]]
+        return part
+    return np.take(expert_TK, np.arange(rank * tokens, (rank + 1) * tokens), axis=0, mode="wrap")
+
+
+def _placements(question: Question, degree: int, load: Sequence[float]) -> Iterator[tuple[str, Placement]]:
+    E, per_node = question.size.E, min(degree, question.fabric.ranks_per_node)
+    fewest = -(-E // degree)
+    if degree <= E:
+        yield "contiguous", contiguous(E, ranks=degree, ranks_per_node=per_node)
+    if 1 < degree <= E:
+        yield "greedy", greedy(load, ranks=degree, ranks_per_node=per_node)
+    for spare in question.spare if degree > 1 else ():
+        copies = (fewest + spare) * degree - E
+        if degree > E and spare:
+            continue  # it has a copy on every rank as it is
+        if 0 < copies <= E * (degree - 1):
+            yield "replicated", replicated(load, ranks=degree, extra=copies, ranks_per_node=per_node)
+    if degree > E:
+        yield "replicated", replicated(load, ranks=degree, extra=degree - E, ranks_per_node=per_node)
+
+
+def _options(question: Question, way: str, flows: list[Flow]) -> Iterator[Option]:
+    size, fabric = question.size, question.fabric
+    for transport in TRANSPORTS:
+        degree, per_node = flows[0].placement.num_ranks, flows[0].placement.ranks_per_node
+        if (degree == 1 and transport != "all_to_all") or (
+            degree == per_node and transport == "hierarchical"
+        ):
+            continue  # the same as all_to_all
+        times = [step_time(flow, size, fabric, transport=transport) for flow in flows]
+        yield _option(question, way, transport, "compact", flows, times, 0.0)
+    if degree == 1:
+        return
+    for factor in FACTORS:
+        layout = Layout.padded(capacity_factor=factor)
+        capacity = flows[0].capacity(layout, size.K)
+        dropped = fmean(flow.dropped(capacity) for flow in flows)
+        if dropped <= question.drop:
+            times = [step_time(flow, size, fabric, capacity=capacity) for flow in flows]
+            shown = f"padded(capacity_factor={factor:g})"
+            yield _option(question, way, "all_to_all", shown, flows, times, dropped)
+            return
+
+
+def _option(
+    question: Question, way: str, transport: str, layout: str, flows: list[Flow], times: list[StepTime],
+    dropped: float,
+) -> Option:  # fmt: skip
+    placement = flows[0].placement
+    size, W = question.size, placement.num_ranks
+    weights = placement.places * size.expert_bytes + size.shared_numbers * size.weight_bytes
+    memory = question.layers * weights + max(one.buffers for one in times)
+    loads = [flow.rows_WW.sum(0) for flow in flows]
+    return Option(
+        degree=W, copies=sum(map(len, placement.experts_W)) - size.E, places=placement.places, way=way,
+        transport=transport, layout=layout,
+        seconds={part: fmean(one.seconds[part] for one in times) for part in PARTS},
+        limits=times[0].limits,
+        sent=fmean(one.sent + one.returned for one in times), between=fmean(one.between for one in times),
+        memory=memory, busiest=fmean(float(load.max() / max(load.mean(), 1e-12)) for load in loads),
+        dropped=dropped, fits=memory <= question.memory,
+    )  # fmt: skip
+
+
+def _best(options: Sequence[Option]) -> Option:
+    """The simplest of those that are about as fast as the fastest."""
+    fastest = min(one.total for one in options)
+    close = [one for one in options if one.total <= fastest * (1 + CLOSE)]
+    return min(
+        close,
+        key=lambda one: (
+            one.copies, one.layout != "compact", TRANSPORTS.index(one.transport), WAYS.index(one.way),
+            one.degree,
+        ),
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""How long one MoE layer takes on many ranks, part by part: StepTime.
+
+Each part ends when its last rank does, and the next begins then: nothing overlaps. A rank's own work is the
+larger of operations over the device's rate and bytes over its memory's, and one launch for each operation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_routing_bench.planner.fabric import Device, Exchange, Fabric, Ports, Rows, exchange, ports
+from moe_routing_bench.planner.flow import Flow
+
+NUMBER_BYTES, FACTS = 8, 5  # traffic.settle sends each rank P + W + 5 numbers, int64
+PARTS = ("route", "plan", "send", "compute", "return")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSize:
+    """Sizes of a layer and bytes of its numbers; DeepSeek-V3 with 8-bit weights and rows sent in 8 bits:
+    LayerSize(D=7168, F=2048, E=256, K=8, shared_F=2048, gated=True, weight_bytes=1, send_bytes=1)."""
+
+    D: int
+    F: int
+    E: int
+    K: int
+    shared_F: int = 0
+    gated: bool = True
+    weight_bytes: float = 2.0
+    send_bytes: float = 2.0
+    return_bytes: float = 2.0
+
+    @property
+    def expert_numbers(self) -> int:
+        return self.D * self.F * (3 if self.gated else 2)
+
+    @property
+    def shared_numbers(self) -> int:
+        return self.D * self.shared_F * (3 if self.gated else 2)
+
+    @property
+    def expert_bytes(self) -> float:
+        return self.expert_numbers * self.weight_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of each part; sent and returned: bytes that leave their rank, of all ranks; between: those of
+    them that also leave their node, both ways; buffers: bytes of rows on the rank that holds most."""
+
+    seconds: dict[str, float]
+    limits: dict[str, str]  # what send and return wait for
+    sent: float
+    returned: float
+    between: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def step_time(
+    flow: Flow, size: LayerSize, fabric: Fabric, *, transport: str = "all_to_all", capacity: int | None = None
+) -> StepTime:
+    """capacity: rows of each slot from each rank (padded); None: exactly the pairs (compact)."""
+    device, W = fabric.device, flow.placement.num_ranks
+    phases = flow.phases(transport, capacity)
+    ways = [ports(rows_WW, fabric) for rows_WW in phases]
+    there = [exchange(way, size.D * size.send_bytes, fabric) for way in ways]
+    back = [exchange(way.turned, size.D * size.return_bytes, fabric) for way in reversed(ways)]
+    T_W = flow.tokens_W
+    kept_WS = flow.pairs_WS if capacity is None else np.minimum(flow.pairs_WS, capacity)
+    slot_rows = kept_WS.sum(0).reshape(W, -1)  # by rank and place
+    arrive_W = np.maximum(phases[-1], flow.rows_WW).sum(0)  # a row for each pair is made there at the latest
+    leave_W = phases[0].sum(1)
+
+    route = _work(device, flops_W=2 * size.D * size.E * T_W, bytes_W=T_W * size.D * 2, launches=2)
+    plan = device.launch_us * 2e-6
+    if W > 1:
+        numbers_WW = np.broadcast_to(np.int64(flow.placement.places + W + FACTS), (W, W))
+        plan += exchange(ports(numbers_WW, fabric), NUMBER_BYTES, fabric).seconds
+        plan += 0.0 if capacity is not None else device.host_wait_us * 1e-6
+    pack = _work(device, bytes_W=(T_W + leave_W) * size.D * size.send_bytes, launches=1)
+    unpack = _work(device, bytes_W=(T_W + leave_W) * size.D * size.return_bytes, launches=1)
+    compute = _work(
+        device,
+        flops_W=2 * (size.expert_numbers * slot_rows.sum(1) + size.shared_numbers * T_W),
+        bytes_W=size.weight_bytes * (size.expert_numbers * (slot_rows > 0).sum(1) + size.shared_numbers)
+        + 4 * size.D * slot_rows.sum(1),
+        launches=3,
+    )
+    seconds = dict(
+        zip(
+            PARTS,
+            (
+                route,
+                plan,
+                pack + sum(one.seconds for one in there) + _beside(transport, ways, size, fabric),
+                compute,
+                unpack + sum(one.seconds for one in back),
+            ),
+            strict=True,
+        )
+    )
+    rows, far = sum(way.rows for way in ways), sum(way.far_rows for way in ways)
+    hidden = size.F * (2 if size.gated else 1)
+    buffers = (leave_W + arrive_W) * size.D * (size.send_bytes + size.return_bytes) + arrive_W * hidden * 2
+    return StepTime(
+        seconds=seconds,
+        limits={"send": _limit(there), "return": _limit(back)},
+        sent=rows * size.D * size.send_bytes,
+        returned=rows * size.D * size.return_bytes,
+        between=far * size.D * (size.send_bytes + size.return_bytes),
+        buffers=float(buffers.max()),
+    )
+
+
+def _work(device: Device, *, flops_W: Rows | int = 0, bytes_W: Rows | float = 0, launches: int) -> float:
+    """The slowest rank's time."""
+    by_rank = np.maximum(
+        np.asarray(flops_W) / (device.tflops * 1e12),
+        np.asarray(bytes_W) / (device.memory_gb_per_second * 1e9),
+    )
+    return float(by_rank.max()) + launches * device.launch_us * 1e-6
+
+
+def _beside(transport: str, ways: list[Ports], size: LayerSize, fabric: Fabric) -> float:
+    """What a transport sends beside rows: K int32 for each row, and, hop by hop, how many rows will come."""
+    if transport == "all_to_all":
+        return 0.0
+    seconds = sum(exchange(way, 4 * size.K, fabric).seconds for way in ways)
+    if transport == "hierarchical":
+        seconds += sum(exchange(way, 0, fabric).seconds + fabric.device.host_wait_us * 1e-6 for way in ways)
+    return seconds
+
+
+def _limit(exchanges: list[Exchange]) -> str:
+    return max(exchanges, key=lambda one: one.seconds).limit

@@ -1,0 +1,302 @@
+"""From a results folder to decisions: the winner of every size, its ties, and what one choice for all costs.
+
+Within a cell all implementations were timed in the same rounds, so the winner is the one with the least ratio
+to the cell's baseline, and a tie is one whose paired samples do not show it to be slower than the winner.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from moe_routing_bench.bench.spans.span import span_named, span_names
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.verdict import Regret
+from moe_routing_bench.core.names import by_numbers
+from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.text import printable
+from moe_routing_bench.core.whole_files import written_whole
+from moe_routing_bench.ops import decisions
+from moe_routing_bench.ops.decisions import Facts, read_decisions
+from moe_routing_bench.ops.registry import BUILT_IN
+from moe_routing_bench.results.folder import CellRun, Run, read_run
+from moe_routing_bench.results.read import LeftOut
+from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
+from moe_routing_bench.results.winners import Contest, Contested, contested, contests, regrets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What an entry of the file answers: Question(op="expert_ffn", facts=Facts(D=2048, ...), threads=1,
+    workload="zipf(1.2)")."""
+
+    op: str
+    facts: Facts  # without tokens
+    threads: int
+    workload: str
+
+    def __str__(self) -> str:
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"{self.op} {self.facts}, {threads}, {self.workload}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeDecision:
+    """An entry of the file: the contests of one question by tokens, and the best single choice for all."""
+
+    question: Question
+    contests: tuple[Contest, ...]
+    overall: Regret
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What a folder decides. regrets: by op, every implementation as the one choice for all its cases."""
+
+    machine: str
+    torch: str
+    answers: tuple[SizeDecision, ...]
+    regrets: dict[str, list[Regret]]
+    notes: tuple[str, ...]
+    left_out: LeftOut
+
+
+def decide(folder: Path | str, *, cache: str | None = None) -> Decided:
+    """The winners in a folder. cache: which cache policy counts, if the folder holds several.
+
+    ValueError if it mixes machines, versions of torch or ways of timing: they have different winners.
+    """
+    left_out, notes = LeftOut(), _Notes()
+    run = read_run(folder, left_out)
+    cells = _cells(run, cache, notes)
+    machine, torch = _one_of_each(run, cells)
+    contested = [_contested(run, *one, notes) for one in _chosen(cells, notes)]
+    asked = [one for one in contested if one is not None]
+    by_question: dict[Question, list[Contest]] = {}
+    for (question, _), contest in zip(asked, contests([one for _, one in asked]), strict=True):
+        by_question.setdefault(question, []).append(contest)
+    answers = []
+    for question, its in sorted(by_question.items(), key=lambda item: by_numbers(str(item[0]))):
+        its.sort(key=lambda contest: contest.T)
+        ranked = regrets({f"T={contest.T}": contest for contest in its})
+        answers.append(SizeDecision(question=question, contests=tuple(its), overall=ranked[0]))
+    if not answers:
+        why = "; ".join(notes.sentences()) or "it has no record with status PASSED"
+        raise ValueError(f"{folder} decides nothing: {why}")
+    return Decided(
+        machine=machine,
+        torch=torch,
+        answers=tuple(answers),
+        regrets={op: regrets(its) for op, its in _by_op(answers).items()},
+        notes=tuple(notes.sentences()),
+        left_out=left_out,
+    )
+
+
+def write_decisions(decided: Decided, source: Path | str, target: Path | str) -> dict[str, Any]:
+    """Write the file that impl="auto" reads, renamed into place once it has been read back; its content."""
+    target = Path(target)
+    document = {
+        "schema": decisions.SCHEMA,
+        "version": decisions.VERSION,
+        "machine": decided.machine,
+        "torch": decided.torch,
+        "made_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "from": printable(source),
+        "entries": [_entry(answer) for answer in decided.answers],
+    }
+    if not target.parent.is_dir():
+        raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
+    with written_whole(target) as part:
+        part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+        read_decisions(part)
+    return document
+
+
+class _Notes:
+    """What was not used and why, each reason once with how often."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def add(self, reason: str, count: int = 1) -> None:
+        self._counts[reason] = self._counts.get(reason, 0) + count
+
+    def sentences(self) -> list[str]:
+        return [f"{reason} ({count})" if count > 1 else reason for reason, count in self._counts.items()]
+
+
+def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, list[Record]]]:
+    """Cells with something that passed, and those records."""
+    cells = []
+    for cell in run.cells:
+        passed = [r for r in cell.records if r.correctness.status is Status.PASSED]
+        passed = [r for r in passed if r.implementation.role not in ("twin", "beside")]
+        if passed := [r for r in passed if _is_asked(r, notes)]:
+            cells.append((cell, passed))
+    if not cells:
+        why = "; ".join(notes.sentences()) or "it has no record with status PASSED"
+        raise ValueError(f"{run.folder} decides nothing: {why}")
+    policies = sorted({r.protocol.cache for _, records in cells for r in records})
+    if cache is None and len(policies) > 1:
+        raise ValueError(
+            f"{run.folder} mixes the cache policies {', '.join(policies)}; choose one with --cache"
+        )
+    if cache is not None and cache not in policies:
+        raise ValueError(
+            f"{run.folder} has nothing with the cache policy {cache!r}; it has {', '.join(policies)}"
+        )
+    kept = [(cell, records) for cell, records in cells if cache in (None, records[0].protocol.cache)]
+    if len(kept) < len(cells):
+        notes.add(f"cells not used: measured with another cache policy than {cache}", len(cells) - len(kept))
+    return kept
+
+
+def _is_asked(record: Record, notes: _Notes) -> bool:
+    """impl="auto" asks for an operation going forward. Another router or layer changes what the
+    operation sees, and so do stored weights. Decisions name neither: only the plain layer with the default
+    router counts."""
+    what, store = record.what, record.workload.store
+    _, router, layer = what.setting
+    unlike = {
+        "measured on frozen weights, where nothing is left to choose": record.implementation.frozen,
+        f"measured {what.direction}, not forward": what.direction != "forward",
+        f"measured with the router {printable(router)}": router != DEFAULT_ROUTER,
+        f"measured in the layer {printable(layer)}": layer != "",
+        f"measured on weights stored as {printable(store)}": store != "",
+    }
+    for words, differs in unlike.items():
+        if differs:
+            notes.add(f"records not used: {words}")
+    return not any(unlike.values())
+
+
+def _one_of_each(run: Run, cells: list[tuple[CellRun, list[Record]]]) -> tuple[str, str]:
+    records = [record for _, passed in cells for record in passed]
+    environments = {record.environment: run.environment(record) for record in records}
+    for record in records:
+        if not environments[record.environment].known:
+            raise ValueError(
+                f"{run.folder} does not say on which machine {record.record_id} was measured: its "
+                f"environments folder lacks {record.environment[:12]}; decisions hold for one machine"
+            )
+    mixed = {
+        "machines": {one.machine for one in environments.values()},
+        "versions of torch": {one.torch for one in environments.values()},
+        "timer views": {record.protocol.view for record in records},
+    }
+    for what, values in mixed.items():
+        if len(values) > 1:
+            raise ValueError(
+                f"{run.folder} mixes {what}: {', '.join(sorted(values))}; "
+                "decisions hold for one, so keep each in a folder of its own"
+            )
+    return mixed["machines"].pop(), mixed["versions of torch"].pop()
+
+
+def _chosen(
+    cells: list[tuple[CellRun, list[Record]]], notes: _Notes
+) -> Iterable[tuple[Question, CellRun, list[Record]]]:
+    """One cell for each question and number of tokens: the op itself before a layer, then the newest."""
+    best: dict[tuple[Question, int], tuple[tuple[object, ...], CellRun, list[Record]]] = {}
+    for cell, records in cells:
+        by_question: dict[Question, list[Record]] = {}
+        for record in records:
+            if (question := _question(record, notes)) is not None:
+                by_question.setdefault(question, []).append(record)
+        for question, asked in by_question.items():
+            key = (question, asked[0].workload.T)
+            rank = (asked[0].what.span == question.op, max(r.created_at for r in asked), cell.session)
+            if key in best:
+                notes.add("cells not used: a newer or closer measurement has the same sizes")
+            if key not in best or best[key][0] < rank:
+                best[key] = (rank, cell, asked)
+    return [(question, cell, asked) for (question, _), (_, cell, asked) in best.items()]
+
+
+def _question(record: Record, notes: _Notes) -> Question | None:
+    w, span = record.workload, record.what.span
+    measured = span_named(span) if span in span_names() else None
+    if measured is None or not (op := measured.decides):
+        notes.add(f"records not used: the span {span} is several operations and decides none of them")
+        return None
+    if not measured.named(record.implementation.spec):
+        notes.add("records not used: a layer of another library is no implementation of an operation")
+        return None
+    sizes = (w.T, w.D, w.F, w.E, w.K, record.protocol.threads)
+    words = (w.dtype, w.activation, record.protocol.device, record.implementation.spec)
+    assert record.routing is not None  # it passed
+    if min(sizes) < 1 or not all(map(_is_text, (*words, record.routing.spec))):
+        notes.add(f"records not used: the sizes or words of a case of {span} cannot be in a decision")
+        return None
+    try:
+        layout = str(Layout.parse(record.what.layout))
+    except ValueError:
+        notes.add(f"records not used: {printable(record.what.layout)} is no layout")
+        return None
+    facts = Facts(
+        D=w.D, F=w.F, E=w.E, K=w.K, dtype=w.dtype, layout=layout, activation=w.activation,
+        device=record.protocol.device,
+    )  # fmt: skip
+    return Question(op=op, facts=facts, threads=record.protocol.threads, workload=record.routing.spec)
+
+
+def _contested(
+    run: Run, question: Question, cell: CellRun, records: list[Record], notes: _Notes
+) -> tuple[Question, Contested] | None:
+    """None if samples cannot be read or paired: a contest that lacks a contender decides nothing."""
+    by_name: dict[str, Record] = {}
+    for record in records:
+        one = record.implementation
+        # "auto" is not a choice; what it stood for then is
+        by_name.setdefault(one.label if one.spec == "auto" else one.spec, record)
+        if one.origin != BUILT_IN:
+            notes.add(f"{question.op}.{one.spec} is not built in: whoever uses the decisions needs it too")
+    try:
+        return question, contested(run, cell, by_name)
+    except ValueError as error:
+        notes.add(str(error))
+        return None
+
+
+def _by_op(answers: list[SizeDecision]) -> dict[str, dict[str, Contest]]:
+    by_op: dict[str, dict[str, Contest]] = {}
+    for answer in answers:
+        for contest in answer.contests:
+            asked, cells = answer.question, by_op.setdefault(answer.question.op, {})
+            facts = f"{asked.facts.dtype} {asked.facts.layout} {asked.workload}, threads={asked.threads}"
+            place = f"{contest.case} T={contest.T} {facts}"
+            cells[place if place not in cells else f"{place}, {asked.facts}"] = contest
+    return by_op
+
+
+def _entry(answer: SizeDecision) -> dict[str, Any]:
+    facts, overall = answer.question.facts, answer.overall
+    complete = not overall.missing
+    return {
+        "op": answer.question.op,
+        **{letter: getattr(facts, letter) for letter in "DFEK"},
+        **{name: getattr(facts, name) for name in ("dtype", "layout", "activation", "device")},
+        "threads": answer.question.threads,
+        "workload": answer.question.workload,
+        "overall": overall.implementation,
+        "regret_median": overall.median_loss if complete else None,
+        "regret_worst": overall.worst_loss if complete else None,
+        "by_tokens": [
+            {
+                "T": contest.T,
+                "impl": contest.winner,
+                "ties": list(contest.ties[: decisions.MAX_TIES]),
+                "ratio": contest.ratios[contest.winner],
+            }
+            for contest in answer.contests
+        ],
+    }
+
+
+def _is_text(text: str) -> bool:
+    return bool(text) and text.isprintable()

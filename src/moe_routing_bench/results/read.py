@@ -1,0 +1,204 @@
+"""Reading a folder's records line by line. Anybody may have written them: a bad line becomes a sentence.
+
+How many records there are: one notion for every command that says a number.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_routing_bench.results.record import (
+    MAX_LINE_BYTES,
+    SESSION,
+    Record,
+    content_hash,
+    parse_record,
+)
+from moe_routing_bench.results.verify import SAMPLES, whats_wrong
+
+RECORDS = "records.jsonl"
+TRAININGS = "trainings.jsonl"  # see training.py
+CUT_OFF = "the last line was cut off while it was written"
+BATCH_RECORDS = 256  # held against their samples at once
+BATCH_SAMPLES = 1 << 22
+
+
+@dataclass
+class LeftOut:
+    """Lines that are no records: how many, and a sentence about each of the first few. remarks: what else a
+    reader must know of the records that are left."""
+
+    MAX_SENTENCES = 20
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def add(self, sentence: str, lines: int = 1) -> None:
+        self.count += lines
+        if len(self.first) < self.MAX_SENTENCES:
+            self.first.append(sentence)
+
+
+def read_records(
+    path: Path, session: str, left_out: LeftOut, *, start: int = 0, stop: int | None = None
+) -> Iterator[Record]:
+    """The records of one file, streamed, from byte `start` (the beginning of a line) up to `stop`.
+
+    A last line without a newline was cut off while it was written and is left out, as is every bad line, and
+    every record that says something else than its samples.
+    """
+    samples = path.with_name(SAMPLES)
+    if not is_plain_file(samples):
+        timed = 0
+        for _, record in _parsed(path, session, left_out, start, stop):
+            timed += record.timing is not None
+            yield record
+        if timed:
+            left_out.remarks.append(f"session {session} has no {SAMPLES}: {timed:,} times are not checked")
+        return
+    for batch in _batches(_parsed(path, session, left_out, start, stop)):
+        sentences = whats_wrong(samples, [record for _, record in batch])
+        for (where, record), sentence in zip(batch, sentences, strict=True):
+            if sentence is None:
+                yield record
+            else:
+                left_out.add(f"{where}: {record.record_id}: {sentence}")
+
+
+def _batches(parsed: Iterator[tuple[str, Record]]) -> Iterator[list[tuple[str, Record]]]:
+    """Many records at once, the records of a cell together."""
+    batch: list[tuple[str, Record]] = []
+    samples = 0
+    for where, record in parsed:
+        full = len(batch) >= BATCH_RECORDS and batch[-1][1].cell_key != record.cell_key
+        if full or samples > BATCH_SAMPLES:
+            yield batch
+            batch, samples = [], 0
+        batch.append((where, record))
+        samples += record.timing.samples.count if record.timing else 0
+    if batch:
+        yield batch
+
+
+def _parsed(
+    path: Path, session: str, left_out: LeftOut, start: int, stop: int | None
+) -> Iterator[tuple[str, Record]]:
+    """(where it stands, record) of each good line."""
+    with path.open("rb") as file:
+        file.seek(start)
+        at = start
+        while stop is None or at < stop:
+            line = file.readline(MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            begin, at = at, at + len(line)
+            where = f"{path} at byte {begin:,}"
+            if not line.endswith(b"\n"):
+                rest = line
+                while rest and not rest.endswith(b"\n"):
+                    rest = file.readline(MAX_LINE_BYTES)
+                    at += len(rest)
+                if not rest:
+                    left_out.add(f"{where}: {CUT_OFF}")
+                    return
+                left_out.add(f"{where}: the line has over {MAX_LINE_BYTES:,} bytes, which no record has")
+                continue
+            try:
+                record = parse_record(line)
+            except ValueError as error:
+                left_out.add(f"{where}: {error}")
+                continue
+            if record.session != session:
+                left_out.add(f"{where}: the record belongs to session {record.session}")
+                continue
+            yield where, record
+
+
+def session_folders(folder: Path, left_out: LeftOut | None = None) -> dict[str, Path]:
+    """Session id -> its folder, oldest first, if it has a records file. Links are not followed. Of a session
+    and its copies the longest counts; left_out gets a remark for each of the others."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no results folder {folder}; mrb bench layer --out {folder} makes one")
+    folders: dict[str, Path] = {}
+    known: dict[str, tuple[bool, int, str]] = {}  # by content: does it name itself, its size, its id
+    for path in sorted(folder.iterdir()):
+        name = re.fullmatch(f"session=({SESSION})", path.name)
+        if not (name and stat.S_ISDIR(path.lstat().st_mode) and is_plain_file(path / RECORDS)):
+            continue
+        folders[name[1]] = path
+        content, session = _beginning(path / RECORDS)
+        if not content:
+            continue
+        mine = (session == name[1], (path / RECORDS).stat().st_size, name[1])
+        other = known.setdefault(content, mine)
+        if other is not mine:
+            copy, kept = (other, mine) if mine[:2] > other[:2] else (mine, other)
+            known[content] = kept
+            del folders[copy[2]]
+            if left_out is not None:
+                sentence = f"session {copy[2]} is a copy of session {kept[2]} and is not counted again"
+                left_out.remarks.append(sentence)
+    return folders
+
+
+def _beginning(path: Path) -> tuple[str, str]:
+    """A hash of what a session begins with, whatever it is called, and what its first record calls it: a copy
+    begins with the same. Empty if its first line is no record."""
+    with path.open("rb") as file:
+        line = file.readline(MAX_LINE_BYTES)
+    try:
+        record = json.loads(line)
+        names = [record.pop("session"), record.pop("record_id")]
+        if record["timing"] is not None:
+            record["timing"]["samples"].pop("file")
+        return content_hash(record), str(names[0])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return "", ""
+
+
+def is_plain_file(path: Path) -> bool:
+    """A file and neither a link, which may lead out of the folder, nor a pipe, which may never end."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+CONTENDERS = ("baseline", "candidate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordCount:
+    """RecordCount(contenders=12, again=6): 18 records, one line of a results folder each.
+
+    again: of a cell's baseline, timed a second time (twin) or beside code from outside.
+    """
+
+    contenders: int
+    again: int
+
+    @staticmethod
+    def of(roles: Mapping[str, int]) -> RecordCount:
+        contenders = sum(rows for role, rows in roles.items() if role in CONTENDERS)
+        return RecordCount(contenders=contenders, again=sum(roles.values()) - contenders)
+
+    @property
+    def records(self) -> int:
+        return self.contenders + self.again
+
+    def __add__(self, other: RecordCount) -> RecordCount:
+        return RecordCount(contenders=self.contenders + other.contenders, again=self.again + other.again)
+
+    def __str__(self) -> str:
+        word = "record" if self.records == 1 else "records"
+        if not self.again:
+            return f"{self.records:,} {word}"
+        return f"{self.records:,} {word}, {self.again:,} of them of baselines timed again to show the noise"
+
+    def to_dict(self) -> dict[str, int]:
+        return {"records": self.records, "contenders": self.contenders, "baselines_again": self.again}

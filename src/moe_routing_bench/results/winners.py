@@ -1,0 +1,156 @@
+"""A contest: the contenders of one cell against its winner, and what one choice for many cells costs.
+
+Within a cell all were timed in the same rounds, so the winner is the one with the least ratio to the cell's
+baseline, and a tie is one whose paired samples do not show it to be slower than the winner. A comparison
+takes about a millisecond: half a minute for 10^5 records in cells of five.
+
+What a record says of two contenders of one cell: the same words for `mrb results` and `mrb decide`.
+
+A verdict is made once, when the cell is measured, with all that was known then: the correction for the
+cell's own comparisons, and for code from outside the baseline in another process. Here it is only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_routing_bench.bench.verdict import MIN_ROUNDS, Comparison, Regret, Verdict, compare_cells, regret
+from moe_routing_bench.results.folder import CellRun, Run, samples_of
+from moe_routing_bench.results.record import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """The contenders of one cell in one layout, by name: each one's ratio to the cell's baseline, and how it
+    compares with the winner. Contest(T=16, winner="staged", ratios={"staged": 0.81, "eager_loop": 0.82}, ...)
+    """
+
+    T: int
+    case: str
+    winner: str
+    ratios: dict[str, float]
+    against_winner: dict[str, Comparison]
+
+    @property
+    def ties(self) -> tuple[str, ...]:
+        """Not shown to be slower than the winner, nearest first."""
+        names = [name for name, one in self.against_winner.items() if one.verdict != "SLOWER"]
+        return tuple(sorted(names, key=lambda name: self.ratios[name]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contested:
+    """The contenders of a contest before it is decided, by name."""
+
+    cell: CellRun
+    records: dict[str, Record]
+    times: dict[str, NDArray[np.float64]]  # raw samples, paired by round; slow ones left after the first few
+    ratios: dict[str, float]
+
+
+def contested(run: Run, cell: CellRun, records: dict[str, Record]) -> Contested:
+    """Records of one cell that passed. ValueError if their samples cannot be read or paired."""
+    try:
+        times = {name: samples_of(run.folder, record) for name, record in records.items()}
+    except ValueError as error:
+        raise ValueError(f"cell not used: {error}") from None
+    if min(map(len, times.values())) < MIN_ROUNDS:
+        raise ValueError(f"cells not used: fewer than {MIN_ROUNDS} rounds")
+    if not all((np.isfinite(samples) & (samples > 0)).all() for samples in times.values()):
+        raise ValueError("cells not used: samples that are not positive and finite")
+    # without a baseline that passed the times are compared, which share their rounds too
+    baselines = [r for r in cell.records if r.implementation.role == "baseline" and r.timing is not None]
+    unit = baselines[0].timing.median if baselines and baselines[0].timing else 1.0
+    ratios = {}
+    for name, record in records.items():
+        assert record.timing is not None  # it passed
+        comparison = record.comparison
+        ratios[name] = comparison.ratio if comparison is not None else record.timing.median / unit
+    return Contested(cell=cell, records=records, times=times, ratios=ratios)
+
+
+def contests(fields: Sequence[Contested]) -> list[Contest]:
+    """One for each. What the cell itself compared is taken from its records; the other comparisons with
+    winners are made here and corrected together for their number."""
+    winners = [min(field.ratios, key=lambda name: (field.ratios[name], name)) for field in fields]
+    against = [recorded(winner, field.records) for field, winner in zip(fields, winners, strict=True)]
+    asked = [
+        (number, name)
+        for number, (field, winner) in enumerate(zip(fields, winners, strict=True))
+        for name in field.ratios
+        if name != winner and name not in against[number]
+    ]
+    compared = compare_cells(
+        [_paired(fields[number].times, winners[number], name) for number, name in asked],
+        aa_floor=[fields[number].cell.aa_floor for number, _ in asked],
+    )
+    for (number, name), comparison in zip(asked, compared, strict=True):
+        against[number][name] = comparison
+    listed = []
+    for field, winner, others in zip(fields, winners, against, strict=True):
+        workload = field.records[winner].workload
+        ratios = {winner: field.ratios[winner], **field.ratios}  # of equal ratios `regret` takes the first
+        listed.append(
+            Contest(T=workload.T, case=workload.case, winner=winner, ratios=ratios, against_winner=others)
+        )
+    return listed
+
+
+def _paired(times: dict[str, NDArray[np.float64]], a: str, b: str) -> tuple[Any, Any]:
+    """The rounds in which both took part."""
+    rounds = min(len(times[a]), len(times[b]))
+    return times[a][:rounds], times[b][:rounds]
+
+
+def regrets(cells: Mapping[str, Contest]) -> list[Regret]:
+    """Best first; where no choice has a time everywhere, the one that lacks the fewest."""
+    rows = regret(
+        {cell: contest.ratios for cell, contest in cells.items()},
+        {cell: contest.against_winner for cell, contest in cells.items()},
+    )
+    return sorted(rows, key=lambda row: (row.worst_loss, len(row.missing), row.median_loss))
+
+
+OPPOSITE: dict[Verdict, Verdict] = {"FASTER": "SLOWER", "SLOWER": "FASTER"}
+
+
+def recorded(winner: str, records: Mapping[str, Record]) -> dict[str, Comparison]:
+    """Those of a cell's records that were compared with this one when they were measured, and how."""
+    comparisons = {name: _recorded(records[winner], one) for name, one in records.items() if name != winner}
+    return {name: one for name, one in comparisons.items() if one is not None}
+
+
+def _recorded(a: Record, b: Record) -> Comparison | None:
+    """b against a, if one of them was the baseline of the other."""
+    if a.implementation.role == "baseline" and b.comparison is not None:
+        return _comparison(b, flipped=False)
+    if b.implementation.role == "baseline" and a.comparison is not None:
+        return _comparison(a, flipped=True)
+    return None
+
+
+def _comparison(record: Record, *, flipped: bool) -> Comparison | None:
+    kept = record.comparison
+    assert kept is not None and record.timing is not None
+    ratio, low, high, verdict = kept.ratio, kept.low, kept.high, kept.verdict
+    if not 0 < low <= ratio <= high:
+        return None  # no harness wrote this
+    if flipped:
+        ratio, low, high = 1 / ratio, 1 / high, 1 / low
+        verdict = OPPOSITE.get(verdict, verdict)
+    return Comparison(
+        ratio=ratio,
+        interval=(low, high),
+        p_value=kept.p_adjusted,
+        p_adjusted=kept.p_adjusted,
+        rounds=record.timing.samples.count,
+        verdict=verdict,
+        reason=kept.reason,
+        more_rounds=kept.more_rounds,
+        aa_floor=kept.aa_floor,
+    )

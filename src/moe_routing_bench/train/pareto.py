@@ -1,0 +1,251 @@
+"""Quality against cost: what each rule of a study reached, what it cost, and which rules others dominate.
+
+Losses of a rule and of the baseline with the same seed began with the same weights and saw the same bytes, so
+differences are paired; intervals over seeds are Student's t, 95 %. Seconds are steps times the time of a step
+in turns (times.json). The loss at equal seconds is read off the curve between two evaluations: at the end of
+the cheapest rule's budget the others are in the middle of their schedule, which costs them a little.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from moe_routing_bench.bench.verdict import Comparison, compare
+from moe_routing_bench.results.read import is_plain_file
+from moe_routing_bench.train.records import Training, read_trainings
+from moe_routing_bench.train.study import STUDY, TIMES, TUNING, USED
+from moe_routing_bench.train.study_rules import HOME
+
+CONFIDENCE = 0.95
+COSTS = ("seconds", "train_flops", "parameters", "peak_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A mean over seeds with its interval; the interval is None with one seed."""
+
+    mean: float
+    interval: tuple[float, float] | None
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        if len(values) < 2:
+            return Spread(mean=values[0], interval=None)
+        from scipy import stats
+
+        mean, half = fmean(values), stdev(values) / math.sqrt(len(values))
+        half *= float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(values) - 1))
+        return Spread(mean=mean, interval=(mean - half, mean + half))
+
+    @property
+    def clear(self) -> bool:
+        """The interval does not hold 0."""
+        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
+
+    def said(self, sign: str = "") -> str:
+        """1.842 ±0.077: the mean and half of the interval; sign="+" for differences."""
+        mean = f"{self.mean:{sign}.3f}"
+        return mean if self.interval is None else f"{mean} ±{(self.interval[1] - self.interval[0]) / 2:.3f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """One rule: Standing(rule="switch", loss=..., step_seconds=0.14, step_ratio=0.83, ...)."""
+
+    rule: str
+    seeds: int
+    learning_rate: float
+    sees_future: bool
+    loss: Spread  # held-out nats per byte at equal tokens
+    difference: Spread  # from the baseline, seed by seed
+    at_equal_seconds: Spread
+    step_seconds: float
+    step_ratio: float
+    step_interval: tuple[float, float]
+    seconds: float  # of all steps
+    train_flops: float
+    flops_per_token: float
+    parameters: int
+    active_parameters: float
+    peak_bytes: int
+    experts_per_token: float
+    max_violation: float | None  # mean over layers and seeds, at the end
+    drop_rate: float | None
+    collapsed: int  # layers of all seeds that were collapsed at some evaluation
+    dominated_by: dict[str, str]  # cost -> the rule with less of it and a lower loss
+    decode: dict[int, float]  # tokens a second by batch
+    prefill: dict[int, float]
+    why_not_decoded: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.rule} (sees the future)" if self.sees_future else self.rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pareto:
+    study: str
+    question: str
+    baseline: str
+    trigram: float
+    tokens: int
+    budget: float  # seconds at which losses are compared: the least that any rule took
+    standings: tuple[Standing, ...]  # lowest loss first, those that see the future last
+    made: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def pareto(folder: Path) -> Pareto:
+    if not is_plain_file(folder / STUDY):
+        raise ValueError(f"{folder} holds no study; mrb train --study routers --out {folder} makes one")
+    about = json.loads((folder / STUDY).read_text())
+    if not is_plain_file(folder / TIMES):
+        raise ValueError(
+            f"the study in {folder} is not finished: steps are not timed; the same command goes on"
+        )
+    times = json.loads((folder / TIMES).read_text())
+    used = json.loads((folder / USED).read_text())["rules"] if is_plain_file(folder / USED) else {}
+    by_rule: dict[str, dict[int, Training]] = {}
+    for one in read_trainings(folder):
+        if not one.study.endswith(TUNING):
+            by_rule.setdefault(one.rule, {})[one.seed] = one
+    by_rule.pop(HOME.rule.name, None)  # what others begin with is no contender
+    base = by_rule.get(about["baseline"])
+    if base is None:
+        raise ValueError(f"the baseline {about['baseline']} is not trained yet; the same command goes on")
+    first = times["seconds"][about["baseline"]]
+    compared = {rule: compare(first, times["seconds"][rule]) for rule in by_rule if rule != about["baseline"]}
+    # by the ratio within rounds: a busy moment of the machine is in both times of a round
+    step = {rule: median(first) * (compared[rule].ratio if rule in compared else 1.0) for rule in by_rule}
+    budget = min(step[rule] * next(iter(runs.values())).steps for rule, runs in by_rule.items())
+    standings = [
+        _standing(rule, runs, base, compared.get(rule), step[rule], budget, used.get(rule, {}))
+        for rule, runs in by_rule.items()
+    ]
+    standings.sort(key=lambda one: (one.sees_future, one.loss.mean))
+    return Pareto(
+        study=about["study"],
+        question=about["question"],
+        baseline=about["baseline"],
+        trigram=about["trigram"],
+        tokens=next(iter(base.values())).tokens,
+        budget=budget,
+        standings=tuple(_with_dominance(one, standings) for one in standings),
+        made=times["made"],
+    )
+
+
+def _standing(
+    rule: str, runs: dict[int, Training], base: dict[int, Training], compared: Comparison | None,
+    step: float, budget: float, used: dict[str, Any],
+) -> Standing:  # fmt: skip
+    each = [runs[seed] for seed in sorted(runs)]
+    paired = [runs[seed].loss - base[seed].loss for seed in sorted(runs) if seed in base]
+    violations = [layer.max_violation for one in each for layer in one.layers]
+    drops = [layer.drop_rate for one in each for layer in one.layers if layer.drop_rate is not None]
+    rates = used.get("rates", ())
+    first = each[0]
+    return Standing(
+        rule=rule,
+        seeds=len(each),
+        learning_rate=first.learning_rate,
+        sees_future=first.sees_future,
+        loss=Spread.of([one.loss for one in each]),
+        difference=Spread.of(paired or [math.nan]),
+        at_equal_seconds=Spread.of([_loss_at(one, budget / step) for one in each]),
+        step_seconds=step,
+        step_ratio=1.0 if compared is None else compared.ratio,
+        step_interval=(1.0, 1.0) if compared is None else compared.interval,
+        seconds=step * first.steps,
+        train_flops=fmean(one.train_flops for one in each),
+        flops_per_token=fmean(one.flops_per_token for one in each),
+        parameters=first.parameters,
+        active_parameters=fmean(one.active_parameters for one in each),
+        peak_bytes=int(median(one.peak_bytes for one in each)),
+        experts_per_token=fmean(one.experts_per_token for one in each),
+        max_violation=fmean(violations) if violations else None,
+        drop_rate=fmean(drops) if drops else None,
+        collapsed=sum(len(one.collapsed) for one in each),
+        dominated_by={},
+        decode={rate["batch"]: rate["decode"] for rate in rates},
+        prefill={rate["batch"]: rate["prefill"] for rate in rates},
+        why_not_decoded=used.get("why_not", ""),
+    )
+
+
+def _loss_at(one: Training, steps: float) -> float:
+    """The held-out loss after so many steps, on the line between two evaluations."""
+    points = one.curve
+    for before, after in pairwise(points):
+        if steps <= after.step:
+            share = (steps - before.step) / (after.step - before.step)
+            return before.loss + share * (after.loss - before.loss)
+    return points[-1].loss
+
+
+def _with_dominance(one: Standing, others: Sequence[Standing]) -> Standing:
+    """Of the rules that have both less of a cost and a lower loss, the one with the lowest loss. A rule that
+    sees the future dominates nothing: its loss is no loss of a model that writes."""
+    by_cost = {}
+    for cost in COSTS:
+        better = [
+            other
+            for other in others
+            if not other.sees_future
+            and other.loss.mean < one.loss.mean
+            and getattr(other, cost) <= getattr(one, cost)
+            and other.rule != one.rule
+        ]
+        if better:
+            by_cost[cost] = min(better, key=lambda other: other.loss.mean).rule
+    return replace(one, dominated_by=by_cost)
+
+
+def sentences(reached: Pareto) -> list[str]:
+    """Findings in words, derived from the numbers alone."""
+    lines = []
+    front = [
+        one.rule for one in reached.standings if not one.sees_future and "seconds" not in one.dominated_by
+    ]
+    lines.append(f"Not dominated, held-out loss against seconds: {', '.join(front)}.")
+    for one in reached.standings:
+        if one.sees_future or "seconds" not in one.dominated_by:
+            continue
+        by = next(other for other in reached.standings if other.rule == one.dominated_by["seconds"])
+        gap = one.loss.mean - by.loss.mean
+        lines.append(
+            f"{one.rule} is dominated by {by.rule}: {gap:.3f} nats worse, "
+            f"{one.seconds / by.seconds:.2f} times the seconds."
+        )
+    for one in reached.standings:
+        if one.rule == reached.baseline or one.sees_future:
+            continue
+        spread = one.difference
+        if spread.interval is None:
+            continue
+        low, high = spread.interval
+        word = ("worse" if spread.mean > 0 else "better") if spread.clear else "not clearly different"
+        lines.append(
+            f"{one.rule} against {reached.baseline}: {spread.mean:+.4f} nats "
+            f"({low:+.4f} to {high:+.4f}), {word}."
+        )
+    lines += [
+        f"{one.rule} sees later tokens: its loss of {one.loss.mean:.3f} is not that of a language model."
+        for one in reached.standings
+        if one.sees_future
+    ]
+    above = [one.rule for one in reached.standings if one.loss.mean >= reached.trigram]
+    lines.append(
+        f"The byte-trigram model has {reached.trigram:.3f} nats; "
+        + (f"above it: {', '.join(above)}." if above else "every rule is below it.")
+    )
+    return lines

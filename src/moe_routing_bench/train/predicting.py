@@ -1,0 +1,80 @@
+"""The time of a training step beside what the layer benchmark says.
+
+    predicted(rule) = step(baseline) + layers * (layer(rule) - layer(baseline))
+
+`layer` is the median of `mrb bench layer --direction train` at the sizes of the study, `step` that of the
+steps in turns. What a step has beside its layers (attention, head, optimiser) is taken from the baseline;
+what a rule adds there, such as weights for the optimiser to move, is not in the prediction.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from moe_routing_bench.core.names import base_name, parse_spec
+from moe_routing_bench.results.query import run_query
+from moe_routing_bench.train.records import read_trainings
+from moe_routing_bench.train.study import STUDY, TIMES
+
+QUERY = """
+SELECT router, layer, median_ms, p25_ms, p75_ms FROM latest
+WHERE span = 'layer' AND direction = 'train' AND status = 'PASSED' AND role IN ('baseline', 'candidate')
+  AND T = {T} AND D = {D} AND F = {F} AND E = {E} ORDER BY created_at
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """Milliseconds: Predicted(rule="switch", step=118.0, predicted=121.3, between=(119.8, 123.0), layer=8.1).
+
+    between: the prediction with the quartiles of the layer's times in place of their median.
+    """
+
+    rule: str
+    step: float
+    predicted: float
+    between: tuple[float, float]
+    layer: float
+
+    @property
+    def gap(self) -> float:
+        """The step over the prediction, less 1."""
+        return self.step / self.predicted - 1
+
+
+def predicted(folder: Path, records: Path) -> list[Predicted]:
+    """Every rule of the study in `folder` that the records have a layer for; the baseline first."""
+    about = json.loads((folder / STUDY).read_text())
+    times = json.loads((folder / TIMES).read_text())
+    size, like = about["like"]["size"], about["like"]
+    sizes = {"T": like["batch"] * size["sequence"], "D": size["D"], "F": size["F"], "E": size["E"]}
+    _, rows = run_query(records, QUERY.format(**sizes))
+    layers = {(parse_spec(router)[0], base_name(layer)): ms for router, layer, *ms in rows}
+    rules = {one.rule: one.settings["rule"] for one in read_trainings(folder)}
+    by_rule = {}
+    for name, rule in rules.items():
+        kind = "chain" if rule["kind"] == "chain" else ""
+        if rule["kind"] in ("moe", "chain") and (rule["router"], kind) in layers and name in times["seconds"]:
+            by_rule[name] = layers[rule["router"], kind]
+    baseline = about["baseline"]
+    if baseline not in by_rule:
+        wanted = ", ".join(f"{letter}={value}" for letter, value in sizes.items())
+        raise ValueError(f"{records} has no layer of {baseline} in direction train with {wanted}")
+    step = {name: 1e3 * median(times["seconds"][name]) for name in by_rule}
+    base = by_rule[baseline][0]
+    return [
+        Predicted(
+            rule=name,
+            step=step[name],
+            predicted=step[baseline] + size["layers"] * (middle - base),
+            between=(
+                step[baseline] + size["layers"] * (low - base),
+                step[baseline] + size["layers"] * (high - base),
+            ),
+            layer=middle,
+        )
+        for name, (middle, low, high) in sorted(by_rule.items(), key=lambda one: (one[0] != baseline, one[1]))
+    ]

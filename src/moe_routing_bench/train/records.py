@@ -1,0 +1,382 @@
+"""Training runs on disk: a record of a second kind beside the timing records, events, a state to go on from.
+
+    DIR/trainings.jsonl                   one Training a line: what came of each finished run
+    DIR/run=<key>/run.json                the settings
+    DIR/run=<key>/events.jsonl            every step and evaluation, a line each
+    DIR/run=<key>/state.safetensors       model, optimiser, controllers, random numbers: replaced as a whole
+
+A killed run goes on from its state; lines of steps after it are cut off first, and come again with the same
+numbers. One process at a time trains a run: it holds a lock that ends with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean, median
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from moe_routing_bench.bench.commit import source_version
+from moe_routing_bench.bench.identity import package_version
+from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.text import first_problem
+from moe_routing_bench.core.whole_files import write_whole
+from moe_routing_bench.results.read import TRAININGS, LeftOut, is_plain_file
+from moe_routing_bench.results.record import Amount, Count, Moment, Name, Part, Seconds, Sentence, Share
+from moe_routing_bench.train.loop import Ended, Event, State, train
+from moe_routing_bench.train.model import Decoder
+from moe_routing_bench.train.settings import Run
+from moe_routing_bench.train.text import Corpus
+from moe_routing_bench.train.work import work_of
+
+EVENTS, STATE, SETTINGS, LOCK = "events.jsonl", "state.safetensors", "run.json", "lock"
+MAX_LINE_BYTES = 1 << 20
+SAVE_SECONDS = 20.0  # between states, about
+LAST_SHARE = 0.1  # of the steps: their mean is the training loss
+Loss = Annotated[float, Field(ge=0, le=1e6)]
+
+
+class Point(Part):
+    """Held-out loss after `step` steps and `seconds` of training."""
+
+    step: Count
+    seconds: Seconds
+    loss: Loss
+
+
+class Layer(Part):
+    """One router at the end: how even its load is and what its experts know; see RoutingStatistics."""
+
+    name: Name
+    cv: Amount
+    max_violation: Amount
+    entropy_bits: Amount
+    dead_experts: Count
+    drop_rate: Share | None
+    agreement: Share | None
+    tells: dict[Name, Share]
+    tells_at_first: dict[Name, Share]
+
+
+class Training(Part):
+    """What came of one run. loss: held-out nats per byte of the first source, at the end.
+
+    study="routers", rule="switch", seed=0, steps=600, loss=1.83, ...
+    """
+
+    schema_version: Literal[1]
+    key: Name
+    created_at: Moment
+    study: Name
+    rule: Name
+    settings: dict[str, Any]
+    seed: Count
+    steps: Count
+    tokens: Count
+    learning_rate: Amount
+    sees_future: bool
+    loss: Loss
+    bits_per_byte: Loss
+    perplexity: Annotated[float, Field(ge=1, le=1e30)]
+    losses: dict[Name, Loss]
+    training_loss: Loss
+    curve: Annotated[tuple[Point, ...], Field(max_length=10_000)]
+    seconds: Seconds
+    step_seconds: Seconds
+    parts: dict[Name, Share]
+    tokens_per_second: Amount
+    peak_bytes: Count
+    parameters: Count
+    active_parameters: Amount
+    flops_per_token: Amount
+    train_flops: Amount
+    experts_per_token: Amount
+    layers: Annotated[tuple[Layer, ...], Field(max_length=4096)]
+    collapsed: Annotated[tuple[Sentence, ...], Field(max_length=4096)]
+    threads: Count
+    machine: Name
+    torch: Name
+    harness_version: Name
+    commit: Name
+    dirty: bool
+
+    def line(self) -> bytes:
+        return self.model_dump_json().encode() + b"\n"
+
+
+# the table `trainings` of a query: numbers and names of Training, and the mean max violation of its layers
+COLUMNS = {
+    "key": "VARCHAR", "created_at": "TIMESTAMP", "study": "VARCHAR", "rule": "VARCHAR", "seed": "BIGINT",
+    "steps": "BIGINT", "tokens": "BIGINT", "learning_rate": "DOUBLE", "sees_future": "BOOLEAN",
+    "loss": "DOUBLE", "bits_per_byte": "DOUBLE", "perplexity": "DOUBLE", "training_loss": "DOUBLE",
+    "seconds": "DOUBLE", "step_seconds": "DOUBLE", "tokens_per_second": "DOUBLE", "peak_bytes": "BIGINT",
+    "parameters": "BIGINT", "active_parameters": "DOUBLE", "flops_per_token": "DOUBLE",
+    "train_flops": "DOUBLE", "experts_per_token": "DOUBLE", "threads": "BIGINT", "machine": "VARCHAR",
+    "torch": "VARCHAR", "commit": "VARCHAR", "dirty": "BOOLEAN",
+}  # fmt: skip
+
+
+def rows(folder: Path, left_out: LeftOut) -> list[tuple[Any, ...]]:
+    """For the table: a value for each of COLUMNS, then max_violation."""
+    lines = []
+    for one in read_trainings(folder, left_out):
+        violations = [layer.max_violation for layer in one.layers]
+        lines.append((*(getattr(one, name) for name in COLUMNS), fmean(violations) if violations else None))
+    return lines
+
+
+def run_folder(folder: Path, key: str) -> Path:
+    return folder / f"run={key}"
+
+
+def read_trainings(folder: Path | str, left_out: LeftOut | None = None) -> list[Training]:
+    """The records of a folder, the newest of each run; bad lines become sentences."""
+    left_out = LeftOut() if left_out is None else left_out
+    path = Path(folder) / TRAININGS
+    if not is_plain_file(path):
+        raise ValueError(f"there are no training runs in {folder}; mrb train --out {folder} makes them")
+    by_key: dict[str, Training] = {}
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if not line.endswith(b"\n"):
+                left_out.add(f"{path}: a line was cut off or is too long")
+                break
+            try:
+                one = Training.model_validate_json(line)
+            except ValidationError as error:
+                left_out.add(f"{path}: {first_problem(error)}")
+                continue
+            by_key[one.key] = one
+    return list(by_key.values())
+
+
+def finished(folder: Path) -> dict[str, Training]:
+    """The runs of a folder that have a record, by their key."""
+    if not is_plain_file(folder / TRAININGS):
+        return {}
+    return {one.key: one for one in read_trainings(folder)}
+
+
+def execute(
+    run: Run, corpus: Corpus, folder: Path, *, study: str = "",
+    on_event: Callable[[Event], None] = lambda event: None,
+) -> Training:  # fmt: skip
+    """Train one run to its end, from its saved state if there is one; the record is on disk afterwards. A run
+    that is finished keeps the record it has: memory and time of doing nothing are not its own."""
+    home = run_folder(folder, run.key)
+    home.mkdir(parents=True, exist_ok=True)
+    with _alone(home):
+        write_whole(home / SETTINGS, json.dumps(run.to_dict(), indent=1), sync=True)
+        state = read_state(home)
+        if state is not None and state.step == run.steps and (before := finished(folder).get(run.key)):
+            return before
+        kept = 0 if state is None else _kept_bytes(home)
+        weights = None
+        if run.begin:
+            weights = read_state(run_folder(folder, run.begin))
+            if weights is None:
+                raise ValueError(f"the run {run.begin}, whose weights this one begins with, is not finished")
+        ended = None
+        with (home / EVENTS).open("ab") as events:
+            events.truncate(kept)
+            saved = 0.0 if state is None else state.train_seconds
+
+            def due(step: int, seconds: float) -> bool:
+                return seconds - saved >= SAVE_SECONDS
+
+            for event in train(run, corpus.only(run.sources), state, due=due, weights=weights):
+                if isinstance(event, State):
+                    saved = event.train_seconds
+                    events.flush()
+                    os.fdatasync(events.fileno())
+                    write_state(home, event, events.tell())
+                elif isinstance(event, Ended):
+                    ended = event
+                else:
+                    events.write(json.dumps(asdict(event), separators=(",", ":")).encode() + b"\n")
+                    events.flush()
+                on_event(event)
+        assert ended is not None
+        record = _record(run, corpus, home, ended, study)
+        _append(folder / TRAININGS, record.line())
+        return record
+
+
+def write_state(home: Path, state: State, events_bytes: int) -> None:
+    about = {
+        "step": str(state.step), "train_seconds": repr(state.train_seconds), "events": str(events_bytes),
+    }  # fmt: skip
+    tensors = {name: value.detach().contiguous() for name, value in state.tensors.items()}
+    write_whole(home / STATE, save(tensors, metadata=about), sync=True)
+
+
+def read_state(home: Path) -> State | None:
+    """None if there is none; ValueError if the file is damaged."""
+    if (about := _about(home)) is None:
+        return None
+    with safe_open(home / STATE, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    return State(step=int(about["step"]), train_seconds=float(about["train_seconds"]), tensors=tensors)
+
+
+def load_model(home: Path) -> Decoder:
+    """The model of a run as its last state has it, ready for use."""
+    try:
+        run = Run.from_dict(json.loads((home / SETTINGS).read_text()))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{home} holds no training run: {error}") from None
+    state = read_state(home)
+    if state is None:
+        raise ValueError(f"{home} holds no state yet; train it first")
+    model = Decoder(run)
+    try:
+        model.load_state_dict(state.part("model:"))
+    except RuntimeError as error:
+        raise ValueError(f"{home / STATE} is not of the model in {SETTINGS}: {error}") from None
+    return model.eval()
+
+
+def _about(home: Path) -> dict[str, str] | None:
+    path = home / STATE
+    if not is_plain_file(path):
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+        int(about["step"]), int(about["events"]), float(about["train_seconds"])
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it to begin anew") from None
+    return about
+
+
+def _kept_bytes(home: Path) -> int:
+    about = _about(home)
+    assert about is not None
+    kept = int(about["events"])
+    path = home / EVENTS
+    if not path.exists() or path.stat().st_size < kept:
+        raise ValueError(f"{path} is shorter than when {STATE} was written; delete {home} to begin anew")
+    return kept
+
+
+def read_events(home: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a run: steps have "seconds", evaluations "losses"."""
+    path = home / EVENTS
+    if not is_plain_file(path):
+        return
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if not line.endswith(b"\n"):
+                return  # being written, or cut off
+            yield json.loads(line)
+
+
+@contextmanager
+def _alone(home: Path) -> Iterator[None]:
+    with (home / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another process is training {home.name}; wait for it") from None
+        yield
+
+
+def _append(path: Path, line: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(fd, line)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _record(run: Run, corpus: Corpus, home: Path, ended: Ended, study: str) -> Training:
+    events = list(read_events(home))
+    steps = [one for one in events if "norm" in one]
+    evaluations = [one for one in events if "losses" in one]
+    last, first = evaluations[-1], evaluations[0]
+    source = corpus.only(run.sources).sources[0].name
+    loss = last["losses"][source]
+    times = [sum(one["seconds"].values()) for one in steps]
+    pairs = fmean(one["pairs_per_token"] for one in steps)
+    tail = steps[-max(1, int(LAST_SHARE * len(steps))) :]
+    work = work_of(ended.model, pairs)
+    tokens = run.steps * run.batch * run.size.sequence
+    total = sum(times)
+    version = source_version()
+    return Training(
+        schema_version=1,
+        key=run.key,
+        created_at=datetime.now(UTC),
+        study=study,
+        rule=run.rule.name,
+        settings=run.to_dict(),
+        seed=run.seed,
+        steps=run.steps,
+        tokens=tokens,
+        learning_rate=run.learning_rate,
+        sees_future=run.sees_future,
+        loss=loss,
+        bits_per_byte=loss / math.log(2),
+        perplexity=math.exp(min(loss, 60.0)),
+        losses=last["losses"],
+        training_loss=fmean(one["loss"] for one in tail),
+        curve=tuple(
+            Point(step=one["step"], seconds=one["train_seconds"], loss=one["losses"][source])
+            for one in evaluations
+        ),
+        seconds=total,
+        step_seconds=median(times),
+        parts={part: sum(one["seconds"][part] for one in steps) / total for part in steps[0]["seconds"]},
+        tokens_per_second=tokens / total,
+        peak_bytes=max(0, ended.peak_bytes),
+        parameters=work.parameters,
+        active_parameters=work.active_parameters,
+        flops_per_token=work.flops,
+        train_flops=3 * work.flops * tokens,
+        experts_per_token=pairs,
+        layers=tuple(
+            Layer(
+                name=name,
+                cv=load["cv"],
+                max_violation=load["max_violation"],
+                entropy_bits=load["entropy_bits"],
+                dead_experts=load["dead_experts"],
+                drop_rate=load["drop_rate"],
+                agreement=last["knowledge"][name]["agreement"],
+                tells=last["knowledge"][name]["of"],
+                tells_at_first=first["knowledge"][name]["of"],
+            )
+            for name, load in last["layers"].items()
+        ),
+        collapsed=_collapses(evaluations),
+        threads=torch.get_num_threads(),
+        machine=this_machine().name,
+        torch=torch.__version__,
+        harness_version=package_version(),
+        commit=str(version["commit"]),
+        dirty=bool(version["dirty"]),
+    )
+
+
+def _collapses(evaluations: list[dict[str, Any]]) -> tuple[str, ...]:
+    """A sentence for each layer that was collapsed at an evaluation: when first, and whether at the end."""
+    sentences = []
+    for name in {name for one in evaluations for name in one["collapsed"]}:
+        when = [one["step"] for one in evaluations if name in one["collapsed"]]
+        last = next(one["collapsed"][name] for one in reversed(evaluations) if name in one["collapsed"])
+        still = "also at the end" if when[-1] == evaluations[-1]["step"] else f"until step {when[-1]}"
+        sentences.append(f"layer {name} from step {when[0]}, {still}: {last}")
+    return tuple(sorted(sentences))
