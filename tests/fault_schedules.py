@@ -34,10 +34,11 @@ from torch import Tensor
 from moe_routing_bench.bench.fork_server import fork_server
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.moe import expert_parallel as moe
 from moe_routing_bench.moe.expert_parallel import ParallelMoE
 from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.ops import hops
-from moe_routing_bench.parallel import faults, moe, traffic
+from moe_routing_bench.parallel import faults, traffic
 from moe_routing_bench.parallel.placing import contiguous, replicated, strided
 from moe_routing_bench.parallel.ranks import RankError, Ranks
 

@@ -106,5 +106,5 @@ class CallableFolder(ModuleType):
         return inspect.signature(self._function)
 
     @property
-    def __doc__(self) -> str | None:
+    def __doc__(self) -> str | None:  # type: ignore[override]
         return self._function.__doc__

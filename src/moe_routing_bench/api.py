@@ -77,13 +77,12 @@ from moe_routing_bench.ops.registry import included_folders
 from moe_routing_bench.report.finding import results_folders
 from moe_routing_bench.report.reading import read
 from moe_routing_bench.results.compare import RunComparison, compare_runs
-from moe_routing_bench.results.folder import iterate
+from moe_routing_bench.results.folder import Selection, copy_selected, iterate
 from moe_routing_bench.results.history import History, history
 from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import Record
-from moe_routing_bench.results.selecting import Selection, copy_selected
 from moe_routing_bench.routers.router import without_included
 
 if TYPE_CHECKING:
@@ -284,7 +283,7 @@ def options_of(implementations: Sequence[str] | str | None, axes: dict[str, Any]
         else:
             single[option] = values
     return [
-        tuple(group_of(group, all_given) for group in GROUPS)  # type: ignore[misc]
+        tuple(group_of(group, all_given) for group in GROUPS)
         for chosen in product(*single.values())
         for all_given in [{**given, **dict(zip(single, chosen, strict=True))}]
     ]

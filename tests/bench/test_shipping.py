@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from moe_routing_bench.bench import shipping
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.identity import key_fields
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.shapes import MoEShape
+from moe_routing_bench.fleet import shipping
 from moe_routing_bench.fleet.shipping import Parcel, moved, named_by
 from moe_routing_bench.workloads.cases import BenchCase
 from moe_routing_bench.workloads.trace import write_trace

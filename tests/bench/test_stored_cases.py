@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 from moe_routing_bench.bench.calls import Result
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.floor import floor_seconds, raise_stored, roof_seconds
-from moe_routing_bench.bench.identity import _case_fields
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.outside.drawing import SecretInputs, use_weights, weights_of
@@ -31,6 +30,7 @@ from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.formats.int8 import rounded_rows
 from moe_routing_bench.formats.named import quantise
 from moe_routing_bench.ops.expert_ffn.op import by_expert, op
+from moe_routing_bench.workloads.axes import key_values
 from moe_routing_bench.workloads.cases import BenchCase, cases, fitted, stored_as
 from sample_outcomes import an_outcome
 
@@ -88,14 +88,8 @@ def test_the_command_names_the_format_and_repeats_it() -> None:
     assert specs[:3] == ["native", "native(store=int4_g32_a8)", "native(store=int4_g32)"]
 
 
-def test_keys_of_cases_without_a_format_are_what_they_were() -> None:
-    known = {
-        "name", "span", "shape", "dtype", "layout", "activation", "bias", "shared_F", "heads", "sequences",
-        "weights", "direction", "checkpoint", "layer", "scaled_from",
-    }  # fmt: skip
-    assert set(_case_fields(PLAIN)) == known
-    assert {**_case_fields(INT4), "name": "own/x"} == {**_case_fields(PLAIN), "store": "int4_g32"}
-    assert {field.name for field in fields(BenchCase)} == known | {"store", "workload", "threads"}
+def test_the_format_is_part_of_the_key() -> None:
+    assert {**key_values(INT4), "name": "own/x"} == {**key_values(PLAIN), "store": "int4_g32"}
 
 
 def result_with(inputs: Inputs, weights: ExpertWeights, **how) -> Result:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cli import fitting, terminal
+from moe_routing_bench.cli import terminal
 from moe_routing_bench.cli.tables import outcome_document, per_second, show_outcome, show_summary
 from moe_routing_bench.core.cost import Cost
 from sample_outcomes import an_outcome
@@ -55,7 +55,7 @@ def test_packing_shows_both_conventions_by_name(capsys: pytest.CaptureFixture[st
 def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Console]:
     def made(columns: int) -> Console:
         shown = Console(width=columns, force_terminal=True, record=True, color_system=None)
-        for module in (terminal, fitting):
+        for module in (terminal,):
             monkeypatch.setattr(module, "console", lambda **_: shown)
         return shown
 

@@ -19,10 +19,10 @@ from damaged_files import assert_one_sentence
 from made_sweeps import MadeUp, made_cells
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.verdict import compare
+from moe_routing_bench.fleet import bundle
 from moe_routing_bench.fleet.bundle import MANIFEST, make_bundle, opened_bundle
 from moe_routing_bench.fleet.executor import LocalExecutor
 from moe_routing_bench.fleet.sweep import run_sweep
-from moe_routing_bench.results import bundle
 from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.results.remeasure import measure_again
 from sweep_driver import make_cells

@@ -18,9 +18,9 @@ from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.core.whole_files import NotWrittenError, write_whole, written_whole
+from moe_routing_bench.fleet import sweep
 from moe_routing_bench.fleet.executor import LocalExecutor, check_scratch
 from moe_routing_bench.fleet.sweep import run_sweep
-from moe_routing_bench.results import sweep
 from moe_routing_bench.results.folder import OwnFile, Session, iterate
 from moe_routing_bench.results.record import Record, parse_record
 from moe_routing_bench.workloads.cases import BenchCase

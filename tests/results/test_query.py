@@ -13,7 +13,8 @@ from typing import Any
 import duckdb
 import pytest
 
-from moe_routing_bench.results import flat, query
+from moe_routing_bench.results import parquet as flat
+from moe_routing_bench.results import query
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.parquet import COLUMNS, compact, quoted
 from moe_routing_bench.results.query import connect, export_csv, export_parquet, run_query

@@ -16,9 +16,9 @@ import pytest
 import sweep_driver
 from moe_routing_bench.bench import identity
 from moe_routing_bench.bench.status import Status
+from moe_routing_bench.fleet import sweep
 from moe_routing_bench.fleet.executor import LocalExecutor
 from moe_routing_bench.fleet.sweep import plan_sweep, run_sweep
-from moe_routing_bench.results import sweep
 from moe_routing_bench.results.folder import iterate
 from sweep_driver import cells_in, make_cells, workers_of
 from timing import in_time

@@ -15,16 +15,9 @@ from typing import Any
 import pytest
 
 from moe_routing_bench.results.read import TRAININGS, LeftOut
+from moe_routing_bench.results.trainings import read_trainings
 from moe_routing_bench.train.pareto import Spread, pareto, sentences
-from moe_routing_bench.train.records import (
-    EVENTS,
-    STATE,
-    execute,
-    read_events,
-    read_state,
-    read_trainings,
-    run_folder,
-)
+from moe_routing_bench.train.records import EVENTS, STATE, execute, read_events, read_state, run_folder
 from moe_routing_bench.train.settings import Rule, Run, Size
 from moe_routing_bench.train.study import STUDY, TIMES, USED, StudyRun
 from moe_routing_bench.train.text import Corpus, synthetic

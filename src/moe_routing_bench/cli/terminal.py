@@ -84,8 +84,10 @@ def console(*, stderr: bool = False) -> Console:
 @contextmanager
 def recorded(width: int) -> Iterator[Console]:
     """Inside, the console keeps what is shown and prints nothing; see its export_text and export_html."""
-    plain = {"markup": False, "emoji": False, "highlight": False, "force_jupyter": False}
-    recorder = Console(file=io.StringIO(), record=True, width=width, force_terminal=False, **plain)
+    recorder = Console(
+        file=io.StringIO(), record=True, width=width, force_terminal=False, force_jupyter=False,
+        markup=False, emoji=False, highlight=False,
+    )  # fmt: skip
     token = _recording.set(recorder)
     try:
         yield recorder

@@ -39,11 +39,12 @@ from moe_routing_bench.core.machine import torch_threads
 from moe_routing_bench.core.names import did_you_mean, one_of, parse_spec
 from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.report.training_figures import draw_study
+from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.train.loop import Evaluated, Event, Stepped
 from moe_routing_bench.train.model import Decoder
 from moe_routing_bench.train.pareto import Pareto, pareto, sentences
 from moe_routing_bench.train.predicting import predicted
-from moe_routing_bench.train.records import Training, execute, load_model, read_trainings, run_folder
+from moe_routing_bench.train.records import execute, load_model, run_folder
 from moe_routing_bench.train.settings import Rule, Run, Size
 from moe_routing_bench.train.study import TIMES, Ongoing, StudyRun, said_step
 from moe_routing_bench.train.study_rules import RATES, rule_for, studies

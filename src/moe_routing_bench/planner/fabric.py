@@ -122,7 +122,7 @@ class Exchange:
 
 def shipped() -> list[str]:
     """The fabrics that come with the package."""
-    folder = resources.files("moe_routing_bench.parallel") / "fabrics"
+    folder = resources.files("moe_routing_bench.planner") / "fabrics"
     return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
 
 
@@ -136,7 +136,7 @@ def read_fabric(name: str) -> Fabric:
             raise ValueError(f"{name} has more than {LARGEST_FILE} bytes; a fabric is a page of text")
         data = path.read_bytes()
     elif name in shipped():
-        data = (resources.files("moe_routing_bench.parallel") / "fabrics" / f"{name}.toml").read_bytes()
+        data = (resources.files("moe_routing_bench.planner") / "fabrics" / f"{name}.toml").read_bytes()
     else:
         raise no_such("fabric", name, [*shipped(), "or a file.toml"])
     try:

@@ -22,9 +22,9 @@ from moe_routing_bench.report.finding import ResultsFolder
 from moe_routing_bench.results.folder import CellRun, Run, environments, read_run
 from moe_routing_bench.results.read import CONTENDERS, LeftOut, RecordCount, is_plain_file
 from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
+from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.results.winners import Contest, Contested, contested, contests
 from moe_routing_bench.train.pareto import Pareto, pareto
-from moe_routing_bench.train.records import Training, read_trainings
 from moe_routing_bench.train.study import STUDY, TUNING
 from moe_routing_bench.workloads.axes import PolicyAxes, names_of
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from moe_routing_bench.report.drawing import GREY, INK, PAPER, Picture, colours, figure, file_name, style
+from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.train.pareto import Pareto
-from moe_routing_bench.train.records import Training, read_trainings
 from moe_routing_bench.train.study import TUNING, curves
 
 PANELS = {

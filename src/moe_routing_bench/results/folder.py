@@ -21,9 +21,10 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -438,3 +439,23 @@ def measured_cases(folder: Path = COMMITTED) -> set[str] | None:
                     if record["timing"] is not None and not record["workload"]["scaled_from"]:
                         measured.add(record["workload"]["case"])
     return measured
+
+
+Selection = Mapping[str, Collection[str] | None]  # session -> the ids of its records; None: all of them
+
+
+def copy_selected(folder: Path, target: Path, selection: Selection) -> None:
+    """Write the selected records into the empty folder `target`, with their samples and environments."""
+    if (folder / ENVIRONMENTS).is_dir():
+        shutil.copytree(folder / ENVIRONMENTS, target / ENVIRONMENTS, symlinks=True)
+    for session, source in session_folders(folder).items():
+        if session not in selection:
+            continue
+        wanted = selection[session]
+        records = read_records(source / RECORDS, session, LeftOut())
+        lines = [one.line() for one in records if wanted is None or one.record_id in wanted]
+        home = target / source.name
+        home.mkdir()
+        (home / RECORDS).write_bytes(b"".join(lines))
+        if is_plain_file(source / SAMPLES):
+            shutil.copyfile(source / SAMPLES, home / SAMPLES)

@@ -32,6 +32,7 @@ import duckdb
 from moe_routing_bench.bench.fork_server import without_main_module
 from moe_routing_bench.core.text import one_line
 from moe_routing_bench.core.whole_files import written_whole
+from moe_routing_bench.results import trainings
 from moe_routing_bench.results.folder import environments
 from moe_routing_bench.results.parquet import (
     COLUMNS,
@@ -331,11 +332,9 @@ def _add_trainings(connection: duckdb.DuckDBPyConnection, folder: Path) -> None:
     """The table `trainings`, if the folder holds training runs."""
     if not is_plain_file(folder / TRAININGS):
         return
-    from moe_routing_bench.results import training  # it imports torch, which other queries do not wait for
-
     left_out = LeftOut()
-    rows = training.rows(folder, left_out)
-    columns = ", ".join(f'"{name}" {kind}' for name, kind in training.COLUMNS.items())
+    rows = trainings.rows(folder, left_out)
+    columns = ", ".join(f'"{name}" {kind}' for name, kind in trainings.COLUMNS.items())
     connection.execute(f"CREATE TABLE trainings ({columns}, max_violation DOUBLE)")
     if rows:
         places = ", ".join("?" for _ in rows[0])

@@ -114,12 +114,13 @@ CHECKED: dict[Any, Any] = {str: Name, int: Size, float: Amount}
 def part_of(name: str, declared: type) -> type[Part]:
     """A part with the fields of a dataclass. Axes that version 2 did not have may be absent, and are then
     None."""
-    types, shape = get_type_hints(declared, include_extras=True), {}
+    types = get_type_hints(declared, include_extras=True)
+    shape: dict[str, Any] = {}
     for one in fields(declared):
         facts: Axis | None = one.metadata.get("axis")
         kind = CHECKED.get(types[one.name], types[one.name])
         if facts is not None and facts.choices is not None:
-            kind = Literal[tuple(facts.choices)]  # type: ignore[misc]
+            kind = Literal[tuple(facts.choices)]
         newer = facts is not None and facts.since > 2
         shape[one.name] = (kind | None, None) if newer else (kind, ...)
     return create_model(name, __base__=Part, __module__=__name__, __doc__=declared.__doc__, **shape)

@@ -19,7 +19,7 @@ from typing import Any
 
 from moe_routing_bench.bench.verdict import Comparison, compare
 from moe_routing_bench.results.read import is_plain_file
-from moe_routing_bench.train.records import Training, read_trainings
+from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.train.study import STUDY, TIMES, TUNING, USED
 from moe_routing_bench.train.study_rules import HOME
 

@@ -16,7 +16,7 @@ from statistics import median
 
 from moe_routing_bench.core.names import base_name, parse_spec
 from moe_routing_bench.results.query import run_query
-from moe_routing_bench.train.records import read_trainings
+from moe_routing_bench.results.trainings import read_trainings
 from moe_routing_bench.train.study import STUDY, TIMES
 
 QUERY = """

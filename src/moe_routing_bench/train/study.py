@@ -28,19 +28,11 @@ from moe_routing_bench.bench.fork_server import fork_server
 from moe_routing_bench.core.machine import this_machine, torch_threads
 from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.results.read import is_plain_file
+from moe_routing_bench.results.trainings import Training, finished
 from moe_routing_bench.train.decoding import use
 from moe_routing_bench.train.loop import Event, State
 from moe_routing_bench.train.ngram import trigram_loss
-from moe_routing_bench.train.records import (
-    EVENTS,
-    Training,
-    execute,
-    finished,
-    load_model,
-    read_events,
-    read_state,
-    run_folder,
-)
+from moe_routing_bench.train.records import EVENTS, execute, load_model, read_events, read_state, run_folder
 from moe_routing_bench.train.settings import Run
 from moe_routing_bench.train.stepping import step_times
 from moe_routing_bench.train.study_rules import HOME, RATES, TUNING_SHARE, StudyRule, run_of, studies
