@@ -16,10 +16,10 @@ from moe_routing_bench import (
     SoftRouting,
     TokenInfo,
     all_routers,
-    cpp,
     from_expert_list,
     from_transformers,
 )
+from moe_routing_bench.core import cpp
 from moe_routing_bench.moe.free_experts import FreeExperts
 from moe_routing_bench.routers.router import build
 from moe_routing_bench.routers.softmax_topk import ORDERS

@@ -257,7 +257,7 @@ def test_a_full_disk_leaves_the_roofs_that_were_there(monkeypatch: pytest.Monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="full"):
         store_roofs(ROOFS.model_copy(update={"read_bytes": {1: 1.0}}))
     assert stored_roofs("toy-1") == ROOFS and list(path.parent.iterdir()) == [path]
 

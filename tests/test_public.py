@@ -22,7 +22,7 @@ def runs(name: str) -> pytest.ParameterSet:  # type: ignore[name-defined]
     return pytest.param(name, marks=pytest.mark.slow if name in MEASURES else ())
 
 
-@pytest.mark.parametrize("name", map(runs, mrb.__all__))
+@pytest.mark.parametrize("name", [runs(name) for name in mrb.__all__])
 def test_its_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for there in ("examples", "measurements"):
         (tmp_path / there).symlink_to(ROOT / there)

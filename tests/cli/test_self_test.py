@@ -53,8 +53,8 @@ def test_what_is_wrong_is_not_to_be_trusted(a_gpu, monkeypatch: pytest.MonkeyPat
     "stdout,code,answer,reason",
     [
         ("noise\n" + '["right", "3 small cells"]\n', 0, "right", "3 small cells"),
-        ("", -11, "wrong", "code -11: illegal memory access"),
-        ("nonsense\n", 0, "wrong", "code 0: illegal memory access"),
+        ("", -11, "wrong", "its process ended with code -11: illegal memory access"),
+        ("nonsense\n", 0, "wrong", "its process ended with code 0: illegal memory access"),
     ],
 )
 def test_a_kernel_that_ends_its_process(
