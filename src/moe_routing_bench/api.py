@@ -458,7 +458,7 @@ def sweep(
     `out` holds, also from earlier calls.
 
     >>> shapes = dict(tokens=[4, 8], width=32, hidden=16, experts=4, top_k=2, dtype="float32")
-    >>> results = mrb.sweep("topk", folder, ["torch_topk", "sort"], **shapes, rounds=8)
+    >>> results = mrb.sweep("topk", "results", ["torch_topk", "sort"], **shapes, rounds=8)
     >>> results.query("SELECT DISTINCT T FROM records ORDER BY T").rows
     [(4,), (8,)]
     """

@@ -417,7 +417,9 @@ class Trainings(Displayed):
     def model(self, rule: str, seed: int = 0) -> Decoder:
         """The trained model of a rule."""
         named = {one.rule: one for one in self.runs if one.seed == seed}
-        return load_model(run_folder(self.folder, named[one_of("rule", rule, named)].key))
+        home = run_folder(self.folder, named[one_of("rule", rule, named)].key)
+        with torch.random.fork_rng(devices=()):  # a new model draws weights
+            return load_model(home)
 
     def to_pandas(self) -> Any:
         documents = [one.model_dump(mode="json") for one in self.runs]
