@@ -171,6 +171,10 @@ def test_data_frames_need_pandas(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 # what starts processes
 
 
+# torch and CuTe DSL want these when they are first imported
+SET_BY_COMPILERS = ("TORCHINDUCTOR_CACHE_DIR", "CUTE_DSL_ARCH")
+
+
 def state() -> dict[str, Any]:
     limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     return {
@@ -179,8 +183,7 @@ def state() -> dict[str, Any]:
         "limits": {name: resource.getrlimit(getattr(resource, name)) for name in limits},
         "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "affinity": os.sched_getaffinity(0),
-        # torch names this folder when its compiler is first imported
-        "environment": {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"},
+        "environment": {name: value for name, value in os.environ.items() if name not in SET_BY_COMPILERS},
         "folder": Path.cwd(),
         "main": sys.modules["__main__"],
         "streams": (sys.stdout, sys.stderr),
