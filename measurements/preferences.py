@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -127,7 +128,12 @@ def may_run(op: Op, spec: str) -> bool:
 
 def written(rows: Sequence[Preference], op: str) -> str:
     def value(it: Any) -> str:
-        return CONSTANTS.get(it) or ("(PLAIN,)" if it == (preference.PLAIN,) else repr(it))
+        if it in CONSTANTS:
+            return CONSTANTS[it]
+        if isinstance(it, str):  # in lines that fit
+            *lines, last = textwrap.wrap(it, 80, break_on_hyphens=False)
+            return " ".join([*(repr(f"{line} ") for line in lines), repr(last)])
+        return "(PLAIN,)" if it == (preference.PLAIN,) else repr(it)
 
     lines = []
     for row in rows:
