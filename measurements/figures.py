@@ -35,6 +35,8 @@ BEGIN = "<!-- written by `python measurements/figures.py`: begin -->"
 END = "<!-- written by `python measurements/figures.py`: end -->"
 PLOTTED = "Plotted"  # the entry of the picture's file that holds the hash of what it shows
 MIN_ROUNDS = 8
+REGRET = "regret"  # its cells are compared with one another, not with a baseline of ours
+STORES = ("int8", "int4_g128")
 BUSY = 3.0  # load before a cell, when the cell before it had two threads
 # in each cell of each contender the newest; a baseline's own ratio is 1
 ROWS = """
@@ -111,7 +113,7 @@ class Records:
 
 def read(folder: Path = RECORDS) -> dict[str, Records]:
     """Topic -> its records; empty where there is no archive yet."""
-    return {topic: _read(folder / f"{topic}.tar.xz") for topic in TOPICS}
+    return {topic: _read(folder / f"{topic}.tar.xz") for topic in TOPICS if topic != REGRET}
 
 
 def _read(archive: Path) -> Records:
@@ -307,8 +309,20 @@ def document(all_records: dict[str, Records]) -> str:
         "A ratio is the time over the baseline's in the same round, with a 99 % interval. Of roof: the least",
         "time that this machine's measured bandwidth and peaks allow, over the time; `-` with hot caches in",
         "records from before bandwidth was measured by working set.",
-        *_section("regret", all_records, regret_table(), failures=False),
+        "",
+        '## How much slower is `impl="auto"` than the fastest that can run?',
+        f"A regret of 1 is the fastest. `{shlex.join(TOPICS[REGRET].command('results'))}`, then",
+        "`mrb regret results`.",
+        "",
+        *regret_table(),
         *_section("default", all_records, _default_table(all_records)),
+        *(
+            line
+            for store in STORES
+            for line in _section(
+                f"default_{store}", all_records, _stored_table(all_records[f"default_{store}"])
+            )
+        ),
         *_section("grid", all_records, _cells_table(grid)),
         *(f"- {dtype}: {_roof(grid.where(dtype=dtype))}" for dtype in ("bfloat16", "float32")),
         *_section("large_olmoe", all_records, _cells_table(all_records["large_olmoe"])),
@@ -343,12 +357,9 @@ def document(all_records: dict[str, Records]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _section(
-    topic: str, all_records: dict[str, Records], lines: list[str], *, failures: bool = True
-) -> list[str]:
+def _section(topic: str, all_records: dict[str, Records], lines: list[str]) -> list[str]:
     one, records = TOPICS[topic], all_records[topic]
-    failed = records.failed if failures else ()
-    said = [f"Not PASSED: {impl} {status}: {reason}" for impl, status, reason in failed]
+    said = [f"Not PASSED: {impl} {status}: {reason}" for impl, status, reason in records.failed]
     command = shlex.join(one.command("results"))
     title = f"## {one.shows[0].upper()}{one.shows[1:]}"
     if not records.rows:
@@ -366,7 +377,7 @@ def _cells_table(records: Records) -> list[str]:
     return table(("case", "implementation", "ms", "ratio", "verdict", "of roof"), map(line, records.rows))
 
 
-def regret_table(archive: Path = RECORDS / "regret.tar.xz") -> list[str]:
+def regret_table(archive: Path = RECORDS / f"{REGRET}.tar.xz") -> list[str]:
     """As `mrb regret` shows it: a regret of 1 is the fastest."""
     if not archive.is_file():
         return []
@@ -390,7 +401,7 @@ def _default_table(all_records: dict[str, Records]) -> list[str]:
     lines = {"Transformers' best": theirs}
     for name in ("native", "frozen(native)"):
         lines[name] = {row["T"]: row for row in rows if row["impl"] == name}
-    for store in ("int8", "int4_g128"):
+    for store in STORES:
         stored = all_records[f"default_{store}"].rows
         lines[f"{store}_a8"] = {row["T"]: row for row in stored if row["role"] != "baseline"}
 
