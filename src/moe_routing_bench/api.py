@@ -489,29 +489,31 @@ def open(place: PathLike | None = None) -> Results:
 class CheckReport(Displayed):
     """What `check` found: `passed`, a row for each implementation, `failures` as sentences."""
 
-    wanted: list[str] = field(repr=False)  # operations of which something must run
-    rows: list[Row] = field(repr=False)
     dtypes: tuple[str, ...]
     device: str
+    wanted: list[str] = field(default_factory=list, repr=False)  # operations of which something must run
+    rows: list[Row] = field(default_factory=list, repr=False)
     tokens: list[int] | None = field(default=None, repr=False)
     maps: list[TokenMap] = field(default_factory=list, repr=False)
 
     @staticmethod
-    def chosen(
-        op: str, implementation: str, *, dtype: str | Sequence[str], device: str, tokens: str | None,
-        folders: Sequence[Path],
-    ) -> CheckReport:  # fmt: skip
-        """What is to check; nothing is yet. ValueError if there is no such thing."""
+    def asked(dtype: str | Sequence[str], device: str, tokens: str | None) -> CheckReport:
+        """How to check; what, `select` says. ValueError if that cannot be."""
         names = [one_of("dtype", _plain(name), DTYPES) for name in _each(dtype)] or [*DTYPES]
         dtypes = tuple(dict.fromkeys(names))
         try:
             torch.empty(1, device=device).cpu()
         except Exception as error:
             raise ValueError(f"cannot run on {device!r}: {str(error).partition(chr(10))[0]}") from None
-        with torch_threads(1):
-            wanted, rows = select(op, implementation, dtypes, device, found_outside(folders))
         numbers = None if tokens is None else parse_tokens(tokens)
-        return CheckReport(wanted=wanted, rows=rows, dtypes=dtypes, device=device, tokens=numbers)
+        return CheckReport(dtypes=dtypes, device=device, tokens=numbers)
+
+    def select(self, op: str, implementation: str, folders: Sequence[Path]) -> CheckReport:
+        """What is to check; nothing is yet. ValueError if there is no such thing."""
+        with torch_threads(1):
+            outside = found_outside(folders)
+            self.wanted, self.rows = select(op, implementation, self.dtypes, self.device, outside)
+        return self
 
     def run(self, progress: bool | None = None) -> CheckReport:
         total = sum(row.count for row in self.rows)
@@ -587,9 +589,7 @@ def check(
     True
     """
     with without_included() as folders:
-        report = CheckReport.chosen(
-            op, implementation, dtype=dtype, device=device, tokens=tokens, folders=folders
-        )
+        report = CheckReport.asked(dtype, device, tokens).select(op, implementation, folders)
         return report.run(progress) if tokens is None else report.run_maps()
 
 

@@ -151,7 +151,7 @@ def test_caches_of_ranks_are_cold_if_that_was_asked_for(cache: str, monkeypatch:
     monkeypatch.setattr(group_worker, "CacheFlusher", Watched)
     monkeypatch.setattr(group_worker, "touch", lambda values, weights: done.append("touched"))
     monkeypatch.setattr(group_worker.dist, "barrier", lambda: done.append("met"))
-    cell = cell_of("all_to_all+all_to_all", W=1)
+    cell = replace(cell_of("all_to_all+all_to_all", W=1), workload="uniform")
     rank = object.__new__(group_worker._Rank)
     rank.cell, rank.inputs = replace(cell, policy=replace(POLICY, cache=cache)), cell.inputs()
     rank.ranks, rank.flusher, rank._layers = Ranks(placement_of(SHAPE.E, 1)), Watched(), {}

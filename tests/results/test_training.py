@@ -84,7 +84,7 @@ def test_a_run_killed_in_the_middle_has_the_same_losses(
     code = (
         "import sys, torch; torch.set_num_threads(1)\n"
         "from pathlib import Path\n"
-        "from moe_routing_bench.results import training\n"
+        "from moe_routing_bench.train import records as training\n"
         "training.SAVE_SECONDS = 0.0\n"
         "from moe_routing_bench.train.text import synthetic\n"
         "from tiny_training import tiny\n"

@@ -96,6 +96,8 @@ def _train(run: Callable[[], Any], leaves: list[Tensor], d_out: Tensor) -> tuple
 
 def _backward(out: Any, leaves: list[Tensor], d_out: Tensor) -> tuple[Any, Any]:
     value = value_of(out)
+    if not leaves:
+        return out, ()
     return out, torch.autograd.grad(value, leaves, d_out.to(value.dtype), allow_unused=True)
 
 

@@ -139,9 +139,9 @@ class Group:
                     answer = json.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     raise SubjectError(Status.CRASHED, f"the process of rank {rank} died") from None
-                if "failed" in answer:
+                if "error" in answer:
                     status = Status.UNSUPPORTED if answer["unsupported"] else Status.RUNTIME_ERROR
-                    raise SubjectError(status, f"rank {rank}: {answer['failed']}")
+                    raise SubjectError(status, f"rank {rank}: {answer['error']}")
                 answered[rank] = answer
         return [answered[rank] for rank in range(len(self._pipes))]
 

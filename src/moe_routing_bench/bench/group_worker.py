@@ -46,9 +46,9 @@ def serve(pipe: Connection, rank: int, cell_text: str, folder: str) -> None:
                 pipe.send_bytes(json.dumps(answer).encode())
         dist.destroy_process_group()
     except Exception as error:
-        failed = {"failed": f"{type(error).__name__}: {error}"[:MAX_TEXT]}
-        unsupported = {"unsupported": isinstance(error, NotImplementedError)}
-        pipe.send_bytes(json.dumps({**failed, **unsupported}).encode())
+        answer = {"error": f"{type(error).__name__}: {error}"[:MAX_TEXT]}
+        answer["unsupported"] = isinstance(error, NotImplementedError)
+        pipe.send_bytes(json.dumps(answer).encode())
 
 
 class _Rank:

@@ -138,8 +138,8 @@ class Judge:
                     verdicts.append(Verdict(passed=False, fault="value", sentence=sentence))
                 continue
 
-            def others(n: int, name: str = name) -> list[tuple[Any, Any]]:
-                more = self._more(subject, n)
+            def others(n: int, name: str = name, size: int = oracle.numel()) -> list[tuple[Any, Any]]:
+                more = self._more(subject, size)  # n may be wrong
                 return [(one.oracle.gradients[name], one.baseline.gradients[name]) for one in more]
 
             if gradient.shape == baseline.shape:

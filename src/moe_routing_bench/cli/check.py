@@ -48,9 +48,8 @@ def check_command(
     or of an included implementation could run. 2: nothing was selected.
     """
     with user_mistakes():
-        report = CheckReport.chosen(
-            op, impl, dtype=dtype or (), device=device, tokens=tokens, folders=include_path or ()
-        )
+        report = CheckReport.asked(dtype or (), device, tokens)
+    report.select(op, impl, include_path or ())
     if tokens is not None:
         report.run_maps(on_map=lambda one_map: None if as_json else show_map(one_map))
         if as_json:

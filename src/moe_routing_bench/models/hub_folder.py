@@ -58,7 +58,7 @@ def moe_experts(
 ):
     """The experts of a layer, weights as Transformers keeps them: gate_up_proj (E, 2F, D), down_proj
     (E, D, F). An id outside 0 .. E-1 means no expert."""
-    from .experts import ExpertWeights
+    from .core.experts import ExpertWeights
     from .models.running import run_experts
 
     weights = ExpertWeights(

@@ -112,7 +112,7 @@ def experts_forward(
     elif torch.compiler.is_compiling() and isinstance(m.down_proj, Frozen):
         y_TD = _compiled_frozen(m, x_TD, top_k_index, gate_TK, reading, impl)
     elif torch.compiler.is_compiling():
-        y_TD = torch.ops.moe_routing_bench.core.experts(
+        y_TD = torch.ops.moe_routing_bench.experts(
             x_TD, top_k_index, gate_TK, *tensors_of(module),
             reading.activation, m.is_transposed, reading.interleaved, impl,
         )  # fmt: skip

@@ -81,10 +81,11 @@ class SigmoidBiasRouter(Router):
 
     def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         logits_TE = self.project(self.prepare(x_TD, info), self.w_DE)
+        scores: tuple[Tensor, Tensor] | None = None
         if self.fused is not None:
             gate_TK, expert_TK = self.choose_fused(logits_TE, self.bias_E)
         else:
-            log_score_TE, score_TE = self.scores(logits_TE)
+            scores = log_score_TE, score_TE = self.scores(logits_TE)
             biased_TE = score_TE + self.bias_E.to(self.dtype)
             choice_TE = limit_to_groups(
                 biased_TE, self.K, self.num_groups, self.keep_groups, self.group_score
@@ -94,7 +95,7 @@ class SigmoidBiasRouter(Router):
             gate_TK = self.scale * (log_gate_TK.softmax(-1) if self.renormalise else log_gate_TK.exp())
 
         def seen() -> tuple[Tensor, Tensor]:
-            log_TE, plain_TE = (log_score_TE, score_TE) if self.fused is None else self.scores(logits_TE)
+            log_TE, plain_TE = self.scores(logits_TE) if scores is None else scores
             return log_TE.softmax(-1), self.topk(plain_TE, self.K)[1]
 
         return self.routed(expert_TK, gate_TK, logits_TE, info, score_losses(seen, self.E, info))
