@@ -1,5 +1,5 @@
 """What `mrb list` says of an operation, an implementation and a router. Files from outside are asked in a
-process of their own (apart.py).
+process of their own (`answers` below).
 
 Calls a function of ours in a process of its own, because it loads code from outside.
 

@@ -59,7 +59,7 @@ class OutsideFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """The folders of --include-path and their files. Nothing in them is loaded here: apart.py does that."""
+    """The folders of --include-path and their files. Nothing in them is loaded here (describing.py)."""
 
     folders: tuple[Path, ...]
     files: tuple[OutsideFile, ...]

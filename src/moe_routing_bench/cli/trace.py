@@ -1,7 +1,5 @@
 """mrb trace record and mrb trace show: write the routing of a real model into a file, and look at it.
 
-The other commands of mrb trace stand in trace_files.py.
-
 mrb trace import, check and diff: routes that serving engines captured, their faults, their
 disagreement.
 """

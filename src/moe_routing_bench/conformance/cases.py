@@ -351,7 +351,7 @@ CASES = (
         )
         for score in ("softmax", "sqrtsoftplus")
     ),
-    # odd, silu, sigmoid, sqrtsoftplus: torch has two formulas, in vectors and at their end (steady.py)
+    # odd, silu, sigmoid, sqrtsoftplus: torch has two formulas, in vectors and at their end
     # wide: long sums, and enough numbers for torch to share them among threads
     *(
         Case(name=f"any_batch{name}", guards=ANY_BATCH, ragged=False, batches=True, **sizes)  # type: ignore[arg-type]

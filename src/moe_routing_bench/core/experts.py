@@ -63,7 +63,7 @@ STEADY: dict[str, Callable[..., Tensor]] = {
 
 def activate(h_RG: Tensor, activation: str, *, batch_invariant: bool = False) -> Tensor:
     """h_RG -> h_RF. Gated: the first half of the columns is the gate, the second what it weighs. GELU is the
-    exact (erf) form. batch_invariant: by functions whose bits do not depend on where a row lies (steady.py).
+    exact (erf) form. batch_invariant: by the functions of position_invariant.py.
     """
     functions: dict[str, Callable[..., Tensor]]
     functions = {**PLAIN, **GATED, **STEADY} if batch_invariant else {**PLAIN, **GATED}

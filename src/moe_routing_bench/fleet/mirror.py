@@ -4,7 +4,7 @@
     <MRB_HOME>/stores/<hash of the URL>-rows/    its rows alone, for queries (rows.py)
 
 Only commits that are not in the copy yet are fetched. Each part is held to the size and sha256 of its commit,
-and each record to its samples, as in any folder (held.py): when it is read, or when it becomes a row. What
+and each record to its samples, as in any folder: when it is read, or when it becomes a row. What
 does not hold is left out with a sentence. A copy may be deleted at any time.
 """
 

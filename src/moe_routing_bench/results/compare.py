@@ -2,7 +2,7 @@
 
 Two results folders set side by side: what became faster, slower, or stopped working from A to B.
 
-Only like is compared with like (`LIKE` in matching.py names what must agree). The runs were not interleaved,
+Only like is compared with like (`LIKE` names what must agree). The runs were not interleaved,
 so there are no pairs of samples between them. Two methods, and every row says which was used:
 
 - "ratio to baseline": if both runs timed the same baseline code in the same rounds, the ratio to it is

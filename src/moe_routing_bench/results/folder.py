@@ -3,7 +3,7 @@
     DIR/environments/<sha256>.json           what the machine and its software were, once for each content
     DIR/session=<id>/records.jsonl           one Record a line, appended and synced cell by cell; the truth
     DIR/session=<id>/samples.f64             raw samples, little-endian float64; records say where theirs are
-    DIR/session=<id>/records.parquet         a flat copy for queries, see flat.py
+    DIR/session=<id>/records.parquet         a flat copy for queries, see parquet.py
 
 A killed writer leaves at most one line cut off, in its own file, which readers leave out. The code being
 measured runs as the same user and may try to write a better time into the file, so a session keeps a nameless

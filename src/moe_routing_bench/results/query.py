@@ -1,6 +1,6 @@
 """SQL over a results folder: the views `records` and `latest`, the tables `trainings` and `left_out`.
 
-Rows come from the Parquet copies that flat.py keeps and, for lines newer than those, from the lines; or from
+Rows come from the Parquet copies of parquet.py and, for newer lines, from the lines; or from
 the files of rows.py. A query sees copies of these files in a folder of its own, gone with the connection, and
 nothing else: no other file, no network, no settings. So even a way to write that nobody thought of changes
 nothing. Where copying would take long, it reads the files themselves, in a process of its own that may not

@@ -1,10 +1,10 @@
 """Rows of a store on a URL as Parquet files alone: what a query needs, in a fortieth of the bytes.
 
-    DIR/rows-<number>.parquet     rows as flat.py has them, from records that were held to their samples
+    DIR/rows-<number>.parquet     rows as parquet.py has them, from records that were held to their samples
     DIR/index.sqlite              which commits are in which file, each file's stamp, and what was left out
 
 A file is never changed: sixteen files of a level become one of the next, so 10^8 records are about sixty
-files, and each row is written five times at most. A file that does not have its stamp any more (see flat.py)
+files, and each row is written five times at most. A file that does not have its stamp any more (parquet.py)
 was not made here: its records are left out, and fetched again when the copy is next brought up to date.
 """
 

@@ -3,7 +3,7 @@
 Somebody may scale the medians of all records of a cell alike: no record then contradicts another. So medians,
 means, quantiles, rates, ratios and intervals are computed again from samples.f64 when lines are read, many
 records at once: a third of the time of parsing their lines (43 us beside 123 us a record of 40 samples, on a
-busy machine; so about 20 s for 10^6), once for each line, since flat.py keeps what was read. Not held: the
+busy machine; so about 20 s for 10^6), once for each line, since parquet.py keeps what was read. Not held: the
 first call, the stages, and the luck in an interval: its bootstrap is not drawn again, its ranks are checked.
 """
 
