@@ -83,7 +83,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("limit", ["max_seconds", "step_seconds", "memory_gib"])
-def test_limits_of_effort_are_no_part_of_the_key(limit: str) -> None:
+def test_limits_of_effort_are_no_part_of_the_key(kernels, limit: str) -> None:
     """What had no time is measured again anyway."""
     cell = a_cell()
     assert key_of(replace(cell, policy=replace(cell.policy, **{limit: 7.0}))) == key_of(cell)

@@ -9,7 +9,7 @@ import typer
 from moe_routing_bench.api import CheckReport
 from moe_routing_bench.cli.checking import show_legend_of_maps, show_map, show_rows
 from moe_routing_bench.cli.options import IncludePath
-from moe_routing_bench.cli.terminal import Json, show_json, user_mistakes
+from moe_routing_bench.cli.terminal import Json, MistakeError, fail, show_json, user_mistakes
 from moe_routing_bench.core.dtypes import DTYPES
 
 
@@ -49,7 +49,10 @@ def check_command(
     """
     with user_mistakes():
         report = CheckReport.asked(dtype or (), device, tokens)
-    report.select(op, impl, include_path or ())
+    try:
+        report.select(op, impl, include_path or ())
+    except MistakeError as mistake:  # another ValueError is a fault of ours
+        fail(str(mistake))
     if tokens is not None:
         report.run_maps(on_map=lambda one_map: None if as_json else show_map(one_map))
         if as_json:

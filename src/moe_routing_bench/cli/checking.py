@@ -24,11 +24,11 @@ from rich.text import Text
 
 from moe_routing_bench.cli.describing import ApartError, OpRow, Shown, answers, described
 from moe_routing_bench.cli.options import ROUTERS, Outside, OutsideFile, routers_found
-from moe_routing_bench.cli.terminal import bar, console, fitted, show
+from moe_routing_bench.cli.terminal import MistakeError, bar, console, fitted, show
 from moe_routing_bench.conformance.cases import CASES, KitCell, layouts_for
 from moe_routing_bench.conformance.check import Outcome, cells_of, check, matches
 from moe_routing_bench.conformance.router_checks import check_router
-from moe_routing_bench.core.names import base_name, did_you_mean, one_of, option_numbers, ranges
+from moe_routing_bench.core.names import base_name, did_you_mean, no_such, option_numbers, ranges
 from moe_routing_bench.ops.catalog import Listing, find_all
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops, get_op
 
@@ -113,12 +113,13 @@ class Row:
 def select(
     op_pattern: str, impl_pattern: str, dtypes: tuple[str, ...], device: str, outside: Outside
 ) -> tuple[list[str], list[Row]]:
-    """The ops of which something must run, and the rows to check. ValueError if there is nothing."""
+    """The ops of which something must run, and the rows to check. MistakeError if there is nothing."""
     ops = [op for op in all_ops().values() if fnmatchcase(op.name, op_pattern)]
     new = [file for file in outside.ops if fnmatchcase(file.op, op_pattern)]
     routers = [*routers_found()] if fnmatchcase(ROUTERS, op_pattern) else []
     if not ops and not routers and not new:
-        one_of("op", op_pattern, [*all_ops(), *(file.op for file in outside.ops), ROUTERS])
+        known = [*all_ops(), *(file.op for file in outside.ops), ROUTERS]
+        raise MistakeError(str(no_such("op", op_pattern, known)))
     everything = [(op.name, entry) for op in ops for entry in find_all(op, configs=True)]
     names = [entry.spec for _, entry in everything] + routers
     chosen = [(op_name, entry) for op_name, entry in everything if matches(entry.spec, impl_pattern)]
@@ -136,7 +137,7 @@ def select(
     if not rows:
         where = "" if op_pattern == "*" else f" of {op_pattern}"
         hint = did_you_mean(impl_pattern, names) or "see `mrb list`"
-        raise ValueError(
+        raise MistakeError(
             f"nothing to check: no implementation{where} is called {impl_pattern!r}; {hint}".rstrip()
         )
     rows.sort(key=lambda row: row.op == ROUTERS)
