@@ -15,9 +15,9 @@ from moe_routing_bench.bench import group as group_file
 from moe_routing_bench.bench import group_worker
 from moe_routing_bench.bench.calls import Result
 from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.group import TRIAL_CALLS, WARM_CALLS, Group, run_group
+from moe_routing_bench.bench.hosts.ranks import TRIAL_CALLS, WARM_CALLS, Group, run_group
 from moe_routing_bench.bench.roofs import Roofs
-from moe_routing_bench.bench.rounds import WARM_SAMPLES
+from moe_routing_bench.bench.measure import WARM_SAMPLES
 from moe_routing_bench.bench.spans.parallel import STAGES, placement_of, span
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject

@@ -15,7 +15,7 @@ from moe_routing_bench.bench import fork_server, kit, rounds
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.floor import TOLERANCE, floor_seconds, raise_stored, too_fast
 from moe_routing_bench.bench.fork_server import server_harm, server_pid
-from moe_routing_bench.bench.messages import Described
+from moe_routing_bench.bench.hosts.messages import Described
 from moe_routing_bench.bench.outcome import SubjectOutcome
 from moe_routing_bench.bench.roofs import Roofs, measure_roofs, store_roofs, stored_roofs
 from moe_routing_bench.bench.runner import Progress, _held_to_both, run_cell
@@ -23,7 +23,7 @@ from moe_routing_bench.bench.series import TWIN, Measured, beside
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.bench.supervisor import SubjectError, Worker
+from moe_routing_bench.bench.hosts.children import SubjectError, Worker
 from moe_routing_bench.bench.trial import _checks, check_clocks
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.cli.tables import show_outcome
@@ -365,7 +365,7 @@ def test_long_calls_are_timed_one_at_a_time_and_without_one_before(monkeypatch):
 
 def test_what_first_calls_keep_is_no_leak(monkeypatch):
     """Packed weights are kept from the first call on; at full size that is gigabytes."""
-    monkeypatch.setattr("moe_routing_bench.bench.rounds.LEAK_BYTES", 2**25)
+    monkeypatch.setattr("moe_routing_bench.bench.measure.LEAK_BYTES", 2**25)
     cell = cell_of("expert_ffn", "staged", "native")
     shape = MoEShape(T=4, D=512, F=1024, E=16, K=2)  # 100 MB of weights
     outcome = run_cell(replace(cell, case=replace(cell.case, shape=shape, shared_F=0)))

@@ -79,6 +79,11 @@ class Cell:
         return " ".join((self.case.name, self.workload or "own router", *more))
 
     @property
+    def ranked(self) -> bool:
+        """Is each of its ranks a process (hosts/ranks.py)?"""
+        return self.span.grouped and self.W > 1
+
+    @property
     def all_threads(self) -> int:
         """Those of all ranks together; the policy says how many each has."""
         return self.policy.threads * (self.W if self.span.grouped else 1)

@@ -9,8 +9,9 @@ lower, and the roof is raised for later.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from contextlib import suppress
+from typing import TypeVar
 
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.clock import last_level_cache_bytes
@@ -26,6 +27,7 @@ TOLERANCE = 1.05
 # our own code may beat torch's matmul, with which roofs are measured, but not by this much: then the work is
 # counted wrongly, and no roof may be raised by that
 MAX_RAISED = 1.5
+Name = TypeVar("Name", bound=Hashable)  # of a subject
 
 
 def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
@@ -83,8 +85,8 @@ def _multiplied(cell: Cell, subject: Subject) -> str:
 
 
 def too_fast(
-    times: Mapping[int, float], floors: Mapping[int, float | None], outside: Collection[int]
-) -> dict[int, str]:
+    times: Mapping[Name, float], floors: Mapping[Name, float | None], outside: Collection[Name]
+) -> dict[Name, str]:
     """The subjects from outside that are faster than the machine, and that in words."""
     beaten = {index: (floors[index] or 0.0) / seconds for index, seconds in times.items()}
     too_low = max([1.0, *(beaten[index] for index in times if index not in outside)])

@@ -32,7 +32,7 @@ from moe_routing_bench.workloads.axes import key_values
 from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of, with_file
 
 HARNESS = (
-    "bench/runner.py", "bench/worker.py", "bench/outside/inside_sandbox.py", "bench/outside/adopting.py",
+    "bench/runner.py", "bench/hosts/inside_sandbox.py", "bench/hosts/adopting.py",
 )  # fmt: skip
 LIBRARIES = ("numpy", "scipy", "triton", "nvidia-cutlass-dsl", "quack-kernels")
 # how names of environment variables begin that decide a result or a time, and why
@@ -53,7 +53,7 @@ SETTINGS = {
 }
 # of those, what decides nothing, and why
 SETTINGS_WITHOUT_EFFECT = {
-    "OMP_NUM_THREADS": "a worker uses the threads of its policy, which is in the key (worker.py: settle)",
+    "OMP_NUM_THREADS": "a worker uses the threads of its policy, which is in the key (settle)",
     "MKL_NUM_THREADS": "the same",
     "TORCHINDUCTOR_COMPILE_THREADS": "a worker sets it to 1",
     "TORCHINDUCTOR_CACHE_DIR": "where compiled code is kept; its content is keyed by the source",

@@ -58,7 +58,7 @@ class SubjectOutcome:
     reason: str = ""
     runs: str = ""  # what really ran, if that is more than the label
     origin: str = ""
-    role: str = "candidate"  # baseline, candidate, twin or beside (see rounds.py)
+    role: str = "candidate"  # baseline, candidate, twin or beside (see series.py)
     beside: Subject | None = None  # with that role: whose baseline it is
     deterministic: bool = True
     host_sync: str = ""

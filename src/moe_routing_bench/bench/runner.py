@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -13,25 +14,27 @@ from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.compiling import compile_first
 from moe_routing_bench.bench.cores import judging_threads, quiet_cores
 from moe_routing_bench.bench.floor import beaten_roofs, floor_seconds, roof_seconds, too_fast
+from moe_routing_bench.bench.hosts.messages import Described
+from moe_routing_bench.bench.hosts.sandbox import check_sandbox
+from moe_routing_bench.bench.hosts.shared import Reuse, SharedHost
 from moe_routing_bench.bench.identity import Identity, identify
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
-from moe_routing_bench.bench.messages import Described
+from moe_routing_bench.bench.measure import DECISIVE_ROUNDS, WARM_SAMPLES, BaselineError, measure
 from moe_routing_bench.bench.noise import NoiseDuring, weather
-from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
-from moe_routing_bench.bench.outside.sandbox import check_sandbox
+from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome, Wire
 from moe_routing_bench.bench.roofs import Roofs
-from moe_routing_bench.bench.rounds import DECISIVE_ROUNDS, WARM_SAMPLES, BaselineError, measure
-from moe_routing_bench.bench.series import TWIN, Measured, beside, round_seconds, slow_ones
+from moe_routing_bench.bench.series import Measured, Series
+from moe_routing_bench.bench.setup import Setup, Trial, Watch
 from moe_routing_bench.bench.spans.span import Load, Span, is_ours
-from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.bench.subject import Question, Subject
-from moe_routing_bench.bench.supervisor import SubjectError
-from moe_routing_bench.bench.trial import Reuse, Setup, Trial, Watch, slow_reason, try_alone
+from moe_routing_bench.bench.trial import slow_reason, try_alone
 from moe_routing_bench.bench.verdict import (
     DELTA,
     DELTA_APART,
     MIN_ROUNDS,
+    Comparison,
     aa_floor,
     compare,
     compare_cells,
@@ -105,142 +108,165 @@ def run_cell(
         stopped, after = "these sizes cannot have this workload", weather()
         span_of = NoiseDuring(before=before, after=after)
         return _not_run(cell, identity, Status.UNSUPPORTED, str(reason), stopped, span_of)
-    ours = [all(map(is_ours, span.origins(subject.spec))) for subject in cell.subjects]
+    ours = tuple(s for s in cell.subjects if all(map(is_ours, span.origins(s.spec))))
     setup = Setup(
         cell=cell,
         judge=Judge(span, inputs),
         cores=cores,
         budget=budget,
-        reuse=own,
         watch=watch,
-        outside=frozenset(i for i, mine in enumerate(ours) if not mine),
+        outside=frozenset(cell.subjects) - frozenset(ours),
         sources=identity.sources,
     )
-    with judging_threads(), closing(own) if reuse is None else nullcontext(), closing(setup):
-        with budget.paused():
-            compile_first([cell], lambda what: on_progress(_progress(what, budget)))
-        floors = {i: floor_seconds(cell, facts[s.question][0], roofs) for i, s in enumerate(cell.subjects)}
-        busy = roofs is not None and bool(roofs.busy)
-        least = {i: roof_seconds(cell, s, facts[s.question][0], roofs) for i, s in enumerate(cell.subjects)}
-        trials = _tried(setup, floors, on_progress)
-        alive = [index for index, trial in trials.items() if trial.passed]
-        if for_rounds is not None:
-            budget.leave(for_rounds(_deciding_seconds(setup, alive, trials)))
-        measured = _rounds(setup, trials, alive, floors, on_progress)
-        setup.leave(
-            {s: trials[i].call_seconds for i, s in enumerate(cell.subjects) if trials[i].call_seconds}
-        )
+    shared = _shared_host(setup, ours, own)
+    with judging_threads(), closing(own) if reuse is None else nullcontext():
+        try:
+            with budget.paused():
+                compile_first([cell], lambda what: on_progress(_progress(what, budget)))
+            roofline = {
+                s: Roofline(
+                    floor=floor_seconds(cell, facts[s.question][0], roofs),
+                    roof=roof_seconds(cell, s, facts[s.question][0], roofs),
+                    busy=roofs is not None and bool(roofs.busy),
+                )
+                for s in cell.subjects
+            }
+            _try_all(shared, roofline, on_progress)
+            alive = [subject for subject, trial in setup.trials.items() if trial.passed]
+            if for_rounds is not None:
+                budget.leave(for_rounds(_deciding_seconds(setup, alive)))
+            measured = _rounds(shared, alive, roofline, on_progress)
+            if not cell.ranked:
+                shared.leave({s: t.call_seconds for s, t in setup.trials.items() if t.call_seconds})
+        finally:
+            shared.end()
+    outcomes = _outcomes(setup, measured, alive, facts, roofline)
     return CellOutcome(
         cell=cell,
         identity=identity,
-        outcomes=_outcomes(cell, trials, measured, alive, facts, floors, least, busy),
-        rounds=len(measured.samples[TWIN]) if measured else 0,
+        outcomes=outcomes,
+        rounds=sum(measured.rounds_by_process) if measured else 0,
         rounds_by_process=tuple(measured.rounds_by_process) if measured else (),
         stop_reason=measured.stop_reason if measured else "nothing passed its trial",
-        aa_floor=aa_floor(measured.samples[alive[0]], measured.samples[TWIN]) if measured else None,
+        aa_floor=_noise_floor(measured) if measured else None,
         routing_checksum=workload.checksum,
         weather=NoiseDuring(before=before, after=weather()),
         seconds=budget.used,
         notes=(
-            *_notes(cell, trials, alive),
+            *_notes(setup, alive, outcomes),
             *(measured.notes if measured else ()),
-            *([] if busy else _beaten_roofs(cell, measured, alive, least)),
+            *_beaten_roofs(outcomes),
         ),
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """The least seconds of a call (floor.py). floor: nothing honest is below; roof: as well as we know it."""
+
+    floor: float | None
+    roof: float | None
+    busy: bool  # they are those of a busy machine
+
+
+def _shared_host(setup: Setup, ours: tuple[Subject, ...], reuse: Reuse) -> SharedHost:
+    """The host of our own code. That of ranks is loaded by its name: only the key of a cell that has ranks
+    depends on it (ParallelSpan.roots)."""
+    if not setup.cell.ranked:
+        return SharedHost(setup, ours, reuse)
+    ranks = importlib.import_module("moe_routing_bench.bench.hosts.ranks")
+    host: SharedHost = ranks.RanksHost(setup, ours)
+    return host
+
+
 def _cores(cell: Cell, inputs: Inputs, reuse: Reuse) -> tuple[int, ...]:
     """Takes what the cell before left; the cores are then those of its process."""
-    if reuse.fits(cell, inputs) and reuse.worker is not None and reuse.inputs is not None:
+    if reuse.fits(cell, inputs) and reuse.child is not None and reuse.inputs is not None:
         inputs.take_weights(reuse.inputs)
-        return reuse.worker.cores
-    return quiet_cores(cell.policy.threads)
+        return reuse.child.cores
+    return quiet_cores(cell.all_threads)
 
 
-def _tried(setup: Setup, floors: Mapping[int, float | None], on_progress: OnProgress) -> dict[int, Trial]:
+def _try_all(shared: SharedHost, roofline: Mapping[Subject, Roofline], on_progress: OnProgress) -> None:
     """A trial of every subject, as long as those before it can still have their few rounds; of the second,
     as long as there is any time."""
-    trials: dict[int, Trial] = {}
+    setup, trials = shared.setup, shared.setup.trials
     for index, subject in enumerate(setup.cell.subjects):
         on_progress(_progress(f"trying {subject.text}", setup.budget))
-        passed = [i for i, trial in trials.items() if trial.passed]
-        if index and _least_seconds(setup, passed[1:] and passed, trials) > setup.budget.left:
+        passed = [s for s, trial in trials.items() if trial.passed]
+        if index and _least_seconds(setup, passed[1:] and passed) > setup.budget.left:
             reason = (
                 f"the trials of {index} others took {setup.budget.used:.0f} s, and what is left is for their "
                 "rounds; --seconds gives more"
             )
-            about = Described(label=subject.text)
-            trials[index] = Trial(status=Status.NO_TIME, reason=reason, about=about)
+            trials[subject] = _no_time(subject, reason)
             continue
-        if setup.too_slow(least := setup.reuse.at_least(subject, setup.cell)):
-            trials[index] = Trial(
-                status=Status.NO_TIME,
-                reason=f"with fewer tokens, {slow_reason(least, setup)}",
-                about=Described(label=subject.text),
-            )
+        if setup.too_slow(least := shared.reuse.at_least(subject, setup.cell)):
+            trials[subject] = _no_time(subject, f"with fewer tokens, {slow_reason(least, setup)}")
             continue
-        trials[index] = trial = try_alone(setup, index)
+        trials[subject] = trial = try_alone(shared, subject)
         if trial.passed:
             setup.best_seconds = min(setup.best_seconds, trial.call_seconds)
-    _hold_to_the_floor(setup, trials, {i: t.call_seconds for i, t in trials.items() if t.passed}, floors)
-    return trials
+    _hold_to_the_floor(setup, {s: t.call_seconds for s, t in trials.items() if t.passed}, roofline)
+
+
+def _no_time(subject: Subject, reason: str) -> Trial:
+    return Trial(status=Status.NO_TIME, reason=reason, about=Described(label=subject.text))
 
 
 def _rounds(
-    setup: Setup, trials: dict[int, Trial], alive: list[int], floors: Mapping[int, float | None],
-    on_progress: OnProgress,
-) -> Measured | None:  # fmt: skip
+    shared: SharedHost, alive: list[Subject], roofline: Mapping[Subject, Roofline], on_progress: OnProgress
+) -> Measured | None:
     """Rounds over `alive`, from which failures are removed; again without the baseline if that fails."""
+    setup = shared.setup
     while alive:
-        _make_room(setup, trials, alive)
+        _make_room(setup, alive)
         try:
             measured = measure(
-                setup, alive, trials,
-                lambda done, now: on_progress(
-                    _progress(f"round {done}", setup.budget, _standing(setup.cell, now, alive))
-                ),
+                setup, shared, alive,
+                lambda done, now: on_progress(_progress(f"round {done}", setup.budget, _standing(now))),
             )  # fmt: skip
         except BaselineError as blame:
-            for index in blame.subjects:
-                _fail(trials, index, blame.failure)
-                alive.remove(index)
+            for subject in blame.subjects:
+                _fail(setup, subject, blame.failure)
+                alive.remove(subject)
             continue
-        for index, failure in measured.failed.items():
-            _fail(trials, index, failure)
-            alive.remove(index)
-        _hold_to_the_floor(setup, trials, {i: median(measured.samples[i]) for i in alive}, floors)
-        alive[:] = [index for index in alive if trials[index].passed]
-        if alive and alive[0] in measured.samples and next(iter(measured.samples)) == alive[0]:
+        for subject, failure in measured.failed.items():
+            _fail(setup, subject, failure)
+            alive.remove(subject)
+        times = {s: median(measured.samples[measured.of(s)].seconds) for s in alive}
+        _hold_to_the_floor(setup, times, roofline)
+        alive[:] = [subject for subject in alive if setup.trials[subject].passed]
+        if alive and alive[0] == measured.baseline.implementation:
             return measured
     return None
 
 
-def _make_room(setup: Setup, trials: dict[int, Trial], alive: list[int]) -> None:
+def _make_room(setup: Setup, alive: list[Subject]) -> None:
     """The slowest give up their place until a few rounds of each fit into the time left."""
-    while len(alive) > 2 and _least_seconds(setup, alive, trials) > setup.budget.left:
-        slowest = max(alive[1:], key=lambda s: trials[s].call_seconds)
+    while len(alive) > 2 and _least_seconds(setup, alive) > setup.budget.left:
+        slowest = max(alive[1:], key=lambda s: setup.trials[s].call_seconds)
         reason = (
-            f"a call takes about {trials[slowest].call_seconds:.2g} s, and there was no time for the rounds "
-            "it needs; --seconds gives more"
+            f"a call takes about {setup.trials[slowest].call_seconds:.2g} s, and there was no time for the "
+            "rounds it needs; --seconds gives more"
         )
-        trials[slowest] = replace(trials[slowest], status=Status.NO_TIME, reason=reason)
+        setup.trials[slowest] = replace(setup.trials[slowest], status=Status.NO_TIME, reason=reason)
         alive.remove(slowest)
 
 
-def _least_seconds(setup: Setup, alive: list[int], trials: Mapping[int, Trial]) -> float:
+def _least_seconds(setup: Setup, alive: list[Subject]) -> float:
     """About how long the fewest rounds take that give each a place, with a last judged sample."""
     if not alive:
         return 0.0
-    questions = len({setup.cell.subjects[s].question for s in alive})
-    judging = setup.cell.policy.checked * questions * setup.judge.oracle_seconds
-    return (MIN_ROUNDS + 1) * sum(round_seconds(setup, alive, trials).values()) + judging
+    judging = setup.cell.policy.checked * len({s.question for s in alive}) * setup.judge.oracle_seconds
+    return (MIN_ROUNDS + 1) * sum(setup.round_seconds(alive).values()) + judging
 
 
-def _deciding_seconds(setup: Setup, alive: list[int], trials: Mapping[int, Trial]) -> float:
+def _deciding_seconds(setup: Setup, alive: list[Subject]) -> float:
     """About how long the rounds take that decide every comparison, and what precedes and follows them. Slow
     ones leave as soon as they have a place."""
-    slow = slow_ones(setup, alive, trials)
-    turns = round_seconds(setup, alive, trials)
+    slow = setup.slow_ones(alive)
+    turns = setup.round_seconds(alive)
     rounds = {s: MIN_ROUNDS if s in slow else DECISIVE_ROUNDS + WARM_SAMPLES for s in alive}
     return (
         sum((rounds[s] + 1) * turns[s] for s in alive)
@@ -248,9 +274,9 @@ def _deciding_seconds(setup: Setup, alive: list[int], trials: Mapping[int, Trial
     )
 
 
-def _fail(trials: dict[int, Trial], index: int, failure: SubjectError) -> None:
+def _fail(setup: Setup, subject: Subject, failure: SubjectError) -> None:
     reason = f"{failure.reason} (during the rounds)"
-    trials[index] = replace(trials[index], status=failure.status, reason=reason)
+    setup.trials[subject] = replace(setup.trials[subject], status=failure.status, reason=reason)
 
 
 def _progress(what: str, budget: Budget, standing: tuple[Standing, ...] = ()) -> Progress:
@@ -258,12 +284,13 @@ def _progress(what: str, budget: Budget, standing: tuple[Standing, ...] = ()) ->
     return Progress(what=what, share=share, left=max(0.0, budget.left), standing=standing)
 
 
-def _standing(cell: Cell, measured: Measured, alive: list[int]) -> tuple[Standing, ...]:
+def _standing(measured: Measured) -> tuple[Standing, ...]:
     rows = []
-    for s in alive:
-        if len(times := measured.samples.get(s, [])) >= ROUNDS_TO_RANK:
-            ratio = median(b / a for a, b in zip(measured.against(s), times, strict=True))
-            rows.append(Standing(label=cell.subjects[s].text, seconds=median(times), ratio=ratio))
+    for series, seen in measured.samples.items():
+        if series.role in ("baseline", "candidate") and len(seen.seconds) >= ROUNDS_TO_RANK:
+            ratio = median(b / a for a, b in zip(measured.against(series), seen.seconds, strict=True))
+            label = series.implementation.text
+            rows.append(Standing(label=label, seconds=median(seen.seconds), ratio=ratio))
     return tuple(sorted(rows, key=lambda row: row.ratio))
 
 
@@ -289,13 +316,13 @@ def _not_run(
 
 
 def _outcomes(
-    cell: Cell, trials: dict[int, Trial], measured: Measured | None, alive: list[int],
-    facts: Mapping[Question, WorkAndLoad], floors: Mapping[int, float | None],
-    least: Mapping[int, float | None], busy: bool,
+    setup: Setup, measured: Measured | None, alive: list[Subject],
+    facts: Mapping[Question, WorkAndLoad], roofline: Mapping[Subject, Roofline],
 ) -> tuple[SubjectOutcome, ...]:  # fmt: skip
+    """Of all subjects, then of the further copies of the baseline."""
     outcomes = []
-    for index, subject in enumerate(cell.subjects):
-        trial, (cost, load) = trials[index], facts[subject.question]
+    for subject in setup.cell.subjects:
+        trial, (cost, load) = setup.trials[subject], facts[subject.question]
         about: dict[str, Any] = {
             "subject": subject,
             "label": trial.about.label,
@@ -306,22 +333,27 @@ def _outcomes(
             "deterministic": trial.about.deterministic,
             "host_sync": trial.about.host_sync,
             "first_call": trial.first_call,
-            "calls_per_sample": measured.calls[index] if measured and index in alive else trial.calls,
+            "calls_per_sample": trial.calls,
             "cost": cost,
             "load": load,
             "peak_rss_bytes": trial.peak_rss_bytes,
             "log_tail": trial.log_tail,
         }
         if trial.passed and measured is not None:
+            series = measured.of(subject)
+            seen, least = measured.samples[series], roofline[subject]
+            wire = setup.cell.span.wire(subject, setup.judge.inputs) if setup.cell.ranked else None
             about |= {
-                "role": "baseline" if index == alive[0] else "candidate",
+                "role": series.role,
                 "checks": trial.checks,
-                "checked_timed_calls": measured.checked[index],
-                "samples": tuple(measured.samples[index]),
-                "stages": measured.stage_medians(index),
-                "floor_seconds": floors[index],
-                "roof_seconds": least[index],
-                "roof_busy": busy and least[index] is not None,
+                "calls_per_sample": seen.calls,
+                "checked_timed_calls": seen.checked,
+                "samples": tuple(seen.seconds),
+                "stages": seen.stage_medians(),
+                "floor_seconds": least.floor,
+                "roof_seconds": least.roof,
+                "roof_busy": least.busy and least.roof is not None,
+                "wire": None if wire is None else Wire(sent=wire[0], least=wire[1]),
             }
             if trial.verdict is not None:
                 about |= {"max_error": trial.verdict.max_error, "max_bound": trial.verdict.max_bound}
@@ -329,44 +361,52 @@ def _outcomes(
         outcomes.append(SubjectOutcome(**about))
     if measured is None:
         return tuple(outcomes)
-    baseline = outcomes[alive[0]]
-    outcomes.append(
-        replace(
-            baseline, role="twin", samples=tuple(measured.samples[TWIN]), stages={}, checked_timed_calls=0
-        )
-    )
-    floor = aa_floor(baseline.samples, outcomes[-1].samples)
-    pairs = {place: measured.against(place) for place in alive[1:]}
-    pairs[len(outcomes) - 1] = measured.samples[alive[0]]
-    isolated = alive[0] in measured.paired  # then the twin is too, and the floor is that of such processes
-    apart = {place: place in measured.paired or (place == len(outcomes) - 1 and isolated) for place in pairs}
-    comparisons = compare_cells(
-        [(against, outcomes[place].samples) for place, against in pairs.items()],
-        aa_floor=[floor if apart[place] == isolated else 0.0 for place in pairs],
-        delta=[DELTA_APART if apart[place] else DELTA for place in pairs],
-        target=cell.policy.target,
-    )
-    for place, comparison in zip(pairs, comparisons, strict=True):
-        outcomes[place] = replace(outcomes[place], comparison=comparison)
-    for s in alive[1:]:
-        if beside(s) in measured.samples:
-            if s not in measured.paired:
-                outcomes[s] = _held_to_both(outcomes[s], baseline, floor)
-            where = "timed as it is" if s in measured.paired else "in its process"
-            reason = f"the baseline beside {outcomes[s].subject.text}, {where}"
-            samples = tuple(measured.samples[beside(s)])
+    by_series = {measured.of(one.subject): one for one in outcomes if one.samples}
+    candidates = [series for series in by_series if series.role == "candidate"]
+    compared = _compared(measured, candidates, setup.cell.policy.target)
+    baseline = by_series[measured.baseline]
+    for place, one in enumerate(outcomes):
+        series = measured.of(one.subject)
+        if one.samples and series in compared:
+            outcomes[place] = replace(one, comparison=compared[series])
+            if measured.partner(series) != measured.baseline and not measured.samples[series].isolated:
+                outcomes[place] = _held_to_both(outcomes[place], baseline, _noise_floor(measured))
+    for series, seen in measured.samples.items():
+        if series.role in ("twin", "beside") and (series.beside is None or series.beside in alive):
+            where = "timed as it is" if seen.isolated else "in its process"
             outcomes.append(
                 replace(
                     baseline,
-                    role="beside",
-                    beside=outcomes[s].subject,
-                    reason=reason,
-                    samples=samples,
+                    role=series.role,
+                    beside=series.beside,
+                    reason=f"the baseline beside {series.beside.text}, {where}" if series.beside else "",
+                    samples=tuple(seen.seconds),
                     stages={},
                     checked_timed_calls=0,
+                    comparison=compared.get(series),
                 )
             )
     return tuple(outcomes)
+
+
+def _compared(measured: Measured, candidates: list[Series], target: float) -> dict[Series, Comparison]:
+    """The candidates and the twin, each with the baseline timed as it is. The twin's distance counts only for
+    those in processes like its own."""
+    floor, twin = _noise_floor(measured), measured.twin
+    alike = measured.samples[twin].isolated
+    pairs = [*candidates, twin]
+    isolated = [measured.samples[series].isolated for series in pairs]
+    comparisons = compare_cells(
+        [(measured.against(series), measured.samples[series].seconds) for series in pairs],
+        aa_floor=[floor if one == alike else 0.0 for one in isolated],
+        delta=[DELTA_APART if one else DELTA for one in isolated],
+        target=target,
+    )
+    return dict(zip(pairs, comparisons, strict=True))
+
+
+def _noise_floor(measured: Measured) -> float:
+    return aa_floor(*(measured.samples[one].seconds for one in (measured.baseline, measured.twin)))
 
 
 def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -> SubjectOutcome:
@@ -393,21 +433,22 @@ def work_and_load(span: Span, subject: Subject, inputs: Inputs) -> WorkAndLoad:
 
 
 def _hold_to_the_floor(
-    setup: Setup, trials: dict[int, Trial], times: Mapping[int, float], floors: Mapping[int, float | None]
+    setup: Setup, times: Mapping[Subject, float], roofline: Mapping[Subject, Roofline]
 ) -> None:
-    for index, reason in too_fast(times, floors, setup.outside).items():
-        trials[index] = replace(trials[index], status=Status.SUSPECT, reason=reason)
+    floors = {subject: one.floor for subject, one in roofline.items()}
+    for subject, reason in too_fast(times, floors, setup.outside).items():
+        setup.trials[subject] = replace(setup.trials[subject], status=Status.SUSPECT, reason=reason)
 
 
-def _beaten_roofs(
-    cell: Cell, measured: Measured | None, alive: list[int], least: Mapping[int, float | None]
-) -> list[str]:
-    if measured is None:
-        return []
-    return beaten_roofs({cell.subjects[i].text: (median(measured.samples[i]), least[i]) for i in alive})
+def _beaten_roofs(outcomes: tuple[SubjectOutcome, ...]) -> list[str]:
+    timed = [one for one in outcomes if one.samples and one.role in ("baseline", "candidate")]
+    return beaten_roofs(
+        {one.subject.text: (median(one.samples), one.roof_seconds) for one in timed if not one.roof_busy}
+    )
 
 
-def _notes(cell: Cell, trials: dict[int, Trial], alive: list[int]) -> tuple[str, ...]:
+def _notes(setup: Setup, alive: list[Subject], outcomes: tuple[SubjectOutcome, ...]) -> tuple[str, ...]:
+    cell, trials = setup.cell, setup.trials
     notes = cell.span.notes(cell.case)
     if cell.case.fewer_tokens:
         notes.append(
@@ -419,9 +460,21 @@ def _notes(cell: Cell, trials: dict[int, Trial], alive: list[int]) -> tuple[str,
             f"{cell.case.scaled_from} is too big for this machine or for a minute; {cell.case.shape} was "
             "measured instead, which says nothing about the full size (--full insists)"
         )
-    if alive and alive[0] != 0:
+    if alive and alive[0] != cell.subjects[0]:
         notes.append(
-            f"{cell.subjects[0].text} was to be the baseline but is {trials[0].status}; "
-            f"{cell.subjects[alive[0]].text} is the baseline instead"
+            f"{cell.subjects[0].text} was to be the baseline but is {trials[cell.subjects[0]].status}; "
+            f"{alive[0].text} is the baseline instead"
         )
+    if cell.ranked:
+        notes.append(
+            f"{cell.W} ranks are processes on one machine, joined by Gloo over the loopback, "
+            f"with {cell.all_threads} threads in all"
+        )
+    wires = [
+        f"{one.subject.spec} {one.wire.sent / 1e6:.3g} MB, {one.wire.sent / one.wire.least:.2f} of the least"
+        for one in outcomes
+        if one.wire is not None and one.role != "twin" and one.wire.least
+    ]
+    if wires:
+        notes.append(f"rows that leave their rank in a forward pass, both ways: {'; '.join(wires)}")
     return tuple(notes)

@@ -18,12 +18,12 @@ from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.compiling import compile_first
 from moe_routing_bench.bench.estimate import share_of_rounds
 from moe_routing_bench.bench.fork_server import start_server
-from moe_routing_bench.bench.group import run_group
+from moe_routing_bench.bench.hosts.shared import Reuse
 from moe_routing_bench.bench.identity import cell_key
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress, run_cell
-from moe_routing_bench.bench.trial import Reuse, Watch
+from moe_routing_bench.bench.setup import Watch
 from moe_routing_bench.core.machine import this_machine
 
 TRIALS_SHARE = 0.7  # of the time for several cells, the most that the trials of the next one may use
@@ -74,14 +74,11 @@ class LocalExecutor:
                 if whole is not None:
                     last = place == len(cells) - 1
                     budget = Budget(max(whole.left, 0.0) * (1.0 if last else TRIALS_SHARE))
-                if cell.span.grouped and cell.W > 1:
-                    yield run_group(cell, roofs=roofs, on_progress=progress, budget=budget)
-                else:
-                    yield run_cell(
-                        cell, roofs=roofs, on_progress=progress, watch=watch, budget=budget,
-                        for_rounds=None if whole is None else partial(_share, whole, cells[place:]),
-                        reuse=reuse,
-                    )  # fmt: skip
+                yield run_cell(
+                    cell, roofs=roofs, on_progress=progress, watch=watch, budget=budget,
+                    for_rounds=None if whole is None else partial(_share, whole, cells[place:]),
+                    reuse=reuse,
+                )  # fmt: skip
 
 
 def _share(whole: Budget, cells: Sequence[Cell], needed: float) -> float:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from moe_routing_bench.bench.identity import package_version
+from moe_routing_bench.bench.measure import WARM_SAMPLES
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.repro import repro_command
-from moe_routing_bench.bench.rounds import WARM_SAMPLES
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.core.text import one_line
 from moe_routing_bench.results import record as schema

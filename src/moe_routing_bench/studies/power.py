@@ -23,12 +23,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.cores import quiet_cores
+from moe_routing_bench.bench.hosts.shared import SharedHost
 from moe_routing_bench.bench.judging import Judge
+from moe_routing_bench.bench.measure import BaselineError, measure
 from moe_routing_bench.bench.noise import NoiseDuring, weather
-from moe_routing_bench.bench.rounds import BaselineError, measure
-from moe_routing_bench.bench.series import TWIN
+from moe_routing_bench.bench.setup import Setup, Trial
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.bench.trial import Setup, Trial, try_alone
+from moe_routing_bench.bench.trial import try_alone
 from moe_routing_bench.bench.verdict import aa_floor, compare_cells
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.shapes import MoEShape
@@ -324,28 +325,30 @@ class RealTimes:
         if self.taken % GATE_EVERY == 0:
             self.gates = {}
         self.taken += 1
-        for place, percent in enumerate((0, *percents)):
+        shared = SharedHost(setup, cell.subjects)
+        for subject, percent in zip(cell.subjects, (0, *percents), strict=True):
             if percent not in self.gates:
-                self.gates[percent] = _gate(setup, place)
-        trials = {place: self.gates[percent] for place, percent in enumerate((0, *percents))}
+                self.gates[percent] = _gate(shared, subject)
+            setup.trials[subject] = self.gates[percent]
         try:
-            measured = measure(setup, list(trials), trials, lambda rounds, now: None)
+            measured = measure(setup, shared, cell.subjects, lambda rounds, now: None)
         except BaselineError as blame:
             raise FailedTrialError(f"{blame.failure.status}: {blame.failure.reason}") from None
         for failure in measured.failed.values():
             raise FailedTrialError(f"{failure.status}: {failure.reason}")
+        seen = [measured.samples[measured.of(subject)] for subject in cell.subjects]
         return Times(
-            a=measured.samples[0],
-            twin=measured.samples[TWIN],
-            b=[measured.samples[place] for place in trials if place],
+            a=seen[0].seconds,
+            twin=measured.samples[measured.twin].seconds,
+            b=[one.seconds for one in seen[1:]],
             stop_reason=measured.stop_reason,
-            calls=measured.calls[0],
+            calls=seen[0].calls,
         )
 
 
-def _gate(setup: Setup, place: int) -> Trial:
+def _gate(shared: SharedHost, subject: Subject) -> Trial:
     include_folder(KERNELS)  # only registers names; workers load the code
-    gate = try_alone(setup, place)
+    gate = try_alone(shared, subject)
     if not gate.passed:
         raise FailedTrialError(f"at the gate, {gate.status}: {gate.reason}")
     return gate

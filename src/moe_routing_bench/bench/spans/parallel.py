@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from moe_routing_bench.bench.inputs import Inputs
+from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.layers import choices_of, layer_kind, put, router_of, shared_width
 from moe_routing_bench.bench.spans.layer import LayerSpan, runner, wanting
 from moe_routing_bench.bench.spans.span import (
@@ -28,6 +29,7 @@ from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.parallel.placing import contiguous
 from moe_routing_bench.parallel.ranks import Ranks
 from moe_routing_bench.parallel.traffic import Traffic
+from moe_routing_bench.planner.flow import TRANSPORTS, count_flow
 
 FORWARD = ("route", "plan", "send", "compute", "return")
 BACKWARD = ("backward", "reduce")  # reduce: gradients of what every rank has, summed over the ranks
@@ -79,8 +81,20 @@ class ParallelSpan(LayerSpan):
         yield from OneCall(layer, args["x_TD"], args["info"]).stages("forward")
 
     def roots(self, subject: Subject) -> list[Path]:
-        files = ("spans/parallel.py", "group.py", "group_worker.py")
+        files = ("spans/parallel.py", "hosts/ranks.py")
         return [*super().roots(subject), *(PACKAGE / "bench" / file for file in files)]
+
+    def wire(self, subject: Subject, inputs: Inputs) -> tuple[int, int] | None:
+        transport = self.named(subject.spec)[0][1]
+        if transport not in TRANSPORTS:
+            return None
+        plan, tokens_W = inputs.at(0, 0, "compact").plan, inputs.workload(0).tokens_W
+        expert_TK, ends = plan.expert_TK().numpy(), np.cumsum([0, *tokens_W])
+        placement = placement_of(inputs.case.shape.E, inputs.W)
+        flow = count_flow(lambda rank: expert_TK[ends[rank] : ends[rank + 1]], placement)
+        row = 2 * inputs.case.shape.D * inputs.case.element_size
+        sent = sum(int(rows_WW.sum() - np.trace(rows_WW)) for rows_WW in flow.phases(transport))
+        return row * sent, row * int(flow.to_WW.sum() - np.trace(flow.to_WW))
 
     def resolved(self, subject: Subject, inputs: Inputs) -> list[tuple[str, str]]:
         """What "auto" picks from the sizes of the whole case: the same on every rank."""
@@ -110,12 +124,9 @@ class ParallelSpan(LayerSpan):
             layer.freeze()
         return layer.train(train)
 
-    def on_rank(
-        self, layer: ParallelMoE, subject: Subject, inputs: Inputs, number: int, step: int
-    ) -> OneCall:
+    def on_rank(self, layer: ParallelMoE, inputs: Inputs, call: Call, args: Mapping[str, Any]) -> OneCall:
         """This rank's part of a call, ready to run."""
-        call = self.call(subject, inputs, number, step)
-        args, tokens_W = self.arguments(call), inputs.workload(step).tokens_W
+        tokens_W = inputs.workload(call.step).tokens_W
         first = sum(tokens_W[: layer.ranks.rank])
         mine = slice(first, first + tokens_W[layer.ranks.rank])
         whole_TD, train = args["x_TD"].detach(), inputs.case.direction != "forward"

@@ -73,7 +73,7 @@ class Span:
     excluded: tuple[str, ...] = ("allocation of weights", "weight conversion")
     weights = False  # do calls read the experts' weights?
     routed = False  # does a subject have a router?
-    grouped = False  # on several ranks, is each a process (group.py)?
+    grouped = False  # on several ranks, is each a process (hosts/ranks.py)?
     differentiable = True
     exact = False  # is the reference in the dtype itself the oracle?
     widens = False  # does the reference convert the weights itself?
@@ -201,6 +201,11 @@ class Span:
     def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
         """The least work of a forward call on the first inputs, and how they load the experts."""
         raise NotImplementedError
+
+    def wire(self, subject: Subject, inputs: Inputs) -> tuple[int, int] | None:
+        """Bytes of rows that leave their rank in the first call, both ways, and the least that any transport
+        needs in a forward pass: a token once to each rank with one of its experts, and one sum back."""
+        return None
 
     def notes(self, case: BenchCase) -> list[str]:
         """Sentences a reader needs about the case as this span measures it."""

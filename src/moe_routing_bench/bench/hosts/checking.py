@@ -14,9 +14,8 @@ from torch import Tensor
 
 from moe_routing_bench.bench.calls import Result, result_from, tensors_by_name
 from moe_routing_bench.bench.judging import ExpectedOutput, Judge
-from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.core.accuracy import FACTOR, FLOOR_MAX, FLOOR_RMS
 
 

@@ -1,6 +1,6 @@
 """The worker: a process that runs implementations, good and bad, on request. It decides nothing.
 
-It answers requests of the parent (supervisor.py) over a pipe, in JSON: load inputs, call a subject and write
+It answers requests of the parent (children.py) over a pipe, in JSON: load inputs, call a subject and write
 its result to a file, time a sample. The parent checks what matters: it makes the inputs again, judges the
 results, and measures every timed span with its own clock too.
 """

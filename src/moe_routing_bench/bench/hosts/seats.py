@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.bench.calls import value_of
+from moe_routing_bench.bench.hosts.isolated_child import IsolatedChild
+from moe_routing_bench.bench.hosts.memory import Place, SharedMemory, places_for, places_to_json
+from moe_routing_bench.bench.hosts.secret_inputs import SecretInputs, use_weights, weights_of
 from moe_routing_bench.bench.judging import ExpectedOutput, Judge, activations
-from moe_routing_bench.bench.outside.drawing import SecretInputs, use_weights, weights_of
-from moe_routing_bench.bench.outside.memory import Place, SharedMemory, places_for, places_to_json
-from moe_routing_bench.bench.outside.process import OutsideProcess
-from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.setup import Setup
+from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.bench.subject import Question, Subject
-from moe_routing_bench.bench.supervisor import SubjectError
-from moe_routing_bench.bench.trial import Setup
 from moe_routing_bench.ops.implementation import tensors_in
 
 EMPTY_TURNS = 9
@@ -82,7 +81,7 @@ class Secret:
             self.weights.close()
 
     def plan(self) -> dict[str, Any]:
-        """Where the weights lie, for a worker."""
+        """Where the weights lie, for a child."""
         if self.weights is None:
             return {"weights": ""}
         return {
@@ -132,8 +131,8 @@ class Seat:
             plan |= {"slots": f"/proc/self/fd/{self.slots.fd}", "fds": fds}
             plan |= {"weights": f"/proc/self/fd/{secret.weights.fd}"} if secret.weights else {}
         cell = secret.cell.only((subject,))
-        self.worker = OutsideProcess(cell, secret.setup.cores, json.dumps(plan), fds)
-        self.worker.limit = secret.setup.limit
+        self.child = IsolatedChild(cell, secret.setup.cores, json.dumps(plan), fds)
+        self.child.limit = secret.setup.limit
         self.too_many: list[float] = []  # cores used, in samples that used more than allowed
 
     def draw(self, numbers: Sequence[int], steps: Sequence[int]) -> Drawn:
@@ -151,33 +150,33 @@ class Seat:
 
     def sample(self, drawn: Drawn) -> tuple[float, list[dict[str, Tensor]]]:
         """Seconds of the calls by the parent's clock, and their results from the memory of the process."""
-        self.worker.limit = self.secret.setup.limit
+        self.child.limit = self.secret.setup.limit
         calls, slots = len(drawn.args) - 1, self._slots[: drawn.held.numel()]
         slots[: self.slot_bytes] = drawn.held[: self.slot_bytes]
         if self.secret.cell.case.direction == "backward":
             self._write_without_upstream(drawn)
-        self.worker.prepare(calls=calls, hot=True)
+        self.child.prepare(calls=calls, hot=True)
         slots.copy_(drawn.held)
-        turn = self.worker.go()
-        self._hold_to_cores(turn.seconds, turn.cpu_seconds)
+        timed = self.child.go()
+        self._hold_to_cores(timed.seconds, timed.cpu_seconds)
         if not torch.equal(slots, drawn.held):
             raise SubjectError(Status.MUTATED_INPUT, "its inputs were not the same after the call")
-        if len(turn.results) != calls:
-            raise SubjectError(Status.SUSPECT, f"{len(turn.results)} results of {calls} calls")
+        if len(timed.results) != calls:
+            raise SubjectError(Status.SUSPECT, f"{len(timed.results)} results of {calls} calls")
         right = self.secret.right(self.subject).baseline
         most = sum(t.numel() * 8 for t in tensors_in((right.out, dict(right.gradients))))
-        return turn.seconds, self.worker.read(turn.results, most)
+        return timed.seconds, self.child.read(timed.results, most)
 
     def empty(self, calls: int) -> list[float]:
         """Seconds of turns whose calls do nothing."""
         turns = []
         for _ in range(EMPTY_TURNS):
-            self.worker.prepare(calls=calls, hot=False, empty=True)
-            turns.append(self.worker.go().seconds)
+            self.child.prepare(calls=calls, hot=False, empty=True)
+            turns.append(self.child.go().seconds)
         return turns
 
     def close(self) -> None:
-        self.worker.close()
+        self.child.close()
         self.slots.close()
 
     def _write_without_upstream(self, drawn: Drawn) -> None:

@@ -18,11 +18,11 @@ from torch import Tensor
 from moe_routing_bench.bench.calls import Caller, tensors_by_name, wrong_type
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.clock import CacheFlusher
+from moe_routing_bench.bench.hosts.memory import SharedMemory, places_from_json, with_tensors
+from moe_routing_bench.bench.hosts.secret_inputs import use_weights
+from moe_routing_bench.bench.hosts.shared_worker import Requests, answer_requests, settle, start_threads
 from moe_routing_bench.bench.inputs import touch
 from moe_routing_bench.bench.judging import heavy
-from moe_routing_bench.bench.outside.drawing import use_weights
-from moe_routing_bench.bench.outside.memory import SharedMemory, places_from_json, with_tensors
-from moe_routing_bench.bench.worker import Requests, answer_requests, settle, start_threads
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.routers.router import include_folder
 
