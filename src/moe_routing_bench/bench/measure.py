@@ -23,8 +23,8 @@ from moe_routing_bench.bench.inputs import ROUTINGS
 from moe_routing_bench.bench.series import Measured, Samples, Series, fewest_rounds, lineup_of, take_rounds
 from moe_routing_bench.bench.setup import GATE_CALLS, Numbers, Setup
 from moe_routing_bench.bench.status import Status, SubjectError
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.verdict import MIN_ROUNDS, compare, stop_reason
+from moe_routing_bench.workloads.experiment import ImplementationRef
 
 WARM_SAMPLES = 2
 WARM_CALL = 0.01  # seconds: the calls of its trial were long enough to warm what they use
@@ -47,12 +47,12 @@ class BaselineError(Exception):
     subjects: all that fail for the same reason
     """
 
-    def __init__(self, failure: SubjectError, subjects: Sequence[Subject]):
+    def __init__(self, failure: SubjectError, subjects: Sequence[ImplementationRef]):
         super().__init__(failure.reason)
         self.failure, self.subjects = failure, subjects
 
 
-def measure(setup: Setup, shared: Host, alive: Sequence[Subject], on_round: OnRound) -> Measured:
+def measure(setup: Setup, shared: Host, alive: Sequence[ImplementationRef], on_round: OnRound) -> Measured:
     """All rounds, in as many sets of processes as the policy says. BaselineError if the first fails; others
     that do are in `failed` and have no samples. shared: the host of our own code."""
     measured = Measured(
@@ -61,7 +61,7 @@ def measure(setup: Setup, shared: Host, alive: Sequence[Subject], on_round: OnRo
             for series in lineup_of(alive, setup.outside)
         }
     )
-    for process in range(setup.cell.policy.processes):
+    for process in range(setup.experiment.processes):
         # who left in an earlier set of processes stays out: its samples are those of the first rounds
         done = sum(measured.rounds_by_process)
         lineup = [series for series, seen in measured.samples.items() if len(seen.seconds) == done]
@@ -102,16 +102,16 @@ class _Rounds:
     """The rounds in one set of processes. asked: all implementations, also those that have left."""
 
     def __init__(
-        self, setup: Setup, asked: Sequence[Subject], lineup: list[Series], hosts: dict[Series, Host],
-        measured: Measured,
+        self, setup: Setup, asked: Sequence[ImplementationRef], lineup: list[Series],
+        hosts: dict[Series, Host], measured: Measured,
     ):  # fmt: skip
         self.setup, self.asked, self.lineup, self.hosts = setup, asked, lineup, hosts
-        self.measured, self.policy = measured, setup.cell.policy
+        self.measured, self.experiment = measured, setup.experiment
         self.baseline, self.twin = measured.baseline, measured.twin
-        self.fewest = min(fewest_rounds(len(self.alive)), self.policy.max_rounds)
+        self.fewest = min(fewest_rounds(len(self.alive)), self.experiment.max_rounds)
         self.slow = setup.slow_ones(asked)
         self.dice = random.SystemRandom()  # so that no subject can predict which calls are judged
-        checks = min(self.policy.checked - 1, self.fewest)
+        checks = min(self.experiment.checked - 1, self.fewest)
         self.judged = set(self.dice.sample(range(self.fewest), checks))
         self.before = sum(measured.rounds_by_process)
         self.memory = MemoryWatch()
@@ -119,7 +119,7 @@ class _Rounds:
         self.round, self.first, self.place, self.next_look = -1, 0, 0, 0
         self.began = self.longest_round = 0.0
         setup.numbers = Numbers()
-        left = setup.budget.left / (self.policy.processes - len(measured.rounds_by_process))
+        left = setup.budget.left / (self.experiment.processes - len(measured.rounds_by_process))
         self.deadline = time.perf_counter() + max(left - RESERVE * left, MIN_SECONDS)
 
     def run(self, on_round: OnRound) -> None:
@@ -127,7 +127,7 @@ class _Rounds:
 
         def is_over(done: int) -> bool:
             nonlocal reason
-            if self.policy.stages:
+            if self.experiment.stages:
                 self._take_stages(done - 1)
             self.longest_round = max(self.longest_round, time.perf_counter() - self.began)
             on_round(done, self.measured)
@@ -241,7 +241,7 @@ class _Rounds:
                     for one in [one for one in self.lineup if self.hosts[one] is host]:
                         self._warm_up(one)
 
-    def _guilty(self, series: Series, failure: SubjectError) -> tuple[Subject, SubjectError]:
+    def _guilty(self, series: Series, failure: SubjectError) -> tuple[ImplementationRef, SubjectError]:
         """If the baseline fails beside code from outside, that code is blamed."""
         series = failure.series if isinstance(failure.series, Series) else series
         if series.role == "beside":
@@ -258,7 +258,7 @@ class _Rounds:
             reason = f"the process of another implementation {harm} while it was running"
             raise SubjectError(Status.SUSPECT, reason, self.last)
 
-    def _drop(self, guilty: Subject, failure: SubjectError) -> None:
+    def _drop(self, guilty: ImplementationRef, failure: SubjectError) -> None:
         """A subject leaves without its samples."""
         self.measured.failed[guilty] = failure
         self.last = None
@@ -266,7 +266,7 @@ class _Rounds:
         for series in [one for one in self.measured.samples if one.owner == guilty]:
             del self.measured.samples[series]
 
-    def _remove(self, subject: Subject) -> None:
+    def _remove(self, subject: ImplementationRef) -> None:
         """Its series take no more turns; hosts that have no others end."""
         mine = [series for series in self.lineup if series.owner == subject]
         for series in mine:
@@ -318,7 +318,7 @@ class _Rounds:
         )
 
     def _why_stop(self, rounds: int) -> str | None:
-        policy, budget, others = self.policy, self.setup.budget, self.alive[1:]
+        experiment, budget, others = self.experiment, self.setup.budget, self.alive[1:]
         # what follows the rounds: a judged sample of each, about as long as another round and an oracle
         now = time.perf_counter()
         late = now + 1.5 * self.longest_round + self.setup.judge.oracle_seconds >= self.deadline
@@ -329,9 +329,11 @@ class _Rounds:
         elif rounds < MIN_ROUNDS and now > self.deadline + (LATEST - 1) * budget.seconds:
             over = f"{rounds} rounds took all the time; --seconds gives more"
             raise BaselineError(SubjectError(Status.NO_TIME, over), self.asked)
-        if rounds < (min(MIN_ROUNDS, policy.max_rounds) if late else max(policy.min_rounds, self.fewest)):
+        if rounds < (
+            min(MIN_ROUNDS, experiment.max_rounds) if late else max(experiment.min_rounds, self.fewest)
+        ):
             return None
-        if rounds < self.next_look and not late and rounds < policy.max_rounds:
+        if rounds < self.next_look and not late and rounds < experiment.max_rounds:
             return None
         self.next_look = math.ceil(LOOK_EVERY * rounds)
         reason: str | None = None
@@ -339,9 +341,9 @@ class _Rounds:
             reason = stop_reason(
                 self._here(self.measured.partner(series)),
                 self._here(series),
-                target=policy.target,
-                min_rounds=policy.min_rounds,
-                max_rounds=policy.max_rounds,
+                target=experiment.target,
+                min_rounds=experiment.min_rounds,
+                max_rounds=experiment.max_rounds,
                 seconds=budget.seconds if late else 0.0,
                 max_seconds=budget.seconds,
             )

@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.compiling import compile_first
 from moe_routing_bench.bench.cores import judging_threads, quiet_cores
 from moe_routing_bench.bench.floor import beaten_roofs, floor_seconds, roof_seconds, too_fast
@@ -26,9 +25,8 @@ from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome, Wire
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.series import Measured, Series
 from moe_routing_bench.bench.setup import Setup, Trial, Watch
-from moe_routing_bench.bench.spans.span import Load, Span, is_ours
+from moe_routing_bench.bench.spans.span import Load, Span, all_threads, is_ours, ranked, span_named
 from moe_routing_bench.bench.status import Status, SubjectError
-from moe_routing_bench.bench.subject import Question, Subject
 from moe_routing_bench.bench.trial import slow_reason, try_alone
 from moe_routing_bench.bench.verdict import (
     DELTA,
@@ -42,6 +40,7 @@ from moe_routing_bench.bench.verdict import (
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.routers.router import include_folder
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef, Question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +66,13 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
-WorkAndLoad = tuple[Cost, Load]  # for one Subject.question
+WorkAndLoad = tuple[Cost, Load]  # for one ImplementationRef.question
 ROUNDS_TO_RANK = 5
 OVER = "the time was over before this case; --seconds gives more"
 
 
 def run_cell(
-    cell: Cell,
+    experiment: Experiment,
     *,
     roofs: Roofs | None = None,
     on_progress: OnProgress = lambda progress: None,
@@ -87,62 +86,62 @@ def run_cell(
     budget: its time, if not the policy's from now on. for_rounds: how much of it is for the rounds, given
     what a decision needs, if others share it. reuse: what the cell before left, and this one leaves.
     """
-    if cell.policy.sandbox:
+    if experiment.sandbox:
         check_sandbox()
-    budget, before = budget or Budget(cell.policy.max_seconds), weather()
+    budget, before = budget or Budget(experiment.max_seconds), weather()
     if budget.left <= 0:
         span_of = NoiseDuring(before=before, after=before)
-        return _not_run(cell, identify(cell, this_machine()), Status.NO_TIME, OVER, OVER, span_of)
+        return _not_run(experiment, identify(experiment, this_machine()), Status.NO_TIME, OVER, OVER, span_of)
     on_progress(_progress("preparing", budget))
-    for folder in cell.include:
+    for folder in experiment.include:
         include_folder(folder)  # only registers names; workers load the code
-    span, identity = cell.span, identify(cell, this_machine())
+    span, identity = span_named(experiment.span), identify(experiment, this_machine())
     own = Reuse() if reuse is None else reuse
     try:
-        inputs = cell.inputs()
-        cores = _cores(cell, inputs, own)
+        inputs = Inputs(experiment)
+        cores = _cores(experiment, inputs, own)
         workload = inputs.workload(0)
-        asked = {s.question: s for s in cell.subjects}
+        asked = {s.question: s for s in experiment.implementations}
         facts = {question: work_and_load(span, s, inputs) for question, s in asked.items()}
     except (ValueError, NotImplementedError) as reason:
         stopped, after = "these sizes cannot have this workload", weather()
         span_of = NoiseDuring(before=before, after=after)
-        return _not_run(cell, identity, Status.UNSUPPORTED, str(reason), stopped, span_of)
-    ours = tuple(s for s in cell.subjects if all(map(is_ours, span.origins(s.spec))))
+        return _not_run(experiment, identity, Status.UNSUPPORTED, str(reason), stopped, span_of)
+    ours = tuple(s for s in experiment.implementations if all(map(is_ours, span.origins(s.name))))
     setup = Setup(
-        cell=cell,
+        experiment=experiment,
         judge=Judge(span, inputs),
         cores=cores,
         budget=budget,
         watch=watch,
-        outside=frozenset(cell.subjects) - frozenset(ours),
+        outside=frozenset(experiment.implementations) - frozenset(ours),
         sources=identity.sources,
     )
     shared = _shared_host(setup, ours, own)
     with judging_threads(), closing(own) if reuse is None else nullcontext():
         try:
             with budget.paused():
-                compile_first([cell], lambda what: on_progress(_progress(what, budget)))
+                compile_first([experiment], lambda what: on_progress(_progress(what, budget)))
             roofline = {
                 s: Roofline(
-                    floor=floor_seconds(cell, facts[s.question][0], roofs),
-                    roof=roof_seconds(cell, s, facts[s.question][0], roofs),
+                    floor=floor_seconds(experiment, facts[s.question][0], roofs),
+                    roof=roof_seconds(experiment, s, facts[s.question][0], roofs),
                     busy=roofs is not None and bool(roofs.busy),
                 )
-                for s in cell.subjects
+                for s in experiment.implementations
             }
             _try_all(shared, roofline, on_progress)
             alive = [subject for subject, trial in setup.trials.items() if trial.passed]
             if for_rounds is not None:
                 budget.leave(for_rounds(_deciding_seconds(setup, alive)))
             measured = _rounds(shared, alive, roofline, on_progress)
-            if not cell.ranked:
+            if not ranked(experiment):
                 shared.leave({s: t.call_seconds for s, t in setup.trials.items() if t.call_seconds})
         finally:
             shared.end()
     outcomes = _outcomes(setup, measured, alive, facts, roofline)
     return CellOutcome(
-        cell=cell,
+        experiment=experiment,
         identity=identity,
         outcomes=outcomes,
         rounds=sum(measured.rounds_by_process) if measured else 0,
@@ -169,29 +168,31 @@ class Roofline:
     busy: bool  # they are those of a busy machine
 
 
-def _shared_host(setup: Setup, ours: tuple[Subject, ...], reuse: Reuse) -> SharedHost:
+def _shared_host(setup: Setup, ours: tuple[ImplementationRef, ...], reuse: Reuse) -> SharedHost:
     """The host of our own code. That of ranks is loaded by its name: only the key of a cell that has ranks
     depends on it (ParallelSpan.roots)."""
-    if not setup.cell.ranked:
+    if not ranked(setup.experiment):
         return SharedHost(setup, ours, reuse)
     ranks = importlib.import_module("moe_routing_bench.bench.hosts.ranks")
     host: SharedHost = ranks.RanksHost(setup, ours)
     return host
 
 
-def _cores(cell: Cell, inputs: Inputs, reuse: Reuse) -> tuple[int, ...]:
+def _cores(experiment: Experiment, inputs: Inputs, reuse: Reuse) -> tuple[int, ...]:
     """Takes what the cell before left; the cores are then those of its process."""
-    if reuse.fits(cell, inputs) and reuse.child is not None and reuse.inputs is not None:
+    if reuse.fits(experiment, inputs) and reuse.child is not None and reuse.inputs is not None:
         inputs.take_weights(reuse.inputs)
         return reuse.child.cores
-    return quiet_cores(cell.all_threads)
+    return quiet_cores(all_threads(experiment))
 
 
-def _try_all(shared: SharedHost, roofline: Mapping[Subject, Roofline], on_progress: OnProgress) -> None:
+def _try_all(
+    shared: SharedHost, roofline: Mapping[ImplementationRef, Roofline], on_progress: OnProgress
+) -> None:
     """A trial of every subject, as long as those before it can still have their few rounds; of the second,
     as long as there is any time."""
     setup, trials = shared.setup, shared.setup.trials
-    for index, subject in enumerate(setup.cell.subjects):
+    for index, subject in enumerate(setup.experiment.implementations):
         on_progress(_progress(f"trying {subject.text}", setup.budget))
         passed = [s for s, trial in trials.items() if trial.passed]
         if index and _least_seconds(setup, passed[1:] and passed) > setup.budget.left:
@@ -201,7 +202,7 @@ def _try_all(shared: SharedHost, roofline: Mapping[Subject, Roofline], on_progre
             )
             trials[subject] = _no_time(subject, reason)
             continue
-        if setup.too_slow(least := shared.reuse.at_least(subject, setup.cell)):
+        if setup.too_slow(least := shared.reuse.at_least(subject, setup.experiment)):
             trials[subject] = _no_time(subject, f"with fewer tokens, {slow_reason(least, setup)}")
             continue
         trials[subject] = trial = try_alone(shared, subject)
@@ -210,12 +211,15 @@ def _try_all(shared: SharedHost, roofline: Mapping[Subject, Roofline], on_progre
     _hold_to_the_floor(setup, {s: t.call_seconds for s, t in trials.items() if t.passed}, roofline)
 
 
-def _no_time(subject: Subject, reason: str) -> Trial:
+def _no_time(subject: ImplementationRef, reason: str) -> Trial:
     return Trial(status=Status.NO_TIME, reason=reason, about=Described(label=subject.text))
 
 
 def _rounds(
-    shared: SharedHost, alive: list[Subject], roofline: Mapping[Subject, Roofline], on_progress: OnProgress
+    shared: SharedHost,
+    alive: list[ImplementationRef],
+    roofline: Mapping[ImplementationRef, Roofline],
+    on_progress: OnProgress,
 ) -> Measured | None:
     """Rounds over `alive`, from which failures are removed; again without the baseline if that fails."""
     setup = shared.setup
@@ -242,7 +246,7 @@ def _rounds(
     return None
 
 
-def _make_room(setup: Setup, alive: list[Subject]) -> None:
+def _make_room(setup: Setup, alive: list[ImplementationRef]) -> None:
     """The slowest give up their place until a few rounds of each fit into the time left."""
     while len(alive) > 2 and _least_seconds(setup, alive) > setup.budget.left:
         slowest = max(alive[1:], key=lambda s: setup.trials[s].call_seconds)
@@ -254,27 +258,26 @@ def _make_room(setup: Setup, alive: list[Subject]) -> None:
         alive.remove(slowest)
 
 
-def _least_seconds(setup: Setup, alive: list[Subject]) -> float:
+def _least_seconds(setup: Setup, alive: list[ImplementationRef]) -> float:
     """About how long the fewest rounds take that give each a place, with a last judged sample."""
     if not alive:
         return 0.0
-    judging = setup.cell.policy.checked * len({s.question for s in alive}) * setup.judge.oracle_seconds
+    judging = setup.experiment.checked * len({s.question for s in alive}) * setup.judge.oracle_seconds
     return (MIN_ROUNDS + 1) * sum(setup.round_seconds(alive).values()) + judging
 
 
-def _deciding_seconds(setup: Setup, alive: list[Subject]) -> float:
+def _deciding_seconds(setup: Setup, alive: list[ImplementationRef]) -> float:
     """About how long the rounds take that decide every comparison, and what precedes and follows them. Slow
     ones leave as soon as they have a place."""
     slow = setup.slow_ones(alive)
     turns = setup.round_seconds(alive)
     rounds = {s: MIN_ROUNDS if s in slow else DECISIVE_ROUNDS + WARM_SAMPLES for s in alive}
     return (
-        sum((rounds[s] + 1) * turns[s] for s in alive)
-        + setup.cell.policy.checked * setup.judge.oracle_seconds
+        sum((rounds[s] + 1) * turns[s] for s in alive) + setup.experiment.checked * setup.judge.oracle_seconds
     )
 
 
-def _fail(setup: Setup, subject: Subject, failure: SubjectError) -> None:
+def _fail(setup: Setup, subject: ImplementationRef, failure: SubjectError) -> None:
     reason = f"{failure.reason} (during the rounds)"
     setup.trials[subject] = replace(setup.trials[subject], status=failure.status, reason=reason)
 
@@ -295,11 +298,16 @@ def _standing(measured: Measured) -> tuple[Standing, ...]:
 
 
 def _not_run(
-    cell: Cell, identity: Identity, status: Status, reason: str, stop_reason: str, weather_span: NoiseDuring
+    experiment: Experiment,
+    identity: Identity,
+    status: Status,
+    reason: str,
+    stop_reason: str,
+    weather_span: NoiseDuring,
 ) -> CellOutcome:
     """The outcome if these sizes cannot have the workload, or the time is over. It must not end a sweep."""
     return CellOutcome(
-        cell=cell,
+        experiment=experiment,
         identity=identity,
         outcomes=tuple(
             SubjectOutcome(
@@ -308,7 +316,7 @@ def _not_run(
                 status=status,
                 reason=reason,
             )
-            for subject in cell.subjects
+            for subject in experiment.implementations
         ),
         stop_reason=stop_reason,
         weather=weather_span,
@@ -316,12 +324,12 @@ def _not_run(
 
 
 def _outcomes(
-    setup: Setup, measured: Measured | None, alive: list[Subject],
-    facts: Mapping[Question, WorkAndLoad], roofline: Mapping[Subject, Roofline],
+    setup: Setup, measured: Measured | None, alive: list[ImplementationRef],
+    facts: Mapping[Question, WorkAndLoad], roofline: Mapping[ImplementationRef, Roofline],
 ) -> tuple[SubjectOutcome, ...]:  # fmt: skip
     """Of all subjects, then of the further copies of the baseline."""
     outcomes = []
-    for subject in setup.cell.subjects:
+    for subject in setup.experiment.implementations:
         trial, (cost, load) = setup.trials[subject], facts[subject.question]
         about: dict[str, Any] = {
             "subject": subject,
@@ -342,7 +350,11 @@ def _outcomes(
         if trial.passed and measured is not None:
             series = measured.of(subject)
             seen, least = measured.samples[series], roofline[subject]
-            wire = setup.cell.span.wire(subject, setup.judge.inputs) if setup.cell.ranked else None
+            wire = (
+                span_named(setup.experiment.span).wire(subject, setup.judge.inputs)
+                if ranked(setup.experiment)
+                else None
+            )
             about |= {
                 "role": series.role,
                 "checks": trial.checks,
@@ -363,7 +375,7 @@ def _outcomes(
         return tuple(outcomes)
     by_series = {measured.of(one.subject): one for one in outcomes if one.samples}
     candidates = [series for series in by_series if series.role == "candidate"]
-    compared = _compared(measured, candidates, setup.cell.policy.target)
+    compared = _compared(measured, candidates, setup.experiment.target)
     baseline = by_series[measured.baseline]
     for place, one in enumerate(outcomes):
         series = measured.of(one.subject)
@@ -421,19 +433,19 @@ def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -
     return replace(one, comparison=replace(comparison, verdict="UNDECIDED", more_rounds=None, reason=reason))
 
 
-def work_and_load(span: Span, subject: Subject, inputs: Inputs) -> WorkAndLoad:
+def work_and_load(span: Span, subject: ImplementationRef, inputs: Inputs) -> WorkAndLoad:
     """Cost and load of a subject; empty if it cannot exist, and its trial says why."""
     try:
         cost, load = span.facts(subject, inputs)
     except (ValueError, NotImplementedError):
         return Cost(), {}
     # backward has twice the products of forward and moves about as much; the floor must not be too high
-    flops, moved = {"forward": (1, 1), "backward": (2, 1), "train": (3, 2)}[inputs.case.direction]
+    flops, moved = {"forward": (1, 1), "backward": (2, 1), "train": (3, 2)}[inputs.experiment.direction]
     return cost.times(flops=flops, bytes=moved), load
 
 
 def _hold_to_the_floor(
-    setup: Setup, times: Mapping[Subject, float], roofline: Mapping[Subject, Roofline]
+    setup: Setup, times: Mapping[ImplementationRef, float], roofline: Mapping[ImplementationRef, Roofline]
 ) -> None:
     floors = {subject: one.floor for subject, one in roofline.items()}
     for subject, reason in too_fast(times, floors, setup.outside).items():
@@ -447,31 +459,34 @@ def _beaten_roofs(outcomes: tuple[SubjectOutcome, ...]) -> list[str]:
     )
 
 
-def _notes(setup: Setup, alive: list[Subject], outcomes: tuple[SubjectOutcome, ...]) -> tuple[str, ...]:
-    cell, trials = setup.cell, setup.trials
-    notes = cell.span.notes(cell.case)
-    if cell.case.fewer_tokens:
+def _notes(
+    setup: Setup, alive: list[ImplementationRef], outcomes: tuple[SubjectOutcome, ...]
+) -> tuple[str, ...]:
+    experiment, trials = setup.experiment, setup.trials
+    notes = span_named(experiment.span).notes(experiment)
+    if experiment.fewer_tokens:
         notes.append(
-            f"{cell.case.scaled_from} takes too long here: {cell.case.shape.T} tokens were measured instead, "
+            f"{experiment.scaled_from} takes too long here: {experiment.T} tokens were measured instead, "
             "with weights of the full size (--full insists, and --seconds gives more time)"
         )
-    elif cell.case.scaled_from:
+    elif experiment.scaled_from:
         notes.append(
-            f"{cell.case.scaled_from} is too big for this machine or for a minute; {cell.case.shape} was "
+            f"{experiment.scaled_from} is too big for this machine or for a minute; {experiment.shape} was "
             "measured instead, which says nothing about the full size (--full insists)"
         )
-    if alive and alive[0] != cell.subjects[0]:
+    first = experiment.implementations[0]
+    if alive and alive[0] != first:
         notes.append(
-            f"{cell.subjects[0].text} was to be the baseline but is {trials[cell.subjects[0]].status}; "
+            f"{first.text} was to be the baseline but is {trials[first].status}; "
             f"{alive[0].text} is the baseline instead"
         )
-    if cell.ranked:
+    if ranked(experiment):
         notes.append(
-            f"{cell.W} ranks are processes on one machine, joined by Gloo over the loopback, "
-            f"with {cell.all_threads} threads in all"
+            f"{experiment.W} ranks are processes on one machine, joined by Gloo over the loopback, "
+            f"with {all_threads(experiment)} threads in all"
         )
     wires = [
-        f"{one.subject.spec} {one.wire.sent / 1e6:.3g} MB, {one.wire.sent / one.wire.least:.2f} of the least"
+        f"{one.subject.name} {one.wire.sent / 1e6:.3g} MB, {one.wire.sent / one.wire.least:.2f} of the least"
         for one in outcomes
         if one.wire is not None and one.role != "twin" and one.wire.least
     ]

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Literal, TypeAlias
 
 from moe_routing_bench.bench.status import SubjectError
-from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.workloads.experiment import ImplementationRef
 
 Role: TypeAlias = Literal["baseline", "candidate", "twin", "beside"]
 SAMPLE_OVERHEAD = 2e-3  # seconds for making inputs and asking, beside the calls
@@ -30,16 +30,18 @@ class Series:
     """
 
     role: Role
-    implementation: Subject  # what runs
-    beside: Subject | None = None
+    implementation: ImplementationRef  # what runs
+    beside: ImplementationRef | None = None
 
     @property
-    def owner(self) -> Subject:
+    def owner(self) -> ImplementationRef:
         """The implementation that gets no time if this series fails."""
         return self.beside or self.implementation
 
 
-def lineup_of(implementations: Sequence[Subject], outside: Collection[Subject]) -> list[Series]:
+def lineup_of(
+    implementations: Sequence[ImplementationRef], outside: Collection[ImplementationRef]
+) -> list[Series]:
     """All series of these implementations, of which the first is the baseline."""
     baseline, *others = implementations
     alone = [one for one in others if one in outside or baseline in outside]
@@ -54,7 +56,7 @@ def lineup_of(implementations: Sequence[Subject], outside: Collection[Subject]) 
 def in_turn(lineup: Sequence[Series], dice: random.Random) -> list[Series]:
     """A new order in which a series and the baseline beside it are neighbours: what disturbs one then
     disturbs both."""
-    groups: dict[tuple[bool, Subject], list[Series]] = {}
+    groups: dict[tuple[bool, ImplementationRef], list[Series]] = {}
     for series in dice.sample(lineup, len(lineup)):
         groups.setdefault((series.role == "twin", series.owner), []).append(series)
     return [series for group in groups.values() for series in group]
@@ -100,7 +102,7 @@ class Measured:
     failed has none."""
 
     samples: dict[Series, Samples]
-    failed: dict[Subject, SubjectError] = field(default_factory=dict)
+    failed: dict[ImplementationRef, SubjectError] = field(default_factory=dict)
     rounds_by_process: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     stop_reason: str = ""
@@ -113,7 +115,7 @@ class Measured:
     def twin(self) -> Series:
         return Series("twin", self.baseline.implementation)
 
-    def of(self, implementation: Subject) -> Series:
+    def of(self, implementation: ImplementationRef) -> Series:
         mine = Series("candidate", implementation)
         return mine if mine in self.samples else self.baseline
 

@@ -7,16 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.hosts.memory import can_freeze_and_read
 from moe_routing_bench.bench.hosts.messages import Described
 from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.series import SAMPLE_OVERHEAD
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.verdict import MIN_ROUNDS
 from moe_routing_bench.core.accuracy import Verdict
-from moe_routing_bench.workloads.axes import LONG_CALL
+from moe_routing_bench.workloads.experiment import LONG_CALL, Experiment, ImplementationRef
 
 GATE_CALLS = ((0, 0), (10, 1))  # number and step; the first is called twice
 PATIENCE = 0.3  # the share of a cell's time that one trial may take
@@ -75,14 +73,14 @@ class Setup:
              results file
     """
 
-    cell: Cell
+    experiment: Experiment
     judge: Judge
     cores: tuple[int, ...]
     budget: Budget
     watch: Watch = lambda: None
-    outside: frozenset[Subject] = frozenset()
-    sources: Mapping[Subject, str] = field(default_factory=dict)
-    trials: dict[Subject, Trial] = field(default_factory=dict)
+    outside: frozenset[ImplementationRef] = frozenset()
+    sources: Mapping[ImplementationRef, str] = field(default_factory=dict)
+    trials: dict[ImplementationRef, Trial] = field(default_factory=dict)
     numbers: Numbers = field(default_factory=Numbers)
     best_seconds: float = math.inf  # of a call, of those tried so far
 
@@ -94,14 +92,14 @@ class Setup:
     @property
     def can_freeze(self) -> bool:
         """Can the parent itself time code from outside here (hosts/isolated.py)?"""
-        return self.cell.policy.device == "cpu" and can_freeze_and_read()
+        return self.experiment.device == "cpu" and can_freeze_and_read()
 
     @property
     def limit(self) -> float:
         """Seconds for one request: a single call must not use up the whole budget and more."""
-        return min(self.cell.policy.step_seconds, max(self.budget.left, MIN_LIMIT))
+        return min(self.experiment.step_seconds, max(self.budget.left, MIN_LIMIT))
 
-    def calls(self, subject: Subject, baseline: Subject) -> int:
+    def calls(self, subject: ImplementationRef, baseline: ImplementationRef) -> int:
         """Calls in a sample: the baseline's number, unless a subject is several times slower or faster.
 
         The first call of a sample is slower than the rest, so the times of the same code with 16 and with 4
@@ -111,12 +109,12 @@ class Setup:
         near = 1 / NEAR <= mine.call_seconds / its.call_seconds <= NEAR
         return its.calls if near else mine.calls
 
-    def sample_seconds(self, subject: Subject, calls: int, call_seconds: float) -> float:
+    def sample_seconds(self, subject: ImplementationRef, calls: int, call_seconds: float) -> float:
         """About what a sample takes, with the call before it that fills the caches."""
         before = 0 if self.trials[subject].long and subject not in self.outside else 1
         return (calls + before) * call_seconds + SAMPLE_OVERHEAD
 
-    def round_seconds(self, alive: Sequence[Subject]) -> dict[Subject, float]:
+    def round_seconds(self, alive: Sequence[ImplementationRef]) -> dict[ImplementationRef, float]:
         """About how long each subject's part of a round takes, with that of the baseline's copies."""
         seconds = {}
         for s in alive:
@@ -125,9 +123,9 @@ class Setup:
             seconds[s] = copies * sample
         return seconds
 
-    def slow_ones(self, alive: Sequence[Subject]) -> set[Subject]:
+    def slow_ones(self, alive: Sequence[ImplementationRef]) -> set[ImplementationRef]:
         """Subjects so much slower than the best that a few rounds show it; none with the policy's `all`."""
         best = min(self.trials[s].call_seconds for s in alive)
-        if self.cell.policy.all:
+        if self.experiment.all:
             return set()
         return {s for s in alive[1:] if self.trials[s].call_seconds > SLOW * best}

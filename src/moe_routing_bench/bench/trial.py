@@ -22,10 +22,10 @@ from moe_routing_bench.bench.identity import folders_of
 from moe_routing_bench.bench.kit import PassedKits
 from moe_routing_bench.bench.loaded import not_in_the_key
 from moe_routing_bench.bench.setup import GATE_CALLS, PATIENCE, Numbers, Setup, Trial
+from moe_routing_bench.bench.spans.span import ranked, span_named
 from moe_routing_bench.bench.status import Status, SubjectError
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.untrusted import read_file
-from moe_routing_bench.workloads.axes import LONG_CALL
+from moe_routing_bench.workloads.experiment import LONG_CALL, ImplementationRef
 
 
 class OutOfTimeError(SubjectError):
@@ -35,7 +35,7 @@ class OutOfTimeError(SubjectError):
         super().__init__(Status.NO_TIME, reason)
 
 
-def try_alone(shared: SharedHost, subject: Subject) -> Trial:
+def try_alone(shared: SharedHost, subject: ImplementationRef) -> Trial:
     """shared: the host of our own code"""
     setup, outside = shared.setup, subject in shared.setup.outside
     host = SharedHost(setup, (subject,)) if outside else shared
@@ -43,7 +43,7 @@ def try_alone(shared: SharedHost, subject: Subject) -> Trial:
     seen: dict[str, Any] = {}
     child, harmless = None, True
     try:
-        if outside and setup.cell.ranked:
+        if outside and ranked(setup.experiment):
             raise SubjectError(Status.UNSUPPORTED, "on several ranks code from outside is not measured")
         if host.harm():
             host.end()
@@ -51,9 +51,9 @@ def try_alone(shared: SharedHost, subject: Subject) -> Trial:
         child.begin_watch()
         about = child.ask("describe", Described, subject=place)
         if outside:  # what it is called and where it comes from is not for itself to say
-            origin = "; ".join(sorted(set(setup.cell.span.origins(subject.spec))))
-            about = about.model_copy(update={"label": subject.spec, "origin": origin})
-        kits, source = PassedKits(setup.cell, outside=outside), setup.sources.get(subject, "")
+            origin = "; ".join(sorted(set(span_named(setup.experiment.span).origins(subject.name))))
+            about = about.model_copy(update={"label": subject.name, "origin": origin})
+        kits, source = PassedKits(setup.experiment, outside=outside), setup.sources.get(subject, "")
         known = bool(source) and kits.knows(subject, source)
         shortest = _gate(child, place, subject, setup, shared.reuse, about, outside, seen)
         if outside or not known:  # sums over all the weights take a while; the rounds end with one
@@ -70,7 +70,7 @@ def try_alone(shared: SharedHost, subject: Subject) -> Trial:
             check_kit(answer)
             if source:
                 kits.add(subject, source)
-        if outside or setup.cell.include:
+        if outside or setup.experiment.include:
             _check_loaded(child, subject, setup)
         if not (outside and setup.can_freeze):  # what is frozen between turns may have threads that wait
             check_threads(child)
@@ -93,8 +93,8 @@ def try_alone(shared: SharedHost, subject: Subject) -> Trial:
 
 
 def _gate(
-    child: Child, place: int, subject: Subject, setup: Setup, reuse: Reuse, about: Described, outside: bool,
-    seen: dict[str, Any],
+    child: Child, place: int, subject: ImplementationRef, setup: Setup, reuse: Reuse, about: Described,
+    outside: bool, seen: dict[str, Any],
 ) -> float:  # fmt: skip
     """Checks results on two inputs, the first twice, and that inputs, weights and settings are unchanged.
     Returns the seconds of the shortest call."""
@@ -142,16 +142,16 @@ def _gate(
     return shortest
 
 
-def _checks(subject: Subject, about: Described, setup: Setup) -> tuple[str, ...]:
+def _checks(subject: ImplementationRef, about: Described, setup: Setup) -> tuple[str, ...]:
     """What a subject that passed was checked for, here and in the rounds."""
-    span, outside = setup.cell.span, subject in setup.outside
+    span, outside = span_named(setup.experiment.span), subject in setup.outside
     timed_by_parent = outside and setup.can_freeze
     ran = {
         "right on two inputs": True,
-        "right on the kit's hard cases": bool(span.named(subject.spec)),
+        "right on the kit's hard cases": bool(span.named(subject.name)),
         "memory poisoned": True,
         "inputs unchanged": True,
-        "weights unchanged": span.weights and not setup.cell.ranked,
+        "weights unchanged": span.weights and not ranked(setup.experiment),
         "same bits twice": about.deterministic,
         "earlier results left alone": not about.reuses_output,
         "no threads left": not timed_by_parent,
@@ -178,11 +178,11 @@ def check_kit(answer: KitRun) -> None:
         raise SubjectError(Status.WRONG_VALUE, reason)
 
 
-def _check_loaded(child: Child, subject: Subject, setup: Setup) -> None:
+def _check_loaded(child: Child, subject: ImplementationRef, setup: Setup) -> None:
     """All that its results hang on is in the resume key, or there is no time."""
     files = child.ask("loaded", Loaded).files
-    folders = folders_of(setup.cell.span, subject, setup.judge.inputs)
-    if strange := not_in_the_key(files, setup.cell, folders):
+    folders = folders_of(span_named(setup.experiment.span), subject, setup.judge.inputs)
+    if strange := not_in_the_key(files, setup.experiment, folders):
         raise SubjectError(
             Status.SUSPECT,
             f"it loaded {strange[0]}, which is not in the folder of --include-path: a change there would go "

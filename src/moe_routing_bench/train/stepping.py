@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from moe_routing_bench.bench.hosts.host import Reading, Turn
 from moe_routing_bench.bench.series import Samples, Series, take_rounds
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.train.loop import Event, State, Stepped, train
 from moe_routing_bench.train.settings import Run
 from moe_routing_bench.train.text import Corpus
+from moe_routing_bench.workloads.experiment import ImplementationRef
 
 WARM_UP = 2  # rounds that are not kept
 
@@ -39,7 +39,7 @@ class StepHost:
 
     def add(self, run: Run, corpus: Corpus, state: State | None, steps: int) -> Series:
         """ValueError if another run has its name: one would hide the other."""
-        series = Series("candidate", Subject(spec=run.rule.name))
+        series = Series("candidate", ImplementationRef(name=run.rule.name))
         if series in self._going:
             raise ValueError(f"two of the runs to time are called {run.rule.name}; give each its own name")
         first = 0 if state is None else state.step
@@ -50,7 +50,7 @@ class StepHost:
 
     def sample(self, turn: Turn) -> Reading:
         step = next(event for event in self._going[turn.series] if isinstance(event, Stepped))
-        self.loads[turn.series.implementation.spec] = step.pairs_per_token
+        self.loads[turn.series.implementation.name] = step.pairs_per_token
         return Reading(seconds=sum(step.seconds.values()), stages=step.seconds)
 
 
@@ -73,7 +73,7 @@ def step_times(
         return done == all_rounds
 
     take_rounds(list(samples), random.Random(seed), take, is_over)
-    named = {series.implementation.spec: seen for series, seen in samples.items()}
+    named = {series.implementation.name: seen for series, seen in samples.items()}
     return StepTimes(
         seconds={name: seen.seconds for name, seen in named.items()},
         parts={

@@ -24,7 +24,6 @@ from typing import Any, Self, TypeVar
 import psutil
 from pydantic import ValidationError
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.fork_server import (
     OTHER_SETTINGS,
     Settings,
@@ -38,6 +37,7 @@ from moe_routing_bench.bench.hosts.sandbox import SandboxedProcess
 from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.bench.untrusted import receive
 from moe_routing_bench.core.text import ending, printable
+from moe_routing_bench.workloads.experiment import Experiment
 
 MAX_ANSWER_BYTES = 2**20
 LOG_TAIL = 2_000
@@ -55,16 +55,16 @@ class Vitals:
 
 
 class Child:
-    """A child process for one cell: Child(cell, (1,), serve).ready().ask("describe", Described, subject=0).
+    """A child process: Child(experiment, (1,), serve).ready().ask("describe", Described, subject=0).
 
-    serve: its main function, which gets a pipe, the cell, its scratch folder, its cores, and `more`
+    serve: its main function, which gets a pipe, the experiment, its scratch folder, its cores, and `more`
     """
 
     def __init__(
-        self, cell: Cell, cores: tuple[int, ...], serve: Callable[..., None], *more: str,
+        self, experiment: Experiment, cores: tuple[int, ...], serve: Callable[..., None], *more: str,
         sandbox: bool = False, fds: Sequence[int] = (),
     ):  # fmt: skip
-        self.cell, self.cores = cell, cores
+        self.experiment, self.cores = experiment, cores
         self.called: set[int] = set()  # subjects that have made calls here
         self.scratch = Path(tempfile.mkdtemp(prefix="mrb-"))
         # the log's name may lead elsewhere later, so it is only read through this
@@ -73,11 +73,11 @@ class Child:
         context = fork_server()
         ours, theirs = context.Pipe()
         self._pipe = ours
-        self.limit = cell.policy.step_seconds
+        self.limit = experiment.step_seconds
         self._asked = "load"
         self._settings: Settings | None = None
         self._expected = expected_settings(cores)
-        args = (cell.to_json(), str(self.scratch), cores, *more)
+        args = (experiment.to_json(), str(self.scratch), cores, *more)
         self._process: Any
         if sandbox:
             self._process = SandboxedProcess(serve, theirs.fileno(), args, self.scratch, fds)
@@ -137,10 +137,10 @@ class Child:
         self._send({"do": what, **details})
         return self._answer(answer_type)
 
-    def next_cell(self, cell: Cell) -> None:
-        """From here on it measures another cell, with the same policy and weights."""
-        self.ask("next_cell", Reply, cell=cell.to_json())
-        self.cell, self.called = cell, set()
+    def next_cell(self, experiment: Experiment) -> None:
+        """From here on it measures another experiment, with the same policy and weights."""
+        self.ask("next_cell", Reply, experiment=experiment.to_json())
+        self.experiment, self.called = experiment, set()
 
     def sample(self, *, warm: bool = True, **details: Any) -> tuple[Timed, float]:
         """A timed span by two clocks: the child's, which is precise, and this process's in seconds, which
@@ -227,7 +227,7 @@ class Child:
             raise self._wrote_nonsense() from None
 
     def _late(self) -> SubjectError:
-        status = Status.TIMEOUT if self.limit >= self.cell.policy.step_seconds else Status.NO_TIME
+        status = Status.TIMEOUT if self.limit >= self.experiment.step_seconds else Status.NO_TIME
         return SubjectError(status, f"it did not answer within {self.limit:.3g} s and was stopped")
 
     def _wrote_nonsense(self) -> SubjectError:

@@ -32,7 +32,7 @@ from moe_routing_bench.bench.inputs import ROUTINGS
 from moe_routing_bench.bench.series import Series
 from moe_routing_bench.bench.setup import NEAR, Setup
 from moe_routing_bench.bench.status import Status, SubjectError
-from moe_routing_bench.bench.subject import Question
+from moe_routing_bench.workloads.experiment import Question
 
 MAX_COST = 0.1  # of a sample, for waking and freezing; more is not taken off, since too little would be left
 MAX_CALLS = 128  # of a sample: each has its own inputs, which take longer to draw than short calls to run
@@ -151,11 +151,11 @@ class IsolatedHost:
         )
         cost, kept = self.cost[series], "taken off" if self.taken_off[series] else "not taken off"
         return (
-            f"{series.implementation.spec} is from outside: timed by the parent's clock, which costs "
+            f"{series.implementation.name} is from outside: timed by the parent's clock, which costs "
             f"{1e6 * cost:.0f} us of a sample of {1e3 * sample:.3g} ms "
             f"({100 * cost / sample:.1f} %, {kept}); "
             f"{checked}, and {self.judged[series]} were judged in full: it is as accurate as "
-            f"{self.setup.cell.case.dtype}, in whatever type it computes"
+            f"{self.setup.experiment.dtype}, in whatever type it computes"
         )
 
     def check_weights(self) -> None:
@@ -175,7 +175,7 @@ class IsolatedHost:
         for one in self.pair:
             self.checkers[one] = Checker(secret.judge, secret.right(one.implementation))
         seconds = {one: trials[one.implementation].call_seconds for one in self.pair}
-        single = self.setup.cell.policy.cache != "hot"
+        single = self.setup.experiment.cache != "hot"
         single = single or any(trials[one.implementation].about.reuses_output for one in self.pair)
         apart = self._apart(seconds) and not single
         slow, fast = max(seconds.values()), min(seconds.values())
@@ -228,8 +228,8 @@ class IsolatedHost:
 
     def _judge_by_lot(self, series: Series) -> None:
         """Judge a call in full if the lot says so; without a partner, as many calls as time allows."""
-        policy, dice = self.setup.cell.policy, self.isolation.secret.random
-        drawn = dice.random() < policy.checked / max(policy.min_rounds, self.rounds)
+        experiment, dice = self.setup.experiment, self.isolation.secret.random
+        drawn = dice.random() < experiment.checked / max(experiment.min_rounds, self.rounds)
         if drawn and (self._may_judge() or not self.judged[series]):
             self._judge(series, self._any_call(series))
         if self._partner(series) is None:

@@ -14,7 +14,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.hosts import isolated_worker
 from moe_routing_bench.bench.hosts.children import Child
 from moe_routing_bench.bench.hosts.freezing import (
@@ -27,6 +26,7 @@ from moe_routing_bench.bench.hosts.freezing import (
 from moe_routing_bench.bench.hosts.memory import Place, read_memory
 from moe_routing_bench.bench.hosts.messages import Done, Reply, ResultAt
 from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.workloads.experiment import Experiment
 
 READ_SECONDS = 30.0
 # a result may lie in memory with gaps, but not with more than this factor
@@ -45,10 +45,10 @@ class TimedCalls:
 
 
 class IsolatedChild(Child):
-    def __init__(self, cell: Cell, cores: tuple[int, ...], plan: str, fds: Sequence[int]):
-        sandbox = cell.policy.sandbox
+    def __init__(self, experiment: Experiment, cores: tuple[int, ...], plan: str, fds: Sequence[int]):
+        sandbox = experiment.sandbox
         super().__init__(
-            cell, cores, isolated_worker.serve, plan, sandbox=sandbox, fds=fds if sandbox else ()
+            experiment, cores, isolated_worker.serve, plan, sandbox=sandbox, fds=fds if sandbox else ()
         )
         self.ready()
         self._freeze()

@@ -14,41 +14,40 @@ import torch
 import torch.distributed as dist
 
 from moe_routing_bench.bench.calls import Result
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.clock import CacheFlusher
 from moe_routing_bench.bench.hosts.shared_worker import _Worker, answer_requests, settle
 from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.spans.parallel import OneCall, placement_of, span
 from moe_routing_bench.bench.spans.span import Computation
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.parallel.ranks import Ranks
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 COMPACT = "on several ranks only the compact layout is measured: what others drop depends on the rank"
 
 
 def serve(
-    pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...], rank: str, meeting: str
+    pipe: Connection, experiment_json: str, scratch: str, cores: tuple[int, ...], rank: str, meeting: str
 ) -> None:
     """The main function of the process. meeting: a folder where all ranks find one another."""
-    cell = Cell.from_json(cell_json)
-    settle(cell, Path(scratch), pipe.fileno(), cores)
-    answer_requests(pipe, lambda: _Rank(cell, Path(scratch), int(rank), Path(meeting)).requests())
+    experiment = Experiment.from_json(experiment_json)
+    settle(experiment, Path(scratch), pipe.fileno(), cores)
+    answer_requests(pipe, lambda: _Rank(experiment, Path(scratch), int(rank), Path(meeting)).requests())
 
 
 class _Rank(_Worker):
-    def __init__(self, cell: Cell, scratch: Path, rank: int, meeting: Path):
+    def __init__(self, experiment: Experiment, scratch: Path, rank: int, meeting: Path):
         dist.init_process_group(
-            "gloo", init_method=f"file://{meeting / 'store'}", rank=rank, world_size=cell.W,
-            timeout=timedelta(seconds=cell.policy.step_seconds),
+            "gloo", init_method=f"file://{meeting / 'store'}", rank=rank, world_size=experiment.W,
+            timeout=timedelta(seconds=experiment.step_seconds),
         )  # fmt: skip
-        self.ranks = Ranks(placement_of(cell.case.shape.E, cell.W), dist.group.WORLD)
-        super().__init__(cell, scratch)
+        self.ranks = Ranks(placement_of(experiment.E, experiment.W), dist.group.WORLD)
+        super().__init__(experiment, scratch)
         self.flusher = None if self.flusher is None else _FlushTogether()
         dist.barrier()
 
     def gate(self, subject: int, **details: Any) -> dict[str, Any]:
-        if Layout.parse(self.cell.subjects[subject].layout).kind != "compact":
+        if Layout.parse(self.experiment.implementations[subject].layout).kind != "compact":
             return {"unsupported": COMPACT}
         answer = super().gate(subject, **details)
         return answer if "unsupported" in answer else {**answer, "stamps": self._stamps(subject)}
@@ -78,15 +77,17 @@ class _Rank(_Worker):
 
     def _caller(self, subject: int) -> Any:
         if subject not in self._callers:
-            self._callers[subject] = _RankCaller(self.cell.subjects[subject], self.inputs, self.ranks)
+            self._callers[subject] = _RankCaller(
+                self.experiment.implementations[subject], self.inputs, self.ranks
+            )
         return self._callers[subject]
 
 
 class _RankCaller:
     """Calls of this rank's part of a layer. stamps: when each stage of the last one began and ended."""
 
-    def __init__(self, subject: Subject, inputs: Inputs, ranks: Ranks):
-        self.inputs, self.direction = inputs, inputs.case.direction
+    def __init__(self, subject: ImplementationRef, inputs: Inputs, ranks: Ranks):
+        self.inputs, self.direction = inputs, inputs.experiment.direction
         self.layer = span.layer_on(subject, inputs, ranks)
         runs = "; ".join(f"{op}: {label}" for op, label in span.resolved(subject, inputs))
         self.computation = Computation(run=self.layer, runs=runs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_routing_bench.bench.calls import GRADIENT
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.hosts import rank_worker
 from moe_routing_bench.bench.hosts.children import LOG_TAIL, A, Child, Vitals
 from moe_routing_bench.bench.hosts.messages import Called, HandedOver, Ready, Timed
@@ -26,6 +26,7 @@ from moe_routing_bench.bench.hosts.shared import SharedHost
 from moe_routing_bench.bench.spans.parallel import STAGES
 from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.moe.expert_parallel import EXPERTS
+from moe_routing_bench.workloads.experiment import Experiment
 
 # of these tensors a rank has a part; it has all of any other
 IN_PARTS = ("out", f"{GRADIENT}x_TD", f"{GRADIENT}{EXPERTS}")
@@ -36,20 +37,22 @@ class RanksHost(SharedHost):
         """Every rank computes with copies, so nobody can change another's."""
 
     def _start(self) -> Child:
-        return RankGroup(self.setup.cell.only(self.subjects), self.setup.cores).ready(self._meanwhile)
+        return RankGroup(
+            replace(self.setup.experiment, implementations=self.subjects), self.setup.cores
+        ).ready(self._meanwhile)
 
 
 class RankGroup(Child):
     """The child of rank 0, and those of the others. A request goes to all, and their answers become one."""
 
-    def __init__(self, cell: Cell, cores: tuple[int, ...]):
-        self._meeting, each = tempfile.TemporaryDirectory(), cell.policy.threads
-        enough = len(cores) == each * cell.W  # else nobody is pinned
-        own = [cores[rank * each : (rank + 1) * each] if enough else () for rank in range(cell.W)]
-        super().__init__(cell, own[0], rank_worker.serve, "0", self._meeting.name)
+    def __init__(self, experiment: Experiment, cores: tuple[int, ...]):
+        self._meeting, each = tempfile.TemporaryDirectory(), experiment.threads
+        enough = len(cores) == each * experiment.W  # else nobody is pinned
+        own = [cores[rank * each : (rank + 1) * each] if enough else () for rank in range(experiment.W)]
+        super().__init__(experiment, own[0], rank_worker.serve, "0", self._meeting.name)
         self.others = [
-            Child(cell, own[rank], rank_worker.serve, str(rank), self._meeting.name)
-            for rank in range(1, cell.W)
+            Child(experiment, own[rank], rank_worker.serve, str(rank), self._meeting.name)
+            for rank in range(1, experiment.W)
         ]
         self._in_step = True
 
@@ -58,7 +61,7 @@ class RankGroup(Child):
             child._asked, child.limit = what, self.limit
             child._send({"do": what, **details})
         answers = self._answers(answer_type)
-        return answers[0].model_copy(update=_together(answers, STAGES[self.cell.case.direction]))
+        return answers[0].model_copy(update=_together(answers, STAGES[self.experiment.direction]))
 
     def file(self, name: str) -> Path:
         """The result of all ranks. What every rank has must be the same on all of them."""
@@ -96,7 +99,8 @@ class RankGroup(Child):
             child.begin_watch()
 
     def log_tail(self) -> str:
-        return "\n".join([super().log_tail(), *(child.log_tail() for child in self.others)])[-LOG_TAIL:]
+        logs = [super().log_tail(), *(child.log_tail() for child in self.others)]
+        return "\n".join(filter(None, logs))[-LOG_TAIL:]
 
     def close(self) -> None:
         super().close()

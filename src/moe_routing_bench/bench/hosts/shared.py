@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.bench.hosts.children import Child
 from moe_routing_bench.bench.hosts.host import Reading, Turn
@@ -22,8 +22,9 @@ from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.series import Series
 from moe_routing_bench.bench.setup import GATE_CALLS, Numbers, Setup
 from moe_routing_bench.bench.status import Status, SubjectError
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.accuracy import Verdict
+from moe_routing_bench.workloads.axes import values_of
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 # how much longer the parent's clock may run than the child's: the time in the pipe, and a share of the span
 PIPE_SECONDS = 3e-4
@@ -40,25 +41,26 @@ class Reuse:
     def __init__(self) -> None:
         self.inputs: Inputs | None = None
         self.child: Child | None = None
-        self.call_seconds: dict[Subject, float] = {}  # of the cell before
+        self.call_seconds: dict[ImplementationRef, float] = {}  # of the cell before
 
-    def at_least(self, subject: Subject, cell: Cell) -> float:
+    def at_least(self, subject: ImplementationRef, experiment: Experiment) -> float:
         """Seconds that a call takes at least: as many as one with fewer tokens took in the cell before."""
         if self.inputs is None:
             return 0.0
-        before, now = self.inputs.case, cell.case
+        before, now = self.inputs.experiment, experiment
         alike = (before.span, before.direction) == (now.span, now.direction) and before.shape.T <= now.shape.T
         return self.call_seconds.get(subject, 0.0) if alike else 0.0
 
-    def fits(self, cell: Cell, inputs: Inputs) -> bool:
+    def fits(self, experiment: Experiment, inputs: Inputs) -> bool:
         """Is there a process, unharmed, that can measure this cell too? If not, none is left."""
         before, child = self.inputs, self.child
         alike = before is not None and (
             before.weights_key == inputs.weights_key
-            or not (before.case.weights or inputs.case.weights)  # any such cell
+            or not (before.experiment.weights or inputs.experiment.weights)  # any such cell
         )
-        if child is not None and alike and child.cell.policy == cell.policy and not child.harm():
-            return child.cell.include == cell.include
+        same = child is not None and values_of(child.experiment, "how") == values_of(experiment, "how")
+        if child is not None and alike and same and not child.harm():
+            return child.experiment.include == experiment.include
         self.close()
         return False
 
@@ -72,7 +74,7 @@ class Reuse:
 class SharedHost:
     """SharedHost(setup, (staged, native)).sample(Turn(series=Series("candidate", native), first=100))."""
 
-    def __init__(self, setup: Setup, subjects: tuple[Subject, ...], reuse: Reuse | None = None):
+    def __init__(self, setup: Setup, subjects: tuple[ImplementationRef, ...], reuse: Reuse | None = None):
         self.setup, self.subjects, self.reuse = setup, subjects, reuse or Reuse()
         self._child: Child | None = None
         self._handed: HandedOver | None = None
@@ -88,7 +90,7 @@ class SharedHost:
         if self._child is None and self.reuse.child is not None:
             self._child, self.reuse.child = self.reuse.child, None
             try:
-                self._child.next_cell(self.setup.cell.only(self.subjects))
+                self._child.next_cell(replace(self.setup.experiment, implementations=self.subjects))
             except SubjectError:
                 self.end()
         if self._child is None:
@@ -96,7 +98,7 @@ class SharedHost:
         self._child.limit = self.setup.limit
         return self._child
 
-    def place(self, subject: Subject) -> int:
+    def place(self, subject: ImplementationRef) -> int:
         """A subject's number in the process."""
         return self.subjects.index(subject)
 
@@ -149,7 +151,7 @@ class SharedHost:
         check_clocks(self._spans[series], again)
         audit(child, self.place(subject), self.setup.trials[subject].call_seconds, self.setup.numbers)
         return (
-            f"{subject.spec} is from outside and was timed by a clock in its own process: this system lets "
+            f"{subject.name} is from outside and was timed by a clock in its own process: this system lets "
             "nobody read another process's memory, or it computes on a device"
         )
 
@@ -167,16 +169,16 @@ class SharedHost:
             self._child.close()
         self._child, self._spans = None, {}
 
-    def leave(self, call_seconds: Mapping[Subject, float]) -> None:
-        """At the end: the process goes to the next cell, if that may use it."""
+    def leave(self, call_seconds: Mapping[ImplementationRef, float]) -> None:
+        """At the end: the process goes to the next experiment, if that may use it."""
         assert self.reuse.child is None
         self.reuse.call_seconds = dict(call_seconds)
         self.reuse.inputs, self.reuse.child, self._child = self.setup.judge.inputs, self._child, None
 
     def _start(self) -> Child:
-        setup, cell = self.setup, self.setup.cell.only(self.subjects)
-        sandbox = cell.policy.sandbox and not setup.outside.isdisjoint(self.subjects)
-        child = Child(cell, setup.cores, shared_worker.serve, sandbox=sandbox)
+        setup, experiment = self.setup, replace(self.setup.experiment, implementations=self.subjects)
+        sandbox = experiment.sandbox and not setup.outside.isdisjoint(self.subjects)
+        child = Child(experiment, setup.cores, shared_worker.serve, sandbox=sandbox)
         return child.ready(self._meanwhile)
 
     def _meanwhile(self) -> None:
@@ -186,7 +188,7 @@ class SharedHost:
 
 def check_call(
     child: Child, judge: Judge, answer: Called | HandedOver, *,
-    name: str, number: int, step: int, subject: Subject, ties: str,
+    name: str, number: int, step: int, subject: ImplementationRef, ties: str,
 ) -> Verdict | None:  # fmt: skip
     """Checks a call whose result was handed over: type, inputs after the call, values."""
     if answer.wrong_type:
