@@ -219,7 +219,7 @@ class _Session:
             results.append(tensors_by_name(result))
         about = self.experiment.implementations[subject]
         same = all(torch.equal(results[2][name], tensor) for name, tensor in results[0].items())
-        promised = all(part.deterministic for part in span_named(self.experiment.span).parts(about.spec))
+        promised = all(part.deterministic for part in span_named(self.experiment.span).parts(about.name))
         if promised and not same:
             raise SubjectError(Status.NONDETERMINISTIC, "two runs gave different bits")
         kits = PassedKits(self.experiment, outside=False)

@@ -174,7 +174,7 @@ class LayerSpan(Span):
         once += _around(layer, args["x_TD"], routing)
         kind, options = layer_kind(subject)
         cost = once.times(flops=options["iterations"] if kind == "chain" else 1, bytes=1)
-        return cost, LoadStatistics.of(settled, plan, num_ranks=inputs.W).to_dict()
+        return cost, LoadStatistics.of(settled, plan, num_ranks=inputs.experiment.W).to_dict()
 
     def roots(self, subject: ImplementationRef) -> list[Path]:
         rule = router_named(parse_spec(subject.router or ROUTER)[0])
