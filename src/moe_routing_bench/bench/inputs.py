@@ -63,7 +63,13 @@ class Inputs:
     @property
     def weights_key(self) -> tuple[object, ...]:
         """Inputs for which it is the same have the same weights."""
-        others = {"layout": "", "sequences": 1, "scaled_from": "", "implementations": (), "include": ()}
+        others: dict[str, Any] = {
+            "layout": "",
+            "sequences": 1,
+            "scaled_from": "",
+            "implementations": (),
+            "include": (),
+        }
         others |= {"case": "", "T": 1, "W": 1, "workload": "", **defaults_of(Experiment, "how")}
         return replace(self.experiment, **others), self.put
 

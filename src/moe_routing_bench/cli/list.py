@@ -76,7 +76,7 @@ def describe_suites() -> list[dict[str, Any]]:
                 "document": ORIGINAL_PLAN if name.startswith("seed-") else None,
                 "purpose": inspect.getdoc(suite) or "",
                 "cells": len(cells),
-                "measured": None if measured is None else len({one.name for one in cases(name)} & measured),
+                "measured": None if measured is None else len({one.case for one in cases(name)} & measured),
                 "minutes": round(sum(map(estimate, cells)) / 60, 1),
             }
         )

@@ -90,7 +90,7 @@ def profile_block_command(
             fail(str(reason))
         if picture is not None and len(experiments) > 1:
             raise ValueError(
-                f"{name} is {len(experiments)} cases; a picture shows one, such as {chosen[0].name}"
+                f"{name} is {len(experiments)} cases; a picture shows one, such as {chosen[0].case}"
             )
         ranges = _nvtx() if nvtx else None
         if measure.device not in (None, "cpu") and not torch.cuda.is_available():

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from moe_routing_bench.bench.outcome import CellOutcome
@@ -86,15 +87,13 @@ def run_fleet(
     if not plan.todo:
         return
     writer = _Writer(store, plan, suite, roofs)
-    run = {"roofs": roofs, "on_progress": on_progress, "watch": writer.watch}
+    run = partial(executor.run, roofs=roofs, on_progress=on_progress, watch=writer.watch)
     if claim:
         worker = f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(4)}"
         leases = leases or Leases(store.objects, worker)
-        outcomes = _claimed(
-            plan, store, leases, lambda experiment: next(iter(executor.run([experiment], **run))), sleep
-        )  # type: ignore[arg-type]
+        outcomes = _claimed(plan, store, leases, lambda one: next(iter(run([one]))), sleep)
     else:
-        outcomes = executor.run(plan.todo, **run)  # type: ignore[arg-type]
+        outcomes = run(plan.todo)
     with writer:
         for outcome in outcomes:
             if writer.publish(outcome):

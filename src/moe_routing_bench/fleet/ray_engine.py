@@ -163,7 +163,7 @@ class RayExecutor:
         most = max(self._nodes().values(), default=0)
         if largest is not None and _cpus(largest) > most:
             raise ValueError(
-                f"{largest.name}: {largest.W} ranks need {_cpus(largest)} CPUs of one node, and the largest "
+                f"{largest.title}: {largest.W} ranks need {_cpus(largest)} CPUs of one node, and the largest "
                 f"node of the Ray cluster that measures cells has {most:g}"
             )
 
