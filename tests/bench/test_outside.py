@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from moe_routing_bench.bench.fork_server import PRELOAD, fork_server, server_pid, without_main_module
-from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.hosts import sandbox
-from moe_routing_bench.bench.hosts.secret_inputs import SecretInputs
 from moe_routing_bench.bench.hosts.freezing import GoneError, Strangers, cpu_seconds, freeze, thaw
 from moe_routing_bench.bench.hosts.memory import SharedMemory, places_for, read_memory, with_tensors
+from moe_routing_bench.bench.hosts.secret_inputs import SecretInputs
+from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.untrusted import read_file, receive
@@ -175,7 +175,10 @@ def test_everything_is_forked_from_one_server_that_knows_the_workers(monkeypatch
     for more in ((), ("moe_routing_bench.cli",)):
         assert fork_server(*more) is multiprocessing.get_context("forkserver")
     assert asked[0] == [*PRELOAD] and asked[1] == [*PRELOAD, "moe_routing_bench.cli"]
-    assert {"moe_routing_bench.bench.hosts.shared_worker", "moe_routing_bench.bench.hosts.isolated_worker"} <= {*PRELOAD}
+    assert {
+        "moe_routing_bench.bench.hosts.shared_worker",
+        "moe_routing_bench.bench.hosts.isolated_worker",
+    } <= {*PRELOAD}
     callers = [path for path in SOURCE.rglob("*.py") if "set_forkserver_preload" in path.read_text()]
     assert [path.name for path in callers] == ["fork_server.py"]
 

@@ -11,18 +11,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_routing_bench.bench import fork_server, kit, rounds
+from moe_routing_bench.bench import fork_server, kit, measure
 from moe_routing_bench.bench.floor import TOLERANCE, floor_seconds, raise_stored, too_fast
 from moe_routing_bench.bench.fork_server import server_harm, server_pid
+from moe_routing_bench.bench.hosts import shared_worker
+from moe_routing_bench.bench.hosts.children import Child
 from moe_routing_bench.bench.hosts.messages import Described
+from moe_routing_bench.bench.hosts.shared import SharedHost, check_clocks
 from moe_routing_bench.bench.outcome import SubjectOutcome
 from moe_routing_bench.bench.roofs import Roofs, measure_roofs, store_roofs, stored_roofs
 from moe_routing_bench.bench.runner import Progress, _held_to_both, run_cell
-from moe_routing_bench.bench.series import TWIN, Measured, beside
+from moe_routing_bench.bench.series import Series
 from moe_routing_bench.bench.spans.span import span_named, span_names
-from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.hosts.children import SubjectError, Worker
-from moe_routing_bench.bench.trial import _checks, check_clocks
+from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.trial import _checks
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.cli.tables import show_outcome
 from moe_routing_bench.conformance.check import Outcome
@@ -78,13 +80,14 @@ def test_stages_and_several_processes():
     assert outcome.rounds_by_process == (8, 8) and len(staged.samples) == outcome.rounds == 16
 
 
+def leaves_after_five(name):
+    leaver = Series("candidate", ImplementationRef(name=name))
+    return lambda self, done: [leaver] if done == 5 and leaver in self.lineup else []
+
+
 def test_who_left_one_set_of_processes_does_not_return_in_the_next(monkeypatch):
     """Its samples would be paired with other rounds of the baseline."""
-
-    def leaves_after_five(self, done):
-        return [1] if done == 5 and 1 in self.alive else []
-
-    monkeypatch.setattr(rounds._Repeat, "_who_leaves", leaves_after_five)
+    monkeypatch.setattr(measure._Rounds, "_who_leaves", leaves_after_five("gather_sum"))
     outcome = run_cell(cell_of("combine", "index_add", "gather_sum", "native", processes=2))
     assert [len(one.samples) for one in outcome.subjects] == [16, 5, 16]
     assert outcome.rounds_by_process == (8, 8)
@@ -258,14 +261,14 @@ def test_an_experiment_travels_as_json_and_refuses_what_is_none():
 
 def test_who_must_leave_for_want_of_time_keeps_its_place(monkeypatch):
     """Six rounds are too few for a verdict, but they rank."""
-    take = rounds._Repeat._round
+    take = measure._Rounds._take
 
-    def late_after_six(self, done, *, check):
-        take(self, done, check=check)
+    def late_after_six(self, series, done):
+        take(self, series, done)
         if done == 5:
             self.deadline = time.perf_counter()
 
-    monkeypatch.setattr(rounds._Repeat, "_round", late_after_six)
+    monkeypatch.setattr(measure._Rounds, "_take", late_after_six)
     outcome = run_cell(cell_of("combine", "index_add", "gather_sum", "native", min_rounds=20, max_rounds=20))
     assert [one.status for one in outcome.subjects] == [Status.PASSED] * 3
     assert [len(one.samples) for one in outcome.subjects] == [6, 6, 6]
@@ -274,30 +277,16 @@ def test_who_must_leave_for_want_of_time_keeps_its_place(monkeypatch):
         assert one.checked_timed_calls >= 1 and "6 rounds" in one.comparison.reason
 
 
-def test_who_is_dropped_for_want_of_time_leaves_no_processes():
-    repeat, ended = object.__new__(rounds._Repeat), list[int]()
-    repeat.experiment, repeat.alive = cell_of("combine", "index_add", "gather_sum", "native"), [0, 1, 2]
-    repeat.here = {0: [1.0], 1: [1.0], 2: [9.0], TWIN: [1.0], beside(2): [1.0]}
-    repeat.measured = Measured(samples=dict(repeat.here), calls={})
-    repeat.deadline = repeat.longest_round = 0.0
-    repeat.judge = SimpleNamespace(oracle_seconds=0.0)
-    repeat.protocol = SimpleNamespace(drop=ended.append)
-    assert repeat._why_stop() is None
-    assert repeat.measured.failed[2].status is Status.NO_TIME and repeat.alive == [0, 1]
-    assert ended == [2]
-
-
 def test_changed_weights_are_blamed_on_one_of_those_who_share_a_process(monkeypatch):
-    asked = []
+    asked, leaving = [], leaves_after_five("eager_loop")
 
-    def changed(worker, judge):
-        asked.append(worker)
-        raise SubjectError(Status.MUTATED_INPUT, "the experts' weights were not the same after its calls")
+    def changed(host):
+        if len(host.setup.trials) == 3:  # after the rounds
+            asked.append(host)
+            raise SubjectError(Status.MUTATED_INPUT, "the experts' weights were not the same after its calls")
 
-    monkeypatch.setattr(rounds, "check_weights", changed)
-    monkeypatch.setattr(
-        rounds._Repeat, "_who_leaves", lambda self, done: [1] if done == 5 and 1 in self.alive else []
-    )
+    monkeypatch.setattr(SharedHost, "check_weights", changed)
+    monkeypatch.setattr(measure._Rounds, "_who_leaves", leaving)
     outcome = run_cell(cell_of("expert_ffn", "staged", "eager_loop", "native"))
     assert [one.status for one in outcome.subjects] == [Status.MUTATED_INPUT] * 3
     for one in outcome.subjects:
@@ -315,7 +304,7 @@ def test_a_server_of_workers_that_was_slowed_is_noticed(monkeypatch):
     assert "priority" in server_harm()
     assert undone == [(os.PRIO_PROCESS, pid, usual.priority - 1)]
     with pytest.raises(SubjectError, match="priority"):
-        Worker(cell_of("combine", "gather_sum"), ())
+        Child(cell_of("combine", "gather_sum"), (), shared_worker.serve).ready()
 
 
 def test_a_record_names_the_checks_that_ran():
@@ -323,9 +312,10 @@ def test_a_record_names_the_checks_that_ran():
     (one,) = run_cell(cell_of("combine", "gather_sum")).subjects
     assert {"right on the kit's hard cases", "same bits twice", "no threads left"} <= {*one.checks}
     assert not {"weights unchanged", "time agrees with the parent's clock"} & {*one.checks}
-    setup = SimpleNamespace(experiment=cell_of("expert_ffn", "staged"), can_freeze=True)
+    mine = ImplementationRef(name="mine")
+    setup = SimpleNamespace(experiment=cell_of("expert_ffn", "staged"), can_freeze=True, outside={mine})
     careless = Described(label="mine", deterministic=False, reuses_output=True)
-    ran = _checks(ImplementationRef(name="mine"), careless, setup, True)
+    ran = _checks(mine, careless, setup)
     assert "weights unchanged" in ran and "time agrees with the parent's clock" in ran
     assert not {"same bits twice", "earlier results left alone", "no threads left"} & {*ran}
 
@@ -357,9 +347,10 @@ def test_only_our_own_code_is_remembered_in_a_file(monkeypatch, tmp_path):
 
 def test_long_calls_are_timed_one_at_a_time_and_without_one_before(monkeypatch):
     asked = []
-    sample = Worker.sample
-    monkeypatch.setattr(Worker, "sample", lambda self, **how: asked.append(how) or sample(self, **how))
-    monkeypatch.setattr("moe_routing_bench.bench.trial.LONG_CALL", 0.0)
+    sample = Child.sample
+    monkeypatch.setattr(Child, "sample", lambda self, **how: asked.append(how) or sample(self, **how))
+    for file in ("setup", "trial"):
+        monkeypatch.setattr(f"moe_routing_bench.bench.{file}.LONG_CALL", 0.0)
     outcome = run_cell(cell_of("combine", "index_add", "native"))
     assert [one.status for one in outcome.subjects] == [Status.PASSED] * 2
     assert asked and all(how["calls"] == 1 and not how["warm"] for how in asked)

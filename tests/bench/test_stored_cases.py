@@ -12,9 +12,9 @@ import torch
 
 from moe_routing_bench.bench.calls import Result
 from moe_routing_bench.bench.floor import floor_seconds, raise_stored, roof_seconds
+from moe_routing_bench.bench.hosts.secret_inputs import SecretInputs, use_weights, weights_of
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
-from moe_routing_bench.bench.hosts.secret_inputs import SecretInputs, use_weights, weights_of
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.roofs import Roofs, store_roofs, stored_roofs
 from moe_routing_bench.bench.spans.span import span_named, why_not_stored

@@ -9,18 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from command_line import mrb, mrb_json, refused
-from moe_routing_bench.bench import group as group_file
-from moe_routing_bench.bench import group_worker
-from moe_routing_bench.bench.calls import Result
-from moe_routing_bench.bench.hosts.ranks import TRIAL_CALLS, WARM_CALLS, Group, run_group
-from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.roofs import Roofs
+from moe_routing_bench.bench import measure as measure_file
+from moe_routing_bench.bench import setup as setup_file
+from moe_routing_bench.bench import trial as trial_file
+from moe_routing_bench.bench.clock import CacheFlusher
+from moe_routing_bench.bench.hosts import rank_worker, shared_worker
+from moe_routing_bench.bench.hosts.children import Child
+from moe_routing_bench.bench.hosts.ranks import RankGroup
 from moe_routing_bench.bench.measure import WARM_SAMPLES
+from moe_routing_bench.bench.roofs import Roofs
+from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.spans.parallel import STAGES, placement_of, span
 from moe_routing_bench.bench.spans.span import all_threads
-from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.cli.choosing import on_shared_threads
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.fleet.ray_engine import _cpus
@@ -44,7 +49,7 @@ def cell_of(*specs: str, W: int = 2, **more: str) -> Experiment:
 
 @pytest.mark.parametrize("W", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_every_transport_is_judged_and_timed(W: int) -> None:
-    outcome = run_group(cell_of(W=W))
+    outcome = run_cell(cell_of(W=W))
     names = [one.subject.name for one in outcome.subjects]
     assert names[0] == "all_to_all+all_to_all" and "hierarchical+hierarchical" in names
     for one in outcome.subjects:
@@ -62,102 +67,128 @@ def test_every_transport_is_judged_and_timed(W: int) -> None:
 
 @pytest.mark.parametrize("direction", ["train", "backward"])
 def test_gradients_are_judged_and_timed(direction: str) -> None:
-    outcome = run_group(cell_of(direction=direction))
+    outcome = run_cell(cell_of(direction=direction))
     for one in outcome.subjects:
         assert one.status is Status.PASSED, f"{one.label}: {one.reason}"
         assert tuple(one.stages) == STAGES[direction] and one.checked_timed_calls == 2
 
 
+def with_other_results(monkeypatch: pytest.MonkeyPatch, name: str, factor: float) -> None:
+    """The result of all ranks, one tensor of it multiplied."""
+    joined = RankGroup.file
+
+    def changed(self: RankGroup, file: str) -> Path:
+        tensors = load_file(path := joined(self, file))
+        save_file({**tensors, name: tensors[name] * factor}, path)
+        return path
+
+    monkeypatch.setattr(RankGroup, "file", changed)
+
+
 def test_a_wrong_gradient_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Group.result
-
-    def wrong(self: Group) -> Result:
-        result = right(self)
-        gradients = {**result.gradients, "experts.w_in_EDG": result.gradients["experts.w_in_EDG"] * 1.1}
-        return replace(result, gradients=gradients)
-
-    monkeypatch.setattr(Group, "result", wrong)
-    (one,) = run_group(cell_of("all_to_all+all_to_all", direction="train")).outcomes
+    with_other_results(monkeypatch, "gradient of experts.w_in_EDG", 1.1)
+    (one,) = run_cell(cell_of("all_to_all+all_to_all", direction="train")).outcomes
     assert one.status is Status.WRONG_VALUE and "gradient of experts.w_in_EDG" in one.reason
 
 
 def test_what_is_wrong_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Group.result
-
-    def wrong(self: Group) -> Result:
-        result = right(self)
-        return replace(result, out=result.out * 1.5)
-
-    monkeypatch.setattr(Group, "result", wrong)
-    outcome = run_group(cell_of("all_to_all+all_to_all"))
+    with_other_results(monkeypatch, "out", 1.5)
+    outcome = run_cell(cell_of("all_to_all+all_to_all"))
     assert [one.status for one in outcome.outcomes] == [Status.WRONG_VALUE] and outcome.rounds == 0
 
 
 def test_a_rank_that_dies_ends_its_subject_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    call, killed = Group.call, []
+    sample, taken = RankGroup.sample, list[int]()
 
-    def dying(self: Group, subject: int, number: int, **how):  # type: ignore[no-untyped-def]
-        if subject == 1 and number == 3 and not killed:
-            killed.append(subject)
-            self._processes[1].kill()
-        return call(self, subject, number, **how)
+    def dying(self: RankGroup, **how: Any) -> Any:
+        taken.append(how["subject"])
+        if how["subject"] == 1 and taken.count(1) == 2 + WARM_SAMPLES + 3:  # in the rounds
+            self.others[0]._process.kill()
+        return sample(self, **how)
 
-    monkeypatch.setattr(Group, "call", dying)
-    outcome = run_group(cell_of("all_to_all+all_to_all", "all_gather+all_gather"))
+    monkeypatch.setattr(RankGroup, "sample", dying)
+    outcome = run_cell(cell_of("all_to_all+all_to_all", "all_gather+all_gather"))
     first, second = outcome.subjects
     assert first.status is Status.PASSED and len(first.samples) == 8
     assert second.status in (Status.CRASHED, Status.RUNTIME_ERROR) and not second.samples
-    assert group_file.TRIAL_CALLS > 3
+    assert second.reason.startswith("rank ") and "during the rounds" in second.reason
 
 
 def test_ranks_keep_to_the_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a record says of caches, processes, threads and checks is what happened."""
     monkeypatch.setenv("MRB_HOME", str(tmp_path))
-    monkeypatch.setattr(group_file, "LONG_CALL", math.inf)
-    asked: list[tuple[int, int, dict[str, Any]]] = []
-    call, kit, begun = Group.call, Group.kit, list[int]()
-    kits: list[int] = []
+    for file in (setup_file, trial_file):
+        monkeypatch.setattr(file, "LONG_CALL", math.inf)
+    monkeypatch.setattr(measure_file, "WARM_CALL", math.inf)
+    asked: list[tuple[str, dict[str, Any]]] = []
+    ask, start, begun = RankGroup.ask, RankGroup.__init__, list[int]()
+
+    def asking(self: RankGroup, what: str, answer: type[Any], **how: Any) -> Any:
+        asked.append((what, how))
+        return ask(self, what, answer, **how)
+
+    monkeypatch.setattr(RankGroup, "ask", asking)
     monkeypatch.setattr(
-        Group, "call", lambda self, s, n, **how: asked.append((s, n, how)) or call(self, s, n, **how)
+        RankGroup, "__init__", lambda self, one, cores: begun.append(one.W) or start(self, one, cores)
     )
-    monkeypatch.setattr(Group, "kit", lambda self, s: kits.append(s) or kit(self, s))
-    start = Group.__init__
-    monkeypatch.setattr(Group, "__init__", lambda self, one: begun.append(one.W) or start(self, one))
     experiment = cell_of("all_to_all+all_to_all", "all_gather+all_gather")
     experiment = replace(experiment, cache="hot", processes=2)
-    outcome = run_group(experiment, roofs=ROOFS)
+    outcome = run_cell(experiment, roofs=ROOFS)
     for one in outcome.subjects:
         assert one.status is Status.PASSED, one.reason
-        assert {"memory poisoned", "right on the kit's hard cases"} <= {*one.checks}
+        assert {"memory poisoned", "right on the kit's hard cases", "inputs unchanged"} <= {*one.checks}
+        assert "weights unchanged" not in one.checks
         assert len(one.samples) == 16 and one.roof_seconds is not None
     assert outcome.rounds_by_process == (8, 8) and begun == [2, 2]
+    kits = [how["subject"] for what, how in asked if what == "kit"]
     assert kits == [0, 1], "each once, and then it is known"
-    trial = [how for _, number, how in asked if WARM_CALLS > number >= TRIAL_CALLS]
-    assert [how["poison"] for how in trial] == [False, True, True] * 2
-    assert len([number for _, number, _ in asked if number >= WARM_CALLS]) == 2 * 2 * WARM_SAMPLES
-    timed = [how for _, number, how in asked if number < TRIAL_CALLS]
-    assert len(timed) == 3 * 16 and all(how["warm"] is not None for how in timed)
+    assert [how["poison"] for what, how in asked if what == "gate"] == [False, True, True] * 2
+    prepared = [how for what, how in asked if what == "prepare"]
+    # two to calibrate each; warm-ups, rounds and a last judged one in both sets of processes
+    assert len(prepared) == 2 * 2 + 2 * (3 * WARM_SAMPLES + 3 * 8 + 2)
+    assert all(how["warm"] and how["calls"] == 1 for how in prepared)
     assert any("2 threads in all" in note for note in outcome.notes)
 
 
-@pytest.mark.parametrize("cache", ["cold", "weights-cold"])
-def test_caches_of_ranks_are_cold_if_that_was_asked_for(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cache", ["hot", "cold", "weights-cold"])
+def test_caches_of_ranks_are_as_was_asked_for(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all ranks meet before the clock starts."""
     done: list[str] = []
-
-    class Watched:
-        def flush(self) -> None:
-            done.append("flushed")
-
-    monkeypatch.setattr(group_worker, "CacheFlusher", Watched)
-    monkeypatch.setattr(group_worker, "touch", lambda values, weights: done.append("touched"))
-    monkeypatch.setattr(group_worker.dist, "barrier", lambda: done.append("met"))
-    experiment = replace(cell_of("all_to_all+all_to_all", W=1), workload="uniform")
-    rank = object.__new__(group_worker._Rank)
-    rank.experiment, rank.inputs = replace(experiment, cache=cache), Inputs(experiment)
-    rank.ranks, rank.flusher, rank._layers = Ranks(placement_of(SHAPE.E, 1)), Watched(), {}
+    monkeypatch.setattr(CacheFlusher, "__init__", lambda self: None)
+    monkeypatch.setattr(CacheFlusher, "flush", lambda self: done.append("flushed"))
+    monkeypatch.setattr(shared_worker, "touch", lambda values, weights: done.append("touched"))
+    monkeypatch.setattr(rank_worker.dist, "barrier", lambda: done.append("met"))
+    experiment = replace(cell_of("all_to_all+all_to_all", W=1), workload="uniform", cache=cache)
+    rank = object.__new__(rank_worker._Rank)
+    rank._take(experiment, None)
+    rank.clock = shared_worker.clock_for("cpu", "host_wall")
+    rank.ranks = Ranks(placement_of(SHAPE.E, 1))
+    rank.flusher = None if cache == "hot" else rank_worker._FlushTogether()
     with torch.no_grad():
-        rank.call(0, 3, 0, keep=False, warm=None, poison=True)
-    assert done == {"cold": ["flushed", "met"], "weights-cold": ["flushed", "met", "touched", "met"]}[cache]
+        rank.prepare(0, first=100, step=0, calls=1, keep=-1, warm=True)
+        answer = rank.go()
+    before = {"hot": ["met"], "cold": ["flushed", "met"], "weights-cold": ["flushed", "met", "touched"]}
+    assert done == [*before[cache], "met"]
+    assert len(answer["stamps"]) == 1 + len(STAGES["forward"]) and answer["stamps"] == sorted(
+        answer["stamps"]
+    )
+
+
+def test_what_every_rank_has_must_be_the_same(tmp_path: Path) -> None:
+    def group_of(*ranks: dict[str, Tensor]) -> RankGroup:
+        group = object.__new__(RankGroup)
+        group.others = [object.__new__(Child) for _ in ranks[1:]]
+        for number, (child, tensors) in enumerate(zip((group, *group.others), ranks, strict=True)):
+            child.scratch = tmp_path / str(number)
+            child.scratch.mkdir(exist_ok=True)
+            save_file(tensors, child.scratch / "first.safetensors")
+        return group
+
+    one, other = ({"out": torch.full((2, 1), float(n)), "gradient of router": torch.ones(3)} for n in (0, 1))
+    whole = load_file(group_of(one, other).file("first"))
+    assert whole["out"].flatten().tolist() == [0, 0, 1, 1] and whole["gradient of router"].tolist() == [1] * 3
+    with pytest.raises(SubjectError, match="gradient of router"):
+        group_of(one, {**other, "gradient of router": torch.zeros(3)}).file("first")
 
 
 def test_threads_are_those_of_a_rank() -> None:
@@ -165,7 +196,7 @@ def test_threads_are_those_of_a_rank() -> None:
     experiment = replace(experiment, threads=2)
     assert all_threads(experiment) == 4 and _cpus(experiment) == 4
     layer = replace(experiment, span="layer", implementations=(ImplementationRef(name="staged"),))
-    assert layer.all_threads == 2, "one process, whatever the workload's ranks"
+    assert all_threads(layer) == 2, "one process, whatever the workload's ranks"
     shared = on_shared_threads([experiment, layer, replace(experiment, W=4)])
     assert [one.threads for one in shared] == [1, 2, 1]
 
@@ -178,7 +209,7 @@ def test_what_cannot_be_measured_says_why(tmp_path: Path) -> None:
         (padded, "only the compact layout"),
         (cell_of("all_to_all+all_to_all", W=3), "cannot be placed on 3 ranks"),
     ):
-        (one,) = run_group(experiment).outcomes
+        (one,) = run_cell(experiment).outcomes
         assert one.status is Status.UNSUPPORTED and words in one.reason
 
 
