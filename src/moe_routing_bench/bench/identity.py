@@ -52,7 +52,7 @@ SETTINGS = {
 }
 # of those, what decides nothing, and why
 SETTINGS_WITHOUT_EFFECT = {
-    "OMP_NUM_THREADS": "a worker uses the threads of its policy, which is in the key (settle)",
+    "OMP_NUM_THREADS": "a worker uses the experiment's threads, which are in the key (settle)",
     "MKL_NUM_THREADS": "the same",
     "TORCHINDUCTOR_COMPILE_THREADS": "a worker sets it to 1",
     "TORCHINDUCTOR_CACHE_DIR": "where compiled code is kept; its content is keyed by the source",

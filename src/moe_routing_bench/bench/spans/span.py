@@ -140,7 +140,7 @@ class Span:
         for place, op in enumerate(ops):
             ours = [one for one in find_all(op, configs=True, only=BUILT_IN) if one.implementation]
             outside = [name for name in op.names() if op.origin(name) != BUILT_IN]
-            for spec in [*(one.name for one in ours), *outside]:
+            for spec in [*(one.spec for one in ours), *outside]:
                 varied = [*defaults[:place], spec, *defaults[place + 1 :]]
                 names = varied if spec in outside else [p.label for p in self.parts("+".join(varied))]
                 labels.setdefault(tuple(names), varied)
