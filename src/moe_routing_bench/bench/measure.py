@@ -66,7 +66,7 @@ def measure(setup: Setup, shared: Host, alive: Sequence[ImplementationRef], on_r
         done = sum(measured.rounds_by_process)
         lineup = [series for series, seen in measured.samples.items() if len(seen.seconds) == done]
         isolation = Isolation(setup)
-        rounds = _Rounds(setup, alive, lineup, hosts_for(setup, shared, isolation, lineup), measured)
+        rounds = _Rounds(setup, tuple(alive), lineup, hosts_for(setup, shared, isolation, lineup), measured)
         try:
             if process:
                 shared.end()  # a published figure wants new processes
@@ -404,19 +404,17 @@ class MemoryWatch:
     """Does a series keep memory from call to call?"""
 
     def __init__(self) -> None:
-        self._grown: dict[Series, int] = {}
-        self._least: dict[Series, int] = {}  # when its rounds began
+        self._seen: dict[Series, tuple[int, int]] = {}  # bytes when its rounds began, and kept since then
 
     def check(self, series: Series, reading: Reading) -> None:
-        least = self._least.setdefault(series, reading.rss_before)
-        grown = self._grown.get(series, 0) + reading.rss_after - reading.rss_before
-        self._grown[series] = grown
+        began, kept = self._seen.get(series, (reading.rss_before, 0))
+        kept += reading.rss_after - reading.rss_before
+        self._seen[series] = began, kept
         # in a shared process one may fill what another freed, so the process itself must have grown too
-        if grown > LEAK_BYTES and reading.rss_after - least > LEAK_BYTES:
-            reason = f"it keeps memory from call to call: {grown / 2**30:.1f} GiB over the rounds"
+        if kept > LEAK_BYTES and reading.rss_after - began > LEAK_BYTES:
+            reason = f"it keeps memory from call to call: {kept / 2**30:.1f} GiB over the rounds"
             raise SubjectError(Status.SUSPECT, reason)
 
     def forget(self, series: Series) -> None:
         """Its process is a new one."""
-        self._grown.pop(series, None)
-        self._least.pop(series, None)
+        self._seen.pop(series, None)

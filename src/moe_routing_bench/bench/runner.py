@@ -67,6 +67,7 @@ class Progress:
 
 OnProgress = Callable[[Progress], None]
 WorkAndLoad = tuple[Cost, Load]  # for one ImplementationRef.question
+Floors = Mapping[ImplementationRef, float | None]
 ROUNDS_TO_RANK = 5
 OVER = "the time was over before this case; --seconds gives more"
 
@@ -122,24 +123,19 @@ def run_cell(
         try:
             with budget.paused():
                 compile_first([experiment], lambda what: on_progress(_progress(what, budget)))
-            roofline = {
-                s: Roofline(
-                    floor=floor_seconds(experiment, facts[s.question][0], roofs),
-                    roof=roof_seconds(experiment, s, facts[s.question][0], roofs),
-                    busy=roofs is not None and bool(roofs.busy),
-                )
-                for s in experiment.implementations
+            floors = {
+                s: floor_seconds(experiment, facts[s.question][0], roofs) for s in experiment.implementations
             }
-            _try_all(shared, roofline, on_progress)
+            _try_all(shared, floors, on_progress)
             alive = [subject for subject, trial in setup.trials.items() if trial.passed]
             if for_rounds is not None:
                 budget.leave(for_rounds(_deciding_seconds(setup, alive)))
-            measured = _rounds(shared, alive, roofline, on_progress)
+            measured = _rounds(shared, alive, floors, on_progress)
             if not ranked(experiment):
                 shared.leave({s: t.call_seconds for s, t in setup.trials.items() if t.call_seconds})
         finally:
             shared.end()
-    outcomes = _outcomes(setup, measured, alive, facts, roofline)
+    outcomes = _outcomes(setup, measured, alive, facts, floors, roofs)
     return CellOutcome(
         experiment=experiment,
         identity=identity,
@@ -157,15 +153,6 @@ def run_cell(
             *_beaten_roofs(outcomes),
         ),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roofline:
-    """The least seconds of a call (floor.py). floor: nothing honest is below; roof: as well as we know it."""
-
-    floor: float | None
-    roof: float | None
-    busy: bool  # they are those of a busy machine
 
 
 def _shared_host(setup: Setup, ours: tuple[ImplementationRef, ...], reuse: Reuse) -> SharedHost:
@@ -186,9 +173,7 @@ def _cores(experiment: Experiment, inputs: Inputs, reuse: Reuse) -> tuple[int, .
     return quiet_cores(all_threads(experiment))
 
 
-def _try_all(
-    shared: SharedHost, roofline: Mapping[ImplementationRef, Roofline], on_progress: OnProgress
-) -> None:
+def _try_all(shared: SharedHost, floors: Floors, on_progress: OnProgress) -> None:
     """A trial of every subject, as long as those before it can still have their few rounds; of the second,
     as long as there is any time."""
     setup, trials = shared.setup, shared.setup.trials
@@ -208,7 +193,7 @@ def _try_all(
         trials[subject] = trial = try_alone(shared, subject)
         if trial.passed:
             setup.best_seconds = min(setup.best_seconds, trial.call_seconds)
-    _hold_to_the_floor(setup, {s: t.call_seconds for s, t in trials.items() if t.passed}, roofline)
+    _hold_to_the_floor(setup, {s: t.call_seconds for s, t in trials.items() if t.passed}, floors)
 
 
 def _no_time(subject: ImplementationRef, reason: str) -> Trial:
@@ -216,10 +201,7 @@ def _no_time(subject: ImplementationRef, reason: str) -> Trial:
 
 
 def _rounds(
-    shared: SharedHost,
-    alive: list[ImplementationRef],
-    roofline: Mapping[ImplementationRef, Roofline],
-    on_progress: OnProgress,
+    shared: SharedHost, alive: list[ImplementationRef], floors: Floors, on_progress: OnProgress
 ) -> Measured | None:
     """Rounds over `alive`, from which failures are removed; again without the baseline if that fails."""
     setup = shared.setup
@@ -239,7 +221,7 @@ def _rounds(
             _fail(setup, subject, failure)
             alive.remove(subject)
         times = {s: median(measured.samples[measured.of(s)].seconds) for s in alive}
-        _hold_to_the_floor(setup, times, roofline)
+        _hold_to_the_floor(setup, times, floors)
         alive[:] = [subject for subject in alive if setup.trials[subject].passed]
         if alive and alive[0] == measured.baseline.implementation:
             return measured
@@ -325,7 +307,7 @@ def _not_run(
 
 def _outcomes(
     setup: Setup, measured: Measured | None, alive: list[ImplementationRef],
-    facts: Mapping[Question, WorkAndLoad], roofline: Mapping[ImplementationRef, Roofline],
+    facts: Mapping[Question, WorkAndLoad], floors: Floors, roofs: Roofs | None,
 ) -> tuple[SubjectOutcome, ...]:  # fmt: skip
     """Of all subjects, then of the further copies of the baseline."""
     outcomes = []
@@ -349,12 +331,9 @@ def _outcomes(
         }
         if trial.passed and measured is not None:
             series = measured.of(subject)
-            seen, least = measured.samples[series], roofline[subject]
-            wire = (
-                span_named(setup.experiment.span).wire(subject, setup.judge.inputs)
-                if ranked(setup.experiment)
-                else None
-            )
+            seen = measured.samples[series]
+            least = roof_seconds(setup.experiment, subject, cost, roofs)
+            wire = setup.judge.span.wire(subject, setup.judge.inputs)
             about |= {
                 "role": series.role,
                 "checks": trial.checks,
@@ -362,9 +341,9 @@ def _outcomes(
                 "checked_timed_calls": seen.checked,
                 "samples": tuple(seen.seconds),
                 "stages": seen.stage_medians(),
-                "floor_seconds": least.floor,
-                "roof_seconds": least.roof,
-                "roof_busy": least.busy and least.roof is not None,
+                "floor_seconds": floors[subject],
+                "roof_seconds": least,
+                "roof_busy": least is not None and roofs is not None and bool(roofs.busy),
                 "wire": None if wire is None else Wire(sent=wire[0], least=wire[1]),
             }
             if trial.verdict is not None:
@@ -444,10 +423,7 @@ def work_and_load(span: Span, subject: ImplementationRef, inputs: Inputs) -> Wor
     return cost.times(flops=flops, bytes=moved), load
 
 
-def _hold_to_the_floor(
-    setup: Setup, times: Mapping[ImplementationRef, float], roofline: Mapping[ImplementationRef, Roofline]
-) -> None:
-    floors = {subject: one.floor for subject, one in roofline.items()}
+def _hold_to_the_floor(setup: Setup, times: Mapping[ImplementationRef, float], floors: Floors) -> None:
     for subject, reason in too_fast(times, floors, setup.outside).items():
         setup.trials[subject] = replace(setup.trials[subject], status=Status.SUSPECT, reason=reason)
 

@@ -125,7 +125,7 @@ class Setup:
 
     def slow_ones(self, alive: Sequence[ImplementationRef]) -> set[ImplementationRef]:
         """Subjects so much slower than the best that a few rounds show it; none with the policy's `all`."""
-        best = min(self.trials[s].call_seconds for s in alive)
+        best = min((self.trials[s].call_seconds for s in alive), default=0.0)
         if self.experiment.all:
             return set()
         return {s for s in alive[1:] if self.trials[s].call_seconds > SLOW * best}

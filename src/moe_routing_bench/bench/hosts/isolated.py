@@ -22,9 +22,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Literal
 
-from moe_routing_bench.bench.calls import Result
 from moe_routing_bench.bench.fork_server import server_pid
-from moe_routing_bench.bench.hosts.checking import Checker
 from moe_routing_bench.bench.hosts.freezing import Strangers
 from moe_routing_bench.bench.hosts.host import Reading, Turn
 from moe_routing_bench.bench.hosts.seats import Drawn, Seat, Secret
@@ -76,18 +74,12 @@ class IsolatedHost:
         self.isolation, self.setup, self.pair = isolation, isolation.setup, pair
         self.trusted = frozenset(one for one in pair if one.implementation not in self.setup.outside)
         self.same_question = len({one.implementation.question for one in pair}) == 1
-        self.calls = dict.fromkeys(pair, 1)  # in a sample
         self.seats: dict[Series, Seat] = {}
-        self.checkers: dict[Series, Checker] = {}
         self.round: int | None = None  # its turns begin with this number
         self.numbers: list[int] = []
         self.steps: list[int] = []
         self.drawn: dict[Question, Drawn] = {}
-        self.results: dict[Series, list[Result]] = {}
         self.rounds = self.compared = 0
-        self.judged = dict.fromkeys(pair, 0)
-        self.cost, self.taken_off = dict.fromkeys(pair, 0.0), dict.fromkeys(pair, 0.0)
-        self.sample_seconds: dict[Series, list[float]] = {series: [] for series in pair}
         self._started, self._oracle_seconds = time.perf_counter(), 0.0
 
     @property
@@ -105,25 +97,23 @@ class IsolatedHost:
         return False
 
     def sample(self, turn: Turn) -> Reading:
-        series = turn.series
-        self.prepare(series)
+        self.prepare(turn.series)
         if turn.first != self.round:
             self._open_round(turn.first)
-        seat = self.seats[series]
+        seat = self.seats[turn.series]
         before = seat.child.vitals()
-        with _blaming(series):
+        with _blaming(turn.series):
             question = seat.subject.question
             if question not in self.drawn:
                 self.drawn[question] = seat.draw(self.numbers, self.steps)
-            seconds, tensors = seat.sample(self.drawn[question].first(self.calls[series], seat.slot_bytes))
-            self.results[series] = [self.checkers[series].result(one) for one in tensors]
-        self.sample_seconds[series].append(seconds)
+            seconds, tensors = seat.sample(self.drawn[question].first(seat.calls, seat.slot_bytes))
+            seat.results = [seat.checker.result(one) for one in tensors]
         if left := self.isolation.end_strangers():
             raise SubjectError(Status.SUSPECT, f"it left {left} processes running")
         return Reading(
             # at least half is left: code that suddenly does nothing must not get a time of nothing
-            seconds=max(seconds - self.taken_off[series], seconds / 2) / self.calls[series],
-            calls=self.calls[series], parent_seconds=seconds, rss_before=before.rss_bytes,
+            seconds=max(seconds - seat.taken_off, seconds / 2) / seat.calls,
+            calls=seat.calls, parent_seconds=seconds, rss_before=before.rss_bytes,
             rss_after=seat.child.vitals().rss_bytes,
             # new threads may wait in a frozen process; those that work are seen by their CPU time
         )  # fmt: skip
@@ -131,30 +121,32 @@ class IsolatedHost:
     def judge(self, turn: Turn) -> int:
         """Compare all results with the partner's. Some are judged in full, by lot; and what should be kept,
         unless one was before."""
-        series, before = turn.series, self.judged[turn.series]
+        series, seat = turn.series, self.seats[turn.series]
+        before = seat.judged
         with _blaming(series):
             if series not in self.trusted:
                 self._judge_by_lot(series)
-                if turn.keep is not None and not self.judged[series]:
-                    self._judge(series, self._any_call(series))
+                if turn.keep is not None and not seat.judged:
+                    self._judge(series, self._any_call(seat))
         self._compare()
-        return self.judged[series] - before
+        return seat.judged - before
 
     def finish(self, series: Series) -> str:
-        if series.implementation not in self.setup.outside:
+        if series in self.trusted:
             return ""
-        sample = median(self.sample_seconds[series]) if self.sample_seconds[series] else math.inf
+        seat = self.seats[series]
+        sample = median(seat.seconds)
         checked = (
             f"each of its {self.compared} timed results was compared with the baseline's"
             if self._partner(series) is not None
             else "its results have no trusted one to be compared with"
         )
-        cost, kept = self.cost[series], "taken off" if self.taken_off[series] else "not taken off"
+        kept = "taken off" if seat.taken_off else "not taken off"
         return (
             f"{series.implementation.name} is from outside: timed by the parent's clock, which costs "
-            f"{1e6 * cost:.0f} us of a sample of {1e3 * sample:.3g} ms "
-            f"({100 * cost / sample:.1f} %, {kept}); "
-            f"{checked}, and {self.judged[series]} were judged in full: it is as accurate as "
+            f"{1e6 * seat.cost:.0f} us of a sample of {1e3 * sample:.3g} ms "
+            f"({100 * seat.cost / sample:.1f} %, {kept}); "
+            f"{checked}, and {seat.judged} were judged in full: it is as accurate as "
             f"{self.setup.experiment.dtype}, in whatever type it computes"
         )
 
@@ -172,8 +164,6 @@ class IsolatedHost:
     def _move_in(self) -> None:
         """Start both processes; then choose how many calls make the protocol's cost small."""
         secret, trials = self.isolation.secret, self.setup.trials
-        for one in self.pair:
-            self.checkers[one] = Checker(secret.judge, secret.right(one.implementation))
         seconds = {one: trials[one.implementation].call_seconds for one in self.pair}
         single = self.setup.experiment.cache != "hot"
         single = single or any(trials[one.implementation].about.reuses_output for one in self.pair)
@@ -189,10 +179,9 @@ class IsolatedHost:
         cost = min(quiet.empty(1)) / MAX_COST
         for series, seat in self.seats.items():
             most, shortest = (seat.most_calls, seconds[series]) if apart else (together, fast)
-            self.calls[series] = calls = max(1, min(most, math.ceil(cost / shortest)))
-            self.cost[series] = median(quiet.empty(min(calls, quiet.most_calls)))
-            enough = self.cost[series] <= 2 * MAX_COST * calls * shortest
-            self.taken_off[series] = self.cost[series] if enough else 0.0
+            seat.calls = max(1, min(most, math.ceil(cost / shortest)))
+            seat.cost = median(quiet.empty(min(seat.calls, quiet.most_calls)))
+            seat.taken_off = seat.cost if seat.cost <= 2 * MAX_COST * seat.calls * shortest else 0.0
 
     def _apart(self, seconds: Mapping[Series, float]) -> bool:
         """Is the trusted one several times as fast? Else both make the same number of calls: the first of a
@@ -201,11 +190,13 @@ class IsolatedHost:
         return slow not in self.trusted and seconds[slow] > NEAR * min(seconds.values())
 
     def _open_round(self, first: int) -> None:
-        calls = 1 + max(self.calls.values())  # the first is the hot call
+        calls = 1 + max(seat.calls for seat in self.seats.values())  # the first is the hot call
         self.round, self.numbers = first, list(self.isolation.secret.numbers(calls))
         self.steps = [(self.rounds + c) % ROUTINGS for c in range(calls)]
         self.rounds += 1
-        self.drawn, self.results = {}, {}
+        self.drawn = {}
+        for seat in self.seats.values():
+            seat.results = []
 
     def _partner(self, series: Series) -> Series | None:
         """The trusted series whose results this one's are compared with."""
@@ -214,43 +205,43 @@ class IsolatedHost:
 
     def _compare(self) -> None:
         """Compare all calls of a round as soon as both have made them."""
-        for series in self.pair:
+        for series, seat in self.seats.items():
             partner = self._partner(series)
-            if series in self.trusted or partner is None or not {series, partner} <= self.results.keys():
+            theirs = [] if partner is None else self.seats[partner].results
+            if series in self.trusted or not (seat.results and theirs):
                 continue
-            mine, theirs = self.results[series], self.results[partner]
             drawn = next(iter(self.drawn.values()))
-            for call, args in enumerate(drawn.args[1 : 1 + self.calls[series]]):
-                if not self.checkers[series].alike(mine[call], theirs[call], args):
+            for call, args in enumerate(drawn.args[1 : 1 + seat.calls]):
+                if not seat.checker.alike(seat.results[call], theirs[call], args):
                     with _blaming(series):
                         self._judge(series, call)
-            self.compared += self.calls[series]
+            self.compared += seat.calls
 
     def _judge_by_lot(self, series: Series) -> None:
         """Judge a call in full if the lot says so; without a partner, as many calls as time allows."""
-        experiment, dice = self.setup.experiment, self.isolation.secret.random
+        experiment, dice, seat = self.setup.experiment, self.isolation.secret.random, self.seats[series]
         drawn = dice.random() < experiment.checked / max(experiment.min_rounds, self.rounds)
-        if drawn and (self._may_judge() or not self.judged[series]):
-            self._judge(series, self._any_call(series))
+        if drawn and (self._may_judge() or not seat.judged):
+            self._judge(series, self._any_call(seat))
         if self._partner(series) is None:
-            for call in dice.sample(range(self.calls[series]), self.calls[series]):
+            for call in dice.sample(range(seat.calls), seat.calls):
                 if not self._may_judge():
                     return
                 self._judge(series, call)
 
-    def _any_call(self, series: Series) -> int:
-        return self.isolation.secret.random.randrange(self.calls[series])
+    def _any_call(self, seat: Seat) -> int:
+        return self.isolation.secret.random.randrange(seat.calls)
 
     def _may_judge(self) -> bool:
         return self._oracle_seconds <= ORACLE_SHARE * (time.perf_counter() - self._started)
 
     def _judge(self, series: Series, call: int) -> None:
-        started, subject = time.perf_counter(), series.implementation
-        self.checkers[series].judge_in_full(
-            self.results[series][call], self.numbers[call + 1], self.steps[call + 1], subject,
+        started, subject, seat = time.perf_counter(), series.implementation, self.seats[series]
+        seat.checker.judge_in_full(
+            seat.results[call], self.numbers[call + 1], self.steps[call + 1], subject,
             self.setup.trials[subject].about.ties,
         )  # fmt: skip
-        self.judged[series] += 1
+        seat.judged += 1
         self._oracle_seconds += time.perf_counter() - started
 
 

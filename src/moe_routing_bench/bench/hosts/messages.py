@@ -70,11 +70,6 @@ class Loaded(Reply):
     files: Annotated[tuple[Text, ...], Field(max_length=1_000, strict=False)]
 
 
-class HandedOver(Reply):
-    wrong_type: Text
-    print: Text
-
-
 class Calibrated(Reply):
     calls: Annotated[int, Field(ge=1, le=256)]
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from moe_routing_bench.bench.calls import GRADIENT
 from moe_routing_bench.bench.hosts import rank_worker
 from moe_routing_bench.bench.hosts.children import LOG_TAIL, A, Child, Vitals
-from moe_routing_bench.bench.hosts.messages import Called, HandedOver, Ready, Timed
+from moe_routing_bench.bench.hosts.messages import Called, Ready, Timed
 from moe_routing_bench.bench.hosts.shared import SharedHost
 from moe_routing_bench.bench.spans.parallel import STAGES
 from moe_routing_bench.bench.status import Status, SubjectError
@@ -146,11 +146,10 @@ def _together(answers: list[Any], stages: tuple[str, ...]) -> dict[str, Any]:
         whole["seconds"] = float(ends[-1] - ends[0])
         if isinstance(answers[0], Timed):
             whole["stages"] = dict(zip(stages, np.diff(ends).tolist(), strict=True))
-    if isinstance(answers[0], (Called, HandedOver)):
+    if isinstance(answers[0], Called):
         whole["wrong_type"] = next((answer.wrong_type for answer in answers if answer.wrong_type), "")
         same = all(answer.print == answers[0].print for answer in answers)
         whole["print"] = answers[0].print if same else "one of the ranks changed its inputs"
-    if isinstance(answers[0], Called):
         whole["aliases"] = any(answer.aliases for answer in answers)
         whole["changed"] = tuple(sorted({name for answer in answers for name in answer.changed}))
     return whole

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.bench.calls import value_of
+from moe_routing_bench.bench.calls import Result, value_of
+from moe_routing_bench.bench.hosts.checking import Checker
 from moe_routing_bench.bench.hosts.isolated_child import IsolatedChild
 from moe_routing_bench.bench.hosts.memory import Place, SharedMemory, places_for, places_to_json
 from moe_routing_bench.bench.hosts.secret_inputs import SecretInputs, use_weights, weights_of
@@ -137,6 +138,11 @@ class Seat:
         self.child = IsolatedChild(experiment, secret.setup.cores, json.dumps(plan), fds)
         self.child.limit = secret.setup.limit
         self.too_many: list[float] = []  # cores used, in samples that used more than allowed
+        self.checker = Checker(secret.judge, secret.right(subject))
+        self.calls, self.judged = 1, 0  # in a sample; in full
+        self.cost = self.taken_off = 0.0  # seconds of waking and freezing in a sample
+        self.seconds: list[float] = []  # of each sample
+        self.results: list[Result] = []  # of the calls of this round
 
     def draw(self, numbers: Sequence[int], steps: Sequence[int]) -> Drawn:
         """The arguments of calls, and the bytes of their slots."""
@@ -168,6 +174,7 @@ class Seat:
             raise SubjectError(Status.SUSPECT, f"{len(timed.results)} results of {calls} calls")
         right = self.secret.right(self.subject).baseline
         most = sum(t.numel() * 8 for t in tensors_in((right.out, dict(right.gradients))))
+        self.seconds.append(timed.seconds)
         return timed.seconds, self.child.read(timed.results, most)
 
     def empty(self, calls: int) -> list[float]:

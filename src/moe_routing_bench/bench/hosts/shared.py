@@ -16,7 +16,7 @@ from typing import Literal
 from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.bench.hosts.children import Child
 from moe_routing_bench.bench.hosts.host import Reading, Turn
-from moe_routing_bench.bench.hosts.messages import Called, HandedOver, StagesTimed, Weights
+from moe_routing_bench.bench.hosts.messages import Called, StagesTimed, Weights
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs
 from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.series import Series
@@ -77,7 +77,7 @@ class SharedHost:
     def __init__(self, setup: Setup, subjects: tuple[ImplementationRef, ...], reuse: Reuse | None = None):
         self.setup, self.subjects, self.reuse = setup, subjects, reuse or Reuse()
         self._child: Child | None = None
-        self._handed: HandedOver | None = None
+        self._handed: Called | None = None
         self._spans: dict[Series, list[Span]] = {}
 
     @property
@@ -117,7 +117,7 @@ class SharedHost:
         )  # fmt: skip
         self._spans.setdefault(turn.series, []).append((timed.seconds, seen))
         if turn.keep is not None:
-            self._handed = child.ask("hand_over", HandedOver, subject=place, name="timed")
+            self._handed = child.ask("hand_over", Called, subject=place, name="timed")
         after = child.vitals()
         return Reading(
             seconds=timed.seconds / turn.calls, calls=turn.calls, parent_seconds=seen, stages=timed.stages,
@@ -187,7 +187,7 @@ class SharedHost:
 
 
 def check_call(
-    child: Child, judge: Judge, answer: Called | HandedOver, *,
+    child: Child, judge: Judge, answer: Called, *,
     name: str, number: int, step: int, subject: ImplementationRef, ties: str,
 ) -> Verdict | None:  # fmt: skip
     """Checks a call whose result was handed over: type, inputs after the call, values."""

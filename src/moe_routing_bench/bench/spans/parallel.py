@@ -86,7 +86,7 @@ class ParallelSpan(LayerSpan):
 
     def wire(self, subject: ImplementationRef, inputs: Inputs) -> tuple[int, int] | None:
         transport = self.named(subject.name)[0][1]
-        if transport not in TRANSPORTS:
+        if inputs.experiment.W == 1 or transport not in TRANSPORTS:
             return None
         plan, tokens_W = inputs.at(0, 0, "compact").plan, inputs.workload(0).tokens_W
         expert_TK, ends = plan.expert_TK().numpy(), np.cumsum([0, *tokens_W])
