@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -172,6 +176,28 @@ def test_caches_of_ranks_are_as_was_asked_for(cache: str, monkeypatch: pytest.Mo
     assert len(answer["stamps"]) == 1 + len(STAGES["forward"]) and answer["stamps"] == sorted(
         answer["stamps"]
     )
+
+
+def test_ranks_die_with_their_parent() -> None:
+    code = (
+        "import sys, time\n"
+        "from moe_routing_bench.bench.hosts.ranks import RankGroup\n"
+        "from moe_routing_bench.workloads.experiment import Experiment\n"
+        "group = RankGroup(Experiment.from_json(sys.argv[1]), ()).ready()\n"
+        "print(*(child.pid for child in (group, *group.others)), flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    words = [sys.executable, "-c", code, cell_of("all_to_all+all_to_all").to_json()]
+    parent = subprocess.Popen(words, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
+    parent.kill()
+    parent.communicate()
+    until = time.monotonic() + 60
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(map(psutil.pid_exists, pids))
 
 
 def test_what_every_rank_has_must_be_the_same(tmp_path: Path) -> None:

@@ -339,6 +339,8 @@ class RealTimes:
             measured = measure(setup, shared, experiment.implementations, lambda rounds, now: None)
         except BaselineError as blame:
             raise FailedTrialError(f"{blame.failure.status}: {blame.failure.reason}") from None
+        finally:
+            shared.end()
         for failure in measured.failed.values():
             raise FailedTrialError(f"{failure.status}: {failure.reason}")
         seen = [measured.samples[measured.of(subject)] for subject in experiment.implementations]

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from moe_routing_bench.bench.series import Series
+
+Clock: TypeAlias = Literal["child", "parent"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +55,7 @@ class Host(Protocol):
     clock: "child" if the process that runs the code also times it, "parent" if nothing in it is trusted
     """
 
-    @property
-    def clock(self) -> Literal["child", "parent"]: ...
+    clock: Clock
 
     def prepare(self, series: Series) -> bool:
         """Start what it needs. Has its code made calls there before?"""

@@ -20,11 +20,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
-from typing import Literal
 
 from moe_routing_bench.bench.fork_server import server_pid
 from moe_routing_bench.bench.hosts.freezing import Strangers
-from moe_routing_bench.bench.hosts.host import Reading, Turn
+from moe_routing_bench.bench.hosts.host import Clock, Reading, Turn
 from moe_routing_bench.bench.hosts.seats import Drawn, Seat, Secret
 from moe_routing_bench.bench.inputs import ROUTINGS
 from moe_routing_bench.bench.series import Series
@@ -70,6 +69,8 @@ class IsolatedHost:
     """Two series that get the same inputs in every round: code from outside, and the baseline beside it. A
     baseline from outside is paired with its own twin, and nothing in that pair is trusted."""
 
+    clock: Clock = "parent"
+
     def __init__(self, isolation: Isolation, pair: tuple[Series, Series]):
         self.isolation, self.setup, self.pair = isolation, isolation.setup, pair
         self.trusted = frozenset(one for one in pair if one.implementation not in self.setup.outside)
@@ -81,10 +82,6 @@ class IsolatedHost:
         self.drawn: dict[Question, Drawn] = {}
         self.rounds = self.compared = 0
         self._started, self._oracle_seconds = time.perf_counter(), 0.0
-
-    @property
-    def clock(self) -> Literal["child", "parent"]:
-        return "parent"
 
     def prepare(self, series: Series) -> bool:
         if not self.seats:

@@ -11,11 +11,10 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.bench.hosts.children import Child
-from moe_routing_bench.bench.hosts.host import Reading, Turn
+from moe_routing_bench.bench.hosts.host import Clock, Reading, Turn
 from moe_routing_bench.bench.hosts.messages import Called, StagesTimed, Weights
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs
 from moe_routing_bench.bench.judging import Judge
@@ -74,15 +73,13 @@ class Reuse:
 class SharedHost:
     """SharedHost(setup, (staged, native)).sample(Turn(series=Series("candidate", native), first=100))."""
 
+    clock: Clock = "child"
+
     def __init__(self, setup: Setup, subjects: tuple[ImplementationRef, ...], reuse: Reuse | None = None):
         self.setup, self.subjects, self.reuse = setup, subjects, reuse or Reuse()
         self._child: Child | None = None
         self._handed: Called | None = None
         self._spans: dict[Series, list[Span]] = {}
-
-    @property
-    def clock(self) -> Literal["child", "parent"]:
-        return "child"
 
     @property
     def child(self) -> Child:
@@ -171,9 +168,9 @@ class SharedHost:
 
     def leave(self, call_seconds: Mapping[ImplementationRef, float]) -> None:
         """At the end: the process goes to the next experiment, if that may use it."""
-        assert self.reuse.child is None
-        self.reuse.call_seconds = dict(call_seconds)
-        self.reuse.inputs, self.reuse.child, self._child = self.setup.judge.inputs, self._child, None
+        self.reuse.inputs, self.reuse.call_seconds = self.setup.judge.inputs, dict(call_seconds)
+        if self._child is not None:
+            self.reuse.child, self._child = self._child, None
 
     def _start(self) -> Child:
         setup, experiment = self.setup, replace(self.setup.experiment, implementations=self.subjects)
