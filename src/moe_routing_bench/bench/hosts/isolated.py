@@ -123,8 +123,8 @@ class IsolatedHost:
         with _blaming(series):
             if series not in self.trusted:
                 self._judge_by_lot(series)
-                if turn.keep is not None and not seat.judged:
-                    self._judge(series, self._any_call(seat))
+            if turn.keep is not None and not seat.judged and series.role != "beside":
+                self._judge(series, self._any_call(seat))
         self._compare()
         return seat.judged - before
 
