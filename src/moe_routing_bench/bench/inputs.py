@@ -63,14 +63,8 @@ class Inputs:
     @property
     def weights_key(self) -> tuple[object, ...]:
         """Inputs for which it is the same have the same weights."""
-        others: dict[str, Any] = {
-            "layout": "",
-            "sequences": 1,
-            "scaled_from": "",
-            "implementations": (),
-            "include": (),
-        }
-        others |= {"case": "", "T": 1, "W": 1, "workload": "", **defaults_of(Experiment, "how")}
+        others = defaults_of(Experiment, "how") | {"case": "", "T": 1, "W": 1, "workload": "", "layout": ""}
+        others |= {"sequences": 1, "scaled_from": "", "implementations": (), "include": ()}
         return replace(self.experiment, **others), self.put
 
     def at(self, number: int, step: int, layout: str, K: int | None = None) -> Call:

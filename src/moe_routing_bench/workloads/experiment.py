@@ -51,6 +51,9 @@ class ImplementationRef:
     ImplementationRef(name="index_select+gather_sum", layout="block(64)")        span pack: dispatch + combine
     ImplementationRef(name="native", router="switch", layer="chain(iterations=2)")   span layer
     ImplementationRef(name="native", frozen=True)    with weights packed once; tables say frozen(native)
+
+    >>> mrb.ImplementationRef(name="native", router="switch").title
+    'native | compact | switch'
     """
 
     name: str
@@ -96,22 +99,28 @@ class ImplementationRef:
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """One case under one routing, measured in one way. Its implementations are timed together, in interleaved
-    rounds; the first is the baseline the others are compared with.
+    rounds; the first is the baseline the others are compared with. mrb.bench measures it.
 
-    >>> case = mrb.Experiment(span="combine", T=16, D=32, F=16, E=4, K=2, dtype="float32", max_rounds=20)
-    >>> case.shape.num_pairs, case.threads, case.cache
-    (32, 1, 'hot')
+    >>> both = mrb.ImplementationRef(name="gather_sum"), mrb.ImplementationRef(name="index_add")
+    >>> one = mrb.Experiment(span="combine", T=16, D=32, F=16, E=4, K=2, implementations=both)
+    >>> one.shape.num_pairs, one.workload, one.threads, one.cache
+    (32, 'zipf(1.2)', 1, 'hot')
     """
 
-    span: str = axis(MISSING, "An op; or pack (dispatch and combine), routing, layer, block, parallel.")
-    direction: str = axis("forward", explained(DIRECTIONS))
-    case: str = axis("", "A name for what is measured, as suites give it.")
-    T: int = axis(MISSING, "Tokens in a call.")
-    D: int = axis(MISSING, "Width of the model.")
-    F: int = axis(MISSING, "Hidden width of an expert.")
-    E: int = axis(MISSING, "Experts of the layer.")
-    K: int = axis(MISSING, "Experts per token.")
-    W: int = axis(1, "Ranks that share the experts.")
+    span: str = axis(
+        MISSING, "An op; or pack (dispatch and combine), routing, layer, block, parallel.",
+        compare="agree", plural="spans",
+    )  # fmt: skip
+    direction: str = axis(
+        "forward", explained(DIRECTIONS), compare="agree", plural="directions", choices=DIRECTIONS
+    )
+    case: str = axis("", "A name for what is measured, as suites give it.", compare="row")
+    T: int = axis(MISSING, "Tokens in a call.", compare="row")
+    D: int = axis(MISSING, "Width of the model.", compare="row")
+    F: int = axis(MISSING, "Hidden width of an expert.", compare="row")
+    E: int = axis(MISSING, "Experts of the layer.", compare="row")
+    K: int = axis(MISSING, "Experts per token.", compare="row")
+    W: int = axis(1, "Ranks that share the experts.", compare="row")
     dtype: str = _what(
         "bfloat16", f"{', '.join(list(BYTES)[:-1])} or {list(BYTES)[-1]}.",
         flag="--dtype", asks=True, compare="agree", plural="dtypes",
@@ -129,13 +138,15 @@ class Experiment:
     )
     heads: int = _what(0, "Heads of the attention in a decoder block.", compare="row")
     sequences: int = _what(1, "Sequences in the batch.", compare="row")
-    layout: str = axis("compact", "The case's own layout, for whoever names none.")
-    weights: bool = axis(True, "Do experts' weights take part?")
-    checkpoint: str = axis("", "A saved model to take weights and router from.")
-    checkpoint_layer: int = axis(0, "Which of its layers, from 0.")
+    layout: str = axis("compact", "The layout for whoever names none.", column="case_layout", since=3)
+    weights: bool = axis(True, "Experts' weights take part.", since=3)
+    checkpoint: str = axis("", "A saved model to take weights and router from.", since=3)
+    checkpoint_layer: int = axis(0, "Which of its layers, from 0.", since=3)
     scaled_from: str = axis("", "The name of the case that this one stands in for.")
-    workload: str = axis(WORKLOAD, "How tokens choose experts; empty: by the checkpoint's own router.")
-    seed: int = axis(0, "Random seed of routing and data.")
+    workload: str = axis(
+        WORKLOAD, "How tokens choose experts; empty: by the checkpoint's own router.", compare="row", since=3
+    )
+    seed: int = axis(0, "Random seed of routing and data.", compare="row", column="routing_seed")
     device: str = _how(
         "cpu",
         "cpu, cuda (AMD's GPUs too), or pretend: a GPU's steps on the CPU. Default: cuda for gpu-quick, else "
@@ -176,8 +187,10 @@ class Experiment:
         False, "All rounds also for what is 5 times slower than the best.", flag="--all", since=3
     )
     # in the key by their code and their files (identity.py)
-    implementations: tuple[ImplementationRef, ...] = axis((), "What is timed, the baseline first.", key=False)
-    include: tuple[str, ...] = axis((), "Folders of implementations from outside.", key=False)
+    implementations: tuple[ImplementationRef, ...] = axis(
+        (), "What is timed, the baseline first.", key=False, since=3
+    )
+    include: tuple[str, ...] = axis((), "Folders of implementations from outside.", key=False, since=3)
 
     def __post_init__(self) -> None:
         self.shape  # noqa: B018  raises if there is no such layer
