@@ -10,16 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_routing_bench.api import (
-        Experiment,
-        ImplementationRef,
-        Results,
-        bench,
-        check,
-        open,
-        sweep,
-        train,
-    )
+    from moe_routing_bench.api import Experiment, ImplementationRef, Results, bench, check, open, sweep, train
     from moe_routing_bench.public import *  # noqa: F403
 
 __all__ = [

@@ -334,9 +334,7 @@ def _chosen(
     implementations: Sequence[str] | str | None, axes: dict[str, Any],
 ) -> list[Experiment]:  # fmt: skip
     if isinstance(what, str):
-        return [
-            experiment for options in options_of(implementations, axes) for experiment in make(what, *options)
-        ]
+        return [one for options in options_of(implementations, axes) for one in make(what, *options)]
     if axes.keys() - {"seconds"} or implementations is not None:
         raise TypeError("experiments say all that is measured; leave out implementations and axes")
     several = [what] if isinstance(what, Experiment | Part) else what
@@ -375,13 +373,9 @@ def measure(
         outcomes = collected(source, len(experiments), progress=progress, on_outcome=on_outcome)
         selection = dict.fromkeys(sessions) if out is not None else None
         return Results(
-            folder,
-            selection=selection,
-            experiments=experiments,
-            outcomes=outcomes,
-            roofs=roofs,
+            folder, selection=selection, experiments=experiments, outcomes=outcomes, roofs=roofs,
             keeps=stack.pop_all(),
-        )
+        )  # fmt: skip
 
 
 def roofs_here(experiments: Sequence[Experiment], progress: bool | None = None) -> Roofs | None:

@@ -130,15 +130,13 @@ def _of_checkpoint(span: Span, sizes: SizeOptions, tokens: Sequence[int]) -> lis
     assert folder is not None
     layer = read_layer(folder, sizes.layer)
     weights = layer.weights
+    sizes_of_layer = {"D": weights.D, "F": weights.F, "E": weights.num_experts, "K": layer.K}
     return [
         Experiment(
             case=f"{folder.name} layer {sizes.layer}/{T}",
             span="",
             T=T,
-            D=weights.D,
-            F=weights.F,
-            E=weights.num_experts,
-            K=layer.K,
+            **sizes_of_layer,
             dtype=str(weights.w_in_EDG.dtype).removeprefix("torch."),
             activation=weights.activation,
             bias=weights.b_in_EG is not None,

@@ -181,7 +181,10 @@ def _recorded_experiment() -> type[Part]:
 
 # the experiment of a record: the fields of an Experiment, of which an old record does not know some. Its
 # implementations are the baseline and the record's own; `experiment_of` (remeasure.py) joins those of a cell
-RecordedExperiment = Experiment if TYPE_CHECKING else _recorded_experiment()
+if TYPE_CHECKING:
+    RecordedExperiment = Experiment
+else:
+    RecordedExperiment = _recorded_experiment()
 
 
 class Routing(Part):
