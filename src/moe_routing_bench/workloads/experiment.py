@@ -8,6 +8,7 @@ for.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass
 from functools import cached_property, partial
 
@@ -193,32 +194,19 @@ class Experiment:
     include: tuple[str, ...] = axis((), "Folders of implementations from outside.", key=False, since=3)
 
     def __post_init__(self) -> None:
-        self.shape  # noqa: B018  raises if there is no such layer
-        if self.dtype not in BYTES:
-            raise ValueError(f"cases come in {', '.join(BYTES)}, not in {self.dtype!r}")
-        if self.direction not in DIRECTIONS:
-            raise ValueError(f"there is no direction {self.direction!r}; there are {', '.join(DIRECTIONS)}")
+        known: dict[str, Collection[str]] = {"dtype": BYTES, "direction": DIRECTIONS, "cache": CACHES}
+        known |= {"device": VIEWS, "view": VIEWS.get(self.device, ())}
+        for name, values in known.items():
+            if (given := getattr(self, name)) not in values:
+                raise ValueError(f"there is no {name} {given!r}; there are {', '.join(values)}")
+        if self.device != "cpu" and self.cache != "hot":
+            raise ValueError(f"cache={self.cache}: the caches of a GPU are not overwritten yet; choose hot")
+        shape = self.shape  # raises if there is no such layer
         if self.store:
             from moe_routing_bench.workloads.stored_cases import check_store
 
             where = {"span": self.span, "direction": self.direction, "checkpoint": self.checkpoint}
-            check_store(self.store, self.shape, **where)
-        self._check_device()
-        self._check_limits()
-        if len(set(self.implementations)) < len(self.implementations):
-            raise ValueError("the same implementation in the same layout is named twice")
-
-    def _check_device(self) -> None:
-        if self.cache not in CACHES:
-            raise ValueError(f"there is no cache policy {self.cache!r}; there are {', '.join(CACHES)}")
-        if self.device not in VIEWS:
-            raise ValueError(f"there is no device {self.device!r}; there are {', '.join(VIEWS)}")
-        if self.view not in (views := VIEWS[self.device]):
-            raise ValueError(f"there is no view {self.view!r} of {self.device}; there are {', '.join(views)}")
-        if self.device != "cpu" and self.cache != "hot":
-            raise ValueError(f"cache={self.cache}: the caches of a GPU are not overwritten yet; choose hot")
-
-    def _check_limits(self) -> None:
+            check_store(self.store, shape, **where)
         if not (self.threads >= 1 and self.processes >= 1 and 1 <= self.checked <= 100):
             raise ValueError("threads, processes and checked outputs must be at least 1")
         if not 8 <= self.min_rounds <= self.max_rounds <= 10_000:
@@ -230,6 +218,8 @@ class Experiment:
             raise ValueError("target is a fraction such as 0.01, and limits of time are positive seconds")
         if not 0.1 <= self.memory_gib <= 4096:
             raise ValueError(f"a memory cap of {self.memory_gib} GiB; give between 0.1 and 4096")
+        if len(set(self.implementations)) < len(self.implementations):
+            raise ValueError("the same implementation in the same layout is named twice")
 
     @cached_property
     def shape(self) -> MoEShape:
