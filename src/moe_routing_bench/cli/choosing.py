@@ -130,7 +130,7 @@ def _of_checkpoint(span: Span, sizes: SizeOptions, tokens: Sequence[int]) -> lis
     assert folder is not None
     layer = read_layer(folder, sizes.layer)
     weights = layer.weights
-    sizes_of_layer = {"D": weights.D, "F": weights.F, "E": weights.num_experts, "K": layer.K}
+    sizes_of_layer: dict[str, Any] = {"D": weights.D, "F": weights.F, "E": weights.num_experts, "K": layer.K}
     return [
         Experiment(
             case=f"{folder.name} layer {sizes.layer}/{T}",
