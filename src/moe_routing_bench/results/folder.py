@@ -352,11 +352,8 @@ class CellRun:
     @cached_property
     def workload(self) -> tuple[str, int] | None:
         """Spec and seed; None if every worker died before they were known."""
-        known = [
-            (r.experiment.workload, r.experiment.seed)
-            for r in self.records
-            if r.experiment.workload is not None
-        ]
+        asked = (record.experiment for record in self.records)
+        known = [(one.workload, one.seed) for one in asked if one.workload is not None]
         return known[0] if known else None
 
     @cached_property

@@ -14,8 +14,8 @@ from typing import Any
 
 from moe_routing_bench.core.names import did_you_mean
 from moe_routing_bench.core.published import MODELS, model
-from moe_routing_bench.workloads import regret_cases
 from moe_routing_bench.workloads.experiment import FEWER_TOKENS, MAX_ACTIVATION_BYTES, MAX_FLOPS, Experiment
+from moe_routing_bench.workloads.regret_cases import regret
 
 # of the cases of a published model
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
@@ -200,17 +200,6 @@ def layouts() -> list[Experiment]:
 def soft_moe() -> list[Experiment]:
     """Layers for Soft-MoE, whose slots are mixed from all tokens and written back to all of them."""
     return [_case(f"soft-moe/{B}x256", "layer", 256 * B, 1024, 2048, 16, 2, sequences=B) for B in (1, 8)]
-
-
-def regret() -> list[Experiment]:
-    """Is impl="auto" the fastest that can run, Transformers' experts among them? From 1 to 4096 tokens."""
-    return [
-        Experiment(
-            case=f"regret/{one.name}", span=one.span, **vars(one.shape), dtype=one.dtype, weights=one.weights,
-            direction=one.direction, workload=one.workload, threads=one.threads,
-        )
-        for one in regret_cases.asked()
-    ]  # fmt: skip
 
 
 SUITES: dict[str, Callable[[], list[Experiment]]] = {
