@@ -172,6 +172,12 @@ def test_who_fails_leaves_and_the_others_go_on_in_a_new_process(clock: Clock) ->
     assert len(warm_ups) == WARM_SAMPLES * (4 + 3)
 
 
+def test_a_process_that_was_harmed_in_a_trial_is_not_used(clock: Clock) -> None:
+    host = FakeHost(clock)
+    host.hurt = "ended"
+    assert set(lengths(measured_of(setup_of(BASE, MINE), host)).values()) == {8} and host.ended == 1
+
+
 def test_a_baseline_that_fails_ends_the_rounds(clock: Clock) -> None:
     for series in (FIRST, TWIN):
         host = FakeHost(clock, once(series, WRONG, after=4))

@@ -68,8 +68,8 @@ def measure(setup: Setup, shared: Host, alive: Sequence[ImplementationRef], on_r
         isolation = Isolation(setup)
         rounds = _Rounds(setup, tuple(alive), lineup, hosts_for(setup, shared, isolation, lineup), measured)
         try:
-            if process:
-                shared.end()  # a published figure wants new processes
+            if process or shared.harm():  # a published figure wants new processes
+                shared.end()
             rounds.run(on_round)
         except BaseException:
             shared.end()
