@@ -1,7 +1,7 @@
 """The fork server of this process, which starts workers, checks of code from outside and training runs.
 
 It has imported torch, so a process starts in 20 ms instead of 2 s. It adopts what workers leave behind
-(outside/adopting.py). Python has one such server in a process, and only what is named before it starts is
+(hosts/adopting.py). Python has one such server in a process, and only what is named before it starts is
 imported. So it is set up here alone.
 """
 
@@ -18,7 +18,9 @@ from multiprocessing.context import ForkServerContext
 from types import ModuleType
 
 OTHER_SETTINGS = "was given other cores or another priority"
-PRELOAD = tuple(f"moe_routing_bench.bench.{name}" for name in ("outside.adopting", "worker", "outside.serve"))
+PRELOAD = tuple(
+    f"moe_routing_bench.bench.hosts.{name}" for name in ("adopting", "shared_worker", "isolated_worker")
+)
 
 
 @dataclass(frozen=True, kw_only=True)

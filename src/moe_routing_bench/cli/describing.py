@@ -7,8 +7,8 @@ That code may exit, hang, crash, print or allocate without end. So the process h
 memory and on the time between two answers, and everything it prints goes to a file; an answer is one line of
 JSON, of bounded size and validated. Whatever else happens is an ApartError with a sentence.
 
-The workers of the benchmark (bench/supervisor.py) hold a conversation about one cell and keep time. Here is
-one question and a stream of answers.
+The workers of the benchmark (bench/hosts/children.py) hold a conversation about one cell and keep time.
+Here is one question and a stream of answers.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_routing_bench.bench.estimate import estimate
-from moe_routing_bench.cli.choosing import made_cells, suite_cases
+from moe_routing_bench.cli.choosing import made_experiments, suite_cases
 from moe_routing_bench.cli.describing import (
     ROUTER_SIZES,
     ImplementationRow,
@@ -42,7 +42,9 @@ from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.results.folder import measured_cases
 from moe_routing_bench.routers.router import GROUPS
-from moe_routing_bench.workloads.cases import SUITES, BenchCase, cases, scaled
+from moe_routing_bench.workloads.axes import values_of
+from moe_routing_bench.workloads.cases import SUITES, cases, scaled
+from moe_routing_bench.workloads.experiment import Experiment
 from moe_routing_bench.workloads.families import FAMILIES
 from moe_routing_bench.workloads.workload import (
     ALIASES,
@@ -62,10 +64,10 @@ def describe_suites() -> list[dict[str, Any]]:
     measured = measured_cases()
     rows = []
     for name, suite in SUITES.items():
-        cells = made_cells(
+        cells = made_experiments(
             suite_cases(name, SizeOptions(full=True), WhatOptions()),
             WhatOptions(),
-            MeasureOptions().policy(name),
+            MeasureOptions().settled(name),
             own_threads=True,
         )
         rows.append(
@@ -74,7 +76,7 @@ def describe_suites() -> list[dict[str, Any]]:
                 "document": ORIGINAL_PLAN if name.startswith("seed-") else None,
                 "purpose": inspect.getdoc(suite) or "",
                 "cells": len(cells),
-                "measured": None if measured is None else len({one.name for one in cases(name)} & measured),
+                "measured": None if measured is None else len({one.case for one in cases(name)} & measured),
                 "minutes": round(sum(map(estimate, cells)) / 60, 1),
             }
         )
@@ -221,8 +223,9 @@ def _describe_workload(family: str) -> dict[str, Any]:
     return description
 
 
-def _describe_case(case: BenchCase) -> dict[str, Any]:
-    return {**asdict(case), "fits_a_laptop": case.fits_a_laptop, "twin": asdict(scaled(case).shape)}
+def _describe_case(case: Experiment) -> dict[str, Any]:
+    sizes = {"shape": vars(case.shape), "twin": vars(scaled(case).shape), "fits_a_laptop": case.fits_a_laptop}
+    return {"name": case.case, **values_of(case), **sizes}
 
 
 def _op_table(op: dict[str, Any]) -> Table:

@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, Self
@@ -21,29 +21,27 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.cores import quiet_cores
+from moe_routing_bench.bench.hosts.shared import SharedHost
+from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
+from moe_routing_bench.bench.measure import BaselineError, measure
 from moe_routing_bench.bench.noise import NoiseDuring, weather
-from moe_routing_bench.bench.rounds import BaselineError, measure
-from moe_routing_bench.bench.series import TWIN
-from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.bench.trial import Setup, Trial, try_alone
+from moe_routing_bench.bench.setup import Setup, Trial
+from moe_routing_bench.bench.spans.span import span_named
+from moe_routing_bench.bench.trial import try_alone
 from moe_routing_bench.bench.verdict import aa_floor, compare_cells
 from moe_routing_bench.core.machine import this_machine
-from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.core.text import first_problem
 from moe_routing_bench.routers.router import include_folder
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.axes import values_of
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 SLOWDOWNS = (1, 2, 3, 5, 8)
 KERNELS = Path(__file__).parent / "power_kernels"
 # about 0.3 ms a call on a server core: a dozen calls make a sample
-CASE = BenchCase(
-    name="power/512x256-e16-k2",
-    span="combine",
-    shape=MoEShape(T=512, D=256, F=256, E=16, K=2),
-    dtype="float32",
+CASE = Experiment(
+    case="power/512x256-e16-k2", span="combine", T=512, D=256, F=256, E=16, K=2, dtype="float32"
 )
 PER_SITTING = 7
 # sittings between two gates: a gate also chooses the calls in a sample, so its luck is part of the study
@@ -185,7 +183,7 @@ def plan_trials(trials: int) -> dict[int, int]:
 def study_power(
     planned: Mapping[int, int],
     *,
-    policy: Policy | None = None,
+    experiment: Experiment | None = None,
     seed: int = 0,
     command: str = "",
     take_times: TakeTimes | None = None,
@@ -193,7 +191,7 @@ def study_power(
 ) -> PowerStudy:
     """All trials in one shuffled order, so that a busy minute affects every percent alike. Ctrl-C ends it and
     keeps what there is. planned: trials by percent. take_times: real rounds unless a test gives its own."""
-    policy = policy or Policy()
+    experiment = experiment or CASE
     order = [percent for percent, number in planned.items() for _ in range(number)]
     random.Random(seed).shuffle(order)
     started, before = time.perf_counter(), weather()
@@ -201,7 +199,7 @@ def study_power(
     finished = False
     try:
         on_progress(0, len(order))
-        take = take_times or RealTimes(policy, seed)
+        take = take_times or RealTimes(experiment, seed)
         for begin in range(0, len(order), PER_SITTING):
             trials += _one_sitting(order[begin : begin + PER_SITTING], take)
             on_progress(len(trials), len(order))
@@ -212,8 +210,8 @@ def study_power(
     return PowerStudy(
         command=command,
         machine=_as_in_json(this_machine().to_dict()),
-        case=CASE.name,
-        policy=_as_in_json(asdict(policy)),
+        case=CASE.case,
+        policy=_as_in_json(values_of(experiment, "how")),
         seed=seed,
         planned=dict(planned),
         finished=finished,
@@ -295,13 +293,13 @@ def _one_sitting(percents: Sequence[int], take: TakeTimes) -> list[PowerTrial]:
 
 
 class RealTimes:
-    """Rounds on this machine: RealTimes(Policy(), 0)((0, 5)) gives the times of two candidates.
+    """Rounds on this machine: RealTimes(CASE, 0)((0, 5)) gives the times of two candidates.
 
     The gate is not repeated for each sitting but after every GATE_EVERY.
     """
 
-    def __init__(self, policy: Policy, seed: int):
-        self.policy, self.seed = policy, seed
+    def __init__(self, experiment: Experiment, seed: int):
+        self.experiment, self.seed = experiment, seed
         self.gates: dict[int, Trial] = {}
         self.taken = 0
         self.judge: Judge | None = None
@@ -310,42 +308,47 @@ class RealTimes:
         specs = [
             f"slowed(percent={percent},role=number_{place})" for place, percent in enumerate((0, *percents))
         ]
-        cell = Cell(
-            case=CASE,
+        experiment = replace(
+            self.experiment,
             workload="uniform",
-            subjects=tuple(Subject(spec=spec, layout=CASE.layout) for spec in specs),
+            implementations=tuple(ImplementationRef(name=spec, layout=CASE.layout) for spec in specs),
             seed=self.seed,
-            policy=self.policy,
             include=(str(KERNELS),),
         )
-        self.judge = self.judge or Judge(cell.span, cell.inputs())
-        budget = Budget(self.policy.max_seconds)
-        setup = Setup(cell=cell, judge=self.judge, cores=quiet_cores(self.policy.threads), budget=budget)
+        self.judge = self.judge or Judge(span_named(experiment.span), Inputs(experiment))
+        budget = Budget(experiment.max_seconds)
+        setup = Setup(
+            experiment=experiment, judge=self.judge, cores=quiet_cores(experiment.threads), budget=budget
+        )
         if self.taken % GATE_EVERY == 0:
             self.gates = {}
         self.taken += 1
-        for place, percent in enumerate((0, *percents)):
+        shared = SharedHost(setup, experiment.implementations)
+        for subject, percent in zip(experiment.implementations, (0, *percents), strict=True):
             if percent not in self.gates:
-                self.gates[percent] = _gate(setup, place)
-        trials = {place: self.gates[percent] for place, percent in enumerate((0, *percents))}
+                self.gates[percent] = _gate(shared, subject)
+            setup.trials[subject] = self.gates[percent]
         try:
-            measured = measure(setup, list(trials), trials, lambda rounds, now: None)
+            measured = measure(setup, shared, experiment.implementations, lambda rounds, now: None)
         except BaselineError as blame:
             raise FailedTrialError(f"{blame.failure.status}: {blame.failure.reason}") from None
+        finally:
+            shared.end()
         for failure in measured.failed.values():
             raise FailedTrialError(f"{failure.status}: {failure.reason}")
+        seen = [measured.samples[measured.of(subject)] for subject in experiment.implementations]
         return Times(
-            a=measured.samples[0],
-            twin=measured.samples[TWIN],
-            b=[measured.samples[place] for place in trials if place],
+            a=seen[0].seconds,
+            twin=measured.samples[measured.twin].seconds,
+            b=[one.seconds for one in seen[1:]],
             stop_reason=measured.stop_reason,
-            calls=measured.calls[0],
+            calls=seen[0].calls,
         )
 
 
-def _gate(setup: Setup, place: int) -> Trial:
+def _gate(shared: SharedHost, subject: ImplementationRef) -> Trial:
     include_folder(KERNELS)  # only registers names; workers load the code
-    gate = try_alone(setup, place)
+    gate = try_alone(shared, subject)
     if not gate.passed:
         raise FailedTrialError(f"at the gate, {gate.status}: {gate.reason}")
     return gate

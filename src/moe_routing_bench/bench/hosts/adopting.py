@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 
-from moe_routing_bench.bench.outside.freezing import adopt_orphans
+from moe_routing_bench.bench.hosts.freezing import adopt_orphans
 
 adopt_orphans()
 # the server says so whenever a process ends that it did not fork itself

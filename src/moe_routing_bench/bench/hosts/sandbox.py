@@ -44,7 +44,7 @@ class SandboxedProcess:
         self, serve: Callable[..., None], pipe: int, args: Sequence[Any], scratch: Path, fds: Sequence[int]
     ):
         check_sandbox()
-        words = [sys.executable, "-m", "moe_routing_bench.bench.outside.inside_sandbox"]
+        words = [sys.executable, "-m", "moe_routing_bench.bench.hosts.inside_sandbox"]
         task = json.dumps([serve.__module__, pipe, list(args)])
         self._outer = subprocess.Popen(
             command(scratch, words), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,

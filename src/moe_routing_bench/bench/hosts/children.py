@@ -1,7 +1,8 @@
-"""The parent's side of a worker: start it, send requests, limit it, and say in words how it ended.
+"""Child processes: the one way to start them, ask them, limit them, and say in words how they ended.
 
-Every answer of a worker is validated: it is JSON of bounded size, never unpickled. A worker that is late,
-dead or sends anything else is killed with all processes it started.
+Every answer of a child is validated: it is JSON of bounded size, never unpickled. A child that is late, dead
+or sends anything else is killed with all processes it started. It dies with its parent (shared_worker.py:
+settle).
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import psutil
 from pydantic import ValidationError
 
-from moe_routing_bench.bench import worker as worker_module
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.fork_server import (
     OTHER_SETTINGS,
     Settings,
@@ -33,24 +32,17 @@ from moe_routing_bench.bench.fork_server import (
     settings_of,
     without_main_module,
 )
-from moe_routing_bench.bench.messages import Ready, Reply, Timed
-from moe_routing_bench.bench.outside.sandbox import SandboxedProcess
-from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.hosts.messages import Ready, Reply, Timed
+from moe_routing_bench.bench.hosts.sandbox import SandboxedProcess
+from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.bench.untrusted import receive
 from moe_routing_bench.core.text import ending, printable
+from moe_routing_bench.workloads.experiment import Experiment
 
 MAX_ANSWER_BYTES = 2**20
 LOG_TAIL = 2_000
 _now_ns = time.perf_counter_ns
 A = TypeVar("A", bound=Reply)
-
-
-class SubjectError(Exception):
-    """Why a request has no valid answer: a status and a sentence."""
-
-    def __init__(self, status: Status, reason: str):
-        super().__init__(reason)
-        self.status, self.reason = status, reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +54,17 @@ class Vitals:
     threads: int
 
 
-class Worker:
-    """A worker process for one cell: Worker(cell, (1,)).ask("describe", Described, subject=0)."""
+class Child:
+    """A child process: Child(experiment, (1,), serve).ready().ask("describe", Described, subject=0).
+
+    serve: its main function, which gets a pipe, the experiment, its scratch folder, its cores, and `more`
+    """
 
     def __init__(
-        self, cell: Cell, cores: tuple[int, ...],
-        serve: Callable[..., None] = worker_module.serve, *more: str,
-        sandbox: bool = False, fds: Sequence[int] = (), meanwhile: Callable[[], None] = lambda: None,
+        self, experiment: Experiment, cores: tuple[int, ...], serve: Callable[..., None], *more: str,
+        sandbox: bool = False, fds: Sequence[int] = (),
     ):  # fmt: skip
-        """meanwhile: called while the worker makes its inputs, which for a model takes seconds."""
-        self.cell, self.cores = cell, cores
+        self.experiment, self.cores = experiment, cores
         self.called: set[int] = set()  # subjects that have made calls here
         self.scratch = Path(tempfile.mkdtemp(prefix="mrb-"))
         # the log's name may lead elsewhere later, so it is only read through this
@@ -80,11 +73,11 @@ class Worker:
         context = fork_server()
         ours, theirs = context.Pipe()
         self._pipe = ours
-        self.limit = cell.policy.step_seconds  # of one request
+        self.limit = experiment.step_seconds
         self._asked = "load"
         self._settings: Settings | None = None
-        expected = expected_settings(cores)
-        args = (cell.to_json(), str(self.scratch), cores, *more)
+        self._expected = expected_settings(cores)
+        args = (experiment.to_json(), str(self.scratch), cores, *more)
         self._process: Any
         if sandbox:
             self._process = SandboxedProcess(serve, theirs.fileno(), args, self.scratch, fds)
@@ -93,24 +86,28 @@ class Worker:
             with without_main_module():
                 self._process.start()
         theirs.close()
+
+    def ready(self, meanwhile: Callable[[], None] = lambda: None) -> Self:
+        """Wait until it has made its inputs, which for a model takes seconds; until then, do `meanwhile`."""
         try:
             meanwhile()
-            self._answer(Ready)
-            self._settings = settings_of(self.pid)
-            if self._settings is not None and expected is not None and not self._settings.fits(expected):
-                raise SubjectError(Status.SUSPECT, f"its process {OTHER_SETTINGS} before its first call")
+            self._begin()
         except BaseException:
             self.close()
             raise
-        self.threads = self.count_threads()
-        self._alone = self.vitals().rss_bytes
-        self._before = 0
-
-    def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, *unused: object) -> None:
-        self.close()
+    def _begin(self) -> None:
+        self._answer(Ready)
+        self._check_settings()
+
+    def _check_settings(self) -> None:
+        self._settings = settings_of(self.pid)
+        mine, expected = self._settings, self._expected
+        if mine is not None and expected is not None and not mine.fits(expected):
+            raise SubjectError(Status.SUSPECT, f"its process {OTHER_SETTINGS} before its first call")
+        self.threads = self.count_threads()
+        self._alone, self._before = self.vitals().rss_bytes, 0
 
     @property
     def pid(self) -> int:
@@ -118,7 +115,7 @@ class Worker:
         return self._process.pid
 
     def harm(self) -> str:
-        """What somebody did to this process while it was not its turn, in words; empty if nothing."""
+        """What somebody did to it while it was not its turn, in words; empty if nothing."""
         if not self._process.is_alive():
             return "ended"
         if self._settings is not None and settings_of(self.pid) not in (self._settings, None):
@@ -140,29 +137,29 @@ class Worker:
         self._send({"do": what, **details})
         return self._answer(answer_type)
 
-    def next_cell(self, cell: Cell) -> None:
-        """From here on it measures another cell, with the same policy and weights."""
-        self.ask("next_cell", Reply, cell=cell.to_json())
-        self.cell, self.called = cell, set()
+    def next_cell(self, experiment: Experiment) -> None:
+        """From here on it measures another experiment, with the same policy and weights."""
+        self.ask("next_cell", Reply, experiment=experiment.to_json())
+        self.experiment, self.called = experiment, set()
 
-    def sample(self, *, warm: bool = True, **details: Any) -> tuple[float, float]:
-        """Seconds of a timed span by two clocks: the worker's, which is precise, and this process's, which
-        includes the time in the pipe and which the worker cannot change."""
+    def sample(self, *, warm: bool = True, **details: Any) -> tuple[Timed, float]:
+        """A timed span by two clocks: the child's, which is precise, and this process's in seconds, which
+        includes the time in the pipe and which the child cannot change."""
         self.ask("prepare", Reply, warm=warm, **details)
         started = _now_ns()
-        claimed = self.ask("go", Timed).seconds
+        timed = self.ask("go", Timed)
         seen = (_now_ns() - started) * 1e-9
-        if claimed > seen:
+        if timed.seconds > seen:
             raise SubjectError(
-                Status.SUSPECT, f"it says a sample took {claimed:g} s, longer than the {seen:g} s seen"
+                Status.SUSPECT, f"it says a sample took {timed.seconds:g} s, longer than the {seen:g} s seen"
             )
-        return claimed, seen
+        return timed, seen
 
     def file(self, name: str) -> Path:
         return self.scratch / f"{name}.safetensors"
 
     def count_threads(self) -> int:
-        """Threads of the worker and all processes it started, by the system's count."""
+        """Its threads and those of all processes it started, by the system's count."""
         try:
             process = psutil.Process(self.pid)
             return sum(p.num_threads() for p in [process, *process.children(recursive=True)])
@@ -170,7 +167,7 @@ class Worker:
             return 0
 
     def vitals(self) -> Vitals:
-        """Vitals of the worker itself, cheap to read; zeros if the system does not report them."""
+        """Of the child itself, cheap to read; zeros if the system does not report them."""
         fields = dict(re.findall(r"^(VmRSS|VmHWM|Threads):\s+(\d+)", self._status(), re.M))
         return Vitals(
             rss_bytes=1024 * int(fields.get("VmRSS", 0)),
@@ -223,13 +220,15 @@ class Worker:
             fds = self._pipe.fileno(), self._process.sentinel
             return receive(*fds, seconds=self.limit, most_bytes=MAX_ANSWER_BYTES)
         except TimeoutError:
-            status = Status.TIMEOUT if self.limit >= self.cell.policy.step_seconds else Status.NO_TIME
-            reason = f"it did not answer within {self.limit:.3g} s and was stopped"
-            raise SubjectError(status, reason) from None
+            raise self._late() from None
         except (EOFError, ConnectionError):
             raise self._died() from None
         except ValueError:
             raise self._wrote_nonsense() from None
+
+    def _late(self) -> SubjectError:
+        status = Status.TIMEOUT if self.limit >= self.experiment.step_seconds else Status.NO_TIME
+        return SubjectError(status, f"it did not answer within {self.limit:.3g} s and was stopped")
 
     def _wrote_nonsense(self) -> SubjectError:
         self._process.join(0.2)

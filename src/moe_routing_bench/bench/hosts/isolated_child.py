@@ -1,4 +1,4 @@
-"""The parent's side of one process of the protocol: it stands still except when it is its turn."""
+"""A child that runs code from outside: it stands still except when it is its turn."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.messages import Done, Reply, ResultAt
-from moe_routing_bench.bench.outside import serve
-from moe_routing_bench.bench.outside.freezing import (
+from moe_routing_bench.bench.hosts import isolated_worker
+from moe_routing_bench.bench.hosts.children import Child
+from moe_routing_bench.bench.hosts.freezing import (
     GoneError,
     cpu_seconds,
     faults_of_ended_children,
     freeze,
     thaw,
 )
-from moe_routing_bench.bench.outside.memory import Place, read_memory
-from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.supervisor import SubjectError, Worker
+from moe_routing_bench.bench.hosts.memory import Place, read_memory
+from moe_routing_bench.bench.hosts.messages import Done, Reply, ResultAt
+from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.workloads.experiment import Experiment
 
 READ_SECONDS = 30.0
 # a result may lie in memory with gaps, but not with more than this factor
@@ -36,7 +36,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class TimedCalls:
     """One timed span: seconds by the parent's clock, CPU seconds of all its threads, what it says it made."""
 
     seconds: float
@@ -44,11 +44,13 @@ class Turn:
     results: tuple[ResultAt, ...]
 
 
-class OutsideProcess(Worker):
-    def __init__(self, cell: Cell, cores: tuple[int, ...], plan: str, fds: Sequence[int]):
-        sandbox = cell.policy.sandbox
-        super().__init__(cell, cores, serve.serve, plan, sandbox=sandbox, fds=fds if sandbox else ())
-        self._cores = cores
+class IsolatedChild(Child):
+    def __init__(self, experiment: Experiment, cores: tuple[int, ...], plan: str, fds: Sequence[int]):
+        sandbox = experiment.sandbox
+        super().__init__(
+            experiment, cores, isolated_worker.serve, plan, sandbox=sandbox, fds=fds if sandbox else ()
+        )
+        self.ready()
         self._freeze()
 
     def prepare(self, *, calls: int, hot: bool, empty: bool = False) -> None:
@@ -57,11 +59,11 @@ class OutsideProcess(Worker):
         self.ask("prepare", Reply, calls=calls, hot=hot, empty=empty)
         self._freeze()
 
-    def go(self) -> Turn:
+    def go(self) -> TimedCalls:
         """The timed span: from before it is woken until no thread of it can run any more."""
         ended, cpu = faults_of_ended_children(self.pid), cpu_seconds(self.pid)
         self._asked = "go"
-        with _on_cores(self._cores):
+        with _on_cores(self.cores):
             started = _now_ns()
             thaw(self.pid)
             self._send({"do": "go"})
@@ -72,7 +74,7 @@ class OutsideProcess(Worker):
         if faults_of_ended_children(self.pid) != ended:
             raise SubjectError(Status.SUSPECT, "it started other processes in a timed call")
         results = self._read(message, Done).results
-        return Turn(seconds=seconds, cpu_seconds=cpu, results=results)
+        return TimedCalls(seconds=seconds, cpu_seconds=cpu, results=results)
 
     def read(self, results: tuple[ResultAt, ...], most_bytes: int) -> list[dict[str, Tensor]]:
         """The tensors of results, by name, copied from the memory of the process."""

@@ -1,4 +1,4 @@
-"""The answers a worker may give to each request. All others are refused."""
+"""The answers a child may give to each request. All others are refused."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ class Described(Reply):
     ties: Text = ""
 
 
+# when each stage began and ended on a rank, by the clock that all processes of a machine share
+Stamps = Annotated[
+    tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], Field(max_length=64, strict=False)
+]
+
+
 class Called(Reply):
     """One call whose result is in files.
 
@@ -47,6 +53,7 @@ class Called(Reply):
     runs: Text = ""
     aliases: bool = False
     changed: Annotated[tuple[Text, ...], Field(max_length=20, strict=False)] = ()
+    stamps: Stamps = ()
 
 
 class KitRun(Reply):
@@ -63,21 +70,21 @@ class Loaded(Reply):
     files: Annotated[tuple[Text, ...], Field(max_length=1_000, strict=False)]
 
 
-class HandedOver(Reply):
-    wrong_type: Text
-    print: Text
-
-
 class Calibrated(Reply):
     calls: Annotated[int, Field(ge=1, le=256)]
 
 
+Stages = Annotated[dict[Annotated[str, Field(max_length=200)], Seconds], Field(max_length=64)]
+
+
 class Timed(Reply):
     seconds: Seconds
+    stages: Stages = Field(default_factory=dict)
+    stamps: Stamps = ()
 
 
 class StagesTimed(Reply):
-    stages: Annotated[dict[Annotated[str, Field(max_length=200)], Seconds], Field(max_length=64)]
+    stages: Stages
 
 
 class Weights(Reply):
