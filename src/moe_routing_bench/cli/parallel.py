@@ -193,14 +193,7 @@ def _expert_bytes(name: str, bits: float) -> float:
 
 SHOWN = 8  # ways with one degree
 
-parallel_app = typer.Typer(
-    no_args_is_help=True,
-    help="Experts on many GPUs: what would it cost?",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
-
-@parallel_app.command("fabrics")
 def fabrics_command() -> None:
     """The fabrics that are shipped. Another one is a TOML file with the same entries."""
     table = two_columns()
@@ -209,7 +202,6 @@ def fabrics_command() -> None:
     show(table)
 
 
-@parallel_app.command("plan")
 def plan_command(
     model: Annotated[str, typer.Option(help="A name from `mrb list models`.")],
     gpus: Annotated[int, typer.Option(help="How many you have.")],

@@ -29,19 +29,10 @@ from moe_routing_bench.report.pictures import check_picture_path
 from moe_routing_bench.studies.profiles import SHARES, SUBJECTS, Profile, profile, profiled
 
 CASE = "seed-qwen/e64"
-profile_app = typer.Typer(
-    no_args_is_help=True, help="Where the time of a MoE block goes, operation by operation."
-)
 
 
-@profile_app.callback()
-def _top() -> None:
-    """Where the time of a MoE block goes, operation by operation."""
-
-
-@profile_app.command("block")
 @with_options
-def profile_block_command(
+def profile_command(
     sizes: SizeOptions,
     what: WhatOptions,
     measure: MeasureOptions,

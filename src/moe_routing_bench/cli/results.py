@@ -1,4 +1,4 @@
-"""mrb results and mrb export: an overview of a results folder, SQL queries, Parquet and CSV.
+"""mrb results show, query and export: an overview of a results folder, SQL queries, Parquet and CSV.
 
 What a function returns for people to look at: it prints as the command line does, also in a notebook.
 """
@@ -30,7 +30,6 @@ from moe_routing_bench.cli.terminal import (
     show,
     show_json,
     spinner,
-    user_mistakes,
 )
 from moe_routing_bench.core.names import base_name, did_you_mean, slots_of
 from moe_routing_bench.core.paths import default_results
@@ -70,70 +69,85 @@ ORDER BY span, direction, split_part("case", '/', 1), E, D, F, K, T, "case", dty
 """
 
 
-def results_command(
-    sql: Annotated[str | None, typer.Argument(metavar="SQL", help="One SELECT over records.")] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--folder", "-f", help="Results folder or URL. Default: where `mrb bench` saves."),
-    ] = None,
+Folder = Annotated[
+    Path | None,
+    typer.Option("--folder", "-f", help="Results folder or URL. Default: where `mrb bench` saves."),
+]
+
+
+def show_command(
+    folder: Folder = None,
     router: Annotated[str | None, typer.Option(help="Only this router, with or without its options.")] = None,
     layer: Annotated[str | None, typer.Option(help="Only this kind of layer: moe, chain, ...")] = None,
     direction: Annotated[str | None, typer.Option(help="Only forward, backward or train.")] = None,
-    columns: Annotated[bool, typer.Option("--columns", help="Show the columns a SELECT can use.")] = False,
     as_json: Json = False,
 ) -> None:
-    """What was measured? Shows an overview, or answers a query in SQL, which can only read.
+    """What was measured? Shows the best implementation of each case.
 
     \b
     Examples:
       mrb results
-      mrb results --columns
       mrb results --direction train --router switch
-      mrb results "SELECT impl, median(ratio) FROM records GROUP BY impl"
-      mrb results "SELECT impl FROM records WHERE status = 'OOM'" --folder monday
-      mrb results "SELECT * FROM left_out" --json
       mrb results --folder s3://bucket/runs
+    """
+    left_out = LeftOut()
+    filters = {"router": router, "layer": layer, "direction": direction}
+    wanted = {name: value for name, value in filters.items() if value is not None}
+    with reading():
+        folder = at_hand(_saved(folder), rows=True)
+        condition = " AND ".join(_condition(folder, *one) for one in wanted.items()) or "true"
+        counts = run_query(folder, COUNTS.format(condition=condition), left_out)
+        best = run_query(folder, BEST.format(condition=condition))
+        count = _counted(folder, condition)
+    if as_json:
+        tables = {"counts": _records(counts), "best": _records(best)}
+        show_json({**count.to_dict(), **tables, "left_out": left_out_json(left_out)})
+        return
+    _show_overview(folder, count, counts, best)
+    show_left_out(left_out)
+
+
+def query_command(
+    sql: Annotated[str | None, typer.Argument(metavar="SQL", help="One SELECT over records.")] = None,
+    folder: Folder = None,
+    columns: Annotated[bool, typer.Option("--columns", help="Show the columns a SELECT can use.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Answers a query in SQL, which can only read.
+
+    \b
+    Examples:
+      mrb results query --columns
+      mrb results query "SELECT impl, median(ratio) FROM records GROUP BY impl"
+      mrb results query "SELECT impl FROM records WHERE status = 'OOM'" --folder monday
+      mrb results query "SELECT * FROM left_out" --json
     """
     if columns:
         _show_columns(as_json)
         return
-    if folder is None:
-        folder = default_results()
-        if not folder.is_dir():
-            fail(f"nothing is saved yet in {folder}, where `mrb bench` saves; --folder names another")
+    if sql is None:
+        fail('name one SELECT, such as "SELECT * FROM latest"; --columns shows the columns')
     left_out = LeftOut()
-    filters = {"router": router, "layer": layer, "direction": direction}
-    wanted = {name: value for name, value in filters.items() if value is not None}
-    if sql is not None and wanted:
-        fail(f"--{next(iter(wanted))} is for the overview; in a query use WHERE")
     with reading():
-        folder = at_hand(folder, rows=True)
-        if sql is not None:
-            names, rows = run_query(folder, sql, left_out)
-        else:
-            condition = " AND ".join(_condition(folder, *one) for one in wanted.items()) or "true"
-            counts = run_query(folder, COUNTS.format(condition=condition), left_out)
-            best = run_query(folder, BEST.format(condition=condition))
-            count = _counted(folder, condition)
+        names, rows = run_query(at_hand(_saved(folder), rows=True), sql, left_out)
     if as_json:
-        if sql is not None:
-            show_json({"columns": names, "rows": _plain(rows), "left_out": left_out_json(left_out)})
-        else:
-            tables = {"counts": _records(counts), "best": _records(best)}
-            show_json({**count.to_dict(), **tables, "left_out": left_out_json(left_out)})
+        show_json({"columns": names, "rows": _plain(rows), "left_out": left_out_json(left_out)})
         return
-    if sql is not None:
-        _show_rows(names, rows)
-    else:
-        _show_overview(folder, count, counts, best)
+    _show_rows(names, rows)
     show_left_out(left_out)
 
 
+def _saved(folder: Path | None) -> Path:
+    """The folder, or the one in which `mrb bench` saves."""
+    if folder is None and not default_results().is_dir():
+        raise ValueError(
+            f"nothing is saved yet in {default_results()}, where `mrb bench` saves; --folder names another"
+        )
+    return default_results() if folder is None else folder
+
+
 def export_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A results folder, or the word `kernels`.")],
-    target_folder: Annotated[
-        Path | None, typer.Argument(metavar="[TARGET]", help="For `kernels`: the new folder to write.")
-    ] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A results folder, or a URL.")],
     parquet: Annotated[
         Path | None,
         typer.Option("--parquet", metavar="FILE", help="The Parquet file to write."),
@@ -148,17 +162,10 @@ def export_command(
       mrb export results --parquet results.parquet
       mrb export results --csv results.csv
       python -c "import duckdb; print(duckdb.read_parquet('results.parquet'))"
-      mrb export kernels DIR    our kernels as a folder for Hugging Face's `kernels`
 
     In CSV, lists and maps are JSON. Text that begins with = + - @ ' or a tab
     gets a ' in front, so that no spreadsheet runs it as a formula.
     """
-    if target_folder is not None:
-        with user_mistakes():
-            if str(folder) != "kernels" or parquet or csv:
-                raise ValueError("write `mrb export kernels DIR`, or `mrb export DIR --csv FILE`")
-            show(f"{target_folder}: {_kernels(target_folder)}")
-        return
     left_out = LeftOut()
     with reading():
         if (parquet is None) == (csv is None):
@@ -179,16 +186,6 @@ def export_command(
         return
     show(printable(f"{target}: {count}"))
     show_left_out(left_out)
-
-
-def _kernels(target: Path) -> str:
-    from moe_routing_bench.models.hub_folder import export_folder
-
-    try:
-        written = export_folder(target)
-    except OSError as error:
-        raise ValueError(f"cannot write {target}: {error.strerror}") from None
-    return ", ".join(f"{variant} ({count} files)" for variant, count in written.items())
 
 
 @contextmanager
@@ -325,7 +322,7 @@ def _show_overview(
         show(table_of(columns, cells, words=("case", "best", "baseline")))
         if len(rows) > MAX_CASES:
             show(f"and {len(rows) - MAX_CASES:,} more cases; all of them: mrb results --json")
-    show("", Text('Ask more with mrb results "SELECT ..."; mrb results --columns shows the columns.', "dim"))
+    show("", Text('Ask more with mrb results query "SELECT ..."; --columns shows the columns.', "dim"))
 
 
 def _label(row: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -9,7 +9,7 @@ import json
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,6 +22,7 @@ from rich.console import RenderableType
 
 from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.bench.fork_server import without_main_module
+from moe_routing_bench.cli.options import with_options
 from moe_routing_bench.cli.results import Displayed, Table, temporary_folder
 from moe_routing_bench.cli.terminal import (
     Bar,
@@ -58,25 +59,7 @@ QUICK = {
     "sizes": "layers=1,D=64,F=64,sequence=64",
 }  # fmt: skip
 
-train_app = typer.Typer(
-    invoke_without_command=True,
-    no_args_is_help=True,
-    help="""Train small language models that differ in one thing, and say what it cost.
-
-\b
-Examples:
-  mrb train --router switch --steps 20 --out first
-  mrb train --study routers --quick --out look
-  mrb train --study routers --seeds 3 --out routers
-  mrb train pareto routers
-  mrb train --study capacity --text a.txt --text b.txt --out capacity
-
-A study chooses a learning rate for each rule, trains every rule with every seed on the same bytes from the
-same weights, then times the steps of all rules in turns. Stop it at any time: the same command goes on.
-Without --text, --corpus or --dataset the text is made up (two languages of 40 words), the same everywhere.
-""",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+Out = Annotated[Path, typer.Option(help="The folder for runs and results; they go on from there.")]
 
 
 def _quick(context: typer.Context, given: bool) -> bool:
@@ -85,49 +68,32 @@ def _quick(context: typer.Context, given: bool) -> bool:
     return given
 
 
-@train_app.callback()
-def train_command(
-    context: typer.Context,
-    study: Annotated[str | None, typer.Option(help=f"One of {', '.join(studies())}.")] = None,
-    router: Annotated[
-        str | None, typer.Option(help='One run with this router: switch, "top_p(p=0.5)", dense.')
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder for runs and results.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each rule in a study.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="The seed of a run; in a study the first one.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, max=10_000_000, help="Optimiser steps of a run.")] = 600,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 4,
-    evaluations: Annotated[int, typer.Option(min=1, help="Times the held-out loss is taken.")] = 8,
-    pieces: Annotated[int, typer.Option(min=1, help="Sequences of held-out text it is taken on.")] = 48,
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How a model is trained, on which text."""
+
+    seed: Annotated[int, typer.Option(min=0, help="The seed of a run; in a study the first one.")] = 0
+    steps: Annotated[int, typer.Option(min=1, max=10_000_000, help="Optimiser steps of a run.")] = 600
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 4
+    evaluations: Annotated[int, typer.Option(min=1, help="Times the held-out loss is taken.")] = 8
+    pieces: Annotated[int, typer.Option(min=1, help="Sequences of held-out text it is taken on.")] = 48
     text: Annotated[
         list[Path] | None, typer.Option(help="A text to learn; its end is held out. Repeatable.")
-    ] = None,
+    ] = None
     corpus: Annotated[
         str | None, typer.Option(help=f"A folder of texts, or `{SYNTHETIC}`, which is the default.")
-    ] = None,
+    ] = None
     dataset: Annotated[
         str | None, typer.Option(help="A dataset of the Hugging Face Hub with a column `text`.")
-    ] = None,
+    ] = None
     sizes: Annotated[
         str, typer.Option(help="Other sizes of the model: layers=2,D=64,F=64,E=4,sequence=128.")
-    ] = "",
-    jobs: Annotated[
-        int | None,
-        typer.Option(min=1, max=64, help="Runs side by side, one thread each. Default: all cores."),
-    ] = None,
+    ] = ""
     rate: Annotated[
         float | None,
         typer.Option(help="The learning rate; in a study that of every rule, and none is chosen."),
-    ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Only this rule of the study. Repeatable.")] = None,
-    autocast: Annotated[bool, typer.Option("--autocast", help="Matrix products in bfloat16.")] = False,
-    sees_future: Annotated[
-        bool, typer.Option("--sees-future", help="Accept a router that looks at later tokens.")
-    ] = False,
-    rounds: Annotated[int, typer.Option(min=8, help="Rounds in which steps are timed.")] = 30,
-    sink: Annotated[
-        str | None, typer.Option(help="Also send losses of a single run to trackio or wandb.")
-    ] = None,
+    ] = None
+    autocast: Annotated[bool, typer.Option("--autocast", help="Matrix products in bfloat16.")] = False
     quick: Annotated[
         bool,
         typer.Option(
@@ -136,46 +102,94 @@ def train_command(
             callback=_quick,
             help="A first look in about a minute: a small model, 100 steps, one seed.",
         ),
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    if context.invoked_subcommand is not None:
-        return
-    with user_mistakes():
-        if (study is None) == (router is None):
-            raise ValueError("give --study NAME for a whole study, or --router NAME for one run")
-        if out is None:
-            raise ValueError("give --out FOLDER: runs are kept there, and go on from there")
-        learnt = _corpus(text, corpus, dataset)
-        like = Run(
-            rule=Rule(name="like"), size=_sizes(sizes, study), steps=steps, batch=batch, autocast=autocast,
-            warmup=min(40, max(1, steps // 5)), evaluations=evaluations, pieces=pieces, seed=seed,
+    ] = False
+
+    def learnt(self) -> Corpus:
+        if sum(given is not None for given in (self.text or None, self.corpus, self.dataset)) > 1:
+            raise ValueError("--text, --corpus and --dataset each name the text; give one of them")
+        if self.text:
+            return read_texts(self.text)
+        if self.dataset is not None:
+            return read_dataset(self.dataset)
+        return synthetic() if self.corpus in (None, SYNTHETIC) else read_corpus(Path(self.corpus))
+
+    def run(self, study: str | None = None) -> Run:
+        return Run(
+            rule=Rule(name="like"), size=_sizes(self.sizes, study), steps=self.steps, batch=self.batch,
+            autocast=self.autocast, warmup=min(40, max(1, self.steps // 5)), evaluations=self.evaluations,
+            pieces=self.pieces, seed=self.seed,
         )  # fmt: skip
 
-    def say_text() -> None:
-        if not text and corpus is None and dataset is None:
+    def say_text(self) -> None:
+        if not self.text and self.corpus is None and self.dataset is None:
             say(f"text: the corpus `{SYNTHETIC}`, made up; --text FILE or --corpus FOLDER for a real one")
 
-    if study is not None:
-        with user_mistakes():
-            work = StudyRun(
-                study, learnt, out, like=like, seeds=seeds, jobs=jobs or core_count(), only=tuple(only or ()),
-                rates=RATES if rate is None else (rate,),
-            )  # fmt: skip
-        say_text()
-        _study(work, rounds, as_json)
-    else:
-        assert router is not None
-        with user_mistakes():
-            run = replace(
-                like, rule=rule_named(router, like.size), learning_rate=rate or 3e-3, sees_future=sees_future,
-                corpus=learnt.hash[:16],
-            )  # fmt: skip
-        say_text()
-        _one(run, learnt, out, sink, as_json)
+
+@with_options
+def run_command(
+    router: Annotated[str, typer.Argument(help='A router, such as switch or "top_p(p=0.5)"; or dense.')],
+    out: Out,
+    how: TrainOptions,
+    sees_future: Annotated[
+        bool, typer.Option("--sees-future", help="Accept a router that looks at later tokens.")
+    ] = False,
+    sink: Annotated[str | None, typer.Option(help="Also send losses to trackio or wandb.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train one small language model. Stop it at any time: the same command goes on.
+
+    \b
+    Examples:
+      mrb train run switch --steps 20 --out first
+      mrb train run "top_p(p=0.5)" --text a.txt --text b.txt --out mine
+
+    Without --text, --corpus or --dataset the text is made up (two languages of 40 words), the same everywhere.
+    """
+    with user_mistakes():
+        corpus, like = how.learnt(), how.run()
+        run = replace(
+            like, rule=rule_named(router, like.size), learning_rate=how.rate or 3e-3, sees_future=sees_future,
+            corpus=corpus.hash[:16],
+        )  # fmt: skip
+    how.say_text()
+    _one(run, corpus, out, sink, as_json)
 
 
-@train_app.command("pareto")
+@with_options
+def study_command(
+    study: Annotated[str, typer.Argument(help=f"One of {', '.join(studies())}.")],
+    out: Out,
+    how: TrainOptions,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each rule.")] = 3,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Runs side by side, one thread each. Default: all cores."),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only this rule of the study. Repeatable.")] = None,
+    rounds: Annotated[int, typer.Option(min=8, help="Rounds in which steps are timed.")] = 30,
+    as_json: Json = False,
+) -> None:
+    """Train small language models that differ in one thing, and say what it cost.
+
+    \b
+    Examples:
+      mrb train study routers --quick --out look
+      mrb train study routers --seeds 3 --out routers
+      mrb train study capacity --text a.txt --text b.txt --out capacity
+
+    A study chooses a learning rate for each rule, trains every rule with every seed on the same bytes from the
+    same weights, then times the steps of all rules in turns. Stop it at any time: the same command goes on.
+    Without --text, --corpus or --dataset the text is made up (two languages of 40 words), the same everywhere.
+    """
+    with user_mistakes():
+        work = StudyRun(
+            study, how.learnt(), out, like=how.run(study), seeds=seeds, jobs=jobs or core_count(),
+            only=tuple(only or ()), rates=RATES if how.rate is None else (how.rate,),
+        )  # fmt: skip
+    how.say_text()
+    _study(work, rounds, as_json)
+
+
 def pareto_command(
     folder: Annotated[Path, typer.Argument(help="The folder of a study.")],
     out: Annotated[Path | None, typer.Option(help="Where pictures and JSON go. Default: FOLDER.")] = None,
@@ -195,7 +209,6 @@ def pareto_command(
     show(f"Written: {', '.join(str(target / name) for name in ('pareto.json', *drawn))}")
 
 
-@train_app.command("predict")
 def predict_command(
     folder: Annotated[Path, typer.Argument(help="The folder of a study.")],
     layers: Annotated[Path, typer.Option(help="A results folder of mrb bench layer --direction train.")],
@@ -218,7 +231,6 @@ def predict_command(
     show(*fitted({"rule": [one.rule for one in rows]}, numbers))
 
 
-@train_app.command("show")
 def show_command(
     folder: Annotated[Path, typer.Argument(help="A folder that mrb train wrote.")], as_json: Json = False
 ) -> None:
@@ -377,16 +389,6 @@ def _sizes(text: str, study: str | None) -> Size:
             )
         changes[name.strip()] = int(value)
     return replace(size, **changes)
-
-
-def _corpus(text: list[Path] | None, corpus: str | None, dataset: str | None) -> Corpus:
-    if sum(given is not None for given in (text or None, corpus, dataset)) > 1:
-        raise ValueError("--text, --corpus and --dataset each name the text; give one of them")
-    if text:
-        return read_texts(text)
-    if dataset is not None:
-        return read_dataset(dataset)
-    return synthetic() if corpus in (None, SYNTHETIC) else read_corpus(Path(corpus))
 
 
 def _sink(name: str | None, run: Run) -> Any:
