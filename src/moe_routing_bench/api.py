@@ -212,7 +212,7 @@ class Results(Displayed):
 
         with results_folders([self.folder]) as found:
             material = read([replace(one, name=self.place) for one in found])
-            return make_page(material, f"mrb report {self.place}").write(Path(path))
+            return make_page(material, f"mrb results report {self.place}").write(Path(path))
 
     def export(self, path: PathLike) -> int:
         """Write all records into one .parquet or .csv file, a row each; how many."""

@@ -185,6 +185,6 @@ def test_the_command_writes_records(tmp_path: Path) -> None:
     few = ("--min-rounds", 8, "--rounds", 8, "--seconds", 600, "--impl", "all_to_all+all_to_all")
     mrb("bench", "parallel", "--ranks", "2", *sizes, *few, "--out", tmp_path)
     query = "select W, span, wire_bytes, least_wire_bytes, status from records where role = 'baseline'"
-    (row,) = mrb_json("results", query, "--folder", tmp_path)["rows"]
+    (row,) = mrb_json("results", "query", query, "--folder", tmp_path)["rows"]
     assert row[:2] == [2, "parallel"] and row[4] == "PASSED" and row[2] >= row[3] > 0
     assert "--ranks" in refused("bench", "parallel", "--ranks", "two", *sizes)

@@ -85,7 +85,7 @@ GROUPS = {
         """
   mrb model trace record --model ./Qwen3-30B-A3B --text a.txt --out t.safetensors
   mrb model profile olmoe-1b-7b --tokens 512
-  mrb model formats --model qwen3-30b-a3b
+  mrb model formats --width 2880 --hidden 2880
 """,
     ),
     "train": Group(

@@ -56,7 +56,8 @@ def balance_command(
     seed: Annotated[int, typer.Option(help="Random seed of tokens and routers.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Also write table, numbers and picture here.")] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Also write what the router without control chose, for `mrb place`.")
+        Path | None,
+        typer.Option(help="Also write what the router without control chose, for `mrb parallel place`."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -31,8 +31,8 @@ def make_command(
 
     \b
     Examples:
-      mrb bundle results -o mine.zip
-      mrb verify mine.zip
+      mrb bundle make results -o mine.zip
+      mrb bundle verify mine.zip
 
     A folder with a record that does not match its samples is refused.
     """
@@ -49,7 +49,7 @@ def make_command(
 
 
 def verify_command(
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A file that `mrb bundle` wrote.")],
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A file that `mrb bundle make` wrote.")],
     measure: Annotated[
         int, typer.Option(min=0, max=1000, help="How many of its cells to measure again, taken at random.")
     ] = 3,
@@ -60,8 +60,8 @@ def verify_command(
 
     \b
     Examples:
-      mrb verify mine.zip
-      mrb verify mine.zip --measure 0        only check it
+      mrb bundle verify mine.zip
+      mrb bundle verify mine.zip --measure 0        only check it
 
     Cells are measured again only where machine and code are the same; for
     the others the reason is shown. Exit code 1: a ratio is another here,

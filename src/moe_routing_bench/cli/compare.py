@@ -1,4 +1,4 @@
-"""mrb compare and mrb gate: two results folders side by side, for people and for CI."""
+"""mrb results compare and mrb results gate: two results folders side by side, for people and for CI."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def compare_command(
 
     \b
     Examples:
-      mrb compare results/monday results/tuesday
-      mrb compare results/monday results/tuesday --html changes.html
-      mrb compare results/laptop results/server --allow machine
-      mrb compare old new --json | jq '.changes[] | select(.verdict == "SLOWER")'
+      mrb results compare results/monday results/tuesday
+      mrb results compare results/monday results/tuesday --html changes.html
+      mrb results compare results/laptop results/server --allow machine
+      mrb results compare old new --json | jq '.changes[] | select(.verdict == "SLOWER")'
     """
     with reading() as doing:
         runs = compare_runs(
@@ -62,7 +62,7 @@ def compare_command(
             from moe_routing_bench.cli.report import write_page
             from moe_routing_bench.report.two_runs import two_runs
 
-            write_page(two_runs(runs, str(a), str(b), f"mrb compare {a} {b} --html {html}"), html)
+            write_page(two_runs(runs, str(a), str(b), f"mrb results compare {a} {b} --html {html}"), html)
     if as_json:
         show_json({"a": str(a), "b": str(b), **_document(runs)})
         return
@@ -95,8 +95,8 @@ def gate_command(
 
     \b
     Examples:
-      mrb gate --baseline results/main results/branch
-      mrb gate --baseline results/main results/branch --max-regression 5%
+      mrb results gate --baseline results/main results/branch
+      mrb results gate --baseline results/main results/branch --max-regression 5%
 
     Only a confirmed slow-down fails: a ratio above the limit and above the noise
     of both runs, a 99 % interval that excludes 1, and p at most 1 % after

@@ -1,4 +1,4 @@
-"""mrb compile: compiles every GPU kernel, in Triton and in CuTe DSL, without a GPU."""
+"""mrb gpu compile: compiles every GPU kernel, in Triton and in CuTe DSL, without a GPU."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def compile_command(
 
     \b
     Examples:
-      mrb compile --arch sm_90a --model qwen3-30b-a3b
-      mrb compile --op grouped_gemm --json
-      mrb compile --impl "triton_fused*" --configs --arch sm_90a
-      mrb compile --out tests/data/compile.json
-      mrb compile --against tests/data/compile.json
+      mrb gpu compile --arch sm_90a --model qwen3-30b-a3b
+      mrb gpu compile --op grouped_gemm --json
+      mrb gpu compile --impl "triton_fused*" --configs --arch sm_90a
+      mrb gpu compile --out tests/data/compile.json
+      mrb gpu compile --against tests/data/compile.json
 
     Fails (exit code 1) if a kernel spills registers, needs more shared memory
     than the GPU has, lacks what it promises (tensor cores, 128-bit loads, loads
@@ -168,7 +168,7 @@ def _read(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text())
         assert isinstance(document["triton"], str) and isinstance(document["kernels"], list)
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        fail(f"{path} is not a file that `mrb compile --out` wrote: {type(error).__name__} {error}")
+        fail(f"{path} is not a file that `mrb gpu compile --out` wrote: {type(error).__name__} {error}")
     return document
 
 

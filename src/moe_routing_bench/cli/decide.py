@@ -1,6 +1,6 @@
-"""mrb decide: which implementation for which size, and the file that impl="auto" follows.
+"""mrb tune decide: which implementation for which size, and the file that impl="auto" follows.
 
-mrb regret: how much slower impl="auto" is than the fastest that can run.
+mrb results regret: how much slower impl="auto" is than the fastest that can run.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def decide_command(
 
     \b
     Examples:
-      mrb decide
-      mrb decide results -o decisions.json
+      mrb tune decide
+      mrb tune decide results -o decisions.json
       MRB_DECISIONS=decisions.json mrb explain expert_ffn --tokens 16
     """
     folder = default_results() if folder is None else folder
@@ -150,8 +150,8 @@ def regret_command(
     \b
     Examples:
       mrb sweep regret --out regret --seconds 20 --target 0.02
-      mrb regret regret
-      mrb regret regret --json
+      mrb results regret regret
+      mrb results regret regret --json
 
     A regret of 1.10 means: auto takes 1.10 times as long as the fastest. Within
     the noise it counts as measured, and the table says how many these are.

@@ -1,4 +1,4 @@
-"""mrb history: a metric over commits, with the commits at which it steps."""
+"""mrb results history: a metric over commits, with the commits at which it steps."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def history_command(
 
     \b
     Examples:
-      mrb history results
-      mrb history results --case "*olmoe*" --impl "native*" --html history.html
-      mrb history results --metric ms -o history.png
+      mrb results history results
+      mrb results history results --case "*olmoe*" --impl "native*" --html history.html
+      mrb results history results --metric ms -o history.png
 
     A step is called a regression or an improvement only if nothing else
     changed there: not the machine's torch, not the way of measuring.
@@ -55,7 +55,9 @@ def history_command(
             lambda where, name: fnmatchcase(where, f"*{case}*") and fnmatchcase(name, impl + "*"),
         )  # fmt: skip
         if html is not None:
-            write_page(over_commits(past, f"mrb history {folder} --metric {metric} --html {html}"), html)
+            write_page(
+                over_commits(past, f"mrb results history {folder} --metric {metric} --html {html}"), html
+            )
         if out is not None:
             picture = draw(past)
             if picture is None:

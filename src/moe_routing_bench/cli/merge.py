@@ -29,7 +29,7 @@ def merge_command(
     Examples:
       mrb sweep seed-grid --out part1 --shard 1/2          on one machine
       mrb sweep seed-grid --out part2 --shard 2/2          on another
-      mrb merge part1 part2 --out results
+      mrb results merge part1 part2 --out results
 
     The same session is taken once, however often it comes. A session with a
     bad line, or whose samples are not those it was measured with, is refused
@@ -62,8 +62,8 @@ def compact_command(
 
     \b
     Examples:
-      mrb compact s3://bucket/runs
-      mrb compact s3://bucket/runs --drop
+      mrb results compact s3://bucket/runs
+      mrb results compact s3://bucket/runs --drop
 
     It may run at any time, beside sweeps, twice, or be killed. Nothing is
     deleted without --drop, and with it only what a pack holds byte for byte.

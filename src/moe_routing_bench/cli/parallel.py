@@ -1,6 +1,7 @@
 """mrb parallel plan: how many ranks should share the experts of a model, and what would a step cost?
 
-mrb place: would another placement of experts on ranks pay? mrb cache: which experts to keep in memory?
+mrb parallel place: would another placement of experts on ranks pay?
+mrb parallel cache: which experts to keep in memory?
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from moe_routing_bench.report.pictures import check_picture_path
 from moe_routing_bench.workloads.trace import read_trace
 from moe_routing_bench.workloads.workload import check_name
 
-File = Annotated[Path, typer.Argument(metavar="TRACE", help="A file that `mrb trace record` wrote.")]
+File = Annotated[Path, typer.Argument(metavar="TRACE", help="A file that `mrb model trace record` wrote.")]
 Model = Annotated[
     str | None, typer.Option(help="Whose experts are moved, for bytes: a name from `mrb list models`.")
 ]
@@ -60,8 +61,8 @@ def place_command(
 
     \b
     Examples:
-      mrb place t.safetensors --ranks 8 --replicas 0,8,16
-      mrb place t.safetensors --ranks 64 --ranks-per-node 8 --tokens 16384 --model deepseek-v3
+      mrb parallel place t.safetensors --ranks 8 --replicas 0,8,16
+      mrb parallel place t.safetensors --ranks 64 --ranks-per-node 8 --tokens 16384 --model deepseek-v3
     """
     with user_mistakes():
         extra = option_numbers("--replicas", replicas, "0,16,32")
@@ -148,8 +149,8 @@ def cache_command(
 
     \b
     Examples:
-      mrb cache t.safetensors --slots 32
-      mrb cache t.safetensors --slots 16 --policy lru,belady --model qwen3-30b-a3b --bits 4.5
+      mrb parallel cache t.safetensors --slots 32
+      mrb parallel cache t.safetensors --slots 16 --policy lru,belady --model qwen3-30b-a3b --bits 4.5
     """
     names = pick_all("policy", policy, POLICIES)
     with user_mistakes():

@@ -1,4 +1,4 @@
-"""mrb profile: where the time of a MoE block goes, beside Transformers' block and a hand-ordered path."""
+"""mrb model profile: where the time of a MoE block goes, beside Transformers' and a hand-ordered path."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def profile_command(
 
     \b
     Examples:
-      mrb profile block                        128 tokens through a Qwen MoE block
-      mrb profile block seed-qwen --full --dtype float32
-      mrb profile block olmoe-1b-7b --tokens 512 --chrome t.json --picture t.png
+      mrb model profile                        128 tokens through a Qwen MoE block
+      mrb model profile seed-qwen --full --dtype float32
+      mrb model profile olmoe-1b-7b --tokens 512 --chrome t.json --picture t.png
 
     --impl takes transformers(eager|grouped_mm|batched_mm), hand-ordered, auto
     and every implementation of expert_ffn. The first table has the times of

@@ -159,8 +159,8 @@ def export_command(
 
     \b
     Examples:
-      mrb export results --parquet results.parquet
-      mrb export results --csv results.csv
+      mrb results export results --parquet results.parquet
+      mrb results export results --csv results.csv
       python -c "import duckdb; print(duckdb.read_parquet('results.parquet'))"
 
     In CSV, lists and maps are JSON. Text that begins with = + - @ ' or a tab

@@ -63,7 +63,7 @@ def sweep_command(
       mrb sweep layer --tokens 128,512 --experts 32,64 --topk 1,2 --out results
       mrb sweep seed-grid~scaled --out results --layout "compact,block(64)"
       mrb sweep gpu-quick --out gpu           needs a GPU; takes under 15 minutes
-      mrb sweep seed-grid --out part1 --shard 1/2        then `mrb merge`
+      mrb sweep seed-grid --out part1 --shard 1/2        then `mrb results merge`
       mrb sweep seed-grid --out s3://bucket/runs --claim    on any number of machines
       mrb sweep seed-grid --out results --engine "ray(gpu=h100)"
 
@@ -102,7 +102,7 @@ def sweep_command(
     if as_json:
         show_json({**_numbers(plan), "cells": [outcome_document(one) for one in outcomes]})
     else:
-        show(f"Results are in {name}: `mrb results --folder {name}`, `mrb decide {name}`.")
+        show(f"Results are in {name}: `mrb results --folder {name}`, `mrb tune decide {name}`.")
     end(outcomes, what)
     if plan.failed and not retry_failed:
         raise typer.Exit(NOT_TIMED)  # the first sentence said so

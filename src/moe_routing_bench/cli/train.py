@@ -143,7 +143,8 @@ def run_command(
       mrb train run switch --steps 20 --out first
       mrb train run "top_p(p=0.5)" --text a.txt --text b.txt --out mine
 
-    Without --text, --corpus or --dataset the text is made up (two languages of 40 words), the same everywhere.
+    Without --text, --corpus or --dataset the text is made up (two languages of
+    40 words), the same everywhere.
     """
     with user_mistakes():
         corpus, like = how.learnt(), how.run()
@@ -177,9 +178,11 @@ def study_command(
       mrb train study routers --seeds 3 --out routers
       mrb train study capacity --text a.txt --text b.txt --out capacity
 
-    A study chooses a learning rate for each rule, trains every rule with every seed on the same bytes from the
-    same weights, then times the steps of all rules in turns. Stop it at any time: the same command goes on.
-    Without --text, --corpus or --dataset the text is made up (two languages of 40 words), the same everywhere.
+    A study chooses a learning rate for each rule, trains every rule with every
+    seed on the same bytes from the same weights, then times the steps of all
+    rules in turns. Stop it at any time: the same command goes on.
+    Without --text, --corpus or --dataset the text is made up (two languages of
+    40 words), the same everywhere.
     """
     with user_mistakes():
         work = StudyRun(

@@ -208,7 +208,7 @@ def _rows(connection: duckdb.DuckDBPyConnection) -> list[tuple[Any, ...]]:
         rows += some
         letters += sum(len(cell) for row in some for cell in row if isinstance(cell, (str, bytes, list)))
         if len(rows) > MAX_ROWS:
-            raise ValueError(f"the answer has over {MAX_ROWS:,} rows; add a LIMIT or use mrb export")
+            raise ValueError(f"the answer has over {MAX_ROWS:,} rows; add a LIMIT or use mrb results export")
         if letters > MAX_ANSWER_LETTERS:
             raise ValueError(f"the answer has over {MAX_ANSWER_LETTERS:,} letters; ask for less")
     return rows

@@ -1,8 +1,8 @@
 """The axes of an experiment, each declared once.
 
 A field of CaseAxes says what is measured, a field of PolicyAxes how. Everything else follows from the field
-and its Axis: the option of `mrb bench`, `mrb sweep` and `mrb profile`, the JSON of a worker, the resume key,
-the field of a record and its column, what must agree before two times are compared, and the command that
+and its Axis: the option of `mrb bench`, `mrb sweep` and `mrb model profile`, the JSON of a worker, the resume
+key, the field of a record and its column, what must agree before two times are compared, and the command that
 measures a record again. To add an axis, add a field here, and read it where it has its effect.
 """
 
@@ -61,7 +61,7 @@ class CaseAxes:
         flag="--dtype", asks=True, compare="agree", plural="dtypes",
     )  # fmt: skip
     store: str = axis(
-        "", "For expert_ffn: weights in this format, int8 or int4_g32 (`mrb formats`).",
+        "", "For expert_ffn: weights in this format, int8 or int4_g32 (`mrb model formats`).",
         flag="--store", asks=True, compare="agree", plural="formats of weights",
     )  # fmt: skip
     activation: str = axis(
