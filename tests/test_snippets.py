@@ -143,7 +143,7 @@ def test_a_command_exists_with_its_options(command: Command) -> None:
     found, rest = command_of(words)
     assert len(rest) < len(words), f"{command.document}: there is no mrb {words[0]}"
     if level(command) != "name":
-        found.make_context("mrb", rest)
+        found.make_context("mrb", [*rest])
 
 
 def _there(command: Command, place: Path, folder: Path) -> list[str]:

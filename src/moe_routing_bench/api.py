@@ -27,19 +27,6 @@ from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs, roofs_now
 from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.verdict import DELTA
-from moe_routing_bench.cli.checking import (
-    Row,
-    TokenMap,
-    check_progress,
-    never_ran,
-    parse_tokens,
-    run_row,
-    select,
-    show_legend_of_maps,
-    show_map,
-    show_rows,
-    token_map,
-)
 from moe_routing_bench.cli.choosing import (
     BENCH_TOKENS,
     check_device,
@@ -51,17 +38,23 @@ from moe_routing_bench.cli.choosing import (
 )
 from moe_routing_bench.cli.compare import show_comparison
 from moe_routing_bench.cli.options import (
-    ROUTERS,
     MeasureOptions,
     SizeOptions,
     WhatOptions,
-    found_outside,
     group_of,
     parameters_of,
 )
 from moe_routing_bench.cli.results import BEST, Displayed, Table, at_hand, show_overview, temporary_folder
-from moe_routing_bench.cli.tables import show_outcome, show_summary
-from moe_routing_bench.cli.terminal import is_wanted, say_roofs_are_measured, shown_progress
+from moe_routing_bench.conformance.outside import ROUTERS, found_outside
+from moe_routing_bench.conformance.run import (
+    Row,
+    TokenMap,
+    never_ran,
+    parse_tokens,
+    run_row,
+    select,
+    token_map,
+)
 from moe_routing_bench.core.dtypes import DTYPES
 from moe_routing_bench.core.machine import this_machine, torch_threads
 from moe_routing_bench.core.names import did_you_mean, one_of
@@ -74,7 +67,10 @@ from moe_routing_bench.fleet.shards import Shard
 from moe_routing_bench.fleet.store import RemoteStore
 from moe_routing_bench.fleet.sweep import SweepPlan, plan_sweep, run_sweep
 from moe_routing_bench.ops.registry import included_folders
+from moe_routing_bench.report.check_tables import check_progress, show_legend_of_maps, show_map, show_rows
+from moe_routing_bench.report.console import is_wanted, say_roofs_are_measured, shown_progress
 from moe_routing_bench.report.finding import results_folders
+from moe_routing_bench.report.outcome_tables import show_outcome, show_summary
 from moe_routing_bench.report.reading import read
 from moe_routing_bench.results.compare import RunComparison, compare_runs
 from moe_routing_bench.results.folder import Selection, copy_selected, iterate

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.fork_server import PRELOAD, fork_server, server_pid, without_main_module
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.outside import sandbox
 from moe_routing_bench.bench.outside.drawing import SecretInputs
@@ -27,6 +26,7 @@ from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.untrusted import read_file, receive
+from moe_routing_bench.core.fork_server import PRELOAD, fork_server, server_pid, without_main_module
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.workloads.cases import BenchCase

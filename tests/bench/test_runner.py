@@ -11,10 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_routing_bench.bench import fork_server, kit, rounds
+from moe_routing_bench.bench import kit, rounds
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.floor import TOLERANCE, floor_seconds, raise_stored, too_fast
-from moe_routing_bench.bench.fork_server import server_harm, server_pid
 from moe_routing_bench.bench.messages import Described
 from moe_routing_bench.bench.outcome import SubjectOutcome
 from moe_routing_bench.bench.roofs import Roofs, measure_roofs, store_roofs, stored_roofs
@@ -26,13 +25,14 @@ from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError, Worker
 from moe_routing_bench.bench.trial import _checks, check_clocks
 from moe_routing_bench.bench.verdict import compare
-from moe_routing_bench.cli.tables import show_outcome
 from moe_routing_bench.conformance.check import Outcome
-from moe_routing_bench.core import cpp
+from moe_routing_bench.core import cpp, fork_server
 from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.fork_server import server_harm, server_pid
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.registry import BUILT_IN
+from moe_routing_bench.report.outcome_tables import show_outcome
 from moe_routing_bench.workloads.cases import BenchCase
 from sample_outcomes import an_outcome
 

@@ -299,7 +299,7 @@ def test_check_is_not_content_with_nothing(folder, name):
 
 def test_check_notices_an_op_without_implementations(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(all_ops()["topk"], "names", list)
-    monkeypatch.setattr("moe_routing_bench.cli.checking.routers_found", lambda: {"switch": None})
+    monkeypatch.setattr("moe_routing_bench.conformance.run.router_names", lambda: ["switch"])
     assert "of topk could run" in mrb("check", "--op", "[rt]*", code=1).stdout
 
 
@@ -307,7 +307,7 @@ def test_check_routers(monkeypatch: pytest.MonkeyPatch):
     assert [one["implementation"] for one in mrb_json("check", "--impl", "switch")["results"]] == ["switch"]
     checked: list[str] = []  # each of them really: tests/routers/test_routers.py
     monkeypatch.setattr(
-        "moe_routing_bench.cli.checking.check_router", lambda name: checked.append(name) or []
+        "moe_routing_bench.conformance.run.check_router", lambda name: checked.append(name) or []
     )
     assert f"{len(all_routers())} cases passed, 0 failed" in mrb("check", "--op", "routers").stdout
     assert checked == list(all_routers())

@@ -15,9 +15,9 @@ from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cli.choosing import chosen_cases, chosen_subjects, end, fitted_once
 from moe_routing_bench.cli.options import SizeOptions, WhatOptions
-from moe_routing_bench.cli.terminal import bar, shown_progress, spinner
 from moe_routing_bench.core.names import split_words
 from moe_routing_bench.fleet.executor import LocalExecutor
+from moe_routing_bench.report.console import bar, shown_progress, spinner
 from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.results.query import run_query
 from moe_routing_bench.workloads.cases import cases

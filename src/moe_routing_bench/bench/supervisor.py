@@ -25,7 +25,11 @@ from pydantic import ValidationError
 
 from moe_routing_bench.bench import worker as worker_module
 from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.fork_server import (
+from moe_routing_bench.bench.messages import Ready, Reply, Timed
+from moe_routing_bench.bench.outside.sandbox import SandboxedProcess
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.bench.untrusted import receive
+from moe_routing_bench.core.fork_server import (
     OTHER_SETTINGS,
     Settings,
     expected_settings,
@@ -33,10 +37,6 @@ from moe_routing_bench.bench.fork_server import (
     settings_of,
     without_main_module,
 )
-from moe_routing_bench.bench.messages import Ready, Reply, Timed
-from moe_routing_bench.bench.outside.sandbox import SandboxedProcess
-from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.untrusted import receive
 from moe_routing_bench.core.text import ending, printable
 
 MAX_ANSWER_BYTES = 2**20

@@ -18,7 +18,6 @@ from typing import Any
 
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.fork_server import server_harm
 from moe_routing_bench.bench.identity import folders_of
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
@@ -41,6 +40,7 @@ from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.bench.verdict import MIN_ROUNDS
 from moe_routing_bench.bench.worker import MAX_CALLS
 from moe_routing_bench.core.accuracy import Verdict
+from moe_routing_bench.core.fork_server import server_harm
 from moe_routing_bench.workloads.axes import LONG_CALL
 
 # how much longer the parent's clock may run than the worker's: the time in the pipe, and a share of the span

@@ -159,7 +159,7 @@ def today(words: Sequence[str]) -> tuple[str, list[str]]:
     first, *rest = words or [""]
     if first not in GROUPS:
         for old, new in RENAMED.items():
-            if old.split() == list(words[: len(old.split())]):
+            if old.split() == [*words[: len(old.split())]]:
                 return old, [*new.split(), *words[len(old.split()) :]]
     elif rest and rest[0] not in (*GROUPS[first].commands, "-h", "--help"):  # this group was a command
         for at, word in enumerate(rest):
@@ -171,7 +171,7 @@ def today(words: Sequence[str]) -> tuple[str, list[str]]:
                 return old, [*RENAMED[old].split(), *rest]
         if first in RENAMED:
             return first, [*RENAMED[first].split(), *rest]
-    return "", list(words)
+    return "", [*words]
 
 
 class LazyGroup(TyperGroup):
@@ -252,23 +252,32 @@ def _imported(name: str, place: Place) -> Any:
     return typer.main.get_command(app)
 
 
-def command_of(words: Sequence[str]) -> tuple[Any, list[str]]:
+def command_of(words: Sequence[str]) -> tuple[Any, Sequence[str]]:
     """The command that these words begin with, imported, and the words after its name."""
     found: Any = typer.main.get_command(app)
-    rest = list(words)
-    while rest and rest[0] in getattr(found, "commands", {}):
-        _, found, rest = found.resolve_command(typer.Context(found), rest)
-    return found, rest
+    while words and isinstance(found, TyperGroup) and not words[0].startswith("-"):
+        context = typer.Context(found)
+        if found.get_command(context, words[0]) is None:
+            break
+        _, found, words = found.resolve_command(context, [*words])
+    return found, words
 
 
 def all_names() -> Iterator[tuple[str, ...]]:
     """("bench",), ("results",), ("results", "show"), ...; a group stands before its commands."""
     for name, place in {**DAILY, **GROUPS}.items():
         yield (name,)
-        inner = place.commands if isinstance(place, Group) else getattr(command_of([name])[0], "commands", {})
+        inner = place.commands if isinstance(place, Group) else _inner(name)
         for one in inner:
             yield name, one
-            yield from ((name, one, deep) for deep in getattr(command_of([name, one])[0], "commands", {}))
+            yield from ((name, one, deep) for deep in _inner(name, one))
+
+
+def _inner(*words: str) -> Sequence[str]:
+    """The commands of a group; of `bench` those that are not the name of a span, and `layer`."""
+    found, _ = command_of(words)
+    more = ("layer",) if words == ("bench",) else ()
+    return (*more, *getattr(found, "commands", ()))
 
 
 def _markup() -> Any:

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from moe_routing_bench.cli.terminal import Json, bar, console, fitted, show, show_json, user_mistakes
+from moe_routing_bench.cli.options import Json, show_json, user_mistakes
 from moe_routing_bench.core.whole_files import write_whole
+from moe_routing_bench.report.console import bar, console, fitted, show
 from moe_routing_bench.report.drawing import figure
 from moe_routing_bench.studies.drift import (
     EVEN_WITHIN,

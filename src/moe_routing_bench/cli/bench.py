@@ -20,9 +20,19 @@ from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.cli.balance import balance_command
 from moe_routing_bench.cli.choosing import end, saving_folder, stopped, where_saved
-from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, include_all, with_options
-from moe_routing_bench.cli.tables import outcome_document, show_outcome, show_summary
-from moe_routing_bench.cli.terminal import Json, console, fail, show, show_json, user_mistakes
+from moe_routing_bench.cli.options import (
+    Json,
+    MeasureOptions,
+    SizeOptions,
+    WhatOptions,
+    fail,
+    include_all,
+    show_json,
+    user_mistakes,
+    with_options,
+)
+from moe_routing_bench.report.console import console, show
+from moe_routing_bench.report.outcome_tables import outcome_document, show_outcome, show_summary
 
 
 class SpanCommands(TyperGroup):

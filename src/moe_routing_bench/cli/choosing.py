@@ -24,7 +24,6 @@ from moe_routing_bench.bench.spans.span import Span, is_ours, span_named, span_n
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cli.options import ON_A_GPU, WORKLOAD, SizeOptions, WhatOptions
-from moe_routing_bench.cli.terminal import say
 from moe_routing_bench.core.names import short_label, split_words
 from moe_routing_bench.core.paths import default_results
 from moe_routing_bench.core.plan import Layout
@@ -33,6 +32,7 @@ from moe_routing_bench.formats.named import INT8_ROWS
 from moe_routing_bench.models.checkpoint import read_layer
 from moe_routing_bench.ops.auto import invariant_names
 from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.report.console import say
 from moe_routing_bench.workloads.cases import BenchCase, cases, fitted, model_cases, stored_as
 from moe_routing_bench.workloads.regret_cases import CONTENDERS
 from moe_routing_bench.workloads.workload import check_name

@@ -12,9 +12,10 @@ import typer
 from rich.text import Text
 
 from moe_routing_bench.bench.verdict import OPEN
+from moe_routing_bench.cli.options import Json, show_json
 from moe_routing_bench.cli.results import at_hand, left_out_json, reading, show_left_out, table_of
-from moe_routing_bench.cli.terminal import Json, show, show_json
 from moe_routing_bench.core.text import printable
+from moe_routing_bench.report.console import show
 from moe_routing_bench.results.compare import LIKE, Change, RunComparison, Turned, compare_runs
 
 COLOURS = {"FASTER": "green", "SLOWER": "red", "SAME": ""} | dict.fromkeys(OPEN, "yellow")

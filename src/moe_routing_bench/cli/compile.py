@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from moe_routing_bench.cli.options import IncludePath, include_all
-from moe_routing_bench.cli.terminal import Json, console, fail, fitted, pick_all, show, show_json, spinner
+from moe_routing_bench.cli.options import IncludePath, Json, fail, include_all, pick_all, show_json
 from moe_routing_bench.conformance.check import matches
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.ops.targets import TARGETS, Target
+from moe_routing_bench.report.console import console, fitted, show, spinner
 
 if TYPE_CHECKING:
     from moe_routing_bench.studies.compiled import Compiled

@@ -27,18 +27,7 @@ from moe_routing_bench.bench.device import memory_place
 from moe_routing_bench.bench.noise import NoiseReading, weather
 from moe_routing_bench.bench.roofs import Roofs, roofs_path, stored_roofs, take_roofs
 from moe_routing_bench.cli import doctor as self_test
-from moe_routing_bench.cli.options import IncludePath, include_all
-from moe_routing_bench.cli.terminal import (
-    Json,
-    bar,
-    fail,
-    fitted,
-    show,
-    show_json,
-    spinner,
-    two_columns,
-    user_mistakes,
-)
+from moe_routing_bench.cli.options import IncludePath, Json, fail, include_all, show_json, user_mistakes
 from moe_routing_bench.conformance.cases import CASES, Case, KitCell, layouts_for
 from moe_routing_bench.conformance.check import check, matches
 from moe_routing_bench.core.dtypes import DTYPES
@@ -48,6 +37,7 @@ from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops, get_op
 from moe_routing_bench.ops.targets import target_of
+from moe_routing_bench.report.console import bar, fitted, show, spinner, two_columns
 from moe_routing_bench.report.pictures import check_picture_path, draw_power
 from moe_routing_bench.studies.power import PowerStudy, plan_trials, study_power
 

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from moe_routing_bench.cli.terminal import Json, fitted, show, show_json, user_mistakes
+from moe_routing_bench.cli.options import Json, show_json, user_mistakes
 from moe_routing_bench.core.shapes import MoEShape
+from moe_routing_bench.report.console import fitted, show
 from moe_routing_bench.studies.format_losses import layer_losses, trained_losses
 from moe_routing_bench.train.text import read_texts
 

@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from moe_routing_bench.cli.options import Json, pick, show_json
 from moe_routing_bench.cli.report import write_page
 from moe_routing_bench.cli.results import at_hand, left_out_json, reading, show_left_out, table_of
-from moe_routing_bench.cli.terminal import Json, pick, show, show_json
 from moe_routing_bench.core.text import printable
+from moe_routing_bench.report.console import show
 from moe_routing_bench.report.drawing import style
 from moe_routing_bench.report.over_commits import draw, over_commits, series_table, steps_table
 from moe_routing_bench.report.pictures import check_picture_path

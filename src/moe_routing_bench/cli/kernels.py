@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from moe_routing_bench.cli.terminal import show, user_mistakes
+from moe_routing_bench.cli.options import user_mistakes
 from moe_routing_bench.models.hub_folder import export_folder
+from moe_routing_bench.report.console import show
 
 
 def kernels_command(

@@ -1,29 +1,32 @@
 """Options that several commands share, each group a dataclass; `with_options` gives them to a command.
 
-Ops and routers by name, and folders of --include-path.
+One sentence and an exit code for a mistake of the user.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.cores import core_count, idle_count
 from moe_routing_bench.bench.device import VIEWS
-from moe_routing_bench.cli.terminal import user_mistakes
-from moe_routing_bench.ops.registry import BUILT_IN, NO_IMPLEMENTATIONS, all_ops, files_of
-from moe_routing_bench.routers.router import Router, all_routers, built_in_names, include_folder
+from moe_routing_bench.core.names import one_of
+from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.report.console import say
+from moe_routing_bench.routers.router import include_folder
 from moe_routing_bench.workloads.axes import Axis, CaseAxes, PolicyAxes, axes_of, explained, values_of
 from moe_routing_bench.workloads.cases import DIRECTIONS
 
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 IncludePath = Annotated[
     list[Path] | None,
     typer.Option(
@@ -32,7 +35,36 @@ IncludePath = Annotated[
         "Repeatable.",
     ),
 ]
-ROUTERS = "routers"
+
+
+def pick(what: str, name: str, choices: Iterable[str]) -> str:
+    """`name` if it is one of the choices, else an error that suggests one."""
+    with user_mistakes():
+        return one_of(what, name, choices)
+
+
+def pick_all(what: str, names: str, choices: Iterable[str]) -> list[str]:
+    """The same for names separated by commas."""
+    choices = list(choices)
+    return [pick(what, name.strip(), choices) for name in names.split(",")]
+
+
+def fail(sentence: str) -> NoReturn:
+    say(sentence)
+    raise typer.Exit(2)
+
+
+@contextmanager
+def user_mistakes() -> Iterator[None]:
+    """Use only around code that reads the user's input: a ValueError there is the user's mistake."""
+    try:
+        yield
+    except ValueError as error:
+        fail(str(error))
+
+
+def show_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=2, default=str))
 
 
 def include_all(folders: list[Path] | None) -> None:
@@ -41,63 +73,6 @@ def include_all(folders: list[Path] | None) -> None:
             include_folder(folder)
         for op in all_ops().values():
             op.names()  # raises if a name exists twice
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutsideFile:
-    """OutsideFile(op="combine", name="mine", path=.../combine/mine.py); its op is `routers` for a router, its
-    name `op` for a new operation."""
-
-    op: str
-    name: str
-    path: Path
-
-    @property
-    def origin(self) -> str:
-        return f"file {self.path}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outside:
-    """The folders of --include-path and their files. Nothing in them is loaded here (describing.py)."""
-
-    folders: tuple[Path, ...]
-    files: tuple[OutsideFile, ...]
-
-    @property
-    def ops(self) -> list[OutsideFile]:
-        """The new operations."""
-        return [file for file in self.files if file.name == "op" and file.op != ROUTERS]
-
-    def of(self, op_pattern: str) -> Iterator[OutsideFile]:
-        """Implementations of the operations that match, or routers."""
-        for file in self.files:
-            if fnmatchcase(file.op, op_pattern) and (
-                file.name not in NO_IMPLEMENTATIONS or file.op == ROUTERS
-            ):
-                yield file
-
-
-def found_outside(folders: Sequence[Path] | None) -> Outside:
-    """ValueError if a name exists twice."""
-    ops = all_ops()
-    taken = {(name, spec): op.origin(spec) for name, op in ops.items() for spec in op.names()}
-    taken |= {(ROUTERS, name): BUILT_IN for name in built_in_names()}
-    files = []
-    for path in files_of(folders or ()):
-        file = OutsideFile(op=path.parent.name, name=path.stem, path=path)
-        if file.name == "op" and file.op in ops:
-            raise ValueError(f"{path}: there is an operation {file.op} already; rename the folder")
-        if (other := taken.setdefault((file.op, file.name), file.origin)) != file.origin:
-            raise ValueError(f"{file.op}.{file.name} exists twice: {other} and {file.origin}; rename one")
-        files.append(file)
-    return Outside(folders=tuple(folders or ()), files=tuple(files))
-
-
-def routers_found() -> dict[str, type[Router]]:
-    """Every router. An error in an included folder is shown as the user's mistake."""
-    with user_mistakes():
-        return all_routers()
 
 
 SECONDS = 60.0

@@ -14,17 +14,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from moe_routing_bench.cli.terminal import (
-    Json,
-    fitted,
-    heading,
-    pick_all,
-    show,
-    show_json,
-    spinner,
-    two_columns,
-    user_mistakes,
-)
+from moe_routing_bench.cli.options import Json, pick_all, show_json, user_mistakes
 from moe_routing_bench.core.experts import GATED
 from moe_routing_bench.core.names import option_numbers
 from moe_routing_bench.core.published import model as published_model
@@ -34,6 +24,7 @@ from moe_routing_bench.planner.fabric import Fabric, read_fabric, shipped
 from moe_routing_bench.planner.placements import PAYS, PlacementStudy, Tried, study_placements
 from moe_routing_bench.planner.plans import CLOSE, MAX_TOKENS, Option, ParallelPlan, Question, answer
 from moe_routing_bench.planner.step import PARTS, LayerSize
+from moe_routing_bench.report.console import fitted, heading, show, spinner, two_columns
 from moe_routing_bench.report.parallel_pictures import draw_plan
 from moe_routing_bench.report.pictures import check_picture_path
 from moe_routing_bench.workloads.trace import read_trace

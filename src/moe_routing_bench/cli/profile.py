@@ -19,12 +19,22 @@ from moe_routing_bench.bench.roofs import stored_roofs
 from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.cli.bench import measured
 from moe_routing_bench.cli.choosing import chosen_cases, end, made_cells
-from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, include_all, with_options
-from moe_routing_bench.cli.tables import outcome_document, show_outcome
-from moe_routing_bench.cli.terminal import Json, fail, fitted, heading, show, show_json, user_mistakes
+from moe_routing_bench.cli.options import (
+    Json,
+    MeasureOptions,
+    SizeOptions,
+    WhatOptions,
+    fail,
+    include_all,
+    show_json,
+    user_mistakes,
+    with_options,
+)
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.report.block_pictures import draw_shares
+from moe_routing_bench.report.console import fitted, heading, show
+from moe_routing_bench.report.outcome_tables import outcome_document, show_outcome
 from moe_routing_bench.report.pictures import check_picture_path
 from moe_routing_bench.studies.profiles import SHARES, SUBJECTS, Profile, profile, profiled
 

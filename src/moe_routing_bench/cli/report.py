@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
+from moe_routing_bench.cli.options import fail
 from moe_routing_bench.cli.results import at_hand, reading, show_left_out
-from moe_routing_bench.cli.terminal import fail, say, show
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.core.whole_files import write_whole
+from moe_routing_bench.report.console import say, show
 from moe_routing_bench.report.drawing import save
 from moe_routing_bench.report.explorer import explorer
 from moe_routing_bench.report.finding import results_folders

@@ -19,23 +19,13 @@ import typer
 from rich.console import Console, Group
 from rich.text import Text
 
-from moe_routing_bench.cli.terminal import (
-    Json,
-    columns_here,
-    console,
-    fail,
-    fitted_rows,
-    recorded,
-    say,
-    show,
-    show_json,
-    spinner,
-)
+from moe_routing_bench.cli.options import Json, fail, show_json
 from moe_routing_bench.core.names import base_name, did_you_mean, slots_of
 from moe_routing_bench.core.paths import default_results
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.core.whole_files import FULL
 from moe_routing_bench.fleet.objects import url_of
+from moe_routing_bench.report.console import columns_here, console, fitted_rows, recorded, say, show, spinner
 from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 from moe_routing_bench.results.read import LeftOut, RecordCount

@@ -12,13 +12,22 @@ from moe_routing_bench.api import PlannedSweep, sweep_cells
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.cli.choosing import NOT_TIMED, end, stopped
-from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, include_all, with_options
-from moe_routing_bench.cli.tables import outcome_document
-from moe_routing_bench.cli.terminal import Json, show, show_json, user_mistakes
+from moe_routing_bench.cli.options import (
+    Json,
+    MeasureOptions,
+    SizeOptions,
+    WhatOptions,
+    include_all,
+    show_json,
+    user_mistakes,
+    with_options,
+)
 from moe_routing_bench.core.names import short_label
 from moe_routing_bench.fleet.engines import ENGINES
 from moe_routing_bench.fleet.objects import url_of
 from moe_routing_bench.fleet.sweep import SweepPlan
+from moe_routing_bench.report.console import show
+from moe_routing_bench.report.outcome_tables import outcome_document
 from moe_routing_bench.workloads.cases import SUITES
 
 

@@ -22,21 +22,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from moe_routing_bench.cli.terminal import (
-    Json,
-    bar,
-    fail,
-    heading,
-    show,
-    show_json,
-    two_columns,
-    user_mistakes,
-)
+from moe_routing_bench.cli.options import Json, fail, show_json, user_mistakes
 from moe_routing_bench.core.dtypes import DTYPES
 from moe_routing_bench.core.names import option_numbers
 from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.models.tracing import ModelTrace, pieces, record_trace
+from moe_routing_bench.report.console import bar, heading, show, two_columns
 from moe_routing_bench.report.pictures import check_picture_path
 from moe_routing_bench.report.trace_pictures import draw_trace
 from moe_routing_bench.train.records import SETTINGS, load_model

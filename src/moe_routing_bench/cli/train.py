@@ -21,24 +21,13 @@ import typer
 from rich.console import RenderableType
 
 from moe_routing_bench.bench.cores import core_count
-from moe_routing_bench.bench.fork_server import without_main_module
-from moe_routing_bench.cli.options import with_options
+from moe_routing_bench.cli.options import Json, fail, show_json, user_mistakes, with_options
 from moe_routing_bench.cli.results import Displayed, Table, temporary_folder
-from moe_routing_bench.cli.terminal import (
-    Bar,
-    Json,
-    bar,
-    fail,
-    fitted,
-    minutes,
-    say,
-    show,
-    show_json,
-    user_mistakes,
-)
+from moe_routing_bench.core.fork_server import without_main_module
 from moe_routing_bench.core.machine import torch_threads
 from moe_routing_bench.core.names import did_you_mean, one_of, parse_spec
 from moe_routing_bench.core.whole_files import write_whole
+from moe_routing_bench.report.console import Bar, bar, fitted, minutes, say, show
 from moe_routing_bench.report.training_figures import draw_study
 from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.train.loop import Evaluated, Event, Stepped

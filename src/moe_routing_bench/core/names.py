@@ -129,3 +129,7 @@ def slots_of(router: str, *, T: int, E: int, K: int, sequences: int) -> str:
         return ""
     slots = sequences * E * int(match[1] or 1)
     return f"{slots:,} slots, {100 * slots / max(1, T * K):.3g} % of the pairs"
+
+
+class MistakeError(ValueError):
+    """A sentence about the user's input, from code that may also raise ValueErrors of its own."""

@@ -17,13 +17,13 @@ from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.compiling import compile_first
 from moe_routing_bench.bench.estimate import share_of_rounds
-from moe_routing_bench.bench.fork_server import start_server
 from moe_routing_bench.bench.group import run_group
 from moe_routing_bench.bench.identity import cell_key
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress, run_cell
 from moe_routing_bench.bench.trial import Reuse, Watch
+from moe_routing_bench.core.fork_server import start_server
 from moe_routing_bench.core.machine import this_machine
 
 TRIALS_SHARE = 0.7  # of the time for several cells, the most that the trials of the next one may use

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 
 import duckdb
 
-from moe_routing_bench.bench.fork_server import without_main_module
+from moe_routing_bench.core.fork_server import without_main_module
 from moe_routing_bench.core.text import one_line
 from moe_routing_bench.core.whole_files import written_whole
 from moe_routing_bench.results import trainings

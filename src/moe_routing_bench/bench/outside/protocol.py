@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from moe_routing_bench.bench.fork_server import server_harm, server_pid
 from moe_routing_bench.bench.outside.freezing import Strangers
 from moe_routing_bench.bench.outside.pairs import Pair, PairError
 from moe_routing_bench.bench.outside.process import OutsideProcess
@@ -13,6 +12,7 @@ from moe_routing_bench.bench.series import TWIN, beside
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.supervisor import SubjectError, Worker
 from moe_routing_bench.bench.trial import Setup, Trial
+from moe_routing_bench.core.fork_server import server_harm, server_pid
 
 
 class Protocol:

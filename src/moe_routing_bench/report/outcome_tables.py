@@ -15,9 +15,9 @@ from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.roofs import Roofs, percent_of_roof
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import OPEN
-from moe_routing_bench.cli.terminal import Cells, fitted, heading, show, two_columns
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.names import short_label, slots_of
+from moe_routing_bench.report.console import Cells, fitted, heading, show, two_columns
 from moe_routing_bench.workloads.cases import BenchCase
 
 STYLES = {"FASTER": "green", "SLOWER": "red", "SAME": "cyan"} | dict.fromkeys(OPEN, "yellow")

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cli import terminal
-from moe_routing_bench.cli.tables import outcome_document, per_second, show_outcome, show_summary
 from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.report import console as terminal
+from moe_routing_bench.report.outcome_tables import outcome_document, per_second, show_outcome, show_summary
 from sample_outcomes import an_outcome
 
 STAGED, EAGER = Subject(spec="staged"), Subject(spec="eager_loop")
