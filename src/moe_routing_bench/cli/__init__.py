@@ -44,14 +44,14 @@ GROUPS = {
     "results": Group(
         "What was measured? The answer, queries, reports, comparisons.",
         {
-            "show": Place("results", "The answer; `mrb results` alone does the same."),
-            "query": Place("results", "Ask in SQL, which can only read."),
+            "show": Place("query", "The answer; `mrb results` alone does the same."),
+            "query": Place("query", "Ask in SQL, which can only read."),
             "report": Place("report", "One page of figures and tables from results folders."),
             "compare": Place("compare", "What became faster or slower between two runs?"),
             "gate": Place("compare", "Is anything slower than before? Exit code 1 if so, for CI."),
             "history": Place("history", "At which commit did it become faster or slower?"),
             "regret": Place("decide", 'How much slower is impl="auto" than the fastest?'),
-            "export": Place("results", "Write all records of a folder as Parquet or CSV."),
+            "export": Place("query", "Write all records of a folder as Parquet or CSV."),
             "merge": Place("merge", "One results folder from those of several machines."),
             "compact": Place("merge", "Make a store on a URL quick to read: few big objects."),
         },

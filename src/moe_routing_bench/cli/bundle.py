@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from moe_routing_bench.bench.identity import package_version
-from moe_routing_bench.cli.options import Json, show_json
-from moe_routing_bench.cli.results import at_hand, reading, table_of
+from moe_routing_bench.cli.options import Json, reading, show_json
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.fleet.bundle import POWER, Manifest, make_bundle, opened_bundle
 from moe_routing_bench.report.console import show
+from moe_routing_bench.report.finding import at_hand
+from moe_routing_bench.report.overview import table_of
 from moe_routing_bench.results.remeasure import Remeasured, measure_again
 from moe_routing_bench.studies.power import PowerStudy
 

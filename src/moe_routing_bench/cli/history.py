@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from moe_routing_bench.cli.options import Json, pick, show_json
+from moe_routing_bench.cli.options import Json, pick, reading, show_json
 from moe_routing_bench.cli.report import write_page
-from moe_routing_bench.cli.results import at_hand, left_out_json, reading, show_left_out, table_of
-from moe_routing_bench.core.text import printable
-from moe_routing_bench.report.console import show
 from moe_routing_bench.report.drawing import style
-from moe_routing_bench.report.over_commits import draw, over_commits, series_table, steps_table
+from moe_routing_bench.report.finding import at_hand
+from moe_routing_bench.report.over_commits import draw, over_commits
+from moe_routing_bench.report.overview import left_out_json, show_left_out
 from moe_routing_bench.report.pictures import check_picture_path
-from moe_routing_bench.results.history import METRICS, History, history
-
-MAX_SHOWN = 40
+from moe_routing_bench.report.result_tables import show_history
+from moe_routing_bench.results.history import METRICS, history
 
 
 def history_command(
@@ -72,23 +69,3 @@ def history_command(
         return
     show_history(past)
     show_left_out(past.left_out)
-
-
-def show_history(past: History) -> None:
-    series, steps = series_table(past.series), steps_table(past)
-    if steps.rows:
-        show("Steps:", table_of(steps.head, steps.rows[:MAX_SHOWN], words=steps.head[:2]), "")
-    show(table_of(series.head, series.rows[:MAX_SHOWN], words=series.head[:3]))
-    if len(past.series) > MAX_SHOWN:
-        show(f"and {len(past.series) - MAX_SHOWN:,} more series; all of them: --json")
-    single = sum(len(one.points) < 2 for one in past.series)
-    lines = [
-        f"Series: {len(past.series):,}, steps: {len(past.steps):,}. {METRICS[past.metric].capitalize()}."
-    ]
-    lines += [f"{single:,} series have one commit only."] if single else []
-    lines += (
-        [f"{past.without:,} records name no commit: their version and code stand for it."]
-        if past.without
-        else []
-    )
-    show("", Text(printable("\n".join(lines)), "dim"))

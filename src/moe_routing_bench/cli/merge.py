@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from moe_routing_bench.cli.options import Json, show_json
-from moe_routing_bench.cli.results import at_hand, reading
+from moe_routing_bench.cli.options import Json, reading, show_json
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.fleet.objects import Objects
 from moe_routing_bench.fleet.packs import compact_store
 from moe_routing_bench.report.console import say, show
+from moe_routing_bench.report.finding import at_hand
 from moe_routing_bench.results.merge import merge
 
 

@@ -20,8 +20,10 @@ from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.cores import core_count, idle_count
 from moe_routing_bench.bench.device import VIEWS
 from moe_routing_bench.core.names import one_of
+from moe_routing_bench.core.text import printable
+from moe_routing_bench.core.whole_files import FULL
 from moe_routing_bench.ops.registry import all_ops
-from moe_routing_bench.report.console import say
+from moe_routing_bench.report.console import say, spinner
 from moe_routing_bench.routers.router import include_folder
 from moe_routing_bench.workloads.axes import Axis, CaseAxes, PolicyAxes, axes_of, explained, values_of
 from moe_routing_bench.workloads.cases import DIRECTIONS
@@ -61,6 +63,21 @@ def user_mistakes() -> Iterator[None]:
         yield
     except ValueError as error:
         fail(str(error))
+
+
+@contextmanager
+def reading() -> Iterator[Callable[[str], None]]:
+    """Around code that reads results: a spinner on a terminal, and one sentence for a mistake."""
+    try:
+        with spinner("reading") as doing:
+            yield doing
+    except ValueError as error:
+        fail(printable(error))
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        if error.errno in FULL:
+            fail(printable(f"the disk is full, so nothing can be written{where}"))
+        fail(printable(f"cannot read the results{where}: {error.strerror or error}"))
 
 
 def show_json(document: Any) -> None:

@@ -9,15 +9,15 @@ from typing import Annotated
 
 import typer
 
-from moe_routing_bench.cli.options import fail
-from moe_routing_bench.cli.results import at_hand, reading, show_left_out
+from moe_routing_bench.cli.options import fail, reading
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.report.console import say, show
 from moe_routing_bench.report.drawing import save
 from moe_routing_bench.report.explorer import explorer
-from moe_routing_bench.report.finding import results_folders
+from moe_routing_bench.report.finding import at_hand, results_folders
 from moe_routing_bench.report.markdown import markdown
+from moe_routing_bench.report.overview import show_left_out
 from moe_routing_bench.report.page import Page, make_page
 from moe_routing_bench.report.reading import read
 

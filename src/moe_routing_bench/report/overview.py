@@ -1,4 +1,4 @@
-"""mrb results show, query and export: an overview of a results folder, SQL queries, Parquet and CSV.
+"""What `mrb results` shows of a folder: the best of each case, or the answer to a query.
 
 What a function returns for people to look at: it prints as the command line does, also in a notebook.
 """
@@ -6,34 +6,26 @@ What a function returns for people to look at: it prints as the command line doe
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, TypeAlias
 
-import typer
 from rich.console import Console, Group
 from rich.text import Text
 
-from moe_routing_bench.cli.options import Json, fail, show_json
 from moe_routing_bench.core.names import base_name, did_you_mean, slots_of
-from moe_routing_bench.core.paths import default_results
 from moe_routing_bench.core.text import printable
-from moe_routing_bench.core.whole_files import FULL
-from moe_routing_bench.fleet.objects import url_of
-from moe_routing_bench.report.console import columns_here, console, fitted_rows, recorded, say, show, spinner
+from moe_routing_bench.report.console import columns_here, console, fitted_rows, recorded, show
 from moe_routing_bench.results.parquet import COLUMNS, quoted
-from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
+from moe_routing_bench.results.query import JOINED, run_query
 from moe_routing_bench.results.read import LeftOut, RecordCount
 from moe_routing_bench.results.same_case import in_sql, told_apart
 
+Answer: TypeAlias = tuple[list[str], list[tuple[Any, ...]]]  # names of columns, rows
 MAX_SHOWN = 1_000
 MAX_CASES = 40
-MAX_SENTENCES = 20
 MAX_CELL_LETTERS = 300
 # the newest run of every case under the same conditions, and the best implementation in it
 SAME = f"router, layer, {in_sql()}"
@@ -57,154 +49,6 @@ FROM newest
 QUALIFY row_number() OVER (PARTITION BY {SAME} ORDER BY coalesce(ratio, 1), impl, layout) = 1
 ORDER BY span, direction, split_part("case", '/', 1), E, D, F, K, T, "case", dtype, store, workload, threads
 """
-
-
-Folder = Annotated[
-    Path | None,
-    typer.Option("--folder", "-f", help="Results folder or URL. Default: where `mrb bench` saves."),
-]
-
-
-def show_command(
-    folder: Folder = None,
-    router: Annotated[str | None, typer.Option(help="Only this router, with or without its options.")] = None,
-    layer: Annotated[str | None, typer.Option(help="Only this kind of layer: moe, chain, ...")] = None,
-    direction: Annotated[str | None, typer.Option(help="Only forward, backward or train.")] = None,
-    as_json: Json = False,
-) -> None:
-    """What was measured? Shows the best implementation of each case.
-
-    \b
-    Examples:
-      mrb results
-      mrb results --direction train --router switch
-      mrb results --folder s3://bucket/runs
-    """
-    left_out = LeftOut()
-    filters = {"router": router, "layer": layer, "direction": direction}
-    wanted = {name: value for name, value in filters.items() if value is not None}
-    with reading():
-        folder = at_hand(_saved(folder), rows=True)
-        condition = " AND ".join(_condition(folder, *one) for one in wanted.items()) or "true"
-        counts = run_query(folder, COUNTS.format(condition=condition), left_out)
-        best = run_query(folder, BEST.format(condition=condition))
-        count = _counted(folder, condition)
-    if as_json:
-        tables = {"counts": _records(counts), "best": _records(best)}
-        show_json({**count.to_dict(), **tables, "left_out": left_out_json(left_out)})
-        return
-    _show_overview(folder, count, counts, best)
-    show_left_out(left_out)
-
-
-def query_command(
-    sql: Annotated[str | None, typer.Argument(metavar="SQL", help="One SELECT over records.")] = None,
-    folder: Folder = None,
-    columns: Annotated[bool, typer.Option("--columns", help="Show the columns a SELECT can use.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Answers a query in SQL, which can only read.
-
-    \b
-    Examples:
-      mrb results query --columns
-      mrb results query "SELECT impl, median(ratio) FROM records GROUP BY impl"
-      mrb results query "SELECT impl FROM records WHERE status = 'OOM'" --folder monday
-      mrb results query "SELECT * FROM left_out" --json
-    """
-    if columns:
-        _show_columns(as_json)
-        return
-    if sql is None:
-        fail('name one SELECT, such as "SELECT * FROM latest"; --columns shows the columns')
-    left_out = LeftOut()
-    with reading():
-        names, rows = run_query(at_hand(_saved(folder), rows=True), sql, left_out)
-    if as_json:
-        show_json({"columns": names, "rows": _plain(rows), "left_out": left_out_json(left_out)})
-        return
-    _show_rows(names, rows)
-    show_left_out(left_out)
-
-
-def _saved(folder: Path | None) -> Path:
-    """The folder, or the one in which `mrb bench` saves."""
-    if folder is None and not default_results().is_dir():
-        raise ValueError(
-            f"nothing is saved yet in {default_results()}, where `mrb bench` saves; --folder names another"
-        )
-    return default_results() if folder is None else folder
-
-
-def export_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A results folder, or a URL.")],
-    parquet: Annotated[
-        Path | None,
-        typer.Option("--parquet", metavar="FILE", help="The Parquet file to write."),
-    ] = None,
-    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="The CSV file to write.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Write all records of a folder into one file, a row each, for pandas, DuckDB or a spreadsheet.
-
-    \b
-    Examples:
-      mrb results export results --parquet results.parquet
-      mrb results export results --csv results.csv
-      python -c "import duckdb; print(duckdb.read_parquet('results.parquet'))"
-
-    In CSV, lists and maps are JSON. Text that begins with = + - @ ' or a tab
-    gets a ' in front, so that no spreadsheet runs it as a formula.
-    """
-    left_out = LeftOut()
-    with reading():
-        if (parquet is None) == (csv is None):
-            raise ValueError("name one file to write, with --parquet or with --csv")
-        form, target, export = ("csv", csv, export_csv) if csv else ("parquet", parquet, export_parquet)
-        assert target is not None
-        if target.is_dir():
-            raise ValueError(f"{target} is a folder; name a file such as {target / f'results.{form}'}")
-        folder = at_hand(folder, rows=True)
-        run_query(folder, "SELECT 1", left_out)
-        try:
-            export(folder, target)
-            count = _counted(folder)
-        except OSError as error:
-            raise ValueError(f"cannot write {target}: {error.strerror}") from None
-    if as_json:
-        show_json({"file": str(target), **count.to_dict(), "left_out": left_out_json(left_out)})
-        return
-    show(printable(f"{target}: {count}"))
-    show_left_out(left_out)
-
-
-@contextmanager
-def reading() -> Iterator[Callable[[str], None]]:
-    """Around code that reads results: a spinner on a terminal, and one sentence for a mistake."""
-    try:
-        with spinner("reading") as doing:
-            yield doing
-    except ValueError as error:
-        fail(printable(error))
-    except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
-        if error.errno in FULL:
-            fail(printable(f"the disk is full, so nothing can be written{where}"))
-        fail(printable(f"cannot read the results{where}: {error.strerror or error}"))
-
-
-def at_hand(folder: Path, *, rows: bool = False) -> Path:
-    """The folder, or the copy here of a store on a URL, brought up to date. rows: only what a query needs."""
-    if url_of(folder) is None:
-        return folder
-    from moe_routing_bench.fleet.mirror import mirror, mirror_rows  # most commands read a folder
-
-    copied = mirror_rows(folder) if rows else mirror(folder)
-    for sentence in copied.sentences[:MAX_SENTENCES]:
-        say(printable(f"{url_of(folder)}: {sentence}"))
-    if len(copied.sentences) > MAX_SENTENCES:
-        say(f"and {len(copied.sentences) - MAX_SENTENCES:,} more")
-    return copied.folder
 
 
 def table_of(columns: Sequence[str], rows: Sequence[Sequence[object]], words: Collection[str] = ()) -> Group:
@@ -257,12 +101,12 @@ def _cell(value: object) -> str:
     return printable(text[:MAX_CELL_LETTERS]) + more
 
 
-def _plain(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """A value that JSON can hold: no NaN, no infinity."""
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [finite(one) for one in value]
     if isinstance(value, Decimal):
         value = float(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -270,12 +114,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _records(answer: tuple[list[str], list[tuple[Any, ...]]]) -> list[dict[str, Any]]:
+def _records(answer: Answer) -> list[dict[str, Any]]:
     names, rows = answer
-    return [dict(zip(names, _plain(row), strict=True)) for row in rows]
+    return [dict(zip(names, finite(row), strict=True)) for row in rows]
 
 
-def _show_rows(names: list[str], rows: list[tuple[Any, ...]]) -> None:
+def show_rows(names: list[str], rows: list[tuple[Any, ...]]) -> None:
     if not rows:
         show("no rows")
         return
@@ -284,15 +128,15 @@ def _show_rows(names: list[str], rows: list[tuple[Any, ...]]) -> None:
         show(f"and {len(rows) - MAX_SHOWN:,} more rows; add LIMIT or take all with --json")
 
 
-def _counted(folder: Path, condition: str = "true") -> RecordCount:
+def counted(folder: Path, condition: str = "true") -> RecordCount:
     return RecordCount.of(dict(run_query(folder, ROLES.format(condition=condition))[1]))
 
 
 def _show_overview(
     folder: Path,
     count: RecordCount,
-    counts: tuple[list[str], list[tuple[Any, ...]]],
-    best: tuple[list[str], list[tuple[Any, ...]]],
+    counts: Answer,
+    best: Answer,
 ) -> None:
     if not counts[1]:
         show(printable(f"{folder} holds no records; mrb bench layer --out {folder} writes some"))
@@ -330,22 +174,41 @@ def _best(row: Mapping[str, Any], more: str) -> tuple[object, ...]:
     return (case, best, *times)
 
 
-def _show_columns(as_json: bool) -> None:
-    columns = [*((column.name, column.type) for column in COLUMNS), *JOINED]
-    if as_json:
-        show_json([{"name": name, "type": sql_type} for name, sql_type in columns])
-        return
+def all_columns() -> list[tuple[str, str]]:
+    """Name and type of what a query can use."""
+    return [*((column.name, column.type) for column in COLUMNS), *JOINED]
+
+
+def show_columns() -> None:
     show("records: one row for each implementation in each cell")
     show("latest: the newest record of each cell and implementation")
     show("left_out: lines that are not valid records (session, lines, sentences)", "")
-    show(table_of(("column", "type"), columns))
+    show(table_of(("column", "type"), all_columns()))
     show("", Text('case is a keyword of SQL: write "case" with double quotes.', "dim"))
 
 
-def show_overview(folder: Path) -> None:
-    """What `mrb results` shows of a folder."""
-    counts, best = (run_query(folder, query.format(condition="true")) for query in (COUNTS, BEST))
-    _show_overview(folder, _counted(folder), counts, best)
+@dataclass(frozen=True, kw_only=True)
+class Overview:
+    """What a folder holds, and the best of each case, as answers to queries."""
+
+    folder: Path
+    count: RecordCount
+    counts: Answer
+    best: Answer
+
+    def document(self) -> dict[str, Any]:
+        return {**self.count.to_dict(), "counts": _records(self.counts), "best": _records(self.best)}
+
+    def show(self) -> None:
+        _show_overview(self.folder, self.count, self.counts, self.best)
+
+
+def read_overview(folder: Path, wanted: Mapping[str, str], left_out: LeftOut) -> Overview:
+    """wanted: only records with these values, {"router": "switch"}. ValueError if the folder has none."""
+    condition = " AND ".join(_condition(folder, *one) for one in wanted.items()) or "true"
+    counts = run_query(folder, COUNTS.format(condition=condition), left_out)
+    best = run_query(folder, BEST.format(condition=condition))
+    return Overview(folder=folder, count=counted(folder, condition), counts=counts, best=best)
 
 
 class Displayed:
@@ -389,10 +252,3 @@ class Table(Displayed):
 
     def _show(self) -> None:
         show(table_of(self.columns, self.rows) if self.rows else "no rows")
-
-
-def temporary_folder(stack: ExitStack) -> Path:
-    """A folder that is gone when the stack is closed."""
-    folder = Path(tempfile.mkdtemp(prefix="mrb-results-"))
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    return folder
