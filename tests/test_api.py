@@ -18,7 +18,7 @@ import torch
 import moe_routing_bench as mrb
 from command_line import mrb as command
 from many_runs import WITH_SOURCE
-from moe_routing_bench.api import bench_cells, options_of
+from moe_routing_bench.api import bench_experiments, options_of
 from moe_routing_bench.routers.router import without_included
 from repository import ROOT
 from sample_runs import make_run
@@ -54,7 +54,7 @@ def test_cells_are_those_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None
     command("bench", "layer", *words.split(), "--impl", "staged,eager_loop", "--layout", "compact,block(16)")
     axes = {**SHAPES, "tokens": [8, 16], "threads": 1, "stages": True, "layout": ["compact", "block(16)"]}
     (options,) = options_of(["staged", "eager_loop"], axes)
-    assert bench_cells("layer", *options) == asked and len(asked) == 2
+    assert bench_experiments("layer", *options) == asked and len(asked) == 2
 
 
 @pytest.mark.parametrize("call", [mrb.bench, lambda *a, **k: mrb.sweep("topk", "x", *a, **k)])
@@ -87,7 +87,7 @@ def test_a_mistake_is_a_value_error(call: Any, sentence: str) -> None:
 
 def test_cells_say_all() -> None:
     (options,) = options_of("sort", {**SHAPES, **QUICK, "tokens": 4})
-    cells = bench_cells("topk", *options)
+    cells = bench_experiments("topk", *options)
     with pytest.raises(TypeError, match="leave out implementations and axes"):
         mrb.bench(cells, tokens=8)
     with pytest.raises(TypeError, match="'bach'; did you mean 'batch'"):
@@ -204,13 +204,13 @@ def test_bench_and_what_comes_of_it(tmp_path: Path, capfd: pytest.CaptureFixture
         progress=False,
     )
     assert capfd.readouterr() == ("", "")
-    assert len(results.cells) == 2 and len(results) == 6 and len(results.winners()) == 2
+    assert len(results.experiments) == 2 and len(results) == 6 and len(results.winners()) == 2
     assert "torch_topk" in str(results) and "2 cells" in str(results) and "verdict" in results._repr_html_()
-    again = mrb.bench(results.cells[:1], seconds=60, out=tmp_path / "first", progress=False)
+    again = mrb.bench(results.experiments[:1], seconds=60, out=tmp_path / "first", progress=False)
     assert (
         len(again) == 3 and len(mrb.open(tmp_path / "first")) == 9
     )  # its own records, not all of the folder
-    assert again.cells == results.cells[:1]
+    assert again.experiments == results.experiments[:1]
     assert len(results.compare(again).changes) == 2
     assert state() == before
 

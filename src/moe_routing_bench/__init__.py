@@ -90,7 +90,7 @@ def __dir__() -> list[str]:
 
 
 class CallableFolder(ModuleType):
-    """A folder of modules that is also a function of api.py: mrb.bench(...) measures, mrb.bench.cell is a
+    """A folder of modules that is also a function of api.py: mrb.bench(...) measures, mrb.bench.runner is a
     module. Without this, importing a module of the folder would hide the function."""
 
     def __call__(self, *given: Any, **named: Any) -> Any:

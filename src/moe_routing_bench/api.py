@@ -21,7 +21,6 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.bench.floor import raise_stored
 from moe_routing_bench.bench.outcome import CellOutcome
@@ -32,7 +31,7 @@ from moe_routing_bench.cli.choosing import (
     BENCH_TOKENS,
     check_device,
     chosen_cases,
-    made_cells,
+    made_experiments,
     on_shared_threads,
     saving_folder,
     suite_cases,
@@ -97,6 +96,7 @@ from moe_routing_bench.train.settings import Rule, Run, Size
 from moe_routing_bench.train.study import StudyRun
 from moe_routing_bench.train.study_rules import RATES, rule_named, studies
 from moe_routing_bench.train.text import read_texts, synthetic
+from moe_routing_bench.workloads.experiment import Experiment
 
 PathLike: TypeAlias = str | os.PathLike[str]
 OnOutcome: TypeAlias = Callable[[CellOutcome], None]
@@ -124,8 +124,8 @@ class Past(Displayed, History):
 class Results(Displayed):
     """Records of a results folder: what `bench`, `sweep` and `open` return.
 
-    place is where they are kept, `folder` a results folder with these records alone. `cells` are what was
-    measured just now, to measure it again: mrb.bench(results.cells, out="after").
+    place is where they are kept, `folder` a results folder with these records alone. `experiments` are
+    what was measured just now, to measure it again: mrb.bench(results.experiments, out="after").
 
     >>> results = mrb.open("measurements/records/pack.tar.xz")
     >>> len(results) == len(list(results)) == len(results.query("SELECT impl FROM records"))
@@ -134,12 +134,12 @@ class Results(Displayed):
 
     def __init__(
         self, source: Path, *, place: PathLike | None = None, selection: Selection | None = None,
-        cells: Sequence[Cell] = (), outcomes: Sequence[CellOutcome] = (), roofs: Roofs | None = None,
-        keeps: object = None,
+        experiments: Sequence[Experiment] = (), outcomes: Sequence[CellOutcome] = (),
+        roofs: Roofs | None = None, keeps: object = None,
     ):  # fmt: skip
         """keeps: what must live as long as these results; an ExitStack is closed after them."""
         self.place = str(source if place is None else place)
-        self.cells, self.outcomes = tuple(cells), tuple(outcomes)
+        self.experiments, self.outcomes = tuple(experiments), tuple(outcomes)
         self._source, self._selection, self._roofs, self._keeps = source, selection, roofs, keeps
         if isinstance(keeps, ExitStack):
             weakref.finalize(self, keeps.close)
@@ -306,38 +306,44 @@ def _plain(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-def bench_cells(span: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions) -> list[Cell]:
-    policy = measure.policy(sizes.case or "", adapt=True)
-    cells = made_cells(chosen_cases(span_named(span), sizes, what, BENCH_TOKENS), what, policy)
-    check_device(policy)
-    return cells if measure.threads else on_shared_threads(cells)
+def bench_experiments(
+    span: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions
+) -> list[Experiment]:
+    how = measure.settled(sizes.case or "", adapt=True)
+    experiments = made_experiments(chosen_cases(span_named(span), sizes, what, BENCH_TOKENS), what, how)
+    check_device(how["device"])
+    return experiments if measure.threads else on_shared_threads(experiments)
 
 
-def sweep_cells(suite: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions) -> list[Cell]:
-    cases, policy = suite_cases(suite, sizes, what), measure.policy(suite)
+def sweep_experiments(
+    suite: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions
+) -> list[Experiment]:
+    cases, how = suite_cases(suite, sizes, what), measure.settled(suite)
     if measure.threads is not None:
-        return made_cells(cases, what, policy)
-    return on_shared_threads(made_cells(cases, what, policy, own_threads=True))
+        return made_experiments(cases, what, how)
+    return on_shared_threads(made_experiments(cases, what, how, own_threads=True))
 
 
 def _chosen(
-    make: Callable[..., list[Cell]], what: str | Cell | Iterable[Cell],
+    make: Callable[..., list[Experiment]], what: str | Experiment | Iterable[Experiment],
     implementations: Sequence[str] | str | None, axes: dict[str, Any],
-) -> list[Cell]:  # fmt: skip
+) -> list[Experiment]:  # fmt: skip
     if isinstance(what, str):
-        return [cell for options in options_of(implementations, axes) for cell in make(what, *options)]
+        return [
+            experiment for options in options_of(implementations, axes) for experiment in make(what, *options)
+        ]
     if axes.keys() - {"seconds"} or implementations is not None:
-        raise TypeError("cells say all that is measured; leave out implementations and axes")
-    return [what] if isinstance(what, Cell) else list(what)
+        raise TypeError("experiments say all that is measured; leave out implementations and axes")
+    return [what] if isinstance(what, Experiment) else list(what)
 
 
 def collected(
-    source: Callable[..., Iterator[CellOutcome]], cells: int, *, progress: bool | None = None,
+    source: Callable[..., Iterator[CellOutcome]], experiments: int, *, progress: bool | None = None,
     on_outcome: OnOutcome = lambda outcome: None,
 ) -> list[CellOutcome]:  # fmt: skip
     """All outcomes of a source of so many cells, with progress on stderr; each is shown when it is there."""
     outcomes = []
-    with shown_progress(cells, quiet=not is_wanted(progress)) as shown:
+    with shown_progress(experiments, quiet=not is_wanted(progress)) as shown:
         for outcome in source(on_progress=shown.update):
             shown.cell_done()
             raise_stored(outcome)
@@ -347,40 +353,46 @@ def collected(
 
 
 def measure(
-    cells: Sequence[Cell], out: Path | None, *, suite: str = "", seconds: float, roofs: Roofs | None = None,
-    began: float | None = None, progress: bool | None = None,
+    experiments: Sequence[Experiment], out: Path | None, *, suite: str = "", seconds: float,
+    roofs: Roofs | None = None, began: float | None = None, progress: bool | None = None,
     on_outcome: OnOutcome = lambda outcome: None,
 ) -> Results:  # fmt: skip
-    """Measure all cells in so many seconds from `began` on. Without `out` the records are kept as long as the
-    results are."""
+    """Measure all experiments in so many seconds from `began` on. Without `out` the records are kept as long
+    as the results are."""
     sessions: list[str] = []
     with ExitStack() as stack:
         folder = temporary_folder(stack) if out is None else out
         executor = LocalExecutor(Budget(seconds, began))
         source = partial(
-            run_sweep, cells, folder, executor, suite=suite, roofs=roofs, on_session=sessions.append
+            run_sweep, experiments, folder, executor, suite=suite, roofs=roofs, on_session=sessions.append
         )
-        outcomes = collected(source, len(cells), progress=progress, on_outcome=on_outcome)
+        outcomes = collected(source, len(experiments), progress=progress, on_outcome=on_outcome)
         selection = dict.fromkeys(sessions) if out is not None else None
         return Results(
-            folder, selection=selection, cells=cells, outcomes=outcomes, roofs=roofs, keeps=stack.pop_all()
+            folder,
+            selection=selection,
+            experiments=experiments,
+            outcomes=outcomes,
+            roofs=roofs,
+            keeps=stack.pop_all(),
         )
 
 
-def roofs_here(cells: Sequence[Cell], progress: bool | None = None) -> Roofs | None:
-    seconds = max((cell.policy.max_seconds for cell in cells), default=0.0)
+def roofs_here(experiments: Sequence[Experiment], progress: bool | None = None) -> Roofs | None:
+    seconds = max((experiment.max_seconds for experiment in experiments), default=0.0)
     say = say_roofs_are_measured if is_wanted(progress) else lambda: None
     return roofs_now(this_machine(), seconds, say)
 
 
 @with_axes
 def bench(
-    what: str | Cell | Iterable[Cell] = "layer", implementations: Sequence[str] | str | None = None, *,
-    out: PathLike | None = None, save: bool = True, progress: bool | None = None, **axes: Any,
+    what: str | Experiment | Iterable[Experiment] = "layer",
+    implementations: Sequence[str] | str | None = None, *, out: PathLike | None = None, save: bool = True,
+    progress: bool | None = None, **axes: Any,
 ) -> Results:  # fmt: skip
     """Which implementation is fastest here? Checks each, then times all of them in interleaved rounds.
 
-    what             a span, such as layer, expert_ffn or combine (`mrb bench` lists them); or cells
+    what             a span, such as layer, expert_ffn or combine (`mrb bench` lists them); or experiments
     implementations  the baseline first; None: the few that matter
     axes             the options of `mrb bench` by name: tokens, width, hidden, experts, top_k, dtype,
                      workload, direction, model, case, threads, seconds, ...; a list means each of them
@@ -392,12 +404,12 @@ def bench(
     >>> len(results.winners())
     1
     """
-    cells = _chosen(bench_cells, what, implementations, axes)
-    seconds = group_of(MeasureOptions, {"seconds": axes.get("seconds")}).seconds_for(cells)
+    experiments = _chosen(bench_experiments, what, implementations, axes)
+    seconds = group_of(MeasureOptions, {"seconds": axes.get("seconds")}).seconds_for(experiments)
     folder = saving_folder(None if out is None else Path(out), save=save)
-    roofs = roofs_here(cells, progress)
+    roofs = roofs_here(experiments, progress)
     suite = str(axes.get("case") or axes.get("model") or "")
-    return measure(cells, folder, suite=suite, seconds=seconds, roofs=roofs, progress=progress)
+    return measure(experiments, folder, suite=suite, seconds=seconds, roofs=roofs, progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,12 +424,12 @@ class PlannedSweep:
 
     @staticmethod
     def of(
-        cells: Sequence[Cell], out: Path, *, resume: bool = True, retry_failed: bool = False, shard: str = "",
-        claim: bool = False, engine: str = "local", dry_run: bool = False,
+        experiments: Sequence[Experiment], out: Path, *, resume: bool = True, retry_failed: bool = False,
+        shard: str = "", claim: bool = False, engine: str = "local", dry_run: bool = False,
     ) -> PlannedSweep:  # fmt: skip
         url, store = url_of(out), None
         if shard:
-            cells = list(Shard.parse(shard, os.environ).part(cells))
+            experiments = list(Shard.parse(shard, os.environ).part(experiments))
         if claim and engine != "local":
             raise ValueError(
                 f"--claim is for machines that work alone; the engine {engine} gives out cells itself"
@@ -425,20 +437,20 @@ class PlannedSweep:
         executor = engine_named(engine)
         if claim and url is None:
             raise ValueError(f"--claim needs a store that others reach too, as --out file://{out.absolute()}")
-        plan = SweepPlan(todo=tuple(cells), done=0, failed=0)
+        plan = SweepPlan(todo=tuple(experiments), done=0, failed=0)
         if url is not None:
             store = RemoteStore(out, make=not dry_run)
-            plan = plan_fleet(cells, store, executor, retry_failed=retry_failed, resume=resume)
+            plan = plan_fleet(experiments, store, executor, retry_failed=retry_failed, resume=resume)
         elif resume:
-            plan = plan_sweep(cells, out, retry_failed=retry_failed, executor=executor)
+            plan = plan_sweep(experiments, out, retry_failed=retry_failed, executor=executor)
         return PlannedSweep(plan=plan, out=out, executor=executor, store=store, claim=claim)
 
-    def roofs(self, cells: Sequence[Cell], progress: bool | None = None) -> Roofs | None:
-        """What this machine can do at most; ValueError if it lacks the device of the cells."""
-        roofs = roofs_here(cells, progress)
+    def roofs(self, experiments: Sequence[Experiment], progress: bool | None = None) -> Roofs | None:
+        """What this machine can do at most; ValueError if it lacks the device of the experiments."""
+        roofs = roofs_here(experiments, progress)
         if self.executor.name == "local":
-            for cell in cells[:1]:
-                check_device(cell.policy)
+            for experiment in experiments[:1]:
+                check_device(experiment.device)
         return roofs
 
     def run(
@@ -456,27 +468,27 @@ class PlannedSweep:
 
 @with_axes
 def sweep(
-    what: str | Iterable[Cell], out: PathLike, implementations: Sequence[str] | str | None = None, *,
+    what: str | Iterable[Experiment], out: PathLike, implementations: Sequence[str] | str | None = None, *,
     resume: bool = True, retry_failed: bool = False, shard: str = "", claim: bool = False,
     engine: str = "local", progress: bool | None = None, **axes: Any,
 ) -> Results:  # fmt: skip
     """Measure many cases into one folder or store. Stop it at any time; the same call goes on.
 
-    what is a suite (`mrb list suites`), a model, a case, a span with axes, or cells. The result has all that
-    `out` holds, also from earlier calls.
+    what is a suite (`mrb list suites`), a model, a case, a span with axes, or experiments. The result has all
+    that `out` holds, also from earlier calls.
 
     >>> shapes = dict(tokens=[4, 8], width=32, hidden=16, experts=4, top_k=2, dtype="float32")
     >>> results = mrb.sweep("topk", "results", ["torch_topk", "sort"], **shapes, rounds=8)
     >>> results.query("SELECT DISTINCT T FROM records ORDER BY T").rows
     [(4,), (8,)]
     """
-    cells, place = _chosen(sweep_cells, what, implementations, axes), Path(out)
+    experiments, place = _chosen(sweep_experiments, what, implementations, axes), Path(out)
     planned = PlannedSweep.of(
-        cells, place, resume=resume, retry_failed=retry_failed, shard=shard, claim=claim, engine=engine
+        experiments, place, resume=resume, retry_failed=retry_failed, shard=shard, claim=claim, engine=engine
     )
     suite = what if isinstance(what, str) else ""
-    planned.run(suite=suite, roofs=planned.roofs(cells, progress), progress=progress)
-    return Results(at_hand(place), place=out, cells=cells)
+    planned.run(suite=suite, roofs=planned.roofs(experiments, progress), progress=progress)
+    return Results(at_hand(place), place=out, experiments=experiments)
 
 
 def open(place: PathLike | None = None) -> Results:

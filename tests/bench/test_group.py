@@ -14,38 +14,38 @@ from command_line import mrb, mrb_json, refused
 from moe_routing_bench.bench import group as group_file
 from moe_routing_bench.bench import group_worker
 from moe_routing_bench.bench.calls import Result
-from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.group import TRIAL_CALLS, WARM_CALLS, Group, run_group
+from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.rounds import WARM_SAMPLES
 from moe_routing_bench.bench.spans.parallel import STAGES, placement_of, span
+from moe_routing_bench.bench.spans.span import all_threads
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cli.choosing import on_shared_threads
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.fleet.ray_engine import _cpus
 from moe_routing_bench.parallel.ranks import Ranks
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 pytestmark = pytest.mark.slow
 
-POLICY = Policy(min_rounds=8, max_rounds=8, checked=2, target=0.5, max_seconds=900)
+HOW = {"min_rounds": 8, "max_rounds": 8, "checked": 2, "target": 0.5, "max_seconds": 900}
 SHAPE = MoEShape(T=24, D=32, F=16, E=8, K=2)
 ROOFS = Roofs(
     machine="m", read_bytes={2: 1e9}, copy_bytes={2: 1e9}, gemm_flops={"float32": {2: 1e9}}, seconds=1.0
 )
 
 
-def cell_of(*specs: str, W: int = 2, **more: str) -> Cell:
-    case = BenchCase(name="own/x", span="parallel", shape=SHAPE, dtype="float32", **more)
-    subjects = tuple(Subject(spec=spec) for spec in specs or span.specs())
-    return Cell(case=case, workload="source_ragged(own=0.7)", subjects=subjects, W=W, policy=POLICY)
+def cell_of(*specs: str, W: int = 2, **more: str) -> Experiment:
+    case = Experiment(case="own/x", span="parallel", **vars(SHAPE), dtype="float32", **more)
+    subjects = tuple(ImplementationRef(name=spec) for spec in specs or span.specs())
+    return replace(case, workload="source_ragged(own=0.7)", implementations=subjects, W=W, **HOW)
 
 
 @pytest.mark.parametrize("W", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_every_transport_is_judged_and_timed(W: int) -> None:
     outcome = run_group(cell_of(W=W))
-    names = [one.subject.spec for one in outcome.subjects]
+    names = [one.subject.name for one in outcome.subjects]
     assert names[0] == "all_to_all+all_to_all" and "hierarchical+hierarchical" in names
     for one in outcome.subjects:
         assert one.status is Status.PASSED, f"{one.label}: {one.reason}"
@@ -56,7 +56,7 @@ def test_every_transport_is_judged_and_timed(W: int) -> None:
     baseline, *others = outcome.subjects
     assert outcome.baseline is baseline and all(one.comparison for one in others)
     assert outcome.twin is not None and outcome.twin.samples != baseline.samples
-    nodes = next(one.wire for one in others if one.subject.spec.startswith("hierarchical"))
+    nodes = next(one.wire for one in others if one.subject.name.startswith("hierarchical"))
     assert nodes is not None and nodes.sent == nodes.least, "on one node it sends a token once to a rank"
 
 
@@ -122,10 +122,10 @@ def test_ranks_keep_to_the_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     )
     monkeypatch.setattr(Group, "kit", lambda self, s: kits.append(s) or kit(self, s))
     start = Group.__init__
-    monkeypatch.setattr(Group, "__init__", lambda self, cell: begun.append(cell.W) or start(self, cell))
-    cell = cell_of("all_to_all+all_to_all", "all_gather+all_gather")
-    cell = replace(cell, policy=replace(POLICY, cache="hot", processes=2))
-    outcome = run_group(cell, roofs=ROOFS)
+    monkeypatch.setattr(Group, "__init__", lambda self, one: begun.append(one.W) or start(self, one))
+    experiment = cell_of("all_to_all+all_to_all", "all_gather+all_gather")
+    experiment = replace(experiment, cache="hot", processes=2)
+    outcome = run_group(experiment, roofs=ROOFS)
     for one in outcome.subjects:
         assert one.status is Status.PASSED, one.reason
         assert {"memory poisoned", "right on the kit's hard cases"} <= {*one.checks}
@@ -151,9 +151,9 @@ def test_caches_of_ranks_are_cold_if_that_was_asked_for(cache: str, monkeypatch:
     monkeypatch.setattr(group_worker, "CacheFlusher", Watched)
     monkeypatch.setattr(group_worker, "touch", lambda values, weights: done.append("touched"))
     monkeypatch.setattr(group_worker.dist, "barrier", lambda: done.append("met"))
-    cell = replace(cell_of("all_to_all+all_to_all", W=1), workload="uniform")
+    experiment = replace(cell_of("all_to_all+all_to_all", W=1), workload="uniform")
     rank = object.__new__(group_worker._Rank)
-    rank.cell, rank.inputs = replace(cell, policy=replace(POLICY, cache=cache)), cell.inputs()
+    rank.experiment, rank.inputs = replace(experiment, cache=cache), Inputs(experiment)
     rank.ranks, rank.flusher, rank._layers = Ranks(placement_of(SHAPE.E, 1)), Watched(), {}
     with torch.no_grad():
         rank.call(0, 3, 0, keep=False, warm=None, poison=True)
@@ -161,22 +161,24 @@ def test_caches_of_ranks_are_cold_if_that_was_asked_for(cache: str, monkeypatch:
 
 
 def test_threads_are_those_of_a_rank() -> None:
-    cell = cell_of("all_to_all+all_to_all", W=2)
-    cell = replace(cell, policy=replace(POLICY, threads=2))
-    assert cell.all_threads == 4 and _cpus(cell) == 4
-    layer = replace(cell, case=replace(cell.case, span="layer"), subjects=(Subject(spec="staged"),))
+    experiment = cell_of("all_to_all+all_to_all", W=2)
+    experiment = replace(experiment, threads=2)
+    assert all_threads(experiment) == 4 and _cpus(experiment) == 4
+    layer = replace(experiment, span="layer", implementations=(ImplementationRef(name="staged"),))
     assert layer.all_threads == 2, "one process, whatever the workload's ranks"
-    assert [one.policy.threads for one in on_shared_threads([cell, layer, replace(cell, W=4)])] == [1, 2, 1]
+    shared = on_shared_threads([experiment, layer, replace(experiment, W=4)])
+    assert [one.threads for one in shared] == [1, 2, 1]
 
 
 def test_what_cannot_be_measured_says_why(tmp_path: Path) -> None:
     padded = cell_of("all_to_all+all_to_all")
-    padded = padded.only((replace(padded.subjects[0], layout="padded(capacity_factor=2)"),))
-    for cell, words in (
+    (one,) = padded.implementations
+    padded = replace(padded, implementations=(replace(one, layout="padded(capacity_factor=2)"),))
+    for experiment, words in (
         (padded, "only the compact layout"),
         (cell_of("all_to_all+all_to_all", W=3), "cannot be placed on 3 ranks"),
     ):
-        (one,) = run_group(cell).outcomes
+        (one,) = run_group(experiment).outcomes
         assert one.status is Status.UNSUPPORTED and words in one.reason
 
 

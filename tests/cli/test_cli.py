@@ -359,7 +359,8 @@ def test_unknown_words_are_refused(words, meant):
 
 
 WITHOUT_EXAMPLES = {  # they stand in the help of their group
-    ("bench", "layer"), ("bench", "balance"), ("model", "trace"), ("parallel", "fabrics"), ("train", "show"), ("train", "pareto"), ("train", "predict")
+    ("bench", "layer"), ("bench", "balance"), ("model", "trace"), ("parallel", "fabrics"),
+    ("train", "show"), ("train", "pareto"), ("train", "predict")
 }  # fmt: skip
 
 

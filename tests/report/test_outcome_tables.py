@@ -11,17 +11,17 @@ import pytest
 from rich.console import Console
 
 from moe_routing_bench.bench.outcome import CellOutcome
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.report import console as terminal
 from moe_routing_bench.report.outcome_tables import outcome_document, per_second, show_outcome, show_summary
+from moe_routing_bench.workloads.experiment import ImplementationRef
 from sample_outcomes import an_outcome
 
-STAGED, EAGER = Subject(spec="staged"), Subject(spec="eager_loop")
+STAGED, EAGER = ImplementationRef(name="staged"), ImplementationRef(name="eager_loop")
 
 
-def routed(*routers: str, spec: str = "staged", layer: str = "") -> tuple[Subject, ...]:
-    return tuple(Subject(spec=spec, router=router, layer=layer) for router in routers)
+def routed(*routers: str, spec: str = "staged", layer: str = "") -> tuple[ImplementationRef, ...]:
+    return tuple(ImplementationRef(name=spec, router=router, layer=layer) for router in routers)
 
 
 def rows_of(text: str, head: str) -> list[list[str]]:
@@ -44,7 +44,7 @@ def test_a_cell_shows_rates_after_its_time(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_packing_shows_both_conventions_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    subject = Subject(spec="index_select+gather_sum")
+    subject = ImplementationRef(name="index_select+gather_sum")
     show_outcome(an_outcome(1e-5, subjects=(subject,), span="pack", cost=Cost(activation_bytes=1000)))
     text = capsys.readouterr().out
     assert re.search(r"bw_2pass +bw_strict\n", text) and "TFLOP/s" not in text
@@ -64,7 +64,9 @@ def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Console]:
 
 LONG = "staged(combine=native,dispatch=native,grouped_gemm=native)"
 LAYOUTS = ("compact", "padded(capacity_factor=1.25,drop=position)")
-BOTH = tuple(Subject(spec=spec, layout=layout) for spec in (LONG, "eager_loop") for layout in LAYOUTS)
+BOTH = tuple(
+    ImplementationRef(name=spec, layout=layout) for spec in (LONG, "eager_loop") for layout in LAYOUTS
+)
 
 
 @pytest.mark.parametrize("columns", [80, 100])
@@ -98,7 +100,7 @@ def test_a_pipe_has_numbered_rows_too(
 def test_what_was_not_timed_is_grouped_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
     specs = ("staged", "triton_fused", "triton_decode", "eager_loop")
     made = an_outcome(
-        0.01, "UNSUPPORTED", "UNSUPPORTED", "OOM", subjects=tuple(Subject(spec=s) for s in specs)
+        0.01, "UNSUPPORTED", "UNSUPPORTED", "OOM", subjects=tuple(ImplementationRef(name=s) for s in specs)
     )
     why = "needs triton, which is not installed"
     reasons = ("", f"expert_ffn.triton_fused: {why}", f"expert_ffn.triton_decode: {why}", "too much")

@@ -40,7 +40,7 @@ def url(tmp_path) -> str:
 def swept(url: str, cells, engine: MadeUp | None = None, **more) -> list[str]:
     store, engine = RemoteStore(url, make=True), engine or MadeUp()
     plan = plan_fleet(cells, store, engine, retry_failed=more.pop("retry_failed", False), resume=True)
-    return [outcome.cell.name for outcome in run_fleet(plan, store, engine, **more)]
+    return [outcome.experiment.title for outcome in run_fleet(plan, store, engine, **more)]
 
 
 def cells_of(folder: Path) -> Counter[str]:
@@ -103,8 +103,8 @@ def test_four_workers_claim_every_cell_once(url):
 
 
 def test_a_dead_worker_s_cell_is_taken_when_its_lease_is_over_by_the_waiter_s_own_clock(url):
-    (cell,), store = made_cells(1), RemoteStore(url, make=True)
-    key, seconds = key_of(cell), lease_seconds(cell)
+    (experiment,), store = made_cells(1), RemoteStore(url, make=True)
+    key, seconds = key_of(experiment), lease_seconds(experiment)
     far_ahead = [1e12]
     assert Leases(store.objects, "dead", clock=lambda: far_ahead[0]).take(key, 1, seconds)
     now = [5.0]
@@ -115,7 +115,7 @@ def test_a_dead_worker_s_cell_is_taken_when_its_lease_is_over_by_the_waiter_s_ow
         slept.append(pause)
         now[0] += pause
 
-    assert swept(url, [cell], claim=True, leases=waiter, sleep=sleep) == [cell.name]
+    assert swept(url, [experiment], claim=True, leases=waiter, sleep=sleep) == [experiment.title]
     assert seconds <= sum(slept) <= seconds + 60
     assert not waiter.take(key, 1, seconds), "its own lease holds"
 
@@ -135,19 +135,19 @@ def test_a_lease_nobody_can_read_is_respected_and_one_given_back_is_free(url):
 
 
 def test_a_slow_writer_whose_lease_expired_changes_nothing(url):
-    (cell,), store = made_cells(1), RemoteStore(url, make=True)
+    (experiment,), store = made_cells(1), RemoteStore(url, make=True)
     slow = MadeUp()
-    plan = plan_fleet([cell], store, slow, retry_failed=False, resume=True)
+    plan = plan_fleet([experiment], store, slow, retry_failed=False, resume=True)
 
     class Slow(MadeUp):
         def run(self, cells, **more):
             for outcome in super().run(cells, **more):
-                swept(url, [cell])  # another machine is done in the meantime
+                swept(url, [experiment])  # another machine is done in the meantime
                 yield outcome
 
     assert list(run_fleet(plan, store, Slow())) == []
     assert len(objects_in(url, "parts")) == len(objects_in(url, "commits")) == 1
-    assert cells_of(mirror(url).folder) == {key_of(cell): 1}
+    assert cells_of(mirror(url).folder) == {key_of(experiment): 1}
 
 
 def test_a_commit_whose_answer_was_lost_is_known_as_our_own(url, monkeypatch):

@@ -20,7 +20,8 @@ from moe_routing_bench.results.parquet import COLUMNS, compact, quoted
 from moe_routing_bench.results.query import connect, export_csv, export_parquet, run_query
 from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import content_hash
-from moe_routing_bench.workloads.axes import PolicyAxes, axes_of
+from moe_routing_bench.workloads.axes import axes_of
+from moe_routing_bench.workloads.experiment import Experiment
 from repository import ROOT
 from sample_records import SESSION, document, failed, line
 from timing import in_time
@@ -91,7 +92,7 @@ def test_a_row_says_what_the_record_says(folder: Path, compacted: bool) -> None:
     # every column of a whole record has a value, so every path is right. Records written before have no
     # error, and tests/bench/test_stored_runs.py asks for that of a new one
     unknown = {"more_rounds", "throttled", "machine", "source_commit", "source_dirty", "error"}
-    unknown |= {one.name for one, facts in axes_of(PolicyAxes) if facts.since > 2}
+    unknown |= {one.name for one, facts in axes_of(Experiment, "how") if facts.since > 2}
     assert {name for name, value in first.items() if value is None} == unknown
 
 

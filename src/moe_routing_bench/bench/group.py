@@ -30,7 +30,6 @@ from safetensors.torch import load_file
 
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.calls import Result, tensors_by_name
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.cores import judging_threads
 from moe_routing_bench.bench.floor import beaten_roofs, floor_seconds, roof_seconds
 from moe_routing_bench.bench.group_worker import serve
@@ -46,9 +45,8 @@ from moe_routing_bench.bench.rounds import WARM_SAMPLES
 from moe_routing_bench.bench.runner import OnProgress, Progress, work_and_load
 from moe_routing_bench.bench.series import TWIN
 from moe_routing_bench.bench.spans.parallel import STAGES, placement_of
-from moe_routing_bench.bench.spans.span import is_ours
+from moe_routing_bench.bench.spans.span import all_threads, is_ours, span_named
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.bench.trial import check_kit
 from moe_routing_bench.bench.verdict import MIN_ROUNDS, aa_floor, compare_cells, stop_reason
@@ -56,7 +54,7 @@ from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.moe.expert_parallel import EXPERTS
 from moe_routing_bench.planner.flow import TRANSPORTS, count_flow
-from moe_routing_bench.workloads.axes import LONG_CALL
+from moe_routing_bench.workloads.experiment import LONG_CALL, Experiment, ImplementationRef
 
 # numbers of calls that are not timed begin here
 TRIAL_CALLS = 1_000_000
@@ -67,15 +65,15 @@ START_SECONDS = 300.0  # importing torch in W processes on a busy machine
 class Group:
     """W processes that run the same calls."""
 
-    def __init__(self, cell: Cell):
-        self.cell, self._place = cell, tempfile.TemporaryDirectory()
+    def __init__(self, experiment: Experiment):
+        self.experiment, self._place = experiment, tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(cell.W):
+        for rank in range(experiment.W):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=serve, args=(theirs, rank, cell.to_json(), self._place.name), daemon=True
+                target=serve, args=(theirs, rank, experiment.to_json(), self._place.name), daemon=True
             )
             process.start()
             theirs.close()
@@ -108,12 +106,14 @@ class Group:
                 pipe.send_bytes(json.dumps({"do": what, **details}).encode())
             except OSError:
                 raise SubjectError(Status.CRASHED, f"the process of rank {rank} died") from None
-        return self._answers(self.cell.policy.step_seconds)
+        return self._answers(self.experiment.step_seconds)
 
     def result(self) -> Result:
         """Of the last call that was kept: the tokens of all ranks and the gradients of all experts. What
         every rank has must be the same on all of them."""
-        parts = [load_file(Path(self._place.name) / f"{rank}.safetensors") for rank in range(self.cell.W)]
+        parts = [
+            load_file(Path(self._place.name) / f"{rank}.safetensors") for rank in range(self.experiment.W)
+        ]
         whole = {}
         for name, first in parts[0].items():
             if name in ("y_TD", "x_TD") or name.startswith(EXPERTS):
@@ -170,13 +170,13 @@ class _Series:
 class _Session:
     """A group that is started again when something failed in it."""
 
-    def __init__(self, cell: Cell, judge: Judge, sources: Mapping[Subject, str]):
-        self.cell, self.judge, self.sources = cell, judge, sources
+    def __init__(self, experiment: Experiment, judge: Judge, sources: Mapping[ImplementationRef, str]):
+        self.experiment, self.judge, self.sources = experiment, judge, sources
         self._group: Group | None = None
 
     @property
     def group(self) -> Group:
-        self._group = self._group or Group(self.cell)
+        self._group = self._group or Group(self.experiment)
         return self._group
 
     def end(self) -> None:
@@ -185,7 +185,9 @@ class _Session:
         self._group = None
 
     def judged(self, result: Result, subject: int, number: int) -> Judgement:
-        return self.judge.judge_result(result, number, number % ROUTINGS, self.cell.subjects[subject])
+        return self.judge.judge_result(
+            result, number, number % ROUTINGS, self.experiment.implementations[subject]
+        )
 
     def warm_up(self, subject: int) -> None:
         for number in range(WARM_SAMPLES):
@@ -215,12 +217,12 @@ class _Session:
                 raise SubjectError(finding.status, finding.reason)
             seen.finding = finding
             results.append(tensors_by_name(result))
-        about = self.cell.subjects[subject]
+        about = self.experiment.implementations[subject]
         same = all(torch.equal(results[2][name], tensor) for name, tensor in results[0].items())
-        promised = all(part.deterministic for part in self.cell.span.parts(about.spec))
+        promised = all(part.deterministic for part in span_named(self.experiment.span).parts(about.name))
         if promised and not same:
             raise SubjectError(Status.NONDETERMINISTIC, "two runs gave different bits")
-        kits = PassedKits(self.cell, outside=False)
+        kits = PassedKits(self.experiment, outside=False)
         if not kits.knows(about, self.sources[about]):
             check_kit(self.group.kit(subject))
             kits.add(about, self.sources[about])
@@ -229,62 +231,62 @@ class _Session:
 
 
 def run_group(
-    cell: Cell, *, roofs: Roofs | None = None, on_progress: OnProgress = lambda progress: None,
+    experiment: Experiment, *, roofs: Roofs | None = None, on_progress: OnProgress = lambda progress: None,
     budget: Budget | None = None,
 ) -> CellOutcome:  # fmt: skip
     """Measure one cell on cell.W ranks. A failing implementation never raises here."""
-    budget, before = budget or Budget(cell.policy.max_seconds), weather()
-    identity, inputs = identify(cell, this_machine()), cell.inputs()
-    seen = {place: _Series() for place in range(len(cell.subjects))}
+    budget, before = budget or Budget(experiment.max_seconds), weather()
+    identity, inputs = identify(experiment, this_machine()), Inputs(experiment)
+    seen = {place: _Series() for place in range(len(experiment.implementations))}
 
     def report(what: str) -> None:
         share = min(1.0, budget.used / budget.seconds)
         on_progress(Progress(what=what, share=share, left=max(0.0, budget.left)))
 
-    reason = _refused(cell, inputs)
-    for place, subject in enumerate(cell.subjects):
-        why = reason or _cannot(cell, inputs, place)
+    reason = _refused(experiment, inputs)
+    for place, subject in enumerate(experiment.implementations):
+        why = reason or _cannot(experiment, inputs, place)
         if why:
-            seen[place].status, seen[place].reason = Status.UNSUPPORTED, f"{subject.spec}: {why}"
+            seen[place].status, seen[place].reason = Status.UNSUPPORTED, f"{subject.name}: {why}"
     alive = [place for place in seen if seen[place].status is Status.PASSED]
-    session = _Session(cell, Judge(cell.span, inputs), identity.sources)
+    session = _Session(experiment, Judge(span_named(experiment.span), inputs), identity.sources)
     stopped, rounds = "nothing passed its trial", list[int]()
     try:
         with judging_threads():
             for place in list(alive):
-                report(f"trying {cell.subjects[place].spec}")
+                report(f"trying {experiment.implementations[place].name}")
                 _guarded(session, seen, alive, place, partial(session.trial, place, seen[place]))
             while alive and not rounds:
                 stopped, rounds = _rounds(session, seen, alive, budget, report)
     finally:
         session.end()
-    outcomes = _outcomes(cell, inputs, seen, alive, roofs)
+    outcomes = _outcomes(experiment, inputs, seen, alive, roofs)
     return CellOutcome(
-        cell=cell, identity=identity, outcomes=outcomes, rounds=sum(rounds),
+        experiment=experiment, identity=identity, outcomes=outcomes, rounds=sum(rounds),
         rounds_by_process=tuple(rounds), stop_reason=stopped,
         aa_floor=aa_floor(seen[alive[0]].samples, seen[TWIN].samples) if alive else None,
         routing_checksum="" if reason else inputs.workload(0).checksum,
         weather=NoiseDuring(before=before, after=weather()), seconds=budget.used,
-        notes=_notes(cell, outcomes),
+        notes=_notes(experiment, outcomes),
     )  # fmt: skip
 
 
-def _notes(cell: Cell, outcomes: tuple[SubjectOutcome, ...]) -> tuple[str, ...]:
+def _notes(experiment: Experiment, outcomes: tuple[SubjectOutcome, ...]) -> tuple[str, ...]:
     wires = [
-        f"{one.subject.spec} {one.wire.sent / 1e6:.3g} MB, {one.wire.sent / one.wire.least:.2f} of the least"
+        f"{one.subject.name} {one.wire.sent / 1e6:.3g} MB, {one.wire.sent / one.wire.least:.2f} of the least"
         for one in outcomes
         if one.wire is not None and one.role != "twin" and one.wire.least
     ]
     timed = [one for one in outcomes if one.samples and one.role != "twin" and not one.roof_busy]
     return (
-        f"{cell.W} ranks are processes on one machine, joined by Gloo over the loopback, "
-        f"with {cell.all_threads} threads in all",
+        f"{experiment.W} ranks are processes on one machine, joined by Gloo over the loopback, "
+        f"with {all_threads(experiment)} threads in all",
         *([f"rows that leave their rank in a forward pass, both ways: {'; '.join(wires)}"] if wires else []),
         *beaten_roofs({one.label: (median(one.samples), one.roof_seconds) for one in timed}),
     )
 
 
-def _refused(cell: Cell, inputs: Inputs) -> str:
+def _refused(experiment: Experiment, inputs: Inputs) -> str:
     try:
         inputs.workload(0)
     except (ValueError, NotImplementedError) as error:
@@ -292,15 +294,15 @@ def _refused(cell: Cell, inputs: Inputs) -> str:
     return ""
 
 
-def _cannot(cell: Cell, inputs: Inputs, place: int) -> str:
-    subject = cell.subjects[place]
-    if not all(map(is_ours, cell.span.origins(subject.spec))):
+def _cannot(experiment: Experiment, inputs: Inputs, place: int) -> str:
+    subject = experiment.implementations[place]
+    if not all(map(is_ours, span_named(experiment.span).origins(subject.name))):
         return "on several ranks code from outside is not measured"
     if Layout.parse(subject.layout).kind != "compact":
         return "on several ranks only the compact layout is measured: what others drop depends on the rank"
     try:
-        args = cell.span.arguments(inputs.at(0, 0, subject.layout))
-        return cell.span.why_not(subject, inputs, args) or ""
+        args = span_named(experiment.span).arguments(inputs.at(0, 0, subject.layout))
+        return span_named(experiment.span).why_not(subject, inputs, args) or ""
     except NotImplementedError as error:
         return str(error)
 
@@ -329,13 +331,13 @@ def _rounds(
 ) -> tuple[str, list[int]]:
     """Why they stopped, and their number in each set of processes; none if a subject failed: then they begin
     again without it."""
-    policy, by_process, stopped = session.cell.policy, list[int](), ""
+    experiment, by_process, stopped = session.experiment, list[int](), ""
     for place in (*alive, TWIN):
         seen[place] = replace(seen.get(place, _Series()), samples=[], stages=[], checked=0)
-    for process in range(policy.processes):
+    for process in range(experiment.processes):
         if process:
             session.end()
-        until = budget.used + budget.left / (policy.processes - process)
+        until = budget.used + budget.left / (experiment.processes - process)
         reason = _rounds_of_one_set(session, seen, alive, budget, until, sum(by_process), report)
         if reason is None:
             return "a subject failed during the rounds", []
@@ -352,12 +354,15 @@ def _rounds_of_one_set(
 
     before: rounds in earlier sets of processes
     """
-    policy, dice = session.cell.policy, random.SystemRandom()
+    experiment, dice = session.experiment, random.SystemRandom()
     for place in list(alive):
         if not _guarded(session, seen, alive, place, partial(session.warm_up, place)):
             return None
-    looks = {0, *dice.sample(range(1, policy.min_rounds), min(policy.checked, policy.min_rounds) - 1)}
-    hot = {s: policy.cache == "hot" and seen[s].call_seconds < LONG_CALL for s in alive}
+    looks = {
+        0,
+        *dice.sample(range(1, experiment.min_rounds), min(experiment.checked, experiment.min_rounds) - 1),
+    }
+    hot = {s: experiment.cache == "hot" and seen[s].call_seconds < LONG_CALL for s in alive}
     done = 0
     while True:
         order = [*alive, TWIN]
@@ -370,12 +375,12 @@ def _rounds_of_one_set(
                 return None
         done += 1
         report(f"round {before + done}")
-        if done < MIN_ROUNDS or (done < policy.min_rounds and budget.used < until):
+        if done < MIN_ROUNDS or (done < experiment.min_rounds and budget.used < until):
             continue
         why = [
             stop_reason(
-                seen[alive[0]].samples[before:], seen[place].samples[before:], target=policy.target,
-                min_rounds=policy.min_rounds, max_rounds=policy.max_rounds, seconds=budget.used,
+                seen[alive[0]].samples[before:], seen[place].samples[before:], target=experiment.target,
+                min_rounds=experiment.min_rounds, max_rounds=experiment.max_rounds, seconds=budget.used,
                 max_seconds=until,
             )
             for place in (alive[1:] or [TWIN])
@@ -385,32 +390,32 @@ def _rounds_of_one_set(
 
 
 def _outcomes(
-    cell: Cell, inputs: Inputs, seen: dict[int, _Series], alive: list[int], roofs: Roofs | None
+    experiment: Experiment, inputs: Inputs, seen: dict[int, _Series], alive: list[int], roofs: Roofs | None
 ) -> tuple[SubjectOutcome, ...]:
-    outcomes, stages = [], STAGES[cell.case.direction]
-    for place, subject in enumerate(cell.subjects):
+    outcomes, stages, span = [], STAGES[experiment.direction], span_named(experiment.span)
+    for place, subject in enumerate(experiment.implementations):
         one = seen[place]
         about: dict[str, Any] = {
-            "subject": subject, "label": subject.spec, "status": one.status, "reason": one.reason,
+            "subject": subject, "label": subject.name, "status": one.status, "reason": one.reason,
         }  # fmt: skip
         if one.status is Status.PASSED:
-            parts = cell.span.parts(subject.spec)
-            cost, load = work_and_load(cell.span, subject, inputs)
-            least = roof_seconds(cell, subject, cost, roofs)
+            parts = span.parts(subject.name)
+            cost, load = work_and_load(span, subject, inputs)
+            least = roof_seconds(experiment, subject, cost, roofs)
             verdict = one.finding.verdict if one.finding else None
             about |= {
                 "label": "+".join(part.label for part in parts), "origin": parts[0].origin,
-                "runs": "; ".join(f"{op}: {label}" for op, label in cell.span.resolved(subject, inputs)),
+                "runs": "; ".join(f"{op}: {label}" for op, label in span.resolved(subject, inputs)),
                 "role": "baseline" if place == alive[0] else "candidate",
                 "deterministic": all(part.deterministic for part in parts),
                 "host_sync": next((part.host_sync for part in parts if part.host_sync), ""),
                 "checks": one.checks, "checked_timed_calls": one.checked, "first_call": one.first_call,
                 "samples": tuple(one.samples), "cost": cost, "load": load,
                 "stages": {name: median(s[i] for s in one.stages) for i, name in enumerate(stages)},
-                "wire": wire_of(inputs, cell.W, parts[0].name),
+                "wire": wire_of(inputs, experiment.W, parts[0].name),
                 "max_error": verdict and verdict.max_error, "max_bound": verdict and verdict.max_bound,
                 "error": verdict and verdict.relative_error,
-                "floor_seconds": floor_seconds(cell, cost, roofs), "roof_seconds": least,
+                "floor_seconds": floor_seconds(experiment, cost, roofs), "roof_seconds": least,
                 "roof_busy": least is not None and roofs is not None and bool(roofs.busy),
             }  # fmt: skip
         outcomes.append(SubjectOutcome(**about))
@@ -423,7 +428,7 @@ def _outcomes(
     compared = compare_cells(
         [(baseline.samples, outcomes[place].samples) for place in others],
         aa_floor=floor,
-        target=cell.policy.target,
+        target=experiment.target,
     )
     for place, comparison in zip(others, compared, strict=True):
         outcomes[place] = replace(outcomes[place], comparison=comparison)
@@ -437,8 +442,8 @@ def wire_of(inputs: Inputs, W: int, transport: str) -> Wire | None:
         return None
     plan, tokens_W = inputs.at(0, 0, "compact").plan, inputs.workload(0).tokens_W
     expert_TK, ends = plan.expert_TK().numpy(), np.cumsum([0, *tokens_W])
-    placement = placement_of(inputs.case.shape.E, W)
+    placement = placement_of(inputs.experiment.E, W)
     flow = count_flow(lambda rank: expert_TK[ends[rank] : ends[rank + 1]], placement)
-    row = 2 * inputs.case.shape.D * inputs.case.element_size
+    row = 2 * inputs.experiment.D * inputs.experiment.element_size
     sent = sum(int(rows_WW.sum() - np.trace(rows_WW)) for rows_WW in flow.phases(transport))
     return Wire(sent=row * sent, least=row * int(flow.to_WW.sum() - np.trace(flow.to_WW)))

@@ -18,29 +18,29 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.clock import CacheFlusher
-from moe_routing_bench.bench.inputs import touch
+from moe_routing_bench.bench.inputs import Inputs, touch
 from moe_routing_bench.bench.kit import run_kit
 from moe_routing_bench.bench.spans.parallel import OneCall, placement_of, span
 from moe_routing_bench.conformance.check import poisoned_memory
 from moe_routing_bench.moe.expert_parallel import ParallelMoE
 from moe_routing_bench.parallel.ranks import Ranks
+from moe_routing_bench.workloads.experiment import Experiment
 
 MAX_TEXT = 2_000
 
 
 def serve(pipe: Connection, rank: int, cell_text: str, folder: str) -> None:
-    cell = Cell.from_json(cell_text)
-    torch.set_num_threads(cell.policy.threads)
+    experiment = Experiment.from_json(cell_text)
+    torch.set_num_threads(experiment.threads)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=cell.W,
-            timeout=timedelta(seconds=cell.policy.step_seconds),
+            "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=experiment.W,
+            timeout=timedelta(seconds=experiment.step_seconds),
         )  # fmt: skip
-        answers = _Rank(cell, Path(folder) / f"{rank}.safetensors")
+        answers = _Rank(experiment, Path(folder) / f"{rank}.safetensors")
         pipe.send_bytes(json.dumps({"ready": True}).encode())
-        with torch.set_grad_enabled(cell.case.direction != "forward"):
+        with torch.set_grad_enabled(experiment.direction != "forward"):
             while (request := json.loads(pipe.recv_bytes())) is not None:
                 answer = getattr(answers, request.pop("do"))(**request)
                 pipe.send_bytes(json.dumps(answer).encode())
@@ -54,17 +54,17 @@ def serve(pipe: Connection, rank: int, cell_text: str, folder: str) -> None:
 class _Rank:
     """What a rank does on request."""
 
-    def __init__(self, cell: Cell, file: Path):
-        self.cell, self.file, self.inputs = cell, file, cell.inputs()
-        self.ranks = Ranks(placement_of(cell.case.shape.E, cell.W), dist.group.WORLD)
-        self.flusher = CacheFlusher() if cell.policy.cache != "hot" else None
+    def __init__(self, experiment: Experiment, file: Path):
+        self.experiment, self.file, self.inputs = experiment, file, Inputs(experiment)
+        self.ranks = Ranks(placement_of(experiment.E, experiment.W), dist.group.WORLD)
+        self.flusher = CacheFlusher() if experiment.cache != "hot" else None
         self._layers: dict[int, ParallelMoE] = {}
 
     def kit(self, subject: int) -> dict[str, Any]:
         """The hard cases are for one rank, so one runs them."""
         if self.ranks.rank:
             return {}
-        passed, failed, first = run_kit(self.cell, self.cell.subjects[subject])
+        passed, failed, first = run_kit(self.experiment, self.experiment.implementations[subject])
         return {"passed": passed, "failed": failed, "first": first[:MAX_TEXT]}
 
     def call(
@@ -73,18 +73,18 @@ class _Rank:
         """When each stage began and ended. warm: the number of an untimed call just before, for hot caches;
         keep: the result goes to the file; poison: memory that is allocated without values holds NaN."""
         if warm is not None:
-            for _, run in self._ready(subject, warm, step).stages(self.cell.case.direction):
+            for _, run in self._ready(subject, warm, step).stages(self.experiment.direction):
                 run()
         call = self._ready(subject, number, step)
         if self.flusher is not None:
             self.flusher.flush()
-            if self.cell.policy.cache == "weights-cold":
+            if self.experiment.cache == "weights-cold":
                 dist.barrier()  # what another rank overwrites may be the same cache
                 touch([t for t in (call.x_TD, call.d_out_TD) if t is not None and t.numel()], None)
         dist.barrier()
         with poisoned_memory() if poison else nullcontext():
             stamps = [time.monotonic()]
-            for _, run in call.stages(self.cell.case.direction):
+            for _, run in call.stages(self.experiment.direction):
                 run()
                 stamps.append(time.monotonic())
         if keep:
@@ -94,12 +94,12 @@ class _Rank:
 
     def _ready(self, subject: int, number: int, step: int) -> OneCall:
         """A call up to where its clock starts: the forward pass before a backward is not timed."""
-        about = self.cell.subjects[subject]
+        about = self.experiment.implementations[subject]
         if subject not in self._layers:
             self._layers[subject] = span.layer_on(about, self.inputs, self.ranks)
         self._layers[subject].zero_grad()
         call = span.on_rank(self._layers[subject], about, self.inputs, number, step)
-        if self.cell.case.direction == "backward":
+        if self.experiment.direction == "backward":
             for _, run in call.stages("forward"):
                 run()
         return call

@@ -20,15 +20,14 @@ from typing import Annotated, Any
 import torch
 from pydantic import BeforeValidator, PlainSerializer
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.sources import PACKAGE, Code, distribution_version, files_in, folder_hash
-from moe_routing_bench.bench.spans.span import Span
-from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.bench.spans.span import Span, check_measurable, span_named
 from moe_routing_bench.core.machine import Machine
 from moe_routing_bench.core.names import base_name
 from moe_routing_bench.ops.registry import BUILT_IN, OURS, all_ops, included_folders
 from moe_routing_bench.workloads.axes import key_values
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of, with_file
 
 HARNESS = (
@@ -53,7 +52,7 @@ SETTINGS = {
 }
 # of those, what decides nothing, and why
 SETTINGS_WITHOUT_EFFECT = {
-    "OMP_NUM_THREADS": "a worker uses the threads of its policy, which is in the key (worker.py: settle)",
+    "OMP_NUM_THREADS": "a worker uses the experiment's threads, which are in the key (worker.py: settle)",
     "MKL_NUM_THREADS": "the same",
     "TORCHINDUCTOR_COMPILE_THREADS": "a worker sets it to 1",
     "TORCHINDUCTOR_CACHE_DIR": "where compiled code is kept; its content is keyed by the source",
@@ -63,11 +62,11 @@ SETTINGS_WITHOUT_EFFECT = {
 }
 
 
-# JSON has no keys but text: pairs of subject and hash
-BySubject = Annotated[
-    Mapping[Subject, str],
+# JSON has no keys but text: pairs of implementation and hash
+ByImplementation = Annotated[
+    Mapping[ImplementationRef, str],
     PlainSerializer(lambda hashes: [[asdict(subject), text] for subject, text in hashes.items()]),
-    BeforeValidator(lambda given: given if isinstance(given, Mapping) else _by_subject(given)),
+    BeforeValidator(lambda given: given if isinstance(given, Mapping) else _by_implementation(given)),
 ]
 
 
@@ -82,43 +81,39 @@ class Identity:
 
     key: str
     harness: str
-    contracts: BySubject
-    sources: BySubject
+    contracts: ByImplementation
+    sources: ByImplementation
 
 
-def _by_subject(pairs: Any) -> dict[Subject, Any]:
+def _by_implementation(pairs: Any) -> dict[ImplementationRef, Any]:
     try:
-        return {Subject(**subject): text for subject, text in pairs}
+        return {ImplementationRef(**subject): text for subject, text in pairs}
     except (TypeError, ValueError):
         raise ValueError("not pairs of a subject and a hash") from None
 
 
-def identify(cell: Cell, machine: Machine) -> Identity:
-    fields = key_fields(cell, machine)
+def identify(experiment: Experiment, machine: Machine) -> Identity:
+    fields = key_fields(experiment, machine)
+    asked, span = experiment.implementations, span_named(experiment.span)
     return Identity(
         key=digest_of(fields),
         harness=fields["harness"],
-        contracts={subject: contract_hash(cell.span, subject) for subject in cell.subjects},
-        sources={s: source for s, (_, source) in zip(cell.subjects, fields["subjects"], strict=True)},
+        contracts={one: contract_hash(span, one) for one in asked},
+        sources={one: source for one, (_, source) in zip(asked, fields["implementations"], strict=True)},
     )
 
 
-def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
+def key_fields(experiment: Experiment, machine: Machine) -> dict[str, Any]:
     """The fields of the key, by name; a change in any of them changes the key."""
-    inputs = cell.inputs()
-    sources = {subject: _Source.of(cell.span, subject, inputs) for subject in cell.subjects}
+    check_measurable(experiment)
+    inputs, span = Inputs(experiment), span_named(experiment.span)
+    sources = {one: _Source.of(span, one, inputs) for one in experiment.implementations}
     return {
-        "case": key_values(cell.case),
-        "contract": contract_hash(cell.span, cell.subjects[0]),
-        "workload": {
-            "name": _workload_name(cell.workload),
-            "suite": SUITE_VERSION,
-            "seed": cell.seed,
-            "ranks": cell.W,
-            "recorded": recorded_hash(cell.workload, cell.case.checkpoint),
-        },
-        "subjects": [[s.name, source.hash(cell.span, s)] for s, source in sources.items()],
-        "policy": key_values(cell.policy),
+        "experiment": {**key_values(experiment), "workload": _workload_name(experiment.workload)},
+        "suite": SUITE_VERSION,
+        "recorded": recorded_hash(experiment.workload, experiment.checkpoint),
+        "contract": contract_hash(span, experiment.implementations[0]),
+        "implementations": [[one.title, source.hash(span, one)] for one, source in sources.items()],
         "harness": Code.of(PACKAGE / name for name in HARNESS).hash,
         "versions": {
             **{name: v for source in sources.values() for name, v in source.code.versions.items()},
@@ -135,8 +130,8 @@ def _workload_name(name: str) -> str:
     return name if file is None else with_file(name, file.name)
 
 
-def cell_key(cell: Cell, machine: Machine) -> str:
-    return digest_of(key_fields(cell, machine))
+def cell_key(experiment: Experiment, machine: Machine) -> str:
+    return digest_of(key_fields(experiment, machine))
 
 
 def digest_of(document: Any) -> str:
@@ -175,7 +170,7 @@ def recorded_hash(workload: str, checkpoint: str) -> str:
     return digest_of(parts) if parts else ""
 
 
-def contract_hash(span: Span, subject: Subject) -> str:
+def contract_hash(span: Span, subject: ImplementationRef) -> str:
     """Hash of the reference code, which defines the right result."""
     return Code.of([*(Path(all_ops()[name].file) for name in span.ops), *span.roots(subject)]).hash
 
@@ -189,10 +184,10 @@ class _Source:
     folders: tuple[Path, ...] = ()  # from outside: whatever lies there may be loaded
 
     @staticmethod
-    def of(span: Span, subject: Subject, inputs: Inputs) -> _Source:
+    def of(span: Span, subject: ImplementationRef, inputs: Inputs) -> _Source:
         resolved = span.resolved(subject, inputs)
         ops, files = all_ops(), list(span.roots(subject))
-        for op, spec in [*span.named(subject.spec), *_inside(span, subject.spec), *resolved]:
+        for op, spec in [*span.named(subject.name), *_inside(span, subject.name), *resolved]:
             files += [Path(ops[op].file), *ops[op].source_files(base_name(spec))]
         given = {place for path in files for place in (path, path.resolve())}
         folders = [
@@ -201,18 +196,18 @@ class _Source:
         files += [path for folder in folders for path in files_in(folder) if path.suffix == ".py"]
         return _Source(resolved, Code.of(files), tuple(folders))
 
-    def hash(self, span: Span, subject: Subject) -> str:
+    def hash(self, span: Span, subject: ImplementationRef) -> str:
         """Of its name, what "auto" picks, the code, packages and folders from outside."""
-        parts = [subject.name, self.resolved, self.code.hash, _packages(span, subject)]
+        parts = [subject.title, self.resolved, self.code.hash, _packages(span, subject)]
         return digest_of([*parts, *map(folder_hash, self.folders)])
 
 
-def folders_of(span: Span, subject: Subject, inputs: Inputs) -> tuple[Path, ...]:
+def folders_of(span: Span, subject: ImplementationRef, inputs: Inputs) -> tuple[Path, ...]:
     """The folders from outside that a subject's code lies in; all of their files are in its hash."""
     return _Source.of(span, subject, inputs).folders
 
 
-def subject_code(span: Span, subject: Subject, inputs: Inputs) -> Code:
+def code_of(span: Span, subject: ImplementationRef, inputs: Inputs) -> Code:
     """All code that runs for a subject: span, operations, and implementations named or picked."""
     return _Source.of(span, subject, inputs).code
 
@@ -228,9 +223,9 @@ def _inside(span: Span, spec: str) -> list[tuple[str, str]]:
     return [(option, str(v)) for part in parts for option, v in part.config.items() if option in all_ops()]
 
 
-def _packages(span: Span, subject: Subject) -> list[str]:
+def _packages(span: Span, subject: ImplementationRef) -> list[str]:
     """Versions of the packages that implementations from outside come in."""
-    origins = span.origins(subject.spec)
+    origins = span.origins(subject.name)
     names = [where for source, _, where in (o.partition(" ") for o in origins) if source == "package"]
     return [distribution_version(name) for name in names]
 

@@ -85,7 +85,7 @@ def measure(setup: Setup, alive: list[int], trials: Mapping[int, Trial], on_roun
         checked=dict.fromkeys(alive, 0),
     )
     leaving = slow_ones(setup, alive, trials)
-    for repeat in range(setup.cell.policy.processes):
+    for repeat in range(setup.experiment.processes):
         # who left in an earlier set of processes stays out: its samples are those of the first rounds
         done = sum(measured.rounds_by_process)
         here = [s for s in alive if s not in measured.failed and len(measured.samples[s]) == done]
@@ -102,9 +102,9 @@ class _Repeat:
         leaving: set[int], repeat: int,
     ):  # fmt: skip
         self.setup, self.alive, self.trials, self.measured = setup, list(alive), trials, measured
-        self.cell, self.judge, self.baseline = setup.cell, setup.judge, alive[0]
+        self.experiment, self.judge, self.baseline = setup.experiment, setup.judge, alive[0]
         self.leaving, self.repeat = leaving, repeat
-        self.fewest = min(fewest_rounds(len(alive)), self.cell.policy.max_rounds)
+        self.fewest = min(fewest_rounds(len(alive)), self.experiment.max_rounds)
         self.numbers = Numbers()
         self.random = random.SystemRandom()  # so that no subject can predict which calls are judged
         apart = [beside(s) for s in alive if beside(s) in measured.samples]
@@ -116,7 +116,7 @@ class _Repeat:
         self.homes: dict[int, tuple[Worker, int]] = {}  # a worker, and the subject's number in it
         self.protocol = Protocol(setup, alive, trials)
         self.next_look, self.longest_round = 0, 0.0
-        left = setup.budget.left / (self.cell.policy.processes - repeat)
+        left = setup.budget.left / (self.experiment.processes - repeat)
         reserve = RESERVE * left
         self.deadline = time.perf_counter() + max(left - reserve, MIN_SECONDS)
 
@@ -165,7 +165,7 @@ class _Repeat:
             with self._blamed(series):
                 keep = place if check and series != TWIN else -1
                 self.here[series].append(self._sample(series, first, step=done % ROUTINGS, keep=keep))
-        if self.cell.policy.stages:
+        if self.experiment.stages:
             for s in [s for s in self.alive if s in self.here and len(self.here[s]) == done + 1]:
                 if self.protocol.takes(s):
                     continue  # the parts of code from outside have no clock
@@ -242,7 +242,7 @@ class _Repeat:
         return series if series >= 0 else self.baseline
 
     def _rounds_to_judge(self) -> set[int]:
-        checks = min(self.cell.policy.checked - 1, self.fewest)
+        checks = min(self.experiment.checked - 1, self.fewest)
         return set(self.random.sample(range(self.fewest), checks))
 
     def _numbers_for(self, present: Sequence[int]) -> tuple[int, int]:
@@ -278,7 +278,7 @@ class _Repeat:
             answer = worker.ask("hand_over", HandedOver, subject=place, name="timed")
             check_call(
                 worker, self.judge, answer, name="timed", number=first + keep,
-                step=(step + keep) % ROUTINGS, subject=self.cell.subjects[subject],
+                step=(step + keep) % ROUTINGS, subject=self.experiment.implementations[subject],
                 about=self.trials[subject].about,
             )  # fmt: skip
             self.measured.checked[subject] += series >= 0
@@ -365,7 +365,7 @@ class _Repeat:
         assert not final or len(self.measured.samples[TWIN]) >= len(self.here[TWIN])
 
     def _why_stop(self) -> str | None:
-        policy, rounds = self.cell.policy, len(self.here[TWIN])
+        experiment, rounds = self.experiment, len(self.here[TWIN])
         # what follows the rounds: a judged sample of each, about as long as another round and an oracle
         now = time.perf_counter()
         late = now + 1.5 * self.longest_round + self.judge.oracle_seconds >= self.deadline
@@ -376,9 +376,11 @@ class _Repeat:
         elif rounds < MIN_ROUNDS and now > self.deadline + (LATEST - 1) * self.setup.budget.seconds:
             over = f"{rounds} rounds took all the time; --seconds gives more"
             raise BaselineError(SubjectError(Status.NO_TIME, over), [*self.measured.calls])
-        if rounds < (min(MIN_ROUNDS, policy.max_rounds) if late else max(policy.min_rounds, self.fewest)):
+        if rounds < (
+            min(MIN_ROUNDS, experiment.max_rounds) if late else max(experiment.min_rounds, self.fewest)
+        ):
             return None
-        if rounds < self.next_look and not late and rounds < policy.max_rounds:
+        if rounds < self.next_look and not late and rounds < experiment.max_rounds:
             return None
         self.next_look = math.ceil(LOOK_EVERY * rounds)
         budget = self.setup.budget
@@ -387,9 +389,9 @@ class _Repeat:
             reason = stop_reason(
                 self.here[beside(s) if beside(s) in self.here else self.baseline],
                 self.here[s],
-                target=policy.target,
-                min_rounds=policy.min_rounds,
-                max_rounds=policy.max_rounds,
+                target=experiment.target,
+                min_rounds=experiment.min_rounds,
+                max_rounds=experiment.max_rounds,
                 seconds=budget.seconds if late else 0.0,
                 max_seconds=budget.seconds,
             )
@@ -414,8 +416,9 @@ class _Repeat:
     def _check_behaviour(self, s: int) -> None:
         if s in self.setup.outside and not self.protocol.takes(s):
             self.measured.notes.append(
-                f"{self.cell.subjects[s].spec} is from outside and was timed by a clock in its own process: "
-                "this system lets nobody read another process's memory, or it computes on a device"
+                f"{self.experiment.implementations[s].name} is from outside and was timed by a clock in its "
+                "own process: this system lets nobody read another process's memory, or it computes on a "
+                "device"
             )
         if self.protocol.takes(s):
             self.measured.notes += filter(None, [self.protocol.finish(s)])
@@ -442,7 +445,7 @@ class _Repeat:
                 check_weights(worker, self.judge)
             except SubjectError as failure:
                 if len(inside) > 1:
-                    names = ", ".join(self.cell.subjects[s].text for s in inside)
+                    names = ", ".join(self.experiment.implementations[s].text for s in inside)
                     reason = f"{failure.reason}: those of one of {names}, which share a process"
                     failure = SubjectError(failure.status, reason)
                 guilty = [s for s in inside if s in self.measured.samples]

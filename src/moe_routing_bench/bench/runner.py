@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any
 
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.compiling import compile_first
 from moe_routing_bench.bench.cores import judging_threads, quiet_cores
 from moe_routing_bench.bench.floor import beaten_roofs, floor_seconds, roof_seconds, too_fast
@@ -23,9 +22,8 @@ from moe_routing_bench.bench.outside.sandbox import check_sandbox
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.rounds import DECISIVE_ROUNDS, WARM_SAMPLES, BaselineError, measure
 from moe_routing_bench.bench.series import TWIN, Measured, beside, round_seconds, slow_ones
-from moe_routing_bench.bench.spans.span import Load, Span, is_ours
+from moe_routing_bench.bench.spans.span import Load, Span, is_ours, span_named
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Question, Subject
 from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.bench.trial import Reuse, Setup, Trial, Watch, slow_reason, try_alone
 from moe_routing_bench.bench.verdict import (
@@ -39,6 +37,7 @@ from moe_routing_bench.bench.verdict import (
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.routers.router import include_folder
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef, Question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +63,13 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
-WorkAndLoad = tuple[Cost, Load]  # for one Subject.question
+WorkAndLoad = tuple[Cost, Load]  # for one ImplementationRef.question
 ROUNDS_TO_RANK = 5
 OVER = "the time was over before this case; --seconds gives more"
 
 
 def run_cell(
-    cell: Cell,
+    experiment: Experiment,
     *,
     roofs: Roofs | None = None,
     on_progress: OnProgress = lambda progress: None,
@@ -84,30 +83,30 @@ def run_cell(
     budget: its time, if not the policy's from now on. for_rounds: how much of it is for the rounds, given
     what a decision needs, if others share it. reuse: what the cell before left, and this one leaves.
     """
-    if cell.policy.sandbox:
+    if experiment.sandbox:
         check_sandbox()
-    budget, before = budget or Budget(cell.policy.max_seconds), weather()
+    budget, before = budget or Budget(experiment.max_seconds), weather()
     if budget.left <= 0:
         span_of = NoiseDuring(before=before, after=before)
-        return _not_run(cell, identify(cell, this_machine()), Status.NO_TIME, OVER, OVER, span_of)
+        return _not_run(experiment, identify(experiment, this_machine()), Status.NO_TIME, OVER, OVER, span_of)
     on_progress(_progress("preparing", budget))
-    for folder in cell.include:
+    for folder in experiment.include:
         include_folder(folder)  # only registers names; workers load the code
-    span, identity = cell.span, identify(cell, this_machine())
+    span, identity = span_named(experiment.span), identify(experiment, this_machine())
     own = Reuse() if reuse is None else reuse
     try:
-        inputs = cell.inputs()
-        cores = _cores(cell, inputs, own)
+        inputs = Inputs(experiment)
+        cores = _cores(experiment, inputs, own)
         workload = inputs.workload(0)
-        asked = {s.question: s for s in cell.subjects}
+        asked = {s.question: s for s in experiment.implementations}
         facts = {question: work_and_load(span, s, inputs) for question, s in asked.items()}
     except (ValueError, NotImplementedError) as reason:
         stopped, after = "these sizes cannot have this workload", weather()
         span_of = NoiseDuring(before=before, after=after)
-        return _not_run(cell, identity, Status.UNSUPPORTED, str(reason), stopped, span_of)
-    ours = [all(map(is_ours, span.origins(subject.spec))) for subject in cell.subjects]
+        return _not_run(experiment, identity, Status.UNSUPPORTED, str(reason), stopped, span_of)
+    ours = [all(map(is_ours, span.origins(subject.name))) for subject in experiment.implementations]
     setup = Setup(
-        cell=cell,
+        experiment=experiment,
         judge=Judge(span, inputs),
         cores=cores,
         budget=budget,
@@ -118,22 +117,32 @@ def run_cell(
     )
     with judging_threads(), closing(own) if reuse is None else nullcontext(), closing(setup):
         with budget.paused():
-            compile_first([cell], lambda what: on_progress(_progress(what, budget)))
-        floors = {i: floor_seconds(cell, facts[s.question][0], roofs) for i, s in enumerate(cell.subjects)}
+            compile_first([experiment], lambda what: on_progress(_progress(what, budget)))
+        floors = {
+            i: floor_seconds(experiment, facts[s.question][0], roofs)
+            for i, s in enumerate(experiment.implementations)
+        }
         busy = roofs is not None and bool(roofs.busy)
-        least = {i: roof_seconds(cell, s, facts[s.question][0], roofs) for i, s in enumerate(cell.subjects)}
+        least = {
+            i: roof_seconds(experiment, s, facts[s.question][0], roofs)
+            for i, s in enumerate(experiment.implementations)
+        }
         trials = _tried(setup, floors, on_progress)
         alive = [index for index, trial in trials.items() if trial.passed]
         if for_rounds is not None:
             budget.leave(for_rounds(_deciding_seconds(setup, alive, trials)))
         measured = _rounds(setup, trials, alive, floors, on_progress)
         setup.leave(
-            {s: trials[i].call_seconds for i, s in enumerate(cell.subjects) if trials[i].call_seconds}
+            {
+                s: trials[i].call_seconds
+                for i, s in enumerate(experiment.implementations)
+                if trials[i].call_seconds
+            }
         )
     return CellOutcome(
-        cell=cell,
+        experiment=experiment,
         identity=identity,
-        outcomes=_outcomes(cell, trials, measured, alive, facts, floors, least, busy),
+        outcomes=_outcomes(experiment, trials, measured, alive, facts, floors, least, busy),
         rounds=len(measured.samples[TWIN]) if measured else 0,
         rounds_by_process=tuple(measured.rounds_by_process) if measured else (),
         stop_reason=measured.stop_reason if measured else "nothing passed its trial",
@@ -142,26 +151,26 @@ def run_cell(
         weather=NoiseDuring(before=before, after=weather()),
         seconds=budget.used,
         notes=(
-            *_notes(cell, trials, alive),
+            *_notes(experiment, trials, alive),
             *(measured.notes if measured else ()),
-            *([] if busy else _beaten_roofs(cell, measured, alive, least)),
+            *([] if busy else _beaten_roofs(experiment, measured, alive, least)),
         ),
     )
 
 
-def _cores(cell: Cell, inputs: Inputs, reuse: Reuse) -> tuple[int, ...]:
+def _cores(experiment: Experiment, inputs: Inputs, reuse: Reuse) -> tuple[int, ...]:
     """Takes what the cell before left; the cores are then those of its process."""
-    if reuse.fits(cell, inputs) and reuse.worker is not None and reuse.inputs is not None:
+    if reuse.fits(experiment, inputs) and reuse.worker is not None and reuse.inputs is not None:
         inputs.take_weights(reuse.inputs)
         return reuse.worker.cores
-    return quiet_cores(cell.policy.threads)
+    return quiet_cores(experiment.threads)
 
 
 def _tried(setup: Setup, floors: Mapping[int, float | None], on_progress: OnProgress) -> dict[int, Trial]:
     """A trial of every subject, as long as those before it can still have their few rounds; of the second,
     as long as there is any time."""
     trials: dict[int, Trial] = {}
-    for index, subject in enumerate(setup.cell.subjects):
+    for index, subject in enumerate(setup.experiment.implementations):
         on_progress(_progress(f"trying {subject.text}", setup.budget))
         passed = [i for i, trial in trials.items() if trial.passed]
         if index and _least_seconds(setup, passed[1:] and passed, trials) > setup.budget.left:
@@ -172,7 +181,7 @@ def _tried(setup: Setup, floors: Mapping[int, float | None], on_progress: OnProg
             about = Described(label=subject.text)
             trials[index] = Trial(status=Status.NO_TIME, reason=reason, about=about)
             continue
-        if setup.too_slow(least := setup.reuse.at_least(subject, setup.cell)):
+        if setup.too_slow(least := setup.reuse.at_least(subject, setup.experiment)):
             trials[index] = Trial(
                 status=Status.NO_TIME,
                 reason=f"with fewer tokens, {slow_reason(least, setup)}",
@@ -197,7 +206,7 @@ def _rounds(
             measured = measure(
                 setup, alive, trials,
                 lambda done, now: on_progress(
-                    _progress(f"round {done}", setup.budget, _standing(setup.cell, now, alive))
+                    _progress(f"round {done}", setup.budget, _standing(setup.experiment, now, alive))
                 ),
             )  # fmt: skip
         except BaselineError as blame:
@@ -231,8 +240,8 @@ def _least_seconds(setup: Setup, alive: list[int], trials: Mapping[int, Trial]) 
     """About how long the fewest rounds take that give each a place, with a last judged sample."""
     if not alive:
         return 0.0
-    questions = len({setup.cell.subjects[s].question for s in alive})
-    judging = setup.cell.policy.checked * questions * setup.judge.oracle_seconds
+    questions = len({setup.experiment.implementations[s].question for s in alive})
+    judging = setup.experiment.checked * questions * setup.judge.oracle_seconds
     return (MIN_ROUNDS + 1) * sum(round_seconds(setup, alive, trials).values()) + judging
 
 
@@ -243,8 +252,7 @@ def _deciding_seconds(setup: Setup, alive: list[int], trials: Mapping[int, Trial
     turns = round_seconds(setup, alive, trials)
     rounds = {s: MIN_ROUNDS if s in slow else DECISIVE_ROUNDS + WARM_SAMPLES for s in alive}
     return (
-        sum((rounds[s] + 1) * turns[s] for s in alive)
-        + setup.cell.policy.checked * setup.judge.oracle_seconds
+        sum((rounds[s] + 1) * turns[s] for s in alive) + setup.experiment.checked * setup.judge.oracle_seconds
     )
 
 
@@ -258,21 +266,28 @@ def _progress(what: str, budget: Budget, standing: tuple[Standing, ...] = ()) ->
     return Progress(what=what, share=share, left=max(0.0, budget.left), standing=standing)
 
 
-def _standing(cell: Cell, measured: Measured, alive: list[int]) -> tuple[Standing, ...]:
+def _standing(experiment: Experiment, measured: Measured, alive: list[int]) -> tuple[Standing, ...]:
     rows = []
     for s in alive:
         if len(times := measured.samples.get(s, [])) >= ROUNDS_TO_RANK:
             ratio = median(b / a for a, b in zip(measured.against(s), times, strict=True))
-            rows.append(Standing(label=cell.subjects[s].text, seconds=median(times), ratio=ratio))
+            rows.append(
+                Standing(label=experiment.implementations[s].text, seconds=median(times), ratio=ratio)
+            )
     return tuple(sorted(rows, key=lambda row: row.ratio))
 
 
 def _not_run(
-    cell: Cell, identity: Identity, status: Status, reason: str, stop_reason: str, weather_span: NoiseDuring
+    experiment: Experiment,
+    identity: Identity,
+    status: Status,
+    reason: str,
+    stop_reason: str,
+    weather_span: NoiseDuring,
 ) -> CellOutcome:
     """The outcome if these sizes cannot have the workload, or the time is over. It must not end a sweep."""
     return CellOutcome(
-        cell=cell,
+        experiment=experiment,
         identity=identity,
         outcomes=tuple(
             SubjectOutcome(
@@ -281,7 +296,7 @@ def _not_run(
                 status=status,
                 reason=reason,
             )
-            for subject in cell.subjects
+            for subject in experiment.implementations
         ),
         stop_reason=stop_reason,
         weather=weather_span,
@@ -289,12 +304,12 @@ def _not_run(
 
 
 def _outcomes(
-    cell: Cell, trials: dict[int, Trial], measured: Measured | None, alive: list[int],
+    experiment: Experiment, trials: dict[int, Trial], measured: Measured | None, alive: list[int],
     facts: Mapping[Question, WorkAndLoad], floors: Mapping[int, float | None],
     least: Mapping[int, float | None], busy: bool,
 ) -> tuple[SubjectOutcome, ...]:  # fmt: skip
     outcomes = []
-    for index, subject in enumerate(cell.subjects):
+    for index, subject in enumerate(experiment.implementations):
         trial, (cost, load) = trials[index], facts[subject.question]
         about: dict[str, Any] = {
             "subject": subject,
@@ -344,7 +359,7 @@ def _outcomes(
         [(against, outcomes[place].samples) for place, against in pairs.items()],
         aa_floor=[floor if apart[place] == isolated else 0.0 for place in pairs],
         delta=[DELTA_APART if apart[place] else DELTA for place in pairs],
-        target=cell.policy.target,
+        target=experiment.target,
     )
     for place, comparison in zip(pairs, comparisons, strict=True):
         outcomes[place] = replace(outcomes[place], comparison=comparison)
@@ -381,14 +396,14 @@ def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -
     return replace(one, comparison=replace(comparison, verdict="UNDECIDED", more_rounds=None, reason=reason))
 
 
-def work_and_load(span: Span, subject: Subject, inputs: Inputs) -> WorkAndLoad:
+def work_and_load(span: Span, subject: ImplementationRef, inputs: Inputs) -> WorkAndLoad:
     """Cost and load of a subject; empty if it cannot exist, and its trial says why."""
     try:
         cost, load = span.facts(subject, inputs)
     except (ValueError, NotImplementedError):
         return Cost(), {}
     # backward has twice the products of forward and moves about as much; the floor must not be too high
-    flops, moved = {"forward": (1, 1), "backward": (2, 1), "train": (3, 2)}[inputs.case.direction]
+    flops, moved = {"forward": (1, 1), "backward": (2, 1), "train": (3, 2)}[inputs.experiment.direction]
     return cost.times(flops=flops, bytes=moved), load
 
 
@@ -400,28 +415,30 @@ def _hold_to_the_floor(
 
 
 def _beaten_roofs(
-    cell: Cell, measured: Measured | None, alive: list[int], least: Mapping[int, float | None]
+    experiment: Experiment, measured: Measured | None, alive: list[int], least: Mapping[int, float | None]
 ) -> list[str]:
     if measured is None:
         return []
-    return beaten_roofs({cell.subjects[i].text: (median(measured.samples[i]), least[i]) for i in alive})
+    return beaten_roofs(
+        {experiment.implementations[i].text: (median(measured.samples[i]), least[i]) for i in alive}
+    )
 
 
-def _notes(cell: Cell, trials: dict[int, Trial], alive: list[int]) -> tuple[str, ...]:
-    notes = cell.span.notes(cell.case)
-    if cell.case.fewer_tokens:
+def _notes(experiment: Experiment, trials: dict[int, Trial], alive: list[int]) -> tuple[str, ...]:
+    notes = span_named(experiment.span).notes(experiment)
+    if experiment.fewer_tokens:
         notes.append(
-            f"{cell.case.scaled_from} takes too long here: {cell.case.shape.T} tokens were measured instead, "
+            f"{experiment.scaled_from} takes too long here: {experiment.T} tokens were measured instead, "
             "with weights of the full size (--full insists, and --seconds gives more time)"
         )
-    elif cell.case.scaled_from:
+    elif experiment.scaled_from:
         notes.append(
-            f"{cell.case.scaled_from} is too big for this machine or for a minute; {cell.case.shape} was "
+            f"{experiment.scaled_from} is too big for this machine or for a minute; {experiment.shape} was "
             "measured instead, which says nothing about the full size (--full insists)"
         )
     if alive and alive[0] != 0:
         notes.append(
-            f"{cell.subjects[0].text} was to be the baseline but is {trials[0].status}; "
-            f"{cell.subjects[alive[0]].text} is the baseline instead"
+            f"{experiment.implementations[0].text} was to be the baseline but is {trials[0].status}; "
+            f"{experiment.implementations[alive[0]].text} is the baseline instead"
         )
     return tuple(notes)

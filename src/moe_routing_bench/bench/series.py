@@ -75,7 +75,7 @@ def fewest_rounds(subjects: int) -> int:
 def slow_ones(setup: Setup, alive: list[int], trials: Mapping[int, Trial]) -> set[int]:
     """Subjects so much slower than the best that a few rounds show it; none with the policy's `all`."""
     best = min(trials[s].call_seconds for s in alive)
-    keep = setup.cell.policy.all
+    keep = setup.experiment.all
     return set() if keep else {s for s in alive[1:] if trials[s].call_seconds > SLOW * best}
 
 

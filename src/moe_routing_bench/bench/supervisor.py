@@ -24,7 +24,6 @@ import psutil
 from pydantic import ValidationError
 
 from moe_routing_bench.bench import worker as worker_module
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.messages import Ready, Reply, Timed
 from moe_routing_bench.bench.outside.sandbox import SandboxedProcess
 from moe_routing_bench.bench.status import Status
@@ -38,6 +37,7 @@ from moe_routing_bench.core.fork_server import (
     without_main_module,
 )
 from moe_routing_bench.core.text import ending, printable
+from moe_routing_bench.workloads.experiment import Experiment
 
 MAX_ANSWER_BYTES = 2**20
 LOG_TAIL = 2_000
@@ -66,12 +66,12 @@ class Worker:
     """A worker process for one cell: Worker(cell, (1,)).ask("describe", Described, subject=0)."""
 
     def __init__(
-        self, cell: Cell, cores: tuple[int, ...],
+        self, experiment: Experiment, cores: tuple[int, ...],
         serve: Callable[..., None] = worker_module.serve, *more: str,
         sandbox: bool = False, fds: Sequence[int] = (), meanwhile: Callable[[], None] = lambda: None,
     ):  # fmt: skip
         """meanwhile: called while the worker makes its inputs, which for a model takes seconds."""
-        self.cell, self.cores = cell, cores
+        self.experiment, self.cores = experiment, cores
         self.called: set[int] = set()  # subjects that have made calls here
         self.scratch = Path(tempfile.mkdtemp(prefix="mrb-"))
         # the log's name may lead elsewhere later, so it is only read through this
@@ -80,11 +80,11 @@ class Worker:
         context = fork_server()
         ours, theirs = context.Pipe()
         self._pipe = ours
-        self.limit = cell.policy.step_seconds  # of one request
+        self.limit = experiment.step_seconds  # of one request
         self._asked = "load"
         self._settings: Settings | None = None
         expected = expected_settings(cores)
-        args = (cell.to_json(), str(self.scratch), cores, *more)
+        args = (experiment.to_json(), str(self.scratch), cores, *more)
         self._process: Any
         if sandbox:
             self._process = SandboxedProcess(serve, theirs.fileno(), args, self.scratch, fds)
@@ -140,10 +140,10 @@ class Worker:
         self._send({"do": what, **details})
         return self._answer(answer_type)
 
-    def next_cell(self, cell: Cell) -> None:
+    def next_cell(self, experiment: Experiment) -> None:
         """From here on it measures another cell, with the same policy and weights."""
-        self.ask("next_cell", Reply, cell=cell.to_json())
-        self.cell, self.called = cell, set()
+        self.ask("next_cell", Reply, experiment=experiment.to_json())
+        self.experiment, self.called = experiment, set()
 
     def sample(self, *, warm: bool = True, **details: Any) -> tuple[float, float]:
         """Seconds of a timed span by two clocks: the worker's, which is precise, and this process's, which
@@ -223,7 +223,7 @@ class Worker:
             fds = self._pipe.fileno(), self._process.sentinel
             return receive(*fds, seconds=self.limit, most_bytes=MAX_ANSWER_BYTES)
         except TimeoutError:
-            status = Status.TIMEOUT if self.limit >= self.cell.policy.step_seconds else Status.NO_TIME
+            status = Status.TIMEOUT if self.limit >= self.experiment.step_seconds else Status.NO_TIME
             reason = f"it did not answer within {self.limit:.3g} s and was stopped"
             raise SubjectError(status, reason) from None
         except (EOFError, ConnectionError):

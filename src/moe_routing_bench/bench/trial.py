@@ -12,12 +12,11 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.identity import folders_of
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
@@ -33,15 +32,16 @@ from moe_routing_bench.bench.messages import (
     Weights,
 )
 from moe_routing_bench.bench.outside.memory import can_freeze_and_read
+from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError, Worker
 from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.bench.verdict import MIN_ROUNDS
 from moe_routing_bench.bench.worker import MAX_CALLS
 from moe_routing_bench.core.accuracy import Verdict
 from moe_routing_bench.core.fork_server import server_harm
-from moe_routing_bench.workloads.axes import LONG_CALL
+from moe_routing_bench.workloads.axes import values_of
+from moe_routing_bench.workloads.experiment import LONG_CALL, Experiment, ImplementationRef
 
 # how much longer the parent's clock may run than the worker's: the time in the pipe, and a share of the span
 PIPE_SECONDS = 3e-4
@@ -107,25 +107,26 @@ class Reuse:
     def __init__(self) -> None:
         self.inputs: Inputs | None = None
         self.worker: Worker | None = None
-        self.call_seconds: dict[Subject, float] = {}  # of the cell before
+        self.call_seconds: dict[ImplementationRef, float] = {}  # of the cell before
 
-    def at_least(self, subject: Subject, cell: Cell) -> float:
+    def at_least(self, subject: ImplementationRef, experiment: Experiment) -> float:
         """Seconds that a call takes at least: as many as one with fewer tokens took in the cell before."""
         if self.inputs is None:
             return 0.0
-        before, now = self.inputs.case, cell.case
-        alike = (before.span, before.direction) == (now.span, now.direction) and before.shape.T <= now.shape.T
+        before, now = self.inputs.experiment, experiment
+        alike = (before.span, before.direction) == (now.span, now.direction) and before.T <= now.T
         return self.call_seconds.get(subject, 0.0) if alike else 0.0
 
-    def fits(self, cell: Cell, inputs: Inputs) -> bool:
+    def fits(self, experiment: Experiment, inputs: Inputs) -> bool:
         """Is there a process, unharmed, that can measure this cell too? If not, none is left."""
         before, worker = self.inputs, self.worker
         alike = before is not None and (
             before.weights_key == inputs.weights_key
-            or not (before.case.weights or inputs.case.weights)  # any such cell
+            or not (before.experiment.weights or inputs.experiment.weights)  # any such cell
         )
-        if worker is not None and alike and worker.cell.policy == cell.policy and not worker.harm():
-            return worker.cell.include == cell.include
+        same = worker is not None and values_of(worker.experiment, "how") == values_of(experiment, "how")
+        if worker is not None and alike and same and not worker.harm():
+            return worker.experiment.include == experiment.include
         self.close()
         return False
 
@@ -144,28 +145,30 @@ class Setup:
     such as the results file.
     """
 
-    cell: Cell
+    experiment: Experiment
     judge: Judge
     cores: tuple[int, ...]
     budget: Budget
     watch: Watch = lambda: None
     outside: frozenset[int] = frozenset()  # subjects that are not our own code
-    sources: Mapping[Subject, str] = field(default_factory=dict)  # hashes of the code that runs
+    sources: Mapping[ImplementationRef, str] = field(default_factory=dict)  # hashes of the code that runs
     reuse: Reuse = field(default_factory=Reuse)
     best_seconds: float = math.inf  # of a call, of those tried so far
     _together: Worker | None = field(default=None, init=False)
 
     def worker(self, *indexes: int) -> Worker:
         """A new process for these subjects."""
-        cell = self.cell.only(tuple(self.cell.subjects[i] for i in indexes))
-        sandbox = cell.policy.sandbox and not self.outside.isdisjoint(indexes)
-        subject = cell.subjects[0]
+        experiment = replace(
+            self.experiment, implementations=tuple(self.experiment.implementations[i] for i in indexes)
+        )
+        sandbox = experiment.sandbox and not self.outside.isdisjoint(indexes)
+        subject = experiment.implementations[0]
 
         def meanwhile() -> None:
             self.judge.foresee(GATE_CALLS, subject)
             importlib.import_module("scipy.stats")  # takes a second; the verdicts need it
 
-        worker = Worker(cell, self.cores, sandbox=sandbox, meanwhile=meanwhile)
+        worker = Worker(experiment, self.cores, sandbox=sandbox, meanwhile=meanwhile)
         worker.limit = self.limit
         return worker
 
@@ -176,7 +179,12 @@ class Setup:
         if self._together is None and self.reuse.worker is not None:
             self._together, self.reuse.worker = self.reuse.worker, None
             try:
-                self._together.next_cell(self.cell.only(tuple(self.cell.subjects[i] for i in self._ours)))
+                self._together.next_cell(
+                    replace(
+                        self.experiment,
+                        implementations=tuple(self.experiment.implementations[i] for i in self._ours),
+                    )
+                )
             except SubjectError:
                 self.close()
         if self._together is None:
@@ -194,7 +202,7 @@ class Setup:
             self._together.close()
             self._together = None
 
-    def leave(self, call_seconds: Mapping[Subject, float]) -> None:
+    def leave(self, call_seconds: Mapping[ImplementationRef, float]) -> None:
         """At the end: the process goes to the next cell, if that may use it."""
         assert self.reuse.worker is None
         self.reuse.call_seconds = dict(call_seconds)
@@ -218,20 +226,20 @@ class Setup:
     @property
     def can_freeze(self) -> bool:
         """Can the parent itself time code from outside here (outside/pairs.py)?"""
-        return self.cell.policy.device == "cpu" and can_freeze_and_read()
+        return self.experiment.device == "cpu" and can_freeze_and_read()
 
     @property
     def _ours(self) -> list[int]:
-        return [i for i in range(len(self.cell.subjects)) if i not in self.outside]
+        return [i for i in range(len(self.experiment.implementations)) if i not in self.outside]
 
     @property
     def limit(self) -> float:
         """Seconds for one request: a single call must not use up the whole budget and more."""
-        return min(self.cell.policy.step_seconds, max(self.budget.left, MIN_LIMIT))
+        return min(self.experiment.step_seconds, max(self.budget.left, MIN_LIMIT))
 
 
 def try_alone(setup: Setup, index: int) -> Trial:
-    subject, outside = setup.cell.subjects[index], index in setup.outside
+    subject, outside = setup.experiment.implementations[index], index in setup.outside
     about = Described(label=subject.text)
     seen: dict[str, Any] = {}
     worker, harmless = None, True
@@ -241,9 +249,9 @@ def try_alone(setup: Setup, index: int) -> Trial:
         worker.begin_watch()
         about = worker.ask("describe", Described, subject=place)
         if outside:  # what it is called and where it comes from is not for itself to say
-            origin = "; ".join(sorted(set(setup.cell.span.origins(subject.spec))))
-            about = about.model_copy(update={"label": subject.spec, "origin": origin})
-        kits, source = PassedKits(setup.cell, outside=outside), setup.sources.get(subject, "")
+            origin = "; ".join(sorted(set(span_named(setup.experiment.span).origins(subject.name))))
+            about = about.model_copy(update={"label": subject.name, "origin": origin})
+        kits, source = PassedKits(setup.experiment, outside=outside), setup.sources.get(subject, "")
         known = bool(source) and kits.knows(subject, source)
         shortest = _gate(worker, place, subject, setup, about, outside, seen)
         if outside or not known:  # sums over all the weights take a while; the rounds end with one
@@ -260,7 +268,7 @@ def try_alone(setup: Setup, index: int) -> Trial:
             check_kit(answer)
             if source:
                 kits.add(subject, source)
-        if outside or setup.cell.include:
+        if outside or setup.experiment.include:
             _check_loaded(worker, subject, setup)
         if not (outside and setup.can_freeze):  # what is frozen between turns may have threads that wait
             check_threads(worker)
@@ -284,7 +292,7 @@ def try_alone(setup: Setup, index: int) -> Trial:
 
 
 def _gate(
-    worker: Worker, place: int, subject: Subject, setup: Setup, about: Described, outside: bool,
+    worker: Worker, place: int, subject: ImplementationRef, setup: Setup, about: Described, outside: bool,
     seen: dict[str, Any],
 ) -> float:  # fmt: skip
     """Checks results on two inputs, the first twice, and that inputs, weights and settings are unchanged.
@@ -333,12 +341,12 @@ def _gate(
     return shortest
 
 
-def _checks(subject: Subject, about: Described, setup: Setup, outside: bool) -> tuple[str, ...]:
+def _checks(subject: ImplementationRef, about: Described, setup: Setup, outside: bool) -> tuple[str, ...]:
     """What a subject that passed was checked for, here and in the rounds."""
-    span, timed_by_parent = setup.cell.span, outside and setup.can_freeze
+    span, timed_by_parent = span_named(setup.experiment.span), outside and setup.can_freeze
     ran = {
         "right on two inputs": True,
-        "right on the kit's hard cases": bool(span.named(subject.spec)),
+        "right on the kit's hard cases": bool(span.named(subject.name)),
         "memory poisoned": True,
         "inputs unchanged": True,
         "weights unchanged": span.weights,
@@ -368,11 +376,11 @@ def check_kit(answer: KitRun) -> None:
         raise SubjectError(Status.WRONG_VALUE, reason)
 
 
-def _check_loaded(worker: Worker, subject: Subject, setup: Setup) -> None:
+def _check_loaded(worker: Worker, subject: ImplementationRef, setup: Setup) -> None:
     """All that its results hang on is in the resume key, or there is no time."""
     files = worker.ask("loaded", Loaded).files
-    folders = folders_of(setup.cell.span, subject, setup.judge.inputs)
-    if strange := not_in_the_key(files, setup.cell, folders):
+    folders = folders_of(span_named(setup.experiment.span), subject, setup.judge.inputs)
+    if strange := not_in_the_key(files, setup.experiment, folders):
         raise SubjectError(
             Status.SUSPECT,
             f"it loaded {strange[0]}, which is not in the folder of --include-path: a change there would go "
@@ -382,7 +390,7 @@ def _check_loaded(worker: Worker, subject: Subject, setup: Setup) -> None:
 
 def check_call(
     worker: Worker, judge: Judge, answer: Called | HandedOver, *,
-    name: str, number: int, step: int, subject: Subject, about: Described,
+    name: str, number: int, step: int, subject: ImplementationRef, about: Described,
 ) -> Verdict | None:  # fmt: skip
     """Checks a call whose result the worker handed over: type, inputs after the call, values."""
     if answer.wrong_type:

@@ -26,17 +26,18 @@ import torch
 from safetensors.torch import save_file
 
 from moe_routing_bench.bench.calls import Caller, Result, named_tensors, wrong_type
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.clock import CacheFlusher, calls_per_sample
 from moe_routing_bench.bench.device import clock_for, memory_place
 from moe_routing_bench.bench.inputs import ROUTINGS, Call, Inputs, fingerprint, touch
 from moe_routing_bench.bench.judging import activations, weights_print
 from moe_routing_bench.bench.kit import run_kit
 from moe_routing_bench.bench.loaded import LoadedFiles
+from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.conformance.check import poisoned_memory
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.registry import BUILT_IN
 from moe_routing_bench.routers.router import include_folder
+from moe_routing_bench.workloads.experiment import Experiment
 
 MAX_CALLS = 256  # in one sample: each has its own inputs, all made before the sample
 # five thousand steps of the timer. Longer samples are no better: noise comes in bursts of many milliseconds,
@@ -47,9 +48,9 @@ Requests = Mapping[str, Callable[..., dict[str, Any]]]
 
 def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]) -> None:
     """The main function of a worker process. Everything it prints goes to a log in its scratch folder."""
-    cell = Cell.from_json(cell_json)
-    settle(cell, Path(scratch), pipe.fileno(), cores)
-    answer_requests(pipe, lambda: _Worker(cell, Path(scratch)).requests())
+    experiment = Experiment.from_json(cell_json)
+    settle(experiment, Path(scratch), pipe.fileno(), cores)
+    answer_requests(pipe, lambda: _Worker(experiment, Path(scratch)).requests())
 
 
 def answer_requests(pipe: Connection, load: Callable[[], Requests]) -> None:
@@ -75,20 +76,20 @@ def answer_requests(pipe: Connection, load: Callable[[], Requests]) -> None:
 
 
 class _Worker:
-    def __init__(self, cell: Cell, scratch: Path):
+    def __init__(self, experiment: Experiment, scratch: Path):
         self.files = LoadedFiles(scratch)
-        for folder in cell.include:
+        for folder in experiment.include:
             include_folder(folder)
-        self.scratch, device = scratch, cell.policy.device
-        self.clock = clock_for(device, cell.policy.view)
-        self.flusher = CacheFlusher() if cell.policy.cache != "hot" else None
-        self._take(cell, None)
+        self.scratch, device = scratch, experiment.device
+        self.clock = clock_for(device, experiment.view)
+        self.flusher = CacheFlusher() if experiment.cache != "hot" else None
+        self._take(experiment, None)
         for place in {"cpu", memory_place(device)}:
             start_threads(place)
 
-    def _take(self, cell: Cell, before: Inputs | None) -> None:
-        self.cell, self.span = cell, cell.span
-        self.inputs = cell.inputs(put=memory_place(cell.policy.device))
+    def _take(self, experiment: Experiment, before: Inputs | None) -> None:
+        self.experiment, self.span = experiment, span_named(experiment.span)
+        self.inputs = Inputs(experiment, put=memory_place(experiment.device))
         if before is not None:
             self.inputs.take_weights(before)
         self.weights_in_use = self.inputs.weights if self.span.weights else None
@@ -98,9 +99,9 @@ class _Worker:
         self._kept_args: Mapping[str, Any] = {}
         self._judged: dict[str, Result] = {}
 
-    def next_cell(self, cell: str) -> dict[str, Any]:
+    def next_cell(self, experiment: str) -> dict[str, Any]:
         """Another cell with the same policy and weights: what was made of them is used again."""
-        self._take(Cell.from_json(cell), self.inputs)
+        self._take(Experiment.from_json(experiment), self.inputs)
         return {}
 
     def requests(self) -> Requests:
@@ -120,10 +121,12 @@ class _Worker:
 
     def describe(self, subject: int) -> dict[str, Any]:
         """What the implementation declares; even loading it may fail."""
-        spec = self.cell.subjects[subject].spec
+        spec = self.experiment.implementations[subject].name
         parts = self.span.parts(spec)
         return {
-            "label": self.cell.subjects[subject].called("+".join(part.label for part in parts) or spec),
+            "label": self.experiment.implementations[subject].called(
+                "+".join(part.label for part in parts) or spec
+            ),
             "origin": "; ".join(sorted({part.origin for part in parts})) or BUILT_IN,
             "deterministic": all(part.deterministic for part in parts),
             "reuses_output": any(part.reuses_output for part in parts[-1:]),
@@ -137,11 +140,11 @@ class _Worker:
         """One call on fresh inputs. Its result is saved to a file at once, and again after the next call: if
         `then`, that is one of its own, else the next gate's."""
         call, args = self._call(subject, number, step)
-        backward = self.cell.case.direction != "forward"
+        backward = self.experiment.direction != "forward"
         if backward and not self.span.differentiable:
             return {"unsupported": "it has no gradient; measure forward"}
         with torch.set_grad_enabled(backward):
-            reason = self.span.why_not(self.cell.subjects[subject], self.inputs, args)
+            reason = self.span.why_not(self.experiment.implementations[subject], self.inputs, args)
         if reason is not None:
             return {"unsupported": reason}
         state = _global_state()
@@ -167,7 +170,7 @@ class _Worker:
         return {**answer, "changed": changed}
 
     def kit(self, subject: int) -> dict[str, Any]:
-        passed, failed, first = run_kit(self.cell, self.cell.subjects[subject])
+        passed, failed, first = run_kit(self.experiment, self.experiment.implementations[subject])
         return {"passed": passed, "failed": failed, "first": first[:2000]}
 
     def calibrate(self, subject: int, first: int) -> dict[str, Any]:
@@ -198,7 +201,7 @@ class _Worker:
                 caller.ready(*self._call(subject, first + calls, step))()
         else:
             self.flusher.flush()
-            if self.cell.policy.cache == "weights-cold":
+            if self.experiment.cache == "weights-cold":
                 touch(list(made[0][1].values()), self.weights_in_use)
         return {}
 
@@ -217,7 +220,7 @@ class _Worker:
     def stages(self, subject: int, number: int, step: int) -> dict[str, Any]:
         _, args = self._call(subject, number, step)
         seconds = {}
-        for name, stage in self.span.stages(self.cell.subjects[subject], self.inputs, args):
+        for name, stage in self.span.stages(self.experiment.implementations[subject], self.inputs, args):
             seconds[name] = self.clock.span([stage])
         return {"stages": seconds}
 
@@ -228,13 +231,13 @@ class _Worker:
         return {"files": self.files.found()}
 
     def _call(self, subject: int, number: int, step: int) -> tuple[Call, dict[str, Any]]:
-        call = self.span.call(self.cell.subjects[subject], self.inputs, number, step)
+        call = self.span.call(self.experiment.implementations[subject], self.inputs, number, step)
         return call, self.span.arguments(call)
 
     def _caller(self, subject: int) -> Caller:
         if subject not in self._callers:
-            built = self.span.built(self.cell.subjects[subject], self.inputs)
-            self._callers[subject] = Caller(self.span, built, self.cell.case.direction)
+            built = self.span.built(self.experiment.implementations[subject], self.inputs)
+            self._callers[subject] = Caller(self.span, built, self.experiment.direction)
         return self._callers[subject]
 
 
@@ -248,7 +251,9 @@ def start_threads(place: str) -> None:
     torch.mm(ones, ones).relu_().sum()
 
 
-def settle(cell: Cell, scratch: Path, pipe: int, cores: tuple[int, ...], keep: Sequence[int] = ()) -> None:
+def settle(
+    experiment: Experiment, scratch: Path, pipe: int, cores: tuple[int, ...], keep: Sequence[int] = ()
+) -> None:
     """Its own process group and log, pinned threads, a memory cap; and it dies when its parent dies.
 
     keep: open files that stay open.
@@ -272,14 +277,14 @@ def settle(cell: Cell, scratch: Path, pipe: int, cores: tuple[int, ...], keep: S
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its pool of processes would be taken for a kernel's
     if (inductor := sys.modules.get("torch._inductor.config")) is not None:
         inductor.compile_threads = 1  # type: ignore[attr-defined]
-    torch.set_num_threads(cell.policy.threads)
+    torch.set_num_threads(experiment.threads)
     # a kernel may bring an OpenMP or MKL of its own, which asks these; launchers such as Ray set them to 1
-    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(cell.policy.threads)
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(experiment.threads)
     if cores:
         os.sched_setaffinity(0, cores)
-    if memory_place(cell.policy.device) == "cpu":  # CUDA reserves addresses for the memory of all GPUs
+    if memory_place(experiment.device) == "cpu":  # CUDA reserves addresses for the memory of all GPUs
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        most = now + int(cell.policy.memory_gib * 2**30)
+        most = now + int(experiment.memory_gib * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     gc.disable()
 

@@ -11,9 +11,8 @@ import typer
 from typer.core import TyperGroup
 
 from moe_routing_bench import api
-from moe_routing_bench.api import bench_cells, roofs_here
+from moe_routing_bench.api import bench_experiments, roofs_here
 from moe_routing_bench.bench.budget import command_start
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
@@ -33,6 +32,7 @@ from moe_routing_bench.cli.options import (
 )
 from moe_routing_bench.report.console import console, show
 from moe_routing_bench.report.outcome_tables import outcome_document, show_outcome, show_summary
+from moe_routing_bench.workloads.experiment import Experiment
 
 
 class SpanCommands(TyperGroup):
@@ -94,12 +94,12 @@ def _command(span: str) -> Callable[..., None]:
         include_all(what.include_path)
         with user_mistakes():
             try:
-                cells = bench_cells(span, sizes, what, measure)
+                experiments = bench_experiments(span, sizes, what, measure)
             except NotImplementedError as reason:
                 fail(str(reason))
-            roofs = roofs_here(cells, progress=True)
+            roofs = roofs_here(experiments, progress=True)
             folder = saving_folder(out, save=save)
-        threads, cores = cells[0].policy.threads, core_count()
+        threads, cores = experiments[0].threads, core_count()
         if measure.threads is None and threads < cores:
             busy = cores - threads
             console(stderr=True).print(
@@ -107,9 +107,9 @@ def _command(span: str) -> Callable[..., None]:
                 f"others are measured on; --threads {cores} insists."
             )
         shown = None if as_json else partial(show_outcome, repro=repro, roofs=roofs)
-        seconds = measure.seconds_for(cells)
+        seconds = measure.seconds_for(experiments)
         suite = sizes.case or sizes.model or ""
-        outcomes = measured(cells, folder, suite=suite, seconds=seconds, roofs=roofs, show=shown)
+        outcomes = measured(experiments, folder, suite=suite, seconds=seconds, roofs=roofs, show=shown)
         if as_json:
             show_json([outcome_document(outcome) for outcome in outcomes])
         else:
@@ -123,7 +123,7 @@ def _command(span: str) -> Callable[..., None]:
 
 
 def measured(
-    cells: Sequence[Cell], out: Path | None, *, suite: str, seconds: float, roofs: Roofs | None,
+    experiments: Sequence[Experiment], out: Path | None, *, suite: str, seconds: float, roofs: Roofs | None,
     show: Callable[[CellOutcome], None] | None = None,
 ) -> list[CellOutcome]:  # fmt: skip
     """The outcomes of all cells; Ctrl-C ends the command with what there is."""
@@ -137,10 +137,10 @@ def measured(
     try:
         with user_mistakes():
             api.measure(
-                cells, out, suite=suite, seconds=seconds, roofs=roofs, began=command_start(), progress=True,
-                on_outcome=done,
+                experiments, out, suite=suite, seconds=seconds, roofs=roofs, began=command_start(),
+                progress=True, on_outcome=done,
             )  # fmt: skip
     except KeyboardInterrupt:
         saved = where_saved(out) if out is not None and outcomes else "Nothing was saved."
-        stopped(len(outcomes), len(cells), f"{saved} The same command measures all of it again.")
+        stopped(len(outcomes), len(experiments), f"{saved} The same command measures all of it again.")
     return outcomes

@@ -1,4 +1,4 @@
-"""From options of a command to cells: which cases, which implementations, how to measure.
+"""From options of a command to experiments: which cases, which implementations, how to measure.
 
 How a command that measures ends: where results are, what has no time, what Ctrl-C leaves.
 """
@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import torch
 import typer
 
-from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.bench.outcome import CellOutcome
-from moe_routing_bench.bench.spans.span import Span, is_ours, span_named, span_names, stand_ins
+from moe_routing_bench.bench.spans.span import (
+    Span,
+    check_measurable,
+    is_ours,
+    span_named,
+    span_names,
+    stand_ins,
+)
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cli.options import ON_A_GPU, WORKLOAD, SizeOptions, WhatOptions
+from moe_routing_bench.cli.options import ON_A_GPU, SizeOptions, WhatOptions
 from moe_routing_bench.core.names import short_label, split_words
 from moe_routing_bench.core.paths import default_results
 from moe_routing_bench.core.plan import Layout
@@ -33,7 +38,8 @@ from moe_routing_bench.models.checkpoint import read_layer
 from moe_routing_bench.ops.auto import invariant_names
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.report.console import say
-from moe_routing_bench.workloads.cases import BenchCase, cases, fitted, model_cases, stored_as
+from moe_routing_bench.workloads.cases import cases, fitted, model_cases, stored_as
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from moe_routing_bench.workloads.regret_cases import CONTENDERS
 from moe_routing_bench.workloads.workload import check_name
 
@@ -48,7 +54,7 @@ NOT_QUICK = re.compile(r"native|hf_|one_hot|dense_all_experts|eager_loop")
 
 def chosen_cases(
     span: Span, sizes: SizeOptions, what: WhatOptions, tokens: Sequence[int] = MODEL_TOKENS
-) -> list[BenchCase]:
+) -> list[Experiment]:
     """The cases that a model, a name, a checkpoint or sizes stand for, in every direction. Those that this
     machine cannot hold are replaced by smaller ones, except with --full. tokens: T of a model or checkpoint
     if nobody says it."""
@@ -80,42 +86,42 @@ def chosen_cases(
     return fitted_once(chosen)
 
 
-def _refuse_too_big(chosen: Sequence[BenchCase]) -> None:
+def _refuse_too_big(chosen: Sequence[Experiment]) -> None:
     """The judge and a worker each hold the weights, beside a few copies of the rows."""
     room = psutil.virtual_memory().available
     for case in chosen:
         if (needed := 2 * case.held_bytes + 4 * case.activation_bytes) > room:
             raise ValueError(
-                f"{case.name} needs about {needed / 2**30:,.0f} GiB of memory and {room / 2**30:.0f} are "
+                f"{case.case} needs about {needed / 2**30:,.0f} GiB of memory and {room / 2**30:.0f} are "
                 "free; sizes given by number are not replaced by smaller ones"
             )
 
 
-def in_directions(chosen: Sequence[BenchCase], what: WhatOptions) -> list[BenchCase]:
+def in_directions(chosen: Sequence[Experiment], what: WhatOptions) -> list[Experiment]:
     names = split_all(what.direction)
     return [replace(case, direction=name) for name in names for case in chosen] or list(chosen)
 
 
-def _with_axes(case: BenchCase, sizes: SizeOptions) -> BenchCase:
+def _with_axes(case: Experiment, sizes: SizeOptions) -> Experiment:
     """The case with what was given; a format of weights is part of its name."""
     given = dict(sizes.axes)
     store = given.pop("store", None)
     return stored_as(replace(case, **given), store)
 
 
-def _own(shape: dict[str, int]) -> BenchCase:
+def _own(shape: dict[str, int]) -> Experiment:
     s = MoEShape(**shape)
-    return BenchCase(name=f"own/{s.T}x{s.D}x{s.F}-e{s.E}-k{s.K}", span="", shape=s)
+    return Experiment(case=f"own/{s.T}x{s.D}x{s.F}-e{s.E}-k{s.K}", span="", **vars(s))
 
 
-def _of_model(name: str, given: dict[str, list[int]], tokens: Sequence[int]) -> list[BenchCase]:
+def _of_model(name: str, given: dict[str, list[int]], tokens: Sequence[int]) -> list[Experiment]:
     tokens = given.pop("T", tokens)
     if given:
         raise ValueError(f"--model {name} fixes all sizes but --tokens")
     return model_cases(name, tokens)
 
 
-def _of_checkpoint(span: Span, sizes: SizeOptions, tokens: Sequence[int]) -> list[BenchCase]:
+def _of_checkpoint(span: Span, sizes: SizeOptions, tokens: Sequence[int]) -> list[Experiment]:
     given, folder = sizes.lists(), sizes.checkpoint
     if not span.weights:
         raise ValueError(f"--checkpoint gives weights, and {span.name} reads none; measure layer")
@@ -125,42 +131,47 @@ def _of_checkpoint(span: Span, sizes: SizeOptions, tokens: Sequence[int]) -> lis
     layer = read_layer(folder, sizes.layer)
     weights = layer.weights
     return [
-        BenchCase(
-            name=f"{folder.name} layer {sizes.layer}/{T}",
+        Experiment(
+            case=f"{folder.name} layer {sizes.layer}/{T}",
             span="",
-            shape=MoEShape(T=T, D=weights.D, F=weights.F, E=weights.num_experts, K=layer.K),
+            T=T,
+            D=weights.D,
+            F=weights.F,
+            E=weights.num_experts,
+            K=layer.K,
             dtype=str(weights.w_in_EDG.dtype).removeprefix("torch."),
             activation=weights.activation,
             bias=weights.b_in_EG is not None,
             shared_F=0 if layer.shared is None else layer.shared.F,
+            workload="",
             checkpoint=str(folder.resolve()),
-            layer=sizes.layer,
+            checkpoint_layer=sizes.layer,
         )
         for T in given.get("T", tokens)
     ]
 
 
-def fitted_once(chosen: Sequence[BenchCase]) -> list[BenchCase]:
+def fitted_once(chosen: Sequence[Experiment]) -> list[Experiment]:
     """The cases, or smaller ones if they are too big for this machine; of those that differ only by name, the
     first."""
-    kept: dict[BenchCase, BenchCase] = {}
+    kept: dict[Experiment, Experiment] = {}
     room = psutil.virtual_memory().available
     for case in chosen:
         twin = fitted(case, memory_bytes=room)
-        nameless = replace(twin, name="", scaled_from="", sequences=1)
+        nameless = replace(twin, case="", scaled_from="", sequences=1)
         kept.setdefault(nameless if twin.scaled_from else twin, twin)
     return list(kept.values())
 
 
-def check_device(policy: Policy) -> None:
-    if policy.device == "cuda" and not torch.cuda.is_available():
+def check_device(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "torch finds no GPU here; --dry-run shows what would be done, --device pretend takes the same "
             "steps on the CPU, and --device cpu measures the CPU"
         )
 
 
-def chosen_subjects(span: Span, case: BenchCase, what: WhatOptions) -> tuple[Subject, ...]:
+def chosen_implementations(span: Span, case: Experiment, what: WhatOptions) -> tuple[ImplementationRef, ...]:
     """The implementations of --impl (`name` or `name @ layout`; none given: all), in every layout, router and
     kind of layer. The layout `case` is the case's own."""
     words = split_all(what.layout) or ["case"]
@@ -175,12 +186,12 @@ def chosen_subjects(span: Span, case: BenchCase, what: WhatOptions) -> tuple[Sub
         spec, at, layout = (part.strip() for part in text.partition("@"))
         own = [str(Layout.parse(case.layout if layout == "case" else layout))] if at else rules
         for rule in own:
-            subject = Subject.read(spec, layout=rule, router=router, layer=layer)
+            subject = ImplementationRef.read(spec, layout=rule, router=router, layer=layer)
             settled = span.settled(subject, case)
             subjects.append(replace(settled, frozen=settled.frozen and span.has_frozen(settled, case)))
     for subject in subjects:
         span.check(subject)  # raises if there is no such implementation, router or layer
-    once: dict[Subject, Subject] = {}
+    once: dict[ImplementationRef, ImplementationRef] = {}
     for subject in subjects:
         once.setdefault(_meaning(span, subject), subject)
     return tuple(once.values())
@@ -203,34 +214,34 @@ def _only(flag: str, span: Span, named: list[str]) -> list[str]:
     return ["auto", *promising]
 
 
-def _meaning(span: Span, subject: Subject) -> Subject:
+def _meaning(span: Span, subject: ImplementationRef) -> ImplementationRef:
     """Two subjects with the same meaning are one, such as "auto" and what it picks."""
-    if not all(map(is_ours, span.origins(subject.spec))):
+    if not all(map(is_ours, span.origins(subject.name))):
         return subject  # code from outside is not loaded here
     try:
-        labels = "+".join(part.label for part in span.parts(subject.spec))
+        labels = "+".join(part.label for part in span.parts(subject.name))
     except NotImplementedError:
         return subject
-    return replace(subject, spec=labels or subject.spec)
+    return replace(subject, name=labels or subject.name)
 
 
-def _default_specs(span: Span, case: BenchCase, *, several: bool) -> list[str]:
+def _default_specs(span: Span, case: Experiment, *, several: bool) -> list[str]:
     if several:  # routers or kinds of layer are compared, not implementations
         return ["auto"]
     if case.store:
         return _stored_specs(span, case)
-    if _suite(case.name) == REGRET:
+    if _suite(case.case) == REGRET:
         return list(CONTENDERS[span.name])
-    quick = _suite(case.name) in ON_A_GPU
+    quick = _suite(case.case) in ON_A_GPU
     if not quick:
         return span.usual()
     return [spec for spec in span.specs() if not NOT_QUICK.search(spec)]
 
 
-def _stored_specs(span: Span, case: BenchCase) -> list[str]:
+def _stored_specs(span: Span, case: Experiment) -> list[str]:
     """The weights in the case's dtype, then as they are stored, the fastest first; what else runs here."""
     stored = f"native(store={case.store})"
-    source = stand_ins(Subject(spec=stored, layout=case.layout), case)
+    source = stand_ins(ImplementationRef(name=stored, layout=case.layout), case)
     asked = all_ops()[span.name].arguments(source).values()
     specs = ["native"]
     rows = f"(store={case.store}{INT8_ROWS})"
@@ -242,37 +253,30 @@ def _stored_specs(span: Span, case: BenchCase) -> list[str]:
     return specs
 
 
-def made_cells(
-    chosen: Sequence[BenchCase], what: WhatOptions, policy: Policy, *, own_threads: bool = False
-) -> list[Cell]:
-    """Every case under every workload. own_threads: as many threads as a case says, if it says so."""
-    return [
-        Cell(
-            case=case,
-            workload=name,
-            subjects=chosen_subjects(span_named(case.span), case, what),
-            seed=what.seed,
-            W=W,
-            policy=_with_own_threads(case, policy) if own_threads else policy,
-            include=tuple(str(folder.resolve()) for folder in what.include_path or ()),
-        )
-        for case in chosen
-        for name in _workloads(case, what)
-        for W in _ranks(what)
-    ]
+def made_experiments(
+    chosen: Sequence[Experiment], what: WhatOptions, how: Mapping[str, Any], *, own_threads: bool = False
+) -> list[Experiment]:
+    """Every case under every workload. own_threads: as many threads as a case of the suite regret says."""
+    made = []
+    for case in chosen:
+        span, given = span_named(case.span), dict(how)
+        if own_threads and _suite(case.case) == REGRET:
+            given["threads"] = min(case.threads, core_count())
+        given["implementations"] = chosen_implementations(span, case, what)
+        given["include"] = tuple(str(folder.resolve()) for folder in what.include_path or ())
+        for workload, W in product(_workloads(case, what), _ranks(what)):
+            made.append(replace(case, workload=workload, seed=what.seed, W=W, **given))
+            check_measurable(made[-1])
+    return made
 
 
-def _with_own_threads(case: BenchCase, policy: Policy) -> Policy:
-    return replace(policy, threads=min(case.threads, core_count())) if case.threads else policy
-
-
-def on_shared_threads(cells: Sequence[Cell]) -> list[Cell]:
+def on_shared_threads(experiments: Sequence[Experiment]) -> list[Experiment]:
     """Without --threads, which are those of a rank, all ranks share the machine's."""
     return [
-        replace(cell, policy=replace(cell.policy, threads=max(1, cell.policy.threads // cell.W)))
-        if cell.span.grouped
-        else cell
-        for cell in cells
+        replace(experiment, threads=max(1, experiment.threads // experiment.W))
+        if span_named(experiment.span).grouped
+        else experiment
+        for experiment in experiments
     ]
 
 
@@ -283,20 +287,19 @@ def _ranks(what: WhatOptions) -> list[int]:
     return [int(word) for word in words]
 
 
-def _workloads(case: BenchCase, what: WhatOptions) -> list[str]:
+def _workloads(case: Experiment, what: WhatOptions) -> list[str]:
     names = split_all(what.workload)
     if case.checkpoint:
         if names and span_named(case.span).routed:
             raise ValueError(
                 "the checkpoint's own router decides; leave out --workload, or measure expert_ffn"
             )
-        return names or [""]
     for name in names:
         check_name(name)
-    return names or [case.workload or WORKLOAD]
+    return names or [case.workload]
 
 
-def suite_cases(suite: str, sizes: SizeOptions, what: WhatOptions) -> list[BenchCase]:
+def suite_cases(suite: str, sizes: SizeOptions, what: WhatOptions) -> list[Experiment]:
     """The cases of a sweep: a suite, a model or a case by name, or a span with sizes."""
     if suite in span_names():
         return chosen_cases(span_named(suite), sizes, what)
@@ -363,12 +366,12 @@ def end(outcomes: Sequence[CellOutcome], what: WhatOptions) -> None:
         names = ", ".join(f"{name} ({status})" for name, status in missing.items())
         say(f"asked for and not timed: {names}")
     elif nothing:
-        say(f"nothing was timed in {nothing[0].cell.name}")
+        say(f"nothing was timed in {nothing[0].experiment.title}")
     if missing or nothing:
         raise typer.Exit(NOT_TIMED)
 
 
-def stopped(done: int, cells: int, advice: str) -> NoReturn:
+def stopped(done: int, experiments: int, advice: str) -> NoReturn:
     """After Ctrl-C."""
-    say(f"stopped; {done} of {cells} cells {'is' if done == 1 else 'are'} measured. {advice}")
+    say(f"stopped; {done} of {experiments} cells {'is' if done == 1 else 'are'} measured. {advice}")
     raise typer.Exit(STOPPED)

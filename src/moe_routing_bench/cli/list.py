@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_routing_bench.bench.estimate import estimate
-from moe_routing_bench.cli.choosing import made_cells, suite_cases
+from moe_routing_bench.cli.choosing import made_experiments, suite_cases
 from moe_routing_bench.cli.options import (
     IncludePath,
     Json,
@@ -43,7 +43,9 @@ from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.report.console import heading, show, two_columns
 from moe_routing_bench.results.folder import measured_cases
 from moe_routing_bench.routers.router import GROUPS, all_routers
-from moe_routing_bench.workloads.cases import SUITES, BenchCase, cases, scaled
+from moe_routing_bench.workloads.axes import values_of
+from moe_routing_bench.workloads.cases import SUITES, cases, scaled
+from moe_routing_bench.workloads.experiment import Experiment
 from moe_routing_bench.workloads.families import FAMILIES
 from moe_routing_bench.workloads.workload import (
     ALIASES,
@@ -63,10 +65,10 @@ def describe_suites() -> list[dict[str, Any]]:
     measured = measured_cases()
     rows = []
     for name, suite in SUITES.items():
-        cells = made_cells(
+        cells = made_experiments(
             suite_cases(name, SizeOptions(full=True), WhatOptions()),
             WhatOptions(),
-            MeasureOptions().policy(name),
+            MeasureOptions().settled(name),
             own_threads=True,
         )
         rows.append(
@@ -75,7 +77,7 @@ def describe_suites() -> list[dict[str, Any]]:
                 "document": ORIGINAL_PLAN if name.startswith("seed-") else None,
                 "purpose": inspect.getdoc(suite) or "",
                 "cells": len(cells),
-                "measured": None if measured is None else len({one.name for one in cases(name)} & measured),
+                "measured": None if measured is None else len({one.case for one in cases(name)} & measured),
                 "minutes": round(sum(map(estimate, cells)) / 60, 1),
             }
         )
@@ -92,6 +94,8 @@ def suite_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+# of a case, beside its name, its sizes and the axes that say what
+DESCRIBED = ("span", "direction", "layout", "weights", "scaled_from", "workload", "threads")
 KINDS = ("ops", "routers", "workloads", "models", "cases")
 SUITE_ROWS = "suites"  # shown if asked for: the machine is probed for the minutes
 
@@ -222,8 +226,15 @@ def _describe_workload(family: str) -> dict[str, Any]:
     return description
 
 
-def _describe_case(case: BenchCase) -> dict[str, Any]:
-    return {**asdict(case), "fits_a_laptop": case.fits_a_laptop, "twin": asdict(scaled(case).shape)}
+def _describe_case(case: Experiment) -> dict[str, Any]:
+    return {
+        "name": case.case,
+        **{name: getattr(case, name) for name in DESCRIBED},
+        **values_of(case, "what"),
+        "shape": asdict(case.shape),
+        "fits_a_laptop": case.fits_a_laptop,
+        "twin": asdict(scaled(case).shape),
+    }
 
 
 def _op_table(op: dict[str, Any]) -> Table:

@@ -16,17 +16,15 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.cores import core_count, idle_count
-from moe_routing_bench.bench.device import VIEWS
 from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.core.whole_files import FULL
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.report.console import say, spinner
 from moe_routing_bench.routers.router import include_folder
-from moe_routing_bench.workloads.axes import Axis, CaseAxes, PolicyAxes, axes_of, explained, values_of
-from moe_routing_bench.workloads.cases import DIRECTIONS
+from moe_routing_bench.workloads.axes import Axis, Group, axes_of, defaults_of, explained
+from moe_routing_bench.workloads.experiment import DIRECTIONS, VIEWS, WORKLOAD, Experiment
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 IncludePath = Annotated[
@@ -94,16 +92,15 @@ def include_all(folders: list[Path] | None) -> None:
 
 SECONDS = 60.0
 ON_A_GPU = ("gpu-quick",)  # suites that are measured there unless somebody says otherwise
-WORKLOAD = "zipf(1.2)"  # the default; uniform routing flatters every kernel
 Words = list[str] | None  # each may hold several, split at commas
 
 
 _option, _list = typer.Option, partial(typer.Option, metavar="LIST")
 
 
-def options_of(declared: type) -> Any:
-    """A field for all the axes of a dataclass that have an option; it holds those that have a value."""
-    return field(default_factory=dict, metadata={"axes": declared})
+def options_of(group: Group) -> Any:
+    """A field for all the axes of a group that have an option; it holds those that have a value."""
+    return field(default_factory=dict, metadata={"axes": group})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +119,7 @@ class SizeOptions:
     ] = None
     layer: Annotated[int, _option(help="With --checkpoint: which layer, from 0.")] = 0
     full: Annotated[bool, _option("--full", help="Full size, even if too big for a laptop.")] = False
-    axes: Mapping[str, Any] = options_of(CaseAxes)  # what was given, by the name of a field
+    axes: Mapping[str, Any] = options_of("what")  # what was given, by the name of a field
 
     def lists(self) -> dict[str, list[int]]:
         """The sizes that were given, by letter."""
@@ -170,9 +167,9 @@ class WhatOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """How it is measured: the fields of a Policy."""
+    """How it is measured."""
 
-    axes: Mapping[str, Any] = options_of(PolicyAxes)
+    axes: Mapping[str, Any] = options_of("how")
 
     @property
     def threads(self) -> int | None:
@@ -186,22 +183,21 @@ class MeasureOptions:
     def seconds(self) -> float | None:
         return self.axes.get("max_seconds")
 
-    def seconds_for(self, cells: Sequence[Cell]) -> float:
+    def seconds_for(self, experiments: Sequence[Experiment]) -> float:
         """Of a command that measures these together."""
-        return max(SECONDS, SECONDS / 3 * len(cells)) if self.seconds is None else self.seconds
+        return max(SECONDS, SECONDS / 3 * len(experiments)) if self.seconds is None else self.seconds
 
-    def policy(self, suite: str = "", *, adapt: bool = False) -> Policy:
-        """adapt: by default use only the cores that are idle now. A sweep does not: it must find its cells
-        again when it is resumed."""
+    def settled(self, suite: str = "", *, adapt: bool = False) -> dict[str, Any]:
+        """All axes that say how, by name. adapt: by default use only the cores that are idle now. A sweep
+        does not: it must find its cells again when it is resumed."""
         device = self.device or ("cuda" if suite.partition("/")[0] in ON_A_GPU else "cpu")
-        given = {**values_of(PolicyAxes()), **self.axes}
-        given |= {
+        given = {**defaults_of(Experiment, "how"), **self.axes}
+        return given | {
             "device": device,
             "view": VIEWS.get(device, ("",))[0],
             "threads": chosen_threads(self.threads, adapt),
             "min_rounds": min(given["min_rounds"], given["max_rounds"]),
         }
-        return Policy(**given)
 
 
 def chosen_threads(threads: int | None, adapt: bool) -> int:
@@ -239,13 +235,13 @@ def parameters_of(group: Any) -> Iterator[inspect.Parameter]:
     """The options of a group: one for each field, and for each axis that has one."""
     hints = get_type_hints(group, include_extras=True)
     for one in fields(group):
-        if (declared := one.metadata.get("axes")) is None:
+        if (among := one.metadata.get("axes")) is None:
             yield inspect.Parameter(
                 one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name]
             )
             continue
-        types = get_type_hints(declared)
-        for axis, facts in axes_of(declared):
+        types = get_type_hints(Experiment)
+        for axis, facts in axes_of(Experiment, among):
             if facts.flag:
                 kind = types[axis.name] | None if facts.asks else types[axis.name]
                 yield inspect.Parameter(
@@ -261,8 +257,9 @@ def group_of(group: Any, given: dict[str, Any]) -> Any:
     their default."""
     values: dict[str, Any] = {}
     for one in fields(group):
-        if (declared := one.metadata.get("axes")) is not None:
-            named = {axis.name: _option_name(facts) for axis, facts in axes_of(declared) if facts.flag}
+        if (among := one.metadata.get("axes")) is not None:
+            found = axes_of(Experiment, among)
+            named = {axis.name: _option_name(facts) for axis, facts in found if facts.flag}
             asked = {axis: given.pop(option, None) for axis, option in named.items()}
             values[one.name] = {axis: value for axis, value in asked.items() if value is not None}
         elif one.name in given:

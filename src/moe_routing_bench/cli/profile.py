@@ -13,12 +13,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
 from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.cli.bench import measured
-from moe_routing_bench.cli.choosing import chosen_cases, end, made_cells
+from moe_routing_bench.cli.choosing import chosen_cases, end, made_experiments
 from moe_routing_bench.cli.options import (
     Json,
     MeasureOptions,
@@ -37,6 +37,7 @@ from moe_routing_bench.report.console import fitted, heading, show
 from moe_routing_bench.report.outcome_tables import outcome_document, show_outcome
 from moe_routing_bench.report.pictures import check_picture_path
 from moe_routing_bench.studies.profiles import SHARES, SUBJECTS, Profile, profile, profiled
+from moe_routing_bench.workloads.experiment import Experiment
 
 CASE = "seed-qwen/e64"
 
@@ -85,18 +86,22 @@ def profile_command(
         asked, what = what, replace(what, impl=what.impl or list(SUBJECTS))
         try:
             chosen = chosen_cases(span_named("layer"), sizes, what)
-            cells = made_cells(chosen, what, measure.policy())
+            experiments = made_experiments(chosen, what, measure.settled())
         except NotImplementedError as reason:
             fail(str(reason))
-        if picture is not None and len(cells) > 1:
-            raise ValueError(f"{name} is {len(cells)} cases; a picture shows one, such as {chosen[0].name}")
+        if picture is not None and len(experiments) > 1:
+            raise ValueError(
+                f"{name} is {len(experiments)} cases; a picture shows one, such as {chosen[0].case}"
+            )
         ranges = _nvtx() if nvtx else None
         if measure.device not in (None, "cpu") and not torch.cuda.is_available():
             raise ValueError(f"there is no {measure.device} here; leave out --device")
     documents = []
     with user_mistakes():
         roofs = stored_roofs(this_machine().name)
-    outcomes = measured(cells, out, suite=name or "", seconds=measure.seconds_for(cells), roofs=roofs)
+    outcomes = measured(
+        experiments, out, suite=name or "", seconds=measure.seconds_for(experiments), roofs=roofs
+    )
     for outcome in outcomes:
         profiles = _profiles(outcome, calls=calls, chrome=chrome, nvtx=ranges)
         documents.append({**outcome_document(outcome), "profiles": _documents(profiles)})
@@ -112,15 +117,15 @@ def profile_command(
 def _profiles(outcome: CellOutcome, *, calls: int, chrome: Path | None, nvtx: Any) -> dict[str, Profile]:
     """Profiles everything that passed, in this process, with as many threads as were measured."""
     before = torch.get_num_threads()
-    torch.set_num_threads(outcome.cell.policy.threads)
+    torch.set_num_threads(outcome.experiment.threads)
     try:
-        inputs = outcome.cell.inputs()
+        inputs = Inputs(outcome.experiment)
         return {
             one.subject.text: profile(
                 profiled(one.subject, inputs, nvtx),
                 inputs,
                 calls=calls,
-                chrome=None if chrome is None else _named_file(chrome, outcome.cell, one.subject.text),
+                chrome=None if chrome is None else _named_file(chrome, outcome.experiment, one.subject.text),
             )
             for one in outcome.subjects
             if one.samples
@@ -139,8 +144,8 @@ def _nvtx() -> Any:
     return torch.cuda.nvtx
 
 
-def _named_file(chrome: Path, cell: Cell, name: str) -> Path:
-    words = re.sub(r"[^\w.-]+", "-", f"{cell.case.name.replace('/', '-')}.{name}").strip("-")
+def _named_file(chrome: Path, experiment: Experiment, name: str) -> Path:
+    words = re.sub(r"[^\w.-]+", "-", f"{experiment.case.replace('/', '-')}.{name}").strip("-")
     return chrome.with_name(f"{chrome.stem}.{words}.json")
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from moe_routing_bench.api import PlannedSweep, sweep_cells
+from moe_routing_bench.api import PlannedSweep, sweep_experiments
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.cli.choosing import NOT_TIMED, end, stopped
@@ -82,17 +82,17 @@ def sweep_command(
     include_all(what.include_path)
     name = url_of(out) or out
     with user_mistakes():
-        cells = sweep_cells(suite, sizes, what, measure)
+        experiments = sweep_experiments(suite, sizes, what, measure)
         planned = PlannedSweep.of(
-            cells, out, resume=resume, retry_failed=retry_failed, shard=shard, claim=claim, engine=engine,
-            dry_run=dry_run,
+            experiments, out, resume=resume, retry_failed=retry_failed, shard=shard, claim=claim,
+            engine=engine, dry_run=dry_run,
         )  # fmt: skip
         plan = planned.plan
     if dry_run:
         _show_plan(plan, as_json)
         return
     with user_mistakes():
-        roofs = planned.roofs(cells, progress=True)
+        roofs = planned.roofs(experiments, progress=True)
     if not as_json:
         show(_sentence(plan))
     outcomes: list[CellOutcome] = []
@@ -119,11 +119,11 @@ def sweep_command(
 
 def _show_plan(plan: SweepPlan, as_json: bool) -> None:
     if as_json:
-        show_json({**_numbers(plan), "todo": [cell.name for cell in plan.todo]})
+        show_json({**_numbers(plan), "todo": [experiment.title for experiment in plan.todo]})
         return
     show(_sentence(plan))
-    for cell in plan.todo:
-        show(Text(f"  {cell.name}: {len(cell.subjects)} implementations", "dim"))
+    for experiment in plan.todo:
+        show(Text(f"  {experiment.title}: {len(experiment.implementations)} implementations", "dim"))
 
 
 def _numbers(plan: SweepPlan) -> dict[str, float]:
@@ -141,7 +141,7 @@ def _line(outcome: CellOutcome) -> Text:
     """A cell in one line: the best implementation, its ratio to the baseline, and what went wrong."""
     passed = [one for one in outcome.subjects if one.samples]
     broken = [one for one in outcome.subjects if one.status not in (Status.PASSED, Status.UNSUPPORTED)]
-    text = Text(f"{outcome.cell.name}: ")
+    text = Text(f"{outcome.experiment.title}: ")
     if passed:
         best = min(passed, key=lambda one: 1.0 if one.comparison is None else one.comparison.ratio)
         ratio = 1.0 if best.comparison is None else best.comparison.ratio

@@ -211,7 +211,7 @@ def _summary(folder: Path) -> dict[str, object]:
         described[key] = OneMachine(
             name=names[key],
             records=len(rows),
-            cells=len({cell for cell, *_ in rows}),
+            cells=len({experiment for experiment, *_ in rows}),
             aa_cells=len(aa),
             aa_called_different=sum(different for *_, different in rows),
             aa_median=median(aa) if aa else None,

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.core.machine import this_machine
@@ -31,6 +31,7 @@ from moe_routing_bench.fleet.store import RemoteStore
 from moe_routing_bench.fleet.sweep import FINE, SweepPlan
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.writing import record_outcome
+from moe_routing_bench.workloads.experiment import Experiment
 
 PAUSE_SECONDS = (1.0, 15.0)  # between looks at cells that others are at work on
 LISTED_AT_ONCE, MIN_LISTED = 1000, 20_000  # commits in one request
@@ -41,16 +42,21 @@ class FleetPlan(SweepPlan):
     """attempts: by resume key, the number of the measurement that each cell to do would be."""
 
     attempts: dict[str, int] = field(default_factory=dict)
-    by_key: dict[str, Cell] = field(default_factory=dict)
+    by_key: dict[str, Experiment] = field(default_factory=dict)
 
 
 def plan_fleet(
-    cells: Sequence[Cell], store: RemoteStore, executor: Executor, *, retry_failed: bool, resume: bool
+    experiments: Sequence[Experiment],
+    store: RemoteStore,
+    executor: Executor,
+    *,
+    retry_failed: bool,
+    resume: bool,
 ) -> FleetPlan:
     known = store.attempts()
-    todo: list[Cell] = []
+    todo: list[Experiment] = []
     attempts, by_key, done, failed = {}, {}, 0, 0
-    for cell, keys in zip(cells, executor.keys(cells), strict=True):
+    for experiment, keys in zip(experiments, executor.keys(experiments), strict=True):
         measured = [key for key in keys if key in known]
         if measured and resume:
             commit = store.commit_of(measured[0], known[measured[0]]) if retry_failed else None
@@ -58,9 +64,9 @@ def plan_fleet(
                 done += 1
                 continue
             failed += 1
-        todo.append(cell)
+        todo.append(experiment)
         for key in keys:
-            attempts[key], by_key[key] = known.get(key, 0) + 1, cell
+            attempts[key], by_key[key] = known.get(key, 0) + 1, experiment
     return FleetPlan(todo=tuple(todo), done=done, failed=failed, attempts=attempts, by_key=by_key)
 
 
@@ -72,7 +78,7 @@ def run_fleet(
     suite: str = "",
     claim: bool = False,
     roofs: Roofs | None = None,
-    on_progress: OnCellProgress = lambda cell, progress: None,
+    on_progress: OnCellProgress = lambda experiment, progress: None,
     leases: Leases | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[CellOutcome]:
@@ -81,13 +87,13 @@ def run_fleet(
     if not plan.todo:
         return
     writer = _Writer(store, plan, suite, roofs)
-    run = {"roofs": roofs, "on_progress": on_progress, "watch": writer.watch}
+    run = partial(executor.run, roofs=roofs, on_progress=on_progress, watch=writer.watch)
     if claim:
         worker = f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(4)}"
         leases = leases or Leases(store.objects, worker)
-        outcomes = _claimed(plan, store, leases, lambda cell: next(iter(executor.run([cell], **run))), sleep)  # type: ignore[arg-type]
+        outcomes = _claimed(plan, store, leases, lambda one: next(iter(run([one]))), sleep)
     else:
-        outcomes = executor.run(plan.todo, **run)  # type: ignore[arg-type]
+        outcomes = run(plan.todo)
     with writer:
         for outcome in outcomes:
             if writer.publish(outcome):
@@ -98,7 +104,7 @@ def _claimed(
     plan: FleetPlan,
     store: RemoteStore,
     leases: Leases,
-    measure: Callable[[Cell], CellOutcome],
+    measure: Callable[[Experiment], CellOutcome],
     sleep: Callable[[float], None],
 ) -> Iterator[CellOutcome]:
     """Take cells that nobody is at work on, in an order of our own, until all have results."""
@@ -109,10 +115,10 @@ def _claimed(
         done, left, rest = store.attempts(), [], iter(waiting)
         took = False
         for key in rest:
-            attempt, cell = plan.attempts[key], plan.by_key[key]
+            attempt, experiment = plan.attempts[key], plan.by_key[key]
             if done.get(key, 0) >= attempt:
                 continue
-            if not leases.take(key, attempt, lease_seconds(cell)):
+            if not leases.take(key, attempt, lease_seconds(experiment)):
                 left.append(key)
                 if LISTED_AT_ONCE * len(left) > max(len(done), MIN_LISTED):
                     break  # to look on would take more requests than a new list of what is done
@@ -120,7 +126,7 @@ def _claimed(
             took = True
             try:
                 if store.commit_of(key, attempt) is None:
-                    yield measure(cell)
+                    yield measure(experiment)
             except BaseException:
                 with suppress(OSError):
                     leases.give_back(key, attempt)
@@ -162,7 +168,7 @@ class _Writer:
             record_outcome(outcome, session, suite=self.suite, environment=environment)
         except OSError as error:
             raise ValueError(
-                f"the records of {outcome.cell.name} could not be written into {self.folder}: "
+                f"the records of {outcome.experiment.title} could not be written into {self.folder}: "
                 f"{error.strerror or error}. Cells before it are in the store; the same command goes on"
             ) from None
         records, samples = session.since(before)
@@ -185,8 +191,8 @@ class _Writer:
         except OSError as error:
             self.unsent = True
             raise ValueError(
-                f"{error}. The results of {outcome.cell.name} are in {self.folder}; the same command goes on "
-                "when the store is there again"
+                f"{error}. The results of {outcome.experiment.title} are in {self.folder}; the same command "
+                "goes on when the store is there again"
             ) from None
 
     def __enter__(self) -> _Writer:

@@ -14,9 +14,9 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.fleet.objects import Objects
 from moe_routing_bench.results.record import Name, Part
+from moe_routing_bench.workloads.experiment import Experiment
 
 START_SECONDS = 120.0  # compiling, starting workers, a slow store
 UNREADABLE_SECONDS = 3600.0  # how long a lease is respected that nobody can read
@@ -29,9 +29,9 @@ class Terms(Part):
     seconds: Annotated[float, Field(gt=0, le=1e6)]
 
 
-def lease_seconds(cell: Cell) -> float:
+def lease_seconds(experiment: Experiment) -> float:
     """Twice what a cell may take, and the start."""
-    return START_SECONDS + 2 * cell.policy.processes * cell.policy.max_seconds
+    return START_SECONDS + 2 * experiment.processes * experiment.max_seconds
 
 
 class Leases:

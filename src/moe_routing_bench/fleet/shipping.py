@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.sources import files_in
 from moe_routing_bench.core.paths import home
+from moe_routing_bench.workloads.experiment import Experiment
 from moe_routing_bench.workloads.workload import file_of, with_file
 
 MAX_BYTES, MAX_FILES = 256 << 20, 2_000
@@ -80,14 +80,16 @@ class Parcel:
         return place
 
 
-def named_by(cell: Cell) -> dict[str, Path]:
+def named_by(experiment: Experiment) -> dict[str, Path]:
     """By the text in the cell, the path that another machine may lack."""
-    trace = file_of(cell.workload) if cell.workload else None
-    return {text: Path(text).resolve() for text in (*cell.include, *([str(trace)] if trace else []))}
+    trace = file_of(experiment.workload) if experiment.workload else None
+    return {text: Path(text).resolve() for text in (*experiment.include, *([str(trace)] if trace else []))}
 
 
-def moved(cell: Cell, places: Mapping[str, Path]) -> Cell:
+def moved(experiment: Experiment, places: Mapping[str, Path]) -> Experiment:
     """The cell with other paths."""
-    trace = file_of(cell.workload) if cell.workload else None
-    workload = with_file(cell.workload, places[str(trace)]) if trace else cell.workload
-    return replace(cell, workload=workload, include=tuple(str(places[text]) for text in cell.include))
+    trace = file_of(experiment.workload) if experiment.workload else None
+    workload = with_file(experiment.workload, places[str(trace)]) if trace else experiment.workload
+    return replace(
+        experiment, workload=workload, include=tuple(str(places[text]) for text in experiment.include)
+    )

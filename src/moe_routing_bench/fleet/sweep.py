@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.estimate import estimate
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
@@ -23,6 +22,7 @@ from moe_routing_bench.fleet.host import environment_document
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.query import views
 from moe_routing_bench.results.writing import record_outcome
+from moe_routing_bench.workloads.experiment import Experiment
 
 FINE = frozenset({Status.PASSED, Status.UNSUPPORTED})
 
@@ -32,34 +32,38 @@ class SweepPlan:
     """What there is to do: SweepPlan(todo=(...,), done=12, failed=1) with 13 cells measured already, one of
     them with a subject that did not pass."""
 
-    todo: tuple[Cell, ...]
+    todo: tuple[Experiment, ...]
     done: int
     failed: int
 
     @property
     def seconds(self) -> float:
         """About how long it will take (bench/estimate.py)."""
-        return sum(estimate(cell) for cell in self.todo)
+        return sum(estimate(experiment) for experiment in self.todo)
 
 
 def plan_sweep(
-    cells: Sequence[Cell], folder: Path, *, retry_failed: bool = False, executor: Executor | None = None
+    experiments: Sequence[Experiment],
+    folder: Path,
+    *,
+    retry_failed: bool = False,
+    executor: Executor | None = None,
 ) -> SweepPlan:
     """A cell is done if it was measured on a machine like one of those that the executor runs cells on, and
     there was time for all of it."""
     known = latest_states(folder)
     todo, done, failed = [], 0, 0
-    for cell, keys in zip(cells, (executor or LocalExecutor()).keys(cells), strict=True):
+    for experiment, keys in zip(experiments, (executor or LocalExecutor()).keys(experiments), strict=True):
         measured = [known[key] for key in keys if key in known]
         measured = [states for states in measured if Status.NO_TIME not in states]
         if not measured:
-            todo.append(cell)
+            todo.append(experiment)
             continue
         states = min(measured, key=lambda one: not one <= FINE)
         if not states <= FINE:
             failed += 1
             if retry_failed:
-                todo.append(cell)
+                todo.append(experiment)
                 continue
         done += 1
     return SweepPlan(todo=tuple(todo), done=done, failed=failed)
@@ -79,13 +83,13 @@ def latest_states(folder: Path) -> dict[str, set[Status]]:
 
 
 def run_sweep(
-    cells: Sequence[Cell],
+    experiments: Sequence[Experiment],
     folder: Path,
     executor: Executor,
     *,
     suite: str = "",
     roofs: Roofs | None = None,
-    on_progress: Callable[[Cell, Progress], None] = lambda cell, progress: None,
+    on_progress: Callable[[Experiment, Progress], None] = lambda experiment, progress: None,
     on_session: Callable[[str], None] = lambda session: None,
 ) -> Iterator[CellOutcome]:
     """Measure the cells; each outcome is on disk before it is yielded. on_session gets the session's id.
@@ -93,7 +97,7 @@ def run_sweep(
     ValueError if the folder cannot be written to, before anything is measured; if that shows only later,
     after the outcome has been yielded: nobody shall wait for a cell and never see it.
     """
-    if not cells:
+    if not experiments:
         return
     try:
         session = Session.start(folder)
@@ -109,7 +113,7 @@ def run_sweep(
             session.repair()
             return f"{touched} while it ran; no other process may write there"
 
-        for outcome in executor.run(cells, roofs=roofs, on_progress=on_progress, watch=watch):
+        for outcome in executor.run(experiments, roofs=roofs, on_progress=on_progress, watch=watch):
             failure: OSError | None = None
             try:
                 there = environment
@@ -121,6 +125,6 @@ def run_sweep(
             yield outcome
             if failure is not None:
                 raise ValueError(
-                    f"the records of {outcome.cell.name} could not be written into {folder}: "
+                    f"the records of {outcome.experiment.title} could not be written into {folder}: "
                     f"{failure.strerror or failure}. Cells before it are there; the same command goes on"
                 )

@@ -24,9 +24,9 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:  # most commands measure nothing
-    from moe_routing_bench.bench.cell import Cell
     from moe_routing_bench.bench.runner import Progress as CellProgress
     from moe_routing_bench.bench.runner import Standing
+    from moe_routing_bench.workloads.experiment import Experiment
 
 _recording: ContextVar[Console | None] = ContextVar("_recording", default=None)
 
@@ -306,13 +306,13 @@ class ShownProgress:
             get_renderable=self._drawn, console=self._lines.screen, transient=True, refresh_per_second=4
         )
 
-    def update(self, cell: Cell, progress: CellProgress) -> None:
+    def update(self, experiment: Experiment, progress: CellProgress) -> None:
         from moe_routing_bench.bench.compiling import BUILDING
 
         where = f"{self._done + 1}/{self._cells} " if self._cells > 1 else ""
         now = time.monotonic()
         used, left = minutes(now - self._started), self._left(progress, now)
-        what = f"{where}{cell.name}: {progress.what}"
+        what = f"{where}{experiment.title}: {progress.what}"
         self._standing = progress.standing
         self._bar.update(
             self._task, completed=self._done + progress.share, description=f"{used} {what[:60]}; {left}"

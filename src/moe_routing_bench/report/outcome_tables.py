@@ -13,40 +13,44 @@ from rich.text import Text
 from moe_routing_bench.bench.outcome import CellOutcome, Direction, SubjectOutcome
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.roofs import Roofs, percent_of_roof
+from moe_routing_bench.bench.spans.span import all_threads, span_named
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import OPEN
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.names import short_label, slots_of
 from moe_routing_bench.report.console import Cells, fitted, heading, show, two_columns
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.axes import values_of
+from moe_routing_bench.workloads.experiment import Experiment
 
 STYLES = {"FASTER": "green", "SLOWER": "red", "SAME": "cyan"} | dict.fromkeys(OPEN, "yellow")
 PLAIN_LAYER = "moe"
 # what may differ between the rows of a ranking
 FACTS: dict[str, Callable[[CellOutcome, SubjectOutcome], str]] = {
-    "span": lambda outcome, one: outcome.cell.case.span,
+    "span": lambda outcome, one: outcome.experiment.span,
     "direction": lambda outcome, one: outcome.direction,
-    "router": lambda outcome, one: _router(outcome.cell.case, one.subject.router),
-    "layer": lambda outcome, one: one.subject.layer or (PLAIN_LAYER if outcome.cell.span.routed else ""),
+    "router": lambda outcome, one: _router(outcome.experiment, one.subject.router),
+    "layer": lambda outcome, one: (
+        one.subject.layer or (PLAIN_LAYER if span_named(outcome.experiment.span).routed else "")
+    ),
     "layout": lambda outcome, one: one.subject.layout,
     "implementation": lambda outcome, one: short_label(one.label),
-    "T": lambda outcome, one: str(outcome.cell.case.shape.T),
-    "D": lambda outcome, one: str(outcome.cell.case.shape.D),
-    "F": lambda outcome, one: str(outcome.cell.case.shape.F),
-    "E": lambda outcome, one: str(outcome.cell.case.shape.E),
-    "K": lambda outcome, one: str(outcome.cell.case.shape.K),
-    "dtype": lambda outcome, one: outcome.cell.case.dtype,
+    "T": lambda outcome, one: str(outcome.experiment.T),
+    "D": lambda outcome, one: str(outcome.experiment.D),
+    "F": lambda outcome, one: str(outcome.experiment.F),
+    "E": lambda outcome, one: str(outcome.experiment.E),
+    "K": lambda outcome, one: str(outcome.experiment.K),
+    "dtype": lambda outcome, one: outcome.experiment.dtype,
     "weights": lambda outcome, one: _stored(outcome),
-    "workload": lambda outcome, one: outcome.cell.workload,
+    "workload": lambda outcome, one: outcome.experiment.workload,
 }
 
 
 def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | None = None) -> None:
-    cell, s = outcome.cell, outcome.cell.case.shape
-    span = cell.case.span if outcome.direction == "forward" else f"{cell.case.span} {outcome.direction}"
+    experiment, s = outcome.experiment, outcome.experiment.shape
+    span = experiment.span if outcome.direction == "forward" else f"{experiment.span} {outcome.direction}"
     sizes = f"T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}"
-    words = (span, sizes, cell.case.dtype, _stored(outcome), cell.workload or "own router")
-    show("", heading(cell.case.name, ", ".join(filter(None, words))))
+    words = (span, sizes, experiment.dtype, _stored(outcome), experiment.workload or "own router")
+    show("", heading(experiment.case, ", ".join(filter(None, words))))
     ranked = sorted((o for o in outcome.subjects if o.samples), key=_ratio)
     if ranked:
         show(*_ranking(outcome, ranked))
@@ -57,10 +61,10 @@ def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | No
     show("", *(Text(note, "dim") for note in _notes(outcome, ranked, roofs)))
     if repro:
         for one in ranked:
-            show(Text(f"{_name(one, outcome)}: {repro_command(cell, one.subject)}", "dim"))
+            show(Text(f"{_name(one, outcome)}: {repro_command(experiment, one.subject)}", "dim"))
 
 
-def _router(case: BenchCase, name: str) -> str:
+def _router(case: Experiment, name: str) -> str:
     """With what Soft-MoE computes: its time alone would say that it is the faster one."""
     s = case.shape
     slots = slots_of(name, T=s.T, E=s.E, K=s.K, sequences=case.sequences)
@@ -69,7 +73,7 @@ def _router(case: BenchCase, name: str) -> str:
 
 def _stored(outcome: CellOutcome) -> str:
     """weights stored as int8"""
-    return f"weights stored as {store}" if (store := outcome.cell.case.store) else ""
+    return f"weights stored as {store}" if (store := outcome.experiment.store) else ""
 
 
 def _show_not_timed(outcome: CellOutcome) -> None:
@@ -78,7 +82,7 @@ def _show_not_timed(outcome: CellOutcome) -> None:
     for one in outcome.subjects:
         if not one.samples:
             # what it says of itself begins with its name: topk.triton_select: needs triton
-            reason = re.sub(rf"^\w+\.{re.escape(one.subject.spec)}: ", "", one.reason)
+            reason = re.sub(rf"^\w+\.{re.escape(one.subject.name)}: ", "", one.reason)
             names.setdefault((one.status, reason), []).append(_name(one, outcome))
     if not names:
         return
@@ -98,11 +102,11 @@ def show_summary(outcomes: Sequence[CellOutcome]) -> None:
         show("", "Nothing was timed in any of the cells.")
         return
     order = get_args(Direction)
-    rows.sort(key=lambda row: (row[0].cell.case.span, order.index(row[0].direction), -_tokens(*row)))
+    rows.sort(key=lambda row: (row[0].experiment.span, order.index(row[0].direction), -_tokens(*row)))
     columns = {name: [fact(*row) for row in rows] for name, fact in FACTS.items()}
     varying = {name: values for name, values in columns.items() if len(set(values)) > 1}
     if len(set(zip(*varying.values(), strict=True))) < len(rows):
-        varying["case"] = [outcome.cell.case.name for outcome, _ in rows]
+        varying["case"] = [outcome.experiment.case for outcome, _ in rows]
     same = [
         f"{name}={values[0]}" if len(name) == 1 else values[0]
         for name, values in columns.items()
@@ -189,7 +193,7 @@ def _beside(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, lis
 def _errors(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
     """On stored weights implementations differ in how well they compute, so that stands beside the time."""
     errors = ["" if one.error is None else f"{one.error:.2g}" for one in ranked]
-    return {"error": errors} if outcome.cell.case.store else {}
+    return {"error": errors} if outcome.experiment.store else {}
 
 
 def _share(one: SubjectOutcome) -> str:
@@ -262,23 +266,23 @@ PLACES = {
 
 
 def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | None) -> list[str]:
-    policy = outcome.cell.policy
+    experiment = outcome.experiment
     notes = list(outcome.notes)
     wanting = {_name(o, outcome): o.comparison.more_rounds for o in ranked if o.comparison is not None}
     if more := ", ".join(f"{rounds} for {name}" for name, rounds in wanting.items() if rounds):
         notes.append(f"More rounds needed for a verdict, about: {more}.")
     if outcome.aa_floor is not None:
         checked = sum(one.checked_timed_calls for one in outcome.subjects)
-        number = outcome.cell.all_threads
+        number = all_threads(outcome.experiment)
         threads = "1 thread" if number == 1 else f"{number} threads"
-        place = PLACES[policy.device].format(threads)
+        place = PLACES[experiment.device].format(threads)
         notes.append(
-            f"{outcome.rounds} interleaved rounds on {place}, {policy.cache} caches "
+            f"{outcome.rounds} interleaved rounds on {place}, {experiment.cache} caches "
             f"({outcome.stop_reason}); the baseline's own twin is {100 * outcome.aa_floor:.1f} % away; "
             f"{checked} timed results judged; {outcome.seconds:.0f} s in all."
         )
     if outcome.weather is not None:
-        complaints = outcome.weather.complaints(this_machine().cores, outcome.cell.all_threads)
+        complaints = outcome.weather.complaints(this_machine().cores, all_threads(outcome.experiment))
         notes += [f"Weather: {complaint}." for complaint in complaints]
     if roofs is None:
         notes.append(
@@ -306,19 +310,19 @@ def _varies(fact: str, outcome: CellOutcome) -> bool:
 
 
 def outcome_document(outcome: CellOutcome) -> dict[str, Any]:
-    cell = outcome.cell
+    experiment = outcome.experiment
     return {
-        "case": cell.case.name,
-        "scaled_from": cell.case.scaled_from,
-        "span": cell.case.span,
+        "case": experiment.case,
+        "scaled_from": experiment.scaled_from,
+        "span": experiment.span,
         "direction": outcome.direction,
-        "shape": vars(cell.case.shape),
-        "dtype": cell.case.dtype,
-        "store": cell.case.store,
-        "workload": cell.workload,
-        "seed": cell.seed,
+        "shape": vars(experiment.shape),
+        "dtype": experiment.dtype,
+        "store": experiment.store,
+        "workload": experiment.workload,
+        "seed": experiment.seed,
         "cell_key": outcome.identity.key,
-        "policy": vars(cell.policy),
+        "policy": values_of(experiment, "how"),
         "rounds": outcome.rounds,
         "stop_reason": outcome.stop_reason,
         "aa_floor": outcome.aa_floor,
@@ -358,5 +362,5 @@ def _subject_document(one: SubjectOutcome, outcome: CellOutcome) -> dict[str, An
         "max_bound": one.max_bound,
         "error": one.error,
         "checked_timed_calls": one.checked_timed_calls,
-        "repro": repro_command(outcome.cell, one.subject),
+        "repro": repro_command(outcome.experiment, one.subject),
     }

@@ -26,7 +26,8 @@ from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.results.winners import Contest, Contested, contested, contests
 from moe_routing_bench.train.pareto import Pareto, pareto
 from moe_routing_bench.train.study import STUDY, TUNING
-from moe_routing_bench.workloads.axes import PolicyAxes, names_of
+from moe_routing_bench.workloads.axes import names_of
+from moe_routing_bench.workloads.experiment import Experiment
 
 Shared: TypeAlias = tuple[str | None, str | None, str | None]
 SIZES = {(model.D, model.F, model.E, model.K): model.name for model in reversed(MODELS.values())}
@@ -239,7 +240,7 @@ def _setting(run: Run, record: Record) -> dict[str, str]:
         "torch": environment.torch,
         "python": environment.python,
         "settings": environment.settings,
-        **{name: str(getattr(protocol, name)) for name in names_of(PolicyAxes, "agree")},
+        **{name: str(getattr(protocol, name)) for name in names_of(Experiment, "how", "agree")},
     }
 
 

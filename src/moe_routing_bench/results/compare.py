@@ -35,7 +35,8 @@ from moe_routing_bench.results.folder import CellRun, Run, read_run, samples_of
 from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import Record
 from moe_routing_bench.results.same_case import SIZES
-from moe_routing_bench.workloads.axes import CaseAxes, PolicyAxes, axes_of, names_of
+from moe_routing_bench.workloads.axes import Group, axes_of, names_of
+from moe_routing_bench.workloads.experiment import Experiment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class Measured:
     @property
     def place(self) -> tuple[object, ...]:
         """Sizes and setting, without the routing, which a worker that died early may not have reported."""
-        names = (*SIZES, *names_of(CaseAxes, "row"))
+        names = (*SIZES, *names_of(Experiment, "what", "row"))
         return (*(getattr(self.record.workload, name) for name in names), *self.record.what.setting)
 
     @property
@@ -76,7 +77,7 @@ class Measured:
 Agreement = tuple[str, Callable[[Measured], str]]
 
 
-def _agreeing(part: str, declared: type) -> dict[str, Agreement]:
+def _agreeing(part: str, group: Group) -> dict[str, Agreement]:
     """The axes of this part of a record that must agree."""
 
     def value(name: str) -> Callable[[Measured], str]:
@@ -84,7 +85,7 @@ def _agreeing(part: str, declared: type) -> dict[str, Agreement]:
 
     return {
         one.name: (facts.plural, value(one.name))
-        for one, facts in axes_of(declared)
+        for one, facts in axes_of(Experiment, group)
         if facts.compare == "agree"
     }
 
@@ -98,9 +99,9 @@ LIKE: dict[str, Agreement] = {
     "span": ("spans", lambda m: m.record.what.span),
     "direction": ("directions", lambda m: m.record.what.direction),
     "contract": ("contracts", lambda m: m.record.what.contract_hash[:12]),
-    **_agreeing("workload", CaseAxes),
+    **_agreeing("workload", "what"),
     "routing": ("routed experts", lambda m: m.record.routing.checksum[:12] if m.record.routing else ""),
-    **_agreeing("protocol", PolicyAxes),
+    **_agreeing("protocol", "how"),
     "inputs": ("rules for fresh inputs", lambda m: m.record.protocol.fresh_inputs),
 }
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -36,7 +36,8 @@ from pydantic import (
 
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.core.text import encodable, one_line
-from moe_routing_bench.workloads.axes import Axis, CaseAxes, PolicyAxes
+from moe_routing_bench.workloads.axes import Axis
+from moe_routing_bench.workloads.experiment import Experiment
 
 if TYPE_CHECKING:  # it imports scipy.stats, which takes longer than most queries
     from moe_routing_bench.bench.verdict import Comparison as Compared
@@ -76,6 +77,7 @@ def newest(line: bytes) -> bytes | str:
 MAX_LINE_BYTES = 64 * 1024
 MAX_LOG = 2_000
 DEFAULT_ROUTER = "softmax_topk"
+IN_WORKLOAD = ("case", "scaled_from", "T", "D", "F", "E", "K", "W")
 SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
 
 
@@ -111,18 +113,19 @@ class Part(BaseModel):
 CHECKED: dict[Any, Any] = {str: Name, int: Size, float: Amount}
 
 
-def part_of(name: str, declared: type) -> type[Part]:
-    """A part with the fields of a dataclass. Axes that version 2 did not have may be absent, and are then
-    None."""
+def part_of(name: str, declared: type, chosen: Callable[[str, Axis], bool]) -> type[Part]:
+    """A part with the chosen axes and all other fields of a dataclass. Axes that version 2 did not have may
+    be absent, and are then None."""
     types = get_type_hints(declared, include_extras=True)
     shape: dict[str, Any] = {}
     for one in fields(declared):
         facts: Axis | None = one.metadata.get("axis")
         kind = CHECKED.get(types[one.name], types[one.name])
-        if facts is not None and facts.choices is not None:
-            kind = Literal[tuple(facts.choices)]
-        newer = facts is not None and facts.since > 2
-        shape[one.name] = (kind | None, None) if newer else (kind, ...)
+        if facts is None:
+            shape[one.name] = (kind, ...)
+        elif chosen(one.name, facts):
+            kind = kind if facts.choices is None else Literal[tuple(facts.choices)]
+            shape[one.name] = (kind | None, None) if facts.since > 2 else (kind, ...)
     return create_model(name, __base__=Part, __module__=__name__, __doc__=declared.__doc__, **shape)
 
 
@@ -145,19 +148,11 @@ class What(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Workload(CaseAxes):
+class _Workload(Experiment):
     """case="seed-fused/32x7168~scaled", scaled_from="seed-fused/32x7168", model="", T=32, D=1792, ... and the
-    axes of a case."""
+    other axes that say what is measured."""
 
-    case: Name
-    scaled_from: Name
     model: Name
-    T: Size
-    D: Size
-    F: Size
-    E: Size
-    K: Size
-    W: Size
 
 
 class Routing(Part):
@@ -203,15 +198,14 @@ class Implementation(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Protocol(PolicyAxes):
-    """rounds=40, calls_per_sample=3, stop_reason="budget", ..., and the axes of a policy. An axis that came
+class _Protocol(Experiment):
+    """rounds=40, calls_per_sample=3, stop_reason="budget", ..., and the axes that say how. An axis that came
     after the record was written is None."""
 
     rounds: Count
     calls_per_sample: Count
     warmup_calls: Count
     stop_reason: Sentence
-    seed: Count
     fresh_inputs: Name
 
 
@@ -219,8 +213,10 @@ if TYPE_CHECKING:
     Workload = _Workload
     Protocol = _Protocol
 else:
-    Workload = part_of("Workload", _Workload)
-    Protocol = part_of("Protocol", _Protocol)
+    Workload = part_of(
+        "Workload", _Workload, lambda name, facts: facts.group == "what" or name in IN_WORKLOAD
+    )
+    Protocol = part_of("Protocol", _Protocol, lambda name, facts: facts.group == "how" or name == "seed")
 
 
 class Samples(Part):

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.identity import identify
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.runner import run_cell
-from moe_routing_bench.bench.spans.span import is_ours
-from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.bench.spans.span import is_ours, span_named
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.core.text import one_line
 from moe_routing_bench.results.folder import environments, iterate
 from moe_routing_bench.results.record import Record
-from moe_routing_bench.workloads.axes import PolicyAxes, axes_of, names_of
-from moe_routing_bench.workloads.cases import BenchCase, cases
+from moe_routing_bench.workloads.axes import axes_of, names_of
+from moe_routing_bench.workloads.cases import cases
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from moe_routing_bench.workloads.workload import file_of
 
 MAX_CELL_BYTES = 4 << 30
@@ -42,7 +41,7 @@ class Remeasured:
 
 
 def measure_again(
-    folder: Path, count: int, *, seed: int | None = None, run: Callable[[Cell], CellOutcome] = run_cell
+    folder: Path, count: int, *, seed: int | None = None, run: Callable[[Experiment], CellOutcome] = run_cell
 ) -> list[Remeasured]:
     """A random `count` of the cells that can be measured here alike; the others met, with the reason."""
     by_cell: dict[tuple[str, str], list[Record]] = {}
@@ -59,16 +58,16 @@ def measure_again(
         records = by_cell[key]
         name = one_line(records[0].workload.case, 100)
         try:
-            cell = cell_of(records, machines[records[0].environment])
+            experiment = experiment_of(records, machines[records[0].environment])
         except (ValueError, NotImplementedError) as reason:
             answers.append(Remeasured(cell=name, what="not compared", sentence=one_line(str(reason), 300)))
             continue
         measured += 1
-        answers.append(_held_against(run(cell), records))
+        answers.append(_held_against(run(experiment), records))
     return answers
 
 
-def cell_of(records: Sequence[Record], machine: str) -> Cell:
+def experiment_of(records: Sequence[Record], machine: str) -> Experiment:
     """The cell of these records; ValueError if it cannot be measured here as it was there."""
     here, first = this_machine(), records[0]
     if machine != here.name:
@@ -85,30 +84,29 @@ def cell_of(records: Sequence[Record], machine: str) -> Cell:
     asked = [
         r for r in records if r.implementation.role in ("baseline", "candidate") and r.timing is not None
     ]
-    subjects = {_subject(r): r.implementation.source_hash for r in _baseline_first(asked)}
-    if len(subjects) < 2:
+    asked_for = {_implementation(r): r.implementation.source_hash for r in _baseline_first(asked)}
+    if len(asked_for) < 2:
         raise ValueError("it has nothing that was compared")
     rounds = min(max(8, policy.rounds), MAX_ROUNDS)
-    cell = Cell(
-        case=case,
+    experiment = replace(
+        case,
         workload=spec,
-        subjects=tuple(subjects),
+        implementations=tuple(asked_for),
         seed=policy.seed,
-        policy=Policy(
-            **{name: getattr(policy, name) for name in names_of(PolicyAxes, "agree")},
-            min_rounds=min(20, rounds),
-            max_rounds=rounds,
-        ),
+        **{name: getattr(policy, name) for name in names_of(Experiment, "how", "agree")},
+        min_rounds=min(20, rounds),
+        max_rounds=rounds,
     )
-    if not all(is_ours(origin) for s in cell.subjects for origin in cell.span.origins(s.spec)):
+    span = span_named(experiment.span)
+    if not all(is_ours(origin) for one in experiment.implementations for origin in span.origins(one.name)):
         raise ValueError("it has an implementation that is not one of ours")
-    sources = identify(cell, here).sources
-    if other := next((s.spec for s, source in subjects.items() if sources[s] != source), None):
+    sources = identify(experiment, here).sources
+    if other := next((one.name for one, source in asked_for.items() if sources[one] != source), None):
         raise ValueError(f"{one_line(other, 100)} is other code here: its source has another hash")
-    return cell
+    return experiment
 
 
-def _case(record: Record) -> BenchCase:
+def _case(record: Record) -> Experiment:
     where = record.workload
     sizes = MoEShape(T=where.T, D=where.D, F=where.F, E=where.E, K=where.K)
     try:
@@ -119,22 +117,23 @@ def _case(record: Record) -> BenchCase:
         like = (case.shape, case.dtype, case.store, case.span)
         if like == (sizes, where.dtype, where.store, record.what.span):
             return case
-    return BenchCase(
-        name=where.case,
+    return Experiment(
+        case=where.case,
         span=record.what.span,
-        shape=sizes,
+        **vars(sizes),
         direction=record.what.direction,
         **{
             one.name: value
-            for one, _ in axes_of(BenchCase)
+            for one, _ in axes_of(Experiment, "what")
             if (value := getattr(where, one.name)) is not None
         },
     )
 
 
-def _subject(record: Record) -> Subject:
+def _implementation(record: Record) -> ImplementationRef:
     what = record.what
-    return Subject.read(record.implementation.spec, layout=what.layout, router=what.router, layer=what.layer)
+    setting = {"layout": what.layout, "router": what.router, "layer": what.layer}
+    return ImplementationRef.read(record.implementation.spec, **setting)
 
 
 def _baseline_first(records: Iterable[Record]) -> list[Record]:
@@ -144,7 +143,9 @@ def _baseline_first(records: Iterable[Record]) -> list[Record]:
 def _held_against(now: CellOutcome, records: Sequence[Record]) -> Remeasured:
     """Ratios agree if their intervals meet once each is widened by the noise of both sittings."""
     then = {
-        _subject(r): r.comparison for r in records if r.comparison and r.implementation.role == "candidate"
+        _implementation(r): r.comparison
+        for r in records
+        if r.comparison and r.implementation.role == "candidate"
     }
     sentences, differs = [], False
     for one in now.subjects:
@@ -154,8 +155,10 @@ def _held_against(now: CellOutcome, records: Sequence[Record]) -> Remeasured:
         slack = 1 + MIN_SLACK + old.aa_floor + (now.aa_floor or 0.0)
         meet = old.low <= new.interval[1] * slack and new.interval[0] <= old.high * slack
         differs |= not meet
-        sentences.append(f"{one.subject.spec}: {old.ratio:.3f} then, {new.ratio:.3f} now")
+        sentences.append(f"{one.subject.name}: {old.ratio:.3f} then, {new.ratio:.3f} now")
     if not sentences:
-        return Remeasured(cell=now.cell.name, what="not compared", sentence="nothing passed both times")
+        return Remeasured(
+            cell=now.experiment.title, what="not compared", sentence="nothing passed both times"
+        )
     what: Literal["agrees", "differs"] = "differs" if differs else "agrees"
-    return Remeasured(cell=now.cell.name, what=what, sentence=one_line("; ".join(sentences), 500))
+    return Remeasured(cell=now.experiment.title, what=what, sentence=one_line("; ".join(sentences), 500))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
 
 import numpy as np
 
@@ -11,11 +10,13 @@ from moe_routing_bench.bench.identity import package_version
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.rounds import WARM_SAMPLES
+from moe_routing_bench.bench.spans.span import all_threads, span_named
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.core.text import one_line
 from moe_routing_bench.results import record as schema
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.record import Record, log_tail
+from moe_routing_bench.results.same_case import SIZES
 from moe_routing_bench.workloads.axes import values_of
 from moe_routing_bench.workloads.workload import SUITE_VERSION
 
@@ -31,8 +32,8 @@ def record_outcome(outcome: CellOutcome, session: Session, *, suite: str, enviro
 def _record(
     one: SubjectOutcome, outcome: CellOutcome, session: Session, suite: str, environment: str, now: datetime
 ) -> Record:
-    cell, case = outcome.cell, outcome.cell.case
-    span, weather = cell.span, outcome.weather
+    experiment, weather = outcome.experiment, outcome.weather
+    span = span_named(experiment.span)
     assert weather is not None
     timing = comparison = None
     if one.samples:
@@ -40,8 +41,7 @@ def _record(
         timing = schema.Timing.of(samples, one.first_call or 0.0, session.put_samples(samples), one.stages)
     if one.comparison is not None and outcome.baseline is not None:
         comparison = schema.Comparison.of(outcome.baseline.label, one.comparison, one.comparison.aa_floor)
-    sizes: dict[str, Any] = vars(case.shape)
-    group = case.name.partition("/")[0]
+    group = experiment.case.partition("/")[0]
     return Record(
         schema_version=2,
         record_id=session.new_record_id(),
@@ -63,12 +63,9 @@ def _record(
             layer=one_line(one.subject.layer, 300),
         ),
         workload=schema.Workload(
-            case=case.name,
-            scaled_from=case.scaled_from,
+            **{name: getattr(experiment, name) for name in ("case", "scaled_from", *SIZES)},
             model=group if group in MODELS else "",
-            **sizes,
-            W=cell.W,
-            **values_of(case),
+            **values_of(experiment, "what"),
         ),
         routing=_routing(one, outcome),
         implementation=schema.Implementation(
@@ -82,12 +79,12 @@ def _record(
             runs=one_line(one.runs),
         ),
         protocol=schema.Protocol(
-            **values_of(cell.policy) | {"threads": cell.all_threads},
+            **values_of(experiment, "how") | {"threads": all_threads(experiment)},
             rounds=outcome.rounds,
             calls_per_sample=one.calls_per_sample,
             warmup_calls=WARM_SAMPLES * one.calls_per_sample,
             stop_reason=outcome.stop_reason,
-            seed=cell.seed,
+            seed=experiment.seed,
             fresh_inputs="every call",
         ),
         timing=timing,
@@ -112,7 +109,7 @@ def _record(
         engine=outcome.engine,
         cell_seconds=outcome.seconds,
         environment=environment,
-        repro=repro_command(cell, one.subject),
+        repro=repro_command(experiment, one.subject),
         log_tail=log_tail(one.log_tail),
     )
 
@@ -122,8 +119,8 @@ def _routing(one: SubjectOutcome, outcome: CellOutcome) -> schema.Routing | None
         return None
     return schema.Routing(
         suite_version=SUITE_VERSION,
-        spec=one_line(outcome.cell.workload, 300),
-        seed=outcome.cell.seed,
+        spec=one_line(outcome.experiment.workload, 300),
+        seed=outcome.experiment.seed,
         checksum=outcome.routing_checksum,
         **one.load,  # type: ignore[arg-type]
     )

@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, Self
@@ -21,28 +21,32 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.cores import quiet_cores
+from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.noise import NoiseDuring, weather
 from moe_routing_bench.bench.rounds import BaselineError, measure
 from moe_routing_bench.bench.series import TWIN
-from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.trial import Setup, Trial, try_alone
 from moe_routing_bench.bench.verdict import aa_floor, compare_cells
 from moe_routing_bench.core.machine import this_machine
-from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.core.text import first_problem
 from moe_routing_bench.routers.router import include_folder
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.axes import values_of
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 SLOWDOWNS = (1, 2, 3, 5, 8)
 KERNELS = Path(__file__).parent / "power_kernels"
 # about 0.3 ms a call on a server core: a dozen calls make a sample
-CASE = BenchCase(
-    name="power/512x256-e16-k2",
+CASE = Experiment(
+    case="power/512x256-e16-k2",
     span="combine",
-    shape=MoEShape(T=512, D=256, F=256, E=16, K=2),
+    T=512,
+    D=256,
+    F=256,
+    E=16,
+    K=2,
     dtype="float32",
 )
 PER_SITTING = 7
@@ -185,7 +189,7 @@ def plan_trials(trials: int) -> dict[int, int]:
 def study_power(
     planned: Mapping[int, int],
     *,
-    policy: Policy | None = None,
+    experiment: Experiment | None = None,
     seed: int = 0,
     command: str = "",
     take_times: TakeTimes | None = None,
@@ -193,7 +197,7 @@ def study_power(
 ) -> PowerStudy:
     """All trials in one shuffled order, so that a busy minute affects every percent alike. Ctrl-C ends it and
     keeps what there is. planned: trials by percent. take_times: real rounds unless a test gives its own."""
-    policy = policy or Policy()
+    experiment = experiment or CASE
     order = [percent for percent, number in planned.items() for _ in range(number)]
     random.Random(seed).shuffle(order)
     started, before = time.perf_counter(), weather()
@@ -201,7 +205,7 @@ def study_power(
     finished = False
     try:
         on_progress(0, len(order))
-        take = take_times or RealTimes(policy, seed)
+        take = take_times or RealTimes(experiment, seed)
         for begin in range(0, len(order), PER_SITTING):
             trials += _one_sitting(order[begin : begin + PER_SITTING], take)
             on_progress(len(trials), len(order))
@@ -212,8 +216,8 @@ def study_power(
     return PowerStudy(
         command=command,
         machine=_as_in_json(this_machine().to_dict()),
-        case=CASE.name,
-        policy=_as_in_json(asdict(policy)),
+        case=CASE.case,
+        policy=_as_in_json(values_of(experiment, "how")),
         seed=seed,
         planned=dict(planned),
         finished=finished,
@@ -295,13 +299,13 @@ def _one_sitting(percents: Sequence[int], take: TakeTimes) -> list[PowerTrial]:
 
 
 class RealTimes:
-    """Rounds on this machine: RealTimes(Policy(), 0)((0, 5)) gives the times of two candidates.
+    """Rounds on this machine: RealTimes(CASE, 0)((0, 5)) gives the times of two candidates.
 
     The gate is not repeated for each sitting but after every GATE_EVERY.
     """
 
-    def __init__(self, policy: Policy, seed: int):
-        self.policy, self.seed = policy, seed
+    def __init__(self, experiment: Experiment, seed: int):
+        self.experiment, self.seed = experiment, seed
         self.gates: dict[int, Trial] = {}
         self.taken = 0
         self.judge: Judge | None = None
@@ -310,17 +314,18 @@ class RealTimes:
         specs = [
             f"slowed(percent={percent},role=number_{place})" for place, percent in enumerate((0, *percents))
         ]
-        cell = Cell(
-            case=CASE,
+        experiment = replace(
+            self.experiment,
             workload="uniform",
-            subjects=tuple(Subject(spec=spec, layout=CASE.layout) for spec in specs),
+            implementations=tuple(ImplementationRef(name=spec, layout=CASE.layout) for spec in specs),
             seed=self.seed,
-            policy=self.policy,
             include=(str(KERNELS),),
         )
-        self.judge = self.judge or Judge(cell.span, cell.inputs())
-        budget = Budget(self.policy.max_seconds)
-        setup = Setup(cell=cell, judge=self.judge, cores=quiet_cores(self.policy.threads), budget=budget)
+        self.judge = self.judge or Judge(span_named(experiment.span), Inputs(experiment))
+        budget = Budget(experiment.max_seconds)
+        setup = Setup(
+            experiment=experiment, judge=self.judge, cores=quiet_cores(experiment.threads), budget=budget
+        )
         if self.taken % GATE_EVERY == 0:
             self.gates = {}
         self.taken += 1

@@ -24,12 +24,12 @@ from torch.profiler import ProfilerActivity, record_function
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.layer import span as layer_span
 from moe_routing_bench.bench.spans.op import STAGED
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.experts import activate
 from moe_routing_bench.core.routing import TokenInfo
 from moe_routing_bench.models.hand_ordered import Stage, hand_ordered
 from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.workloads.experiment import ImplementationRef
 
 SHARES = ("route", "pack", "gemm", "combine", "fused", "shared", "python")
 SUBJECTS = (
@@ -74,7 +74,7 @@ class Profile:
 class Profiled:
     """A subject's computation with its stages in named ranges."""
 
-    subject: Subject
+    subject: ImplementationRef
     run: Callable[..., Tensor]
     modules: Mapping[str, nn.Module] = field(default_factory=dict)  # put into ranges by hooks
 
@@ -86,7 +86,7 @@ def stage(name: str, nvtx: Any = None) -> Iterator[None]:
         yield
 
 
-def profiled(subject: Subject, inputs: Inputs, nvtx: Any = None) -> Profiled:
+def profiled(subject: ImplementationRef, inputs: Inputs, nvtx: Any = None) -> Profiled:
     """A subject of the span `layer` with its stages in named ranges; layers of other libraries by hooks."""
     in_range = partial(stage, nvtx=nvtx)
     computation = layer_span.built(subject, inputs)
@@ -94,7 +94,7 @@ def profiled(subject: Subject, inputs: Inputs, nvtx: Any = None) -> Profiled:
     if not isinstance(owner, MoE):
         modules = {} if owner is None else {"route": owner.gate, "experts": owner.experts}
         return Profiled(subject=subject, run=computation.run, modules=modules)
-    if subject.spec == "hand-ordered":
+    if subject.name == "hand-ordered":
         return Profiled(subject=subject, run=lambda x_TD, info: hand_ordered(owner, x_TD, in_range))
     return Profiled(subject=subject, run=in_stages(owner, in_range))
 
@@ -154,7 +154,7 @@ def profile(one: Profiled, inputs: Inputs, *, calls: int, chrome: Path | None = 
                 torch.cuda.synchronize()
     if chrome is not None:
         seen.export_chrome_trace(str(chrome))
-    D = inputs.case.shape.D
+    D = inputs.experiment.D
     return read_profile(seen.key_averages(), seen.events(), calls=calls, width=D)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from moe_routing_bench.bench.calls import Result, result_from, tensors_by_name
 from moe_routing_bench.bench.judging import ExpectedOutput, Judge
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.core.accuracy import FACTOR, FLOOR_MAX, FLOOR_RMS
+from moe_routing_bench.workloads.experiment import ImplementationRef
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,9 @@ class Checker:
             _near(a[name], b[name], self.bounds.get(name, Bound(largest=0.0, rms=0.0))) for name in a
         )
 
-    def judge_in_full(self, result: Result, number: int, step: int, subject: Subject, ties: str) -> None:
+    def judge_in_full(
+        self, result: Result, number: int, step: int, subject: ImplementationRef, ties: str
+    ) -> None:
         finding = self.judge.judge_result(result, number, step, subject, ties)
         if finding.status is not Status.PASSED:
             raise SubjectError(finding.status, finding.reason)

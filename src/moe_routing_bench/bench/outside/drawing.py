@@ -36,12 +36,12 @@ class SecretInputs(Inputs):
     """SecretInputs(inputs, secrets.token_bytes(32)).at(7, 0, "compact"): the arguments of call 7."""
 
     def __init__(self, public: Inputs, secret: bytes):
-        super().__init__(public.case, public.workload_name, seed=public.seed, W=public.W, put=public.put)
+        super().__init__(public.experiment, put=public.put)
         self._secret = secret
         self._levels: dict[tuple[torch.dtype, float], Tensor] = {}
 
     def at(self, number: int, step: int, layout: str, K: int | None = None) -> Call:
-        return _SecretCall(self, number, step, layout, K or self.case.shape.K)
+        return _SecretCall(self, number, step, layout, K or self.experiment.K)
 
     def normal(
         self, *shape: int, place: int, dtype: torch.dtype | None = None, scale: float | None = None

@@ -25,9 +25,9 @@ from moe_routing_bench.bench.inputs import ROUTINGS
 from moe_routing_bench.bench.outside.checking import Checker
 from moe_routing_bench.bench.outside.seats import Drawn, Seat, Secret
 from moe_routing_bench.bench.series import NEAR
-from moe_routing_bench.bench.subject import Question
 from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.bench.trial import Trial
+from moe_routing_bench.workloads.experiment import Question
 
 MAX_COST = 0.1  # of a sample, for waking and freezing; more is not taken off, since too little would be left
 MAX_CALLS = 128  # of a sample: each has its own inputs, which take longer to draw than short calls to run
@@ -67,7 +67,7 @@ class Pair:
         self.cost, self.taken_off = dict.fromkeys(indexes, 0.0), dict.fromkeys(indexes, 0.0)
         self.sample_seconds: dict[int, list[float]] = {series: [] for series in indexes}
         self._started, self._oracle_seconds = time.perf_counter(), 0.0
-        subjects = {series: secret.cell.subjects[index] for series, index in indexes.items()}
+        subjects = {series: secret.experiment.implementations[index] for series, index in indexes.items()}
         self.same_question = len({subject.question for subject in subjects.values()}) == 1
         self.checkers = {
             series: Checker(secret.judge, secret.right(subject)) for series, subject in subjects.items()
@@ -77,7 +77,7 @@ class Pair:
         """Start both processes; then choose how many calls make the protocol's cost small."""
         trials = {series: self.trials[index] for series, index in self.indexes.items()}
         seconds = {series: trial.call_seconds for series, trial in trials.items()}
-        single = self.secret.cell.policy.cache != "hot"
+        single = self.secret.experiment.cache != "hot"
         single = single or any(trial.about.reuses_output for trial in trials.values())
         apart = self._apart(seconds) and not single
         slow, fast = max(seconds.values()), min(seconds.values())
@@ -85,7 +85,7 @@ class Pair:
             longest = seconds[series] if apart else slow
             most = 1 if single else min(MAX_CALLS, math.ceil(MAX_SAMPLE_SECONDS / longest))
             try:
-                seat = Seat(self.secret, self.secret.cell.subjects[index], MAX_SLOT_BYTES, most)
+                seat = Seat(self.secret, self.secret.experiment.implementations[index], MAX_SLOT_BYTES, most)
             except SubjectError as failure:
                 raise PairError(series, failure) from None
             self.seats[series] = seat
@@ -140,7 +140,7 @@ class Pair:
     def note(self, series: int) -> str:
         """What readers should know about how this series was timed."""
         sample = median(self.sample_seconds[series]) if self.sample_seconds[series] else math.inf
-        spec = self.secret.cell.subjects[self.indexes[series]].spec
+        spec = self.secret.experiment.implementations[self.indexes[series]].name
         checked = (
             f"each of its {self.compared} timed results was compared with the baseline's"
             if self._partner(series) is not None
@@ -151,7 +151,7 @@ class Pair:
             f"{spec} is from outside: timed by the parent's clock, which costs {1e6 * cost:.0f} us of a "
             f"sample of {1e3 * sample:.3g} ms ({100 * cost / sample:.1f} %, {kept}); {checked}, "
             f"and {self.judged[series]} were judged in full: it is as accurate as "
-            f"{self.secret.cell.case.dtype}, in whatever type it computes"
+            f"{self.secret.experiment.dtype}, in whatever type it computes"
         )
 
     def _open_round(self) -> None:
@@ -184,8 +184,8 @@ class Pair:
 
     def _judge_by_lot(self, series: int) -> None:
         """Judge a call in full if the lot says so; without a partner, as many calls as time allows."""
-        policy, secret = self.secret.cell.policy, self.secret
-        drawn = secret.random.random() < policy.checked / max(policy.min_rounds, self.rounds)
+        experiment, secret = self.secret.experiment, self.secret
+        drawn = secret.random.random() < experiment.checked / max(experiment.min_rounds, self.rounds)
         if drawn and (self._may_judge() or not self.judged[series]):
             self._judge(series, secret.random.randrange(self.calls[series]))
         if self._partner(series) is None:
@@ -201,7 +201,7 @@ class Pair:
         started, index = time.perf_counter(), self.indexes[series]
         self.checkers[series].judge_in_full(
             self.results[series][call], self.numbers[call + 1], self.steps[call + 1],
-            self.secret.cell.subjects[index], self.trials[index].about.ties,
+            self.secret.experiment.implementations[index], self.trials[index].about.ties,
         )  # fmt: skip
         self.judged[series] += 1
         self._oracle_seconds += time.perf_counter() - started

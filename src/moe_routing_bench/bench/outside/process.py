@@ -14,7 +14,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.messages import Done, Reply, ResultAt
 from moe_routing_bench.bench.outside import serve
 from moe_routing_bench.bench.outside.freezing import (
@@ -27,6 +26,7 @@ from moe_routing_bench.bench.outside.freezing import (
 from moe_routing_bench.bench.outside.memory import Place, read_memory
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.supervisor import SubjectError, Worker
+from moe_routing_bench.workloads.experiment import Experiment
 
 READ_SECONDS = 30.0
 # a result may lie in memory with gaps, but not with more than this factor
@@ -45,9 +45,9 @@ class Turn:
 
 
 class OutsideProcess(Worker):
-    def __init__(self, cell: Cell, cores: tuple[int, ...], plan: str, fds: Sequence[int]):
-        sandbox = cell.policy.sandbox
-        super().__init__(cell, cores, serve.serve, plan, sandbox=sandbox, fds=fds if sandbox else ())
+    def __init__(self, experiment: Experiment, cores: tuple[int, ...], plan: str, fds: Sequence[int]):
+        sandbox = experiment.sandbox
+        super().__init__(experiment, cores, serve.serve, plan, sandbox=sandbox, fds=fds if sandbox else ())
         self._cores = cores
         self._freeze()
 

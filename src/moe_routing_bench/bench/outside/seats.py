@@ -6,7 +6,7 @@ import json
 import random
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from moe_routing_bench.bench.judging import ExpectedOutput, Judge, activations
 from moe_routing_bench.bench.outside.drawing import SecretInputs, use_weights, weights_of
 from moe_routing_bench.bench.outside.memory import Place, SharedMemory, places_for, places_to_json
 from moe_routing_bench.bench.outside.process import OutsideProcess
+from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Question, Subject
 from moe_routing_bench.bench.supervisor import SubjectError
 from moe_routing_bench.bench.trial import Setup
 from moe_routing_bench.ops.implementation import tensors_in
+from moe_routing_bench.workloads.experiment import ImplementationRef, Question
 
 EMPTY_TURNS = 9
 MORE_CORES = 1.15  # CPU time over wall time times threads
@@ -45,7 +46,7 @@ class Secret:
     """What only the parent knows: the inputs, and the weights that all processes of the protocol read."""
 
     def __init__(self, setup: Setup):
-        self.setup, self.cell, self.span = setup, setup.cell, setup.cell.span
+        self.setup, self.experiment, self.span = setup, setup.experiment, span_named(setup.experiment.span)
         self.inputs = SecretInputs(setup.judge.inputs, secrets.token_bytes(32))
         self.random = random.SystemRandom()
         self.weights: SharedMemory | None = None
@@ -61,18 +62,20 @@ class Secret:
         first, self._next = self._next, self._next + calls
         return range(first, self._next)
 
-    def right(self, subject: Subject) -> ExpectedOutput:
+    def right(self, subject: ImplementationRef) -> ExpectedOutput:
         """The right result of one call, to know sizes and errors."""
         if subject.question not in self._rights:
             self._rights[subject.question] = self.judge.right(self.numbers(1)[0], 0, subject)
         return self._rights[subject.question]
 
-    def arguments(self, subject: Subject, number: int, step: int) -> tuple[dict[str, Any], list[Tensor]]:
+    def arguments(
+        self, subject: ImplementationRef, number: int, step: int
+    ) -> tuple[dict[str, Any], list[Tensor]]:
         """A call's arguments, and all tensors that go into a slot: theirs, then the upstream gradient."""
         call = self.span.call(subject, self.inputs, number, step)
         args = self.span.arguments(call)
         tensors = list(tensors_in(activations(args)))
-        if self.cell.case.direction != "forward":
+        if self.experiment.direction != "forward":
             shape = value_of(self.right(subject).baseline.out).shape
             tensors.append(self.span.upstream(call.upstream(shape), args))
         return args, tensors
@@ -110,7 +113,7 @@ class Secret:
 class Seat:
     """One process of a pair, and its slots: memory for the inputs of one hot call and of the timed ones."""
 
-    def __init__(self, secret: Secret, subject: Subject, most_bytes: int, most_calls: int):
+    def __init__(self, secret: Secret, subject: ImplementationRef, most_bytes: int, most_calls: int):
         self.secret, self.subject = secret, subject
         tensors = secret.arguments(subject, secret.numbers(1)[0], 0)[1]
         self.places, self.slot_bytes = places_for(tensors)
@@ -127,12 +130,12 @@ class Seat:
         }
         fds = [shared.fd for shared in (self.slots, secret.weights) if shared is not None]
         if (
-            secret.cell.policy.sandbox
+            secret.experiment.sandbox
         ):  # other processes are out of sight, so it gets the open files themselves
             plan |= {"slots": f"/proc/self/fd/{self.slots.fd}", "fds": fds}
             plan |= {"weights": f"/proc/self/fd/{secret.weights.fd}"} if secret.weights else {}
-        cell = secret.cell.only((subject,))
-        self.worker = OutsideProcess(cell, secret.setup.cores, json.dumps(plan), fds)
+        experiment = replace(secret.experiment, implementations=(subject,))
+        self.worker = OutsideProcess(experiment, secret.setup.cores, json.dumps(plan), fds)
         self.worker.limit = secret.setup.limit
         self.too_many: list[float] = []  # cores used, in samples that used more than allowed
 
@@ -154,7 +157,7 @@ class Seat:
         self.worker.limit = self.secret.setup.limit
         calls, slots = len(drawn.args) - 1, self._slots[: drawn.held.numel()]
         slots[: self.slot_bytes] = drawn.held[: self.slot_bytes]
-        if self.secret.cell.case.direction == "backward":
+        if self.secret.experiment.direction == "backward":
             self._write_without_upstream(drawn)
         self.worker.prepare(calls=calls, hot=True)
         slots.copy_(drawn.held)
@@ -188,7 +191,7 @@ class Seat:
             self._slots[part] = drawn.held[part]
 
     def _hold_to_cores(self, wall: float, cpu: float) -> None:
-        threads = self.secret.cell.policy.threads
+        threads = self.secret.experiment.threads
         if cpu > MORE_CORES * threads * wall + CPU_SECONDS:
             self.too_many.append(cpu / wall)
         if len(self.too_many) >= TOO_OFTEN:

@@ -16,43 +16,48 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.bench.calls import Caller, tensors_by_name, wrong_type
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.clock import CacheFlusher
-from moe_routing_bench.bench.inputs import touch
+from moe_routing_bench.bench.inputs import Inputs, touch
 from moe_routing_bench.bench.judging import heavy
 from moe_routing_bench.bench.outside.drawing import use_weights
 from moe_routing_bench.bench.outside.memory import SharedMemory, places_from_json, with_tensors
+from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.worker import Requests, answer_requests, settle, start_threads
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.routers.router import include_folder
+from moe_routing_bench.workloads.experiment import Experiment
 
 
 def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...], plan: str) -> None:
     """The main function of the process. plan: where weights and slots lie, in JSON."""
-    cell = Cell.from_json(cell_json)
+    experiment = Experiment.from_json(cell_json)
     given = json.loads(plan)
-    settle(cell, Path(scratch), pipe.fileno(), cores, given["fds"])
-    answer_requests(pipe, lambda: _Outside(cell, given).requests())
+    settle(experiment, Path(scratch), pipe.fileno(), cores, given["fds"])
+    answer_requests(pipe, lambda: _Outside(experiment, given).requests())
 
 
 class _Outside:
-    def __init__(self, cell: Cell, plan: Mapping[str, Any]):
-        for folder in cell.include:
+    def __init__(self, experiment: Experiment, plan: Mapping[str, Any]):
+        for folder in experiment.include:
             include_folder(folder)  # first: the span may be an operation from outside
-        self.cell, self.span, (self.subject,) = cell, cell.span, cell.subjects
+        self.experiment, self.span, (self.subject,) = (
+            experiment,
+            span_named(experiment.span),
+            experiment.implementations,
+        )
         self.slots = SharedMemory.open(plan["slots"], plan["slots_bytes"], writable=True)
         self.slot_bytes, self.places = plan["slot_bytes"], places_from_json(plan["places"])
-        inputs = cell.inputs()
+        inputs = Inputs(experiment)
         if plan["weights"]:
             memory = SharedMemory.open(plan["weights"], plan["weights_bytes"], writable=False)
             places = places_from_json(plan["weights_places"])
             tensors = [memory.tensor(place) for place in places]
             use_weights(inputs, dict(zip(plan["weights_names"], tensors, strict=True)), plan["activation"])
         self.weights_in_use = inputs.weights if self.span.weights else None
-        self.flusher = CacheFlusher() if cell.policy.cache != "hot" else None
+        self.flusher = CacheFlusher() if experiment.cache != "hot" else None
         start_threads("cpu")
         self.template = self.span.arguments(self.span.call(self.subject, inputs, 0, 0))
-        self.caller = Caller(self.span, self.span.built(self.subject, inputs), cell.case.direction)
+        self.caller = Caller(self.span, self.span.built(self.subject, inputs), experiment.direction)
         self.timed: list[Callable[[], Any]] = []
         self.args: list[dict[str, Any]] = []
         self.returned: list[Any] = []
@@ -75,7 +80,7 @@ class _Outside:
                 self.caller.ready_with(*self._arguments(0))()
         else:
             self.flusher.flush()
-            if self.cell.policy.cache == "weights-cold" and self.args:
+            if self.experiment.cache == "weights-cold" and self.args:
                 touch(list(self.args[0].values()), self.weights_in_use)
         return {}
 
