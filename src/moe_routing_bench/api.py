@@ -21,28 +21,22 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 
 from moe_routing_bench.bench.budget import Budget
+from moe_routing_bench.bench.choosing import (
+    LIST,
+    MeasureOptions,
+    SizeOptions,
+    WhatOptions,
+    bench_experiments,
+    check_device,
+    group_of,
+    parameters_of,
+    sweep_experiments,
+)
 from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.bench.floor import raise_stored
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs, roofs_now
-from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.verdict import DELTA
-from moe_routing_bench.cli.choosing import (
-    BENCH_TOKENS,
-    check_device,
-    chosen_cases,
-    made_experiments,
-    on_shared_threads,
-    saving_folder,
-    suite_cases,
-)
-from moe_routing_bench.cli.options import (
-    MeasureOptions,
-    SizeOptions,
-    WhatOptions,
-    group_of,
-    parameters_of,
-)
 from moe_routing_bench.conformance.outside import ROUTERS, found_outside
 from moe_routing_bench.conformance.run import (
     Row,
@@ -56,7 +50,7 @@ from moe_routing_bench.conformance.run import (
 from moe_routing_bench.core.dtypes import DTYPES
 from moe_routing_bench.core.fork_server import without_main_module
 from moe_routing_bench.core.machine import this_machine, torch_threads
-from moe_routing_bench.core.names import did_you_mean, one_of
+from moe_routing_bench.core.names import ArgumentError, did_you_mean, one_of
 from moe_routing_bench.core.paths import default_results
 from moe_routing_bench.fleet.claims import FleetPlan, plan_fleet, run_fleet
 from moe_routing_bench.fleet.engines import engine_named
@@ -67,7 +61,7 @@ from moe_routing_bench.fleet.store import RemoteStore
 from moe_routing_bench.fleet.sweep import SweepPlan, plan_sweep, run_sweep
 from moe_routing_bench.ops.registry import included_folders
 from moe_routing_bench.report.check_tables import check_progress, show_legend_of_maps, show_map, show_rows
-from moe_routing_bench.report.console import Bar, bar, is_wanted, say_roofs_are_measured, shown_progress
+from moe_routing_bench.report.console import Bar, bar, is_wanted, say, say_roofs_are_measured, shown_progress
 from moe_routing_bench.report.finding import at_hand, results_folders
 from moe_routing_bench.report.outcome_tables import show_outcome, show_summary
 from moe_routing_bench.report.overview import BEST, Displayed, Table, read_overview
@@ -298,30 +292,12 @@ def options_of(implementations: Sequence[str] | str | None, axes: dict[str, Any]
 
 
 def _takes_list(hint: Any) -> bool:
-    return any(getattr(about, "metavar", None) == "LIST" for about in getattr(hint, "__metadata__", ()))
+    return any(getattr(about, "metavar", None) == LIST for about in getattr(hint, "__metadata__", ()))
 
 
 def _plain(value: Any) -> Any:
     """torch.bfloat16 is "bfloat16"."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-
-
-def bench_experiments(
-    span: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions
-) -> list[Experiment]:
-    how = measure.settled(sizes.case or "", adapt=True)
-    experiments = made_experiments(chosen_cases(span_named(span), sizes, what, BENCH_TOKENS), what, how)
-    check_device(how["device"])
-    return experiments if measure.threads else on_shared_threads(experiments)
-
-
-def sweep_experiments(
-    suite: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions
-) -> list[Experiment]:
-    cases, how = suite_cases(suite, sizes, what), measure.settled(suite)
-    if measure.threads is not None:
-        return made_experiments(cases, what, how)
-    return on_shared_threads(made_experiments(cases, what, how, own_threads=True))
 
 
 def _chosen(
@@ -378,6 +354,30 @@ def measure(
         )
 
 
+def saving_folder(out: Path | None, *, save: bool) -> Path | None:
+    """Where results go: `out` if it is given, else the default folder; None if they are not kept."""
+    if out is not None:
+        if not save:
+            raise ArgumentError(
+                "{out} names a folder to save in, and {save} saves nothing; leave out one of them",
+                "out",
+                "save",
+            )
+        return out
+    if not save:
+        return None
+    folder = default_results()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        say(f"results are not saved: {folder} cannot be made ({error.strerror}); name another folder")
+        return None
+    if not os.access(folder, os.W_OK):
+        say(f"results are not saved: {folder} cannot be written; name another folder")
+        return None
+    return folder
+
+
 def roofs_here(experiments: Sequence[Experiment], progress: bool | None = None) -> Roofs | None:
     seconds = max((experiment.max_seconds for experiment in experiments), default=0.0)
     say = say_roofs_are_measured if is_wanted(progress) else lambda: None
@@ -431,12 +431,17 @@ class PlannedSweep:
         if shard:
             experiments = list(Shard.parse(shard, os.environ).part(experiments))
         if claim and engine != "local":
-            raise ValueError(
-                f"--claim is for machines that work alone; the engine {engine} gives out cells itself"
+            raise ArgumentError(
+                f"{{claim}} is for machines that work alone; the engine {engine} gives out the work itself",
+                "claim",
             )
         executor = engine_named(engine)
         if claim and url is None:
-            raise ValueError(f"--claim needs a store that others reach too, as --out file://{out.absolute()}")
+            raise ArgumentError(
+                f"{{claim}} needs a store that others reach too, as {{out}} file://{out.absolute()}",
+                "claim",
+                "out",
+            )
         plan = SweepPlan(todo=tuple(experiments), done=0, failed=0)
         if url is not None:
             store = RemoteStore(out, make=not dry_run)

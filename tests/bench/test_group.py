@@ -14,6 +14,7 @@ from command_line import mrb, mrb_json, refused
 from moe_routing_bench.bench import group as group_file
 from moe_routing_bench.bench import group_worker
 from moe_routing_bench.bench.calls import Result
+from moe_routing_bench.bench.choosing import on_shared_threads
 from moe_routing_bench.bench.group import TRIAL_CALLS, WARM_CALLS, Group, run_group
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.roofs import Roofs
@@ -21,7 +22,6 @@ from moe_routing_bench.bench.rounds import WARM_SAMPLES
 from moe_routing_bench.bench.spans.parallel import STAGES, placement_of, span
 from moe_routing_bench.bench.spans.span import all_threads
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.cli.choosing import on_shared_threads
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.fleet.ray_engine import _cpus
 from moe_routing_bench.parallel.ranks import Ranks

@@ -14,18 +14,15 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.bench.estimate import estimate
-from moe_routing_bench.cli.choosing import made_experiments, suite_cases
-from moe_routing_bench.cli.options import (
-    IncludePath,
-    Json,
+from moe_routing_bench.bench.choosing import (
     MeasureOptions,
     SizeOptions,
     WhatOptions,
-    pick,
-    show_json,
-    user_mistakes,
+    made_experiments,
+    suite_cases,
 )
+from moe_routing_bench.bench.estimate import estimate
+from moe_routing_bench.cli.options import IncludePath, Json, pick, show_json, user_mistakes
 from moe_routing_bench.conformance.describe import (
     ROUTER_SIZES,
     ImplementationRow,

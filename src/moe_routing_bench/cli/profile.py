@@ -13,23 +13,19 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from moe_routing_bench.bench.choosing import (
+    MeasureOptions,
+    SizeOptions,
+    WhatOptions,
+    chosen_cases,
+    made_experiments,
+)
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
 from moe_routing_bench.bench.spans.span import span_named
-from moe_routing_bench.cli.bench import measured
-from moe_routing_bench.cli.choosing import chosen_cases, end, made_experiments
-from moe_routing_bench.cli.options import (
-    Json,
-    MeasureOptions,
-    SizeOptions,
-    WhatOptions,
-    fail,
-    include_all,
-    show_json,
-    user_mistakes,
-    with_options,
-)
+from moe_routing_bench.cli.bench import end, measured
+from moe_routing_bench.cli.options import Json, fail, include_all, show_json, user_mistakes, with_options
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.report.block_pictures import draw_shares

@@ -8,20 +8,12 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from moe_routing_bench.api import PlannedSweep, sweep_experiments
+from moe_routing_bench.api import PlannedSweep
+from moe_routing_bench.bench.choosing import MeasureOptions, SizeOptions, WhatOptions, sweep_experiments
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.cli.choosing import NOT_TIMED, end, stopped
-from moe_routing_bench.cli.options import (
-    Json,
-    MeasureOptions,
-    SizeOptions,
-    WhatOptions,
-    include_all,
-    show_json,
-    user_mistakes,
-    with_options,
-)
+from moe_routing_bench.cli.bench import NOT_TIMED, end, stopped
+from moe_routing_bench.cli.options import Json, include_all, show_json, user_mistakes, with_options
 from moe_routing_bench.core.names import short_label
 from moe_routing_bench.fleet.engines import ENGINES
 from moe_routing_bench.fleet.objects import url_of
