@@ -211,6 +211,9 @@ def test_bench_and_what_comes_of_it(tmp_path: Path, capfd: pytest.CaptureFixture
         len(again) == 3 and len(mrb.open(tmp_path / "first")) == 9
     )  # its own records, not all of the folder
     assert again.experiments == results.experiments[:1]
+    assert set(mrb.open(tmp_path / "first").experiments) == set(results.experiments)
+    one = next(record for record in results if record.implementation.role == "candidate")
+    assert len(mrb.bench(one.experiment, seconds=60, save=False, progress=False)) == 3
     assert len(results.compare(again).changes) == 2
     assert state() == before
 

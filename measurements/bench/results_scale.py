@@ -65,7 +65,7 @@ def fill(folder: Path, record: Record, records: int) -> None:
                 whole |= {"session": session, "record_id": f"{session}-{number % 1_000_000:06d}"}
                 whole["cell_key"] = f"{number // 4:064x}"
                 whole["implementation"]["label"] = f"impl{number % 12}"
-                whole["what"]["span"] = f"span{number % 5}"
+                whole["experiment"]["span"] = f"span{number % 5}"
                 scale, timing = digits.lognormvariate(0, 0.3), whole["timing"]
                 timing["samples"]["file"] = f"session={session}/samples.f64"
                 for name in ("median", "mean", "least", "most", "p05", "p25", "p75", "p95"):

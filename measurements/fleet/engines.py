@@ -65,9 +65,9 @@ def contents(folder: Path) -> Counter[tuple[str, ...]]:
     """Each record that a cell must have, and how often it is there."""
     return Counter(
         (
-            r.workload.case,
+            r.experiment.case,
             str(r.routing and r.routing.spec),
-            r.contender,
+            r.implementation.title,
             r.implementation.role,
             r.correctness.status,
         )

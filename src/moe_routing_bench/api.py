@@ -79,7 +79,8 @@ from moe_routing_bench.results.history import History, history
 from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 from moe_routing_bench.results.read import LeftOut
-from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.record import Part, Record
+from moe_routing_bench.results.remeasure import experiment_of, measurable
 from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.routers.router import without_included
 from moe_routing_bench.train.loop import Event, Stepped
@@ -90,7 +91,9 @@ from moe_routing_bench.train.settings import Rule, Run, Size
 from moe_routing_bench.train.study import StudyRun
 from moe_routing_bench.train.study_rules import RATES, rule_named, studies
 from moe_routing_bench.train.text import read_texts, synthetic
-from moe_routing_bench.workloads.experiment import Experiment
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
+
+__all__ = ["Experiment", "ImplementationRef"]  # public names from elsewhere (__init__.py)
 
 PathLike: TypeAlias = str | os.PathLike[str]
 OnOutcome: TypeAlias = Callable[[CellOutcome], None]
@@ -119,7 +122,7 @@ class Results(Displayed):
     """Records of a results folder: what `bench`, `sweep` and `open` return.
 
     place is where they are kept, `folder` a results folder with these records alone. `experiments` are
-    what was measured just now, to measure it again: mrb.bench(results.experiments, out="after").
+    what they measured.
 
     >>> results = mrb.open("measurements/records/pack.tar.xz")
     >>> len(results) == len(list(results)) == len(results.query("SELECT impl FROM records"))
@@ -133,7 +136,7 @@ class Results(Displayed):
     ):  # fmt: skip
         """keeps: what must live as long as these results; an ExitStack is closed after them."""
         self.place = str(source if place is None else place)
-        self.experiments, self.outcomes = tuple(experiments), tuple(outcomes)
+        self._experiments, self.outcomes = tuple(experiments), tuple(outcomes)
         self._source, self._selection, self._roofs, self._keeps = source, selection, roofs, keeps
         if isinstance(keeps, ExitStack):
             weakref.finalize(self, keeps.close)
@@ -147,6 +150,16 @@ class Results(Displayed):
         folder = temporary_folder(stack)
         copy_selected(self._source, folder, self._selection)
         return folder
+
+    @cached_property
+    def experiments(self) -> tuple[Experiment, ...]:
+        """What was measured, to measure it again: mrb.bench(results.experiments, out="after")."""
+        if self._experiments:
+            return self._experiments
+        cells: dict[tuple[str, str], list[Record]] = {}
+        for record in self:
+            cells.setdefault((record.session, record.cell_key), []).append(record)
+        return tuple(dict.fromkeys(map(experiment_of, cells.values())))
 
     def __len__(self) -> int:
         return self.query("SELECT count(*) FROM records").rows[0][0]
@@ -305,12 +318,11 @@ def _chosen(
     implementations: Sequence[str] | str | None, axes: dict[str, Any],
 ) -> list[Experiment]:  # fmt: skip
     if isinstance(what, str):
-        return [
-            experiment for options in options_of(implementations, axes) for experiment in make(what, *options)
-        ]
+        return [one for options in options_of(implementations, axes) for one in make(what, *options)]
     if axes.keys() - {"seconds"} or implementations is not None:
         raise TypeError("experiments say all that is measured; leave out implementations and axes")
-    return [what] if isinstance(what, Experiment) else list(what)
+    several = [what] if isinstance(what, Experiment | Part) else what
+    return [one if isinstance(one, Experiment) else measurable(one) for one in several]
 
 
 def collected(
@@ -345,13 +357,9 @@ def measure(
         outcomes = collected(source, len(experiments), progress=progress, on_outcome=on_outcome)
         selection = dict.fromkeys(sessions) if out is not None else None
         return Results(
-            folder,
-            selection=selection,
-            experiments=experiments,
-            outcomes=outcomes,
-            roofs=roofs,
+            folder, selection=selection, experiments=experiments, outcomes=outcomes, roofs=roofs,
             keeps=stack.pop_all(),
-        )
+        )  # fmt: skip
 
 
 def saving_folder(out: Path | None, *, save: bool) -> Path | None:

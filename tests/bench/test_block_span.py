@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,7 +20,7 @@ SHAPE = MoEShape(T=24, D=32, F=16, E=4, K=2)
 
 def block_inputs(workload: str, dtype: str = "float32") -> Inputs:
     case = Experiment(case="own/24x32", span="block", **vars(SHAPE), dtype=dtype, sequences=2)
-    return Inputs(case, workload)
+    return Inputs(replace(case, workload=workload))
 
 
 @pytest.mark.parametrize("model", MODELS)

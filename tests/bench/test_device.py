@@ -105,7 +105,7 @@ def test_the_quick_sweep_runs_and_resumes_on_a_pretended_device(tmp_path: Path) 
     )  # fmt: skip
     assert mrb_json(*words)["to_do"] == 1
     records = list(iterate(tmp_path))
-    assert {(r.protocol.device, r.protocol.view) for r in records} == {("pretend", "cuda_events")}
+    assert {(r.experiment.device, r.experiment.view) for r in records} == {("pretend", "cuda_events")}
     assert {r.correctness.status for r in records} == {Status.PASSED}
     # roofs are the CPU's: a GPU is not held to them
     assert all(r.work is not None and r.work.floor_seconds is None for r in records)

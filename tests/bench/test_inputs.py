@@ -79,8 +79,7 @@ def test_the_number_of_threads_changes_no_bit(span):
 @pytest.mark.parametrize("K", [1, 2, 8])
 def test_the_real_router_chooses_as_the_workload_says(dtype, workload, K):
     shape = MoEShape(T=64, D=64, F=16, E=32, K=K)
-    case = Experiment(case="own/x", span="layer", **vars(shape), dtype=dtype)
-    inputs = Inputs(case, workload)
+    inputs = Inputs(Experiment(span="layer", **vars(shape), dtype=dtype, workload=workload))
     for number in range(3):
         logits_TE = inputs.at(number, 1, "compact").planted_TD.float() @ inputs.router_DE
         assert torch.equal(logits_TE.topk(K).indices, inputs.workload(1).routing.expert_TK)

@@ -50,11 +50,11 @@ def test_records_say_direction_router_layer_and_rates(tmp_path: Path) -> None:
         environment = session.put_environment({"machine": {"name": "here"}})
         records = record_outcome(outcome, session, suite="", environment=environment)
     first, second, third = records
-    assert [record.what.direction for record in records] == ["train"] * 3
-    assert (first.what.router, first.what.layer) == ("switch", "chain(iterations=2)")
-    assert (second.what.router, second.what.layer) == ("softmax_topk", "")
-    assert first.contender == "staged | compact | switch | chain(iterations=2)"
-    assert third.contender == "x | compact" and third.work is None
+    assert [record.experiment.direction for record in records] == ["train"] * 3
+    assert (first.implementation.router, first.implementation.layer) == ("switch", "chain(iterations=2)")
+    assert (second.implementation.router, second.implementation.layer) == ("softmax_topk", "")
+    assert first.implementation.title == "staged | compact | switch | chain(iterations=2)"
+    assert third.implementation.title == "x | compact" and third.work is None
     assert first.work is not None and first.work.tokens_per_second == pytest.approx(1e4)
     assert first.work.flops_per_second == pytest.approx(4e8) and first.work.bw_2pass is None
     columns = "direction, router, layer, tokens_per_second, flops_per_second, bytes_per_second"

@@ -84,7 +84,7 @@ def test_the_command_names_the_format_and_repeats_it() -> None:
 
 
 def test_the_format_is_part_of_the_key() -> None:
-    assert {**key_values(INT4), "name": "own/x"} == {**key_values(PLAIN), "store": "int4_g32"}
+    assert {**key_values(INT4), "case": "own/x"} == {**key_values(PLAIN), "store": "int4_g32"}
 
 
 def result_with(inputs: Inputs, weights: ExpertWeights, **how) -> Result:
@@ -191,7 +191,7 @@ def test_only_bytes_make_the_floor_and_no_roof_is_raised(
     )
     store_roofs(roofs)
     outcome = an_outcome(1e6, 0.9e6, subjects=(EAGER, STAGED), span="expert_ffn", cost=cost)
-    raise_stored(replace(outcome, experiment=replace(outcome.experiment, case=INT4)))
+    raise_stored(replace(outcome, experiment=replace(INT4, implementations=(EAGER, STAGED))))
     assert stored_roofs(here) == roofs
     raise_stored(outcome)
     assert stored_roofs(here) != roofs

@@ -42,7 +42,7 @@ def test_stored_weights_from_the_command_to_the_overview(tmp_path: Path) -> None
     assert list(records)[:3] == ["native", "native(store=int4_g32_a8)", "native(store=int4_g32)"]
     for spec, record in records.items():
         assert record.timing is not None, f"{spec}: {record.correctness.reason}"
-        assert record.workload.store == "int4_g32" and record.workload.case.endswith("-int4_g32")
+        assert record.experiment.store == "int4_g32" and record.experiment.case.endswith("-int4_g32")
         assert record.work is not None and record.work.weight_bytes < 0.15 * 3 * 8 * 64 * 32 * 4
         rows_of_8_bits = (record.correctness.error or 0) > 1e-3
         assert record.correctness.error and rows_of_8_bits == spec.endswith("_a8)")

@@ -53,7 +53,7 @@ def _without_machine(document: dict[str, Any]) -> None:
 
 
 def _foreign_subject(document: dict[str, Any]) -> None:
-    document["outcomes"][0]["subject"]["spec"] = "another"
+    document["outcomes"][0]["subject"]["name"] = "another"
 
 
 def _without_hash(document: dict[str, Any]) -> None:

@@ -252,22 +252,24 @@ def test_routers_and_directions_are_ranked_in_one_table(tmp_path: Path):
     assert "forward" in summary and "train" in summary
     kept = [record for record in iterate(tmp_path) if record.implementation.role != "twin"]
     assert len(kept) == 8
-    reasons = [f"{one.what.router}: {one.correctness.reason}" for one in kept if one.timing is None]
+    reasons = [f"{one.implementation.router}: {one.correctness.reason}" for one in kept if one.timing is None]
     assert not reasons, reasons
-    assert {(r.what.router, r.what.direction) for r in kept} == {
+    assert {(r.implementation.router, r.experiment.direction) for r in kept} == {
         (router, way) for router in words[1].split(",") for way in ("forward", "train")
     }
     assert all("topk." in r.implementation.runs and "make_plan." in r.implementation.runs for r in kept)
     # how little it computes stands beside its time: in the table, in the record, in what was saved
-    E, pairs = kept[0].workload.E, kept[0].workload.T * kept[0].workload.K
+    E, pairs = kept[0].experiment.E, kept[0].experiment.T * kept[0].experiment.K
     said = f"{E} slots, {100 * E / pairs:.3g} % of the pairs"
-    soft = [record.implementation.runs for record in kept if record.what.router == "soft_moe"]
+    soft = [record.implementation.runs for record in kept if record.implementation.router == "soft_moe"]
     assert said in " ".join(summary.split()) and all(said in runs for runs in soft)
-    assert not any("slots" in r.implementation.runs for r in kept if r.what.router != "soft_moe")
+    assert not any("slots" in r.implementation.runs for r in kept if r.implementation.router != "soft_moe")
     shown = mrb("results", "--folder", tmp_path, "--router", "soft_moe").stdout
     assert said in " ".join(shown.split())
     assert "soft_moe" in shown and "expert_choice" not in shown
-    again = next(r for r in kept if (r.what.router, r.what.direction) == ("soft_moe", "train")).repro
+    again = next(
+        r for r in kept if (r.implementation.router, r.experiment.direction) == ("soft_moe", "train")
+    ).repro
     (experiment,) = mrb_json(*shlex.split(again)[1:])
     assert [one["router"] for one in experiment["implementations"][:2]] == ["switch", "soft_moe"]
     assert experiment["direction"] == "train"

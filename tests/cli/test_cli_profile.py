@@ -49,7 +49,9 @@ def test_profile_shows_a_table_each_the_shares_and_who_is_right(tmp_path: Path) 
     traces = list(tmp_path.glob("t.*.json"))
     assert len(traces) == 5 and "traceEvents" in json.loads(traces[0].read_text())
     kept = list(iterate(tmp_path / "kept"))
-    assert {record.what.span for record in kept} == {"layer"} and len(kept) == 6  # with the baseline's twin
+    assert {record.experiment.span for record in kept} == {"layer"} and len(
+        kept
+    ) == 6  # with the baseline's twin
 
 
 def test_profile_in_json_and_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

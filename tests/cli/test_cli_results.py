@@ -147,8 +147,8 @@ def test_decide_writes_a_file_and_says_how_to_use_it(a: Path, tmp_path: Path) ->
 
 
 def test_decide_json_holds_no_infinity(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "a", {"eager_loop": 1.0, "staged": 0.5}, workload__T=4)
-    make_run(folder, {"eager_loop": 1.0}, workload__T=8)
+    folder = make_run(tmp_path / "a", {"eager_loop": 1.0, "staged": 0.5}, experiment__T=4)
+    make_run(folder, {"eager_loop": 1.0}, experiment__T=8)
     text = mrb("tune", "decide", folder, "--json").stdout
     assert "Infinity" not in text and json.loads(text)["regret"]["expert_ffn"][1]["worst_loss"] is None
     assert "staged everywhere is impossible" in mrb("tune", "decide", folder).stdout
@@ -185,7 +185,7 @@ def test_results_alone_is_an_overview_of_the_default_folder(
     monkeypatch.setenv("MRB_HOME", str(tmp_path))
     refused("results")  # nothing is saved yet
     make_run(tmp_path / "results", {**TWO, "dense_all_experts": "OOM"})
-    make_run(tmp_path / "results", {"eager_loop": 1.0, "staged": 1.5}, workload__T=64)
+    make_run(tmp_path / "results", {"eager_loop": 1.0, "staged": 1.5}, experiment__T=64)
     text = mrb("results").stdout
     assert "OOM" in text and "mrb results query --columns" in text
     document = mrb_json("results")
@@ -240,9 +240,14 @@ def test_export_as_csv(a: Path, tmp_path: Path) -> None:
 def test_the_overview_keeps_routers_layers_and_directions_apart(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     make_run(folder, TWO)
-    make_run(folder, {"eager_loop": 1.0, "staged": 1.5}, what__router="top_p(p=0.5)")
-    make_run(folder, {"eager_loop": 1.0, "staged": 2.0}, what__router="switch", what__direction="train")
-    make_run(folder, {"eager_loop": 1.0, "staged": 3.0}, what__layer="chain(iterations=2)")
+    make_run(folder, {"eager_loop": 1.0, "staged": 1.5}, implementation__router="top_p(p=0.5)")
+    make_run(
+        folder,
+        {"eager_loop": 1.0, "staged": 2.0},
+        implementation__router="switch",
+        experiment__direction="train",
+    )
+    make_run(folder, {"eager_loop": 1.0, "staged": 3.0}, implementation__layer="chain(iterations=2)")
     text = mrb("results", "-f", str(folder)).stdout
     for name in ("eager_loop | compact | top_p(p=0.5)", "eager_loop | compact | chain(iterations=2)"):
         assert name in text
@@ -290,13 +295,13 @@ def test_lines_that_were_left_out_are_said(a: Path, tmp_path: Path) -> None:
 
 
 def test_hostile_words_reach_no_terminal(tmp_path: Path) -> None:
-    options = {"workload__case": HOSTILE, "repro": HOSTILE, "implementation__spec": "staged"}
+    options = {"experiment__case": HOSTILE, "repro": HOSTILE, "implementation__spec": "staged"}
     a = make_run(tmp_path / "a", {"staged": 1.0}, **options)
     b = other(tmp_path, {"staged": 2.0}, sources={"staged": "new"}, **options)
     broken = make_run(
         tmp_path / "c", {"staged": "CRASHED"}, twin=False, correctness__reason=HOSTILE, **options
     )
-    unlike = make_run(tmp_path / "d", {"staged": 1.0}, **options, protocol__view=HOSTILE)
+    unlike = make_run(tmp_path / "d", {"staged": 1.0}, **options, experiment__view=HOSTILE)
     for words, code in (
         (("results", "compare", a, b), 0),
         (("results", "compare", a, unlike), 2),

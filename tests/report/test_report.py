@@ -141,7 +141,7 @@ def test_unlike_machines_are_chapters_of_their_own(tmp_path: Path) -> None:
     with Session.start(tmp_path / "r") as session:
         add_cell(session, times)
         add_cell(session, times, environment=OTHER_MACHINE)
-        add_cell(session, times, protocol__threads=2, seed=1)
+        add_cell(session, times, experiment__threads=2, seed=1)
     material = material_of(tmp_path / "r")
     assert [len(chapter.cells) for chapter in material.chapters] == [1, 1, 1]
     assert len({chapter.title for chapter in material.chapters}) == 3
@@ -179,9 +179,9 @@ def hostile_run(folder: Path) -> Path:
                 add_cell(
                     session,
                     {text: 1.0, f"other {text}"[:300]: 0.5, "broken": "OOM"},
-                    environment=environment, seed=place, workload__case=text, workload__model=text,
-                    workload__T=T, repro=f"mrb bench {text}", routing__spec=text, protocol__stop_reason=text,
-                    each={"broken": {"correctness__reason": text}},
+                    environment=environment, seed=place, experiment__case=text, model=text,
+                    experiment__T=T, repro=f"mrb bench {text}", experiment__workload=text,
+                    protocol__stop_reason=text, each={"broken": {"correctness__reason": text}},
                 )  # fmt: skip
     return folder
 

@@ -71,7 +71,7 @@ def test_the_command_writes_the_page_and_says_the_same(tmp_path: Path) -> None:
                 {"base": 1.0, "mine": times[0], "other": times[1]},
                 sources=NEW if name == "b" else {},
             )
-            add_cell(session, {"base": 1.0, "fails": "OOM" if name == "b" else 1.0}, workload__T=64)
+            add_cell(session, {"base": 1.0, "fails": "OOM" if name == "b" else 1.0}, experiment__T=64)
     ran = mrb("results", "compare", tmp_path / "a", tmp_path / "b", "--html", tmp_path / "c.html")
     assert "regression" in ran.stdout
     html = (tmp_path / "c.html").read_text()

@@ -232,15 +232,15 @@ def test_a_bundle_of_this_machine_is_measured_again_and_a_lie_is_seen(tmp_path):
     outcomes = {}
 
     def as_then(cell):
-        outcomes[cell.name] = run_cell(cell)
-        return outcomes[cell.name]
+        outcomes[cell.title] = run_cell(cell)
+        return outcomes[cell.title]
 
     with opened_bundle(tmp_path / "a.zip") as (folder, _):
         (answer,) = measure_again(folder, 1, seed=0, run=as_then)
         assert answer.what in ("agrees", "differs") and "then" in answer.sentence  # the machine may be busy
 
         def tenfold(cell):
-            outcome = outcomes[cell.name]
+            outcome = outcomes[cell.title]
             base, second, *rest = outcome.outcomes
             samples = tuple(10 * sample for sample in second.samples)
             worse = replace(second, samples=samples, comparison=compare(base.samples, samples))

@@ -49,7 +49,7 @@ def cells_of(folder: Path) -> Counter[str]:
 
 
 def contents(folder: Path) -> set[tuple]:
-    return {(r.cell_key, r.contender, r.timing and r.timing.median) for r in iterate(folder)}
+    return {(r.cell_key, r.implementation.title, r.timing and r.timing.median) for r in iterate(folder)}
 
 
 def objects_in(url: str, prefix: str) -> list[Path]:
@@ -77,7 +77,7 @@ def test_cells_that_failed_are_repeated_when_asked_and_the_later_result_counts(u
     cells = made_cells(2)
     swept(url, cells, MadeUp(failing=[101]))
     assert swept(url, cells) == []
-    assert swept(url, cells, retry_failed=True) == [cells[1].name]
+    assert swept(url, cells, retry_failed=True) == [cells[1].title]
     assert swept(url, cells, retry_failed=True) == []
     assert cells_of(mirror(url).folder)[key_of(cells[1])] == 2
     rows = mrb_json("results", "query", "SELECT status FROM latest", "--folder", url)["rows"]

@@ -127,7 +127,7 @@ def test_cases_that_differ_in_one_axis_are_two_series(tmp_path: Path) -> None:
     """10 ms without biases and 20 ms with them are not one point of 15 ms."""
     for n, (bias, drift) in enumerate(((False, 1.0), (True, 2.0))):
         with Session.start(tmp_path / "r") as session:
-            add_cell(session, {"base": 1.0, "mine": 1.1}, seed=n, drift=drift, workload__bias=bias)
+            add_cell(session, {"base": 1.0, "mine": 1.1}, seed=n, drift=drift, experiment__bias=bias)
     found = history(tmp_path / "r", "ms")
     assert sorted(round(one.points[0].value / 10) for one in found.series) == [1, 1, 2, 2]
     assert len({(one.where, one.contender) for one in found.series}) == 4

@@ -30,11 +30,11 @@ BENCH = (
 
 def test_every_axis_is_a_column_and_says_how_it_is_compared() -> None:
     columns = {column.name for column in COLUMNS}
-    for group in ("what", "how"):
-        for one, facts in axes_of(Experiment, group):
-            assert one.name in columns and facts.help.endswith(".")
-            assert (one.name in SAME_CASE) == (facts.compare != "free")
-            assert (one.name in LIKE) == (facts.compare == "agree") == bool(facts.plural)
+    for one, facts in axes_of(Experiment):
+        name = facts.column or one.name
+        assert name in columns or name in ("implementations", "include")
+        assert (name in SAME_CASE) == (facts.compare != "free") and facts.help.endswith(".")
+        assert (name in LIKE) == (facts.compare == "agree") == bool(facts.plural)
 
 
 def test_rows_of_two_cases_with_one_label_are_told_apart() -> None:
@@ -64,7 +64,7 @@ def test_an_axis_is_added_by_editing_one_file(tmp_path: Path) -> None:
         mrb(*BENCH, "--fog", fog, "--out", folder)
     (session, _) = sorted((tmp_path / "r").glob("session=*"))
     record = json.loads((session / "records.jsonl").read_bytes().splitlines()[0])
-    assert record["workload"]["fog"] == 3 and "--fog 3" in record["repro"]
+    assert record["experiment"]["fog"] == 3 and "--fog 3" in record["repro"]
     select = "SELECT DISTINCT fog, cell_key, contains(repro, '--fog') FROM records ORDER BY fog"
     (clear, clear_key, said), (thick, thick_key, said_thick) = json.loads(
         mrb("results", "query", select, "--folder", folder, "--json")

@@ -313,15 +313,13 @@ def _of_checkpoint(span: Span, sizes: SizeOptions, tokens: Sequence[int]) -> lis
     assert folder is not None
     layer = read_layer(folder, sizes.layer)
     weights = layer.weights
+    sizes_of_layer: dict[str, Any] = {"D": weights.D, "F": weights.F, "E": weights.num_experts, "K": layer.K}
     return [
         Experiment(
             case=f"{folder.name} layer {sizes.layer}/{T}",
             span="",
             T=T,
-            D=weights.D,
-            F=weights.F,
-            E=weights.num_experts,
-            K=layer.K,
+            **sizes_of_layer,
             dtype=str(weights.w_in_EDG.dtype).removeprefix("torch."),
             activation=weights.activation,
             bias=weights.b_in_EG is not None,
@@ -365,19 +363,19 @@ def chosen_implementations(span: Span, case: Experiment, what: WhatOptions) -> t
     named = [spec for word in named for spec in (span.specs() if word == "all" else [word])]
     if what.only is not None:
         named = _only(what.only, span, named if what.impl else [])
-    subjects = []
+    implementations = []
     for text, router, layer in product(named, routers, layers):
         spec, at, layout = (part.strip() for part in text.partition("@"))
         own = [str(Layout.parse(case.layout if layout == "case" else layout))] if at else rules
         for rule in own:
-            subject = ImplementationRef.read(spec, layout=rule, router=router, layer=layer)
-            settled = span.settled(subject, case)
-            subjects.append(replace(settled, frozen=settled.frozen and span.has_frozen(settled, case)))
-    for subject in subjects:
-        span.check(subject)  # raises if there is no such implementation, router or layer
+            implementation = ImplementationRef.read(spec, layout=rule, router=router, layer=layer)
+            settled = span.settled(implementation, case)
+            implementations.append(replace(settled, frozen=settled.frozen and span.has_frozen(settled, case)))
+    for implementation in implementations:
+        span.check(implementation)  # raises if there is no such implementation, router or layer
     once: dict[ImplementationRef, ImplementationRef] = {}
-    for subject in subjects:
-        once.setdefault(_meaning(span, subject), subject)
+    for implementation in implementations:
+        once.setdefault(_meaning(span, implementation), implementation)
     return tuple(once.values())
 
 
@@ -398,15 +396,15 @@ def _only(flag: str, span: Span, named: list[str]) -> list[str]:
     return ["auto", *promising]
 
 
-def _meaning(span: Span, subject: ImplementationRef) -> ImplementationRef:
-    """Two subjects with the same meaning are one, such as "auto" and what it picks."""
-    if not all(map(is_ours, span.origins(subject.name))):
-        return subject  # code from outside is not loaded here
+def _meaning(span: Span, implementation: ImplementationRef) -> ImplementationRef:
+    """Two with the same meaning are one, such as "auto" and what it picks."""
+    if not all(map(is_ours, span.origins(implementation.name))):
+        return implementation  # code from outside is not loaded here
     try:
-        labels = "+".join(part.label for part in span.parts(subject.name))
+        labels = "+".join(part.label for part in span.parts(implementation.name))
     except NotImplementedError:
-        return subject
-    return replace(subject, name=labels or subject.name)
+        return implementation
+    return replace(implementation, name=labels or implementation.name)
 
 
 def _default_specs(span: Span, case: Experiment, *, several: bool) -> list[str]:

@@ -21,12 +21,8 @@ def compile_first(experiments: Sequence[Experiment], say: Callable[[str], None])
     """A file that does not compile is not an error here: the trial of its subject says why."""
     for folder in dict.fromkeys(folder for experiment in experiments for folder in experiment.include):
         include_folder(folder)  # only registers names
-    needed = [
-        one
-        for experiment in experiments
-        if experiment.device == "cpu"
-        for one in _needed(experiment, Inputs(experiment))
-    ]
+    here = [experiment for experiment in experiments if experiment.device == "cpu"]
+    needed = [file for experiment in here for file in _needed(experiment)]
     for source, level in dict.fromkeys(needed):
         if not cpp.compiled(source, level):
             size = sum(path.stat().st_size for path in cpp.with_includes(source))
@@ -40,14 +36,14 @@ def compile_first(experiments: Sequence[Experiment], say: Callable[[str], None])
                 continue
 
 
-def _needed(experiment: Experiment, inputs: Inputs) -> Iterator[tuple[Path, str | None]]:
-    ops = all_ops()
-    for subject in experiment.implementations:
-        if not all(map(is_ours, span_named(experiment.span).origins(subject.name))):
+def _needed(experiment: Experiment) -> Iterator[tuple[Path, str | None]]:
+    ops, span, inputs = all_ops(), span_named(experiment.span), Inputs(experiment)
+    for one in experiment.implementations:
+        if not all(map(is_ours, span.origins(one.name))):
             continue
         try:
-            parts = [*span_named(experiment.span).parts(subject.name)]
-            parts += [ops[op].get(spec) for op, spec in span_named(experiment.span).resolved(subject, inputs)]
+            parts = [*span.parts(one.name)]
+            parts += [ops[op].get(name) for op, name in span.resolved(one, inputs)]
         except (NotImplementedError, ValueError):  # a library is absent, or the sizes do not fit: no trial
             continue
         for part in parts:

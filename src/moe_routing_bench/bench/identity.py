@@ -65,7 +65,9 @@ SETTINGS_WITHOUT_EFFECT = {
 # JSON has no keys but text: pairs of implementation and hash
 ByImplementation = Annotated[
     Mapping[ImplementationRef, str],
-    PlainSerializer(lambda hashes: [[asdict(subject), text] for subject, text in hashes.items()]),
+    PlainSerializer(
+        lambda hashes: [[asdict(implementation), text] for implementation, text in hashes.items()]
+    ),
     BeforeValidator(lambda given: given if isinstance(given, Mapping) else _by_implementation(given)),
 ]
 
@@ -75,8 +77,8 @@ class Identity:
     """Hashes of a cell, taken before it is measured.
 
     key        the name of the cell in a sweep
-    contracts  by subject: the code that defines the right result
-    sources    by subject: the code that runs
+    contracts  by implementation: the code that defines the right result
+    sources    by implementation: the code that runs
     """
 
     key: str
@@ -87,9 +89,9 @@ class Identity:
 
 def _by_implementation(pairs: Any) -> dict[ImplementationRef, Any]:
     try:
-        return {ImplementationRef(**subject): text for subject, text in pairs}
+        return {ImplementationRef(**implementation): text for implementation, text in pairs}
     except (TypeError, ValueError):
-        raise ValueError("not pairs of a subject and a hash") from None
+        raise ValueError("not pairs of an implementation and a hash") from None
 
 
 def identify(experiment: Experiment, machine: Machine) -> Identity:
@@ -170,24 +172,24 @@ def recorded_hash(workload: str, checkpoint: str) -> str:
     return digest_of(parts) if parts else ""
 
 
-def contract_hash(span: Span, subject: ImplementationRef) -> str:
+def contract_hash(span: Span, implementation: ImplementationRef) -> str:
     """Hash of the reference code, which defines the right result."""
-    return Code.of([*(Path(all_ops()[name].file) for name in span.ops), *span.roots(subject)]).hash
+    return Code.of([*(Path(all_ops()[name].file) for name in span.ops), *span.roots(implementation)]).hash
 
 
 @dataclass(frozen=True)
 class _Source:
-    """What "auto" picks for a subject, and all code that then runs."""
+    """What "auto" picks for an implementation, and all code that then runs."""
 
     resolved: list[tuple[str, str]]
     code: Code
     folders: tuple[Path, ...] = ()  # from outside: whatever lies there may be loaded
 
     @staticmethod
-    def of(span: Span, subject: ImplementationRef, inputs: Inputs) -> _Source:
-        resolved = span.resolved(subject, inputs)
-        ops, files = all_ops(), list(span.roots(subject))
-        for op, spec in [*span.named(subject.name), *_inside(span, subject.name), *resolved]:
+    def of(span: Span, implementation: ImplementationRef, inputs: Inputs) -> _Source:
+        resolved = span.resolved(implementation, inputs)
+        ops, files = all_ops(), list(span.roots(implementation))
+        for op, spec in [*span.named(implementation.name), *_inside(span, implementation.name), *resolved]:
             files += [Path(ops[op].file), *ops[op].source_files(base_name(spec))]
         given = {place for path in files for place in (path, path.resolve())}
         folders = [
@@ -196,24 +198,24 @@ class _Source:
         files += [path for folder in folders for path in files_in(folder) if path.suffix == ".py"]
         return _Source(resolved, Code.of(files), tuple(folders))
 
-    def hash(self, span: Span, subject: ImplementationRef) -> str:
+    def hash(self, span: Span, implementation: ImplementationRef) -> str:
         """Of its name, what "auto" picks, the code, packages and folders from outside."""
-        parts = [subject.title, self.resolved, self.code.hash, _packages(span, subject)]
+        parts = [implementation.title, self.resolved, self.code.hash, _packages(span, implementation)]
         return digest_of([*parts, *map(folder_hash, self.folders)])
 
 
-def folders_of(span: Span, subject: ImplementationRef, inputs: Inputs) -> tuple[Path, ...]:
-    """The folders from outside that a subject's code lies in; all of their files are in its hash."""
-    return _Source.of(span, subject, inputs).folders
+def folders_of(span: Span, implementation: ImplementationRef, inputs: Inputs) -> tuple[Path, ...]:
+    """The folders from outside that its code lies in; all of their files are in its hash."""
+    return _Source.of(span, implementation, inputs).folders
 
 
-def code_of(span: Span, subject: ImplementationRef, inputs: Inputs) -> Code:
-    """All code that runs for a subject: span, operations, and implementations named or picked."""
-    return _Source.of(span, subject, inputs).code
+def code_of(span: Span, implementation: ImplementationRef, inputs: Inputs) -> Code:
+    """All code that runs for an implementation: span, operations, and implementations named or picked."""
+    return _Source.of(span, implementation, inputs).code
 
 
 def _inside(span: Span, spec: str) -> list[tuple[str, str]]:
-    """Implementations inside those of a subject; none for code from outside, which is not loaded here."""
+    """Implementations inside an implementation; none for code from outside, which is not loaded here."""
     if any(origin != BUILT_IN for origin in span.origins(spec)):
         return []
     try:
@@ -223,9 +225,9 @@ def _inside(span: Span, spec: str) -> list[tuple[str, str]]:
     return [(option, str(v)) for part in parts for option, v in part.config.items() if option in all_ops()]
 
 
-def _packages(span: Span, subject: ImplementationRef) -> list[str]:
+def _packages(span: Span, implementation: ImplementationRef) -> list[str]:
     """Versions of the packages that implementations from outside come in."""
-    origins = span.origins(subject.name)
+    origins = span.origins(implementation.name)
     names = [where for source, _, where in (o.partition(" ") for o in origins) if source == "package"]
     return [distribution_version(name) for name in names]
 

@@ -63,14 +63,8 @@ class Inputs:
     @property
     def weights_key(self) -> tuple[object, ...]:
         """Inputs for which it is the same have the same weights."""
-        others: dict[str, Any] = {
-            "layout": "",
-            "sequences": 1,
-            "scaled_from": "",
-            "implementations": (),
-            "include": (),
-        }
-        others |= {"case": "", "T": 1, "W": 1, "workload": "", **defaults_of(Experiment, "how")}
+        others = defaults_of(Experiment, "how") | {"case": "", "T": 1, "W": 1, "workload": "", "layout": ""}
+        others |= {"sequences": 1, "scaled_from": "", "implementations": (), "include": ()}
         return replace(self.experiment, **others), self.put
 
     def at(self, number: int, step: int, layout: str, K: int | None = None) -> Call:
@@ -78,19 +72,13 @@ class Inputs:
         return Call(self, number, step, layout, K or self.experiment.K)
 
     def workload(self, step: int, K: int | None = None) -> Workload:
-        s, K = self.experiment.shape, K or self.experiment.K
+        one, K = self.experiment, K or self.experiment.K
         if (step, K) not in self._workloads:
-            if self.checkpoint is not None and not self.experiment.workload:
+            if self.checkpoint is not None and not one.workload:
                 self._workloads[step, K] = self._by_own_router(step)
             else:
                 self._workloads[step, K] = make_workload(
-                    self.experiment.workload,
-                    T=s.T,
-                    E=s.E,
-                    K=K,
-                    W=self.experiment.W,
-                    seed=self.seed,
-                    step=step,
+                    one.workload, T=one.T, E=one.E, K=K, W=one.W, seed=self.seed, step=step
                 )
         return self._workloads[step, K]
 
@@ -115,11 +103,8 @@ class Inputs:
     @cached_property
     def checkpoint(self) -> CheckpointLayer | None:
         """The layer of a saved model whose weights are used."""
-        return (
-            read_layer(self.experiment.checkpoint, self.experiment.checkpoint_layer)
-            if self.experiment.checkpoint
-            else None
-        )
+        one = self.experiment
+        return read_layer(one.checkpoint, one.checkpoint_layer) if one.checkpoint else None
 
     @cached_property
     def weights(self) -> ExpertWeights:

@@ -191,7 +191,7 @@ def _row(group: GroupRegret) -> tuple[Any, ...]:
 
 
 def _cell(one: CellRegret) -> tuple[str, ...]:
-    case = f"{one.record.workload.case}{' frozen' if one.group.endswith(' frozen') else ''}"
+    case = f"{one.record.experiment.case}{' frozen' if one.group.endswith(' frozen') else ''}"
     shown = "" if one.shown else "undecided"
     return case, one.picked, one.contest.winner, f"{one.regret:.2f}", shown
 
@@ -199,7 +199,7 @@ def _cell(one: CellRegret) -> tuple[str, ...]:
 def _regret_document(one: CellRegret) -> dict[str, Any]:
     return {
         "group": one.group,
-        "case": one.record.workload.case,
+        "case": one.record.experiment.case,
         "picked": one.picked,
         "fastest": one.contest.winner,
         "regret": one.regret,

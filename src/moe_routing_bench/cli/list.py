@@ -91,8 +91,6 @@ def suite_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-# of a case, beside its name, its sizes and the axes that say what
-DESCRIBED = ("span", "direction", "layout", "weights", "scaled_from", "workload", "threads")
 KINDS = ("ops", "routers", "workloads", "models", "cases")
 SUITE_ROWS = "suites"  # shown if asked for: the machine is probed for the minutes
 
@@ -224,14 +222,8 @@ def _describe_workload(family: str) -> dict[str, Any]:
 
 
 def _describe_case(case: Experiment) -> dict[str, Any]:
-    return {
-        "name": case.case,
-        **{name: getattr(case, name) for name in DESCRIBED},
-        **values_of(case, "what"),
-        "shape": asdict(case.shape),
-        "fits_a_laptop": case.fits_a_laptop,
-        "twin": asdict(scaled(case).shape),
-    }
+    sizes = {"shape": vars(case.shape), "twin": vars(scaled(case).shape), "fits_a_laptop": case.fits_a_laptop}
+    return {"name": case.case, **values_of(case), **sizes}
 
 
 def _op_table(op: dict[str, Any]) -> Table:

@@ -86,18 +86,16 @@ def profile_command(
         except NotImplementedError as reason:
             fail(str(reason))
         if picture is not None and len(experiments) > 1:
-            raise ValueError(
-                f"{name} is {len(experiments)} cases; a picture shows one, such as {chosen[0].case}"
-            )
+            several = f"{name} is {len(experiments)} cases"
+            raise ValueError(f"{several}; a picture shows one, such as {chosen[0].case}")
         ranges = _nvtx() if nvtx else None
         if measure.device not in (None, "cpu") and not torch.cuda.is_available():
             raise ValueError(f"there is no {measure.device} here; leave out --device")
     documents = []
     with user_mistakes():
         roofs = stored_roofs(this_machine().name)
-    outcomes = measured(
-        experiments, out, suite=name or "", seconds=measure.seconds_for(experiments), roofs=roofs
-    )
+    seconds = measure.seconds_for(experiments)
+    outcomes = measured(experiments, out, suite=name or "", seconds=seconds, roofs=roofs)
     for outcome in outcomes:
         profiles = _profiles(outcome, calls=calls, chrome=chrome, nvtx=ranges)
         documents.append({**outcome_document(outcome), "profiles": _documents(profiles)})

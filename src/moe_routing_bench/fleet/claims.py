@@ -46,13 +46,9 @@ class FleetPlan(SweepPlan):
 
 
 def plan_fleet(
-    experiments: Sequence[Experiment],
-    store: RemoteStore,
-    executor: Executor,
-    *,
-    retry_failed: bool,
+    experiments: Sequence[Experiment], store: RemoteStore, executor: Executor, *, retry_failed: bool,
     resume: bool,
-) -> FleetPlan:
+) -> FleetPlan:  # fmt: skip
     known = store.attempts()
     todo: list[Experiment] = []
     attempts, by_key, done, failed = {}, {}, 0, 0

@@ -41,13 +41,9 @@ class Executor(Protocol):
         ...
 
     def run(
-        self,
-        experiments: Sequence[Experiment],
-        *,
-        roofs: Roofs | None,
-        on_progress: OnCellProgress,
-        watch: Watch,
-    ) -> Iterator[CellOutcome]: ...
+        self, experiments: Sequence[Experiment], *, roofs: Roofs | None,
+        on_progress: OnCellProgress, watch: Watch,
+    ) -> Iterator[CellOutcome]: ...  # fmt: skip
 
 
 class LocalExecutor:
@@ -63,13 +59,9 @@ class LocalExecutor:
         return [{cell_key(experiment, machine)} for experiment in experiments]
 
     def run(
-        self,
-        experiments: Sequence[Experiment],
-        *,
-        roofs: Roofs | None,
-        on_progress: OnCellProgress,
-        watch: Watch,
-    ) -> Iterator[CellOutcome]:
+        self, experiments: Sequence[Experiment], *, roofs: Roofs | None,
+        on_progress: OnCellProgress, watch: Watch,
+    ) -> Iterator[CellOutcome]:  # fmt: skip
         whole = self.budget
         start_server()
         if whole is not None and experiments:

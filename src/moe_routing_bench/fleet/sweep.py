@@ -43,12 +43,9 @@ class SweepPlan:
 
 
 def plan_sweep(
-    experiments: Sequence[Experiment],
-    folder: Path,
-    *,
-    retry_failed: bool = False,
+    experiments: Sequence[Experiment], folder: Path, *, retry_failed: bool = False,
     executor: Executor | None = None,
-) -> SweepPlan:
+) -> SweepPlan:  # fmt: skip
     """A cell is done if it was measured on a machine like one of those that the executor runs cells on, and
     there was time for all of it."""
     known = latest_states(folder)

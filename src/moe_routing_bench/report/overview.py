@@ -156,7 +156,13 @@ def _show_overview(
         show(table_of(columns, cells, words=("case", "best", "baseline")))
         if len(rows) > MAX_CASES:
             show(f"and {len(rows) - MAX_CASES:,} more cases; all of them: mrb results --json")
-    show("", Text('Ask more with mrb results query "SELECT ..."; --columns shows the columns.', "dim"))
+    show(
+        "",
+        Text(
+            'Ask more with mrb results query "SELECT ..."; mrb results query --columns shows the columns.',
+            "dim",
+        ),
+    )
 
 
 def _label(row: Mapping[str, Any]) -> tuple[str, str, str]:

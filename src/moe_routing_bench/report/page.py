@@ -201,7 +201,7 @@ def _details(record: Record) -> list[str]:
         for name in ("least", "p05", "p25", "median", "p75", "p95")
     )
     lines = [
-        f"{record.implementation.runs or record.implementation.label}; {record.what.layout}",
+        f"{record.implementation.runs or record.implementation.label}; {record.implementation.layout}",
         f"ms: {quantiles}; {timing.samples.count} rounds, {record.protocol.stop_reason}",
         f"{record.created_at:%Y-%m-%d %H:%M} UTC, {record.record_id}; "
         f"{record.correctness.checked_timed_calls} timed results judged",

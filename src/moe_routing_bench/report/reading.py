@@ -66,21 +66,21 @@ class Cell:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        w = self.first.workload
-        return w.D, w.F, w.E, w.K
+        one = self.first.experiment
+        return one.D, one.F, one.E, one.K
 
     @property
     def model(self) -> str:
         """qwen3-30b-a3b, if the case or its sizes say so; else empty."""
-        return self.first.workload.model or SIZES.get(self.sizes, "")
+        return self.first.model or SIZES.get(self.sizes, "")
 
     @property
     def title(self) -> str:
         """layer train olmoe-1b-7b/prefill-256 bfloat16 zipf(1.2)"""
-        w, what = self.first.workload, self.first.what
-        direction = "" if what.direction == "forward" else f" {what.direction}"
-        dtype = "" if w.case.endswith(w.dtype) else f" {w.dtype}"
-        return f"{what.span}{direction} {w.case}{dtype} {self.routing}"
+        one = self.first.experiment
+        direction = "" if one.direction == "forward" else f" {one.direction}"
+        dtype = "" if one.case.endswith(one.dtype) else f" {one.dtype}"
+        return f"{one.span}{direction} {one.case}{dtype} {self.routing}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,13 +234,13 @@ def _contenders(cell: CellRun) -> list[Record]:
 
 
 def _setting(run: Run, record: Record) -> dict[str, str]:
-    environment, protocol = run.environment(record), record.protocol
+    environment, experiment = run.environment(record), record.experiment
     return {
         "machine": environment.machine,
         "torch": environment.torch,
         "python": environment.python,
         "settings": environment.settings,
-        **{name: str(getattr(protocol, name)) for name in names_of(Experiment, "how", "agree")},
+        **{name: str(getattr(experiment, name)) for name in names_of(Experiment, "how", "agree")},
     }
 
 
@@ -249,11 +249,9 @@ def _question(cell: CellRun, mine: Sequence[Record]) -> tuple[object, ...]:
     question, because they were not timed together."""
     first = mine[0]
     return (
-        first.what.span,
-        first.what.direction,
-        first.workload,
+        *(getattr(first.experiment, name) for name in names_of(Experiment, None, "row", "agree")),
         cell.workload,
-        frozenset((one.implementation.spec, one.what.setting) for one in mine),
+        frozenset((one.implementation.spec, one.implementation.setting) for one in mine),
     )
 
 
@@ -273,8 +271,8 @@ def _groups(given: Iterable[tuple[ResultsFolder, Run, CellRun]]) -> tuple[Group,
     by_group: dict[tuple[str, str, str, str, Shared], list[tuple[ResultsFolder, Run, CellRun]]] = {}
     for one in given:
         mine = _contenders(one[2])
-        what, w = mine[0].what, mine[0].workload
-        key = (what.span, what.direction, w.dtype, w.store, _shared(mine))
+        first = mine[0].experiment
+        key = (first.span, first.direction, first.dtype, first.store, _shared(mine))
         by_group.setdefault(key, []).append(one)
     named = [(key, _names([cell for *_, cell in cells], key[-1]), cells) for key, cells in by_group.items()]
     fields: list[Contested] = []
@@ -310,14 +308,14 @@ def _groups(given: Iterable[tuple[ResultsFolder, Run, CellRun]]) -> tuple[Group,
                 )
             )
         made.sort(key=lambda one: by_numbers(one.title))
-        made.sort(key=lambda one: (one.model or "~", one.sizes, one.first.workload.T))
+        made.sort(key=lambda one: (one.model or "~", one.sizes, one.first.experiment.T))
         about = {"span": span, "direction": direction, "dtype": dtype, "store": store}
         groups.append(Group(**about, shared=shared, cells=tuple(made)))
     return tuple(sorted(groups, key=lambda one: (-len(one.cells), one.title)))
 
 
 def _shared(records: Sequence[Record]) -> Shared:
-    settings = [record.what.setting for record in records]
+    settings = [record.implementation.setting for record in records]
     layout, router, layer = (one[0] if len(set(one)) == 1 else None for one in zip(*settings, strict=True))
     return layout, router, layer
 
@@ -326,7 +324,7 @@ def _names(cells: Sequence[CellRun], shared: Shared) -> dict[str, str]:
     """By record_id: the label, and those of layout, router and layer that contenders differ in."""
     names = {}
     for record in (record for cell in cells for record in _contenders(cell)):
-        layout, router, layer = record.what.setting
+        layout, router, layer = record.implementation.setting
         name = short_label(record.implementation.label)
         name += f" @ {short_layout(layout)}" if shared[0] is None else ""
         more = [router] * (shared[1] is None) + [layer or "plain"] * (shared[2] is None)

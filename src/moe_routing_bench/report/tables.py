@@ -66,10 +66,10 @@ def ranking(cell: Cell) -> Table:
         columns["ratio"].append("1" if comparison is None else f"{comparison.ratio:.3f}")
         columns["99 % interval"].append(interval_of(record))
         columns["verdict"].append(verdict_of(record))
-        w = record.workload
-        slots = slots_of(record.what.router, T=w.T, E=w.E, K=w.K, sequences=w.sequences)
+        w = record.experiment
+        slots = slots_of(record.implementation.router, T=w.T, E=w.E, K=w.K, sequences=w.sequences)
         columns["computes"].append(slots)
-        columns["tokens/s"].append(rate(record.workload.T / timing.median))
+        columns["tokens/s"].append(rate(record.experiment.T / timing.median))
         share = record.share_of_roof
         columns["of roof"].append("" if share is None else percent_of_roof(share, work.roof_busy))
         columns["dropped"].append(f"{dropped_percent(record):.1f} %" if routing.dropped_pairs else "")
@@ -84,7 +84,7 @@ def ranking(cell: Cell) -> Table:
 def regret_table(group: Group) -> Table | None:
     """One choice for all cells of a group, best first."""
     contests = {
-        f"{cell.title} T={cell.first.workload.T} {place}": cell.contest
+        f"{cell.title} T={cell.first.experiment.T} {place}": cell.contest
         for place, cell in enumerate(group.cells)
         if cell.contest is not None and len(cell.contest.ratios) > 1
     }
@@ -171,8 +171,8 @@ def _roofs(chapter: Chapter) -> list[tuple[str, str]]:
     products: dict[str, float] = {}
     for cell in chapter.cells:
         for record in cell.passed:
-            work, dtype = record.work, record.workload.dtype
-            if work is not None and work.least_seconds and not (record.workload.store or work.roof_busy):
+            work, dtype = record.work, record.experiment.dtype
+            if work is not None and work.least_seconds and not (record.experiment.store or work.roof_busy):
                 products[dtype] = max(products.get(dtype, 0.0), work.useful_flops / work.least_seconds)
     return _products(products)
 

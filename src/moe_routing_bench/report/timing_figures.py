@@ -59,7 +59,7 @@ def stages(group: Group) -> Picture | None:
             whole = 1e3 * record.timing.median
             axes.plot([whole, whole], [place - 0.42, place + 0.42], color=INK, linewidth=1.5)
         ticks = [
-            f"{label(cell.names[record.record_id], 40)}\n{label(cell.first.workload.case, 40)}"
+            f"{label(cell.names[record.record_id], 40)}\n{label(cell.first.experiment.case, 40)}"
             for cell, record in shown
         ]
         axes.set_yticks(range(len(shown)), ticks, fontsize=8.5)
@@ -89,20 +89,20 @@ def bandwidth(group: Group) -> Picture | None:
     from matplotlib.lines import Line2D
 
     colour = colours(group.contenders)
-    choices = sorted({(cell.first.workload.E, cell.first.workload.K) for cell, _ in points})
+    choices = sorted({(cell.first.experiment.E, cell.first.experiment.K) for cell, _ in points})
     most = max(
         max(record.work.bw_2pass or 0, record.work.bw_strict or 0) for _, record in points if record.work
     )
-    elements = sorted({cell.first.workload.T * cell.first.workload.D for cell, _ in points})
+    elements = sorted({cell.first.experiment.T * cell.first.experiment.D for cell, _ in points})
     marker = {one: "osD^vP*X<>"[place % 10] for place, one in enumerate(choices)}
     with style():
         made = figure(9.5, 4.2)
         both = made.subplots(1, 2, sharey=True)
         for axes, name in zip(both, ("bw_2pass", "bw_strict"), strict=True):
             for one in choices:
-                some = [(c, r) for c, r in points if (c.first.workload.E, c.first.workload.K) == one]
+                some = [(c, r) for c, r in points if (c.first.experiment.E, c.first.experiment.K) == one]
                 axes.scatter(
-                    [c.first.workload.T * c.first.workload.D for c, _ in some],
+                    [c.first.experiment.T * c.first.experiment.D for c, _ in some],
                     [(getattr(r.work, name) or 0) / 1e9 for _, r in some],
                     c=[colour[c.names[r.record_id]] for c, r in some], marker=marker[one], s=36, alpha=0.85,
                     linewidths=0, rasterized=len(points) > MAX_MARKS,
@@ -251,7 +251,7 @@ def layouts(group: Group) -> Picture | None:
 def dropped_percent(record: Record) -> float:
     """Of the pairs of token and choice, those that no expert computed."""
     dropped = record.routing.dropped_pairs if record.routing is not None else None
-    return 100 * (dropped or 0) / max(1, record.workload.T * record.workload.K)
+    return 100 * (dropped or 0) / max(1, record.experiment.T * record.experiment.K)
 
 
 def routers(group: Group) -> Picture | None:

@@ -49,9 +49,9 @@ def winner_map(group: Group, hovers: Hovers) -> Picture | None:
     every = list(dict.fromkeys((cell.sizes, cell.routing) for cell in ordered))
     rows = {row: place for place, row in enumerate(every[:MAX_ROWS])}
     shown = [cell for cell in ordered if (cell.sizes, cell.routing) in rows]
-    tokens = sorted({cell.first.workload.T for cell in shown})
+    tokens = sorted({cell.first.experiment.T for cell in shown})
     columns = {T: place for place, T in enumerate(tokens[:MAX_COLUMNS])}
-    shown = _widest([cell for cell in shown if cell.first.workload.T in columns])
+    shown = _widest([cell for cell in shown if cell.first.experiment.T in columns])
     several = len({cell.routing for cell in shown}) > 1
     by_sizes = _row_names(shown)
     names = {
@@ -63,7 +63,7 @@ def winner_map(group: Group, hovers: Hovers) -> Picture | None:
         made = figure(9.5, 0.36 * len(rows) + 1.25)
         axes = made.add_subplot()
         for cell in shown:
-            place = columns[cell.first.workload.T], rows[cell.sizes, cell.routing]
+            place = columns[cell.first.experiment.T], rows[cell.sizes, cell.routing]
             _winner(axes, cell, place, colour, hovers)
         axes.set_xticks(range(len(columns)), [f"{T:,}" for T in columns])
         axes.set_yticks(range(len(rows)), [label(names.get(row, ""), 48) for row in rows])
@@ -89,7 +89,7 @@ def _widest(cells: Sequence[Cell]) -> list[Cell]:
     """One for each place: of cells with the same size and routing, the one that compares most."""
     at: dict[object, Cell] = {}
     for cell in cells:
-        place = cell.sizes, cell.routing, cell.first.workload.T
+        place = cell.sizes, cell.routing, cell.first.experiment.T
         if place not in at or _compared(at[place]) < _compared(cell):
             at[place] = cell
     return list(at.values())

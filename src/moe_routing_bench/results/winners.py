@@ -93,11 +93,9 @@ def contests(fields: Sequence[Contested]) -> list[Contest]:
         against[number][name] = comparison
     listed = []
     for field, winner, others in zip(fields, winners, against, strict=True):
-        workload = field.records[winner].workload
+        one = field.records[winner].experiment
         ratios = {winner: field.ratios[winner], **field.ratios}  # of equal ratios `regret` takes the first
-        listed.append(
-            Contest(T=workload.T, case=workload.case, winner=winner, ratios=ratios, against_winner=others)
-        )
+        listed.append(Contest(T=one.T, case=one.case, winner=winner, ratios=ratios, against_winner=others))
     return listed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from moe_routing_bench.core.text import one_line
 from moe_routing_bench.results import record as schema
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.record import Record, log_tail
-from moe_routing_bench.results.same_case import SIZES
 from moe_routing_bench.workloads.axes import values_of
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from moe_routing_bench.workloads.workload import SUITE_VERSION
 
 
@@ -43,7 +44,7 @@ def _record(
         comparison = schema.Comparison.of(outcome.baseline.label, one.comparison, one.comparison.aa_floor)
     group = experiment.case.partition("/")[0]
     return Record(
-        schema_version=2,
+        schema_version=3,
         record_id=session.new_record_id(),
         cell_key=outcome.identity.key,
         session=session.id,
@@ -52,21 +53,10 @@ def _record(
         created_at=now,
         harness_version=package_version(),
         harness_hash=outcome.identity.harness,
-        what=schema.What(
-            span=span.name,
-            direction=outcome.direction,
-            contract_hash=outcome.identity.contracts[one.subject],
-            included=span.included,
-            excluded=span.excluded,
-            layout=one.subject.layout,
-            router=one_line(one.subject.router, 300),
-            layer=one_line(one.subject.layer, 300),
-        ),
-        workload=schema.Workload(
-            **{name: getattr(experiment, name) for name in ("case", "scaled_from", *SIZES)},
-            model=group if group in MODELS else "",
-            **values_of(experiment, "what"),
-        ),
+        model=group if group in MODELS else "",
+        included=span.included,
+        excluded=span.excluded,
+        experiment=_experiment(experiment, one.subject),
         routing=_routing(one, outcome),
         implementation=schema.Implementation(
             label=one_line(one.label, 300),
@@ -77,14 +67,17 @@ def _record(
             deterministic=one.deterministic,
             host_sync=one_line(one.host_sync),
             runs=one_line(one.runs),
+            contract_hash=outcome.identity.contracts[one.subject],
+            layout=one.subject.layout,
+            router=one_line(one.subject.router, 300),
+            layer=one_line(one.subject.layer, 300),
         ),
         protocol=schema.Protocol(
-            **values_of(experiment, "how") | {"threads": all_threads(experiment)},
+            all_threads=all_threads(experiment),
             rounds=outcome.rounds,
             calls_per_sample=one.calls_per_sample,
             warmup_calls=WARM_SAMPLES * one.calls_per_sample,
             stop_reason=outcome.stop_reason,
-            seed=experiment.seed,
             fresh_inputs="every call",
         ),
         timing=timing,
@@ -114,16 +107,28 @@ def _record(
     )
 
 
+def _experiment(experiment: Experiment, implementation: ImplementationRef) -> schema.RecordedExperiment:
+    """The experiment with the baseline and this implementation alone."""
+    known = {name: _in_lines(value) for name, value in values_of(experiment).items()}
+    chosen = dict.fromkeys((experiment.implementations[0], implementation))
+    known["implementations"] = tuple(
+        schema.RecordedImplementation(**{name: _in_lines(value) for name, value in vars(one).items()})
+        for one in chosen
+    )
+    return schema.RecordedExperiment(**known)
+
+
+def _in_lines(value: Any) -> Any:
+    """Text as records take it: short, in one line."""
+    if isinstance(value, tuple):
+        return tuple(map(_in_lines, value))
+    return one_line(value, 300) if isinstance(value, str) else value
+
+
 def _routing(one: SubjectOutcome, outcome: CellOutcome) -> schema.Routing | None:
     if not one.load:
         return None
-    return schema.Routing(
-        suite_version=SUITE_VERSION,
-        spec=one_line(outcome.experiment.workload, 300),
-        seed=outcome.experiment.seed,
-        checksum=outcome.routing_checksum,
-        **one.load,  # type: ignore[arg-type]
-    )
+    return schema.Routing(checksum=outcome.routing_checksum, **one.load)  # type: ignore[arg-type]
 
 
 def _work(one: SubjectOutcome, outcome: CellOutcome) -> schema.Work:

@@ -40,14 +40,7 @@ SLOWDOWNS = (1, 2, 3, 5, 8)
 KERNELS = Path(__file__).parent / "power_kernels"
 # about 0.3 ms a call on a server core: a dozen calls make a sample
 CASE = Experiment(
-    case="power/512x256-e16-k2",
-    span="combine",
-    T=512,
-    D=256,
-    F=256,
-    E=16,
-    K=2,
-    dtype="float32",
+    case="power/512x256-e16-k2", span="combine", T=512, D=256, F=256, E=16, K=2, dtype="float32"
 )
 PER_SITTING = 7
 # sittings between two gates: a gate also chooses the calls in a sample, so its luck is part of the study

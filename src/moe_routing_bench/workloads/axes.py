@@ -24,7 +24,7 @@ class Axis:
     flag: its option; "" if there is none. asks: without the option, the case or the command decides.
     compare: "row" names what is compared, "agree" must agree before a comparison, "free" may differ.
     plural: what differs, in a sentence. key: it is part of the resume key. since: the first version of
-    records that has it. choices: all its values, each explained.
+    records that has it. choices: all its values, each explained. column: its name in SQL, if another.
     """
 
     help: str
@@ -36,6 +36,7 @@ class Axis:
     key: bool = True
     since: int = 1
     choices: Mapping[str, str] | None = None
+    column: str = ""
 
 
 def axis(default: Any, help: str, **facts: Any) -> Any:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from moe_routing_bench.core.names import did_you_mean
 from moe_routing_bench.core.published import MODELS, model
-from moe_routing_bench.core.shapes import MoEShape
-from moe_routing_bench.workloads import regret_cases
 from moe_routing_bench.workloads.experiment import FEWER_TOKENS, MAX_ACTIVATION_BYTES, MAX_FLOPS, Experiment
+from moe_routing_bench.workloads.regret_cases import regret
 
 # of the cases of a published model
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
@@ -74,21 +74,16 @@ def fitted(case: Experiment, *, memory_bytes: int, most_flops: float = MINUTE_FL
     return case if smaller == case else replace(smaller, case=name, scaled_from=case.case)
 
 
+def _case(name: str, span: str, T: int, D: int, F: int, E: int, K: int, **more: Any) -> Experiment:
+    return Experiment(case=name, span=span, T=T, D=D, F=F, E=E, K=K, **more)
+
+
 def seed_fused() -> list[Experiment]:
     """Expert FFN in float32, sizes of the original plan: decoding with 256 experts, small batches with 8."""
     sizes = [(T, 7168, 256, 256, 8) for T in (1, 2, 4, 8, 16, 32)]
     sizes += [(T, 8192, F, 8, 2) for F in (6144, 16384) for T in (32, 128)]
     return [
-        Experiment(
-            case=f"seed-fused/{T}x{D}x{F}",
-            span="expert_ffn",
-            T=T,
-            D=D,
-            F=F,
-            E=E,
-            K=K,
-            dtype="float32",
-        )
+        _case(f"seed-fused/{T}x{D}x{F}", "expert_ffn", T, D, F, E, K, dtype="float32")
         for T, D, F, E, K in sizes
     ]
 
@@ -106,17 +101,7 @@ def seed_qwen() -> list[Experiment]:
 def seed_pack() -> list[Experiment]:
     """Moving rows to experts and back in float16, a grid of the original plan."""
     return [
-        Experiment(
-            case=f"seed-pack/{T}x{D}-e{E}-k{K}",
-            span="pack",
-            weights=False,
-            T=T,
-            D=D,
-            F=1,
-            E=E,
-            K=K,
-            dtype="float16",
-        )
+        _case(f"seed-pack/{T}x{D}-e{E}-k{K}", "pack", T, D, 1, E, K, weights=False, dtype="float16")
         for T, D, E, K in product((8192, 16384, 32768), (2048, 4096), (32, 64, 128), (1, 2, 4))
     ]
 
@@ -124,37 +109,20 @@ def seed_pack() -> list[Experiment]:
 def seed_grid() -> list[Experiment]:
     """Padded layers, a grid of the original plan: batches, experts, widths, capacities; K and F are ours."""
     return [
-        Experiment(
-            case=f"seed-grid/{B}x{N}-e{E}-d{D}-c{factor}",
-            span="layer",
-            T=B * N,
-            D=D,
-            F=4 * D,
-            E=E,
-            K=2,
-            layout=f"padded(capacity_factor={factor})",
-            activation="gelu",
-            sequences=B,
+        _case(
+            f"seed-grid/{B}x{N}-e{E}-d{D}-c{factor}", "layer", B * N, D, 4 * D, E, 2,
+            layout=f"padded(capacity_factor={factor})", activation="gelu", sequences=B,
         )
         for (B, N), E, D, factor in product(
             ((32, 128), (64, 256), (128, 512)), (4, 8, 16), (1024, 2048), (1.0, 1.25)
         )
-    ]
+    ]  # fmt: skip
 
 
 def seed_routing() -> list[Experiment]:
     """A layer without its experts (top-k, plan, pack), a grid of the original plan."""
     return [
-        Experiment(
-            case=f"seed-routing/{T}-e{E}",
-            span="routing",
-            T=T,
-            D=4096,
-            F=1,
-            E=E,
-            K=2,
-            weights=False,
-        )
+        _case(f"seed-routing/{T}-e{E}", "routing", T, 4096, 1, E, 2, weights=False)
         for T, E in product((8192, 16384, 32768), (64, 128, 256))
     ]
 
@@ -162,38 +130,26 @@ def seed_routing() -> list[Experiment]:
 def seed_decoder() -> list[Experiment]:
     """Decoder blocks, attention included, batches and widths of the original plan; E and K are ours."""
     return [
-        Experiment(
-            case=f"seed-decoder/{B}x{N}",
-            span="block",
-            T=B * N,
-            D=2048,
-            F=4096,
-            E=8,
-            K=2,
-            heads=32,
-            sequences=B,
-        )
+        _case(f"seed-decoder/{B}x{N}", "block", B * N, 2048, 4096, 8, 2, heads=32, sequences=B)
         for B, N in product((1, 4, 8), (64, 128))
     ]
 
 
 def gpu_quick() -> list[Experiment]:
     """Every op and the layer, for a GPU: sizes of our own, which a CPU judges in seconds."""
-    scored = MoEShape(T=4096, D=1, F=1, E=128, K=8)
-    moved = MoEShape(T=4096, D=2048, F=1, E=64, K=4)
-    prefill = MoEShape(T=512, D=1024, F=512, E=32, K=4)
-    decode = MoEShape(T=8, D=2048, F=512, E=32, K=8)
+    scored, moved = (4096, 1, 1, 128, 8), (4096, 2048, 1, 64, 4)
+    prefill, decode = (512, 1024, 512, 32, 4), (8, 2048, 512, 32, 8)
     suite = [
-        Experiment(case="gpu-quick/topk", span="topk", **vars(scored), weights=False),
-        Experiment(case="gpu-quick/score_topk", span="score_topk", **vars(scored), weights=False),
-        Experiment(case="gpu-quick/make_plan", span="make_plan", **vars(moved), weights=False),
-        Experiment(case="gpu-quick/dispatch", span="dispatch", **vars(moved), weights=False),
-        Experiment(case="gpu-quick/combine", span="combine", **vars(moved), weights=False),
-        Experiment(case="gpu-quick/gemm", span="grouped_gemm", **vars(prefill)),
-        Experiment(case="gpu-quick/gemm-blocks", span="grouped_gemm", **vars(prefill), layout="block(64)"),
-        Experiment(case="gpu-quick/ffn-prefill", span="expert_ffn", **vars(prefill)),
-        Experiment(case="gpu-quick/ffn-decode", span="expert_ffn", **vars(decode)),
-        Experiment(case="gpu-quick/layer-prefill", span="layer", **vars(prefill)),
+        _case("gpu-quick/topk", "topk", *scored, weights=False),
+        _case("gpu-quick/score_topk", "score_topk", *scored, weights=False),
+        _case("gpu-quick/make_plan", "make_plan", *moved, weights=False),
+        _case("gpu-quick/dispatch", "dispatch", *moved, weights=False),
+        _case("gpu-quick/combine", "combine", *moved, weights=False),
+        _case("gpu-quick/gemm", "grouped_gemm", *prefill),
+        _case("gpu-quick/gemm-blocks", "grouped_gemm", *prefill, layout="block(64)"),
+        _case("gpu-quick/ffn-prefill", "expert_ffn", *prefill),
+        _case("gpu-quick/ffn-decode", "expert_ffn", *decode),
+        _case("gpu-quick/layer-prefill", "layer", *prefill),
     ]
     assert all(case.fits_a_laptop for case in suite)
     return suite
@@ -217,12 +173,9 @@ def model_cases(name: str, tokens: Sequence[int] = (*DECODE_TOKENS, *PREFILL_TOK
 def topk_grid() -> list[Experiment]:
     """Choosing the K largest scores, a grid of our own over tokens, experts and K."""
     return [
-        Experiment(
-            case=f"topk-grid/{T}-e{E}-k{K}", span="topk", T=T, D=1, F=1, E=E, K=K,
-            dtype="float32", weights=False,
-        )
+        _case(f"topk-grid/{T}-e{E}-k{K}", "topk", T, 1, 1, E, K, dtype="float32", weights=False)
         for T, E, K in product((512, 4096, 32768), (32, 64, 128), (1, 2, 4))
-    ]  # fmt: skip
+    ]
 
 
 def cpu_grid() -> list[Experiment]:
@@ -239,47 +192,14 @@ def cpu_grid() -> list[Experiment]:
 def layouts() -> list[Experiment]:
     """Two layers of seed-grid that a CPU decides in minutes, without a capacity of their own."""
     return [
-        Experiment(
-            case=f"layouts/4096-e{E}",
-            span="layer",
-            T=4096,
-            D=1024,
-            F=4096,
-            E=E,
-            K=2,
-            activation="gelu",
-            sequences=32,
-        )
+        _case(f"layouts/4096-e{E}", "layer", 4096, 1024, 4096, E, 2, activation="gelu", sequences=32)
         for E in (8, 16)
     ]
 
 
 def soft_moe() -> list[Experiment]:
     """Layers for Soft-MoE, whose slots are mixed from all tokens and written back to all of them."""
-    return [
-        Experiment(
-            case=f"soft-moe/{B}x256",
-            span="layer",
-            T=256 * B,
-            D=1024,
-            F=2048,
-            E=16,
-            K=2,
-            sequences=B,
-        )
-        for B in (1, 8)
-    ]
-
-
-def regret() -> list[Experiment]:
-    """Is impl="auto" the fastest that can run, Transformers' experts among them? From 1 to 4096 tokens."""
-    return [
-        Experiment(
-            case=f"regret/{one.name}", span=one.span, **vars(one.shape), dtype=one.dtype, weights=one.weights,
-            direction=one.direction, workload=one.workload, threads=one.threads,
-        )
-        for one in regret_cases.asked()
-    ]  # fmt: skip
+    return [_case(f"soft-moe/{B}x256", "layer", 256 * B, 1024, 2048, 16, 2, sequences=B) for B in (1, 8)]
 
 
 SUITES: dict[str, Callable[[], list[Experiment]]] = {

@@ -8,6 +8,7 @@ for.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass
 from functools import cached_property, partial
 
@@ -51,6 +52,9 @@ class ImplementationRef:
     ImplementationRef(name="index_select+gather_sum", layout="block(64)")        span pack: dispatch + combine
     ImplementationRef(name="native", router="switch", layer="chain(iterations=2)")   span layer
     ImplementationRef(name="native", frozen=True)    with weights packed once; tables say frozen(native)
+
+    >>> mrb.ImplementationRef(name="native", router="switch").title
+    'native | compact | switch'
     """
 
     name: str
@@ -96,22 +100,28 @@ class ImplementationRef:
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """One case under one routing, measured in one way. Its implementations are timed together, in interleaved
-    rounds; the first is the baseline the others are compared with.
+    rounds; the first is the baseline the others are compared with. mrb.bench measures it.
 
-    >>> case = mrb.Experiment(span="combine", T=16, D=32, F=16, E=4, K=2, dtype="float32", max_rounds=20)
-    >>> case.shape.num_pairs, case.threads, case.cache
-    (32, 1, 'hot')
+    >>> both = mrb.ImplementationRef(name="gather_sum"), mrb.ImplementationRef(name="index_add")
+    >>> one = mrb.Experiment(span="combine", T=16, D=32, F=16, E=4, K=2, implementations=both)
+    >>> one.shape.num_pairs, one.workload, one.threads, one.cache
+    (32, 'zipf(1.2)', 1, 'hot')
     """
 
-    span: str = axis(MISSING, "An op; or pack (dispatch and combine), routing, layer, block, parallel.")
-    direction: str = axis("forward", explained(DIRECTIONS))
-    case: str = axis("", "A name for what is measured, as suites give it.")
-    T: int = axis(MISSING, "Tokens in a call.")
-    D: int = axis(MISSING, "Width of the model.")
-    F: int = axis(MISSING, "Hidden width of an expert.")
-    E: int = axis(MISSING, "Experts of the layer.")
-    K: int = axis(MISSING, "Experts per token.")
-    W: int = axis(1, "Ranks that share the experts.")
+    span: str = axis(
+        MISSING, "An op; or pack (dispatch and combine), routing, layer, block, parallel.",
+        compare="agree", plural="spans",
+    )  # fmt: skip
+    direction: str = axis(
+        "forward", explained(DIRECTIONS), compare="agree", plural="directions", choices=DIRECTIONS
+    )
+    case: str = axis("", "A name for what is measured, as suites give it.", compare="row")
+    T: int = axis(MISSING, "Tokens in a call.", compare="row")
+    D: int = axis(MISSING, "Width of the model.", compare="row")
+    F: int = axis(MISSING, "Hidden width of an expert.", compare="row")
+    E: int = axis(MISSING, "Experts of the layer.", compare="row")
+    K: int = axis(MISSING, "Experts per token.", compare="row")
+    W: int = axis(1, "Ranks that share the experts.", compare="row")
     dtype: str = _what(
         "bfloat16", f"{', '.join(list(BYTES)[:-1])} or {list(BYTES)[-1]}.",
         flag="--dtype", asks=True, compare="agree", plural="dtypes",
@@ -129,13 +139,15 @@ class Experiment:
     )
     heads: int = _what(0, "Heads of the attention in a decoder block.", compare="row")
     sequences: int = _what(1, "Sequences in the batch.", compare="row")
-    layout: str = axis("compact", "The case's own layout, for whoever names none.")
-    weights: bool = axis(True, "Do experts' weights take part?")
-    checkpoint: str = axis("", "A saved model to take weights and router from.")
-    checkpoint_layer: int = axis(0, "Which of its layers, from 0.")
+    layout: str = axis("compact", "The layout for whoever names none.", column="case_layout", since=3)
+    weights: bool = axis(True, "Experts' weights take part.", since=3)
+    checkpoint: str = axis("", "A saved model to take weights and router from.", since=3)
+    checkpoint_layer: int = axis(0, "Which of its layers, from 0.", since=3)
     scaled_from: str = axis("", "The name of the case that this one stands in for.")
-    workload: str = axis(WORKLOAD, "How tokens choose experts; empty: by the checkpoint's own router.")
-    seed: int = axis(0, "Random seed of routing and data.")
+    workload: str = axis(
+        WORKLOAD, "How tokens choose experts; empty: by the checkpoint's own router.", compare="row", since=3
+    )
+    seed: int = axis(0, "Random seed of routing and data.", compare="row", column="routing_seed")
     device: str = _how(
         "cpu",
         "cpu, cuda (AMD's GPUs too), or pretend: a GPU's steps on the CPU. Default: cuda for gpu-quick, else "
@@ -176,36 +188,25 @@ class Experiment:
         False, "All rounds also for what is 5 times slower than the best.", flag="--all", since=3
     )
     # in the key by their code and their files (identity.py)
-    implementations: tuple[ImplementationRef, ...] = axis((), "What is timed, the baseline first.", key=False)
-    include: tuple[str, ...] = axis((), "Folders of implementations from outside.", key=False)
+    implementations: tuple[ImplementationRef, ...] = axis(
+        (), "What is timed, the baseline first.", key=False, since=3
+    )
+    include: tuple[str, ...] = axis((), "Folders of implementations from outside.", key=False, since=3)
 
     def __post_init__(self) -> None:
-        self.shape  # noqa: B018  raises if there is no such layer
-        if self.dtype not in BYTES:
-            raise ValueError(f"cases come in {', '.join(BYTES)}, not in {self.dtype!r}")
-        if self.direction not in DIRECTIONS:
-            raise ValueError(f"there is no direction {self.direction!r}; there are {', '.join(DIRECTIONS)}")
+        known: dict[str, Collection[str]] = {"dtype": BYTES, "direction": DIRECTIONS, "cache": CACHES}
+        known |= {"device": VIEWS, "view": VIEWS.get(self.device, ())}
+        for name, values in known.items():
+            if (given := getattr(self, name)) not in values:
+                raise ValueError(f"there is no {name} {given!r}; there are {', '.join(values)}")
+        if self.device != "cpu" and self.cache != "hot":
+            raise ValueError(f"cache={self.cache}: the caches of a GPU are not overwritten yet; choose hot")
+        shape = self.shape  # raises if there is no such layer
         if self.store:
             from moe_routing_bench.workloads.stored_cases import check_store
 
             where = {"span": self.span, "direction": self.direction, "checkpoint": self.checkpoint}
-            check_store(self.store, self.shape, **where)
-        self._check_device()
-        self._check_limits()
-        if len(set(self.implementations)) < len(self.implementations):
-            raise ValueError("the same implementation in the same layout is named twice")
-
-    def _check_device(self) -> None:
-        if self.cache not in CACHES:
-            raise ValueError(f"there is no cache policy {self.cache!r}; there are {', '.join(CACHES)}")
-        if self.device not in VIEWS:
-            raise ValueError(f"there is no device {self.device!r}; there are {', '.join(VIEWS)}")
-        if self.view not in (views := VIEWS[self.device]):
-            raise ValueError(f"there is no view {self.view!r} of {self.device}; there are {', '.join(views)}")
-        if self.device != "cpu" and self.cache != "hot":
-            raise ValueError(f"cache={self.cache}: the caches of a GPU are not overwritten yet; choose hot")
-
-    def _check_limits(self) -> None:
+            check_store(self.store, shape, **where)
         if not (self.threads >= 1 and self.processes >= 1 and 1 <= self.checked <= 100):
             raise ValueError("threads, processes and checked outputs must be at least 1")
         if not 8 <= self.min_rounds <= self.max_rounds <= 10_000:
@@ -217,6 +218,8 @@ class Experiment:
             raise ValueError("target is a fraction such as 0.01, and limits of time are positive seconds")
         if not 0.1 <= self.memory_gib <= 4096:
             raise ValueError(f"a memory cap of {self.memory_gib} GiB; give between 0.1 and 4096")
+        if len(set(self.implementations)) < len(self.implementations):
+            raise ValueError("the same implementation in the same layout is named twice")
 
     @cached_property
     def shape(self) -> MoEShape:
