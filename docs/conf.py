@@ -63,13 +63,11 @@ def fill_commands(app: Any, docname: str, source: list[str]) -> None:
 
 
 def helps() -> Iterator[str]:
-    from moe_routing_bench.cli import COMMANDS, app, loaded
+    from moe_routing_bench.cli import all_names, app
 
-    for name in COMMANDS:
-        inner = getattr(loaded(name), "commands", {})
-        for words in ((name,), *((name, one) for one in inner)):
-            ran = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "96"}, prog_name="mrb")
-            yield f"## mrb {' '.join(words)}\n\n```text\n{ran.stdout.strip()}\n```\n"
+    for words in all_names():
+        ran = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "96"}, prog_name="mrb")
+        yield f"## mrb {' '.join(words)}\n\n```text\n{ran.stdout.strip()}\n```\n"
 
 
 def math(writer: Any, node: Any, display: str) -> None:

@@ -312,7 +312,7 @@ def document(all_records: dict[str, Records]) -> str:
         "",
         '## How much slower is `impl="auto"` than the fastest that can run?',
         f"A regret of 1 is the fastest. `{shlex.join(TOPICS[REGRET].command('results'))}`, then",
-        "`mrb regret results`.",
+        "`mrb results regret results`.",
         "",
         *regret_table(),
         *_section("default", all_records, _default_table(all_records)),
@@ -378,7 +378,7 @@ def _cells_table(records: Records) -> list[str]:
 
 
 def regret_table(archive: Path = RECORDS / f"{REGRET}.tar.xz") -> list[str]:
-    """As `mrb regret` shows it: a regret of 1 is the fastest."""
+    """As `mrb results regret` shows it: a regret of 1 is the fastest."""
     if not archive.is_file():
         return []
     with tempfile.TemporaryDirectory() as scratch:
@@ -580,7 +580,7 @@ def stored_points(all_records: Mapping[str, Records]) -> list[Point]:
     """(tokens, format, kernel, ms, error against float32 weights) of experts in 16, 8 and 4 bits, as drawn.
 
     Times and errors of kernels are those of the records; what storing itself loses is the column `layer` of
-    `mrb formats --json > measurements/formats.json`. The two are independent, so their squares are added.
+    `mrb model formats --json > measurements/formats.json`. They are independent, so their squares are added.
     """
     losses = {row["name"]: row["layer"] for row in json.loads(LOSSES.read_text())["layer"]}
     rows = [row for topic in STORED_TOPICS for row in all_records[topic].rows]

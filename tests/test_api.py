@@ -140,7 +140,7 @@ def test_two_results_are_compared(folder: Path, tmp_path: Path) -> None:
     make_run(tmp_path / "after", {"staged": 1.0, "native": 0.8}, seed=1, environment=WITH_SOURCE)
     changes = mrb.open(folder).compare(tmp_path / "after")
     assert [one.verdict for one in changes.changes if one.implementation == "native"] == ["SLOWER"]
-    text = command("compare", folder, tmp_path / "after").stdout
+    text = command("results", "compare", folder, tmp_path / "after").stdout
     assert str(changes).split() == text.split()
     past = mrb.open(folder).history()
     assert "Series: 1" in str(past) and past.metric == "ratio"

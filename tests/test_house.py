@@ -50,7 +50,8 @@ FLOORS = [
     ["train"],
     ["studies"],
     ["report"],
-    ["cli", "api"],
+    ["api"],
+    ["cli"],
     ["__main__"],
 ]
 
@@ -94,6 +95,13 @@ def test_imports_run_downhill() -> None:
     pairs = [(module_of(path), there) for path in files for there in imports_of(path)]
     upward = [f"{here} imports {there}" for here, there in pairs if floor_of(there) > floor_of(here)]
     assert pairs and not upward, upward
+
+
+def test_the_command_line_is_a_shell_over_the_api() -> None:
+    imported = imports_of(SOURCE / "api.py")
+    assert imported and not [name for name in imported if name.partition(".")[0] in ("cli", "typer")]
+    below = [path for path in FILES if floor_of(module_of(path)) < FLOORS.index(["cli"]) and module_of(path)]
+    assert not [path for path in below if imports_of(path, of="typer")], "typer is for the command line"
 
 
 def test_there_are_no_circles() -> None:

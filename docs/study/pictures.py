@@ -1,4 +1,4 @@
-"""The figures of the study as SVG: those of `mrb report` on the committed records, and three more."""
+"""The figures of the study as SVG: those of `mrb results report` on the committed records, and three more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_routing_bench.report.finding import results_folders
 from moe_routing_bench.report.page import make_page
 from moe_routing_bench.report.reading import read
 
-# the name of a file here: what `mrb report --figures` calls it
+# the name of a file here: what `mrb results report --figures` calls it
 FROM_REPORT = {
     "winners": "winners-layer-bfloat16",
     "layouts": "layouts-layer-bfloat16-layouts-compared",

@@ -1,4 +1,6 @@
-"""How often `mrb compare` calls equal code different if runs were not interleaved; writes unpaired_runs.json.
+"""How often `mrb results compare` calls equal code different if runs were not interleaved.
+
+It writes unpaired_runs.json.
 
     python measurements/bench/unpaired_runs.py
 

@@ -9,8 +9,8 @@
 The random model has the layers of Qwen3-30B-A3B (D=2048, F=768, 8 experts a token, 32 heads of 128, 4 of them
 for keys and values), 64 experts instead of 128 and 3 layers instead of 48, in bfloat16. The vocabulary is
 8192: at 3 layers the head then has the share of the bytes of a token that it has in the original, a tenth.
-The trained model is that of `mrb formats --text`, in float32; its loss is taken through the kernels that are
-timed.
+The trained model is that of `mrb model formats --text`, in float32; its loss is taken through the timed
+kernels.
 
 Ours are frozen by plugin.freeze. In `experts`, batched_mm copies the weights of every chosen expert for every
 token, 26 GB a layer for this prompt, so it takes part in decode only, after a prefill by ours. In `formats`,

@@ -238,7 +238,7 @@ def slurm(place: Path, kills: Kills | None) -> Path:
             cluster.batch(4).wait(PATIENCE)
     parts = sorted(str(p) for p in place.glob("part-*"))
     subprocess.run(
-        [*MRB, "merge", *parts, "--out", str(place / "out")], check=True, stdout=subprocess.DEVNULL
+        [*MRB, "results", "merge", *parts, "--out", str(place / "out")], check=True, stdout=subprocess.DEVNULL
     )
     return place / "out"
 
@@ -284,7 +284,7 @@ def store_run(number: int, place: Path, server: Any) -> dict[str, Any]:
     began = time.monotonic()
     workers = [start_made_up(url, place / f"said-{n}", environment) for n in range(4)]
     kills = Counter[str]()
-    compact = [sys.executable, "-m", "moe_routing_bench", "compact", url, "--drop"]
+    compact = [sys.executable, "-m", "moe_routing_bench", "results", "compact", url, "--drop"]
     time.sleep(draw.uniform(5, 9))
     for _ in range(draw.randint(1, 3)):
         victim = draw.randrange(len(workers))

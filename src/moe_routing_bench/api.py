@@ -12,58 +12,45 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
 from moe_routing_bench.bench.budget import Budget
+from moe_routing_bench.bench.choosing import (
+    LIST,
+    MeasureOptions,
+    SizeOptions,
+    WhatOptions,
+    bench_experiments,
+    check_device,
+    group_of,
+    parameters_of,
+    sweep_experiments,
+)
+from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.bench.floor import raise_stored
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs, roofs_now
-from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.verdict import DELTA
-from moe_routing_bench.cli.checking import (
+from moe_routing_bench.conformance.outside import ROUTERS, found_outside
+from moe_routing_bench.conformance.run import (
     Row,
     TokenMap,
-    check_progress,
     never_ran,
     parse_tokens,
     run_row,
     select,
-    show_legend_of_maps,
-    show_map,
-    show_rows,
     token_map,
 )
-from moe_routing_bench.cli.choosing import (
-    BENCH_TOKENS,
-    check_device,
-    chosen_cases,
-    made_experiments,
-    on_shared_threads,
-    saving_folder,
-    suite_cases,
-)
-from moe_routing_bench.cli.compare import show_comparison
-from moe_routing_bench.cli.options import (
-    ROUTERS,
-    MeasureOptions,
-    SizeOptions,
-    WhatOptions,
-    found_outside,
-    group_of,
-    parameters_of,
-)
-from moe_routing_bench.cli.results import BEST, Displayed, Table, at_hand, show_overview, temporary_folder
-from moe_routing_bench.cli.tables import show_outcome, show_summary
-from moe_routing_bench.cli.terminal import is_wanted, say_roofs_are_measured, shown_progress
 from moe_routing_bench.core.dtypes import DTYPES
+from moe_routing_bench.core.fork_server import without_main_module
 from moe_routing_bench.core.machine import this_machine, torch_threads
-from moe_routing_bench.core.names import did_you_mean, one_of
+from moe_routing_bench.core.names import ArgumentError, did_you_mean, one_of
 from moe_routing_bench.core.paths import default_results
 from moe_routing_bench.fleet.claims import FleetPlan, plan_fleet, run_fleet
 from moe_routing_bench.fleet.engines import engine_named
@@ -73,23 +60,40 @@ from moe_routing_bench.fleet.shards import Shard
 from moe_routing_bench.fleet.store import RemoteStore
 from moe_routing_bench.fleet.sweep import SweepPlan, plan_sweep, run_sweep
 from moe_routing_bench.ops.registry import included_folders
-from moe_routing_bench.report.finding import results_folders
+from moe_routing_bench.report.check_tables import check_progress, show_legend_of_maps, show_map, show_rows
+from moe_routing_bench.report.console import Bar, bar, is_wanted, say, say_roofs_are_measured, shown_progress
+from moe_routing_bench.report.finding import at_hand, results_folders
+from moe_routing_bench.report.outcome_tables import show_outcome, show_summary
+from moe_routing_bench.report.overview import BEST, Displayed, Table, read_overview
 from moe_routing_bench.report.reading import read
+from moe_routing_bench.report.result_tables import (
+    show_comparison,
+    show_history,
+    show_runs,
+    show_step,
+    show_study,
+)
 from moe_routing_bench.results.compare import RunComparison, compare_runs
-from moe_routing_bench.results.folder import Selection, copy_selected, iterate
+from moe_routing_bench.results.folder import Selection, copy_selected, iterate, temporary_folder
 from moe_routing_bench.results.history import History, history
 from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import Part, Record
 from moe_routing_bench.results.remeasure import experiment_of, measurable
+from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.routers.router import without_included
+from moe_routing_bench.train.loop import Event, Stepped
+from moe_routing_bench.train.model import Decoder
+from moe_routing_bench.train.pareto import Pareto, pareto
+from moe_routing_bench.train.records import execute, load_model, run_folder
+from moe_routing_bench.train.settings import Rule, Run, Size
+from moe_routing_bench.train.study import StudyRun
+from moe_routing_bench.train.study_rules import RATES, rule_named, studies
+from moe_routing_bench.train.text import read_texts, synthetic
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 __all__ = ["Experiment", "ImplementationRef"]  # public names from elsewhere (__init__.py)
-
-if TYPE_CHECKING:
-    from moe_routing_bench.cli.train import Trainings
 
 PathLike: TypeAlias = str | os.PathLike[str]
 OnOutcome: TypeAlias = Callable[[CellOutcome], None]
@@ -111,8 +115,6 @@ class Past(Displayed, History):
     """A metric over commits, with the commits at which it steps."""
 
     def _show(self) -> None:
-        from moe_routing_bench.cli.history import show_history  # it draws, which others do not wait for
-
         show_history(self)
 
 
@@ -225,7 +227,7 @@ class Results(Displayed):
 
         with results_folders([self.folder]) as found:
             material = read([replace(one, name=self.place) for one in found])
-            return make_page(material, f"mrb report {self.place}").write(Path(path))
+            return make_page(material, f"mrb results report {self.place}").write(Path(path))
 
     def export(self, path: PathLike) -> int:
         """Write all records into one .parquet or .csv file, a row each; how many."""
@@ -237,7 +239,7 @@ class Results(Displayed):
 
     def _show(self) -> None:
         if not self.outcomes:
-            show_overview(self.folder)
+            read_overview(self.folder, {}, LeftOut()).show()
         for outcome in self.outcomes:
             show_outcome(outcome, roofs=self._roofs)
         if len(self.outcomes) > 1:
@@ -303,30 +305,12 @@ def options_of(implementations: Sequence[str] | str | None, axes: dict[str, Any]
 
 
 def _takes_list(hint: Any) -> bool:
-    return any(getattr(about, "metavar", None) == "LIST" for about in getattr(hint, "__metadata__", ()))
+    return any(getattr(about, "metavar", None) == LIST for about in getattr(hint, "__metadata__", ()))
 
 
 def _plain(value: Any) -> Any:
     """torch.bfloat16 is "bfloat16"."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-
-
-def bench_experiments(
-    span: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions
-) -> list[Experiment]:
-    how = measure.settled(sizes.case or "", adapt=True)
-    experiments = made_experiments(chosen_cases(span_named(span), sizes, what, BENCH_TOKENS), what, how)
-    check_device(how["device"])
-    return experiments if measure.threads else on_shared_threads(experiments)
-
-
-def sweep_experiments(
-    suite: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions
-) -> list[Experiment]:
-    cases, how = suite_cases(suite, sizes, what), measure.settled(suite)
-    if measure.threads is not None:
-        return made_experiments(cases, what, how)
-    return on_shared_threads(made_experiments(cases, what, how, own_threads=True))
 
 
 def _chosen(
@@ -376,6 +360,30 @@ def measure(
             folder, selection=selection, experiments=experiments, outcomes=outcomes, roofs=roofs,
             keeps=stack.pop_all(),
         )  # fmt: skip
+
+
+def saving_folder(out: Path | None, *, save: bool) -> Path | None:
+    """Where results go: `out` if it is given, else the default folder; None if they are not kept."""
+    if out is not None:
+        if not save:
+            raise ArgumentError(
+                "{out} names a folder to save in, and {save} saves nothing; leave out one of them",
+                "out",
+                "save",
+            )
+        return out
+    if not save:
+        return None
+    folder = default_results()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        say(f"results are not saved: {folder} cannot be made ({error.strerror}); name another folder")
+        return None
+    if not os.access(folder, os.W_OK):
+        say(f"results are not saved: {folder} cannot be written; name another folder")
+        return None
+    return folder
 
 
 def roofs_here(experiments: Sequence[Experiment], progress: bool | None = None) -> Roofs | None:
@@ -431,12 +439,17 @@ class PlannedSweep:
         if shard:
             experiments = list(Shard.parse(shard, os.environ).part(experiments))
         if claim and engine != "local":
-            raise ValueError(
-                f"--claim is for machines that work alone; the engine {engine} gives out cells itself"
+            raise ArgumentError(
+                f"{{claim}} is for machines that work alone; the engine {engine} gives out the work itself",
+                "claim",
             )
         executor = engine_named(engine)
         if claim and url is None:
-            raise ValueError(f"--claim needs a store that others reach too, as --out file://{out.absolute()}")
+            raise ArgumentError(
+                f"{{claim}} needs a store that others reach too, as {{out}} file://{out.absolute()}",
+                "claim",
+                "out",
+            )
         plan = SweepPlan(todo=tuple(experiments), done=0, failed=0)
         if url is not None:
             store = RemoteStore(out, make=not dry_run)
@@ -613,6 +626,33 @@ def check(
         return report.run(progress) if tokens is None else report.run_maps()
 
 
+class Trainings(Displayed):
+    """Finished training runs, one for each rule and seed; `folder` keeps them."""
+
+    def __init__(self, runs: Sequence[Training], folder: Path, keeps: ExitStack):
+        self.runs, self.folder = list(runs), folder
+        weakref.finalize(self, keeps.close)
+
+    def pareto(self) -> Pareto:
+        """What each rule of a study reached and what it cost."""
+        return pareto(self.folder)
+
+    def model(self, rule: str, seed: int = 0) -> Decoder:
+        """The trained model of a rule."""
+        named = {one.rule: one for one in self.runs if one.seed == seed}
+        home = run_folder(self.folder, named[one_of("rule", rule, named)].key)
+        with torch.random.fork_rng(devices=()):  # a new model draws weights
+            return load_model(home)
+
+    def to_pandas(self) -> Any:
+        documents = [one.model_dump(mode="json") for one in self.runs]
+        rows = [tuple(document.values()) for document in documents]
+        return Table(list(documents[0]) if documents else [], rows).to_pandas()
+
+    def _show(self) -> None:
+        show_runs(self.runs)
+
+
 def train(
     routers: str | Sequence[str] = "softmax_topk", *, study: str = "", text: Sequence[PathLike] = (),
     out: PathLike | None = None, steps: int = 600, seeds: int = 1, progress: bool | None = None,
@@ -631,9 +671,37 @@ def train(
     >>> [run.rule for run in trained.runs]
     ['switch', 'softmax_topk']
     """
-    from moe_routing_bench.cli.train import trained  # it draws, which the others do not wait for
+    quiet = not is_wanted(progress)
+    of_run = {one.name for one in fields(Run)} - {"rule", "size", "steps", "sources", "begin", "corpus"}
+    known = [*of_run, *(one.name for one in fields(Size))]
+    if unknown := next((name for name in settings if name not in known), None):
+        hint = did_you_mean(unknown, known)
+        raise TypeError(f"train has no setting {unknown!r}; {hint}there are {', '.join(sorted(known))}")
+    corpus = read_texts([Path(one) for one in text]) if text else synthetic()
+    size = studies()[study].size if study in studies() else Size()
+    size = replace(size, **{name: settings.pop(name) for name in list(settings) if name not in of_run})
+    warmup = {"warmup": min(40, max(1, steps // 5))}
+    like = Run(
+        rule=Rule(name="like"), size=size, steps=steps, **{**warmup, **settings}, corpus=corpus.hash[:16]
+    )
+    with ExitStack() as stack, torch_threads(torch.get_num_threads()), torch.random.fork_rng(devices=()):
+        folder = temporary_folder(stack) if out is None else Path(out)
+        if study:
+            rates = (like.learning_rate,) if "learning_rate" in settings else RATES
+            work = StudyRun(study, corpus, folder, like=like, seeds=seeds, jobs=core_count(), rates=rates)
+            with bar(f"study {study}", quiet=quiet) as shown, without_main_module():
+                work.run(partial(show_study, shown))
+            return Trainings(read_trainings(folder), folder, stack.pop_all())
+        runs = []
+        for router, seed in product(
+            [routers] if isinstance(routers, str) else routers, range(like.seed, like.seed + seeds)
+        ):
+            run = replace(like, rule=rule_named(router, size), seed=seed)
+            with bar(run.rule.name, quiet=quiet) as shown:
 
-    return trained(
-        routers, study, text=[Path(one) for one in text], out=None if out is None else Path(out),
-        steps=steps, seeds=seeds, quiet=not is_wanted(progress), settings=settings,
-    )  # fmt: skip
+                def on_event(event: Event, run: Run = run, shown: Bar = shown) -> None:
+                    if isinstance(event, Stepped):
+                        show_step(shown, run, event)
+
+                runs.append(execute(run, corpus, folder, on_event=on_event))
+        return Trainings(runs, folder, stack.pop_all())

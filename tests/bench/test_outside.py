@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_routing_bench.bench.fork_server import PRELOAD, fork_server, server_pid, without_main_module
 from moe_routing_bench.bench.hosts import sandbox
 from moe_routing_bench.bench.hosts.freezing import GoneError, Strangers, cpu_seconds, freeze, thaw
 from moe_routing_bench.bench.hosts.memory import SharedMemory, places_for, read_memory, with_tensors
@@ -25,6 +24,7 @@ from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.untrusted import read_file, receive
+from moe_routing_bench.core.fork_server import PRELOAD, fork_server, server_pid, without_main_module
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef

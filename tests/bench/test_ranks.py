@@ -20,6 +20,7 @@ from command_line import mrb, mrb_json, refused
 from moe_routing_bench.bench import measure as measure_file
 from moe_routing_bench.bench import setup as setup_file
 from moe_routing_bench.bench import trial as trial_file
+from moe_routing_bench.bench.choosing import on_shared_threads
 from moe_routing_bench.bench.clock import CacheFlusher
 from moe_routing_bench.bench.hosts import rank_worker, shared_worker
 from moe_routing_bench.bench.hosts.children import Child
@@ -30,7 +31,6 @@ from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.spans.parallel import STAGES, placement_of, span
 from moe_routing_bench.bench.spans.span import all_threads
 from moe_routing_bench.bench.status import Status, SubjectError
-from moe_routing_bench.cli.choosing import on_shared_threads
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.fleet.ray_engine import _cpus
 from moe_routing_bench.parallel.ranks import Ranks
@@ -244,6 +244,6 @@ def test_the_command_writes_records(tmp_path: Path) -> None:
     few = ("--min-rounds", 8, "--rounds", 8, "--seconds", 600, "--impl", "all_to_all+all_to_all")
     mrb("bench", "parallel", "--ranks", "2", *sizes, *few, "--out", tmp_path)
     query = "select W, span, wire_bytes, least_wire_bytes, status from records where role = 'baseline'"
-    (row,) = mrb_json("results", query, "--folder", tmp_path)["rows"]
+    (row,) = mrb_json("results", "query", query, "--folder", tmp_path)["rows"]
     assert row[:2] == [2, "parallel"] and row[4] == "PASSED" and row[2] >= row[3] > 0
     assert "--ranks" in refused("bench", "parallel", "--ranks", "two", *sizes)

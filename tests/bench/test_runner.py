@@ -11,9 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_routing_bench.bench import fork_server, kit, measure
+from moe_routing_bench.bench import kit, measure
 from moe_routing_bench.bench.floor import TOLERANCE, floor_seconds, raise_stored, too_fast
-from moe_routing_bench.bench.fork_server import server_harm, server_pid
 from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.bench.hosts.children import Child
 from moe_routing_bench.bench.hosts.messages import Described
@@ -26,13 +25,14 @@ from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.bench.trial import _checks
 from moe_routing_bench.bench.verdict import compare
-from moe_routing_bench.cli.tables import show_outcome
 from moe_routing_bench.conformance.check import Outcome
-from moe_routing_bench.core import cpp
+from moe_routing_bench.core import cpp, fork_server
 from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.fork_server import server_harm, server_pid
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.registry import BUILT_IN
+from moe_routing_bench.report.outcome_tables import show_outcome
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from sample_outcomes import an_outcome
 

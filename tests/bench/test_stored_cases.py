@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_routing_bench.bench.calls import Result
+from moe_routing_bench.bench.choosing import SizeOptions, WhatOptions, chosen_cases, chosen_implementations
 from moe_routing_bench.bench.floor import floor_seconds, raise_stored, roof_seconds
 from moe_routing_bench.bench.hosts.secret_inputs import SecretInputs, use_weights, weights_of
 from moe_routing_bench.bench.inputs import Inputs
@@ -19,8 +20,6 @@ from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.roofs import Roofs, store_roofs, stored_roofs
 from moe_routing_bench.bench.spans.span import span_named, why_not_stored
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.cli.choosing import chosen_cases, chosen_implementations
-from moe_routing_bench.cli.options import SizeOptions, WhatOptions
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.experts import ExpertWeights
 from moe_routing_bench.core.machine import this_machine

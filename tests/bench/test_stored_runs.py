@@ -49,9 +49,11 @@ def test_stored_weights_from_the_command_to_the_overview(tmp_path: Path) -> None
         assert "--store int4_g32" in record.repro
     overview = mrb("results", "--folder", out).stdout
     assert "error" in overview and "-int4_g32" in overview
-    rows = mrb_json("results", "SELECT DISTINCT store, error > 0 FROM records", "--folder", out)["rows"]
+    rows = mrb_json("results", "query", "SELECT DISTINCT store, error > 0 FROM records", "--folder", out)[
+        "rows"
+    ]
     assert rows == [["int4_g32", True]]
-    assert "int4_g32" in refused("decide", out)
+    assert "int4_g32" in refused("tune", "decide", out)
 
 
 def test_what_cannot_be_measured_says_so_and_what_to_do() -> None:

@@ -10,13 +10,19 @@ import pytest
 import typer
 
 from command_line import mrb, mrb_json, refused
+from moe_routing_bench.bench.choosing import (
+    SizeOptions,
+    WhatOptions,
+    chosen_cases,
+    chosen_implementations,
+    fitted_once,
+)
 from moe_routing_bench.bench.runner import Progress
 from moe_routing_bench.bench.spans.span import span_named
-from moe_routing_bench.cli.choosing import chosen_cases, chosen_implementations, end, fitted_once
-from moe_routing_bench.cli.options import SizeOptions, WhatOptions
-from moe_routing_bench.cli.terminal import bar, shown_progress, spinner
+from moe_routing_bench.cli.bench import end
 from moe_routing_bench.core.names import split_words
 from moe_routing_bench.fleet.executor import LocalExecutor
+from moe_routing_bench.report.console import bar, shown_progress, spinner
 from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.results.query import run_query
 from moe_routing_bench.workloads.cases import cases

@@ -1,4 +1,4 @@
-"""mrb profile block and mrb bench block: what they measure and show."""
+"""mrb model profile and mrb bench block: what they measure and show."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def arguments(subject: ImplementationRef, inputs: Inputs, number: int = 0) -> An
 def test_profile_shows_a_table_each_the_shares_and_who_is_right(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     files = ["--chrome", tmp_path / "t.json", "--picture", tmp_path / "p.png", "--out", tmp_path / "kept"]
-    text = mrb("profile", "block", *SIZES, *QUICK, "--calls", 2, "--rows", 30, *files).stdout
+    text = mrb("model", "profile", *SIZES, *QUICK, "--calls", 2, "--rows", 30, *files).stdout
     assert "T=24 D=32 F=16 E=4 K=2, float32, zipf(1.2)" in text
     for name in ("transformers(eager)", "transformers(grouped_mm)", "hand-ordered"):
         assert f"{name}: 2 calls" in text
@@ -56,7 +56,7 @@ def test_profile_shows_a_table_each_the_shares_and_who_is_right(tmp_path: Path) 
 
 def test_profile_in_json_and_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--impl", "hand-ordered,staged", "--calls", 2]
-    (experiment,) = mrb_json("profile", "block", *SIZES, *QUICK, *words)
+    (experiment,) = mrb_json("model", "profile", *SIZES, *QUICK, *words)
     hand, staged, twin = experiment["implementations"]
     assert hand["median_seconds"] > 0 and hand["comparison"] is None and staged["comparison"] is not None
     assert staged["max_error"] <= staged["max_bound"] and twin["role"] == "twin"
@@ -71,14 +71,14 @@ def test_profile_in_json_and_without_transformers(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["profile", "block", "seed-nothing"], "case 'seed-nothing'"),
-        (["profile", "block", *SIZES, "--impl", "theirs"], "implementation 'theirs'"),
-        (["profile", "block", *SIZES, "--picture", "x.txt"], ".png"),
-        (["profile", "block", *SIZES, "--chrome", "x.txt"], ".json"),
-        (["profile", "block", *SIZES, "--workload", "zipff"], "no workload"),
-        (["profile", "block", *SIZES, "--nvtx"], "no NVTX"),
-        (["profile", "block", *SIZES, "--device", "cuda"], "no cuda"),
-        (["profile", "block", "seed-qwen", "--picture", "x.png"], "3 cases"),
+        (["model", "profile", "seed-nothing"], "case 'seed-nothing'"),
+        (["model", "profile", *SIZES, "--impl", "theirs"], "implementation 'theirs'"),
+        (["model", "profile", *SIZES, "--picture", "x.txt"], ".png"),
+        (["model", "profile", *SIZES, "--chrome", "x.txt"], ".json"),
+        (["model", "profile", *SIZES, "--workload", "zipff"], "no workload"),
+        (["model", "profile", *SIZES, "--nvtx"], "no NVTX"),
+        (["model", "profile", *SIZES, "--device", "cuda"], "no cuda"),
+        (["model", "profile", "seed-qwen", "--picture", "x.png"], "3 cases"),
         (["bench", "block", "--model", "deepseek-v3"], "latent attention"),
         (["bench", "block", *SIZES, "--impl", "theirs"], "cannot read 'theirs'"),
         (["bench", "block", *SIZES, "--impl", "ours(speed=1)"], "option speed"),

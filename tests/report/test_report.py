@@ -49,7 +49,7 @@ def material_of(*paths: Path) -> Material:
 
 
 def html_of(*paths: Path) -> str:
-    return render(make_page(material_of(*paths), "mrb report x"))
+    return render(make_page(material_of(*paths), "mrb results report x"))
 
 
 class Elements(HTMLParser):
@@ -77,7 +77,7 @@ class Elements(HTMLParser):
 
 def test_the_records_of_this_project_make_a_page(tmp_path: Path) -> None:
     timed = [MEASUREMENTS / "records" / f"{topic}.tar.xz" for topic in ("layouts", "pack", "training")]
-    made = mrb("report", *timed, MEASUREMENTS / "training" / "chain", "-o", tmp_path / "r.html")
+    made = mrb("results", "report", *timed, MEASUREMENTS / "training" / "chain", "-o", tmp_path / "r.html")
     assert "137 records" in made.stdout
     html = (tmp_path / "r.html").read_text()
     for title in (
@@ -97,7 +97,7 @@ def test_the_records_of_this_project_make_a_page(tmp_path: Path) -> None:
 def test_figures_and_markdown_without_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     soft = MEASUREMENTS / "records" / "soft.tar.xz"
-    found = mrb("report", soft, "--markdown", "--figures", "figures")
+    found = mrb("results", "report", soft, "--markdown", "--figures", "figures")
     assert "| case | fastest |" in found.stdout and "3 figures" in found.stderr
     files = sorted(path.name for path in (tmp_path / "figures").iterdir())
     assert len(files) == 9 and {Path(name).suffix for name in files} == {".svg", ".pdf", ".png"}
@@ -264,7 +264,7 @@ def test_an_archive_cannot_write_elsewhere(tmp_path: Path) -> None:
 def test_a_path_without_results_is_said(tmp_path: Path, given: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "no-archive.tar").write_bytes(b"not an archive")
-    ran = mrb("report", tmp_path / given, "-o", tmp_path / "r.html", code=2)
+    ran = mrb("results", "report", tmp_path / given, "-o", tmp_path / "r.html", code=2)
     assert len(ran.stderr.strip().splitlines()) == 1 and given in ran.stderr
     assert not (tmp_path / "r.html").exists()
 
@@ -313,14 +313,22 @@ def test_a_hundred_thousand_records_have_exact_tables(tmp_path: Path) -> None:
     rows: dict[str, Any] = {row[0]: row for row in table.rows}
     worst = max(losses["hf"])
     assert rows["hf"][3] == f"{100 * worst:.1f} %"
-    html = render(make_page(material, "mrb report r"))
+    html = render(make_page(material, "mrb results report r"))
     assert len(html.encode()) < 10_000_000 and "cells are not listed here" in html
 
 
 def test_plotly_shows_hostile_names_as_text(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     make_run(tmp_path / "r", {name: 1.0 + place for place, name in enumerate(HOSTILE[:3])})
-    mrb("report", tmp_path / "r", "-o", tmp_path / "page.html", "--plotly", tmp_path / "explore.html")
+    mrb(
+        "results",
+        "report",
+        tmp_path / "r",
+        "-o",
+        tmp_path / "page.html",
+        "--plotly",
+        tmp_path / "explore.html",
+    )
     text = (tmp_path / "explore.html").read_text()
     assert "Plotly.newPlot" in text and "src=" not in text.partition("Plotly.newPlot")[2]
     assert not [name for name in HOSTILE[:3] if name in text]
@@ -332,5 +340,5 @@ def test_without_plotly_a_sentence_says_what_to_install(
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     make_run(tmp_path / "r", {"staged": 1.0, "native": 0.5})
     page = tmp_path / "page.html"
-    ran = mrb("report", tmp_path / "r", "-o", page, "--plotly", tmp_path / "explore.html", code=2)
+    ran = mrb("results", "report", tmp_path / "r", "-o", page, "--plotly", tmp_path / "explore.html", code=2)
     assert "[interactive]" in ran.stderr and not (tmp_path / "explore.html").exists()

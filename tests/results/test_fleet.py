@@ -80,7 +80,7 @@ def test_cells_that_failed_are_repeated_when_asked_and_the_later_result_counts(u
     assert swept(url, cells, retry_failed=True) == [cells[1].title]
     assert swept(url, cells, retry_failed=True) == []
     assert cells_of(mirror(url).folder)[key_of(cells[1])] == 2
-    rows = mrb_json("results", "SELECT status FROM latest", "--folder", url)["rows"]
+    rows = mrb_json("results", "query", "SELECT status FROM latest", "--folder", url)["rows"]
     assert rows == [["PASSED"]] * 4
 
 
@@ -245,7 +245,7 @@ def test_compaction_twice_beside_writers_and_with_parts_deleted_loses_nothing(ur
     assert len(objects_in(url, "parts")) == 2 and len(objects_in(url, "packs")) == 2
     before = contents(mirror(url).folder)
     assert len(before) == 12
-    assert "2 parts deleted" in mrb("compact", url, "--drop").stdout
+    assert "2 parts deleted" in mrb("results", "compact", url, "--drop").stdout
     monkeypatch.setenv("MRB_HOME", str(tmp_path / "another"))
     again = mirror(url)
     assert contents(again.folder) == before and not again.sentences
@@ -283,13 +283,18 @@ def test_the_commands_read_urls(url, tmp_path, monkeypatch):
     swept(url, made_cells(3))
     swept(url.replace("store", "other"), made_cells(3))
     monkeypatch.chdir(tmp_path)
-    assert mrb_json("results", "SELECT count(*) FROM records", "--folder", url)["rows"] == [[6]]
-    assert len(mrb_json("compare", url, url.replace("store", "other"))["changes"]) > 0
-    mrb("decide", url)
+    assert mrb_json("results", "query", "SELECT count(*) FROM records", "--folder", url)["rows"] == [[6]]
+    assert len(mrb_json("results", "compare", url, url.replace("store", "other"))["changes"]) > 0
+    mrb("tune", "decide", url)
     assert (tmp_path / "decisions.json").exists()
-    assert "native" in mrb("report", url, "--markdown").stdout
-    assert mrb_json("merge", url, url.replace("store", "other"), "--out", tmp_path / "merged")["cells"] == 3
-    mrb("export", url, "--csv", tmp_path / "a.csv")
+    assert "native" in mrb("results", "report", url, "--markdown").stdout
+    assert (
+        mrb_json("results", "merge", url, url.replace("store", "other"), "--out", tmp_path / "merged")[
+            "cells"
+        ]
+        == 3
+    )
+    mrb("results", "export", url, "--csv", tmp_path / "a.csv")
 
 
 def test_mistakes_with_urls_get_a_sentence(url, tmp_path, monkeypatch):

@@ -157,6 +157,6 @@ def test_a_report_on_a_full_disk_says_so_and_leaves_nothing(
             FULL_DEVICE if ".html" in self.name and "w" in mode else self, mode, *more, **named
         ),
     )  # fmt: skip
-    sentence = refused("report", tmp_path / "results", "-o", tmp_path / "r.html")
+    sentence = refused("results", "report", tmp_path / "results", "-o", tmp_path / "r.html")
     assert "the disk is full" in sentence and "r.html" in sentence and "read" not in sentence
     assert [path.name for path in tmp_path.iterdir()] == ["results"]

@@ -63,14 +63,14 @@ def test_the_newest_run_of_a_case_counts(tmp_path: Path) -> None:
 
 
 def test_the_command_says_the_same(folder: Path, tmp_path: Path) -> None:
-    document = json.loads(CliRunner().invoke(app, ["regret", str(folder), "--json"]).stdout)
+    document = json.loads(CliRunner().invoke(app, ["results", "regret", str(folder), "--json"]).stdout)
     assert [one["cells"] for one in document["groups"]][-1] == 5
     assert {"picked", "fastest", "regret", "shown", "over_transformers"} <= document["cells"][0].keys()
-    text = CliRunner().invoke(app, ["regret", str(folder)]).stdout
+    text = CliRunner().invoke(app, ["results", "regret", str(folder)]).stdout
     assert "regret/b" in text and "without a regret: regret/d" in text
     with Session.start(tmp_path / "other") as session:
         add_cell(session, {"native": 1.0, "staged": 0.1})
-    refused = CliRunner().invoke(app, ["regret", str(tmp_path / "other")])
+    refused = CliRunner().invoke(app, ["results", "regret", str(tmp_path / "other")])
     assert refused.exit_code == 2 and "mrb sweep regret" in refused.stderr
 
 

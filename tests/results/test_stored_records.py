@@ -39,7 +39,7 @@ def test_another_format_is_another_question(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="b is int8; add --allow"):
         compare_runs(plain, int8)
     assert compare_runs(int8, folder_with(tmp_path / "again", "int8"))
-    assert "store" in WHERE  # a series of mrb history has one format
+    assert "store" in WHERE  # a series of mrb results history has one format
 
 
 def test_formats_are_groups_of_their_own_and_decide_nothing(tmp_path: Path) -> None:

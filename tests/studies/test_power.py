@@ -228,7 +228,7 @@ def fake_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fake_rounds")
 def test_the_command_shows_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_routing_bench.cli.terminal.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("moe_routing_bench.report.console.LINE_SECONDS", 0.0)
     out = tmp_path / "power.png"
     words = ("doctor", "--power", "--trials", "4", "--out", out)
     ran = mrb(*words)

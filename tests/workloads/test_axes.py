@@ -67,7 +67,7 @@ def test_an_axis_is_added_by_editing_one_file(tmp_path: Path) -> None:
     assert record["experiment"]["fog"] == 3 and "--fog 3" in record["repro"]
     select = "SELECT DISTINCT fog, cell_key, contains(repro, '--fog') FROM records ORDER BY fog"
     (clear, clear_key, said), (thick, thick_key, said_thick) = json.loads(
-        mrb("results", select, "--folder", folder, "--json")
+        mrb("results", "query", select, "--folder", folder, "--json")
     )["rows"]
     assert (clear, thick, said, said_thick) == (0, 3, False, True) and clear_key != thick_key
     overview = mrb("results", "--folder", folder)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 
-from moe_routing_bench.bench.fork_server import server_harm
 from moe_routing_bench.bench.hosts.host import Host, Reading, Turn
 from moe_routing_bench.bench.hosts.isolated import IsolatedHost, Isolation
 from moe_routing_bench.bench.hosts.shared import SharedHost
@@ -24,6 +23,7 @@ from moe_routing_bench.bench.series import Measured, Samples, Series, fewest_rou
 from moe_routing_bench.bench.setup import GATE_CALLS, Numbers, Setup
 from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.bench.verdict import MIN_ROUNDS, compare, stop_reason
+from moe_routing_bench.core.fork_server import server_harm
 from moe_routing_bench.workloads.experiment import ImplementationRef
 
 WARM_SAMPLES = 2

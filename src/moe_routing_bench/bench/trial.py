@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from moe_routing_bench.bench.fork_server import server_harm
 from moe_routing_bench.bench.hosts.children import Child
 from moe_routing_bench.bench.hosts.messages import Calibrated, Called, Described, KitRun, Loaded
 from moe_routing_bench.bench.hosts.shared import Reuse, SharedHost, audit, check_call, check_threads
@@ -25,6 +24,7 @@ from moe_routing_bench.bench.setup import GATE_CALLS, PATIENCE, Numbers, Setup, 
 from moe_routing_bench.bench.spans.span import ranked, span_named
 from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.bench.untrusted import read_file
+from moe_routing_bench.core.fork_server import server_harm
 from moe_routing_bench.workloads.experiment import LONG_CALL, ImplementationRef
 
 

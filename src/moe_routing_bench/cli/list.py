@@ -14,9 +14,16 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from moe_routing_bench.bench.choosing import (
+    MeasureOptions,
+    SizeOptions,
+    WhatOptions,
+    made_experiments,
+    suite_cases,
+)
 from moe_routing_bench.bench.estimate import estimate
-from moe_routing_bench.cli.choosing import made_experiments, suite_cases
-from moe_routing_bench.cli.describing import (
+from moe_routing_bench.cli.options import IncludePath, Json, pick, show_json, user_mistakes
+from moe_routing_bench.conformance.describe import (
     ROUTER_SIZES,
     ImplementationRow,
     OpRow,
@@ -26,22 +33,13 @@ from moe_routing_bench.cli.describing import (
     describe_router,
     described,
 )
-from moe_routing_bench.cli.options import (
-    ROUTERS,
-    IncludePath,
-    MeasureOptions,
-    Outside,
-    SizeOptions,
-    WhatOptions,
-    found_outside,
-    routers_found,
-)
-from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, two_columns, user_mistakes
+from moe_routing_bench.conformance.outside import ROUTERS, Outside, found_outside
 from moe_routing_bench.core.names import base_name
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
+from moe_routing_bench.report.console import heading, show, two_columns
 from moe_routing_bench.results.folder import measured_cases
-from moe_routing_bench.routers.router import GROUPS
+from moe_routing_bench.routers.router import GROUPS, all_routers
 from moe_routing_bench.workloads.axes import values_of
 from moe_routing_bench.workloads.cases import SUITES, cases, scaled
 from moe_routing_bench.workloads.experiment import Experiment
@@ -126,7 +124,7 @@ def list_command(
     if "ops" in kinds:
         document["ops"] = _ops(outside)
     if "routers" in kinds:
-        document["routers"] = {name: describe_router(rule) for name, rule in routers_found().items()}
+        document["routers"] = {name: describe_router(rule) for name, rule in all_routers().items()}
         document["routers"] |= {
             file.name: described(file, outside, RouterRow) for file in outside.of(ROUTERS)
         }

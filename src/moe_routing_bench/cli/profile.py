@@ -1,4 +1,4 @@
-"""mrb profile: where the time of a MoE block goes, beside Transformers' block and a hand-ordered path."""
+"""mrb model profile: where the time of a MoE block goes, beside Transformers' and a hand-ordered path."""
 
 from __future__ import annotations
 
@@ -13,36 +13,33 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from moe_routing_bench.bench.choosing import (
+    MeasureOptions,
+    SizeOptions,
+    WhatOptions,
+    chosen_cases,
+    made_experiments,
+)
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
 from moe_routing_bench.bench.spans.span import span_named
-from moe_routing_bench.cli.bench import measured
-from moe_routing_bench.cli.choosing import chosen_cases, end, made_experiments
-from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, include_all, with_options
-from moe_routing_bench.cli.tables import outcome_document, show_outcome
-from moe_routing_bench.cli.terminal import Json, fail, fitted, heading, show, show_json, user_mistakes
+from moe_routing_bench.cli.bench import end, measured
+from moe_routing_bench.cli.options import Json, fail, include_all, show_json, user_mistakes, with_options
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.report.block_pictures import draw_shares
+from moe_routing_bench.report.console import fitted, heading, show
+from moe_routing_bench.report.outcome_tables import outcome_document, show_outcome
 from moe_routing_bench.report.pictures import check_picture_path
 from moe_routing_bench.studies.profiles import SHARES, SUBJECTS, Profile, profile, profiled
 from moe_routing_bench.workloads.experiment import Experiment
 
 CASE = "seed-qwen/e64"
-profile_app = typer.Typer(
-    no_args_is_help=True, help="Where the time of a MoE block goes, operation by operation."
-)
 
 
-@profile_app.callback()
-def _top() -> None:
-    """Where the time of a MoE block goes, operation by operation."""
-
-
-@profile_app.command("block")
 @with_options
-def profile_block_command(
+def profile_command(
     sizes: SizeOptions,
     what: WhatOptions,
     measure: MeasureOptions,
@@ -64,9 +61,9 @@ def profile_block_command(
 
     \b
     Examples:
-      mrb profile block                        128 tokens through a Qwen MoE block
-      mrb profile block seed-qwen --full --dtype float32
-      mrb profile block olmoe-1b-7b --tokens 512 --chrome t.json --picture t.png
+      mrb model profile                        128 tokens through a Qwen MoE block
+      mrb model profile seed-qwen --full --dtype float32
+      mrb model profile olmoe-1b-7b --tokens 512 --chrome t.json --picture t.png
 
     --impl takes transformers(eager|grouped_mm|batched_mm), hand-ordered, auto
     and every implementation of expert_ffn. The first table has the times of

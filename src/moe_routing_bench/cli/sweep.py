@@ -8,17 +8,18 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from moe_routing_bench.api import PlannedSweep, sweep_experiments
+from moe_routing_bench.api import PlannedSweep
+from moe_routing_bench.bench.choosing import MeasureOptions, SizeOptions, WhatOptions, sweep_experiments
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.cli.choosing import NOT_TIMED, end, stopped
-from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, include_all, with_options
-from moe_routing_bench.cli.tables import outcome_document
-from moe_routing_bench.cli.terminal import Json, show, show_json, user_mistakes
+from moe_routing_bench.cli.bench import NOT_TIMED, end, stopped
+from moe_routing_bench.cli.options import Json, include_all, show_json, user_mistakes, with_options
 from moe_routing_bench.core.names import short_label
 from moe_routing_bench.fleet.engines import ENGINES
 from moe_routing_bench.fleet.objects import url_of
 from moe_routing_bench.fleet.sweep import SweepPlan
+from moe_routing_bench.report.console import show
+from moe_routing_bench.report.outcome_tables import outcome_document
 from moe_routing_bench.workloads.cases import SUITES
 
 
@@ -63,7 +64,7 @@ def sweep_command(
       mrb sweep layer --tokens 128,512 --experts 32,64 --topk 1,2 --out results
       mrb sweep seed-grid~scaled --out results --layout "compact,block(64)"
       mrb sweep gpu-quick --out gpu           needs a GPU; takes under 15 minutes
-      mrb sweep seed-grid --out part1 --shard 1/2        then `mrb merge`
+      mrb sweep seed-grid --out part1 --shard 1/2        then `mrb results merge`
       mrb sweep seed-grid --out s3://bucket/runs --claim    on any number of machines
       mrb sweep seed-grid --out results --engine "ray(gpu=h100)"
 
@@ -102,7 +103,7 @@ def sweep_command(
     if as_json:
         show_json({**_numbers(plan), "cells": [outcome_document(one) for one in outcomes]})
     else:
-        show(f"Results are in {name}: `mrb results --folder {name}`, `mrb decide {name}`.")
+        show(f"Results are in {name}: `mrb results --folder {name}`, `mrb tune decide {name}`.")
     end(outcomes, what)
     if plan.failed and not retry_failed:
         raise typer.Exit(NOT_TIMED)  # the first sentence said so

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 
@@ -129,3 +129,22 @@ def slots_of(router: str, *, T: int, E: int, K: int, sequences: int) -> str:
         return ""
     slots = sequences * E * int(match[1] or 1)
     return f"{slots:,} slots, {100 * slots / max(1, T * K):.3g} % of the pairs"
+
+
+class ArgumentError(ValueError):
+    """A mistake in arguments, whose names Python and the command line spell differently:
+    ArgumentError("give either {model} or {case}", "model", "case")"""
+
+    def __init__(self, sentence: str, *names: str):
+        self.sentence, self.names = sentence, names
+        super().__init__(self.spelled(str))
+
+    def spelled(self, spell: Callable[[str], str]) -> str:
+        text = self.sentence
+        for name in self.names:
+            text = text.replace(f"{{{name}}}", spell(name))
+        return text
+
+
+class MistakeError(ValueError):
+    """A sentence about the user's input, from code that may also raise ValueErrors of its own."""

@@ -1,7 +1,7 @@
 """A sweep into a store on a URL, alone or beside others: what one machine does of it.
 
 Results are first written into a folder here, as those of any sweep, then published cell by cell. If the store
-cannot be reached any more, that folder stays and `mrb merge` takes it.
+cannot be reached any more, that folder stays and `mrb results merge` takes it.
 """
 
 from __future__ import annotations

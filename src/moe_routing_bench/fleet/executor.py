@@ -16,13 +16,13 @@ from typing import Protocol
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.compiling import compile_first
 from moe_routing_bench.bench.estimate import share_of_rounds
-from moe_routing_bench.bench.fork_server import start_server
 from moe_routing_bench.bench.hosts.shared import Reuse
 from moe_routing_bench.bench.identity import cell_key
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress, run_cell
 from moe_routing_bench.bench.setup import Watch
+from moe_routing_bench.core.fork_server import start_server
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.workloads.experiment import Experiment
 

@@ -1,5 +1,5 @@
 """Shard: the part of a sweep that one of several machines measures. Shards share nothing: each takes every
-N-th cell of the same list, and `mrb merge` (results/merge.py) brings their folders together."""
+N-th cell of the same list, and `mrb results merge` (results/merge.py) brings their folders together."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ NAMES = (
 )  # fmt: skip
 # ends the name of a format whose kernel rounds rows to int8 as well: int4_g32_a8 is W4A8
 INT8_ROWS = "_a8"
-# about what that adds to a layer's error, by `mrb formats`: inputs decide it, not weights
+# about what that adds to a layer's error, by `mrb model formats`: inputs decide it, not weights
 INT8_ROWS_ERROR = 0.0285
 SAMPLED = 128  # first and last columns
 GROUPED = re.compile(r"(int8|int4)_g([1-9]\d{0,4})(_asym)?")

@@ -33,7 +33,7 @@ LEFT_OUT = ("hf_*.py", "vllm_cpu.py", "llama_cpp.py", "cute_*.py", "quack_*.py")
 KERNELS, TRANSFORMERS = ("0.17.2", "0.18"), ("5.16", "6")  # from, and below
 
 PUBLIC = '''"""Mixture-of-Experts kernels of moe-routing-bench. `moe_experts` computes a layer's experts;
-`register` gives them to every Mixture-of-Experts model of Transformers. Written by `mrb export kernels`."""
+`register` gives them to every Mixture-of-Experts model of Transformers. Written by `mrb model kernels`."""
 
 import sys
 

@@ -95,7 +95,7 @@ def _check_layers(trace: ModelTrace, layers: dict[int, tuple[str, nn.Module]]) -
         raise ValueError(
             f"the trace has the layers {_numbers(trace.names)}, the model MoE layers {_numbers(layers)}; "
             "record all "
-            "of them, or number them as the model does (mrb trace import --first-layer)"
+            "of them, or number them as the model does (mrb model trace import --first-layer)"
         )
     for name, module in layers.values():
         if module.num_experts != trace.num_experts:

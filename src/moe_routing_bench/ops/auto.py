@@ -244,7 +244,7 @@ _state = _State()
 
 
 def use_decisions(path: Path | str | None) -> None:
-    """From now on impl="auto" follows this file, written by `mrb decide`; None: only the ops' preferences,
+    """From now on impl="auto" follows this file of `mrb tune decide`; None: only the ops' preferences,
     whatever MRB_DECISIONS says. A forward that torch.compile has compiled keeps its choices.
 
     >>> mrb.use_decisions(None)
@@ -305,7 +305,7 @@ def _rank(
             because = mismatch
             warning = (
                 f'{mismatch}, so impl="auto" goes by the preferences of the ops; make decisions here with '
-                f"`mrb decide`, or switch these off (unset {VARIABLE}, or use_decisions(None))"
+                f"`mrb tune decide`, or switch these off (unset {VARIABLE}, or use_decisions(None))"
             )
         elif facts is not None and (entry := decisions.find(op.name, facts, threads)) is None:
             because = f"no measured decision for these sizes ({facts})"
@@ -352,7 +352,7 @@ def _winner(op: Op, decisions: Decisions, entry: DecisionEntry, tokens: int) -> 
     except ValueError as error:
         raise ValueError(
             f"the decisions in {decisions.path} name {op.name}.{spec}, which cannot be used: {error}; "
-            "make them anew with `mrb decide`"
+            "make them anew with `mrb tune decide`"
         ) from None
     at = "over all measured T" if measured_T is None else f"at T={measured_T}"
     threads = "1 thread" if entry.threads == 1 else f"{entry.threads} threads"

@@ -1,4 +1,4 @@
-"""Decisions: which implementation was measured to be fastest, read from the file that `mrb decide` writes.
+"""Decisions: which implementation was measured to be fastest, read from a file of `mrb tune decide`.
 
 The file comes from outside: its size is limited, every value is checked, and the implementations it names
 must exist here. Nothing in it is run.
@@ -115,7 +115,7 @@ def read_decisions(path: Path | str) -> Decisions:
     path = Path(path)
     try:
         if not path.is_file():
-            raise ValueError(f"there is no file of decisions {path}; `mrb decide` writes one")
+            raise ValueError(f"there is no file of decisions {path}; `mrb tune decide` writes one")
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
@@ -126,13 +126,13 @@ def read_decisions(path: Path | str) -> Decisions:
         document = json.loads(content, parse_constant=_no_constant, object_pairs_hook=_once_each)
     except (ValueError, RecursionError):
         raise ValueError(
-            f"{path} is not JSON, or names something twice; make it anew with `mrb decide`"
+            f"{path} is not JSON, or names something twice; make it anew with `mrb tune decide`"
         ) from None
     try:
         return _decisions(path, document)
     except ValueError as error:
         raise ValueError(
-            f"{path} is not a file of decisions: {error}; make it anew with `mrb decide`"
+            f"{path} is not a file of decisions: {error}; make it anew with `mrb tune decide`"
         ) from None
 
 

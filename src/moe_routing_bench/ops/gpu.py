@@ -27,7 +27,7 @@ INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """One kernel with the constants of a model, to be compiled ahead of time by `mrb compile`.
+    """One kernel with the constants of a model, to be compiled ahead of time by `mrb gpu compile`.
 
     Compilation(
         name="gather", kernel=_gather,

@@ -121,7 +121,7 @@ def _sections(chapter: Chapter, hovers: Hovers, details: list[list[str]], room: 
     if left:
         ranked_text += (
             f" {left:,} of {len(chapter.cells):,} cells are not listed here, though they are in all other "
-            "figures and tables; mrb export DIR --csv FILE writes every one."
+            "figures and tables; mrb results export DIR --csv FILE writes every one."
         )
     sections = [
         Section(title="Machine and roofs", tables=(machine_table(chapter),)),

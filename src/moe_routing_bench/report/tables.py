@@ -238,7 +238,7 @@ def study_notes(study: Study) -> list[str]:
         f"{reached.question} {reached.tokens:,} bytes, {seeds} seed{'s' if seeds > 1 else ''}; "
         f"{made.get('machine')}, {made.get('threads')} thread, "
         f"commit {str(made.get('commit'))[:10]}{changed}.",
-        f"Command: mrb train --study {reached.study} --seeds {seeds} --out DIR",
+        f"Command: mrb train study {reached.study} --seeds {seeds} --out DIR",
     ]
 
 

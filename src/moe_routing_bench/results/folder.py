@@ -26,7 +26,7 @@ import tarfile
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -461,3 +461,10 @@ def copy_selected(folder: Path, target: Path, selection: Selection) -> None:
         (home / RECORDS).write_bytes(b"".join(lines))
         if is_plain_file(source / SAMPLES):
             shutil.copyfile(source / SAMPLES, home / SAMPLES)
+
+
+def temporary_folder(stack: ExitStack) -> Path:
+    """A folder that is gone when the stack is closed."""
+    folder = Path(tempfile.mkdtemp(prefix="mrb-results-"))
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder

@@ -4,7 +4,7 @@ Within a cell all were timed in the same rounds, so the winner is the one with t
 baseline, and a tie is one whose paired samples do not show it to be slower than the winner. A comparison
 takes about a millisecond: half a minute for 10^5 records in cells of five.
 
-What a record says of two contenders of one cell: the same words for `mrb results` and `mrb decide`.
+What a record says of two contenders of one cell: the same words for `mrb results` and `mrb tune decide`.
 
 A verdict is made once, when the cell is measured, with all that was known then: the correction for the
 cell's own comparisons, and for code from outside the baseline in another process. Here it is only read.

@@ -106,7 +106,7 @@ class Pareto:
 
 def pareto(folder: Path) -> Pareto:
     if not is_plain_file(folder / STUDY):
-        raise ValueError(f"{folder} holds no study; mrb train --study routers --out {folder} makes one")
+        raise ValueError(f"{folder} holds no study; mrb train study routers --out {folder} makes one")
     about = json.loads((folder / STUDY).read_text())
     if not is_plain_file(folder / TIMES):
         raise ValueError(

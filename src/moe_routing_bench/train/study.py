@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from moe_routing_bench.bench.commit import source_version
-from moe_routing_bench.bench.fork_server import fork_server
+from moe_routing_bench.core.fork_server import fork_server
 from moe_routing_bench.core.machine import this_machine, torch_threads
 from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.results.read import is_plain_file

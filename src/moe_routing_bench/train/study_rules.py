@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moe_routing_bench.core.names import parse_spec
 from moe_routing_bench.routers.router import router_named
 from moe_routing_bench.train.settings import Rule, Run, Size
 
@@ -215,3 +216,11 @@ def run_of(
         sees_future=entry.sees_future,
     )  # fmt: skip
     return replace(run, **entry.changes)
+
+
+def rule_named(text: str, size: Size) -> Rule:
+    """A router by name with options, as in mrb bench; `dense` is the control as wide as K experts."""
+    if text == "dense":
+        return Rule(name="dense", kind="dense", times=size.K)
+    name, options = parse_spec(text)
+    return rule_for(name, options, size, name=text)

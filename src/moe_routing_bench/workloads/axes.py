@@ -1,9 +1,9 @@
 """What the harness knows about a field of an experiment: an Axis, declared with the field.
 
-Everything else follows from the field and its Axis: the option of `mrb bench`, `mrb sweep` and `mrb profile`,
-the JSON of a worker, the resume key, the field of a record and its column, what must agree before two times
-are compared, and the command that measures a record again. To add an axis, add a field to Experiment, and
-read it where it has its effect.
+Everything else follows from the field and its Axis: the option of `mrb bench`, `mrb sweep` and
+`mrb model profile`, the JSON of a worker, the resume key, the field of a record and its column, what must
+agree before two times are compared, and the command that measures a record again. To add an axis, add a field
+to Experiment, and read it where it has its effect.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Experiment:
         flag="--dtype", asks=True, compare="agree", plural="dtypes",
     )  # fmt: skip
     store: str = _what(
-        "", "For expert_ffn: weights in this format, int8 or int4_g32 (`mrb formats`).",
+        "", "For expert_ffn: weights in this format, int8 or int4_g32 (`mrb model formats`).",
         flag="--store", asks=True, compare="agree", plural="formats of weights",
     )  # fmt: skip
     activation: str = _what(

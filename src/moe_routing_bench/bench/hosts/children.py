@@ -24,7 +24,11 @@ from typing import Any, Self, TypeVar
 import psutil
 from pydantic import ValidationError
 
-from moe_routing_bench.bench.fork_server import (
+from moe_routing_bench.bench.hosts.messages import Ready, Reply, Timed
+from moe_routing_bench.bench.hosts.sandbox import SandboxedProcess
+from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.untrusted import receive
+from moe_routing_bench.core.fork_server import (
     OTHER_SETTINGS,
     Settings,
     expected_settings,
@@ -32,10 +36,6 @@ from moe_routing_bench.bench.fork_server import (
     settings_of,
     without_main_module,
 )
-from moe_routing_bench.bench.hosts.messages import Ready, Reply, Timed
-from moe_routing_bench.bench.hosts.sandbox import SandboxedProcess
-from moe_routing_bench.bench.status import Status, SubjectError
-from moe_routing_bench.bench.untrusted import receive
 from moe_routing_bench.core.text import ending, printable
 from moe_routing_bench.workloads.experiment import Experiment
 

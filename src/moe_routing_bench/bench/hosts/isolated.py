@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
 
-from moe_routing_bench.bench.fork_server import server_pid
 from moe_routing_bench.bench.hosts.freezing import Strangers
 from moe_routing_bench.bench.hosts.host import Clock, Reading, Turn
 from moe_routing_bench.bench.hosts.seats import Drawn, Seat, Secret
@@ -29,6 +28,7 @@ from moe_routing_bench.bench.inputs import ROUTINGS
 from moe_routing_bench.bench.series import Series
 from moe_routing_bench.bench.setup import NEAR, Setup
 from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.core.fork_server import server_pid
 from moe_routing_bench.workloads.experiment import Question
 
 MAX_COST = 0.1  # of a sample, for waking and freezing; more is not taken off, since too little would be left

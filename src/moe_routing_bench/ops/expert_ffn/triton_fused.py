@@ -13,7 +13,7 @@ Options: block_m, block_n, block_k (rows, columns, depth of a tile; gated, half 
 gate's), num_warps, num_stages (tiles of the depth in flight), group (row tiles that take one column of
 weights together, while it is in L2), persistent=1 (a program for each multiprocessor takes tile after tile),
 prefetch=1 (of these the loops over tiles and depth are made one, so that the next tile's rows and weights
-are fetched while this one ends, which `mrb compile` reads from the code; takes registers, so block_n=64),
+are fetched while this one ends, which `mrb gpu compile` reads from the code; takes registers, so block_n=64),
 pdl=1 (sm_90 and newer: the second GEMM and the sum are launched before what they wait for has ended).
 
 Verified in the interpreter and compiled for four architectures; not timed on a GPU.

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from moe_routing_bench.bench.outcome import CellOutcome
-from moe_routing_bench.cli import terminal
-from moe_routing_bench.cli.tables import outcome_document, per_second, show_outcome, show_summary
 from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.report import console as terminal
+from moe_routing_bench.report.outcome_tables import outcome_document, per_second, show_outcome, show_summary
 from moe_routing_bench.workloads.experiment import ImplementationRef
 from sample_outcomes import an_outcome
 

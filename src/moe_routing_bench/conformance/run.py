@@ -4,33 +4,33 @@ The map of `mrb check --tokens 1-512`: for how many tokens is an implementation 
 
 A kernel may be wrong for a few numbers of tokens alone: where another tile, another branch or another table
 begins. Every number is tried with the kit's plain case, in every dtype and layout that it takes.
-
-What `mrb check` shows: progress, a row for each implementation, failures, maps by number of tokens.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import count
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
-from rich.padding import Padding
-from rich.text import Text
 
-from moe_routing_bench.cli.describing import ApartError, OpRow, Shown, answers, described
-from moe_routing_bench.cli.options import ROUTERS, Outside, OutsideFile, routers_found
-from moe_routing_bench.cli.terminal import MistakeError, bar, console, fitted, show
 from moe_routing_bench.conformance.cases import CASES, KitCell, layouts_for
 from moe_routing_bench.conformance.check import Outcome, cells_of, check, matches
+from moe_routing_bench.conformance.describe import OpRow, described
+from moe_routing_bench.conformance.outside import ROUTERS, IsolatedError, Outside, OutsideFile, Shown, answers
 from moe_routing_bench.conformance.router_checks import check_router
-from moe_routing_bench.core.names import base_name, did_you_mean, no_such, option_numbers, ranges
+from moe_routing_bench.core.names import (
+    MistakeError,
+    base_name,
+    did_you_mean,
+    no_such,
+    option_numbers,
+)
 from moe_routing_bench.ops.catalog import Listing, find_all
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops, get_op
+from moe_routing_bench.routers.router import router_names
 
 NO_DTYPE = "any"
 
@@ -116,7 +116,7 @@ def select(
     """The ops of which something must run, and the rows to check. MistakeError if there is nothing."""
     ops = [op for op in all_ops().values() if fnmatchcase(op.name, op_pattern)]
     new = [file for file in outside.ops if fnmatchcase(file.op, op_pattern)]
-    routers = [*routers_found()] if fnmatchcase(ROUTERS, op_pattern) else []
+    routers = router_names() if fnmatchcase(ROUTERS, op_pattern) else []
     if not ops and not routers and not new:
         known = [*all_ops(), *(file.op for file in outside.ops), ROUTERS]
         raise MistakeError(str(no_such("op", op_pattern, known)))
@@ -194,7 +194,7 @@ def _rows_outside(
                 if one.reason is not None:
                     row.take_sentences([one.reason])
                 rows.append(row)
-    except (ApartError, ValueError) as reason:
+    except (IsolatedError, ValueError) as reason:
         rows = [Row(op=file.op, spec=file.name, origin=file.origin, broken=True)]
         rows[0].take_sentences([str(reason)])
     return rows
@@ -239,7 +239,7 @@ def _case_outcome(outcome: Outcome) -> CaseOutcome:
 def run_row(row: Row, dtypes: tuple[str, ...], device: str, advance: Callable[[str], None]) -> None:
     label = f"{row.op}.{row.spec}"
     if row.outside is not None and not row.broken:
-        _run_apart(row, row.outside, dtypes, device, lambda: advance(label))
+        _run_isolated(row, row.outside, dtypes, device, lambda: advance(label))
         return
     if row.op == ROUTERS:
         row.take_sentences(check_router(row.spec))
@@ -250,7 +250,7 @@ def run_row(row: Row, dtypes: tuple[str, ...], device: str, advance: Callable[[s
         row.take(_case_outcome(check(cell)))
 
 
-def _run_apart(
+def _run_isolated(
     row: Row, outside: Outside, dtypes: tuple[str, ...], device: str, advance: Callable[[], None]
 ) -> None:
     """What dies or hangs has failed the case it had begun; the rest of its cases are not run."""
@@ -269,7 +269,7 @@ def _run_apart(
             else:
                 row.take(case)
                 begun = None
-    except (ApartError, ValueError) as reason:
+    except (IsolatedError, ValueError) as reason:
         if begun is None:
             row.take_sentences([str(reason)])
         else:
@@ -353,106 +353,6 @@ def token_map(row: Row, dtypes: tuple[str, ...], device: str, tokens: list[int])
                 result.status[one.T] = one.status
                 if one.status == "failed":
                     result.wrong[one.T] = one.sentence
-    except (ApartError, ValueError) as reason:
+    except (IsolatedError, ValueError) as reason:
         result.status[begun], result.wrong[begun] = "failed", str(reason)
     return result
-
-
-SHOWN = 3  # failures of one implementation without --verbose
-STYLES = {"passed": "green", "failed": "bold red", "broken": "bold red", "not supported": "yellow"}
-
-
-@contextmanager
-def check_progress(
-    total: int, *, quiet: bool = False
-) -> Iterator[tuple[Callable[[str], None], Callable[[Row, float], None]]]:
-    """A bar on a terminal, else a line for each implementation; on stderr, because stdout is for results."""
-    done, screen = count(1), console(stderr=True)
-    with bar("checking", "cases", quiet=quiet) as shown:
-
-        def finished(row: Row, seconds: float) -> None:
-            if not (quiet or screen.is_terminal):
-                screen.print(f"{row.op}.{row.spec}: {_counts([row])}, {seconds:.1f} s")
-
-        yield lambda what: shown.update(next(done), total, now=what), finished
-
-
-def _counts(rows: list[Row], what: str = "") -> str:
-    passed, failed, unsupported = (
-        sum(getattr(row, name).total() for row in rows) for name in ("passed", "failed", "unsupported")
-    )
-    return f"{passed:,}{what} passed, {failed:,} failed, {unsupported:,} not supported"
-
-
-def show_rows(rows: list[Row], dtypes: tuple[str, ...], idle: list[str], *, verbose: bool = False) -> None:
-    """idle: operations of which nothing ran."""
-    words = {"op": [row.op for row in rows], "implementation": [row.spec for row in rows]}
-    numbers: dict[str, list[str | Text]] = {
-        dtype: [_fraction(row, dtype) for row in rows] for dtype in dtypes
-    }
-    numbers["not supported"] = [
-        Text(f"{count:,}", "yellow") if (count := row.unsupported.total()) else Text("-", "dim")
-        for row in rows
-    ]
-    numbers["verdict"] = [Text(row.verdict, STYLES[row.verdict]) for row in rows]
-    show(*fitted(words, numbers))
-    for row in rows:
-        if row.failures:
-            _show_failures(row, verbose=verbose)
-        if verbose and row.reasons:
-            show("", Text.assemble((f"{row.op}.{row.spec}", "bold"), " does not support"))
-            for reason, times in row.reasons.most_common():
-                show(_indented(Text(f"{_cases(times)}: {reason}")))
-    if notes := [row for row in rows if row.note]:
-        show("")
-        for row in notes:
-            show(Text.assemble((f"{row.op}.{row.spec}", "bold"), f": {row.note}"))
-    show("")
-    for name in idle:
-        show(Text(f"Nothing selected of {name} could run, so nothing is known about it.", "bold red"))
-    style = "red" if idle or any(row.failed for row in rows) else "green"
-    hint = " (reasons: --verbose)" if not verbose and any(row.reasons for row in rows) else ""
-    show(Text.assemble((_counts(rows, " cases"), style), hint))
-
-
-def _fraction(row: Row, dtype: str) -> Text:
-    passed, ran = row.passed[dtype], row.passed[dtype] + row.failed[dtype]
-    if not ran:
-        return Text("-", "dim")
-    return Text(f"{passed}/{ran}", "green" if passed == ran else "red")
-
-
-def _show_failures(row: Row, *, verbose: bool) -> None:
-    what = "is broken" if row.broken else f"failed {_cases(row.failed.total())}"
-    origin = "" if row.origin == BUILT_IN else f" ({row.origin})"
-    show("", Text.assemble((f"{row.op}.{row.spec}", "bold red"), origin, f" {what}"))
-    shown = row.failures if verbose else row.failures[:SHOWN]
-    for failure in shown:
-        where = ", ".join(filter(None, (failure["case"], failure["layout"], failure["dtype"])))
-        show(_indented(Text.assemble((f"{where}: " if where else "", "bold"), failure["sentence"])))
-    if len(shown) < len(row.failures):
-        show(_indented(Text(f"and {len(row.failures) - len(shown):,} more (--verbose)", "dim")))
-
-
-def _indented(text: Text) -> Padding:
-    return Padding(text, (0, 0, 0, 2))
-
-
-def _cases(number: int) -> str:
-    return f"{number:,} {'case' if number == 1 else 'cases'}"
-
-
-def show_map(one_map: TokenMap) -> None:
-    verdict = "right at every T that ran" if one_map.ran else "nothing ran"
-    if one_map.wrong:
-        verdict = f"wrong at T = {ranges(sorted(one_map.wrong))}"
-    style = "red" if one_map.wrong else "green" if one_map.ran else "yellow"
-    show(Text.assemble((f"{one_map.op}.{one_map.spec}: ", "bold"), (verdict, style)))
-    for line in one_map.lines():
-        show(Text(line))
-    for T, sentence in list(one_map.wrong.items())[:SHOWN]:
-        show(_indented(Text(f"T={T}: {sentence}")))
-
-
-def show_legend_of_maps() -> None:
-    show(Text("  . right   X wrong   - not supported; 64 numbers of tokens a line", "dim"))

@@ -1,24 +1,24 @@
-"""From options of a command to experiments: which cases, which implementations, how to measure.
+"""From what was asked for to experiments: which cases, which implementations, how to measure.
 
-How a command that measures ends: where results are, what has no time, what Ctrl-C leaves.
+What can be asked for is declared here, in three groups of fields: a function has them as arguments, a command
+as options.
 """
 
 from __future__ import annotations
 
-import os
+import inspect
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, get_type_hints
 
 import psutil
 import torch
-import typer
 
-from moe_routing_bench.bench.cores import core_count
-from moe_routing_bench.bench.outcome import CellOutcome
+from moe_routing_bench.bench.cores import core_count, idle_count
 from moe_routing_bench.bench.spans.span import (
     Span,
     check_measurable,
@@ -27,21 +27,200 @@ from moe_routing_bench.bench.spans.span import (
     span_names,
     stand_ins,
 )
-from moe_routing_bench.bench.status import Status
-from moe_routing_bench.cli.options import ON_A_GPU, SizeOptions, WhatOptions
-from moe_routing_bench.cli.terminal import say
-from moe_routing_bench.core.names import short_label, split_words
-from moe_routing_bench.core.paths import default_results
+from moe_routing_bench.core.names import ArgumentError, split_words
 from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.formats.named import INT8_ROWS
 from moe_routing_bench.models.checkpoint import read_layer
 from moe_routing_bench.ops.auto import invariant_names
 from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.workloads.axes import Axis, Group, axes_of, defaults_of, explained
 from moe_routing_bench.workloads.cases import cases, fitted, model_cases, stored_as
-from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
+from moe_routing_bench.workloads.experiment import DIRECTIONS, VIEWS, WORKLOAD, Experiment, ImplementationRef
 from moe_routing_bench.workloads.regret_cases import CONTENDERS
 from moe_routing_bench.workloads.workload import check_name
+
+SECONDS = 60.0
+ON_A_GPU = ("gpu-quick",)  # suites that are measured there unless somebody says otherwise
+LIST = "LIST"  # several values, separated by commas
+Words = list[str] | None  # each may hold several, split at commas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """What the command line shows of a field. names: of the option, if not the field's with dashes."""
+
+    help: str
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+
+
+_list = partial(Flag, metavar=LIST)
+INCLUDE = Flag(
+    metavar="DIR",
+    help="Also use the implementations in DIR/<op>/<name>.py and the routers in DIR/routers/<name>.py. "
+    "Repeatable.",
+)
+
+
+def options_of(group: Group) -> Any:
+    """A field for all the axes of a group that have an option; it holds those that have a value."""
+    return field(default_factory=dict, metadata={"axes": group})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions:
+    """Sizes: of a model, of a named case, of a checkpoint, or given one by one."""
+
+    model: Annotated[str | None, Flag(help="Sizes of a published model (`mrb list models`).")] = None
+    case: Annotated[str | None, Flag(help="A case or suite by name (`mrb list cases`).")] = None
+    tokens: Annotated[str | None, _list(help="T, tokens in the batch; 128,512 measures both.")] = None
+    width: Annotated[str | None, _list(help="D, width of the model.")] = None
+    hidden: Annotated[str | None, _list(help="F, hidden width of an expert.")] = None
+    experts: Annotated[str | None, _list(help="E, experts of the layer.")] = None
+    topk: Annotated[str | None, _list(names=("--topk", "--choices"), help="K, experts per token.")] = None
+    checkpoint: Annotated[
+        Path | None, Flag(metavar="DIR", help="Use weights and router of a saved model.")
+    ] = None
+    layer: Annotated[int, Flag(help="With --checkpoint: which layer, from 0.")] = 0
+    full: Annotated[bool, Flag(names=("--full",), help="Full size, even if too big for a laptop.")] = False
+    axes: Mapping[str, Any] = options_of("what")  # what was given, by the name of a field
+
+    def lists(self) -> dict[str, list[int]]:
+        """The sizes that were given, by letter."""
+        given = {
+            "T": self.tokens, "D": self.width, "F": self.hidden, "E": self.experts, "K": self.topk
+        }  # fmt: skip
+        return {letter: _numbers(letter, text) for letter, text in given.items() if text is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatOptions:
+    """What is measured for these sizes; options with a list can also be repeated."""
+
+    impl: Annotated[
+        Words,
+        _list(
+            help="Implementations, the baseline first; `name @ block(64)` fixes the layout, `auto` is what a "
+            "layer would use, `all` every one there is. Default: the few that matter."
+        ),
+    ] = None
+    workload: Annotated[
+        Words, _list(help=f"Routing, such as uniform (`mrb list workloads`). Default: {WORKLOAD}.")
+    ] = None
+    layout: Annotated[
+        Words, _list(help="compact, padded(capacity_factor=2) or block(64). Default: the case's own.")
+    ] = None
+    router: Annotated[
+        Words, _list(help="For layer: routers to compare, such as switch,top_p(p=0.8) (`mrb list routers`).")
+    ] = None
+    layer_kind: Annotated[
+        Words, _list(help="For layer: moe, chain(iterations=2) or perft(kind=R,rank=8).")
+    ] = None
+    direction: Annotated[Words, _list(help=explained(DIRECTIONS))] = None
+    only: Annotated[
+        str | None,
+        Flag(help="batch-invariant: those that promise it, beside the fastest of the usual ones."),
+    ] = None
+    seed: Annotated[int, Flag(help="Random seed of routing and data.")] = 0
+    ranks: Annotated[
+        Words,
+        _list(help="W, ranks that share the experts; `mrb bench parallel` starts as many. Default: 1."),
+    ] = None
+    include_path: Annotated[list[Path] | None, INCLUDE] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """How it is measured."""
+
+    axes: Mapping[str, Any] = options_of("how")
+
+    @property
+    def threads(self) -> int | None:
+        return self.axes.get("threads")
+
+    @property
+    def device(self) -> str | None:
+        return self.axes.get("device")
+
+    @property
+    def seconds(self) -> float | None:
+        return self.axes.get("max_seconds")
+
+    def seconds_for(self, experiments: Sequence[Experiment]) -> float:
+        """Of a command that measures these together."""
+        return max(SECONDS, SECONDS / 3 * len(experiments)) if self.seconds is None else self.seconds
+
+    def settled(self, suite: str = "", *, adapt: bool = False) -> dict[str, Any]:
+        """All axes that say how, by name. adapt: by default use only the cores that are idle now. A sweep
+        does not: it must find its cells again when it is resumed."""
+        device = self.device or ("cuda" if suite.partition("/")[0] in ON_A_GPU else "cpu")
+        given = {**defaults_of(Experiment, "how"), **self.axes}
+        return given | {
+            "device": device,
+            "view": VIEWS.get(device, ("",))[0],
+            "threads": chosen_threads(self.threads, adapt),
+            "min_rounds": min(given["min_rounds"], given["max_rounds"]),
+        }
+
+
+def chosen_threads(threads: int | None, adapt: bool) -> int:
+    cores = core_count()
+    if threads is None:
+        return idle_count() if adapt else cores
+    if threads > cores:
+        raise ArgumentError(f"{{threads}} is {threads}, but this process may use {cores} cores", "threads")
+    return threads
+
+
+def parameters_of(group: Any) -> Iterator[inspect.Parameter]:
+    """The fields of a group as parameters of a function: its own, and the axes that have an option."""
+    hints = get_type_hints(group, include_extras=True)
+    for one in fields(group):
+        if (among := one.metadata.get("axes")) is None:
+            yield inspect.Parameter(
+                one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name]
+            )
+            continue
+        types = get_type_hints(Experiment)
+        for axis, facts in axes_of(Experiment, among):
+            if facts.flag:
+                kind = types[axis.name] | None if facts.asks else types[axis.name]
+                yield inspect.Parameter(
+                    _option_name(facts),
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=None if facts.asks else axis.default,
+                    annotation=Annotated[kind, Flag(names=(facts.flag,), help=facts.help)],
+                )
+
+
+def group_of(group: Any, given: dict[str, Any]) -> Any:
+    """A group made of options by name, which are taken out of `given`; those that are absent or None have
+    their default."""
+    values: dict[str, Any] = {}
+    for one in fields(group):
+        if (among := one.metadata.get("axes")) is not None:
+            found = axes_of(Experiment, among)
+            named = {axis.name: _option_name(facts) for axis, facts in found if facts.flag}
+            asked = {axis: given.pop(option, None) for axis, option in named.items()}
+            values[one.name] = {axis: value for axis, value in asked.items() if value is not None}
+        elif one.name in given:
+            values[one.name] = given.pop(one.name)
+    return group(**values)
+
+
+def _option_name(facts: Axis) -> str:
+    """min_rounds of --min-rounds"""
+    return facts.flag.partition("/")[0].lstrip("-").replace("-", "_")
+
+
+def _numbers(letter: str, text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(f"cannot read {letter} = {text!r}; write one or more numbers: 128,512") from None
+
 
 MODEL_TOKENS = (128,)
 BENCH_TOKENS = (1, 16, 128)  # one token, a few, a prompt: the fastest is another one for each
@@ -60,9 +239,11 @@ def chosen_cases(
     if nobody says it."""
     given = sizes.lists()
     if sizes.model and sizes.case:
-        raise ValueError("give either --model or --case, not both")
+        raise ArgumentError("give either {model} or {case}, not both", "model", "case")
     if sizes.case and given:
-        raise ValueError(f"--case {sizes.case} fixes all sizes; leave out the others, or use --model")
+        raise ArgumentError(
+            f"{{case}} {sizes.case} fixes all sizes; leave out the others, or use {{model}}", "case", "model"
+        )
     if sizes.checkpoint is not None:
         chosen = _of_checkpoint(span, sizes, tokens)
     elif sizes.case:
@@ -117,16 +298,18 @@ def _own(shape: dict[str, int]) -> Experiment:
 def _of_model(name: str, given: dict[str, list[int]], tokens: Sequence[int]) -> list[Experiment]:
     tokens = given.pop("T", tokens)
     if given:
-        raise ValueError(f"--model {name} fixes all sizes but --tokens")
+        raise ArgumentError(f"{{model}} {name} fixes all sizes but {{tokens}}", "model", "tokens")
     return model_cases(name, tokens)
 
 
 def _of_checkpoint(span: Span, sizes: SizeOptions, tokens: Sequence[int]) -> list[Experiment]:
     given, folder = sizes.lists(), sizes.checkpoint
     if not span.weights:
-        raise ValueError(f"--checkpoint gives weights, and {span.name} reads none; measure layer")
+        raise ArgumentError(
+            f"{{checkpoint}} gives weights, and {span.name} reads none; measure layer", "checkpoint"
+        )
     if sizes.model or sizes.case or sizes.axes or set(given) - {"T"}:
-        raise ValueError("--checkpoint fixes all sizes but --tokens")
+        raise ArgumentError("{checkpoint} fixes all sizes but {tokens}", "checkpoint", "tokens")
     assert folder is not None
     layer = read_layer(folder, sizes.layer)
     weights = layer.weights
@@ -163,9 +346,10 @@ def fitted_once(chosen: Sequence[Experiment]) -> list[Experiment]:
 
 def check_device(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "torch finds no GPU here; --dry-run shows what would be done, --device pretend takes the same "
-            "steps on the CPU, and --device cpu measures the CPU"
+        raise ArgumentError(
+            "torch finds no GPU here; {device} pretend takes the same steps on the CPU, {device} cpu "
+            "measures the CPU, and `mrb sweep --dry-run` shows what would be done",
+            "device",
         )
 
 
@@ -198,7 +382,7 @@ def chosen_implementations(span: Span, case: Experiment, what: WhatOptions) -> t
 def _only(flag: str, span: Span, named: list[str]) -> list[str]:
     """The specs that promise it, after "auto", the baseline: what they cost beside it."""
     if flag != BATCH_INVARIANT:
-        raise ValueError(f"--only takes {BATCH_INVARIANT}, not {flag!r}")
+        raise ArgumentError(f"{{only}} takes {BATCH_INVARIANT}, not {flag!r}", "only")
     promising = []
     for spec in named or [one for op in span.ops for one in invariant_names(all_ops()[op])]:
         try:
@@ -281,7 +465,7 @@ def on_shared_threads(experiments: Sequence[Experiment]) -> list[Experiment]:
 def _ranks(what: WhatOptions) -> list[int]:
     words = split_all(what.ranks) or ["1"]
     if not all(re.fullmatch(r"[1-9][0-9]{0,4}", word) for word in words):
-        raise ValueError(f"--ranks is {', '.join(words)}; write numbers of ranks: 2,4")
+        raise ArgumentError(f"{{ranks}} is {', '.join(words)}; write numbers of ranks: 2,4", "ranks")
     return [int(word) for word in words]
 
 
@@ -289,8 +473,8 @@ def _workloads(case: Experiment, what: WhatOptions) -> list[str]:
     names = split_all(what.workload)
     if case.checkpoint:
         if names and span_named(case.span).routed:
-            raise ValueError(
-                "the checkpoint's own router decides; leave out --workload, or measure expert_ffn"
+            raise ArgumentError(
+                "the checkpoint's own router decides; leave out {workload}, or measure expert_ffn", "workload"
             )
     for name in names:
         check_name(name)
@@ -302,7 +486,9 @@ def suite_cases(suite: str, sizes: SizeOptions, what: WhatOptions) -> list[Exper
     if suite in span_names():
         return chosen_cases(span_named(suite), sizes, what)
     if sizes.lists() or sizes.model or sizes.case or sizes.checkpoint:
-        raise ValueError(f"{suite} fixes all sizes; give a span instead: mrb sweep layer --tokens 128,512")
+        raise ArgumentError(
+            f"{suite} fixes all sizes; give a span instead, such as layer with {{tokens}} 128,512", "tokens"
+        )
     chosen = in_directions([_with_axes(case, sizes) for case in cases(suite)], what)
     return chosen if sizes.full or _suite(suite) == REGRET else fitted_once(chosen)
 
@@ -315,61 +501,19 @@ def split_all(texts: Sequence[str] | None) -> list[str]:
     return [word for text in texts or () for word in split_words(text)]
 
 
-NOT_TIMED, STOPPED = 1, 130  # exit codes; 2 is a mistake in the command
-# of what nobody named: it cannot run here, or its turn did not come
-EXCUSED = (Status.UNSUPPORTED, Status.NO_TIME)
+def bench_experiments(
+    span: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions
+) -> list[Experiment]:
+    how = measure.settled(sizes.case or "", adapt=True)
+    experiments = made_experiments(chosen_cases(span_named(span), sizes, what, BENCH_TOKENS), what, how)
+    check_device(how["device"])
+    return experiments if measure.threads else on_shared_threads(experiments)
 
 
-def saving_folder(out: Path | None, *, save: bool) -> Path | None:
-    """Where results go: `out` if it is given, else the default folder; None if they are not kept."""
-    if out is not None:
-        if not save:
-            raise ValueError(
-                "--out names a folder to save in, --no-save saves nothing; leave out one of them"
-            )
-        return out
-    if not save:
-        return None
-    folder = default_results()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        say(f"results are not saved: {folder} cannot be made ({error.strerror}); --out names another folder")
-        return None
-    if not os.access(folder, os.W_OK):
-        say(f"results are not saved: {folder} cannot be written; --out names another folder")
-        return None
-    return folder
-
-
-def where_saved(folder: Path) -> str:
-    """The last line: where results are and how to read them."""
-    named = "" if folder == default_results() else f" --folder {folder}"
-    return f"Saved in {folder}; `mrb results{named}` shows what is there."
-
-
-def end(outcomes: Sequence[CellOutcome], what: WhatOptions) -> None:
-    """Exit with NOT_TIMED and a sentence if something that was asked for has no time.
-
-    Whatever --impl names was asked for. What nobody named may be EXCUSED.
-    """
-    named = [word for word in split_all(what.impl) if word != "all"]
-    missing: dict[str, Status] = {}
-    for outcome in outcomes:
-        for one in outcome.subjects:
-            if not one.samples and (named or one.status not in EXCUSED):
-                missing.setdefault(f"{short_label(one.label)} @ {one.subject.layout}", one.status)
-    nothing = [outcome for outcome in outcomes if not any(one.samples for one in outcome.subjects)]
-    if missing:
-        names = ", ".join(f"{name} ({status})" for name, status in missing.items())
-        say(f"asked for and not timed: {names}")
-    elif nothing:
-        say(f"nothing was timed in {nothing[0].experiment.title}")
-    if missing or nothing:
-        raise typer.Exit(NOT_TIMED)
-
-
-def stopped(done: int, experiments: int, advice: str) -> NoReturn:
-    """After Ctrl-C."""
-    say(f"stopped; {done} of {experiments} cells {'is' if done == 1 else 'are'} measured. {advice}")
-    raise typer.Exit(STOPPED)
+def sweep_experiments(
+    suite: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions
+) -> list[Experiment]:
+    cases, how = suite_cases(suite, sizes, what), measure.settled(suite)
+    if measure.threads is not None:
+        return made_experiments(cases, what, how)
+    return on_shared_threads(made_experiments(cases, what, how, own_threads=True))

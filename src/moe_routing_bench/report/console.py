@@ -1,4 +1,4 @@
-"""Output: text for a terminal or a pipe, JSON, and one sentence for each mistake of the user.
+"""Output: text for a terminal, a pipe or a notebook.
 
 Tables that fit the terminal: if names are too long for it, rows are numbered and a legend names them.
 
@@ -10,22 +10,18 @@ Progress on stderr: on a terminal a bar, the time left, the ranking so far; in a
 from __future__ import annotations
 
 import io
-import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
-
-from moe_routing_bench.core.names import one_of
 
 if TYPE_CHECKING:  # most commands measure nothing
     from moe_routing_bench.bench.runner import Progress as CellProgress
@@ -33,42 +29,11 @@ if TYPE_CHECKING:  # most commands measure nothing
     from moe_routing_bench.workloads.experiment import Experiment
 
 _recording: ContextVar[Console | None] = ContextVar("_recording", default=None)
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-
-
-def pick(what: str, name: str, choices: Iterable[str]) -> str:
-    """`name` if it is one of the choices, else an error that suggests one."""
-    with user_mistakes():
-        return one_of(what, name, choices)
-
-
-def pick_all(what: str, names: str, choices: Iterable[str]) -> list[str]:
-    """The same for names separated by commas."""
-    choices = list(choices)
-    return [pick(what, name.strip(), choices) for name in names.split(",")]
 
 
 def say(sentence: str) -> None:
     """On stderr, beside the output."""
     console(stderr=True).print(Text.assemble(("mrb: ", "bold red"), sentence))
-
-
-def fail(sentence: str) -> NoReturn:
-    say(sentence)
-    raise typer.Exit(2)
-
-
-class MistakeError(ValueError):
-    """A sentence about the user's input, from code that may also raise ValueErrors of its own."""
-
-
-@contextmanager
-def user_mistakes() -> Iterator[None]:
-    """Use only around code that reads the user's input: a ValueError there is the user's mistake."""
-    try:
-        yield
-    except ValueError as error:
-        fail(str(error))
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -103,7 +68,7 @@ def show(*things: RenderableType) -> None:
     with out.capture() as captured:
         out.print(*things, sep="\n")
     # tables fill their last column with spaces
-    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
 
 def heading(name: str, summary: str) -> Text:
@@ -119,10 +84,6 @@ def two_columns(first_width: int | None = None) -> Table:
     table.add_column(min_width=first_width, max_width=most, overflow="fold", no_wrap=most is None)
     table.add_column(overflow="fold")
     return table
-
-
-def show_json(document: Any) -> None:
-    typer.echo(json.dumps(document, indent=2, default=str))
 
 
 PIPE_COLUMNS = 100

@@ -16,9 +16,9 @@ from moe_routing_bench.bench.roofs import Roofs, percent_of_roof
 from moe_routing_bench.bench.spans.span import all_threads, span_named
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import OPEN
-from moe_routing_bench.cli.terminal import Cells, fitted, heading, show, two_columns
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.names import short_label, slots_of
+from moe_routing_bench.report.console import Cells, fitted, heading, show, two_columns
 from moe_routing_bench.workloads.axes import values_of
 from moe_routing_bench.workloads.experiment import Experiment
 
