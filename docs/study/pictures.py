@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from facts import MEASUREMENTS, load, soft_growth, standings
+from facts import MEASUREMENTS, load, quality, standings
 from matplotlib.ticker import NullFormatter
 
 from moe_routing_bench.report.drawing import COLOURS, GREY, INK, Picture, figure, style
@@ -103,7 +103,7 @@ def _drift() -> Any:
 
 
 def _soft_growth() -> Any:
-    rows = soft_growth()
+    rows = quality.soft_growth()
     made = figure(9.5, 3.0)
     axes = made.add_subplot()
     lengths = [int(row[0]) for row in rows]
