@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
-import yaml
 
 from repository import ROOT, SOURCE
 
@@ -73,14 +73,14 @@ def test_documents_name_only_files_that_exist() -> None:
 
 def test_the_version_is_the_same_everywhere() -> None:
     version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
-    assert yaml.safe_load(text_of("CITATION.cff"))["version"] == version
+    assert f"\nversion: {version}\n" in text_of("CITATION.cff")
     released = re.findall(r"^## (\d\S+) - \d{4}-\d\d-\d\d$", text_of("CHANGELOG.md"), re.M)
     assert released[0] == version
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
-def test_issue_forms_are_forms(form: object) -> None:
-    read = yaml.safe_load(form.read_text())  # type: ignore[attr-defined]
+def test_issue_forms_are_forms(form: Path) -> None:
+    read = pytest.importorskip("yaml").safe_load(form.read_text())
     if "body" in read:
         assert {"name", "description"} <= set(read)
         assert all(part["type"] and part["attributes"] for part in read["body"])
@@ -89,6 +89,7 @@ def test_issue_forms_are_forms(form: object) -> None:
 
 
 def test_other_settings_can_be_read() -> None:
+    yaml = pytest.importorskip("yaml")
     assert json.loads(text_of(".devcontainer/devcontainer.json"))["postCreateCommand"]
     assert yaml.safe_load(text_of(".readthedocs.yaml"))["sphinx"]["configuration"] == "docs/conf.py"
     hooks = yaml.safe_load(text_of(".pre-commit-config.yaml"))["repos"][0]["hooks"]
