@@ -152,10 +152,10 @@ def generation() -> tuple[object, ...]:
 
 
 def numbers_in(name: str, start: str, pattern: str = r"\d[\d.]*") -> list[str]:
-    """The numbers of the line of a text file that starts so."""
+    """What the pattern finds in the first line of a text file that starts so and has any."""
     lines = (HERE / name).read_text().splitlines()
-    line = next(line for line in lines if line.startswith(start))
-    return re.findall(pattern, line.removeprefix(start))
+    found = (re.findall(pattern, line.removeprefix(start)) for line in lines if line.startswith(start))
+    return next(filter(None, found))
 
 
 def vllm() -> tuple[str, ...]:
