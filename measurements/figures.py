@@ -223,8 +223,8 @@ def comparisons(all_records: Mapping[str, Records]) -> dict[str, list[Row]]:
     bfloat16, float32 = (grid.where(dtype=name) for name in ("bfloat16", "float32"))
     peer_rows = [row for _, row in peers(all_records)]
     return {
-        "Transformers' best experts as built, bfloat16": bfloat16.best(HF),
-        "Transformers' best experts as built, float32": float32.best(HF),
+        "Transformers' best experts in a layer, bfloat16": bfloat16.best(HF),
+        "Transformers' best experts in a layer, float32": float32.best(HF),
         "vLLM's CPU kernel, bfloat16": bfloat16.best(VLLM),
         "llama.cpp's experts in 8 and 4 bits": [r for r in peer_rows if r["impl"].startswith("llama_cpp(")],
         "KTransformers' experts in 8 and 4 bits": [r for r in peer_rows if r["impl"].startswith("kt(")],
@@ -299,9 +299,9 @@ def document(all_records: Mapping[str, Records]) -> str:
         "# Figures",
         "",
         "Every table here is written by `python measurements/figures.py` from the records in",
-        "`measurements/records/`, and a test compares them. `2.2x` means that ours needs 2.2 times less time",
-        "than the other in the same rounds. Brackets hold the 99 % interval. `?` marks a difference that the",
-        "noise does not allow to decide. Ours is `native` unless the table names another one.",
+        "`measurements/records/`, and a test compares them. `2.2x` means that ours is 2.2 times as fast as",
+        "the other in the same rounds, with the 99 % interval in brackets. `?` marks a difference that the",
+        "noise leaves undecided. Ours is `native` unless a table names another one.",
         "",
         *table(
             ("compared with", "ours is", "decided in"),
@@ -374,15 +374,21 @@ def _roof_section(all_records: Mapping[str, Records]) -> list[str]:
     def cell(rows: Sequence[Row]) -> str:
         ours = [row for row in rows if row["impl"].startswith(("native", "frozen("))]
         others = [row for row in rows if row not in ours]
-        return " / ".join(f"{group[0]['share_of_roof']:.0%}" if group else "-" for group in (ours, others))
+        shares = (f"{100 * group[0]['share_of_roof']:.0f}" if group else "-" for group in (ours, others))
+        return " / ".join(shares)
 
-    shares = [row["share_of_roof"] for by_T in found.values() for rows in by_T.values() for row in rows[:1]]
-    finding = f"The fastest experts reach {min(shares):.0%} to {max(shares):.0%}" if shares else "Shares"
+    def reach(T: int) -> str:
+        shares = sorted(100 * by_T[T][0]["share_of_roof"] for by_T in found.values() if T in by_T)
+        return f"{shares[0]:.0f} to {shares[-1]:.0f} %"
+
     return _section(
-        f"{finding} of what this machine's memory and arithmetic allow",
-        "Ours / the fastest other, as a share of the roof. The roof is the least time that the measured "
-        "bandwidth and peak rates allow for the bytes and operations of the call. With few tokens reading "
-        "the weights limits the time, with many the arithmetic. No share may be above 105 %: a test looks.",
+        f"The fastest experts reach {reach(tokens[0])} of the roof at {tokens[0]} token, and "
+        f"{reach(tokens[-1])} at {tokens[-1]:,}"
+        if tokens
+        else "Shares of the roof",
+        "Ours / the fastest other, in % of the roof: the least time that the measured bandwidth and peak "
+        "rates of this machine allow for the bytes and operations of the call. With few tokens reading the "
+        "weights limits the time, with many the arithmetic. A test allows no share above 105 %.",
         table(
             ("model", "weights", *(f"T = {T:,}" for T in tokens)),
             [
@@ -454,7 +460,7 @@ def _grid_section(all_records: Mapping[str, Records]) -> list[str]:
         ]
         return _ours(cell), *map(_gain, fastest)
 
-    means = [comparisons(all_records)[f"Transformers' best experts as built, {dtype}"] for dtype in DTYPES]
+    means = [comparisons(all_records)[f"Transformers' best experts in a layer, {dtype}"] for dtype in DTYPES]
     finding = " and ".join(
         f"{times(geometric_mean(row['ratio'] for row in rows))} in {dtype}"
         for dtype, rows in zip(DTYPES, means, strict=True) if rows
@@ -567,7 +573,7 @@ def _moving_section(all_records: Mapping[str, Records]) -> list[str]:
     for (D, K), rows in groups.items():
         plain = [row for row in rows if row["impl"] == "native+native"]
         reused = [row for row in rows if row["impl"] != "native+native"]
-        gain = f"{1 - geometric_mean(row['ratio'] for row in reused):.1%}" if reused else "-"
+        gain = f"{100 - 100 * geometric_mean(row['ratio'] for row in reused):.1f} %" if reused else "-"
         lines.append((D, K, len(plain), bandwidth(plain, "bw_2pass"), bandwidth(plain, "bw_strict"), gain))
     ours = [row for row in all_records["pack"].rows if row["impl"] == "native+native"]
     slow = ", ".join(
