@@ -163,6 +163,11 @@ def verdicts(rows: Sequence[Row]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
+def milliseconds(value: float) -> str:
+    """Three digits: 4.04, 27.6, 1,950."""
+    return f"{float(f'{value:.3g}'):,g}"
+
+
 def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
@@ -249,33 +254,26 @@ def peers(all_records: Mapping[str, Records]) -> list[tuple[str, Row]]:
     ]
 
 
-def default_times(all_records: Mapping[str, Records]) -> dict[str, dict[int, tuple[float, float | None]]]:
-    """Implementation -> T -> (milliseconds, how many times faster than Transformers' best at that T).
+THEIRS = "Transformers' best"
 
-    T = 1,024 has a topic of its own where it was measured again with more time. The 8 and 4 bit experts were
-    timed beside `native` in rounds of their own: the two ratios to `native` are divided.
+
+def default_times(all_records: Mapping[str, Records]) -> dict[str, dict[int, tuple[float, float | None]]]:
+    """Implementation -> T -> (milliseconds, how many times faster than the other in the same rounds).
+
+    The other is the fastest of Transformers' experts. Beside experts in 8 and 4 bits it is `native`: they
+    were timed in rounds of their own, and `native` was up to a third faster or slower in those.
     """
-    found: dict[str, dict[int, Row]] = {}
-    for topic in ("default", "default_1024"):
-        records = all_records.get(topic, Records())
-        for T in {row["T"] for row in records.rows}:
-            mine = [row for row in records.rows if row["T"] == T]
-            theirs = [row for row in mine if row["impl"].startswith("hf_")]
-            if theirs or T not in found.get("native", {}):
-                best = {"Transformers' best": min(theirs, key=lambda row: row["ratio"])} if theirs else {}
-                for name, row in (best | {row["impl"]: row for row in mine}).items():
-                    found.setdefault(name, {})[T] = row
+    found: dict[str, dict[int, tuple[float, float | None]]] = {THEIRS: {}, "native": {}, "frozen(native)": {}}
+    for row in all_records["default"].best("hf_"):
+        found[THEIRS][row["T"]] = row["median_ms"], None
+        for name in ("native", "frozen(native)"):
+            for mine in all_records["default"].where(T=row["T"], impl=name).rows:
+                found[name][row["T"]] = mine["median_ms"], row["ratio"] / mine["ratio"]
     for store in STORES:
-        rows = all_records.get(f"default_{store}", Records()).rows
-        found[f"{store}_a8"] = {row["T"]: row for row in rows if row["role"] != "baseline"}
-    theirs_by_T = found.get("Transformers' best", {})
-    return {
-        name: {
-            T: (row["median_ms"], theirs_by_T[T]["ratio"] / row["ratio"] if T in theirs_by_T else None)
-            for T, row in sorted(found.get(name, {}).items())
-        }
-        for name in ("Transformers' best", "native", "frozen(native)", *(f"{store}_a8" for store in STORES))
-    }
+        rows = all_records[f"default_{store}"].rows
+        stored = [row for row in rows if row["role"] != "baseline"]
+        found[f"{store}_a8"] = {row["T"]: (row["median_ms"], 1 / row["ratio"]) for row in stored}
+    return {name: dict(sorted(by_T.items())) for name, by_T in found.items()}
 
 
 def roof_shares(all_records: Mapping[str, Records]) -> dict[tuple[str, str], dict[int, list[Row]]]:
@@ -345,25 +343,33 @@ def _range(ratios: Iterable[float]) -> str:
 def _default_section(all_records: Mapping[str, Records]) -> list[str]:
     lines = default_times(all_records)
     tokens = sorted({T for by_T in lines.values() for T in by_T})
-    gains = {name: [gain for _, gain in by_T.values() if gain is not None] for name, by_T in lines.items()}
 
     def cell(name: str, T: int) -> str:
-        if T not in lines[name]:
+        ms, gain = lines[name].get(T, (None, None))
+        if ms is None:
             return "no time"
-        ms, gain = lines[name][T]
-        return f"{ms:.3g}" if gain is None or name == "Transformers' best" else f"{ms:.3g} ({times(gain)})"
+        return milliseconds(ms) if gain is None else f"{milliseconds(ms)} ({times(gain)})"
 
+    def gains(*names: str) -> str:
+        return _range(gain for name in names for _, gain in lines[name].values() if gain is not None)
+
+    stored = [f"{store}_a8" for store in STORES]
     return _section(
-        f"As built, experts are {_range(gains['native'])} faster than the best of Transformers; "
-        f"frozen, {_range(gains['frozen(native)'])}",
+        f"As built, experts are {gains('native')} faster than the best of Transformers; frozen, "
+        f"{gains('frozen(native)')}",
         "Milliseconds of one call by number of tokens: the sizes of Qwen3-30B-A3B with 64 experts, bfloat16. "
-        "The best of Transformers is the fastest of its three experts functions. `int8_a8` and "
-        "`int4_g128_a8` store weights in 8 and 4 bits and round rows to 8 bits.",
+        "In brackets: how many times faster than the fastest of Transformers' three experts functions in the "
+        "same rounds. `int8_a8` and `int4_g128_a8` store weights in 8 and 4 bits and round rows to 8 bits; "
+        f"they are {gains(*stored)} faster than `native` in their own rounds.",
         table(
             ("", *(f"T = {T:,}" for T in tokens)),
-            [(name, *(cell(name, T) for T in tokens)) for name in lines if lines[name]],
+            [
+                (f"{name}, beside native" if name in stored else name, *(cell(name, T) for T in tokens))
+                for name in lines
+                if lines[name]
+            ],
         ),
-        "default", "default_1024", *(f"default_{store}" for store in STORES),
+        "default", *(f"default_{store}" for store in STORES),
     )  # fmt: skip
 
 
@@ -439,7 +445,7 @@ def _gain(row: Row | None) -> str:
 
 
 def _ours(cell: Sequence[Row]) -> str:
-    return next((f"{row['median_ms']:.3g}" for row in cell if row["role"] == "baseline"), "-")
+    return next((milliseconds(row["median_ms"]) for row in cell if row["role"] == "baseline"), "-")
 
 
 def _grid_section(all_records: Mapping[str, Records]) -> list[str]:
@@ -626,7 +632,7 @@ def _soft_section(all_records: Mapping[str, Records]) -> list[str]:
         shares = ", ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in stages.items())
         sizes = {name: row[name] for name in ("T", "E", "K", "sequences")}
         name = ": ".join(filter(None, (row["router"], slots_of(row["router"], **sizes))))
-        return row["case"], name, f"{row['median_ms']:.3g}", f"{row['ratio']:.2f}", shares
+        return row["case"], name, milliseconds(row["median_ms"]), f"{row['ratio']:.2f}", shares
 
     few = [row["ratio"] for row in all_records["soft"].rows if row["role"] != "baseline"]
     return _section(
