@@ -1,4 +1,4 @@
-"""Every claim with a number in README and docs, and the record behind each.
+"""Every claim with a number in README and the pages beside it, and the record behind each.
 
     python measurements/claims.py             lists the claims: document, record, sentence
     python measurements/claims.py --write     puts the numbers of the records into the documents
@@ -15,7 +15,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,7 +51,7 @@ class Claim:
     def pattern(self) -> re.Pattern[str]:
         """Any white space may stand for a space, so that lines can be wrapped anywhere."""
         pieces = [re.sub(r"\\?\s+", r"\\s+", re.escape(piece)) for piece in self.text.split("{}")]
-        return re.compile(r"(-?\d[\d.,]*(?<![.,]))".join(pieces))
+        return re.compile(r"(\d[\d.,]*(?<![.,]))".join(pieces))
 
     def wanted(self) -> tuple[str, ...]:
         return tuple(map(str, self.values()))
@@ -80,14 +79,6 @@ class Claim:
 
 def measured(name: str) -> Any:
     return json.loads((HERE / name).read_text())
-
-
-def numbers_in(name: str, start: str, pattern: str = r"-?\d[\d.,]*", *, after: str = "") -> list[str]:
-    """What the pattern finds in the first line that starts so and has any, after some words of the file."""
-    text = (HERE / name).read_text()
-    lines = text[text.index(after) :].splitlines()
-    found = (re.findall(pattern, line.removeprefix(start)) for line in lines if line.startswith(start))
-    return next(filter(None, found))
 
 
 @cache
@@ -159,6 +150,13 @@ def generation() -> tuple[object, ...]:
     return gain("prefill"), found["prompt"], gain("decode"), found["new"]
 
 
+def numbers_in(name: str, start: str, pattern: str = r"\d[\d.]*") -> list[str]:
+    """What the pattern finds in the first line of a text file that starts so and has any."""
+    lines = (HERE / name).read_text().splitlines()
+    found = (re.findall(pattern, line.removeprefix(start)) for line in lines if line.startswith(start))
+    return next(filter(None, found))
+
+
 def vllm() -> tuple[str, ...]:
     """Wall time of vLLM's own experts over ours: the third number of a line."""
     name = "models/vllm_plugin.txt"
@@ -228,56 +226,6 @@ def growth() -> tuple[str]:
     return (f"{row['mrb results, the whole command']:.1f}",)
 
 
-# many ranks
-
-
-def exchange() -> tuple[str, ...]:
-    """The rate over that of a bare all_to_all_single from 512 tokens on: of the rows, and of the whole."""
-    lines = [line.split() for line in (HERE / "parallel/exchange.txt").read_text().splitlines()]
-    rows = [line for line in lines if len(line) > 6 and line[1].isdigit() and int(line[1]) >= 512]
-    ratios = ([row[6] for row in rows if row[3] == what] for what in ("swap", "whole"))
-    return tuple(end(one, key=float) for one in ratios for end in (min, max))
-
-
-def placed(study: str) -> tuple[str, ...]:
-    """The busiest rank three ways, and what copies save, with its interval."""
-    numbers = partial(numbers_in, POLICIES, after=f"== {study}\n")
-    busiest = [f"{Decimal(numbers(name)[0]):.2f}" for name in ("contiguous ", "greedy ", COPIES)]
-    return *busiest, *numbers(COPIES)[2:5]
-
-
-def hits(study: str, slots: int) -> tuple[str, ...]:
-    after = f"{study}.safetensors: 3 layers, 16,384 tokens each, {slots} slots"
-    policies = ("lru ", "lfu ", "decayed ", "belady ")
-    return tuple(numbers_in(POLICIES, policy, after=after)[0] for policy in policies)
-
-
-def planned(start: str) -> tuple[str, ...]:
-    return tuple(numbers_in("parallel/links.txt", start))
-
-
-# kernels without a GPU
-
-
-def launches() -> tuple[str, ...]:
-    lines = [line.split() for line in (HERE / "gpu/launches.txt").read_text().splitlines()]
-    rows = [
-        line
-        for line in lines
-        if len(line) > 5 and re.fullmatch(r"(sm_|gfx)\w+", line[0]) and line[1].isdigit()
-    ]
-    compiled, wrong = (sum(int(row[at]) for row in rows) for at in (4, 5))
-    return f"{compiled:,}", f"{wrong:,}"
-
-
-def cute_faults() -> tuple[int, int]:
-    """All planted faults, and those that the kit noticed; a test noticed the others."""
-    text = (HERE / "gpu/cute_mutations.txt").read_text()
-    noticed = Counter(re.findall(r"\d cells  (\w+)", text))
-    return noticed.total() - noticed["nothing"], noticed.total() - noticed["nothing"] - noticed["test"]
-
-
-POLICIES, COPIES = "parallel/policies.txt", "replicated, 8 more copies "
 DEFAULT, STUDY = "records/default.tar.xz", "training/routers/pareto.json"
 QWEN = "models/profile_qwen_bfloat16.txt"
 SHARES = "{} % | {} % | {} % | {} % | {} % |"
@@ -345,99 +293,6 @@ def claims() -> list[Claim]:
             ("In {} runs with {} killed workers and {} killed S3 servers", "fleet/kills.json", kills),
             ("An engine adds {} s to {} s to a cell", "fleet/overhead.json", overhead),
             ("With 10^8 records, `mrb results` takes {} s", "fleet/growth.json", growth),
-        ],
-        "docs/parallel.md": [
-            (
-                "8 chunks are {}x faster than one on a link of 100 Mbit/s",
-                "parallel/overlap.txt",
-                lambda: (numbers_in("parallel/overlap.txt", " 100mbit       8 ")[1],),
-            ),
-            (
-                "runs at {} to {} of the rate of a bare `all_to_all_single`; packing rows and telling the "
-                "counts takes the whole to {} to {}",
-                "parallel/exchange.txt",
-                exchange,
-            ),
-            (
-                "In {} random fault schedules {} ended with a wrong result",
-                "parallel/faults.txt",
-                lambda: tuple(numbers_in("parallel/faults.txt", "", r"^(\d+) schedules; (\d+) with")[0]),
-            ),
-            *(
-                (
-                    f"| {shown} | {{}} | {{}} | {{}} | {pays}, {{}} % ({{}} to {{}}) |",
-                    POLICIES,
-                    partial(placed, study),
-                )
-                for study, shown, pays in (
-                    ("softmax_topk", "trained without balancing", "yes"),
-                    ("sigmoid_bias", "trained with a bias (DeepSeek-V3)", "yes"),
-                    ("drift", "drifting stream, placed every 51,200 tokens", "no"),
-                )
-            ),
-            *(
-                (
-                    f"| {shown}, {slots} | {{}} % | {{}} % | {{}} % | {{}} % |",
-                    POLICIES,
-                    partial(hits, study, slots),
-                )
-                for study, shown, slots in (
-                    ("softmax_topk", "trained without balancing", 4),
-                    ("sigmoid_bias", "trained with a bias", 4),
-                    ("sigmoid_bias", "trained with a bias", 8),
-                )
-            ),
-            *(
-                (f"| {shown} | {{}} | {{}} % | {{}} % |", "parallel/links.txt", partial(planned, start))
-                for shown, start in (
-                    ("links shaped with `tc`, half of the cells held out", "half held out "),
-                    ("the highest rate held out", "the highest rate held out "),
-                    ("the largest size held out", "the largest size held out "),
-                )
-            ),
-            (
-                "| DeepEP's published times, 16 to 256 H800 | 10 | {} % | {} % |",
-                "parallel/deepep.txt",
-                lambda: tuple(numbers_in("parallel/deepep.txt", "median error ")),
-            ),
-            (
-                "The same cell measured twice differs by {} % in the median",
-                "parallel/links.txt",
-                lambda: (numbers_in("parallel/links.txt", "the same cell in two rounds")[0],),
-            ),
-        ],
-        "docs/gpu.md": [
-            (
-                "three dtypes: {} cells, {} failed",
-                "gpu/interpreted_kit.txt",
-                lambda: tuple(f"{int(one):,}" for one in numbers_in("gpu/interpreted_kit.txt", "all ")[:2]),
-            ),
-            (
-                "{} faults were planted in the kernels one at a time, and all {} were noticed",
-                "gpu/kernel_mutations.txt",
-                lambda: tuple(numbers_in("gpu/kernel_mutations.txt", "", r"^(\d+) of (\d+) faults")[0]),
-            ),
-            ("{} launches for eight GPUs; {} spill registers", "gpu/launches.txt", launches),
-            ("Of {} planted faults the kit noticed {}", "gpu/cute_mutations.txt", cute_faults),
-        ],
-        "docs/layouts.md": [
-            (
-                "on {} random layouts ({} disagreements",
-                "gpu/layout_fuzz.txt",
-                lambda: numbers_in("gpu/layout_fuzz.txt", "", r"^([\d,]+) different.* (\d+) disagreements")[
-                    0
-                ],
-            ),
-            (
-                "checks {} accesses",
-                "gpu/tiles.txt",
-                lambda: tuple(numbers_in("gpu/tiles.txt", "accesses ")),
-            ),
-            (
-                "None is wrong, and {} have one thread for each place",
-                "gpu/tiles.txt",
-                lambda: tuple(numbers_in("gpu/tiles.txt", "held by one thread each ")),
-            ),
         ],
     }
     return [
