@@ -1,4 +1,4 @@
-"""Every claim with a number in README and the pages beside it, and the record behind each.
+"""Every claim with a number in README and docs, and the record behind each.
 
     python measurements/claims.py             lists the claims: document, record, sentence
     python measurements/claims.py --write     puts the numbers of the records into the documents
@@ -19,6 +19,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import page_claims
 import typer
 from sweeps import RECORDS, unpack
 
@@ -294,6 +295,7 @@ def claims() -> list[Claim]:
             ("An engine adds {} s to {} s to a cell", "fleet/overhead.json", overhead),
             ("With 10^8 records, `mrb results` takes {} s", "fleet/growth.json", growth),
         ],
+        **page_claims.listed(),
     }
     return [
         Claim(document=document, text=text, record=record, values=values)
