@@ -64,6 +64,16 @@ def fill_commands(app: Any, docname: str, source: list[str]) -> None:
         source[0] = source[0].replace("{{commands}}", "\n".join(helps()))
 
 
+def fill_columns(app: Any, docname: str, source: list[str]) -> None:
+    """The columns of records stand where reference/records.md says {{columns}}."""
+    if docname == "reference/records":
+        from moe_routing_bench.results.parquet import COLUMNS
+
+        rows = (f"| `{one.name}` | {one.type} | `{one.path}` |" for one in COLUMNS)
+        head = ("| column | type | place |", "|---|---|---|")
+        source[0] = source[0].replace("{{columns}}", "\n".join((*head, *rows)))
+
+
 def fill_study(app: Any, docname: str, source: list[str]) -> None:
     """The study's numbers come from the committed records; study/README links to it."""
     if docname == "study/study":
@@ -93,6 +103,7 @@ def math(writer: Any, node: Any, display: str) -> None:
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", process_docstring)
     app.connect("source-read", fill_commands)
+    app.connect("source-read", fill_columns)
     app.connect("source-read", fill_study)
     app.add_html_math_renderer(
         "mathml",

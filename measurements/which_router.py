@@ -84,8 +84,8 @@ def advice() -> str:
          f"routing takes {alone['hashed']}. As good as learned rules on bytes; not measured with a large "
          "vocabulary"),
         ("tokens that need different amounts of work", "`relu`, `top_p`",
-         f"ragged rows: a step takes {step['relu']} and {step['top_p']}, although ReLU does fewer "
-         "operations"),
+         f"ragged rows: a step of ReLU takes {step['relu']}, of top-p {step['top_p']}, although ReLU does "
+         "fewer operations"),
         ("all tokens at once (encoders, images)", "`expert_choice`",
          f"equal loads by construction; a step takes {step['expert_choice']}; it sees later tokens, so it "
          "cannot write text"),

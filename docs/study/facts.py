@@ -74,14 +74,14 @@ def facts() -> dict[str, str]:
     known = {
         "source": grid.source(all_records),
         "records": f"{sum(len(one.rows) for one in all_records.values()):,}",
-        "grid_transformers_bfloat16": grid.compared(bfloat16.best(grid.HF)),
-        "grid_transformers_float32": grid.compared(float32.best(grid.HF)),
-        "grid_vllm": grid.compared(bfloat16.best(grid.VLLM)),
+        "grid_transformers_bfloat16": _decided(bfloat16.best(grid.HF)),
+        "grid_transformers_float32": _decided(float32.best(grid.HF)),
+        "grid_vllm": _decided(bfloat16.best(grid.VLLM)),
         "mean_transformers": grid.times(_mean(bfloat16.best(grid.HF))),
         "mean_vllm": grid.times(_mean(bfloat16.best(grid.VLLM))),
         "pack_bandwidth": grid.bandwidth(pack, "bw_strict"),
         "plain_ratio": grid.times(_mean(plain)),
-        "soft_layer": ", ".join(f"{row['ratio']:.2f}" for row in soft),
+        "soft_layer": " and ".join(f"{row['ratio']:.2f}" for row in soft),
         "soft_first": grid.times(growth[0][3]),
         "soft_last": grid.times(growth[-1][3]),
         "soft_from": growth[0][0],
@@ -93,17 +93,16 @@ def facts() -> dict[str, str]:
         "spread_high": f"{max(_half(one) for one in rules.values()):.3f}",
         "relu_experts": f"{rules['relu']['experts_per_token']:.2f}",
         "no_balance": f"{1 + balance['none']['max_violation']:.1f}",
-        "gates_alone": f"{standings('specialise')['gates']['difference']['mean']:+.2f}",
-        "adapters": f"{standings('perft')['routed']['difference']['mean']:+.2f}",
+        "gates_alone": f"{standings('specialise')['gates']['difference']['mean']:.2f}",
+        "adapters": f"{standings('perft')['routed']['difference']['mean']:.2f}",
         "capacity_2": which_router.more(standings("capacity")["capacity 2"]["step_ratio"]),
-        "chain_gain": f"{chain['2 in a chain']['difference']['mean']:+.3f}",
-        "chain_one_gain": f"{chain['1 in a chain']['difference']['mean']:+.3f}",
-        "chain_one_step": f"{chain['1 in a chain']['step_ratio']:.2f}",
+        "chain_gain": f"{-chain['2 in a chain']['difference']['mean']:.3f}",
+        "chain_one_gain": f"{-chain['1 in a chain']['difference']['mean']:.3f}",
         "equal_wrong": f"{sum(power[0]['verdicts'].get(word, 0) for word in ('FASTER', 'SLOWER'))}",
         "equal_trials": str(power[0]["trials"]),
         **{f"power_{percent}": str(row["verdicts"].get("SLOWER", 0)) for percent, row in power.items()},
         **{f"step_{_key(rule)}": which_router.more(one["step_ratio"]) for rule, one in rules.items()},
-        **{f"chain_step_{rule[0]}": f"{one['step_ratio']:.2f}" for rule, one in chain.items()},
+        **{f"chain_step_{rule[0]}": which_router.more(one["step_ratio"]) for rule, one in chain.items()},
         **{f"decode_{_key(rule)}": f"{one['decode'].get('8', 0):,.0f}" for rule, one in rules.items()},
         **{f"violation_{_key(rule)}": f"{one['max_violation'] or 0:.2f}" for rule, one in rules.items()},
         **{f"balance_{_key(rule)}": f"{one['max_violation']:.2f}" for rule, one in balance.items()},
@@ -155,6 +154,9 @@ def claims() -> dict[str, bool]:
         "sixteen rules were timed, ten of them trained": (len(cost), len(trained & set(cost))) == (16, 10),
         "one turn has most of the chain's gain": chain["1 in a chain"]["difference"]["mean"]
         < 0.75 * chain["2 in a chain"]["difference"]["mean"],
+        "one turn in a chain costs nothing": chain["1 in a chain"]["step_interval"][0]
+        < 1
+        < chain["1 in a chain"]["step_interval"][1],
         "three predictions are within two per cent": all(
             gap[rule] <= 2 for rule in ("hashed", "random_fixed", "sigmoid_bias")
         ),
@@ -170,6 +172,11 @@ def claims() -> dict[str, bool]:
         < 0.05,
         "routed adapters are the best in the mean": list(standings("perft"))[:2] == ["all weights", "routed"],
     }
+
+
+def _decided(rows: Sequence[Row]) -> str:
+    """2.2x faster (10 cells, 1.82x to 2.7x; decided in 10 of 10 cells)"""
+    return f"{grid.compared(rows).removesuffix(')')}; decided in {grid.decided(rows)})"
 
 
 def _mean(rows: Sequence[Row]) -> float:
