@@ -1,4 +1,4 @@
-"""The house keeps its own rules: imports run downhill, the library needs torch alone, documents are true."""
+"""The house keeps its own rules: imports run downhill, the library needs torch alone, the design is true."""
 
 from __future__ import annotations
 
@@ -17,13 +17,6 @@ from repository import ROOT, SOURCE
 
 FILES = sorted(SOURCE.rglob("*.py"))
 MEASUREMENTS = ROOT / "measurements"
-DOCUMENTS = [
-    "README.md",
-    "DESIGN.md",
-    "CONTRIBUTING.md",
-    *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
-]
-
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
 FLOORS = [
     ["layouts", "formats"],
@@ -177,16 +170,6 @@ def test_the_design_names_every_room() -> None:
     rooms |= {p.name for p in SOURCE.glob("*.py") if not p.stem.startswith("__")}
     missing = sorted(room for room in rooms if f"`{room}`" not in design)
     assert not missing, f"DESIGN.md, The rooms, does not name {missing}"
-
-
-def test_documents_name_only_files_that_exist() -> None:
-    folders = r"src|tests|examples|measurements|docs|\.ci|" + "|".join(p.name for p in SOURCE.iterdir())
-    homes, missing = (ROOT, SOURCE, MEASUREMENTS), []
-    for document in DOCUMENTS:
-        named = re.findall(rf"[`(/ ]((?:{folders})/[\w./-]*\w/?)[`) ]", (ROOT / document).read_text())
-        assert named, document
-        missing += [(document, path) for path in named if not any((home / path).exists() for home in homes)]
-    assert not missing, missing
 
 
 def test_the_index_names_every_measurement() -> None:

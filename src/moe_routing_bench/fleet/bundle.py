@@ -6,7 +6,7 @@
     power.json                                optional: `mrb doctor --power` on that machine
 
 The summary (machines, A/A comparisons, sources) is computed again from the records by whoever opens the
-bundle, so it cannot say more than they do. docs/fleet.md has the format for other writers.
+bundle, so it cannot say more than they do. Other writers follow `Manifest` below.
 """
 
 from __future__ import annotations
