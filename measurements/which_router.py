@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import quality
+
 from moe_routing_bench.routers.router import all_routers
 
 HERE = Path(__file__).parent
@@ -105,14 +107,7 @@ def _clearly_lower(found: dict[str, Any]) -> bool:
 
 
 def written(text: str) -> str:
-    """The document with both tables as the files have them."""
-    for name, fresh in (("facts", facts()), ("advice", advice())):
-        begin, end = (f"<!-- table {name}: {word} -->" for word in ("begin", "end"))
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        assert found and closed, f"docs/which_router.md needs a place for table {name}"
-        text = f"{before}{begin}\n{fresh}\n{end}{after}"
-    return text
+    return quality.written(text, {"facts": facts(), "advice": advice()})
 
 
 if __name__ == "__main__":

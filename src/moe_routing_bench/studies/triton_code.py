@@ -1,6 +1,7 @@
-"""Triton kernels compiled ahead of time, without a GPU, and what is read from their machine code.
+"""Compiles Triton kernels ahead of time, without a GPU, and reads what their machine code needs.
 
-Made with the constants of a model, or as a launcher asks for them (launches.py). Needs triton.
+Kernels are compiled with the constants of a model, or as a launcher asks for them
+(measurements/gpu/launches.py). This file needs triton.
 """
 
 from __future__ import annotations
