@@ -1,9 +1,9 @@
 """Quality against cost: what each rule of a study reached, what it cost, and which rules others dominate.
 
-Losses of a rule and of the baseline with the same seed began with the same weights and saw the same bytes, so
-differences are paired; intervals over seeds are Student's t, 95 %. Seconds are steps times the time of a step
-in turns (times.json). The loss at equal seconds is read off the curve between two evaluations: at the end of
-the cheapest rule's budget the others are in the middle of their schedule, which costs them a little.
+A rule and the baseline with the same seed start with the same weights and see the same bytes, so differences
+are paired. Intervals over seeds are Student's t, 95 %. Seconds are the number of steps times the time of a
+step, measured in turns (times.json). The loss at equal seconds is interpolated between two evaluations. When
+the cheapest rule ends, the others are in the middle of their schedule, which costs them a little.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COSTS = ("seconds", "train_flops", "parameters", "peak_bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A mean over seeds with its interval; the interval is None with one seed."""
+    """A mean over seeds with its interval, which is None with one seed."""
 
     mean: float
     interval: tuple[float, float] | None
@@ -46,7 +46,7 @@ class Spread:
 
     @property
     def clear(self) -> bool:
-        """The interval does not hold 0."""
+        """Whether the interval excludes 0."""
         return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
 
     def said(self, sign: str = "") -> str:
@@ -64,7 +64,7 @@ class Standing:
     learning_rate: float
     sees_future: bool
     loss: Spread  # held-out nats per byte at equal tokens
-    difference: Spread  # from the baseline, seed by seed
+    difference: Spread  # from the baseline, paired by seed
     at_equal_seconds: Spread
     step_seconds: float
     step_ratio: float
@@ -96,8 +96,8 @@ class Pareto:
     baseline: str
     trigram: float
     tokens: int
-    budget: float  # seconds at which losses are compared: the least that any rule took
-    standings: tuple[Standing, ...]  # lowest loss first, those that see the future last
+    budget: float  # seconds at which losses are compared: those of the fastest rule
+    standings: tuple[Standing, ...]  # lowest loss first; rules that see the future last
     made: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,23 +115,23 @@ def pareto(folder: Path) -> Pareto:
     times = json.loads((folder / TIMES).read_text())
     used = json.loads((folder / USED).read_text())["rules"] if is_plain_file(folder / USED) else {}
     by_rule: dict[str, dict[int, Training]] = {}
-    for one in read_trainings(folder):
-        if not one.study.endswith(TUNING):
-            by_rule.setdefault(one.rule, {})[one.seed] = one
-    by_rule.pop(HOME.rule.name, None)  # what others begin with is no contender
+    for training in read_trainings(folder):
+        if not training.study.endswith(TUNING):
+            by_rule.setdefault(training.rule, {})[training.seed] = training
+    by_rule.pop(HOME.rule.name, None)  # other rules only start from it
     base = by_rule.get(about["baseline"])
     if base is None:
         raise ValueError(f"the baseline {about['baseline']} is not trained yet; the same command goes on")
     first = times["seconds"][about["baseline"]]
     compared = {rule: compare(first, times["seconds"][rule]) for rule in by_rule if rule != about["baseline"]}
-    # by the ratio within rounds: a busy moment of the machine is in both times of a round
+    # by the ratio within rounds, because a busy moment affects both times of a round
     step = {rule: median(first) * (compared[rule].ratio if rule in compared else 1.0) for rule in by_rule}
     budget = min(step[rule] * next(iter(runs.values())).steps for rule, runs in by_rule.items())
     standings = [
         _standing(rule, runs, base, compared.get(rule), step[rule], budget, used.get(rule, {}))
         for rule, runs in by_rule.items()
     ]
-    standings.sort(key=lambda one: (one.sees_future, one.loss.mean))
+    standings.sort(key=lambda standing: (standing.sees_future, standing.loss.mean))
     return Pareto(
         study=about["study"],
         question=about["question"],
@@ -139,7 +139,7 @@ def pareto(folder: Path) -> Pareto:
         trigram=about["trigram"],
         tokens=next(iter(base.values())).tokens,
         budget=budget,
-        standings=tuple(_with_dominance(one, standings) for one in standings),
+        standings=tuple(_with_dominance(standing, standings) for standing in standings),
         made=times["made"],
     )
 
@@ -183,7 +183,7 @@ def _standing(
 
 
 def _loss_at(one: Training, steps: float) -> float:
-    """The held-out loss after so many steps, on the line between two evaluations."""
+    """Returns the held-out loss after so many steps, interpolated between two evaluations."""
     points = one.curve
     for before, after in pairwise(points):
         if steps <= after.step:
@@ -193,8 +193,8 @@ def _loss_at(one: Training, steps: float) -> float:
 
 
 def _with_dominance(one: Standing, others: Sequence[Standing]) -> Standing:
-    """Of the rules that have both less of a cost and a lower loss, the one with the lowest loss. A rule that
-    sees the future dominates nothing: its loss is no loss of a model that writes."""
+    """Adds, for each cost, the rule with the lowest loss among those with lower cost and lower loss. A rule
+    that sees the future dominates nothing: its loss is not comparable, because it cannot generate text."""
     by_cost = {}
     for cost in COSTS:
         better = [
@@ -211,7 +211,7 @@ def _with_dominance(one: Standing, others: Sequence[Standing]) -> Standing:
 
 
 def sentences(reached: Pareto) -> list[str]:
-    """Findings in words, derived from the numbers alone."""
+    """Returns findings in sentences, derived only from the numbers."""
     lines = []
     front = [
         one.rule for one in reached.standings if not one.sees_future and "seconds" not in one.dominated_by

@@ -1,8 +1,8 @@
-"""The time of a training step of several runs, taken in turns: what people pay for a rule.
+"""Times a training step of several runs in turns.
 
-Times of whole runs are taken hours apart, on a machine that is not the same all day. Here all runs of a study
-go on from their final states, one step each in every round, in a new order each time, in one process. Ratios
-are of steps in the same round.
+Times of whole runs are taken hours apart, on a machine whose speed changes. Here all runs of a study continue
+from their final states in one process: one step each in every round, in a new order each time. Ratios compare
+steps of the same round.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class StepTimes:
 
     seconds: dict[str, list[float]]
     parts: dict[str, dict[str, list[float]]]
-    loads: dict[str, float]  # experts of a token while it was timed
+    loads: dict[str, float]  # experts per token while it was timed
 
 
 def step_times(
     runs: Sequence[tuple[Run, State | None]], corpus: Corpus, *, rounds: int, seed: int = 0,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> StepTimes:  # fmt: skip
-    """Times by the names of rules. ValueError if two runs have the same: one would hide the other."""
+    """Returns times by the names of rules. Raises ValueError if two runs have the same name."""
     going: dict[str, Iterator[Event]] = {}
     for run, state in runs:
         if run.rule.name in going:
