@@ -1,4 +1,4 @@
-"""Executors run the cells of a sweep: on this machine, or on those of a Ray cluster (ray_engine.py).
+"""Executors run the cells of a sweep, on this machine or on a Ray cluster (ray_engine.py).
 
 An executor takes cells and yields each outcome as soon as it is ready, in any order. It writes no files: the
 caller stores results, so a crash loses only the cells that are running.
@@ -35,8 +35,8 @@ class Executor(Protocol):
     name: str
 
     def keys(self, cells: Sequence[Cell]) -> list[set[str]]:
-        """For each cell its resume keys on the machines that would run it, taken there: their processors,
-        versions and settings may not be those of the machine that plans."""
+        """Returns for each cell its resume keys, computed on the machines that would run it: their
+        processors, versions and settings may differ from those of this machine."""
         ...
 
     def run(
@@ -45,12 +45,12 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """One cell after another on this machine: two at once would disturb each other's times."""
+    """Runs one cell after another on this machine. Two at a time would disturb each other's times."""
 
     name = "local"
 
     def __init__(self, budget: Budget | None = None):
-        self.budget = budget  # for all cells; if None each has its policy's
+        self.budget = budget  # for all cells; None: each cell has the budget of its policy
 
     def keys(self, cells: Sequence[Cell]) -> list[set[str]]:
         machine = this_machine()
@@ -85,15 +85,15 @@ class LocalExecutor:
 
 
 def _share(whole: Budget, cells: Sequence[Cell], needed: float) -> float:
-    """Seconds for the rounds of the first cell, which has been tried: its share, or what it needs for a
-    decision if that leaves half of the time to the others."""
+    """Returns the seconds for the rounds of the first cell, whose trials are over: its share, or what it
+    needs for a decision if that leaves half of the time to the others."""
     left = max(whole.left, 0.0)
     return max(left * share_of_rounds(cells), min(needed, left / 2))
 
 
 def check_scratch(cell: Cell) -> None:
-    """ValueError if workers have no place for their results: a kernel would be blamed for it."""
-    # first, second and again, each twice, and what is handed over; with gradients, those of the weights too
+    """Raises ValueError if the disk is too full for the workers' results: a kernel would be blamed for it."""
+    # three results of each call, twice, and what is handed over; with gradients also those of the weights
     weights = cell.case.weight_bytes if cell.case.direction != "forward" else 0
     needed = SCRATCH_BYTES + 8 * (cell.case.activation_bytes + weights)
     try:

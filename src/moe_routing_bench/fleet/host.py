@@ -1,4 +1,4 @@
-"""The machine that cells run on, as a document that travels with their outcomes."""
+"""Describes the machine that cells run on. The description is sent with their outcomes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from moe_routing_bench.fleet.executor import LocalExecutor
 
 
 def environment_document(machine: Machine, roofs: Roofs | None = None) -> dict[str, object]:
-    """What was the same for all cells of a run, stored once by its hash. The commit is for readers: what is
-    measured again is decided by the resume key, which has hashes of the files themselves."""
+    """Returns what was the same for all cells of a run. It is stored once, by its hash. The commit is for
+    readers only: the resume key, which contains hashes of the files, decides what is measured again."""
     known = {"machine": machine.to_dict(), "versions": versions(), "settings": settings()}
     return {**known, "source": source_version(), "roofs": roofs and roofs.model_dump(mode="json")}
 
 
 def measured_here(cell_json: str) -> str:
-    """A cell from another machine, measured on this one, with this one's roofs and keys. ValueError if it
-    is not a cell, or cannot be measured here."""
+    """Measures a cell from another machine on this one, with the roofs and keys of this machine. Raises
+    ValueError if it is not a cell or cannot be measured here."""
     cell, machine = Cell.from_json(cell_json), this_machine()
     roofs = roofs_now(machine, cell.policy.max_seconds)
     (outcome,) = LocalExecutor().run(

@@ -1,16 +1,16 @@
-"""The engine `ray`: a cell is a task of a Ray cluster (pip install 'moe-routing-bench[ray]').
+"""The engine `ray` runs each cell as a task of a Ray cluster (pip install 'moe-routing-bench[ray]').
 
-A node takes part if it was started with `ray start --resources '{"cell": 1}'`: one cell at a time, because
-two would disturb each other's times. `--engine "ray(gpu=h100)"` takes only nodes that were started with
-`--labels gpu=h100`. A cell that runs on a GPU asks Ray for one. One of several ranks asks for a CPU for each
-thread of each rank, all on one node: its ranks share a clock, so they are never spread over machines.
+Nodes that were started with `ray start --resources '{"cell": 1}'` measure cells, one at a time, because two
+would disturb each other's times. `--engine "ray(gpu=h100)"` uses only nodes that were started with
+`--labels gpu=h100`. A cell on a GPU asks Ray for a GPU. A cell of several ranks asks for one CPU for each
+thread of each rank, all on one node, because its ranks share a clock.
 
-Ray starts a task again if its machine or process is lost. A kernel that crashes ends its own process inside
-the task, which is a result, so it is never started again. Nothing is kept in Ray: if the driver dies, the
-same command goes on from what is stored.
+Ray restarts a task if its machine or process is lost. A kernel that crashes ends only its own process inside
+the task; that is a result, so the task is not restarted. Nothing is stored in Ray: if the driver dies, the
+same command continues from the stored results.
 
-Folders of --include-path and recorded traces are sent along (shipping.py). Cells that have some are measured
-each in a process of its own, which has never seen another version of that code. A checkpoint is not sent: it
+Folders of --include-path and recorded traces are sent to the nodes (shipping.py). A cell that needs them is
+measured in a new process, which has never loaded another version of that code. A checkpoint is not sent: it
 must be on every node under the same path.
 """
 
@@ -41,7 +41,7 @@ PATIENCE_SECONDS = 120.0  # without any node that measures cells
 
 
 class RayExecutor:
-    """RAY_ADDRESS names the cluster; without it, that of this machine. labels: of nodes that take part."""
+    """Uses the cluster in RAY_ADDRESS, by default that of this machine. labels: of the nodes to use."""
 
     name = "ray"
 
@@ -61,8 +61,9 @@ class RayExecutor:
             except (ConnectionError, ValueError, RuntimeError) as error:
                 sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise ValueError(f"there is no Ray cluster at {address}: {sentence}") from None
-        # the same options for both, so that a key is taken under the settings a cell is measured with; with
-        # parcels in a process of their own, which takes seconds to start
+        # the same options for both, so that a key is computed under the settings a cell is measured with;
+        # tasks
+        # with parcels get a new process, which takes seconds to start
         options = {"num_cpus": 0, "max_retries": RETRIES, "retry_exceptions": False}
         self._keys, self._measure = (ray.remote(**options)(work) for work in (_keys, measured_here))
         self._keys_sent, self._measure_sent = (
@@ -104,7 +105,7 @@ class RayExecutor:
     def run(
         self, cells: Sequence[Cell], *, roofs: Roofs | None, on_progress: Any, watch: Any
     ) -> Iterator[CellOutcome]:
-        """Roofs are those of the machine that measures. ValueError at the end if some cells were lost."""
+        """Measures with the roofs of each node. Raises ValueError at the end if some cells were lost."""
         self._check_ranks(cells)
         sent = self._parcels(cells)
         rest = iter(cells)
@@ -120,8 +121,8 @@ class RayExecutor:
                     num_gpus=int(cell.policy.device.startswith("cuda")),
                     label_selector=self.labels,
                 )
-                more = (list(parcels), *parcels.values()) if parcels else ()
-                waiting[place.remote(cell.to_json(), *more)] = cell
+                sent_along = (list(parcels), *parcels.values()) if parcels else ()
+                waiting[place.remote(cell.to_json(), *sent_along)] = cell
             if not waiting:
                 break
             done, _ = self.ray.wait(list(waiting), num_returns=1, timeout=1.0)
@@ -134,7 +135,7 @@ class RayExecutor:
                 except self.ray.exceptions.RayError as error:
                     lost.append(f"{cell.name} ({type(error).__name__})")
                     continue
-                # with the paths of this machine, not of the one that measured it
+                # with the paths of this machine instead of those of the node
                 yield replace(CellOutcome.from_json(text), cell=cell, engine=self.name)
             if done or self._nodes():
                 seen = time.monotonic()
@@ -149,7 +150,7 @@ class RayExecutor:
             )
 
     def _nodes(self) -> dict[str, float]:
-        """The nodes that take part, and how many CPUs they have."""
+        """Returns the nodes that measure cells, and how many CPUs they have."""
         return {
             node["NodeID"]: node["Resources"].get("CPU", 0)
             for node in self.ray.nodes()
@@ -168,7 +169,7 @@ class RayExecutor:
             )
 
     def _parcels(self, cells: Sequence[Cell]) -> dict[str, Any]:
-        """By the path in a cell, Ray's reference to what lies there; each content is put once."""
+        """Returns Ray's references to the content of the paths in the cells; equal content is put once."""
         paths = {text: path for cell in cells for text, path in named_by(cell).items()}
         references = {}
         for text, path in paths.items():
@@ -180,12 +181,12 @@ class RayExecutor:
 
 
 def _cpus(cell: Cell) -> int:
-    """That Ray must have free on a node. A cell of one process has its node for itself anyway."""
+    """Returns how many CPUs must be free on a node. A cell of one process has its node for itself anyway."""
     return cell.W * cell.policy.threads if cell.W > 1 else 0
 
 
 def _here(text: str, places: Mapping[str, Path]) -> Cell:
-    """A cell with the paths of this machine, and what it includes known to this process."""
+    """Returns the cell with the paths of this machine, and loads the folders it includes."""
     cell = moved(Cell.from_json(text), places)
     for folder in cell.include:
         include_folder(folder)
@@ -196,7 +197,7 @@ def _unpacked(names: Sequence[str], parcels: Sequence[Parcel]) -> dict[str, Path
     return {name: parcel.unpacked() for name, parcel in zip(names, parcels, strict=True)}
 
 
-# Ray replaces a reference by its content only if it is an argument of its own
+# Ray replaces a reference by its content only if it is an argument itself
 def _keys(cells: list[str], names: list[str], *parcels: Parcel) -> list[str]:
     machine, places = this_machine(), _unpacked(names, parcels)
     return [cell_key(_here(text, places), machine) for text in cells]
@@ -207,5 +208,5 @@ def _measured_with(cell: str, names: list[str], *parcels: Parcel) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """What the code in a task said, without Ray's report around it."""
+    """Returns the first line of the error in a task, without Ray's report around it."""
     return str(getattr(error, "cause", None) or error).splitlines()[0]
