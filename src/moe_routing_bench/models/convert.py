@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from moe_routing_bench.core.experts import ExpertWeights, from_expert_list, to_transformers
 from moe_routing_bench.models.reading import GATED_BY, plain_activation, read, weights_of, where
 from moe_routing_bench.moe.layer import MoE
-from moe_routing_bench.routers.router import all_routers
 
 # gate, up and down of one expert of a list: Qwen, OLMoE, DeepSeek; Mixtral
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -141,8 +140,6 @@ def _softmax(block: Any) -> Parts:
 
 
 def _deepseek_v3(block: Any) -> Parts:
-    if "sigmoid_bias" not in all_routers():
-        raise NotImplementedError("its router needs routers/sigmoid_bias.py, which is not here")
     gate = block.gate
     options = {
         "score": "sigmoid",
