@@ -142,8 +142,8 @@ def times(rows: Sequence[Row]) -> str:
 def decided(rows: Sequence[Row]) -> str:
     """SLOWER in 15 of 16 cells, UNDECIDED in 1"""
     counts = {name: sum(row["verdict"] == name for row in rows) for name in VERDICTS}
-    said = [f"{name} in {count}" for name, count in counts.items() if count]
-    return f"{', '.join(said)} of {len(rows)}" if said else ""
+    sentences = [f"{name} in {count}" for name, count in counts.items() if count]
+    return f"{', '.join(sentences)} of {len(rows)}" if sentences else ""
 
 
 VERDICTS = ("SLOWER", "SAME", "FASTER", "UNDECIDED")
@@ -161,14 +161,14 @@ def bandwidth(rows: Sequence[Row], name: str) -> str:
 
 def source(all_records: dict[str, Records]) -> str:
     """Where, with what and how: a sentence; what a published figure must not have is said in capitals."""
-    rows = [row for one in all_records.values() for row in one.rows]
+    rows = [row for records in all_records.values() for row in records.rows]
     if not rows:
         return "Nothing was measured yet."
     commits = _each(rows, "source_commit", 10)
     days = sorted({f"{row['created_at']:%Y-%m-%d}" for row in rows})
     rounds, busy = min(row["rounds"] for row in rows), max(row["load_before"] for row in rows)
     warnings = []
-    if any(_other_sweep(TOPICS[topic], row) for topic, one in all_records.items() for row in one.rows):
+    if any(_other_sweep(TOPICS[topic], row) for topic, found in all_records.items() for row in found.rows):
         warnings.append("A SAMPLE, NOT THE SWEEPS AS LISTED")
     if any(row["source_dirty"] is not False for row in rows):
         warnings.append("CHANGED SINCE THAT COMMIT")
@@ -177,13 +177,13 @@ def source(all_records: dict[str, Records]) -> str:
         warnings.append(f"FEWER THAN {MIN_ROUNDS} ROUNDS in {few} of {len(rows)} rows")
     if busy > BUSY:
         warnings.append(f"THE MACHINE WAS BUSY (load {busy:.1f})")
-    said = (
+    sentences = (
         f"{_each(rows, 'machine')}, threads: {_each(rows, 'threads')}",
         f"at least {rounds} interleaved rounds, commit {commits}",
         " to ".join(dict.fromkeys((days[0], days[-1]))),
         *warnings,
     )
-    return f"{', '.join(said)}."
+    return f"{', '.join(sentences)}."
 
 
 def _other_sweep(topic: Topic, row: Row) -> bool:
@@ -236,7 +236,10 @@ def readme_table(all_records: dict[str, Records]) -> list[str]:
     ]
     return table(
         ('compared with `impl="auto"` on this CPU', "", "command"),
-        [(what, said, f"`python measurements/sweeps.py run {topic}`") for topic, what, said in lines],
+        [
+            (what, sentences, f"`python measurements/sweeps.py run {topic}`")
+            for topic, what, sentences in lines
+        ],
     )
 
 
@@ -358,13 +361,13 @@ def document(all_records: dict[str, Records]) -> str:
 
 
 def _section(topic: str, all_records: dict[str, Records], lines: list[str]) -> list[str]:
-    one, records = TOPICS[topic], all_records[topic]
-    said = [f"Not PASSED: {impl} {status}: {reason}" for impl, status, reason in records.failed]
-    command = shlex.join(one.command("results"))
-    title = f"## {one.shows[0].upper()}{one.shows[1:]}"
+    sweep, records = TOPICS[topic], all_records[topic]
+    sentences = [f"Not PASSED: {impl} {status}: {reason}" for impl, status, reason in records.failed]
+    command = shlex.join(sweep.command("results"))
+    title = f"## {sweep.shows[0].upper()}{sweep.shows[1:]}"
     if not records.rows:
         lines = ["Not measured yet."]
-    return ["", title, f"At most {one.minutes:g} minutes: `{command}`", "", *lines, *said, ""]
+    return ["", title, f"At most {sweep.minutes:g} minutes: `{command}`", "", *lines, *sentences, ""]
 
 
 def _cells_table(records: Records) -> list[str]:
@@ -386,9 +389,9 @@ def regret_table(archive: Path = RECORDS / f"{REGRET}.tar.xz") -> list[str]:
     return table(
         ("group", "cells", "median", "95 %", "worst", "Transformers faster in"),
         [
-            (one.group, one.cells, *(f"{value:.2f}" for value in (one.median, one.p95, one.worst)),
-             one.slower_than_transformers)
-            for one in groups
+            (group.group, group.cells, *(f"{value:.2f}" for value in (group.median, group.p95, group.worst)),
+             group.slower_than_transformers)
+            for group in groups
         ],
     )  # fmt: skip
 
@@ -439,11 +442,11 @@ def _peers_table(all_records: dict[str, Records]) -> list[str]:
         name = row["case"].partition("/")[0], row["store"], row["impl"]
         lines.setdefault(name, {})[row["T"]] = f"{row['ratio']:.2f} {row['verdict']}"
     head = ("model", "format", "implementation", *(f"T = {T:,}" for T in tokens))
-    said = [f"Together: {_judged([row for _, row in rows])}."] if rows else []
+    sentences = [f"Together: {_judged([row for _, row in rows])}."] if rows else []
     return [
         *table(head, [(*name, *(by.get(T, "-") for T in tokens)) for name, by in lines.items()]),
         "",
-        *said,
+        *sentences,
     ]
 
 

@@ -33,20 +33,20 @@ def table(found: dict[str, Any]) -> str:
     """One study as a Markdown table, and a line about how it was taken."""
     heads = [head.format(baseline=found["baseline"]) for head in HEAD]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for one in found["standings"]:
-        decode = one["decode"].get("8")
+    for standing in found["standings"]:
+        decode = standing["decode"].get("8")
         cells = (
-            f"{one['rule']} (sees the future)" if one["sees_future"] else one["rule"],
-            _spread(one["loss"], ""),
-            "" if one["rule"] == found["baseline"] else _spread(one["difference"], "+"),
-            f"{one['at_equal_seconds']['mean']:.3f}",
-            f"{1e3 * one['step_seconds']:.0f}",
-            f"{one['step_ratio']:.2f} ({one['step_interval'][0]:.2f} to {one['step_interval'][1]:.2f})",
-            f"{one['flops_per_token'] / 1e6:.2f}",
-            f"{one['parameters'] / 1e3:,.0f}",
-            f"{one['peak_bytes'] / 2**20:.0f}",
-            "" if one["max_violation"] is None else f"{one['max_violation']:.2f}",
-            f"{one['learning_rate']:g}",
+            f"{standing['rule']} (sees the future)" if standing["sees_future"] else standing["rule"],
+            _spread(standing["loss"], ""),
+            "" if standing["rule"] == found["baseline"] else _spread(standing["difference"], "+"),
+            f"{standing['at_equal_seconds']['mean']:.3f}",
+            f"{1e3 * standing['step_seconds']:.0f}",
+            "{:.2f} ({:.2f} to {:.2f})".format(standing["step_ratio"], *standing["step_interval"]),
+            f"{standing['flops_per_token'] / 1e6:.2f}",
+            f"{standing['parameters'] / 1e3:,.0f}",
+            f"{standing['peak_bytes'] / 2**20:.0f}",
+            "" if standing["max_violation"] is None else f"{standing['max_violation']:.2f}",
+            f"{standing['learning_rate']:g}",
             f"{decode:,.0f}" if decode else "",
         )
         lines.append(f"| {' | '.join(cells)} |")
@@ -105,7 +105,7 @@ def inside_table() -> str:
 
 def _collapses(said: list[str], layers: int) -> str:
     """_collapses(["layer 2 from step 75, until step 225: ..."], 9) is "1 of 9, until step 225"."""
-    until = [int(re.search(r"until step (\d+)", one)[1]) for one in said]  # type: ignore[index]
+    until = [int(re.search(r"until step (\d+)", sentence)[1]) for sentence in said]  # type: ignore[index]
     return f"{len(said)} of {layers}, until step {max(until)}" if said else ""
 
 
@@ -120,12 +120,12 @@ def layers_table() -> str:
     with tempfile.TemporaryDirectory() as scratch:  # a query leaves copies beside the records
         records = Path(shutil.copytree(STUDIES / "layers", Path(scratch) / "layers"))
         rows = predicted(STUDIES / "routers", records)
-    for number, one in enumerate(rows):
-        low, high = one.between
-        gap = f"{100 * one.gap:+.1f} %" if number else ""
+    for number, row in enumerate(rows):
+        low, high = row.between
+        gap = f"{100 * row.gap:+.1f} %" if number else ""
         lines.append(
-            f"| {one.rule} | {one.layer:.2f} | {one.predicted:.1f} ({low:.1f} to {high:.1f}) "
-            f"| {one.step:.1f} | {gap} |"
+            f"| {row.rule} | {row.layer:.2f} | {row.predicted:.1f} ({low:.1f} to {high:.1f}) "
+            f"| {row.step:.1f} | {gap} |"
         )
     return "\n".join(lines)
 

@@ -33,7 +33,7 @@ def costs() -> dict[str, dict[str, Any]]:
 
 
 def trained() -> dict[str, dict[str, Any]]:
-    return {one["rule"]: one for one in json.loads(STUDY.read_text())["standings"]}
+    return {standing["rule"]: standing for standing in json.loads(STUDY.read_text())["standings"]}
 
 
 def facts() -> str:
@@ -42,7 +42,7 @@ def facts() -> str:
     order = {rule: place for place, rule in enumerate(quality)}
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     for name, rule in sorted(all_routers().items(), key=lambda item: (order.get(item[0], 99), item[0])):
-        row, one = cost.get(name), quality.get(name)
+        row, standing = cost.get(name), quality.get(name)
         cells = [
             f"`{name}`",
             "yes" if rule.causal else "**no**",
@@ -51,16 +51,16 @@ def facts() -> str:
             "" if row is None else f"{row['milliseconds']:.1f}",
             "" if row is None else f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})",
         ]
-        if one is None:
+        if standing is None:
             cells += ["", "", "", "not trained here"]
         else:
-            low, high = one["loss"]["interval"]
-            violation = one["max_violation"]
+            low, high = standing["loss"]["interval"]
+            violation = standing["max_violation"]
             cells += [
-                f"{one['step_ratio']:.2f}",
-                f"{one['peak_bytes'] / 2**20:.0f}",
+                f"{standing['step_ratio']:.2f}",
+                f"{standing['peak_bytes'] / 2**20:.0f}",
                 "" if violation is None else f"{violation:.2f}",
-                f"{one['loss']['mean']:.3f} ± {(high - low) / 2:.3f}",
+                f"{standing['loss']['mean']:.3f} ± {(high - low) / 2:.3f}",
             ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -68,11 +68,11 @@ def facts() -> str:
 
 def advice() -> str:
     """By situation; the numbers are those of the table."""
-    one, row = trained(), costs()
-    clear = [name for name, found in one.items() if _clearly_lower(found)]
+    standings, row = trained(), costs()
+    clear = [name for name, found in standings.items() if _clearly_lower(found)]
     assert not clear, f"the first line of the advice is wrong: {clear} have a clearly lower loss"
-    step = {name: f"{found['step_ratio']:.2f}" for name, found in one.items()}
-    load = {name: f"{found['max_violation'] or 0:.2f}" for name, found in one.items()}
+    step = {name: f"{found['step_ratio']:.2f}" for name, found in standings.items()}
+    load = {name: f"{found['max_violation'] or 0:.2f}" for name, found in standings.items()}
     alone = {name: f"{found['ratio']:.2f}" for name, found in row.items()}
     lines = [
         ("a decoder, and no reason for anything else", "`softmax_topk` with a balance loss",

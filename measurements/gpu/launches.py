@@ -175,8 +175,8 @@ def _with_gradients(op: CustomOpDef) -> Any:
             return out
         inside = True
         tensors = [isinstance(value, Tensor) and value.is_floating_point() for value in args]
-        wanted = [tensors, *([n == one for n in range(len(args))] for one, is_ in enumerate(tensors) if is_)]
-        gradients = [torch.empty_like(one) for one in (out if isinstance(out, tuple) else (out,))]
+        wanted = [tensors, *([n == at for n in range(len(args))] for at, is_ in enumerate(tensors) if is_)]
+        gradients = [torch.empty_like(result) for result in (out if isinstance(out, tuple) else (out,))]
         for needs in wanted:
             ctx = SimpleNamespace(needs_input_grad=tuple(needs), mark_non_differentiable=lambda *_: None)
             ctx.save_for_backward = lambda *saved, ctx=ctx: setattr(ctx, "saved_tensors", saved)
@@ -402,7 +402,7 @@ def main() -> None:
     started = time.perf_counter()
     pool = multiprocessing.get_context("spawn").Pool(options.jobs)
     asked = dict(zip(TARGETS, pool.map(recorded, TARGETS, chunksize=1), strict=True))
-    sources = {launch.kernel: source_of(launch.kernel) for one in asked.values() for launch in one.launches}
+    sources = {launch.kernel: source_of(launch.kernel) for seen in asked.values() for launch in seen.launches}
     before = read() if TABLE.exists() else {}
     fresh = before.get("triton") == triton.__version__
     known: dict[str, dict[str, Any]] = {}
@@ -421,8 +421,8 @@ def main() -> None:
         "model": MODEL,
         "sources": sources,
         "asked": {
-            arch: {"cells": one.cells, "launches": len(one.launches), "refused": one.refused}
-            for arch, one in asked.items()
+            arch: {"cells": found.cells, "launches": len(found.launches), "refused": found.refused}
+            for arch, found in asked.items()
         },
         "launches": known,
     }

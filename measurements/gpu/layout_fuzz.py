@@ -195,8 +195,8 @@ def by_mode(fuzz: Fuzz, a: Layout) -> None:
         fuzz.random.choice((1, 2, 3, 4, 8, Layout(2, 2), Layout(4, fuzz.random.choice((1, 2, 3)))))
         for _ in range(fuzz.random.randint(1, a.rank))
     ]
-    layouts = [one if isinstance(one, Layout) else Layout(one) for one in tiler]
-    written = (a, [str(one) for one in tiler])
+    layouts = [part if isinstance(part, Layout) else Layout(part) for part in tiler]
+    written = (a, [str(part) for part in tiler])
     for name, given in (("logical_divide", tiler), ("zipped_divide", tiler), ("composition", layouts)):
         fuzz.compare(
             f"{name} by mode",
@@ -218,7 +218,7 @@ def thread_values(fuzz: Fuzz) -> None:
         return algebra.thread_values(threads, values)[1]
 
     def from_cute() -> Layout | None:
-        if any(sorted(one.places()) != list(range(one.size)) for one in (threads, values)):
+        if any(sorted(layout.places()) != list(range(layout.size)) for layout in (threads, values)):
             return None
         sides, layout = cute.make_layout_tv(theirs(threads), theirs(values))
         assert tuple(sides) == algebra.thread_values(threads, values)[0]
@@ -232,10 +232,10 @@ def evaluation(fuzz: Fuzz) -> None:
     a = fuzz.layout(48)
     made = theirs(a)
     wanted = [int(cute.crd2idx(number, made)) for number in range(a.size)]
-    nested = [int(cute.crd2idx(one, made)) for one in coordinates(a.shape)]
+    nested = [int(cute.crd2idx(coordinate, made)) for coordinate in coordinates(a.shape)]
     right = (
         wanted == a.places() == [a(number) for number in range(a.size)]
-        and nested == [a(one) for one in coordinates(a.shape)]
+        and nested == [a(coordinate) for coordinate in coordinates(a.shape)]
         and (cute.size(made), cute.cosize(made)) == (a.size, a.cosize)
     )
     fuzz.compared += 2 * a.size

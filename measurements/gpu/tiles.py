@@ -152,10 +152,10 @@ def kernels(model: str, architectures: list[str]) -> Iterator[tuple[str, Target,
             for arch in architectures if entry.implementation is not None else ():
                 target = Target.named(arch)
                 assert entry.implementation is not None
-                for one in compilations_of(entry.implementation, model, target):
+                for kernel in compilations_of(entry.implementation, model, target):
                     kept.clear()
-                    compile_kernel(one, target, op.name, entry.spec, model)
-                    yield f"{op.name}.{entry.spec}.{one.name}", target, kept[0]
+                    compile_kernel(kernel, target, op.name, entry.spec, model)
+                    yield f"{op.name}.{entry.spec}.{kernel.name}", target, kept[0]
 
 
 def line(kernel: str, arch: str, tile: Tile, where: str, tv: Layout, copy: Copy, nvidia: bool) -> str:

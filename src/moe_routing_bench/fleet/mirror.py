@@ -172,13 +172,13 @@ def _write(folder: Path, sizes: dict[str, int], some: Fetched) -> None:
 
 def _fetch_environments(objects: Objects, here: Mirror) -> None:
     (here.folder / ENVIRONMENTS).mkdir(exist_ok=True)
-    for one in objects.list(f"{ENVIRONMENTS}/"):
-        target = here.folder / one.name
-        if not re.fullmatch(rf"{ENVIRONMENTS}/[0-9a-f]{{64}}\.json", one.name) or target.exists():
+    for listed in objects.list(f"{ENVIRONMENTS}/"):
+        target = here.folder / listed.name
+        if not re.fullmatch(rf"{ENVIRONMENTS}/[0-9a-f]{{64}}\.json", listed.name) or target.exists():
             continue
-        data = objects.get(one.name) if one.size <= MAX_ENVIRONMENT_BYTES else b""
+        data = objects.get(listed.name) if listed.size <= MAX_ENVIRONMENT_BYTES else b""
         if hashlib.sha256(data).hexdigest() != target.stem:
-            here.sentences.append(f"{one.name} was changed: its sha256 is another")
+            here.sentences.append(f"{listed.name} was changed: its sha256 is another")
             continue
         write_whole(target, data)
 

@@ -107,8 +107,8 @@ class Objects:
 
         def listed() -> Sequence[Listed]:
             pages = self._obstore.list(self._store, prefix)
-            listed = [Listed(one["path"], one["size"], one["e_tag"] or "") for page in pages for one in page]
-            return sorted(listed, key=lambda one: one.name)
+            listed = [Listed(o["path"], o["size"], o["e_tag"] or "") for page in pages for o in page]
+            return sorted(listed, key=lambda found: found.name)
 
         return self._again("list", prefix, listed)
 

@@ -40,22 +40,22 @@ class PackHeader(Part):
 
 
 def headers(objects: Objects, sentences: list[str]) -> Iterator[tuple[str, PackHeader]]:
-    for one in objects.list("packs/"):
-        if not (name := PACK.fullmatch(one.name)) or int(name[2]) > one.size:
+    for listed in objects.list("packs/"):
+        if not (name := PACK.fullmatch(listed.name)) or int(name[2]) > listed.size:
             continue
-        data = objects.get(one.name, first=int(name[2]))
+        data = objects.get(listed.name, first=int(name[2]))
         if hashlib.sha256(data).hexdigest() != name[1]:
-            sentences.append(f"{one.name} was changed: its header does not have the sha256 in its name")
+            sentences.append(f"{listed.name} was changed: its header does not have the sha256 in its name")
             continue
         try:
             header = PackHeader.model_validate_json(data)
         except ValidationError as error:
-            sentences.append(f"{one.name} is no pack: {error.errors(include_url=False)[0]['msg']}")
+            sentences.append(f"{listed.name} is no pack: {error.errors(include_url=False)[0]['msg']}")
             continue
-        if int(name[2]) + sum(member.body.bytes for member in header.members) != one.size:
-            sentences.append(f"{one.name} has {one.size:,} bytes, which is not what its header says")
+        if int(name[2]) + sum(member.body.bytes for member in header.members) != listed.size:
+            sentences.append(f"{listed.name} has {listed.size:,} bytes, which is not what its header says")
             continue
-        yield one.name, header
+        yield listed.name, header
 
 
 def packed(objects: Objects, wanted: set[str], sentences: list[str]) -> Iterator[tuple[str, Contents]]:
@@ -101,7 +101,7 @@ def compact_store(objects: Objects, *, drop: bool = False) -> tuple[int, int, li
     before = {
         member.commit: member.body for _, header in headers(objects, sentences) for member in header.members
     }
-    listed = [one.name for one in objects.list("commits/") if COMMIT.fullmatch(one.name)]
+    listed = [commit.name for commit in objects.list("commits/") if COMMIT.fullmatch(commit.name)]
     todo = sorted(name for name in listed if name not in before)
 
     count, size = 0, 0
@@ -122,7 +122,7 @@ def compact_store(objects: Objects, *, drop: bool = False) -> tuple[int, int, li
         count += _put_pack(objects, held)
     dropped = 0
     if drop:
-        there = {one.name for one in objects.list("parts/")}
+        there = {part.name for part in objects.list("parts/")}
         twice = {name for name, body in before.items() if body.part in there}
         # only parts that can be read from a pack, byte for byte
         safe = [name for name, _ in packed(objects, twice, sentences)]

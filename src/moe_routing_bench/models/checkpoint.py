@@ -328,7 +328,7 @@ class _Reader:
             {part: self.tensors.slice(f"{name}.{part}.weight", shape) for part, shape in shapes.items()}
             for name in experts
         ]
-        dtype = self._one_dtype([one for parts in slices for one in parts.values()])
+        dtype = self._one_dtype([tensor for parts in slices for tensor in parts.values()])
         gate_up_EGD, down_EDF = torch.empty(E, 2 * F, D, dtype=dtype), torch.empty(E, D, F, dtype=dtype)
         for e, parts in enumerate(slices):
             gate_up_EGD[e, :F] = parts[gate][:]
@@ -350,13 +350,13 @@ class _Reader:
         slices = {part: self.tensors.slice(f"{home}.{part}", shape) for part, shape in shapes.items()}
         self._one_dtype(list(slices.values()))
         # copies: the weights outlive the mapped file and start at an aligned address
-        tensors = {part: one[:].clone() for part, one in slices.items()}
+        tensors = {part: tensor[:].clone() for part, tensor in slices.items()}
         return from_transformers(
             **tensors, activation=about.activation, is_transposed=oss, is_concatenated=not oss
         )
 
     def _one_dtype(self, slices: list[Any]) -> torch.dtype:
-        dtypes = {one.get_dtype() for one in slices}
+        dtypes = {part.get_dtype() for part in slices}
         if len(dtypes) > 1:
             names = ", ".join(sorted(dtypes))
             raise ValueError(f"the experts in {self.tensors.folder} have mixed types: {names}")

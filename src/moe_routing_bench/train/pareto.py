@@ -150,8 +150,8 @@ def _standing(
 ) -> Standing:  # fmt: skip
     each = [runs[seed] for seed in sorted(runs)]
     paired = [runs[seed].loss - base[seed].loss for seed in sorted(runs) if seed in base]
-    violations = [layer.max_violation for one in each for layer in one.layers]
-    drops = [layer.drop_rate for one in each for layer in one.layers if layer.drop_rate is not None]
+    violations = [layer.max_violation for run in each for layer in run.layers]
+    drops = [layer.drop_rate for run in each for layer in run.layers if layer.drop_rate is not None]
     rates = used.get("rates", ())
     first = each[0]
     return Standing(
@@ -159,22 +159,22 @@ def _standing(
         seeds=len(each),
         learning_rate=first.learning_rate,
         sees_future=first.sees_future,
-        loss=Spread.of([one.loss for one in each]),
+        loss=Spread.of([run.loss for run in each]),
         difference=Spread.of(paired or [math.nan]),
-        at_equal_seconds=Spread.of([_loss_at(one, budget / step) for one in each]),
+        at_equal_seconds=Spread.of([_loss_at(run, budget / step) for run in each]),
         step_seconds=step,
         step_ratio=1.0 if compared is None else compared.ratio,
         step_interval=(1.0, 1.0) if compared is None else compared.interval,
         seconds=step * first.steps,
-        train_flops=fmean(one.train_flops for one in each),
-        flops_per_token=fmean(one.flops_per_token for one in each),
+        train_flops=fmean(run.train_flops for run in each),
+        flops_per_token=fmean(run.flops_per_token for run in each),
         parameters=first.parameters,
-        active_parameters=fmean(one.active_parameters for one in each),
-        peak_bytes=int(median(one.peak_bytes for one in each)),
-        experts_per_token=fmean(one.experts_per_token for one in each),
+        active_parameters=fmean(run.active_parameters for run in each),
+        peak_bytes=int(median(run.peak_bytes for run in each)),
+        experts_per_token=fmean(run.experts_per_token for run in each),
         max_violation=fmean(violations) if violations else None,
         drop_rate=fmean(drops) if drops else None,
-        collapsed=sum(len(one.collapsed) for one in each),
+        collapsed=sum(len(run.collapsed) for run in each),
         dominated_by={},
         decode={rate["batch"]: rate["decode"] for rate in rates},
         prefill={rate["batch"]: rate["prefill"] for rate in rates},
@@ -182,9 +182,9 @@ def _standing(
     )
 
 
-def _loss_at(one: Training, steps: float) -> float:
+def _loss_at(run: Training, steps: float) -> float:
     """Returns the held-out loss after so many steps, interpolated between two evaluations."""
-    points = one.curve
+    points = run.curve
     for before, after in pairwise(points):
         if steps <= after.step:
             share = (steps - before.step) / (after.step - before.step)
@@ -192,7 +192,7 @@ def _loss_at(one: Training, steps: float) -> float:
     return points[-1].loss
 
 
-def _with_dominance(one: Standing, others: Sequence[Standing]) -> Standing:
+def _with_dominance(standing: Standing, others: Sequence[Standing]) -> Standing:
     """Adds, for each cost, the rule with the lowest loss among those with lower cost and lower loss. A rule
     that sees the future dominates nothing: its loss is not comparable, because it cannot generate text."""
     by_cost = {}
@@ -201,49 +201,52 @@ def _with_dominance(one: Standing, others: Sequence[Standing]) -> Standing:
             other
             for other in others
             if not other.sees_future
-            and other.loss.mean < one.loss.mean
-            and getattr(other, cost) <= getattr(one, cost)
-            and other.rule != one.rule
+            and other.loss.mean < standing.loss.mean
+            and getattr(other, cost) <= getattr(standing, cost)
+            and other.rule != standing.rule
         ]
         if better:
             by_cost[cost] = min(better, key=lambda other: other.loss.mean).rule
-    return replace(one, dominated_by=by_cost)
+    return replace(standing, dominated_by=by_cost)
 
 
 def sentences(reached: Pareto) -> list[str]:
     """Returns findings in sentences, derived only from the numbers."""
     lines = []
     front = [
-        one.rule for one in reached.standings if not one.sees_future and "seconds" not in one.dominated_by
+        standing.rule
+        for standing in reached.standings
+        if not standing.sees_future and "seconds" not in standing.dominated_by
     ]
     lines.append(f"Not dominated, held-out loss against seconds: {', '.join(front)}.")
-    for one in reached.standings:
-        if one.sees_future or "seconds" not in one.dominated_by:
+    for standing in reached.standings:
+        if standing.sees_future or "seconds" not in standing.dominated_by:
             continue
-        by = next(other for other in reached.standings if other.rule == one.dominated_by["seconds"])
-        gap = one.loss.mean - by.loss.mean
+        by = next(other for other in reached.standings if other.rule == standing.dominated_by["seconds"])
+        gap = standing.loss.mean - by.loss.mean
         lines.append(
-            f"{one.rule} is dominated by {by.rule}: {gap:.3f} nats worse, "
-            f"{one.seconds / by.seconds:.2f} times the seconds."
+            f"{standing.rule} is dominated by {by.rule}: {gap:.3f} nats worse, "
+            f"{standing.seconds / by.seconds:.2f} times the seconds."
         )
-    for one in reached.standings:
-        if one.rule == reached.baseline or one.sees_future:
+    for standing in reached.standings:
+        if standing.rule == reached.baseline or standing.sees_future:
             continue
-        spread = one.difference
+        spread = standing.difference
         if spread.interval is None:
             continue
         low, high = spread.interval
         word = ("worse" if spread.mean > 0 else "better") if spread.clear else "not clearly different"
         lines.append(
-            f"{one.rule} against {reached.baseline}: {spread.mean:+.4f} nats "
+            f"{standing.rule} against {reached.baseline}: {spread.mean:+.4f} nats "
             f"({low:+.4f} to {high:+.4f}), {word}."
         )
     lines += [
-        f"{one.rule} sees later tokens: its loss of {one.loss.mean:.3f} is not that of a language model."
-        for one in reached.standings
-        if one.sees_future
+        f"{standing.rule} sees later tokens: its loss of {standing.loss.mean:.3f} is not that of a language "
+        "model."
+        for standing in reached.standings
+        if standing.sees_future
     ]
-    above = [one.rule for one in reached.standings if one.loss.mean >= reached.trigram]
+    above = [standing.rule for standing in reached.standings if standing.loss.mean >= reached.trigram]
     lines.append(
         f"The byte-trigram model has {reached.trigram:.3f} nats; "
         + (f"above it: {', '.join(above)}." if above else "every rule is below it.")

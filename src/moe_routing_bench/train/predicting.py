@@ -54,7 +54,7 @@ def predicted(folder: Path, records: Path) -> list[Predicted]:
     sizes = {"T": settings["batch"] * size["sequence"], "D": size["D"], "F": size["F"], "E": size["E"]}
     _, rows = run_query(records, QUERY.format(**sizes))
     layers = {(parse_spec(router)[0], base_name(layer)): ms for router, layer, *ms in rows}
-    rules = {one.rule: one.settings["rule"] for one in read_trainings(folder)}
+    rules = {training.rule: training.settings["rule"] for training in read_trainings(folder)}
     by_rule = {}
     for name, rule in rules.items():
         kind = "chain" if rule["kind"] == "chain" else ""
@@ -77,5 +77,5 @@ def predicted(folder: Path, records: Path) -> list[Predicted]:
             ),
             layer=middle,
         )
-        for name, (middle, low, high) in sorted(by_rule.items(), key=lambda one: (one[0] != baseline, one[1]))
+        for name, (middle, low, high) in sorted(by_rule.items(), key=lambda row: (row[0] != baseline, row[1]))
     ]

@@ -217,14 +217,14 @@ def _record(run: Run, corpus: Corpus, home: Path, ended: Ended, study: str) -> T
         bits_per_byte=loss / math.log(2),
         perplexity=math.exp(min(loss, 60.0)),
         losses=last["losses"],
-        training_loss=fmean(one["loss"] for one in tail),
+        training_loss=fmean(step["loss"] for step in tail),
         curve=tuple(
-            Point(step=one["step"], seconds=one["train_seconds"], loss=one["losses"][source])
-            for one in evaluations
+            Point(step=taken["step"], seconds=taken["train_seconds"], loss=taken["losses"][source])
+            for taken in evaluations
         ),
         seconds=total,
         step_seconds=median(times),
-        parts={part: sum(one["seconds"][part] for one in steps) / total for part in steps[0]["seconds"]},
+        parts={part: sum(step["seconds"][part] for step in steps) / total for part in steps[0]["seconds"]},
         tokens_per_second=tokens / total,
         peak_bytes=max(0, ended.peak_bytes),
         parameters=work.parameters,
@@ -259,9 +259,9 @@ def _record(run: Run, corpus: Corpus, home: Path, ended: Ended, study: str) -> T
 def _collapses(evaluations: list[dict[str, Any]]) -> tuple[str, ...]:
     """Returns a sentence for each layer that was collapsed at an evaluation: from when to when."""
     sentences = []
-    for name in {name for one in evaluations for name in one["collapsed"]}:
-        when = [one["step"] for one in evaluations if name in one["collapsed"]]
-        last = next(one["collapsed"][name] for one in reversed(evaluations) if name in one["collapsed"])
+    for name in {name for taken in evaluations for name in taken["collapsed"]}:
+        collapsed = [taken for taken in evaluations if name in taken["collapsed"]]
+        when, last = [taken["step"] for taken in collapsed], collapsed[-1]["collapsed"][name]
         still = "also at the end" if when[-1] == evaluations[-1]["step"] else f"until step {when[-1]}"
         sentences.append(f"layer {name} from step {when[0]}, {still}: {last}")
     return tuple(sorted(sentences))

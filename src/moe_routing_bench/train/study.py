@@ -124,7 +124,8 @@ class StudyRun:
 
     def estimate(self, *, rounds: int) -> float:
         """Returns the remaining seconds on this machine, estimated from a few steps of the baseline."""
-        entry = next((one for one in self.entries if one.rule.name == self.study.baseline), self.entries[0])
+        baseline = (entry for entry in self.entries if entry.rule.name == self.study.baseline)
+        entry = next(baseline, self.entries[0])
         probe = replace(self._run(entry, seed=self.like.seed, rate=self._rate(entry)), pieces=1)
         with torch_threads(1):
             step = median(step_times([(probe, None)], self.corpus, rounds=3).seconds[entry.rule.name])
@@ -157,7 +158,7 @@ class StudyRun:
     def chosen_rates(self) -> dict[str, float]:
         """Returns the rate of each rule with the lowest held-out loss in the short runs."""
         tried = self.tuning_runs()
-        losses = {key: one.loss for key, one in finished(self.folder).items()} if tried else {}
+        losses = {key: run.loss for key, run in finished(self.folder).items()} if tried else {}
         return {
             rule: min(runs, key=lambda run: losses[run.key]).learning_rate for rule, runs in tried.items()
         }
@@ -174,8 +175,8 @@ class StudyRun:
             "study": self.name, "question": self.study.question, "baseline": self.study.baseline,
             "seeds": self.seeds, "rates": list(self.rates), "like": self.like.to_dict(),
             "sources": {
-                one.name: {"learnt": len(one.learnt), "held_out": len(one.held_out)}
-                for one in self.corpus.sources
+                source.name: {"learnt": len(source.learnt), "held_out": len(source.held_out)}
+                for source in self.corpus.sources
             },
         }  # fmt: skip
         if is_plain_file(path):
