@@ -292,9 +292,10 @@ def proof_lines(proofs: list[dict[str, Any]]) -> list[str]:
         parted = f"tokens part where the two best are {parted} nats apart" if parted else "the same tokens"
         lines += [
             f"{proof['model']} {proof['dtype']}: {'right' if proof['right'] else 'WRONG'}. With and without "
-            f"the plug-in {parted} (half of all gaps below {proof['median gap']:.2f}); {judge['calls']} calls "
-            f"of {few} to {many} tokens judged, {len(judge['wrong'])} wrong, largest error {judge['worst']:.2f} "
-            f"of the bound; without experts {'other' if proof['experts matter'] else 'THE SAME'} tokens",
+            f"the plug-in {parted} (half of all gaps below {proof['median gap']:.2f}); "
+            f"{judge['calls']} calls of {few} to {many} tokens judged, {len(judge['wrong'])} wrong, "
+            f"largest error {judge['worst']:.2f} of the bound; "
+            f"without experts {'other' if proof['experts matter'] else 'THE SAME'} tokens",
             *proof["log with"].splitlines()[-1:],
         ]
     return lines
