@@ -253,7 +253,7 @@ import os, random, sys, time
 from made_sweeps import MadeUp, made_cells
 from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
 from moe_routing_bench.fleet.leases import Leases
-from moe_routing_bench.fleet.store import Shared
+from moe_routing_bench.fleet.store import RemoteStore
 
 class Slow(MadeUp):
     def run(self, cells, **more):
@@ -261,7 +261,7 @@ class Slow(MadeUp):
             time.sleep(random.uniform(0, 0.2))
             yield outcome
 
-store, engine = Shared(sys.argv[1], make=True), Slow()
+store, engine = RemoteStore(sys.argv[1], make=True), Slow()
 plan = plan_fleet(made_cells(int(sys.argv[2])), store, engine, retry_failed=False, resume=True)
 leases = Leases(store.objects, f"worker-{os.getpid()}", clock=lambda: 200 * time.monotonic())
 for outcome in run_fleet(plan, store, engine, claim=True, leases=leases):

@@ -30,12 +30,12 @@ from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.ops.stand_ins import StandIns
 from moe_routing_bench.ops.targets import Target, as_if
 from repository import ROOT
+from tiny_layers import needs_compiler
 
 OPS = all_ops()
 FFN, PLAN = OPS["expert_ffn"], OPS["make_plan"]
 CPU = torch.device("cpu")
 TABLES = "moe_routing_bench.ops.{}.preferences"
-needs_compiler = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""A sweep into a store on a URL, alone or beside others: what one machine does of it.
+"""Runs the part of one machine in a sweep whose results go to a store on a URL.
 
 Results are first written into a folder here, as those of any sweep, then published cell by cell. If the store
 cannot be reached any more, that folder stays and `mrb results merge` takes it.
@@ -28,18 +28,18 @@ from moe_routing_bench.fleet.host import environment_document
 from moe_routing_bench.fleet.leases import Leases, lease_seconds
 from moe_routing_bench.fleet.parts import Header
 from moe_routing_bench.fleet.store import RemoteStore
-from moe_routing_bench.fleet.sweep import FINE, SweepPlan
+from moe_routing_bench.fleet.sweep import FINE, SweepPlan, repaired
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.writing import record_outcome
 from moe_routing_bench.workloads.experiment import Experiment
 
-PAUSE_SECONDS = (1.0, 15.0)  # between looks at cells that others are at work on
+PAUSE_SECONDS = (1.0, 15.0)  # between two looks at cells that other machines are measuring
 LISTED_AT_ONCE, MIN_LISTED = 1000, 20_000  # commits in one request
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetPlan(SweepPlan):
-    """attempts: by resume key, the number of the measurement that each cell to do would be."""
+    """attempts: by resume key, the number that the next measurement of the cell gets."""
 
     attempts: dict[str, int] = field(default_factory=dict)
     by_key: dict[str, Experiment] = field(default_factory=dict)
@@ -78,8 +78,9 @@ def run_fleet(
     leases: Leases | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[CellOutcome]:
-    """Measure what is to do; each outcome is in the store before it is yielded. One that another machine
-    published first is not yielded. With claim, the call ends when every cell has a result, whoever's."""
+    """Measures the cells of the plan. Each outcome is in the store before it is yielded. An outcome that
+    another machine published first is not yielded. With claim, the call ends when every cell has a result, of
+    any machine."""
     if not plan.todo:
         return
     writer = _Writer(store, plan, suite, roofs)
@@ -103,7 +104,7 @@ def _claimed(
     measure: Callable[[Experiment], CellOutcome],
     sleep: Callable[[float], None],
 ) -> Iterator[CellOutcome]:
-    """Take cells that nobody is at work on, in an order of our own, until all have results."""
+    """Measures cells that no other machine is measuring, in a random order, until all have results."""
     waiting = list(plan.by_key)
     random.Random(leases.worker).shuffle(waiting)
     pause, longest = PAUSE_SECONDS
@@ -117,7 +118,7 @@ def _claimed(
             if not leases.take(key, attempt, lease_seconds(experiment)):
                 left.append(key)
                 if LISTED_AT_ONCE * len(left) > max(len(done), MIN_LISTED):
-                    break  # to look on would take more requests than a new list of what is done
+                    break  # to continue would take more requests than a new list of the results
                 continue
             took = True
             try:
@@ -136,7 +137,7 @@ def _claimed(
 
 
 class _Writer:
-    """Writes outcomes here, then publishes them."""
+    """Writes outcomes to a local folder, then publishes them."""
 
     def __init__(self, store: RemoteStore, plan: FleetPlan, suite: str, roofs: Roofs | None):
         self.store, self.plan, self.suite = store, plan, suite
@@ -152,10 +153,7 @@ class _Writer:
         self.unsent = False
 
     def watch(self) -> str | None:
-        if (touched := self.session.tampered()) is None:
-            return None
-        self.session.repair()
-        return f"{touched} while it ran; no other process may write there"
+        return repaired(self.session)
 
     def publish(self, outcome: CellOutcome) -> bool:
         session, document, before = self.session, outcome.environment or self.here, self.session.sizes
@@ -178,8 +176,8 @@ class _Writer:
             samples=len(samples),
             samples_at=before[1],
         )
-        failed = any(one.status not in FINE for one in outcome.outcomes)
-        # a machine that could not be asked when the plan was made has a key of its own
+        failed = any(ended.status not in FINE for ended in outcome.outcomes)
+        # a machine that could not be reached when the plan was made has its own key
         attempt = self.plan.attempts.get(header.cell_key, 1)
         try:
             self.store.put_environment(document)

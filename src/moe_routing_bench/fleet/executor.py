@@ -1,4 +1,4 @@
-"""Executors run the cells of a sweep: on this machine, or on those of a Ray cluster (ray_engine.py).
+"""Executors run the cells of a sweep, on this machine or on a Ray cluster (ray_engine.py).
 
 An executor takes cells and yields each outcome as soon as it is ready, in any order. It writes no files: the
 caller stores results, so a crash loses only the cells that are running.
@@ -46,12 +46,12 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """One cell after another on this machine: two at once would disturb each other's times."""
+    """Runs one cell after another on this machine. Two at a time would disturb each other's times."""
 
     name = "local"
 
     def __init__(self, budget: Budget | None = None):
-        self.budget = budget  # for all cells; if None each has its policy's
+        self.budget = budget  # for all cells; None: each cell has the budget of its policy
 
     def keys(self, experiments: Sequence[Experiment]) -> list[set[str]]:
         machine = this_machine()

@@ -1,4 +1,4 @@
-"""The machine that cells run on, as a document that travels with their outcomes."""
+"""Describes the machine that cells run on. The description is sent with their outcomes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from moe_routing_bench.workloads.experiment import Experiment
 
 
 def environment_document(machine: Machine, roofs: Roofs | None = None) -> dict[str, object]:
-    """What was the same for all cells of a run, stored once by its hash. The commit is for readers: what is
-    measured again is decided by the resume key, which has hashes of the files themselves."""
+    """Returns what was the same for all cells of a run. It is stored once, by its hash. The commit is for
+    readers only: the resume key, which contains hashes of the files, decides what is measured again."""
     known = {"machine": machine.to_dict(), "versions": versions(), "settings": settings()}
     return {**known, "source": source_version(), "roofs": roofs and roofs.model_dump(mode="json")}
 

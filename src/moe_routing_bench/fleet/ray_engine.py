@@ -1,16 +1,16 @@
-"""The engine `ray`: a cell is a task of a Ray cluster (pip install 'moe-routing-bench[ray]').
+"""The engine `ray` runs each cell as a task of a Ray cluster (pip install 'moe-routing-bench[ray]').
 
-A node takes part if it was started with `ray start --resources '{"cell": 1}'`: one cell at a time, because
-two would disturb each other's times. `--engine "ray(gpu=h100)"` takes only nodes that were started with
-`--labels gpu=h100`. A cell that runs on a GPU asks Ray for one. One of several ranks asks for a CPU for each
-thread of each rank, all on one node: its ranks share a clock, so they are never spread over machines.
+Nodes that were started with `ray start --resources '{"cell": 1}'` measure cells, one at a time, because two
+would disturb each other's times. `--engine "ray(gpu=h100)"` uses only nodes that were started with
+`--labels gpu=h100`. A cell on a GPU asks Ray for a GPU. A cell of several ranks asks for one CPU for each
+thread of each rank, all on one node, because its ranks share a clock.
 
-Ray starts a task again if its machine or process is lost. A kernel that crashes ends its own process inside
-the task, which is a result, so it is never started again. Nothing is kept in Ray: if the driver dies, the
-same command goes on from what is stored.
+Ray restarts a task if its machine or process is lost. A kernel that crashes ends only its own process inside
+the task; that is a result, so the task is not restarted. Nothing is stored in Ray: if the driver dies, the
+same command continues from the stored results.
 
-Folders of --include-path and recorded traces are sent along (shipping.py). Cells that have some are measured
-each in a process of its own, which has never seen another version of that code. A checkpoint is not sent: it
+Folders of --include-path and recorded traces are sent to the nodes (shipping.py). A cell that needs them is
+measured in a new process, which has never loaded another version of that code. A checkpoint is not sent: it
 must be on every node under the same path.
 """
 
@@ -41,7 +41,7 @@ PATIENCE_SECONDS = 120.0  # without any node that measures cells
 
 
 class RayExecutor:
-    """RAY_ADDRESS names the cluster; without it, that of this machine. labels: of nodes that take part."""
+    """Uses the cluster in RAY_ADDRESS, by default that of this machine. labels: of the nodes to use."""
 
     name = "ray"
 
@@ -61,8 +61,9 @@ class RayExecutor:
             except (ConnectionError, ValueError, RuntimeError) as error:
                 sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise ValueError(f"there is no Ray cluster at {address}: {sentence}") from None
-        # the same options for both, so that a key is taken under the settings a cell is measured with; with
-        # parcels in a process of their own, which takes seconds to start
+        # the same options for both, so that a key is computed under the settings a cell is measured with;
+        # tasks
+        # with parcels get a new process, which takes seconds to start
         options = {"num_cpus": 0, "max_retries": RETRIES, "retry_exceptions": False}
         self._keys, self._measure = (ray.remote(**options)(work) for work in (_keys, measured_here))
         self._keys_sent, self._measure_sent = (
@@ -149,7 +150,7 @@ class RayExecutor:
             )
 
     def _nodes(self) -> dict[str, float]:
-        """The nodes that take part, and how many CPUs they have."""
+        """Returns the nodes that measure cells, and how many CPUs they have."""
         return {
             node["NodeID"]: node["Resources"].get("CPU", 0)
             for node in self.ray.nodes()
@@ -207,5 +208,5 @@ def _measured_with(experiment: str, names: list[str], *parcels: Parcel) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """What the code in a task said, without Ray's report around it."""
+    """Returns the first line of the error in a task, without Ray's report around it."""
     return str(getattr(error, "cause", None) or error).splitlines()[0]

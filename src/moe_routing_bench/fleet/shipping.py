@@ -1,8 +1,8 @@
-"""What a cell names by a path, sent to machines that do not have it: folders of code and recorded traces.
+"""Sends files that a cell refers to by path to other machines: folders of code and recorded traces.
 
-A parcel is known by its content. The machine that gets it keeps it in <MRB_HOME>/shipped/<sha256>/<name>,
-looks at every byte again before it is used, and measures a copy of the cell that names the new place. Keys
-hold contents and no folders, so they are the same on all machines.
+A parcel is identified by its content. The machine that receives it keeps it in
+<MRB_HOME>/shipped/<sha256>/<name>, checks every byte again before each use, and measures a copy of the cell
+with the new path. Keys contain hashes of contents and no paths, so they are equal on all machines.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ MAX_BYTES, MAX_FILES = 256 << 20, 2_000
 
 @dataclass(frozen=True)
 class Parcel:
-    """Parcel("kernels", (("combine/mine.py", b"..."), ("combine/mine.cpp", b"..."))): a folder, or a file if
-    its one name is that of the parcel."""
+    """Parcel("kernels", (("combine/mine.py", b"..."), ("combine/mine.cpp", b"..."))): a folder, or a single
+    file if its only name is that of the parcel."""
 
     name: str
     files: tuple[tuple[str, bytes], ...]
 
     @staticmethod
     def of(path: Path) -> Parcel:
-        """ValueError if it is too large to be sent."""
+        """Reads a file or a folder. Raises ValueError if it is too large to be sent."""
         files: list[tuple[str, bytes]] = []
         size = 0
         for file in [path] if path.is_file() else files_in(path):
@@ -54,8 +54,8 @@ class Parcel:
         return digest.hexdigest()
 
     def unpacked(self) -> Path:
-        """Where it lies on this machine, put there if it is not. What is there already is read again: files
-        that were added, changed or removed are put right by a fresh copy."""
+        """Returns its path on this machine, and writes it there if needed. Existing files are checked: if
+        some were added, changed or removed, a new copy replaces them."""
         shelf = home() / "shipped" / self.sha256
         if (place := shelf / self.name).exists() and Parcel.of(place) == self:
             return place

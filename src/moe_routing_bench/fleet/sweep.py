@@ -1,14 +1,15 @@
-"""Sweeps: many cells into one results folder, stopped and resumed at will.
+"""Sweeps measure many cells into one results folder. They can be stopped and resumed.
 
-What is already there is not measured again: a cell is known by the hash of everything that could change its
-answer (bench/identity.py). Its records are written together, in one synced write, so whatever happens at most
-the cell in flight is lost.
+A cell is identified by the hash of everything that could change its result (bench/identity.py), and one that
+has results is not measured again. The records of a cell are written together, in one synced write, so a crash
+loses only the cell that is running.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from moe_routing_bench.bench.estimate import estimate
@@ -29,8 +30,7 @@ FINE = frozenset({Status.PASSED, Status.UNSUPPORTED})
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """What there is to do: SweepPlan(todo=(...,), done=12, failed=1) with 13 cells measured already, one of
-    them with a subject that did not pass."""
+    """SweepPlan(todo=(...,), done=12, failed=1): 12 cells have been measured, one of them did not pass."""
 
     todo: tuple[Experiment, ...]
     done: int
@@ -56,7 +56,7 @@ def plan_sweep(
         if not measured:
             todo.append(experiment)
             continue
-        states = min(measured, key=lambda one: not one <= FINE)
+        states = min(measured, key=lambda found: not found <= FINE)
         if not states <= FINE:
             failed += 1
             if retry_failed:
@@ -67,7 +67,7 @@ def plan_sweep(
 
 
 def latest_states(folder: Path) -> dict[str, set[Status]]:
-    """cell_key -> how its implementations ended when it was last measured."""
+    """Returns by cell key how its implementations ended when it was last measured."""
     if not folder.is_dir() or not any(folder.glob("session=*")):
         return {}
     states: dict[str, set[Status]] = {}
@@ -77,6 +77,14 @@ def latest_states(folder: Path) -> dict[str, set[Status]]:
         for key, status in connection.execute(query).fetchall():
             states.setdefault(key, set()).add(Status[status])
     return states
+
+
+def repaired(session: Session) -> str | None:
+    """Restores what another process changed in the session's files. Returns a sentence about it, or None."""
+    if (touched := session.tampered()) is None:
+        return None
+    session.repair()
+    return f"{touched} while it ran; no other process may write there"
 
 
 def run_sweep(
@@ -89,10 +97,10 @@ def run_sweep(
     on_progress: Callable[[Experiment, Progress], None] = lambda experiment, progress: None,
     on_session: Callable[[str], None] = lambda session: None,
 ) -> Iterator[CellOutcome]:
-    """Measure the cells; each outcome is on disk before it is yielded. on_session gets the session's id.
+    """Measures the cells. Each outcome is on disk before it is yielded. on_session gets the session's id.
 
-    ValueError if the folder cannot be written to, before anything is measured; if that shows only later,
-    after the outcome has been yielded: nobody shall wait for a cell and never see it.
+    Raises ValueError before anything is measured if the folder cannot be written to. If a later write fails,
+    the outcome is yielded first and ValueError is raised after it.
     """
     if not experiments:
         return
@@ -103,13 +111,7 @@ def run_sweep(
         raise ValueError(f"cannot write into {folder}: {error.strerror or error}") from None
     on_session(session.id)
     with session:
-
-        def watch() -> str | None:
-            if (touched := session.tampered()) is None:
-                return None
-            session.repair()
-            return f"{touched} while it ran; no other process may write there"
-
+        watch = partial(repaired, session)
         for outcome in executor.run(experiments, roofs=roofs, on_progress=on_progress, watch=watch):
             failure: OSError | None = None
             try:

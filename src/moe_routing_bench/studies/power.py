@@ -1,8 +1,9 @@
-"""The power study: how often does the benchmark call the same code different, and find a known slow-down?
+"""The power study: how often does the benchmark call equal code different, and how often does it detect a
+known slow-down?
 
-A trial is one comparison as a user's run makes it, and a sitting is such a run: fresh processes, a baseline,
-its twin and several candidates in shuffled rounds until the policy stops them, the verdicts. Baseline and
-candidates are the same code; a candidate then spins for a known percent of its own time
+A sitting is a run as users make it: new processes, a baseline, its twin and several candidates in shuffled
+rounds until the policy stops them, and verdicts. A trial is one comparison of a sitting. Baseline and
+candidates are the same code; a candidate also spins for a known percentage of its own time
 (power_kernels/combine/slowed.py).
 """
 
@@ -44,7 +45,7 @@ CASE = Experiment(
     case="power/512x256-e16-k2", span="combine", T=512, D=256, F=256, E=16, K=2, dtype="float32"
 )
 PER_SITTING = 7
-# sittings between two gates: a gate also chooses the calls in a sample, so its luck is part of the study
+# sittings between two gates: a gate also chooses the calls in a sample, which varies, so it must be repeated
 GATE_EVERY = 10
 MAX_FILE_BYTES = 2**26
 MAX_TRIALS = 100_000
@@ -58,8 +59,8 @@ TrialVerdict = Literal["FASTER", "SLOWER", "SAME", "TOO_FEW_ROUNDS", "UNDECIDED"
 @dataclass(frozen=True, kw_only=True)
 class Times:
     """Seconds per call in paired rounds: Times(a=[0.010, ...], twin=[0.010, ...], b=([0.0105, ...], ...),
-    stop_reason="precision: the ratio is known to 1.0 % after 20 rounds"). a is the baseline, b the candidates
-    in the order asked for."""
+    stop_reason="precision: the ratio is known to 1.0 % after 20 rounds"). a is the baseline; b has the
+    candidates in the order of the request."""
 
     a: Sequence[float]
     twin: Sequence[float]
@@ -69,7 +70,7 @@ class Times:
 
 
 class FailedTrialError(Exception):
-    """The benchmark refused honest code during a trial; the sentence says why."""
+    """The benchmark refused correct code during a trial; the message says why."""
 
 
 TakeTimes = Callable[[Sequence[int]], Times]  # of candidates slowed by these percents
@@ -84,8 +85,8 @@ class PowerTrial(_Document):
     """One comparison. PowerTrial(percent=5, verdict="SLOWER", ratio=1.049, interval=(1.041, 1.058),
     aa_floor=0.003, rounds=25, calls=16, seconds=1.4, reason="precision: ... after 25 rounds").
 
-    calls: in a sample. seconds: its share of the sitting. FAILED has no ratio; its reason says how the
-    benchmark came to refuse the code.
+    calls: in a sample. seconds: its share of the sitting. FAILED has no ratio; its reason says why the
+    benchmark refused the code.
     """
 
     percent: int = Field(ge=0, le=1000)
@@ -112,8 +113,8 @@ class PowerRow(_Document):
     PowerRow(percent=5, trials=100, verdicts={"SLOWER": 97, "UNDECIDED": 3}, share=0.97,
              interval=(0.915, 0.994), median_ratio=1.050, median_rounds=40, median_seconds=1.9)
 
-    share: of all trials those that were SLOWER. At 0 %, where the code is the same: FASTER or SLOWER,
-    of the trials that did not fail. interval: Clopper and Pearson's, 95 %.
+    share: the trials that were SLOWER, of all. At 0 %, where the code is the same: those that were FASTER or
+    SLOWER, of the trials that did not fail. interval: Clopper and Pearson's, 95 %.
     """
 
     percent: int
@@ -127,10 +128,10 @@ class PowerRow(_Document):
 
 
 class PowerStudy(_Document):
-    """A whole study as its file holds it: a row for each percent, the trials they were counted from in the
-    order they were taken, and under which conditions.
+    """A study as it is in its file: a row for each percentage, the trials in the order they were measured,
+    and the conditions.
 
-    finished is False if somebody stopped it: then the rows count what was measured until that moment.
+    finished is False if somebody stopped it; the rows then count what was measured before that.
     """
 
     schema_version: Literal[1] = 1
@@ -171,7 +172,8 @@ class PowerStudy(_Document):
 
 
 def plan_trials(trials: int) -> dict[int, int]:
-    """So many of the same code, half as many of each slow-down: the false rate is small and needs more.
+    """Plans `trials` of the same code and half as many of each slow-down: the small false rate needs more
+    trials.
 
     plan_trials(200) == {0: 200, 1: 100, 2: 100, 3: 100, 5: 100, 8: 100}
     """
@@ -223,7 +225,7 @@ def study_power(
 
 
 def count(trials: Sequence[PowerTrial]) -> tuple[PowerRow, ...]:
-    """A row for every percent that was tried, least first."""
+    """Returns a row for every percentage that was tried, the smallest first."""
     rows = []
     for percent in sorted({trial.percent for trial in trials}):
         these = [trial for trial in trials if trial.percent == percent]
@@ -248,7 +250,7 @@ def count(trials: Sequence[PowerTrial]) -> tuple[PowerRow, ...]:
 
 
 def share_interval(hits: int, of: int) -> tuple[float, float]:
-    """Clopper and Pearson's 95 % interval of a share: 0 of 200 is (0, 0.018)."""
+    """Returns Clopper and Pearson's 95 % interval of a share: (0, 0.018) for 0 of 200."""
     from scipy import stats  # a second to import
 
     if of == 0:
@@ -258,7 +260,7 @@ def share_interval(hits: int, of: int) -> tuple[float, float]:
 
 
 def _as_in_json(document: dict[str, Any]) -> dict[str, Any]:
-    """Tuples become lists, so that a study equals what is read back from its file."""
+    """Makes lists of tuples, so that a study equals what is read back from its file."""
     return json.loads(json.dumps(document))
 
 
@@ -274,28 +276,28 @@ def _one_sitting(percents: Sequence[int], take: TakeTimes) -> list[PowerTrial]:
             for percent in percents
         ]
     floor = aa_floor(times.a, times.twin)
-    # the twin is compared too, as in runner.py: the correction for many comparisons counts it
+    # the twin is compared too, as in runner.py, because the correction for many comparisons counts it
     comparisons = compare_cells([(times.a, b) for b in (*times.b, times.twin)], aa_floor=floor)
     return [
         PowerTrial(
             percent=percent,
-            verdict=one.verdict,
-            ratio=one.ratio,
-            interval=one.interval,
+            verdict=compared.verdict,
+            ratio=compared.ratio,
+            interval=compared.interval,
             aa_floor=floor,
-            rounds=one.rounds,
+            rounds=compared.rounds,
             calls=times.calls,
             seconds=(time.perf_counter() - started) / len(percents),
             reason=times.stop_reason,
         )
-        for percent, one in zip(percents, comparisons[:-1], strict=True)
+        for percent, compared in zip(percents, comparisons[:-1], strict=True)
     ]
 
 
 class RealTimes:
     """Rounds on this machine: RealTimes(CASE, 0)((0, 5)) gives the times of two candidates.
 
-    The gate is not repeated for each sitting but after every GATE_EVERY.
+    The gate is repeated after every GATE_EVERY sittings.
     """
 
     def __init__(self, experiment: Experiment, seed: int):
