@@ -118,10 +118,11 @@ class Records:
 
 def read(folder: Path = RECORDS) -> dict[str, Records]:
     """Topic -> its records; empty where there is no archive yet."""
-    return {topic: _read(folder / f"{topic}.tar.xz") for topic in TOPICS if topic != REGRET}
+    return {topic: read_topic(topic, folder) for topic in TOPICS if topic != REGRET}
 
 
-def _read(archive: Path) -> Records:
+def read_topic(topic: str, folder: Path = RECORDS) -> Records:
+    archive = folder / f"{topic}.tar.xz"
     if not archive.is_file():
         return Records()
     with tempfile.TemporaryDirectory() as scratch:
