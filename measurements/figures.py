@@ -118,10 +118,11 @@ class Records:
 
 def read(folder: Path = RECORDS) -> dict[str, Records]:
     """Topic -> its records; empty where there is no archive yet."""
-    return {topic: _read(folder / f"{topic}.tar.xz") for topic in TOPICS if topic != REGRET}
+    return {topic: read_topic(topic, folder) for topic in TOPICS if topic != REGRET}
 
 
-def _read(archive: Path) -> Records:
+def read_topic(topic: str, folder: Path = RECORDS) -> Records:
+    archive = folder / f"{topic}.tar.xz"
     if not archive.is_file():
         return Records()
     with tempfile.TemporaryDirectory() as scratch:
@@ -782,8 +783,14 @@ def draw_stored(all_records: dict[str, Records], path: Path) -> None:
                mfc="white" if not name.startswith(OURS) else "#444444")
         for name, marker in MARKERS.items()
     ]  # fmt: skip
-    for handles, place in ((colours, "outside upper center"), (markers, "outside lower center")):
-        figure.legend(handles=handles, fontsize=8.5, frameon=False, ncols=len(handles), loc=place)
+    finding = "Ours (filled) takes less time than other kernels of the same format (hollow)"
+    for handles, place, title in (
+        (colours, "outside upper center", finding),
+        (markers, "outside lower center", None),
+    ):
+        figure.legend(
+            handles=handles, fontsize=8.5, frameon=False, ncols=len(handles), loc=place, title=title
+        )
     figure.savefig(path, metadata={PLOTTED: hash_of(points), "Software": ""})
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
+import figures
 import quality
 
 HERE = Path(__file__).parent
@@ -59,6 +60,13 @@ def hit_rates(rule: str, slots: int) -> Numbers:
     return tuple(re.search(rf"^{one}\s+(\S+) %", table, re.M)[1] for one in policies)  # type: ignore[index]
 
 
+@cache
+def gain(topic: str, impl: str, T: int) -> str:
+    """How many times faster an implementation is than `native` in the same rounds."""
+    (row,) = figures.read_topic(topic).where(impl=impl, T=T).rows
+    return figures.times(1 / row["ratio"]).removesuffix("x")
+
+
 def gives_away() -> Numbers:
     letters, source = quality.gives_away("character"), quality.gives_away("source")
     all_letters = [share for shares in letters.values() for share in shares]
@@ -101,6 +109,18 @@ def listed() -> dict[str, list[tuple[str, str, Callable[[], Numbers]]]]:
             ),
             ("{} launches for eight GPUs; {} spill registers", "gpu/launches.txt", launches),
             ("Of {} planted faults the kit noticed {}", "gpu/cute_mutations.txt", cute_faults),
+        ],
+        "docs/kernels.md": [
+            (
+                f"{why} | {{}}x at {low:,} token, {{}}x at {high:,} |",
+                f"records/{topic}.tar.xz",
+                lambda topic=topic, impl=impl, T=(low, high): tuple(gain(topic, impl, one) for one in T),
+            )
+            for why, topic, impl, low, high in (
+                ("from consecutive memory", "default", "frozen(native)", 1, 256),
+                ("64 pairs at once", "default_int8", "native(store=int8_a8)", 1, 1024),
+                ("a quarter of the bytes", "default_int4_g128", "native(store=int4_g128_a8)", 1, 1024),
+            )
         ],
         "docs/layouts.md": [
             (

@@ -23,7 +23,7 @@ PAGES = [
     ),
     *(
         f"docs/{name}.md"
-        for name in "formats gpu layouts parallel quality routers study/README which_router".split()
+        for name in "formats gpu kernels layouts parallel quality routers study/README which_router".split()
     ),
 ]
 # 2.2x, 31 %, 1.5 ms, 0.12 s, 1.842 ± 0.077
@@ -38,6 +38,7 @@ RULES = {
     "one of 3 %": "which slow-down was planted",
     "100 % and 0 if all experts": "the ends of a scale",
     "the 95 % interval": "the level of an interval",
+    "A share near 100 %": "the end of a scale",
     "connections close | 5 s |": "notes wait that long: parallel/ranks.py",
     "twice the timeout and 10 s": "the same",
     "saves more than 2 % of": "the rule of `mrb parallel place`",
