@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,22 +18,25 @@ Q4_K_CODING = Coding(code="nibble", group=32, numbers=tuple(float(i) for i in ra
 
 
 @dataclass(frozen=True, kw_only=True)
-class Q8_0:  # noqa: N801 - its published name
-    """A block is 34 bytes: a float16 scale, 32 codes of int8. One column of depth 32:
-
-    block_ENbB   [[[[0x00, 0x38, 1, 0xFF, 0, .. 0]]]]    0x3800 is 0.5: the weights are .5, -.5, 0, ..
-    """
+class _Blocks:
+    """Experts x columns x blocks x bytes, and how many codes of a column count."""
 
     block_ENbB: Tensor
     depth: int
 
     @property
-    def name(self) -> str:
-        return "q8_0"
-
-    @property
     def size(self) -> tuple[int, int, int]:
         return self.block_ENbB.shape[0], self.depth, self.block_ENbB.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Q8_0(_Blocks):  # noqa: N801 - its published name
+    """A block is 34 bytes: a float16 scale, 32 codes of int8. One column of depth 32:
+
+    block_ENbB   [[[[0x00, 0x38, 1, 0xFF, 0, .. 0]]]]    0x3800 is 0.5: the weights are .5, -.5, 0, ..
+    """
+
+    name: ClassVar[str] = "q8_0"
 
     def decoded(self) -> Decoded:
         _check_blocks(self.name, self.block_ENbB, self.depth, Q8_0_BLOCK, Q8_0_BYTES)
@@ -42,7 +46,7 @@ class Q8_0:  # noqa: N801 - its published name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Q4_K:  # noqa: N801 - its published name
+class Q4_K(_Blocks):  # noqa: N801 - its published name
     """A block is 144 bytes for 256 codes in 8 groups of 32: float16 d and dmin, 8 scales and 8 minima of
     6 bits in 12 bytes, 128 bytes of codes. w = d * scale * code - dmin * minimum.
 
@@ -53,16 +57,7 @@ class Q4_K:  # noqa: N801 - its published name
     d 0.5, dmin 0.25, scale 3, minimum 2, code 5: 0.5 * 3 * 5 - 0.25 * 2 = 7
     """
 
-    block_ENbB: Tensor
-    depth: int
-
-    @property
-    def name(self) -> str:
-        return "q4_k"
-
-    @property
-    def size(self) -> tuple[int, int, int]:
-        return self.block_ENbB.shape[0], self.depth, self.block_ENbB.shape[1]
+    name: ClassVar[str] = "q4_k"
 
     def decoded(self) -> Decoded:
         _check_blocks(self.name, self.block_ENbB, self.depth, Q4_K_BLOCK, Q4_K_BYTES)

@@ -11,6 +11,7 @@ from moe_routing_bench.formats.stored import (
     Coding,
     Decoded,
     check,
+    check_tensor,
     from_nibbles,
     groups_of,
     nibbles,
@@ -47,17 +48,12 @@ class Int4:
 
     def decoded(self) -> Decoded:
         E, K, N = self.size
-        wanted = E, N, -(-K // self.group)
         check(self.code_ENH.dtype == torch.uint8, f"int4 codes are bytes, not {self.code_ENH.dtype}")
         check(self.code_ENH.shape[2] == -(-K // 2), f"depth {K} is {-(-K // 2)} bytes of int4, not "
               f"{self.code_ENH.shape[2]}")  # fmt: skip
         for what, tensor in (("scales", self.scale_ENg), ("zero points", self.zero_ENg)):
             if tensor is not None:
-                check(
-                    tuple(tensor.shape) == wanted,
-                    f"{self.name} of {E} experts, {N} columns of depth {K} needs {what} {wanted}, "
-                    f"not {tuple(tensor.shape)}",
-                )
+                check_tensor(self, what, tensor, (E, N, -(-K // self.group)))
         scale_ENg = self.scale_ENg.double()
         return Decoded(
             coding=coding(self.group, self.zero_ENg is not None),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_routing_bench.formats.stored import Coding, Decoded, check, groups_of, positive
+from moe_routing_bench.formats.stored import Coding, Decoded, check, check_tensor, groups_of, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,7 @@ class Int8:
         E, K, N = self.size
         groups = 1 if self.group is None else -(-K // self.group)
         check(self.code_ENK.dtype == torch.int8, f"int8 codes are int8, not {self.code_ENK.dtype}")
-        check(
-            tuple(self.scale_ENg.shape) == (E, N, groups),
-            f"{self.name} of {E} experts, {N} columns of depth {K} needs scales {(E, N, groups)}, "
-            f"not {tuple(self.scale_ENg.shape)}",
-        )
+        check_tensor(self, "scales", self.scale_ENg, (E, N, groups))
         return Decoded(coding=coding(self.group), code_ENK=self.code_ENK, scale_ENg=self.scale_ENg.double())
 
 

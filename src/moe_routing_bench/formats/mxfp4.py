@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from moe_routing_bench.formats.stored import E2M1, Coding, Decoded, check, from_nibbles, groups_of, nibbles
+from moe_routing_bench.formats.stored import (
+    E2M1,
+    Coding,
+    Decoded,
+    check,
+    check_tensor,
+    from_nibbles,
+    groups_of,
+    nibbles,
+)
 
 GROUP = 32
 CODING = Coding(code="nibble", group=GROUP, numbers=E2M1, scale="exponent")
@@ -24,13 +34,10 @@ class MXFP4:
     The names in a checkpoint end in _blocks and _scales. depth may be less than 32 times the groups.
     """
 
+    name: ClassVar[str] = "mxfp4"
     block_ENgB: Tensor
     exponent_ENg: Tensor
     depth: int
-
-    @property
-    def name(self) -> str:
-        return "mxfp4"
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -43,11 +50,8 @@ class MXFP4:
             ("blocks", self.block_ENgB, (*wanted, GROUP // 2)),
             ("scales", self.exponent_ENg, wanted),
         ):
-            check(
-                tuple(tensor.shape) == shape and tensor.dtype == torch.uint8,
-                f"MXFP4 of {E} experts, {N} columns of depth {K} needs {what} {shape} of bytes, "
-                f"not {tuple(tensor.shape)} of {tensor.dtype}",
-            )
+            check_tensor(self, what, tensor, shape)
+            check(tensor.dtype == torch.uint8, f"MXFP4 {what} are bytes, not {tensor.dtype}")
         check(not bool((self.exponent_ENg == 255).any()), "an MXFP4 scale is 255, which is no number")
         return Decoded(
             coding=CODING,

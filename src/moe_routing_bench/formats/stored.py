@@ -162,3 +162,13 @@ def from_nibbles(byte: Tensor) -> Tensor:
 def check(condition: bool, sentence: str) -> None:
     if not condition:
         raise ValueError(sentence)
+
+
+def check_tensor(stored: Stored, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless a tensor of the format has this shape."""
+    E, K, N = stored.size
+    check(
+        tuple(tensor.shape) == shape,
+        f"{stored.name} of {E} experts, {N} columns of depth {K} needs {what} {shape}, "
+        f"not {tuple(tensor.shape)}",
+    )

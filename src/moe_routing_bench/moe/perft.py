@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.plan import Layout, RoutingPlan
 from moe_routing_bench.core.routing import Routing, SoftRouting, TokenInfo
 from moe_routing_bench.moe.layer import MoE, Routings
@@ -102,8 +102,8 @@ class Perft(nn.Module):
         grouped_gemm: str = "auto",
     ):
         super().__init__()
-        check_option("kind", kind, KINDS)
-        check_option("adapter", adapter, ADAPTERS)
+        one_of("kind", kind, KINDS)
+        one_of("adapter", adapter, ADAPTERS)
         if adapter == "parallel" and alpha is not None:
             raise ValueError("alpha scales LoRA; a parallel adapter has none")
         if rank < 1:

@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_routing_bench.core import experts
 from moe_routing_bench.core.dtypes import FLOATS
 from moe_routing_bench.core.plan import RoutingPlan
+from moe_routing_bench.ops.rows import why_not_gates
 from moe_routing_bench.ops.targets import Target, assumed, target_of, why_too_old
 
 P = ParamSpec("P")
@@ -80,9 +81,7 @@ def why_not_layer(
         return (
             f"it computes float32, bfloat16 or float16 throughout, not {x_TD.dtype} with {matrices[0].dtype}"
         )
-    if gate_TK.dtype not in (x_TD.dtype, torch.float32):
-        return f"gates are float32 or of the rows' dtype {x_TD.dtype}, not {gate_TK.dtype}"
-    return why_not_spans(*matrices)
+    return why_not_gates(gate_TK, x_TD.dtype) or why_not_spans(*matrices)
 
 
 def why_not_spans(*matrices: Tensor) -> str | None:

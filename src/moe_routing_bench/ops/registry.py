@@ -26,8 +26,8 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import KW_ONLY, dataclass
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -39,13 +39,16 @@ from torch import Tensor
 from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.names import did_you_mean, parse_spec
-from moe_routing_bench.ops.implementation import Implementation, supported_everywhere
+from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.tracing import while_tracing
 
 OURS = __name__.partition(".")[0]
 GROUP = f"{OURS}.implementations"
 BUILT_IN = "built in"
 NO_IMPLEMENTATIONS = {"op", "preferences"}  # files of an op's folder that are not implementations
+# functions and constants of a file that become fields of its Implementation
+HOOKS = ("run", "unsupported", "stored", "plain", "freeze", "freeze_stored")
+FLAGS = ("FORWARD_ONLY", "HOST_SYNC", "SPREADS_NAN", "DETERMINISTIC", "REUSES_OUTPUT", "READS_PLAIN")
 _included: list[Path] = []
 
 
@@ -59,57 +62,40 @@ class _Source:
 Judge = Callable[[Any, Expected, Mapping[str, Any]], list[Verdict]]
 
 
+def first_line(module: ModuleType) -> str:
+    return (inspect.getdoc(module) or "").partition("\n")[0]
+
+
+@dataclass(eq=False, repr=False)
 class Op:
-    """An operation: what it means, and the ways to compute it.
+    """An operation: what it means, and the ways to compute it."""
 
-    reference       plain torch, any float dtype; the oracle when given float64
-    cost            the least work of a call, from its arguments
-    judge           is a result right? It also gets the arguments, by name
-    judge_gradient  the same for the gradient of one argument
-    upstream        the gradient of the result, as it may arrive in a model
-    meaningful      the part of a result that two runs must agree on
-    by_token        what of a result belongs to each token, tokens first: the same in every batch if an
-                    implementation is BATCH_INVARIANT. None: nothing does, or results are exact
-    weights         the parameter that holds weights, the same in every call; empty if there is none
-    int8_rows       the reference with rows rounded to 8 bits, by which implementations that do so are judged
-    widens          the reference converts weights itself, expert by expert, if x is float64
-    exact           structure or copies: the reference in the dtype itself is the oracle
-    default         runs wherever torch does: the last resort of "auto", the benchmark's baseline
-    usual           what people choose between, measured if nobody names others; empty: all
-    stage           its place in the flow of data, for listings
-    """
+    package: str
+    reference: Callable[..., Any]  # plain torch, any float dtype; the oracle when given float64
+    _: KW_ONLY
+    cost: Callable[..., Cost]  # the least work of a call, from its arguments
+    default: str  # runs wherever torch does: the last choice of "auto", the benchmark's baseline
+    stage: int  # its place in the flow of data, for listings
+    judge: Judge = judge_result  # is a result right? It also gets the arguments, by name
+    judge_gradient: Callable[[GradientOf, Tensor, Expected], list[Verdict]] = judge_gradient
+    # the gradient of the result, as it may arrive in a model
+    upstream: Callable[[Tensor, Mapping[str, Any]], Tensor] = lambda d_out, args: d_out
+    # the part of a result that must be the same in two runs
+    meaningful: Callable[[Any, Mapping[str, Any]], Any] = lambda out, args: out
+    # the part of a result that belongs to each token, tokens first: the same in every batch if an
+    # implementation is BATCH_INVARIANT. None: there is no such part, or results are exact
+    by_token: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    usual: tuple[str, ...] = ()  # what people choose between, measured if none is named; empty: all
+    weights: str = ""  # the parameter that holds weights, the same in every call; empty if there is none
+    int8_rows: Callable[..., Any] | None = None  # the reference with rows rounded to 8 bits
+    widens: bool = False  # if x is float64, the reference converts the weights itself, expert by expert
+    differentiable: bool = True
+    exact: bool = False  # structure or copies: the reference in the dtype itself is the oracle
 
-    def __init__(
-        self,
-        package: str,
-        reference: Callable[..., Any],
-        *,
-        cost: Callable[..., Cost],
-        default: str,
-        stage: int,
-        judge: Judge = judge_result,
-        judge_gradient: Callable[[GradientOf, Tensor, Expected], list[Verdict]] = judge_gradient,
-        upstream: Callable[[Tensor, Mapping[str, Any]], Tensor] = lambda d_out, args: d_out,
-        meaningful: Callable[[Any, Mapping[str, Any]], Any] = lambda out, args: out,
-        by_token: Callable[[Any, Mapping[str, Any]], Any] | None = None,
-        usual: tuple[str, ...] = (),
-        weights: str = "",
-        int8_rows: Callable[..., Any] | None = None,
-        widens: bool = False,
-        differentiable: bool = True,
-        exact: bool = False,
-    ):
-        self.package = package
-        self.stage = stage
-        self.name = package.rpartition(".")[2]
-        self.reference, self.cost = reference, cost
-        self.judge, self.judge_gradient = judge, judge_gradient
-        self.upstream, self.meaningful, self.by_token = upstream, meaningful, by_token
-        self.weights, self.differentiable, self.exact = weights, differentiable, exact
-        self.widens, self.usual, self.int8_rows = widens, usual, int8_rows
-        self.file = inspect.getfile(reference)
-        self.default = default
-        self.summary = (inspect.getdoc(sys.modules[reference.__module__]) or "").partition("\n")[0]
+    def __post_init__(self) -> None:
+        self.name = self.package.rpartition(".")[2]
+        self.file = inspect.getfile(self.reference)
+        self.summary = first_line(sys.modules[self.reference.__module__])
         # not a dict: torch.compile does not see what is added to a dict that it has looked into
         self._ready = SimpleNamespace()
 
@@ -221,7 +207,8 @@ class Op:
             package = importlib.import_module(self.package)
             for module in pkgutil.iter_modules(package.__path__):
                 if module.name not in NO_IMPLEMENTATIONS and not module.name.startswith("_"):
-                    add(module.name, _Source(BUILT_IN, OURS, _importer(f"{self.package}.{module.name}")))
+                    load = partial(importlib.import_module, f"{self.package}.{module.name}")
+                    add(module.name, _Source(BUILT_IN, OURS, load))
         for entry in _entry_points():
             op_name, _, name = entry.name.partition(".")
             if op_name == self.name:
@@ -231,17 +218,15 @@ class Op:
             for path in sorted((folder / self.name).glob("[!_]*.py")):
                 if path.stem in NO_IMPLEMENTATIONS:
                     continue
-                add(path.stem, _Source(f"file {path}", "", _file_importer(self.name, path)))
+                add(path.stem, _Source(f"file {path}", "", partial(_load_file, self.name, path)))
         return sources
 
     def _implementation(self, name: str, origin: str, module: ModuleType) -> Implementation:
-        for hook in ("run", "unsupported"):
-            if hook == "unsupported" and not hasattr(module, hook):
-                continue
-            if not callable(getattr(module, hook, None)):
+        needed, found = self.parameters(), {hook: getattr(module, hook, None) for hook in HOOKS}
+        for hook in ("run", "unsupported") if hasattr(module, "unsupported") else ("run",):
+            if not callable(found[hook]):
                 raise ValueError(f"{self.name}.{name} ({origin}) must define {hook}(...)")
-            given = list(inspect.signature(getattr(module, hook)).parameters)
-            needed = self.parameters()
+            given = list(inspect.signature(found[hook]).parameters)
             if given[: len(needed)] != needed:
                 raise ValueError(
                     f"{self.name}.{name} ({origin}): {hook} takes ({', '.join(given)}), "
@@ -259,23 +244,13 @@ class Op:
             op=self.name,
             name=name,
             origin=origin,
-            summary=(inspect.getdoc(module) or "").partition("\n")[0],
-            run=module.run,
-            unsupported=getattr(module, "unsupported", supported_everywhere),
+            summary=first_line(module),
             configs=configs,
-            forward_only=getattr(module, "FORWARD_ONLY", False),
-            host_sync=getattr(module, "HOST_SYNC", ""),
-            spreads_nan=getattr(module, "SPREADS_NAN", ""),
-            deterministic=getattr(module, "DETERMINISTIC", True),
             batch_invariant=bool(invariant),
             invariant_with=invariant if isinstance(invariant, Mapping) else {},
-            reuses_output=getattr(module, "REUSES_OUTPUT", False),
-            reads_plain=getattr(module, "READS_PLAIN", False),
-            stored=getattr(module, "stored", None),
-            plain=getattr(module, "plain", None),
-            freeze=getattr(module, "freeze", None),
-            freeze_stored=getattr(module, "freeze_stored", None),
             ties=ties,
+            **{flag.lower(): getattr(module, flag) for flag in FLAGS if hasattr(module, flag)},
+            **{hook: function for hook, function in found.items() if function is not None},
         )
 
 
@@ -292,7 +267,10 @@ def all_ops() -> dict[str, Op]:
 
 def get_op(name: str) -> Op:
     """One operation; of the files from outside only its own op.py is loaded."""
-    return _built_in_op(name) if name in built_in_ops() else _outside_op(_ops_outside()[name])
+    if name not in built_in_ops():
+        return _outside_op(_ops_outside()[name])
+    op: Op = importlib.import_module(f"{OURS}.ops.{name}.op").op
+    return op
 
 
 @while_tracing
@@ -307,12 +285,6 @@ def built_in_ops() -> tuple[str, ...]:
     return tuple(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
 
 
-@cache
-def _built_in_op(name: str) -> Op:
-    op: Op = importlib.import_module(f"{OURS}.ops.{name}.op").op
-    return op
-
-
 def _ops_outside() -> dict[str, Path]:
     files: dict[str, Path] = {}
     for path in [path for folder in _included for path in sorted(folder.glob("[!_]*/op.py"))]:
@@ -325,8 +297,8 @@ def _ops_outside() -> dict[str, Path]:
 
 @cache
 def _outside_op(path: Path) -> Op:
-    """An op.py from outside is loaded and believed, because it defines what is right."""
-    return _file_importer(path.parent.name, path)().op
+    """Loads an op.py from outside. It is trusted, because it defines what is right."""
+    return _load_file(path.parent.name, path).op
 
 
 def include(folder: Path | str) -> None:
@@ -373,22 +345,15 @@ def _entry_points() -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=GROUP))
 
 
-def _importer(module: str) -> Callable[[], ModuleType]:
-    return lambda: importlib.import_module(module)
-
-
-def _file_importer(op: str, path: Path) -> Callable[[], ModuleType]:
-    def load() -> ModuleType:
-        name = f"{OURS}_included.{op}.{path.stem}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        if path.stem == "op":  # its implementations import it by this name
-            sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except SystemExit as ended:
-            raise RuntimeError(f"it ended the program while it was loaded: SystemExit({ended})") from None
-        return module
-
-    return load
+def _load_file(op: str, path: Path) -> ModuleType:
+    name = f"{OURS}_included.{op}.{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if path.stem == "op":  # its implementations import it by this name
+        sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as ended:
+        raise RuntimeError(f"it ended the program while it was loaded: SystemExit({ended})") from None
+    return module

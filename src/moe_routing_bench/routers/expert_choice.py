@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.router import Router
 
@@ -43,7 +43,7 @@ class ExpertChoiceRouter(Router):
         self, D: int, E: int, K: int, *, over: str = "batch", most: int | None = None, **options: Any
     ):
         super().__init__(D, E, K, **options)
-        check_option("over", over, OVER)
+        one_of("over", over, OVER)
         self.over = over
         self.most = self.widest(most)
         if self.most < E:

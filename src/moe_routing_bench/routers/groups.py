@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.ops.score_topk.op import GROUP_SCORES, ScoreRule
 from moe_routing_bench.ops.score_topk.op import limit_to_groups as limit_by_best
 
@@ -26,7 +26,7 @@ RULES = ("max", "top2_sum", "topk_sum")
 
 def check_groups(E: int, K: int, groups: int, keep: int, rule: str) -> None:
     """Raise ValueError with a sentence if E experts cannot be limited like this."""
-    check_option("group_score", rule, RULES)
+    one_of("group_score", rule, RULES)
     if groups < 1 or E % groups:
         raise ValueError(f"groups={groups} must divide the E={E} experts into equal groups")
     if not 1 <= keep <= groups:

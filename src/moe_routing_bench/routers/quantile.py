@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_routing_bench.core import position_invariant as steady
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.router import Router
 
@@ -51,7 +51,7 @@ class QuantileRouter(Router):
 
     def __init__(self, D: int, E: int, K: int, *, gates: str = "softmax_of_chosen", **options: Any):
         super().__init__(D, E, K, **options)
-        check_option("gates", gates, GATES)
+        one_of("gates", gates, GATES)
         self.gates = gates
         if gates == "softmax_of_chosen" or (gates == "sigmoid" and K > 1):
             self.gate_sum = "one"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.router import Router
 
@@ -32,7 +32,7 @@ class RandomFixedRouter(Router):
 
     def __init__(self, D: int, E: int, K: int, *, gates: str = "softmax", seed: int = 0, **options: Any):
         super().__init__(D, E, K, **options)
-        check_option("gates", gates, GATES)
+        one_of("gates", gates, GATES)
         self.gates = gates
         self.seed = seed
         self.register_buffer("w_DE", torch.empty(D, E))

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.ops.score_topk.op import log_score, plain_score
 from moe_routing_bench.routers.groups import check_groups, limit_to_groups, score_rule
@@ -64,7 +64,7 @@ class SigmoidBiasRouter(Router):
         **options: Any,
     ):
         super().__init__(D, E, K, **options)
-        check_option("score", score, SCORES)
+        one_of("score", score, SCORES)
         if not scale > 0:
             raise ValueError(f"scale must be above 0, not {scale}")
         check_groups(E, K, groups, keep_groups, group_score)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.routers.losses import score_losses
@@ -55,7 +55,7 @@ class SoftmaxTopkRouter(Router):
         **options: Any,
     ):
         super().__init__(D, E, K, **options)
-        check_option("order", order, ORDERS)
+        one_of("order", order, ORDERS)
         self.order = order
         if order != "softmax_then_topk":
             self.gate_sum = "one"

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.losses import switch_loss
 from moe_routing_bench.routers.router import Router
@@ -56,7 +56,7 @@ class TokenRoundingRouter(Router):
         super().__init__(D, E, K, **options)
         if tile < 1:
             raise ValueError(f"tile must be at least 1 row, not {tile}")
-        check_option("rounding", rounding, ROUNDINGS)
+        one_of("rounding", rounding, ROUNDINGS)
         self.most = self.widest(most)
         self.tile, self.rounding = tile, rounding
         self.w_DE = nn.Parameter(torch.empty(D, E))

@@ -8,6 +8,7 @@ their gradient is zero. The gradient of a gate whose pair has no row is zero too
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,10 +60,6 @@ def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict
     return wrong
 
 
-def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
-    return judge_rows(of, gradient, expected, rows="y_RD")
-
-
 def judge_rows(of: GradientOf, gradient: Tensor, expected: Expected, *, rows: str) -> list[Verdict]:
     """rows: the argument that holds the rows, those without a pair too."""
     more = expected.more(gradient.numel())
@@ -77,7 +74,8 @@ def judge_rows(of: GradientOf, gradient: Tensor, expected: Expected, *, rows: st
 
 
 op = Op(
-    __package__, reference, cost=cost, judge=judge, judge_gradient=judge_gradient, default="gather_sum",
+    __package__, reference, cost=cost, judge=judge, judge_gradient=partial(judge_rows, rows="y_RD"),
+    default="gather_sum",
     by_token=lambda out, args: out, stage=5,
 )  # fmt: skip
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -128,13 +127,8 @@ def _spread(
 
 
 def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    if (reason := gpu.why_not(y_RD, gate_TK, plan.row_TK, plan.pair_R)) is not None:
-        return reason
-    if y_RD.dtype not in rows.KINDS:
-        return f"it computes with bfloat16, float16 and float32, not {y_RD.dtype}"
-    if gate_TK.dtype not in (y_RD.dtype, torch.float32):
-        return f"gates are float32 or of the rows' dtype {y_RD.dtype}, not {gate_TK.dtype}"
-    return None
+    reason = gpu.why_not(y_RD, gate_TK, plan.row_TK, plan.pair_R)
+    return reason or rows.why_not_dtypes(y_RD, gate_TK)
 
 
 def run(

@@ -141,11 +141,7 @@ def compiled(entry: str, arch: str, dtype: torch.dtype, D: int, K: int, width: i
 
 
 def unsupported(x_TD: Tensor, plan: RoutingPlan) -> str | None:
-    if (reason := on.why_not(x_TD, plan.row_TK, plan.pair_R)) is not None:
-        return reason
-    if x_TD.dtype not in rows.KINDS:
-        return f"it moves bfloat16, float16 and float32, not {x_TD.dtype}"
-    return None
+    return on.why_not(x_TD, plan.row_TK, plan.pair_R) or rows.why_not_dtypes(x_TD)
 
 
 def run(x_TD: Tensor, plan: RoutingPlan) -> Tensor:

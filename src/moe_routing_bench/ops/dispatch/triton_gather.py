@@ -93,11 +93,7 @@ def _sum_rows(
 
 
 def unsupported(x_TD: Tensor, plan: RoutingPlan) -> str | None:
-    if (reason := gpu.why_not(x_TD, plan.row_TK, plan.pair_R)) is not None:
-        return reason
-    if x_TD.dtype not in rows.KINDS:
-        return f"it moves bfloat16, float16 and float32, not {x_TD.dtype}"
-    return None
+    return gpu.why_not(x_TD, plan.row_TK, plan.pair_R) or rows.why_not_dtypes(x_TD)
 
 
 def run(

@@ -7,9 +7,10 @@ NaN, and get a gradient of zero.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
-from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.auto import resolve
@@ -31,13 +32,9 @@ def cost(y_QD: Tensor, gate_TK: Tensor, plan: RoutingPlan, traffic: Traffic) -> 
     return cost_of_sums(y_QD, gate_TK, plan)
 
 
-def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
-    return judge_rows(of, gradient, expected, rows="y_QD")
-
-
 op = Op(
-    __package__, reference, cost=cost, judge=judge, judge_gradient=judge_gradient, default="all_to_all",
-    stage=5,
+    __package__, reference, cost=cost, judge=judge, judge_gradient=partial(judge_rows, rows="y_QD"),
+    default="all_to_all", stage=5,
 )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.expert_ffn.op import check_sizes
 from moe_routing_bench.ops.implementation import Implementation
+from moe_routing_bench.ops.rows import why_not_gates
 
 INSTEAD = "expert_ffn.triton_fused"
 WHY_NOT_ACTIVATION = {
@@ -56,8 +57,8 @@ def unsupported(
     for matrix in (weights.w_in_EDG, weights.w_out_EFD):
         if (reason := quack.why_not_matrix(matrix, x_TD.dtype)) is not None:
             return reason
-    if gate_TK.dtype not in (x_TD.dtype, torch.float32):
-        return f"gates are float32 or of the rows' dtype {x_TD.dtype}, not {gate_TK.dtype}"
+    if (reason := why_not_gates(gate_TK, x_TD.dtype)) is not None:
+        return reason
     y_RD = x_TD.new_empty(1, weights.D).expand(plan.num_rows, weights.D)
     for stage, args in (
         (dispatch_op.get(dispatch), (x_TD, plan)),

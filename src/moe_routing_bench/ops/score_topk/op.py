@@ -26,7 +26,7 @@ from moe_routing_bench.core import position_invariant as steady
 from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict, judge_exact, wrong_structure
 from moe_routing_bench.core.accuracy import judge as judge_values
 from moe_routing_bench.core.cost import INDEX_BYTES, Cost
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.registry import Op
 
@@ -56,8 +56,8 @@ class ScoreRule:
     group_score: str = "max"  # the largest s + bias of its experts, or "top2_sum" of the two largest
 
     def __post_init__(self) -> None:
-        check_option("score", self.score, SCORES)
-        check_option("group_score", self.group_score, GROUP_SCORES)
+        one_of("score", self.score, SCORES)
+        one_of("group_score", self.group_score, GROUP_SCORES)
         if not self.scale > 0:
             raise ValueError(f"scale must be above 0, not {self.scale}")
         if not 1 <= self.keep_groups <= self.groups:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,6 +14,7 @@ SOURCE = Path(__file__).with_name("native.cpp")
 MAX_CHOICES = 16  # the constant MOST of native.cpp
 # about 50 us for one thread; less is done before a second one is awake
 STEPS_FOR_THREADS = 2**19
+_select = cpp.Function(SOURCE, "mrb_topk", fields=9)
 
 
 def unsupported(score_TE: Tensor, K: int, level: str = "") -> str | None:
@@ -40,7 +39,8 @@ def _topk(score_TE: Tensor, K: int, level: str) -> tuple[Tensor, Tensor]:
         score_TE = score_TE if score_TE.stride(1) == 1 else score_TE.contiguous()
         stride = score_TE.stride(0)
     value_TK, expert_TK = score_TE.new_empty(T, K), torch.empty(T, K, dtype=torch.int64)
-    _function(level)(
+    _select(
+        level,
         score_TE.data_ptr(),
         stride,
         KINDS[score_TE.dtype],
@@ -52,8 +52,3 @@ def _topk(score_TE: Tensor, K: int, level: str) -> tuple[Tensor, Tensor]:
         expert_TK.data_ptr(),
     )
     return value_TK, expert_TK
-
-
-@cache
-def _function(level: str) -> Callable[..., int]:
-    return cpp.function(SOURCE, level, "mrb_topk", 9)
