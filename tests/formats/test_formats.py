@@ -153,7 +153,7 @@ def test_what_is_refused() -> None:
         "needs blocks": replace(mx, depth=65),
         "scale is 255": replace(mx, exponent_ENg=torch.full_like(mx.exponent_ENg, 255)),
         "float8 weight is no number": replace(fp8, code_ENK=no_number.view(torch.float8_e4m3fn)),
-        "fp8 of 2 experts": replace(fp8, scale_Enk=fp8.scale_Enk[:, :0]),
+        "fp8_block of 2 experts": replace(fp8, scale_Enk=fp8.scale_Enk[:, :0]),
         "scale in a GGUF block is no number": replace(q8, block_ENbB=blocks),
         "q8_0 of depth 65": replace(q8, depth=65),
     }

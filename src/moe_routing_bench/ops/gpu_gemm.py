@@ -194,6 +194,10 @@ def row_sums(dy_RF: Tensor, offset_E1: Tensor, count_E: Tensor) -> Tensor:
     return out_EF
 
 
+def bias_gradient(dy_RF: Tensor, offset_E1: Tensor, count_E: Tensor) -> Tensor:
+    return row_sums(in_rows(dy_RF), offset_E1, count_E)
+
+
 def register_gradients(multiply: Any) -> None:
     """Register the gradients of an op (x_RD, w_EDF, b_EF, offset_E1, count_E, options) -> y_RF.
 
@@ -212,7 +216,7 @@ def register_gradients(multiply: Any) -> None:
         if ctx.needs_input_grad[1]:
             dw_EDF = weight_gradient(x_RD, dy_RF, w_EDF, offset_E1, count_E)
         if ctx.needs_input_grad[2]:
-            db_EF = row_sums(in_rows(dy_RF), offset_E1, count_E)
+            db_EF = bias_gradient(dy_RF, offset_E1, count_E)
         return dx_RD, dw_EDF, db_EF, None, None, None
 
     multiply.register_autograd(backward, setup_context=keep)

@@ -5,17 +5,19 @@ An implementation is a file `ops/<op>/<name>.py`, an entry point `<op>.<name>` i
 It defines
 
     run(*arguments of the op)                    compute it
-    unsupported(*same arguments) -> str | None   a sentence why it cannot; looks at shapes, dtypes, devices
-                                                 and layouts, never at values. Without it: it always can
+    unsupported(*same arguments) -> str | None   why it cannot run them. It reads shapes, dtypes, devices and
+                                                 layouts, never values. Without it: it can run everything
 
-with its own options, if any, as keywords after the op's arguments (`unsupported` takes those it needs). If it
-is composed of other implementations, it defines `parts(**options) -> {option: Implementation}`; if it has an
-option `store`, a type to keep weights in, `stored(weights, *, store)`: the weights it computes with; if it
-rounds more than these, `plain(*arguments, store)`: the same in plain torch; if it likes weights in another
-form, `freeze(weights)`: the same, made once, for weights that do not change. It may define FORWARD_ONLY,
-CONFIGS, NEEDS, HOST_SYNC, SPREADS_NAN, DETERMINISTIC, BATCH_INVARIANT, REUSES_OUTPUT or TIES (DESIGN.md).
-`mrb list` shows its docstring's first line. There is no fallback: what cannot run raises NotImplementedError
-with the reason.
+Its own options are keywords after the op's arguments; `unsupported` takes the options it needs. It may define
+
+    parts(**options) -> {option: Implementation}   if it is composed of other implementations
+    stored(weights, *, store)                      with the option `store`: the weights it computes with
+    plain(*arguments, store)                       the same computation in plain torch, if it rounds more
+    freeze(weights)                                weights in the form it reads fastest, made once
+
+and FORWARD_ONLY, CONFIGS, NEEDS, HOST_SYNC, SPREADS_NAN, DETERMINISTIC, BATCH_INVARIANT, REUSES_OUTPUT or
+TIES (DESIGN.md). `mrb list` shows the first line of its docstring. There is no fallback: an implementation
+that cannot run raises NotImplementedError with the reason.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ _included: list[Path] = []
 @dataclass(frozen=True)
 class _Source:
     origin: str
-    owner: str  # its top-level package: if a module of it is absent, that is a bug, not a missing library
+    owner: str  # its top-level package; if a module of it is missing, that is a bug and not a missing library
     load: Callable[[], ModuleType]
 
 
@@ -103,15 +105,15 @@ class Op:
         return f"<op {self.name}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return get_op, (self.name,)  # copies and pickles of a layer refer to this very object
+        return get_op, (self.name,)  # copies and pickles of a layer refer to this object
 
     def names(self) -> list[str]:
         return sorted(self._sources())
 
     def get(self, spec: str) -> Implementation:
-        """The implementation called `spec`: a name, or a name with a configuration `name(key=value,...)`.
+        """Returns the implementation `spec`: a name, or a name with options `name(option=value,...)`.
 
-        Raises ValueError for a name that does not exist, NotImplementedError if a library it needs is absent.
+        Raises ValueError for a name that does not exist, NotImplementedError if a library is not installed.
         """
         if torch.compiler.is_dynamo_compiling():
             _load(self.name, spec)
@@ -124,7 +126,7 @@ class Op:
         except ModuleNotFoundError as missing:
             absent = missing.name or "?"
             if absent.partition(".")[0] in (OURS, source.owner):
-                raise  # a bug in that code, not an absent library
+                raise  # a bug in that code, not a library that is not installed
             raise NotImplementedError(f"{self.name}.{name}: needs {absent}, which is not installed") from None
         for absent, install in getattr(module, "NEEDS", {}).items():
             if importlib.util.find_spec(absent) is None:
@@ -138,7 +140,7 @@ class Op:
         return ready
 
     def why_not(self, spec: str, *args: Any) -> str | None:
-        """Why `spec` cannot compute these arguments here, in words; None if it can."""
+        """Why `spec` cannot compute these arguments here; None if it can."""
         try:
             implementation = self.get(spec)
         except NotImplementedError as reason:
@@ -146,11 +148,11 @@ class Op:
         return implementation.why_not(*args)
 
     def origin(self, name: str) -> str:
-        """Where an implementation comes from, even if it cannot be loaded; nothing is loaded."""
+        """Where an implementation comes from. Nothing is loaded."""
         return self._source(name).origin
 
     def source_files(self, name: str) -> list[Path]:
-        """The files of an implementation, without what they load in turn; nothing is loaded."""
+        """The files of an implementation, without the files that they import. Nothing is loaded."""
         source, _, where = self.origin(name).partition(" ")
         if self.origin(name) == BUILT_IN:
             return sorted(Path(self.file).parent.glob(f"{name}.py"))
@@ -168,12 +170,12 @@ class Op:
 
     @property
     def has_layout(self) -> bool:
-        """Does its work depend on where the rows lie?"""
+        """True if it takes a plan or a layout."""
         return not {"plan", "layout"}.isdisjoint(self.parameters())
 
     def arguments(self, source: object) -> dict[str, Any]:
-        """Its arguments by name, read from attributes of `source`: a hard case of the kit, a call of the
-        benchmark or shapes of `mrb explain`. So a new operation needs no code in any of them."""
+        """Its arguments by name, read from attributes of `source`: a case of the kit, a call of the benchmark
+        or the shapes of `mrb explain`. So a new operation needs no code in any of them."""
         try:
             return {name: getattr(source, name) for name in self.parameters()}
         except AttributeError as missing:
@@ -255,8 +257,8 @@ class Op:
 
 
 def all_ops() -> dict[str, Op]:
-    """Every folder with an op.py in ops/ or in an included folder, by name, in the order in which data flows
-    through them.
+    """Every operation by name, in the order in which data flows through them: each folder with an op.py in
+    ops/ or in an included folder.
 
     >>> "gather_sum" in mrb.all_ops()["combine"].names()
     True
@@ -266,7 +268,7 @@ def all_ops() -> dict[str, Op]:
 
 
 def get_op(name: str) -> Op:
-    """One operation; of the files from outside only its own op.py is loaded."""
+    """One operation. If it is from outside, only its own op.py is loaded."""
     if name not in built_in_ops():
         return _outside_op(_ops_outside()[name])
     op: Op = importlib.import_module(f"{OURS}.ops.{name}.op").op
@@ -275,7 +277,7 @@ def get_op(name: str) -> Op:
 
 @while_tracing
 def _load(op_name: str, spec: str) -> None:
-    """The first call may be one that torch.compile traces, which cannot import."""
+    """Loads an implementation while torch.compile traces its first call, where an import is not possible."""
     get_op(op_name).get(spec)
 
 
@@ -302,8 +304,8 @@ def _outside_op(path: Path) -> Op:
 
 
 def include(folder: Path | str) -> None:
-    """Also look for implementations in `<folder>/<op>/<name>.py` and new ops in `<folder>/<op>/op.py`. A
-    folder with nothing but routers is fine too. Nothing is loaded."""
+    """Adds the implementations in `<folder>/<op>/<name>.py` and the new ops in `<folder>/<op>/op.py`. The
+    folder may also contain only routers. Nothing is loaded."""
     path = Path(folder).resolve()
     files_of([*_included, folder])
     if path not in _included:
@@ -319,8 +321,8 @@ def clear_included() -> None:
 
 
 def files_of(folders: Sequence[Path | str]) -> list[Path]:
-    """The files of folders from outside: implementations, an op.py for each new op, and routers; nothing is
-    loaded. ValueError if a folder has none of them."""
+    """The files in folders from outside: implementations, an op.py for each new op, and routers. Nothing is
+    loaded. Raises ValueError if a folder has no such file."""
     paths = [Path(folder).resolve() for folder in folders]
     if (
         no_folder := next((f for f, path in zip(folders, paths, strict=True) if not path.is_dir()), None)

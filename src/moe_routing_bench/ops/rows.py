@@ -59,8 +59,8 @@ def why_not_gates(gate_TK: Tensor, dtype: torch.dtype) -> str | None:
 def dispatch_unsupported(x_TD: Tensor, plan: RoutingPlan, level: str) -> str | None:
     if (reason := cpp.unsupported(DISPATCH, level, x_TD, plan.row_TK, plan.pair_R)) is not None:
         return reason
-    if (reason := why_not_dtypes(x_TD)) is not None:
-        return reason
+    if x_TD.dtype not in KINDS:  # written out, because a call takes time in every forward
+        return why_not_dtypes(x_TD)
     if not x_TD.is_contiguous() and x_TD.shape[1] > 1 and x_TD.stride(1) != 1:
         return "it needs each token's numbers side by side in memory; call contiguous() first"
     return None
@@ -96,8 +96,8 @@ def check_tokens(x_TD: Tensor, plan: RoutingPlan) -> None:
 def combine_unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str) -> str | None:
     if (reason := cpp.unsupported(COMBINE, level, y_RD, gate_TK, plan.row_TK, plan.pair_R)) is not None:
         return reason
-    if (reason := why_not_dtypes(y_RD, gate_TK)) is not None:
-        return reason
+    if y_RD.dtype not in KINDS or gate_TK.dtype not in (y_RD.dtype, torch.float32):
+        return why_not_dtypes(y_RD, gate_TK)
     if not y_RD.is_contiguous() and y_RD.shape[1] > 1 and y_RD.stride(1) != 1:
         return "it needs each row's numbers side by side in memory; call contiguous() first"
     return None
