@@ -1,4 +1,4 @@
-"""The C++ dispatch and combine with a given output buffer: what native and native_reused share."""
+"""The C++ dispatch and combine into a given buffer, for native and native_reused."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moe_routing_bench.core.host_allocator import recycled
 from moe_routing_bench.core.plan import RoutingPlan
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# moving fewer bytes than this takes less time than waking a second thread
+# moving fewer bytes takes less time than waking a second thread
 BYTES_FOR_THREADS = 2**17
-# results this large do not stay in the caches anyway; streaming stores save reading each line first
+# results of this size do not fit in the caches; streaming stores avoid reading each line first
 BYTES_TO_STREAM = 2**23
 DISPATCH, COMBINE = (Path(__file__).parent / name for name in ("dispatch/native.cpp", "combine/native.cpp"))
 _dispatch, _combine = cpp.Function(DISPATCH, "mrb_dispatch", 11), cpp.Function(COMBINE, "mrb_combine", 11)
@@ -30,15 +30,16 @@ class KeptBuffers(threading.local):
     def __init__(self) -> None:
         self.by_type: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def get(self, rows: int, width: int, like: Tensor) -> Tensor:
-        key = (like.device, like.dtype)
-        if type(like) not in (Tensor, torch.nn.Parameter):
-            # a fake tensor must not be kept: the next real call would get it
-            return like.new_empty(rows, width)
+    def get(self, rows: int, width: int, x: Tensor) -> Tensor:
+        """A buffer with the device and dtype of `x`."""
+        key = (x.device, x.dtype)
+        if type(x) not in (Tensor, torch.nn.Parameter):
+            # a fake tensor must not be kept, because the next real call would get it
+            return x.new_empty(rows, width)
         buffer = self.by_type.get(key)
         if buffer is None or buffer.numel() < rows * width:
-            on_cpu = like.device.type == "cpu"
-            buffer = (recycled.empty if on_cpu else like.new_empty)(rows * width, dtype=like.dtype)
+            on_cpu = x.device.type == "cpu"
+            buffer = (recycled.empty if on_cpu else x.new_empty)(rows * width, dtype=x.dtype)
             self.by_type[key] = buffer
         return buffer[: rows * width].view(rows, width)
 

@@ -1,4 +1,4 @@
-"""Gather, weigh and sum a token's rows in one C++ pass, compiled on first use; CPU."""
+"""Reads, weighs and sums a token's rows in one C++ pass. Compiled at first use; CPU."""
 
 from __future__ import annotations
 

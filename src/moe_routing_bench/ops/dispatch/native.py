@@ -1,4 +1,4 @@
-"""C++ reads each token once and copies it to its rows, compiled on first use; CPU."""
+"""C++ reads each token once and copies it to its rows. Compiled at first use; CPU."""
 
 from __future__ import annotations
 

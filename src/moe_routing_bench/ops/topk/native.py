@@ -1,4 +1,4 @@
-"""C++ keeps the K best of each row in registers, a token in each lane, compiled on first use; CPU."""
+"""C++ keeps the K best of each row in registers, one token per lane. Compiled at first use; CPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from moe_routing_bench.ops.rows import KINDS
 
 SOURCE = Path(__file__).with_name("native.cpp")
 MAX_CHOICES = 16  # the constant MOST of native.cpp
-# about 50 us for one thread; less is done before a second one is awake
+# about 50 us for one thread; less work is finished before a second thread wakes up
 STEPS_FOR_THREADS = 2**19
 _select = cpp.Function(SOURCE, "mrb_topk", fields=9)
 
 
 def unsupported(score_TE: Tensor, K: int, level: str = "") -> str | None:
     if score_TE.dtype not in KINDS:
-        return f"it compares float32, bfloat16 and float16, not {score_TE.dtype}"
+        return f"it takes float32, bfloat16 and float16, not {score_TE.dtype}"
     if not 1 <= K <= MAX_CHOICES or K > score_TE.shape[1]:
         return f"it keeps 1 to {MAX_CHOICES} choices of {score_TE.shape[1]} experts in registers, not {K}"
     return cpp.unsupported(SOURCE, level, score_TE)
