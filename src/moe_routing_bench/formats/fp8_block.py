@@ -1,4 +1,4 @@
-"""fp8_block as DeepSeek stores it: float8 (e4m3) with a scale for every 128 x 128 weights."""
+"""fp8_block as DeepSeek stores it: float8 (e4m3), and a scale for every 128 x 128 weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FP8Block:
         )
         check_tensor(self, "scales", self.scale_Enk, (E, -(-N // BLOCK), -(-K // BLOCK)))
         code_ENK = self.code_ENK.contiguous().view(torch.uint8)
-        check(not bool((code_ENK & 127 == 127).any()), "a float8 weight is no number")
+        check(not bool((code_ENK & 127 == 127).any()), "a float8 weight is not a number")
         scale_ENk = self.scale_Enk.double().repeat_interleave(BLOCK, dim=1)[:, :N]
         return Decoded(coding=CODING, code_ENK=code_ENK, scale_ENg=scale_ENk)
 

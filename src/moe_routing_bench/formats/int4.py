@@ -1,4 +1,4 @@
-"""int4: codes 0 .. 15 in groups of a column, with a scale, and a zero point if asymmetric."""
+"""int4: codes 0 .. 15 in groups of a column, each with a scale and, if asymmetric, a zero point."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Int4:
     zero_ENg    None                    so the weights are -4, 3.5, 0, 0.5
     zero_ENg    [[[1]]]                 would make them -0.5, 7, 3.5, 4
 
-    depth is how many codes of a column count: an odd depth leaves half a byte over.
+    depth is the number of codes of a column that are used: an odd depth does not use the last half byte.
     """
 
     code_ENH: Tensor
@@ -71,8 +71,8 @@ def coding(group: int, asymmetric: bool) -> Coding:
 
 
 def quantise(w_EKN: Tensor, group: int, *, asymmetric: bool = False) -> Int4:
-    """Symmetric: the largest weight of a group is 7.5 scales, as in compressed-tensors. Asymmetric: from the
-    least (at most 0) to the largest (at least 0) in 15 steps. Scales are bfloat16."""
+    """Symmetric: the largest weight of a group is 7.5 scales, as in compressed-tensors. Asymmetric: 15 steps
+    from the smallest (at most 0) to the largest (at least 0). Scales are bfloat16."""
     K = w_EKN.shape[1]
     codes, scales, zeros = [], [], []
     for w_eNgi in groups_of(w_EKN, group):

@@ -1,4 +1,4 @@
-"""int8: a code in -127 .. 127 for every weight, a scale for every column, or for every group of a column."""
+"""int8: a code in -127 .. 127 for every weight, and a scale for every column or every group of a column."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def coding(group: int | None) -> Coding:
 
 
 def rounded_rows(x_RK: Tensor) -> Tensor:
-    """Each row to 255 steps, its largest number 127 of them: what kernels with int8 rows multiply."""
+    """Rounds each row as kernels with int8 rows do: 255 steps, where the largest number is 127 steps."""
     x = x_RK if x_RK.dtype == torch.float64 else x_RK.float()
     scale_R1 = positive(x.abs().amax(dim=-1, keepdim=True) / 127)
     return (x.div(scale_R1).round_().clamp_(-127, 127) * scale_R1).to(x_RK.dtype)

@@ -85,7 +85,9 @@ def dispatch_into(x_RD: Tensor, x_TD: Tensor, row_TK: Tensor, pair_R: Tensor, le
         x_RD.data_ptr(),
     )
     if wrong:
-        raise ValueError(f"the plan's row_TK points past its {R} rows; RoutingPlan.validate() explains it")
+        raise ValueError(
+            f"the plan's row_TK has an index outside its {R} rows; RoutingPlan.validate() explains it"
+        )
     return x_RD
 
 
@@ -123,7 +125,9 @@ def combine_into(y_TD: Tensor, y_RD: Tensor, gate_TK: Tensor, row_TK: Tensor, le
         y_TD.data_ptr(),
     )
     if wrong:
-        raise ValueError(f"the plan's row_TK points past its {R} rows; RoutingPlan.validate() explains it")
+        raise ValueError(
+            f"the plan's row_TK has an index outside its {R} rows; RoutingPlan.validate() explains it"
+        )
     return y_TD
 
 
