@@ -93,7 +93,7 @@ class LoadStatistics:
         )
 
     def to_dict(self) -> dict[str, int | float | None]:
-        """Plain numbers, for a record. Reads values on the host."""
+        """Plain numbers, for a record. It reads values on the host."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: None if value is None else value.item() for name, value in values.items()}
 
