@@ -93,9 +93,9 @@ def _check_layers(trace: ModelTrace, layers: dict[int, tuple[str, nn.Module]]) -
         )
     if set(trace.names) != set(layers):
         raise ValueError(
-            f"the trace has the layers {some_numbers(trace.names)}, the model MoE layers {some_numbers(layers)}; "
-            "record all "
-            "of them, or number them as the model does (mrb model trace import --first-layer)"
+            f"the trace has the layers {some_numbers(trace.names)}, the model MoE layers "
+            f"{some_numbers(layers)}; record all of them, or number them as the model does "
+            "(mrb model trace import --first-layer)"
         )
     for name, module in layers.values():
         if module.num_experts != trace.num_experts:

@@ -1,7 +1,7 @@
-"""native into a buffer kept between calls: no fresh memory, whose page faults cost as much as the sums.
+"""native into a buffer that is kept between calls. Page faults of new memory would cost as much as the sums.
 
-Each thread keeps one buffer per dtype, as large as the largest call so far; release() frees the calling
-thread's. The result is valid until the next call on the same thread. Forward only.
+Each thread keeps one buffer per dtype, as large as its largest call so far; release() frees the buffers of
+the calling thread. The result is valid until the next call on the same thread. Forward only.
 """
 
 from __future__ import annotations

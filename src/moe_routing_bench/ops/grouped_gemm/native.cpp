@@ -1,6 +1,6 @@
-// Each expert's rows times its matrix, and the gradient of the matrices. Weights are packed a strip at a time, into
-// the caches, just before they are used: for training, where they change at every step. Those of an expert with few rows
-// are read where they are, if that leaves no trace in the bits.
+// Each expert's rows times its matrix, and the gradient of the matrices. Weights are packed into the caches, a strip at a
+// time, just before they are used, for training, where they change at every step. Weights of an expert with few rows
+// are read in place if the bits are the same.
 #include "../in_place.h"
 
 enum { WIDEST = 8 };  // panels of one task
@@ -57,7 +57,7 @@ template <class Engine, class X> static int multiply(const Problem& p) {
   typedef typename Engine::B B;
   const int64_t depth = packed_depth(p.depth), all_panels = panels(p.columns, false), panel_size = depth * PANEL;
   const auto order = segments(p.offset_E1, p.count_E, p.E);
-  const bool direct = sizeof(X) == sizeof(A) && depth == p.depth;  // else rows are widened or filled up
+  const bool direct = sizeof(X) == sizeof(A) && depth == p.depth;  // else rows are widened or padded
   const int64_t lda = direct ? p.ldx : row_stride(p.depth, sizeof(A));
   const int64_t in_cache = std::max<int64_t>(1, (CACHE_BYTES / 2) / (panel_size * (int64_t)sizeof(B)));
   const int64_t even = (int64_t)order.size() * all_panels / (8 * p.threads);
@@ -135,7 +135,7 @@ struct Gradient {  // mirrored in native.py
   int64_t ld_upper, ld_lower, E, above, below, threads;
 };
 
-// a line of the result leaves the caches anyway: written past them, it is not read first
+// the result does not fit in the caches; with streaming stores a line is not read before it is written
 static inline void put(float* to, const float* c) {
 #ifdef __AVX512F__
   if ((uintptr_t)to % 64 == 0) {

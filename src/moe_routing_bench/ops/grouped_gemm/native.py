@@ -1,4 +1,4 @@
-"""C++ tiles (AMX or AVX) over (expert, columns); weights are packed in cache as they are used; CPU."""
+"""C++ tiles (AMX or AVX) over (expert, columns). Weights are packed in the cache when they are used; CPU."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _multiply(
     failed = _library(level).mrb_multiply(problem, x_RD.element_size())
     if failed == WRONG_PLAN:
         raise ValueError(
-            f"the plan's spans do not fit {x_RD.shape[0]} rows; RoutingPlan.validate() says more"
+            f"the plan's spans do not fit {x_RD.shape[0]} rows; RoutingPlan.validate() explains it"
         )
     if failed:
         raise MemoryError("no memory for the workspace of grouped_gemm.native")
@@ -121,7 +121,7 @@ def _multiply(
 def _weight_gradient(
     x_RD: Tensor, dy_RF: Tensor, w_EDF: Tensor, offset_E1: Tensor, count_E: Tensor, level: str
 ) -> Tensor:
-    """The gradient in the memory order of the weights: output-first if they are."""
+    """The gradient, with the memory order of the weights (output-first or not)."""
     output_first = w_EDF.stride(1) == 1
     upper, lower = (_rows(dy_RF), _rows(x_RD)) if output_first else (_rows(x_RD), _rows(dy_RF))
     E, above, below = w_EDF.shape[0], upper.shape[1], lower.shape[1]
