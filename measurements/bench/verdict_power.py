@@ -17,8 +17,8 @@ Every round times A, its twin and B once, in shuffled order; the times are 1 (B:
 In `verdicts`, `false` is the share of FASTER and SLOWER where A and B are the same, `covered` the share of
 99 % intervals that hold 1, `found` the share of SLOWER by effect and `wrong_way` the largest of FASTER.
 
-`unpaired` asks how often `mrb compare` calls equal code different. Each run has 40 rounds with 3 % of jitter,
-and is faster or slower as a whole by chance (drift, standard deviation 0 or 2 %, the same for baseline and
+`unpaired` asks how often `mrb results compare` calls equal code different. Each run has 40 rounds with 3 % of
+jitter, and is faster or slower as a whole by chance (drift, standard deviation 0 or 2 %, the same for baseline and
 candidate). In raw times the drift looks like a change of the code. In the ratio to a baseline timed in the
 same rounds it cancels. There is no correction for many comparisons.
 """

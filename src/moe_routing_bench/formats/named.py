@@ -19,7 +19,7 @@ NAMES = (
 )  # fmt: skip
 # the end of a name if the kernel also rounds rows to int8: int4_g32_a8 is W4A8
 INT8_ROWS = "_a8"
-# how much that adds to a layer's error, measured with `mrb formats`; it depends on inputs, not on weights
+# how much that adds to a layer's error (`mrb model formats`); it depends on inputs, not on weights
 INT8_ROWS_ERROR = 0.0285
 SAMPLED = 128  # first and last columns
 GROUPED = re.compile(r"(int8|int4)_g([1-9]\d{0,4})(_asym)?")

@@ -248,8 +248,8 @@ _state = _State()
 
 
 def use_decisions(path: Path | str | None) -> None:
-    """Makes impl="auto" follow this file, which `mrb decide` wrote; None: only the ops' preferences, even if
-    MRB_DECISIONS is set. A forward that torch.compile has already compiled keeps its choices.
+    """Makes impl="auto" follow this file, which `mrb tune decide` wrote; None: only the ops' preferences, even
+    if MRB_DECISIONS is set. A forward that torch.compile has already compiled keeps its choices.
 
     >>> mrb.use_decisions(None)
     """
@@ -309,7 +309,7 @@ def _rank(
             because = mismatch
             warning = (
                 f'{mismatch}, so impl="auto" uses the preferences of the ops; make decisions on this machine '
-                f"with `mrb decide`, or turn these off (unset {VARIABLE}, or use_decisions(None))"
+                f"with `mrb tune decide`, or turn these off (unset {VARIABLE}, or use_decisions(None))"
             )
         elif facts is not None and (entry := decisions.find(op.name, facts, threads)) is None:
             because = f"no measured decision for these sizes ({facts})"

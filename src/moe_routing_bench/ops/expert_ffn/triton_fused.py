@@ -17,7 +17,7 @@ Options:
   group                       row tiles that use one column of weights together, while it is in L2
   persistent=1                one program per multiprocessor takes tile after tile
   prefetch=1                  with persistent: one loop over tiles and depth, so that the next tile is loaded
-                              while this one ends (`mrb compile` checks it); needs registers, so block_n=64
+                              while this one ends (see `mrb gpu compile`); needs registers, so block_n=64
   pdl=1                       sm_90 and newer: the second GEMM and the sum are launched before the previous
                               kernel has ended
 
