@@ -164,6 +164,7 @@ def test_caches_of_ranks_are_as_was_asked_for(cache: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(rank_worker.dist, "barrier", lambda: done.append("met"))
     experiment = replace(cell_of("all_to_all+all_to_all", W=1), workload="uniform", cache=cache)
     rank = object.__new__(rank_worker._Rank)
+    rank.stamps = []
     rank._take(experiment, None)
     rank.clock = shared_worker.clock_for("cpu", "host_wall")
     rank.ranks = Ranks(placement_of(SHAPE.E, 1))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_routing_bench.bench.calls import Result
+from moe_routing_bench.bench.calls import Caller, Result, Wanted
 from moe_routing_bench.bench.clock import CacheFlusher
 from moe_routing_bench.bench.hosts.shared_worker import _Worker, answer_requests, settle
 from moe_routing_bench.bench.inputs import Call, Inputs
@@ -36,21 +36,25 @@ def serve(
 
 
 class _Rank(_Worker):
+    """stamps: when each stage of the last call began and ended"""
+
     def __init__(self, experiment: Experiment, scratch: Path, rank: int, meeting: Path):
         dist.init_process_group(
             "gloo", init_method=f"file://{meeting / 'store'}", rank=rank, world_size=experiment.W,
             timeout=timedelta(seconds=experiment.step_seconds),
         )  # fmt: skip
         self.ranks = Ranks(placement_of(experiment.E, experiment.W), dist.group.WORLD)
+        self.stamps: list[float] = []
         super().__init__(experiment, scratch)
         self.flusher = None if self.flusher is None else _FlushTogether()
         dist.barrier()
 
-    def gate(self, subject: int, **details: Any) -> dict[str, Any]:
+    def gate(
+        self, subject: int, number: int, step: int, poison: bool, name: str, then: bool
+    ) -> dict[str, Any]:
         if Layout.parse(self.experiment.implementations[subject].layout).kind != "compact":
             return {"unsupported": COMPACT}
-        answer = super().gate(subject, **details)
-        return answer if "unsupported" in answer else {**answer, "stamps": self._stamps(subject)}
+        return {**super().gate(subject, number, step, poison, name, then), "stamps": self.stamps}
 
     def kit(self, subject: int) -> dict[str, Any]:
         """The hard cases are for one rank, so one runs them."""
@@ -59,41 +63,37 @@ class _Rank(_Worker):
     def calibrate(self, subject: int, first: int) -> dict[str, Any]:
         return {"calls": 1}  # the ranks meet before each
 
-    def prepare(self, subject: int, first: int, warm: bool, **details: Any) -> dict[str, Any]:
+    def prepare(
+        self, subject: int, first: int, step: int, calls: int, keep: int, warm: bool
+    ) -> dict[str, Any]:
         """The call before comes first: it leaves gradients, which the timed one clears when it is made."""
         if warm and self.flusher is None:
-            self._caller(subject).ready(*self._call(subject, first + 1, details["step"]))()
-        self._subject = subject
-        return super().prepare(subject, first=first, warm=False, **details)
+            self._caller(subject).ready(*self._call(subject, first + 1, step))()
+        return super().prepare(subject, first, step, calls, keep, warm=False)
 
     def go(self) -> dict[str, Any]:
-        return {**super().go(), "stamps": self._stamps(self._subject)}
+        return {**super().go(), "stamps": self.stamps}
 
     def stages(self, subject: int, number: int, step: int) -> dict[str, Any]:
         return {"stages": {}}  # every sample has them
 
-    def _stamps(self, subject: int) -> list[float]:
-        return self._caller(subject).stamps
-
-    def _caller(self, subject: int) -> Any:
+    def _caller(self, subject: int) -> Caller:
         if subject not in self._callers:
-            self._callers[subject] = _RankCaller(
-                self.experiment.implementations[subject], self.inputs, self.ranks
-            )
+            named = self.experiment.implementations[subject]
+            self._callers[subject] = _RankCaller(named, self.inputs, self.ranks, self.stamps)
         return self._callers[subject]
 
 
-class _RankCaller:
-    """Calls of this rank's part of a layer. stamps: when each stage of the last one began and ended."""
+class _RankCaller(Caller):
+    """Calls of this rank's part of a layer, which write their stamps."""
 
-    def __init__(self, subject: ImplementationRef, inputs: Inputs, ranks: Ranks):
-        self.inputs, self.direction = inputs, inputs.experiment.direction
+    def __init__(self, subject: ImplementationRef, inputs: Inputs, ranks: Ranks, stamps: list[float]):
+        self.inputs, self.stamps = inputs, stamps
         self.layer = span.layer_on(subject, inputs, ranks)
         runs = "; ".join(f"{op}: {label}" for op, label in span.resolved(subject, inputs))
-        self.computation = Computation(run=self.layer, runs=runs)
-        self.stamps: list[float] = []
+        super().__init__(span, Computation(run=self.layer, runs=runs), inputs.experiment.direction)
 
-    def ready(self, call: Call, args: Mapping[str, Any]) -> Callable[[], OneCall]:
+    def ready(self, call: Call, args: Mapping[str, Any], only: Wanted | None = None) -> Callable[[], OneCall]:
         """Up to where the clock starts: the forward pass before a backward is not timed."""
         self.layer.zero_grad()
         one = span.on_rank(self.layer, self.inputs, call, args)
@@ -101,14 +101,14 @@ class _RankCaller:
             self._run(one, "forward")
         return partial(self._run, one, self.direction)
 
-    def result(self, one: OneCall, args: Mapping[str, Any]) -> Result:
-        tensors = one.result()
+    def result(self, returned: OneCall, args: Mapping[str, Any], only: Wanted | None = None) -> Result:
+        tensors = returned.result()
         return Result(out=tensors.pop("y_TD"), gradients=tensors)
 
     def _run(self, one: OneCall, direction: str) -> OneCall:
         dist.barrier()
         with torch.set_grad_enabled(self.direction != "forward"):
-            self.stamps = [time.monotonic()]
+            self.stamps[:] = [time.monotonic()]
             for _, step in one.stages(direction):
                 step()
                 self.stamps.append(time.monotonic())
