@@ -18,9 +18,9 @@ In `verdicts`, `false` is the share of FASTER and SLOWER where A and B are the s
 99 % intervals that hold 1, `found` the share of SLOWER by effect and `wrong_way` the largest of FASTER.
 
 `unpaired` asks how often `mrb results compare` calls equal code different. Each run has 40 rounds with 3 % of
-jitter, and is faster or slower as a whole by chance (drift, standard deviation 0 or 2 %, the same for baseline and
-candidate). In raw times the drift looks like a change of the code. In the ratio to a baseline timed in the
-same rounds it cancels. There is no correction for many comparisons.
+jitter, and is faster or slower as a whole by chance (drift, standard deviation 0 or 2 %, the same for the
+baseline and the candidate). In raw times the drift looks like a change of the code. In the ratio to a
+baseline timed in the same rounds it cancels. There is no correction for many comparisons.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ _state = _State()
 
 
 def use_decisions(path: Path | str | None) -> None:
-    """Makes impl="auto" follow this file, which `mrb tune decide` wrote; None: only the ops' preferences, even
+    """Makes impl="auto" follow this file, which `mrb tune decide` wrote; None: only the preferences, even
     if MRB_DECISIONS is set. A forward that torch.compile has already compiled keeps its choices.
 
     >>> mrb.use_decisions(None)
