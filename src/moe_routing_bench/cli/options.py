@@ -90,7 +90,7 @@ def include_all(folders: list[Path] | None) -> None:
 
 def _typed(hint: Any) -> Any:
     """A field's type with the option of it as typer wants it."""
-    kind, *about = hint.__origin__, *hint.__metadata__
+    kind, about = hint.__origin__, hint.__metadata__
     flag = next((one for one in about if isinstance(one, Flag)), None)
     return (
         hint

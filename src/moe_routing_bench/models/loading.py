@@ -127,21 +127,21 @@ def _describe(path: Path, config: dict[str, Any], tensors: Tensors, dtype: torch
     try:
         settings = CONFIG_MAPPING[about.model_type].from_dict(plain)
         stored = IN_SAFETENSORS.get(str(tensors.type_of("model.embed_tokens.weight")))
-        dtype = dtype or settings.dtype or stored
+        asked = dtype or settings.dtype or stored
         with torch.device("meta"):
-            described = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+            described = AutoModelForCausalLM.from_config(settings, dtype=asked)
     except NO_MODEL as error:
         raise ValueError(f"Transformers makes no model of {path / 'config.json'}: {short(error)}") from None
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(asked, torch.dtype):
         raise ValueError(f"{path} does not say its dtype, neither in config.json nor by its embeddings")
-    if (reason := native.why_not_freeze(dtype, None)) is not None:
+    if (reason := native.why_not_freeze(asked, None)) is not None:
         raise NotImplementedError(
-            f"the experts of {path} cannot be frozen in {dtype}: {reason}; dtype=torch.bfloat16 or "
+            f"the experts of {path} cannot be frozen in {asked}: {reason}; dtype=torch.bfloat16 or "
             "torch.float32 may be asked for"
         )
     return Folder(
         path=path, config=config, how=quantisation(path, config), block=about.family.module,
-        dtype=dtype, settings=settings, described=described,
+        dtype=asked, settings=settings, described=described,
     )  # fmt: skip
 
 
