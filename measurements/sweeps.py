@@ -68,14 +68,14 @@ TOPICS = {
     ),
     "default": Topic(
         shows="experts as built, frozen, and Transformers' three",
-        sweep=_sweep(DEFAULT, 75, '--impl "native,frozen(native),hf_grouped_mm,hf_eager,hf_batched_mm"'),
-        minutes=7.5,
+        sweep=_sweep(DEFAULT, 200, '--impl "native,frozen(native),hf_grouped_mm,hf_eager,hf_batched_mm"'),
+        minutes=20,
     ),
     **{
         f"default_{store}": Topic(
             shows=f"the same experts as built and stored as {store}, with rows of 8 bits",
-            sweep=_sweep(DEFAULT, 45, f'--store {store} --impl "native,native(store={store}_a8)"'),
-            minutes=4.5,
+            sweep=_sweep(DEFAULT, 110, f'--store {store} --impl "native,native(store={store}_a8)"'),
+            minutes=11,
         )
         for store in ("int8", "int4_g128")
     },
