@@ -28,6 +28,7 @@ INK, GRID, PAPER = "#0b0b0c", "#d9d9de", "#fefefe"
 VARIABLES = {INK: "var(--ink)", GRID: "var(--grid)", PAPER: "var(--paper)"}
 FORMATS = (".png", ".svg", ".pdf")
 MAX_LABEL = 44
+TIMES = (0.5, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 1_000, 10_000)
 MAX_MARKS = 1_500  # more points than this are drawn as pixels, or a page would take seconds to open
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10, "axes.titlesize": 10.5,
@@ -129,6 +130,18 @@ def logarithmic(axis: Any) -> None:
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def times_axis(axis: Any, low: float, high: float) -> None:
+    """An axis of ratios from low to high, logarithmic if they are far apart: 1x, 1.5x, 2x, 5x."""
+    limits = low - 0.03, high + 0.05 * (high - low)
+    if high / low > 4:
+        logarithmic(axis)
+        ticks = [tick for tick in TIMES if low / 1.1 <= tick <= 1.15 * high]
+        axis.set_ticks(ticks, [f"{tick:g}x" for tick in ticks])
+        axis.set_ticks([], minor=True)
+        limits = low / 1.1, high * 1.15
+    axis.axes.set(**{f"{axis.axis_name}lim": limits})
 
 
 def inline(picture: Picture) -> str:

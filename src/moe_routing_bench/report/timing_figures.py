@@ -24,12 +24,14 @@ from moe_routing_bench.report.drawing import (
     logarithmic,
     patches,
     style,
+    times_axis,
 )
 from moe_routing_bench.report.reading import Cell, Chapter, Group, ratio_of
 from moe_routing_bench.results.record import Record
 
 MAX_BARS = 24
 MAX_TABLE = 200
+SAME_MEMORY = 1.05  # peaks of the same code differ so much
 STAGE_COLOURS = {
     "route": "#56B4E9", "plan": "#8878D8", "dispatch": "#E69F00", "grouped_gemm": "#0072B2",
     "expert_ffn": "#0072B2", "experts": "#0072B2", "combine": "#009E73", "write_back": "#009E73",
@@ -67,27 +69,22 @@ def memory(group: Group) -> Picture | None:
     ordered = sorted(middle, key=lambda name: middle[name])
     colour = colours(group.contenders)
     with style():
-        made = figure(6.4, 3.9 + 0.1 * len(points))
+        made = figure(5.6, 3.6 + 0.1 * len(points))
         axes = made.add_subplot()
         for name in ordered:
             (x, y, _), (xs, ys, _) = middle[name], zip(*points[name], strict=True)
             axes.plot([min(xs), max(xs)], [y, y], color=colour[name], linewidth=1)
             axes.plot([x, x], [min(ys), max(ys)], color=colour[name], linewidth=1)
             axes.plot(x, y, "o", color=colour[name], markersize=8)
-        for axis, ends in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
-            if ends[1] > 8:
-                logarithmic(axis)
-        axes.set_xlim(left=0.9, right=max(1.3, 1.05 * axes.get_xlim()[1]))
-        axes.set_ylim(bottom=0.9, top=max(1.3, 1.05 * axes.get_ylim()[1]))
+        for place, axis in enumerate((axes.xaxis, axes.yaxis)):
+            times_axis(axis, 0.95, max(1.3, *(point[place] for of in points.values() for point in of)))
         axes.set_xlabel("time over the fastest in the case")
         axes.set_ylabel("peak memory over the least")
         legend(made, patches({name: colour[name] for name in ordered}), 2)
     small = min(ordered, key=lambda name: (middle[name][1], middle[name][0]))
-    finding = (
-        f"{ordered[0]} is the fastest and needs the least memory"
-        if small == ordered[0]
-        else f"{ordered[0]} is the fastest, {small} needs the least memory"
-    )
+    finding = f"{ordered[0]} is the fastest, {small} needs the least memory"
+    if middle[ordered[0]][1] < SAME_MEMORY * middle[small][1]:
+        finding = f"{ordered[0]} is the fastest, and no other needs clearly less memory"
     rows = [
         (name, f"{len(points[name]):,}", *(f"{value:.2f}" for value in middle[name][:2]),
          f"{middle[name][2]:,.0f}", f"{max(size for *_, size in points[name]):,.0f}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -24,9 +24,9 @@ from moe_routing_bench.report.drawing import (
     file_name,
     label,
     legend,
-    logarithmic,
     patches,
     style,
+    times_axis,
 )
 from moe_routing_bench.report.reading import Cell, Group, Sizes
 from moe_routing_bench.results.winners import Contest
@@ -34,8 +34,7 @@ from moe_routing_bench.results.winners import Contest
 MAX_ROWS, MAX_COLUMNS = 40, 12
 MAX_LEADS = 24  # cases of the first chart
 MAX_WINNERS = 3  # in a sentence
-TICKS = (1, 1.5, 2, 3, 5, 10, 20, 50, 100, 1_000, 10_000)
-HEAD = ("case", "winner", "next fastest", "winner's ms", "times faster", "99 % interval", "certain")
+HEAD = ("case", "winner", "times faster (99 % interval)", "certain", "than the next", "winner's ms")
 
 
 class Hovers:
@@ -51,12 +50,25 @@ class Hovers:
 
 
 def decided(group: Group) -> list[tuple[Cell, Contest]]:
-    """The cells in which one was the fastest of several that compute the same."""
-    return [
+    """The cells in which one was the fastest of several that compute the same. Of cells with one workload and
+    other implementations, the one that compares most."""
+    cells = [
         (cell, cell.contest)
         for cell in group.cells
         if group.decides and cell.contest is not None and cell.contest.second is not None
     ]
+    return _widest(cells, lambda cell: (cell.first.workload, cell.cell.workload))
+
+
+def _widest(
+    cells: Sequence[tuple[Cell, Contest]], place_of: Callable[[Cell], Hashable]
+) -> list[tuple[Cell, Contest]]:
+    at: dict[Hashable, tuple[Cell, Contest]] = {}
+    for cell, contest in cells:
+        place = place_of(cell)
+        if place not in at or len(at[place][1].ratios) < len(contest.ratios):
+            at[place] = cell, contest
+    return list(at.values())
 
 
 def answer(group: Group) -> str:
@@ -107,9 +119,10 @@ def lead_table(group: Group) -> Table:
     for cell, contest in cells:
         low, high = contest.lead.interval
         assert contest.second is not None  # it is decided
-        lead = (f"{contest.lead.ratio:.2f}", f"{low:.2f} to {high:.2f}", contest.certain)
-        rows.append((names[cell.anchor], contest.winner, contest.second, cell.winner_ms, *lead))
-    return Table(head=HEAD, rows=tuple(rows), words=3, links=tuple(cell.anchor for cell, _ in cells))
+        lead = f"{contest.lead.ratio:.2f} ({low:.2f} to {high:.2f})"
+        who = names[cell.anchor], contest.winner
+        rows.append((*who, lead, contest.certain, contest.second, cell.winner_ms))
+    return Table(head=HEAD, rows=tuple(rows), words=5, links=tuple(cell.anchor for cell, _ in cells))
 
 
 def leads(group: Group, hovers: Hovers) -> Picture | None:
@@ -122,7 +135,7 @@ def leads(group: Group, hovers: Hovers) -> Picture | None:
     ends = [end for _, contest in shown for one in contest.against_winner.values() for end in one.interval]
     low, high = min(0.95, *ends), max(1.25, *ends)  # wide enough that noise looks like noise
     with style():
-        made = figure(6.4, 1.2 + 0.3 * len(shown) + 0.2 * math.ceil(len(colour) / 2))
+        made = figure(5.6, 1.2 + 0.3 * len(shown) + 0.2 * math.ceil(len(colour) / 2))
         axes = made.add_subplot()
         for place, (cell, contest) in enumerate(shown):
             for name, one in contest.against_winner.items():
@@ -131,26 +144,22 @@ def leads(group: Group, hovers: Hovers) -> Picture | None:
                 axes.plot(one.ratio, place, "o", color=colour[name], markersize=6, mfc=face)
             (mark,) = axes.plot(1, place, "D", color=colour[contest.winner], markersize=9)
             mark.set_gid(hovers.add(_said(cell, contest)))
-        if high / low > 4:
-            logarithmic(axes.xaxis)
-            ticks = [tick for tick in TICKS if tick <= 1.1 * high]
-            axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
-            axes.set_xlim(low / 1.1, high * 1.15)
-        else:
-            axes.set_xlim(low - 0.03, high + 0.05 * (high - low))
+        times_axis(axes.xaxis, low, high)
         axes.axvline(1, color=INK, linewidth=1, zorder=1)
         axes.set_yticks(range(len(shown)), [label(names[cell.anchor], 34) for cell, _ in shown])
         axes.set_ylim(len(shown) - 0.4, -0.6)
         axes.set_xlabel("time over the winner's, which stands at 1")
         legend(made, patches(colour), 2, least=1)
     left = len(cells) - len(shown)
+    ratios = [one.ratio for _, contest in shown for one in contest.against_winner.values()]
+    finding = f"the others take {_span(ratios)} the time of the winner"
     caption = (
         f"{common} Diamond: the fastest of a case. Circle: how many times as long another takes, with its "
         "99 % interval; hollow: it is not certain that it is slower."
         + (f" {left:,} more cases are in the table." if left else "")
     )
     return Picture(
-        name=file_name("leads", group.title), title=f"{group.title}: {answer(group)}", caption=caption,
+        name=file_name("leads", group.title), title=f"{group.title}: {finding}", caption=caption,
         figure=made, table=lead_table(group),
     )  # fmt: skip
 
@@ -165,7 +174,8 @@ def winner_map(group: Group, hovers: Hovers) -> Picture | None:
     rows = {row: place for place, row in enumerate(every[:MAX_ROWS])}
     tokens = sorted({cell.T for cell, _ in cells})
     columns = {T: place for place, T in enumerate(tokens[:MAX_COLUMNS])}
-    shown = _widest([one for one in cells if one[0].T in columns and (one[0].sizes, one[0].routing) in rows])
+    fitting = [one for one in cells if one[0].T in columns and (one[0].sizes, one[0].routing) in rows]
+    shown = _widest(fitting, lambda cell: (cell.sizes, cell.routing, cell.T))
     names = _row_names([cell for cell, _ in shown])
     colour = {name: colours(group.contenders)[name] for name in _winners(group, shown)}
     grid = {row: [""] * len(columns) for row in rows}
@@ -224,16 +234,6 @@ def _by_tokens(cells: Sequence[tuple[Cell, Contest]]) -> str:
     return ", ".join(parts).replace(" at ", f" {word} at ", 1)
 
 
-def _widest(cells: Sequence[tuple[Cell, Contest]]) -> list[tuple[Cell, Contest]]:
-    """One for each place: of cells with the same size and routing, the one that compares most."""
-    at: dict[object, tuple[Cell, Contest]] = {}
-    for cell, contest in cells:
-        place = cell.sizes, cell.routing, cell.T
-        if place not in at or len(at[place][1].ratios) < len(contest.ratios):
-            at[place] = cell, contest
-    return list(at.values())
-
-
 def _draw_winner(
     axes: Any, at: tuple[int, int], cell: Cell, contest: Contest, colour: dict[str, str], hovers: Hovers
 ) -> None:
@@ -267,7 +267,13 @@ def case_names(cells: Sequence[Cell]) -> tuple[dict[str, str], str]:
     alone = len(set(rows.values())) == 1
     names = {
         cell.anchor: ", ".join(
-            filter(None, ("" if alone else rows[cell.sizes, cell.routing], f"{cell.T:,} tokens"))
+            filter(
+                None,
+                (
+                    "" if alone else rows[cell.sizes, cell.routing],
+                    "1 token" if cell.T == 1 else f"{cell.T:,} tokens",
+                ),
+            )
         )
         for cell in cells
     }
