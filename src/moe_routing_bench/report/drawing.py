@@ -120,7 +120,11 @@ def patches(colour: dict[str, str]) -> list[Any]:
 def legend(made: Any, handles: Any, columns: int = 4, *, least: int = 2) -> None:
     """Below the figure; none if there is nothing to tell apart."""
     if len(handles) >= least:
-        made.legend(handles=handles, loc="outside lower center", ncols=min(columns, len(handles)))
+        longest = max(len(one.get_label()) for one in handles)
+        room = int(11.5 * made.get_figwidth() / (longest + 6))  # letters of this size in an inch
+        made.legend(
+            handles=handles, loc="outside lower center", ncols=max(1, min(columns, len(handles), room))
+        )
 
 
 def logarithmic(axis: Any) -> None:

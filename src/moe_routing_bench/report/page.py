@@ -33,7 +33,7 @@ from moe_routing_bench.report.tables import (
     study_table,
     verdict_of,
 )
-from moe_routing_bench.report.winners import Hovers, answer, decided, leads, winner_map
+from moe_routing_bench.report.winners import MEANING, Hovers, answer, decided, leads, winner_map
 from moe_routing_bench.results.record import Record
 from moe_routing_bench.train.pareto import sentences
 
@@ -178,7 +178,11 @@ def _sections(chapter: Chapter, hovers: Hovers, details: list[list[str]], room: 
     choice = "What it costs to use one implementation everywhere, against the best of each case. It lacks a "
     choice += "case where it has no time, or drops pairs."
     sections = [
-        _drawn("Winners over tokens, sizes and skew", [winner_map(group, hovers) for group in groups]),
+        _drawn(
+            "Winners over tokens, sizes and skew",
+            [winner_map(group, hovers) for group in groups],
+            text=(MEANING,),
+        ),
         _drawn("One choice everywhere", [], [regret_table(group) for group in groups], (choice,)),
         _drawn("Time and memory", [draw.memory(group) for group in groups]),
         _drawn("Layouts", [draw.layouts(group) for group in groups]),

@@ -285,7 +285,7 @@ def roofline(chapter: Chapter) -> Picture | None:
         hollow = Line2D([], [], marker="o", linestyle="", mfc="none", mec=INK, label="executed, padding too")
         dash = Line2D([], [], marker="_", linestyle="", color=INK, label="roof of a record")
         legend(made, [*handles, *[hollow] * bool(padded), *[dash] * bool(roofs)])
-    finding = f"At most {max(spot[1] for spot in spots):,.0f} GFLOP/s are useful; these records know no roof"
+    finding = f"The most useful work is {max(spot[1] for spot in spots):,.0f} GFLOP/s; no roof is recorded"
     if best:
         shares = best.values()
         finding = (

@@ -34,6 +34,11 @@ from moe_routing_bench.results.winners import Contest
 MAX_ROWS, MAX_COLUMNS = 40, 12
 MAX_LEADS = 24  # cases of the first chart
 MAX_WINNERS = 3  # in a sentence
+MEANING = (
+    "The number says how many times faster the winner is than the next. Hatched ///: another takes the same "
+    "time. Hatched xxx: it is not certain that the others are slower. Busiest: the load of the busiest "
+    "expert over the mean. A field leads to its case."
+)
 HEAD = ("case", "winner", "times faster (99 % interval)", "certain", "than the next", "winner's ms")
 
 
@@ -57,7 +62,8 @@ def decided(group: Group) -> list[tuple[Cell, Contest]]:
         for cell in group.cells
         if group.decides and cell.contest is not None and cell.contest.second is not None
     ]
-    return _widest(cells, lambda cell: (cell.first.workload, cell.cell.workload))
+    nameless = {"case": "", "scaled_from": "", "model": ""}
+    return _widest(cells, lambda one: (one.first.workload.model_copy(update=nameless), one.cell.workload))
 
 
 def _widest(
@@ -176,7 +182,7 @@ def winner_map(group: Group, hovers: Hovers) -> Picture | None:
     columns = {T: place for place, T in enumerate(tokens[:MAX_COLUMNS])}
     fitting = [one for one in cells if one[0].T in columns and (one[0].sizes, one[0].routing) in rows]
     shown = _widest(fitting, lambda cell: (cell.sizes, cell.routing, cell.T))
-    names = _row_names([cell for cell, _ in shown])
+    names = _row_names([cell for cell, _ in shown], skew=True)
     colour = {name: colours(group.contenders)[name] for name in _winners(group, shown)}
     grid = {row: [""] * len(columns) for row in rows}
     with style():
@@ -209,7 +215,8 @@ def winner_map(group: Group, hovers: Hovers) -> Picture | None:
         rows=tuple((names.get(row, ""), *values) for row, values in grid.items()),
     )
     return Picture(
-        name=file_name("winners", group.title), title=f"{group.title}: {_by_tokens(shown)}", caption=caption,
+        name=file_name("winners", group.title), title=f"{group.title}: {_by_tokens(shown)}",
+        caption=caption if left else "",
         figure=made, table=table,
     )  # fmt: skip
 
@@ -264,19 +271,11 @@ def _said(cell: Cell, contest: Contest) -> str:
 def case_names(cells: Sequence[Cell]) -> tuple[dict[str, str], str]:
     """By anchor, how the cells differ: "qwen3-30b-a3b, 64 tokens"; and a sentence with what they share."""
     rows = _row_names(cells)
-    alone = len(set(rows.values())) == 1
-    names = {
-        cell.anchor: ", ".join(
-            filter(
-                None,
-                (
-                    "" if alone else rows[cell.sizes, cell.routing],
-                    "1 token" if cell.T == 1 else f"{cell.T:,} tokens",
-                ),
-            )
-        )
-        for cell in cells
-    }
+    one_row = len(set(rows.values())) == 1
+    names = {}
+    for cell in cells:
+        tokens = "1 token" if cell.T == 1 else f"{cell.T:,} tokens"
+        names[cell.anchor] = tokens if one_row else f"{rows[cell.sizes, cell.routing]}, {tokens}"
     first = cells[0]
     sizes = " ".join(f"{letter}={size:,}" for letter, size in zip("DFEK", first.sizes, strict=True))
     one_size = len({cell.sizes for cell in cells}) == 1
@@ -285,19 +284,18 @@ def case_names(cells: Sequence[Cell]) -> tuple[dict[str, str], str]:
     return names, f"Every case: {shared}." if shared else ""
 
 
-def _row_names(cells: Sequence[Cell]) -> dict[tuple[Sizes, str], str]:
-    """By sizes and routing: the model, or the letters in which the sizes differ; the routing if there are
-    several, with how many times the mean its busiest expert has."""
+def _row_names(cells: Sequence[Cell], *, skew: bool = False) -> dict[tuple[Sizes, str], str]:
+    """By sizes and routing: the model, or the letters in which the sizes differ; and the routing where a size
+    has several. skew: with how many times the mean the busiest expert has."""
     models = {cell.sizes: cell.model for cell in cells}
     letters = [place for place in range(4) if len({sizes[place] for sizes in models}) > 1] or [2, 3]
-    several = len({cell.routing for cell in cells}) > 1
+    pairs = {(cell.sizes, cell.routing): cell for cell in cells}
     names = {}
-    for cell in cells:
-        sizes, model = cell.sizes, cell.model
+    for (sizes, routing), cell in pairs.items():
         words = " ".join(f"{'DFEK'[place]}={sizes[place]:,}" for place in letters)
-        alone = model and list(models.values()).count(model) == 1
-        name = model if alone else f"{model} {words}".strip()
-        if several:
-            name += f", {cell.routing}" + (f" (busiest {cell.skew:.1f}x)" if cell.skew else "")
-        names.setdefault((sizes, cell.routing), name)
+        alone = cell.model and list(models.values()).count(cell.model) == 1
+        name = cell.model if alone else f"{cell.model} {words}".strip()
+        if sum(other == sizes for other, _ in pairs) > 1:
+            name += f", {routing}" + (f" (busiest {cell.skew:.1f}x)" if skew else "")
+        names[sizes, routing] = name
     return names
