@@ -141,7 +141,8 @@ def times_axis(axis: Any, low: float, high: float) -> None:
     limits = low - 0.03, high + 0.05 * (high - low)
     if high / low > 4:
         logarithmic(axis)
-        ticks = [tick for tick in TIMES if low / 1.1 <= tick <= 1.15 * high]
+        few = () if high / low < 15 else (1.5, 3)
+        ticks = [tick for tick in TIMES if low / 1.1 <= tick <= 1.15 * high and tick not in few]
         axis.set_ticks(ticks, [f"{tick:g}x" for tick in ticks])
         axis.set_ticks([], minor=True)
         limits = low / 1.1, high * 1.15

@@ -34,6 +34,7 @@ from moe_routing_bench.results.winners import Contest
 MAX_ROWS, MAX_COLUMNS = 40, 12
 MAX_LEADS = 24  # cases of the first chart
 MAX_WINNERS = 3  # in a sentence
+MAX_TIMES = 10  # what takes longer is an arrow at the edge
 MEANING = (
     "The number says how many times faster the winner is than the next. Hatched ///: another takes the same "
     "time. Hatched xxx: it is not certain that the others are slower. Busiest: the load of the busiest "
@@ -113,8 +114,9 @@ def _other_family(contest: Contest) -> float | None:
 
 
 def _span(values: Sequence[float]) -> str:
-    """1.12x to 1.41x"""
-    return " to ".join(dict.fromkeys(f"{value:.2f}x" for value in (min(values), max(values))))
+    """1.12x to 1.41x, 2.04x to 36x"""
+    ends = (min(values), max(values))
+    return " to ".join(dict.fromkeys(f"{value:.2f}x" if value < 10 else f"{value:.0f}x" for value in ends))
 
 
 def lead_table(group: Group) -> Table:
@@ -138,30 +140,35 @@ def leads(group: Group, hovers: Hovers) -> Picture | None:
     shown = cells[:MAX_LEADS]
     names, common = case_names([cell for cell, _ in cells])
     colour = colours(name for name in group.contenders if any(name in one.ratios for _, one in shown))
-    ends = [end for _, contest in shown for one in contest.against_winner.values() for end in one.interval]
-    low, high = min(0.95, *ends), max(1.25, *ends)  # wide enough that noise looks like noise
+    others = [one for _, contest in shown for one in contest.against_winner.values()]
+    ends = [end for one in others for end in one.interval if end < MAX_TIMES]
+    # wide enough that noise looks like noise
+    low, high = min(0.95, *ends), max(1.25, *ends, *(min(MAX_TIMES, one.ratio) for one in others))
+    ticks = [label(names[cell.anchor], 40) for cell, _ in shown]
     with style():
-        made = figure(5.6, 1.2 + 0.3 * len(shown) + 0.2 * math.ceil(len(colour) / 2))
+        width = 5.6 if max(map(len, ticks)) < 24 else 6.4
+        made = figure(width, 1.2 + 0.3 * len(shown) + 0.2 * math.ceil(len(colour) / 2))
         axes = made.add_subplot()
         for place, (cell, contest) in enumerate(shown):
             for name, one in contest.against_winner.items():
                 face = colour[name] if one.verdict == "SLOWER" else PAPER
+                x, mark = (one.ratio, "o") if one.ratio <= MAX_TIMES else (MAX_TIMES, ">")
                 axes.plot(one.interval, [place, place], color=colour[name], linewidth=2)
-                axes.plot(one.ratio, place, "o", color=colour[name], markersize=6, mfc=face)
-            (mark,) = axes.plot(1, place, "D", color=colour[contest.winner], markersize=9)
-            mark.set_gid(hovers.add(_said(cell, contest)))
+                axes.plot(x, place, mark, color=colour[name], markersize=6, mfc=face)
+            (diamond,) = axes.plot(1, place, "D", color=colour[contest.winner], markersize=9)
+            diamond.set_gid(hovers.add(_said(cell, contest)))
         times_axis(axes.xaxis, low, high)
         axes.axvline(1, color=INK, linewidth=1, zorder=1)
-        axes.set_yticks(range(len(shown)), [label(names[cell.anchor], 34) for cell, _ in shown])
+        axes.set_yticks(range(len(shown)), ticks)
         axes.set_ylim(len(shown) - 0.4, -0.6)
         axes.set_xlabel("time over the winner's, which stands at 1")
         legend(made, patches(colour), 2, least=1)
     left = len(cells) - len(shown)
-    ratios = [one.ratio for _, contest in shown for one in contest.against_winner.values()]
-    finding = f"the others take {_span(ratios)} the time of the winner"
+    finding = f"the others take {_span([one.ratio for one in others])} the time of the winner"
     caption = (
         f"{common} Diamond: the fastest of a case. Circle: how many times as long another takes, with its "
         "99 % interval; hollow: it is not certain that it is slower."
+        + (f" Arrow: more than {MAX_TIMES} times." if any(one.ratio > MAX_TIMES for one in others) else "")
         + (f" {left:,} more cases are in the table." if left else "")
     )
     return Picture(
@@ -269,13 +276,13 @@ def _said(cell: Cell, contest: Contest) -> str:
 
 
 def case_names(cells: Sequence[Cell]) -> tuple[dict[str, str], str]:
-    """By anchor, how the cells differ: "qwen3-30b-a3b, 64 tokens"; and a sentence with what they share."""
+    """By anchor, how the cells differ: "qwen3-30b-a3b, T=64"; and a sentence with what they share."""
     rows = _row_names(cells)
     one_row = len(set(rows.values())) == 1
     names = {}
     for cell in cells:
         tokens = "1 token" if cell.T == 1 else f"{cell.T:,} tokens"
-        names[cell.anchor] = tokens if one_row else f"{rows[cell.sizes, cell.routing]}, {tokens}"
+        names[cell.anchor] = tokens if one_row else f"{rows[cell.sizes, cell.routing]}, T={cell.T:,}"
     first = cells[0]
     sizes = " ".join(f"{letter}={size:,}" for letter, size in zip("DFEK", first.sizes, strict=True))
     one_size = len({cell.sizes for cell in cells}) == 1
