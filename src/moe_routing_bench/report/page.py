@@ -40,7 +40,7 @@ from moe_routing_bench.train.pareto import sentences
 HERE = Path(__file__).parent
 MAX_CELLS = 1_000
 MAX_LETTERS = 4_000
-MAX_ANSWERS = 6
+MAX_ANSWERS = 4
 WHOLE = ("layer", "block", "expert_ffn")
 FASTEST = "Which implementation is fastest, and how sure is that?"
 LEARNS = "Which router learns best, and what does it cost?"

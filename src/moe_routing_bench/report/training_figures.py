@@ -75,6 +75,9 @@ def _pareto(reached: Pareto, colour: dict[str, str]) -> Picture:
                 x, one.loss.mean, yerr=[[one.loss.mean - low], [high - one.loss.mean]], fmt="o", markersize=8,
                 capsize=3, color=colour[one.rule], label=label(one.title), **hollow,
             )  # fmt: skip
+        low, high = axes.get_xlim()
+        middle = (low + high) / 2
+        axes.set_xlim(min(low, 0.9 * middle), max(high, 1.1 * middle))  # a tenth apart looks like it
         axes.set_xlabel(unit)
         axes.set_ylabel("held-out loss, nats per byte")
         _within(axes, reached)
@@ -87,7 +90,7 @@ def _pareto(reached: Pareto, colour: dict[str, str]) -> Picture:
         name="pareto", title=f"No rule is both better and faster than these: {said}",
         caption=f"Lower is better, further left is cheaper; {reached.tokens:,} bytes, "
         f"{reached.standings[0].seeds} seeds. Bars are 95 % intervals over seeds; hollow: sees later tokens; "
-        "the line joins what nothing dominates. The table below has the numbers.",
+        "the line joins what nothing dominates. The table of the study has the numbers.",
         figure=made,
     )  # fmt: skip
 
@@ -196,6 +199,7 @@ def _load(rules: Sequence[str], lines: Lines, colour: dict[str, str]) -> Picture
     for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("step")
+        axes.set_ylim(bottom=0)
     handles, labels = panels[0].get_legend_handles_labels()
     made.legend(handles, labels, loc="outside lower center", ncols=4)
     ordered = sorted(ends, key=lambda rule: float(ends[rule][0]))
