@@ -27,7 +27,8 @@ def markdown(material: Material) -> str:
             parts += [f"and {len(chapter.cells) - MAX_ROWS:,} more cases", ""]
         commits = ", ".join(chapter.commits) or "not known"
         parts += [f"Measured on {_text(chapter.title)}, source {_text(commits)}", ""]
-    parts += [f"- {_text(line, 300)}" for line in filter(None, map(study_answer, material.studies))]
+    studies = [study.pareto for study in material.studies if study.pareto is not None]
+    parts += [f"- {_text(study_answer(reached), 300)}" for reached in studies]
     return "\n".join(parts).rstrip() + "\n"
 
 

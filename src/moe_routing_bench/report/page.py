@@ -41,7 +41,6 @@ HERE = Path(__file__).parent
 MAX_CELLS = 1_000
 MAX_LETTERS = 4_000
 MAX_ANSWERS = 4
-WHOLE = ("layer", "block", "expert_ffn")
 FASTEST = "Which implementation is fastest, and how sure is that?"
 LEARNS = "Which router learns best, and what does it cost?"
 
@@ -145,7 +144,7 @@ def _answered(material: Material) -> list[tuple[int, Group]]:
         for group in chapter.groups
         if decided(group)
     ]
-    return sorted(found, key=lambda one: (one[1].span not in WHOLE, -len(decided(one[1]))))
+    return sorted(found, key=lambda one: (one[1].span not in draw.WHOLE, -len(decided(one[1]))))
 
 
 def _answer(material: Material, groups: Sequence[tuple[int, Group]]) -> tuple[str, ...]:
@@ -159,7 +158,12 @@ def _answer(material: Material, groups: Sequence[tuple[int, Group]]) -> tuple[st
         lines.append(f"{len(groups) - MAX_ANSWERS:,} more comparisons are below.")
     if material.chapters and not groups:
         lines.append("There is no winner: nothing here compares implementations of the same function.")
-    return (*lines, *filter(None, map(study_answer, material.studies)))
+    studies = [study.pareto for study in material.studies if study.pareto is not None]
+    studies.sort(key=lambda reached: -len(reached.standings))
+    lines += [study_answer(reached) for reached in studies[:MAX_ANSWERS]]
+    if len(studies) > MAX_ANSWERS:
+        lines.append(f"{len(studies) - MAX_ANSWERS:,} more studies are below.")
+    return tuple(lines)
 
 
 def _sections(chapter: Chapter, hovers: Hovers, details: list[list[str]], room: int) -> tuple[Section, ...]:

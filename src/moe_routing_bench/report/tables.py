@@ -189,15 +189,17 @@ def study_table(reached: Pareto) -> Table:
     return Table(head=head, rows=tuple(rows))
 
 
-def study_answer(study: Study) -> str:
-    """Study routers: switch has the lowest held-out loss, 1.830 ±0.012 nats per byte (10 rules, 5 seeds)."""
-    if study.pareto is None:
-        return ""
-    standings = study.pareto.standings
-    best = next((one for one in standings if not one.sees_future), None)
-    said = f"{best.title} has the lowest held-out loss, {best.loss.said()} nats per byte" if best else ""
-    count = f"{len(standings)} rules, {standings[0].seeds} seeds"
-    return f"Study {study.pareto.study}: {said or 'no rule can write text'} ({count})."
+def study_answer(reached: Pareto) -> str:
+    """Study routers: relu has the lowest held-out loss, 1.775 ±0.041 nats per byte, clearly better than
+    softmax_topk (13 rules, 3 seeds)."""
+    best = next((one for one in reached.standings if not one.sees_future), None)
+    if best is None:
+        return f"Study {reached.study}: every rule sees later tokens, so none can write text."
+    seeds = f"{len(reached.standings)} rules, {best.seeds} seed{'s' * (best.seeds > 1)}"
+    sure = "" if best.difference.clear else "not "
+    than = "" if best.rule == reached.baseline else f", {sure}clearly better than {reached.baseline}"
+    said = f"{best.title} has the lowest held-out loss, {best.loss.said()} nats per byte"
+    return f"Study {reached.study}: {said}{than} ({seeds})."
 
 
 def study_notes(study: Study) -> list[str]:

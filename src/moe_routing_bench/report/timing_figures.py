@@ -30,6 +30,7 @@ from moe_routing_bench.report.reading import Cell, Chapter, Group, ratio_of
 from moe_routing_bench.results.record import Record
 
 MAX_BARS = 24
+WHOLE = ("layer", "block", "expert_ffn")
 MAX_TABLE = 200
 SAME_MEMORY = 1.05  # peaks of the same code differ so much
 STAGE_COLOURS = {
@@ -48,7 +49,9 @@ def numbers(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], words: int =
 
 def memory(group: Group) -> Picture | None:
     """Time against peak memory, each over the least of its cell: the median of every implementation, with the
-    range over cells."""
+    range over cells. Of the parts of a layer, memory says little."""
+    if not group.decides or group.span not in WHOLE:
+        return None
     points: dict[str, list[tuple[float, float, float]]] = {}
     for cell in group.cells:
         compared = cell.contest.ratios if cell.contest is not None else {}  # what drops pairs is not
@@ -63,7 +66,7 @@ def memory(group: Group) -> Picture | None:
         for one, size in known:
             point = ratio_of(one) / fastest, size / least, size / 2**20
             points.setdefault(cell.names[one.record_id], []).append(point)
-    if len(points) < 2 or not group.decides:
+    if len(points) < 2:
         return None
     middle = {name: [median(some) for some in zip(*of, strict=True)] for name, of in points.items()}
     ordered = sorted(middle, key=lambda name: middle[name])
