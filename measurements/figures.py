@@ -1,4 +1,4 @@
-"""docs/figures.md, and table and picture of docs/formats.md, from the records in measurements/records.
+"""docs/figures.md, README's picture, and table and picture of docs/formats.md, from measurements/records.
 
     python measurements/figures.py             writes them
     python measurements/figures.py --check     writes nothing; says what differs from the records
@@ -33,7 +33,7 @@ from moe_routing_bench.results.regrets import read_regrets
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, FORMATS = ROOT / "docs/figures.md", ROOT / "docs/formats.md"
-FORMATS_PICTURE = ROOT / "docs/formats.png"
+PICTURE, FORMATS_PICTURE = ROOT / "docs/experts.png", ROOT / "docs/formats.png"
 PLOTTED = "Plotted"  # the entry of the picture's file that holds the hash of what it shows
 DTYPES = ("bfloat16", "float32")
 MAX_SHARE_OF_ROOF = 1.05  # a time that is shorter than the roof allows, but for the noise of both
@@ -221,6 +221,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 # figures
 
 HF, VLLM = "transformers(", "vllm_cpu"
+EXPERTS = {"native": ("ours, as built", "#56B4E9"), "frozen(native)": ("ours, frozen", "#0072B2")}
 
 
 def comparisons(all_records: Mapping[str, Records]) -> dict[str, list[Row]]:
@@ -712,6 +713,31 @@ def _failed_table(all_records: Mapping[str, Records]) -> list[str]:
 # the picture
 
 
+def plotted(all_records: Mapping[str, Records]) -> list[tuple[int, str, float, float, float]]:
+    """(tokens, name, times faster than Transformers' best, low, high) of the experts, as drawn. The interval
+    of what is not the baseline is made of two, so it is wider than it had to be."""
+    default = all_records["default"]
+    best = {row["T"]: row for row in default.best("hf_")}
+    rows = [(row, best[row["T"]]) for row in default.rows if row["impl"] in EXPERTS and row["T"] in best]
+    return [
+        (
+            row["T"],
+            row["impl"],
+            float(f"{theirs['ratio'] / row['ratio']:.4g}"),
+            float(f"{theirs['low'] / row['high']:.4g}"),
+            float(f"{theirs['high'] / row['low']:.4g}"),
+        )
+        for row, theirs in sorted(rows, key=lambda pair: (pair[0]["T"], pair[0]["ratio"]), reverse=True)
+    ]
+
+
+def experts_title(points: Sequence[tuple[int, str, float, float, float]]) -> str:
+    if not points:
+        return "The experts of Qwen3-30B-A3B beside Transformers"
+    ends = [f"{end(point[2] for point in points):.1f}x" for end in (min, max)]
+    return f"The experts of Qwen3-30B-A3B run {ends[0]} to {ends[1]} faster than in Transformers"
+
+
 def hash_of(points: object) -> str:
     return hashlib.sha256(json.dumps(points).encode()).hexdigest()
 
@@ -723,6 +749,38 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def draw(all_records: Mapping[str, Records], path: Path) -> None:
+    """README's picture: our experts as built and frozen beside Transformers' best."""
+    points = plotted(all_records)
+    tokens = sorted({point[0] for point in points})
+    figure = new_figure(7.6, 4.0)
+    axes = figure.add_subplot()
+    for number, (name, (title, colour)) in enumerate(EXPERTS.items()):
+        mine = [point for point in points if point[1] == name]
+        place = [tokens.index(point[0]) + 0.38 * (number - 0.5) for point in mine]
+        reach = [[p[2] - p[3] for p in mine], [p[4] - p[2] for p in mine]]
+        axes.bar(place, [p[2] for p in mine], 0.36, color=colour, label=title)
+        axes.errorbar(place, [p[2] for p in mine], reach, fmt="none", ecolor="#222222", lw=1.2, capsize=2.5)
+        for x, point in zip(place, mine, strict=True):
+            axes.annotate(
+                f"{point[2]:.1f}x", (x, point[4]), xytext=(0, 2), textcoords="offset points", ha="center"
+            )
+    axes.axhline(1, color="#222222", lw=1.2, ls="--", label="Transformers' best of three = 1")
+    axes.set_xticks(range(len(tokens)), [f"{T:,}" for T in tokens])
+    axes.set_xlabel("tokens in a call")
+    axes.set_ylabel("times faster; higher is better")
+    axes.grid(axis="y", color="#DDDDDD", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="x", length=0)
+    figure.suptitle(experts_title(points), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    sizes = "64 of its 128 experts, 8 for each token, bfloat16, 2 CPU threads; lines: 99 % intervals"
+    axes.set_title(sizes, loc="left", fontsize=9.5, color="#444444")
+    figure.legend(fontsize=9.5, frameon=False, loc="outside lower center", ncols=3)
+    hashed = {PLOTTED: hash_of(points), "Software": ""}
+    figure.savefig(path, dpi=200, facecolor="white", metadata=hashed)
 
 
 def stored_points(all_records: Mapping[str, Records]) -> list[Point]:
@@ -824,12 +882,13 @@ def differences(all_records: dict[str, Records]) -> list[str]:
     text = FORMATS.read_text()
     if marked.filled(text, {"losses": losses_table()}) != text:
         found.append("docs/formats.md has other figures")
-    shown = None
-    if FORMATS_PICTURE.is_file():
-        with Image.open(FORMATS_PICTURE) as picture:
-            shown = picture.info.get(PLOTTED)
-    if shown != hash_of(stored_points(all_records)):
-        found.append("docs/formats.png shows other figures")
+    for path, points in ((PICTURE, plotted(all_records)), (FORMATS_PICTURE, stored_points(all_records))):
+        shown = None
+        if path.is_file():
+            with Image.open(path) as picture:
+                shown = picture.info.get(PLOTTED)
+        if shown != hash_of(points):
+            found.append(f"docs/{path.name} shows other figures")
     return found
 
 
@@ -838,9 +897,10 @@ def main(check: Annotated[bool, typer.Option("--check", help="Write nothing.")] 
     if not check:
         DOCUMENT.write_text(document(all_records))
         marked.rewrite(FORMATS, {"losses": losses_table()})
+        draw(all_records, PICTURE)
         draw_stored(all_records, FORMATS_PICTURE)
     found = differences(all_records)
-    print("\n".join(found) or "docs/figures.md, docs/formats.md and its picture agree with the records.")
+    print("\n".join(found) or "docs/figures.md, docs/formats.md and the pictures agree with the records.")
     raise typer.Exit(bool(found))
 
 

@@ -64,7 +64,7 @@ from moe_routing_bench.report.check_tables import check_progress, show_legend_of
 from moe_routing_bench.report.console import Bar, bar, is_wanted, say, say_roofs_are_measured, shown_progress
 from moe_routing_bench.report.finding import at_hand, results_folders
 from moe_routing_bench.report.outcome_tables import show_outcome, show_summary
-from moe_routing_bench.report.overview import BEST, Displayed, Table, read_overview
+from moe_routing_bench.report.overview import Displayed, Table, read_overview
 from moe_routing_bench.report.reading import read
 from moe_routing_bench.report.result_tables import (
     show_comparison,
@@ -73,6 +73,7 @@ from moe_routing_bench.report.result_tables import (
     show_step,
     show_study,
 )
+from moe_routing_bench.results.answers import BEST
 from moe_routing_bench.results.compare import RunComparison, compare_runs
 from moe_routing_bench.results.folder import Selection, copy_selected, iterate, temporary_folder
 from moe_routing_bench.results.history import History, history
@@ -186,7 +187,7 @@ class Results(Displayed):
         return self.query("SELECT * FROM records").to_pandas()
 
     def winners(self) -> Table:
-        """The best implementation of each case, by its ratio to the baseline of the same run."""
+        """The fastest implementation of each case, its lead over the next, and whether that is certain."""
         return self.query(BEST.format(condition="true"))
 
     def where(self, **columns: Any) -> Results:

@@ -197,6 +197,27 @@ def test_results_alone_is_an_overview_of_the_default_folder(
     ]
 
 
+def test_the_answer_comes_first(tmp_path: Path) -> None:
+    """The winner, its lead over the next with an interval, and whether that is certain."""
+    folder = tmp_path / "a"
+    make_run(folder, {"eager_loop": 1.0, "staged": 0.5, "native": 0.25})
+    make_run(folder, {"eager_loop": 1.0, "staged": 1.0}, experiment__T=64)
+    make_run(folder, {"eager_loop": 1.0}, experiment__T=256)
+    first, second, alone = mrb_json("results", "-f", folder)["best"]
+    assert (first["best"], first["next"], first["certain"]) == ("native", "staged", "yes")
+    assert first["lead_low"] < 2 < first["lead_high"] and first["lead"] == pytest.approx(2, rel=0.02)
+    assert second["certain"].startswith("no") and alone["next"] is None and alone["certain"] == ""
+    lines = mrb("results", "-f", folder).stdout.splitlines()
+    assert lines[0].startswith("native") and "1 of 2" in lines[0]
+
+
+def test_what_drops_pairs_wins_nothing_where_another_drops_none(tmp_path: Path) -> None:
+    each = {"staged": {"routing__dropped_pairs": 5}}
+    make_run(tmp_path / "a", {"eager_loop": 1.0, "native": 0.9, "staged": 0.5}, each=each)
+    (row,) = mrb_json("results", "-f", tmp_path / "a")["best"]
+    assert (row["best"], row["next"], row["contenders"]) == ("native", "eager_loop", 2)
+
+
 def test_the_overview_takes_the_newest_run(tmp_path: Path) -> None:
     make_run(tmp_path / "a", TWO)
     make_run(tmp_path / "a", {"eager_loop": 1.0, "staged": 1.5}, sources={"staged": "new"},

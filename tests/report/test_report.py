@@ -80,18 +80,56 @@ def test_the_records_of_this_project_make_a_page(tmp_path: Path) -> None:
     made = mrb("results", "report", *timed, MEASUREMENTS / "training" / "chain", "-o", tmp_path / "r.html")
     assert "137 records" in made.stdout
     html = (tmp_path / "r.html").read_text()
-    for title in (
-        "Machine and roofs",
-        "Winners",
-        "One choice everywhere",
-        "Bandwidth",
-        "Roofline",
-        "Layouts",
-    ):
-        assert f"<h3>{title}" in html
-    for title in ("Noise", "What has no time, and why", "Ranked, cell by cell", "Study chain"):
-        assert f"<h3>{title}" in html
-    assert "<h3>Stages" not in html and "<h3>Routers" not in html, "sections without data are left out"
+    titles = re.findall(r"<h3>(.*?)</h3>", html)
+    assert {"One choice everywhere", "Roofline", "Layouts", "Time and memory", "Every case"} <= set(titles)
+    assert not {"Stages", "Routers"} & set(titles), "sections without data are left out"
+    answer, rest = html.split("</header>")
+    assert answer.count("<figure") == 1 and "<h3>" not in answer, "the first screen: sentences and one chart"
+    assert "faster than" in answer and "Study chain" in answer
+    shown, evidence = rest.split('<details id="evidence">')
+    for title in ("Machine, versions and commits", "Rounds and noise", "Checks that failed"):
+        assert f"<h3>{title}" in evidence and f"<h3>{title}" not in shown
+
+
+def test_every_chart_has_a_finding_and_a_table() -> None:
+    topics = ("default", "layouts", "soft", "pack", "skew")
+    page = make_page(material_of(*(MEASUREMENTS / "records" / f"{topic}.tar.xz" for topic in topics)), "")
+    kinds = {one.name.partition("-")[0] for one in page.pictures}
+    assert kinds >= {"leads", "winners", "memory", "layouts", "stages", "bandwidth", "roofline", "routers"}
+    for one in page.pictures:
+        assert one.title and one.table is not None and one.table.rows, one.name
+
+
+def test_the_answer_is_that_of_the_contests() -> None:
+    material = material_of(MEASUREMENTS / "records" / "default.tar.xz")
+    page = make_page(material, "")
+    cells = {cell.anchor: cell.contest for cell in material.chapters[0].cells}
+    assert page.chart is not None and page.chart.table is not None
+    table = page.chart.table
+    assert set(table.links) <= set(cells) and len(table.links) == 6, (
+        "a case that was measured twice counts once"
+    )
+    for row, link in zip(table.rows, table.links, strict=True):
+        contest = cells[link]
+        values = dict(zip(table.head, row, strict=True))
+        assert contest is not None
+        assert (values["winner"], values["than the next"]) == (contest.winner, contest.second)
+        low, high = contest.lead.interval
+        lead = f"{contest.lead.ratio:.2f} ({low:.2f} to {high:.2f})"
+        assert values["times faster (99 % interval)"] == lead
+        assert (values["certain"] == "yes") is not bool(contest.ties)
+
+
+def test_a_case_links_to_its_records_and_its_command(tmp_path: Path) -> None:
+    html = html_of(make_run(tmp_path / "r", {"a": 1.0, "b": 0.5}))
+    page = Elements(html)
+    ids = {attributes["id"] for _, attributes in page.found if "id" in attributes}
+    links = [a.get("href") or a["xlink:href"] for tag, a in page.found if tag == "a"]
+    assert links and {str(link)[1:] for link in links} <= ids
+    (cell,) = material_of(tmp_path / "r").chapters[0].cells
+    assert f"#{cell.anchor}" in links and cell.first.repro in page.words
+    rows = json.loads(re.search(r'id="data">(.*?)</script>', html, re.S)[1])["rows"]  # type: ignore[index]
+    assert any(cell.first.record_id in line for lines in rows for line in lines)
 
 
 def test_figures_and_markdown_without_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +171,9 @@ def test_a_faster_router_is_no_winner() -> None:
     (group,) = material.chapters[0].groups
     assert not group.decides and regret_table(group) is None
     titles = [section.title for section in make_page(material, "").chapters[0][1]]
-    assert "Routers" in titles and "Stages" in titles and "Winners" not in titles
+    assert "Routers" in titles and "Stages" in titles
+    assert not [title for title in titles if title.startswith("Winners")]
+    assert make_page(material, "").chart is None
 
 
 def test_unlike_machines_are_chapters_of_their_own(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moe_routing_bench.report.drawing import COLOURS, INK, PAPER, Picture, figure, label, style
+from moe_routing_bench.report.drawing import COLOURS, INK, PAPER, Picture, Table, figure, label, style
 from moe_routing_bench.report.page import Page, Section
-from moe_routing_bench.report.tables import Table
 from moe_routing_bench.results.history import METRICS, History, Series
 
 MAX_PANELS, MAX_TICKS, MAX_ROWS = 12, 16, 1_000
@@ -99,7 +98,7 @@ def over_commits(past: History, command: str) -> Page:
     )
     return Page(
         title="Measurements over commits",
-        summary=(
+        answer=(
             f"Series: {len(past.series):,}, steps: {len(past.steps):,}.",
             f"{METRICS[past.metric].capitalize()}.{without}",
         ),

@@ -6,6 +6,7 @@ What a function returns for people to look at: it prints as the command line doe
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -18,37 +19,22 @@ from rich.text import Text
 from moe_routing_bench.core.names import base_name, did_you_mean, slots_of
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.report.console import columns_here, console, fitted_rows, recorded, show
+from moe_routing_bench.results.answers import BEST
 from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, run_query
 from moe_routing_bench.results.read import LeftOut, RecordCount
-from moe_routing_bench.results.same_case import in_sql, told_apart
+from moe_routing_bench.results.same_case import told_apart
 
 Answer: TypeAlias = tuple[list[str], list[tuple[Any, ...]]]  # names of columns, rows
 MAX_SHOWN = 1_000
 MAX_CASES = 40
+MAX_WINNERS = 3
+MAX_NAME = 22
 MAX_CELL_LETTERS = 300
-# the newest run of every case under the same conditions, and the best implementation in it
-SAME = f"router, layer, {in_sql()}"
 COUNTS = """
 SELECT span, status, count(*) AS records FROM records
 WHERE role IN ('baseline', 'candidate') AND {condition} GROUP BY ALL ORDER BY ALL"""  # counting.CONTENDERS
 ROLES = "SELECT role, count(*) FROM records WHERE {condition} GROUP BY role"
-BEST = f"""
-WITH passed AS (
-  SELECT *, max(created_at) OVER (PARTITION BY {SAME}, session, cell_key) AS run_at
-  FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate') AND {{condition}}
-), newest AS (
-  SELECT * FROM passed
-  QUALIFY dense_rank() OVER (PARTITION BY {SAME} ORDER BY run_at DESC, session DESC, cell_key) = 1
-)
-SELECT {SAME}, impl AS best, layout,
-  median_ms, error, tokens_per_second, coalesce(ratio, 1) AS ratio, coalesce(baseline, 'itself') AS baseline,
-  coalesce(verdict, '') AS verdict,
-  count(*) OVER (PARTITION BY {SAME}) AS contenders
-FROM newest
-QUALIFY row_number() OVER (PARTITION BY {SAME} ORDER BY coalesce(ratio, 1), impl, layout) = 1
-ORDER BY span, direction, split_part("case", '/', 1), E, D, F, K, T, "case", dtype, store, workload, threads
-"""
 
 
 def table_of(columns: Sequence[str], rows: Sequence[Sequence[object]], words: Collection[str] = ()) -> Group:
@@ -141,43 +127,81 @@ def _show_overview(
     if not counts[1]:
         show(printable(f"{folder} holds no records; mrb bench layer --out {folder} writes some"))
         return
-    show(table_of(*counts), "", f"{count}.", "")
     names, rows = best
     if not rows:
         show("Nothing passed, so there are no times; the column reason says why.")
     else:
-        show("Best of each case, by the ratio to the baseline of the same run:")
-        shown = [dict(zip(names, row, strict=True)) for row in rows[:MAX_CASES]]
-        columns = ["case", "best", "ms", "ratio", "baseline", "verdict", "of"]
-        cells = [_best(row, more) for row, more in zip(shown, told_apart(shown, _label), strict=True)]
+        answers = [dict(zip(names, row, strict=True)) for row in rows]
+        words = [_words(row) for row in answers]
+        shared = {name for name in words[0] if len({one[name] for one in words}) == 1}
+        show(*_winners(answers, shared), "")
+        common = [value for name, value in words[0].items() if name in shared - {"case"} and value]
+        share = f" ({', '.join(common)})" if common else ""
+        show(printable(f"Best of each case{share}, and how many times faster it is than the next:"))
+        shown = answers[:MAX_CASES]
+        columns = ["case", "best", "ms", "faster", "99 % interval", "than", "certain"]
+        more = told_apart(shown, lambda row: tuple(_words(row).values()))
+        cells = [_best(row, shared, one) for row, one in zip(shown, more, strict=True)]
         if any(row["store"] for row in shown):  # how well it computes with stored weights is worth as much
             columns.append("error")
             cells = [(*cell, row["error"]) for cell, row in zip(cells, shown, strict=True)]
-        show(table_of(columns, cells, words=("case", "best", "baseline")))
+        short = max(len(str(best)) for _, best, *_ in cells) <= MAX_NAME  # then it has room in any table
+        show(table_of(columns, cells, words=("case", "than") if short else ("case", "best", "than")))
         if len(rows) > MAX_CASES:
             show(f"and {len(rows) - MAX_CASES:,} more cases; all of them: mrb results --json")
+    show("", f"{count}:", table_of(*counts))
     show(
         "",
         Text(
-            'Ask more with mrb results query "SELECT ..."; mrb results query --columns shows the columns.',
+            f"As a page with charts, every implementation and the evidence: mrb results report {folder}",
             "dim",
         ),
     )
+    show(
+        Text(
+            'Ask more with mrb results query "SELECT ..."; mrb results query --columns shows the columns.',
+            "dim",
+        )
+    )
 
 
-def _label(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    threads = "" if row["threads"] == 1 else f" {row['threads']} threads"
-    span = row["span"] if row["direction"] == "forward" else f"{row['span']} {row['direction']}"
-    case = f"{span} {row['case']} {row['dtype']} {row['workload']}{threads}"
-    return case, row["router"], row["layer"]
-
-
-def _best(row: Mapping[str, Any], more: str) -> tuple[object, ...]:
-    case = _label(row)[0] + more
+def _words(row: Mapping[str, Any]) -> dict[str, str]:
+    """What tells cases apart, and beside an implementation its setting: layout, router and kind of layer."""
     slots = slots_of(row["router"] or "", **{name: row[name] for name in ("T", "E", "K", "sequences")})
-    best = " | ".join(filter(None, (row["best"], row["layout"], row["router"], slots, row["layer"])))
-    times = (row["median_ms"], row["ratio"], row["baseline"], row["verdict"], row["contenders"])
-    return (case, best, *times)
+    direction = "" if row["direction"] == "forward" else f" {row['direction']}"
+    return {
+        "case": f"{row['span']}{direction} {row['case']}",
+        "dtype": "" if row["case"].endswith(row["dtype"]) else row["dtype"],
+        "workload": row["workload"] or "",
+        "threads": "1 thread" if row["threads"] == 1 else f"{row['threads']} threads",
+        "setting": " | ".join(filter(None, (row["layout"], row["router"], slots, row["layer"]))),
+    }
+
+
+def _winners(answers: Sequence[Mapping[str, Any]], shared: Collection[str]) -> list[str]:
+    """native is the fastest in 9 of 12 cases; that is certain in 7."""
+    compared = [(_best(row, shared)[1], row["certain"]) for row in answers if row["next"] is not None]
+    lines = []
+    for name, count in Counter(name for name, _ in compared).most_common(MAX_WINNERS):
+        certain = compared.count((name, "yes"))
+        said = (
+            f"{name} is the fastest in {count:,} of {len(compared):,} cases; that is certain in {certain:,}."
+        )
+        lines.append(printable(said))
+    return lines or ["No case compares two implementations that passed."]
+
+
+def _best(row: Mapping[str, Any], shared: Collection[str], more: str = "") -> tuple[object, ...]:
+    """A line of the overview, without what all lines share."""
+    words = _words(row)
+    own = (words[name] for name in words if name not in {*shared, "case", "setting"})
+    case = " ".join(filter(None, (words["case"], *own))) + more
+    best = row["best"] if "setting" in shared else f"{row['best']} | {words['setting']}"
+    if row["next"] is None:
+        return case, best, row["median_ms"], "", "", "", "nothing to compare"
+    than = row["next"] if row["next_layout"] == row["layout"] else f"{row['next']} | {row['next_layout']}"
+    interval = f"{row['lead_low']:.2f} to {row['lead_high']:.2f}"
+    return case, best, row["median_ms"], f"{row['lead']:.2f}x", interval, than, row["certain"]
 
 
 def all_columns() -> list[tuple[str, str]]:

@@ -8,11 +8,11 @@ are held, about 20 kB each; 10^5 are read in half a minute.
 from __future__ import annotations
 
 import gc
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from moe_routing_bench.bench.status import Status
@@ -25,11 +25,13 @@ from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
 from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.results.winners import Contest, Contested, contested, contests
 from moe_routing_bench.train.pareto import Pareto, pareto
-from moe_routing_bench.train.study import STUDY, TUNING
+from moe_routing_bench.train.study import STUDY, TUNING, curves
 from moe_routing_bench.workloads.axes import names_of
 from moe_routing_bench.workloads.experiment import Experiment
 
 Shared: TypeAlias = tuple[str | None, str | None, str | None]
+Sizes: TypeAlias = tuple[int, int, int, int]
+Lines = dict[str, list[tuple[Training, list[dict[str, Any]]]]]
 SIZES = {(model.D, model.F, model.E, model.K): model.name for model in reversed(MODELS.values())}
 
 
@@ -65,14 +67,36 @@ class Cell:
         return self.cell.workload[0] if self.cell.workload else "routing unknown"
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
+    def anchor(self) -> str:
+        """Its id in a page: that of its first record, which has letters, digits and dashes only."""
+        return f"c{self.first.record_id}"
+
+    @property
+    def T(self) -> int:
+        return self.first.experiment.T
+
+    @property
+    def sizes(self) -> Sizes:
         one = self.first.experiment
         return one.D, one.F, one.E, one.K
+
+    @property
+    def skew(self) -> float:
+        """The load of the busiest expert over the mean; 0 if that is not known."""
+        routing = self.first.routing
+        return routing.max_over_mean if routing is not None else 0.0
 
     @property
     def model(self) -> str:
         """qwen3-30b-a3b, if the case or its sizes say so; else empty."""
         return self.first.model or SIZES.get(self.sizes, "")
+
+    @property
+    def winner_ms(self) -> str:
+        """The median of the fastest, in milliseconds."""
+        assert self.contest is not None
+        times = (one.timing for one in self.passed if self.names[one.record_id] == self.contest.winner)
+        return next(milliseconds(timing.median) for timing in times if timing is not None)
 
     @property
     def title(self) -> str:
@@ -147,12 +171,14 @@ class Chapter:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A folder of training runs: what quality cost, or why that cannot be said yet."""
+    """A folder of training runs: what quality cost, or why that cannot be said yet. lines: of every run, by
+    rule, if the folder has them."""
 
     source: ResultsFolder
     trainings: tuple[Training, ...]
     pareto: Pareto | None
     why: str = ""
+    lines: Lines = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +196,10 @@ class Material:
 def ratio_of(record: Record) -> float:
     """To the baseline of its cell; the baseline's own is 1."""
     return record.comparison.ratio if record.comparison is not None else 1.0
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.4g}" if seconds < 10 else f"{1e3 * seconds:,.0f}"
 
 
 def read(sources: Sequence[ResultsFolder]) -> Material:
@@ -342,12 +372,24 @@ def _study(source: ResultsFolder, left_out: LeftOut) -> Study:
         trainings = [one for one in read_trainings(source.folder, left_out) if not one.study.endswith(TUNING)]
     except ValueError:
         trainings = []
-    reached, why = None, "it is no study, only single runs"
+    reached, why, lines = None, "it is no study, only single runs", Lines()
     if is_plain_file(source.folder / STUDY):
         try:
             reached = pareto(source.folder)
+            lines = study_lines(source.folder, trainings)
         except ValueError as error:
             why = str(error)
-        except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, json.JSONDecodeError):
+        except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError):
             why = "its files do not fit together; mrb train makes them anew"
-    return Study(source=source, trainings=tuple(trainings), pareto=reached, why="" if reached else why)
+    return Study(
+        source=source, trainings=tuple(trainings), pareto=reached, why="" if reached else why, lines=lines
+    )
+
+
+def study_lines(folder: Path, trainings: Sequence[Training]) -> Lines:
+    """The lines of every run by rule, where a folder has them: the load of each layer after so many steps."""
+    lines: Lines = {}
+    for training, events in curves(folder, trainings):
+        if events:
+            lines.setdefault(training.rule, []).append((training, events))
+    return lines

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_routing_bench.bench.verdict import OPEN
-from moe_routing_bench.report.drawing import COLOURS, INK, Picture, figure, label, patches, style
+from moe_routing_bench.report.drawing import COLOURS, INK, Picture, Table, figure, label, patches, style
 from moe_routing_bench.report.page import Page, Section
-from moe_routing_bench.report.tables import Table
 from moe_routing_bench.results.compare import Change, Kind, RunComparison, Turned
 
 KINDS: dict[Kind, str] = {
@@ -82,7 +81,7 @@ def two_runs(runs: RunComparison, name_a: str, name_b: str, command: str) -> Pag
     )
     return Page(
         title="What changed from A to B",
-        summary=summary,
+        answer=summary,
         chapters=((f"{len(runs.changes):,} compared", kept),),
         notes=(*runs.notes, *runs.unreadable, *runs.left_out.first, *runs.left_out.remarks),
         command=command,

@@ -42,6 +42,22 @@ class Contest:
         names = [name for name, one in self.against_winner.items() if one.verdict != "SLOWER"]
         return tuple(sorted(names, key=lambda name: self.ratios[name]))
 
+    @property
+    def second(self) -> str | None:
+        """The fastest of the others; None if there is no other."""
+        return min(self.against_winner, key=lambda name: self.ratios[name], default=None)
+
+    @property
+    def lead(self) -> Comparison:
+        """The second against the winner: its ratio is how many times faster the winner is."""
+        assert self.second is not None
+        return self.against_winner[self.second]
+
+    @property
+    def certain(self) -> str:
+        """Is the winner faster than every other? "yes", or why that is not certain."""
+        return CERTAIN[self.against_winner[self.ties[0]].verdict] if self.ties else "yes"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contested:
@@ -114,6 +130,10 @@ def regrets(cells: Mapping[str, Contest]) -> list[Regret]:
     return sorted(rows, key=lambda row: (row.worst_loss, len(row.missing), row.median_loss))
 
 
+CERTAIN: dict[Verdict, str] = {
+    "SLOWER": "yes", "SAME": "no, the same time", "FASTER": "no, too close", "UNDECIDED": "no, too close",
+    "TOO_FEW_ROUNDS": "no, too few rounds",
+}  # fmt: skip
 OPPOSITE: dict[Verdict, Verdict] = {"FASTER": "SLOWER", "SLOWER": "FASTER"}
 
 
