@@ -90,13 +90,11 @@ def include_all(folders: list[Path] | None) -> None:
 
 def _typed(hint: Any) -> Any:
     """A field's type with the option of it as typer wants it."""
-    kind, about = hint.__origin__, hint.__metadata__
-    flag = next((one for one in about if isinstance(one, Flag)), None)
-    return (
-        hint
-        if flag is None
-        else Annotated[kind, typer.Option(*flag.names, help=flag.help, metavar=flag.metavar)]
-    )
+    for flag in hint.__metadata__:
+        if isinstance(flag, Flag):
+            option = typer.Option(*flag.names, help=flag.help, metavar=flag.metavar)
+            return Annotated[hint.__origin__, option]
+    return hint
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -56,7 +56,7 @@ def place_command(
       mrb parallel place t.safetensors --ranks 64 --ranks-per-node 8 --tokens 16384 --model deepseek-v3
     """
     with user_mistakes():
-        extra = option_numbers("--replicas", replicas, "0,16,32")
+        extra = option_numbers("replicas", replicas, "0,16,32")
         for name, value in (("--ranks", ranks), ("--windows", windows), ("--tokens", tokens)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -245,7 +245,7 @@ def plan_command(
         )  # fmt: skip
         question = Question(
             size=size, gpus=gpus, tokens=tokens, fabric=places, workload=workload,
-            layers=layers or one.layers, spare=tuple(option_numbers("--spare", spare, "0,1,2")),
+            layers=layers or one.layers, spare=tuple(option_numbers("spare", spare, "0,1,2")),
             drop=drop, memory=memory_share * places.device.memory_gb * 1e9,
         )  # fmt: skip
         with spinner("counting") as doing:

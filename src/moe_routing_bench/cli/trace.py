@@ -210,7 +210,7 @@ def _file_notes(difference: TraceDiff) -> list[str]:
 
 
 def read_layers(text: str) -> list[int]:
-    return option_numbers("--layers", text, "0,4,8-11", most=9_999)
+    return option_numbers("layers", text, "0,4,8-11", most=9_999)
 
 
 def _is_trace(file: Path) -> bool:

@@ -313,7 +313,7 @@ class TokenMap:
 
 
 def parse_tokens(text: str) -> list[int]:
-    return sorted(set(option_numbers("--tokens", text, "1-512 or 1-64,100", MAX_TOKENS)))
+    return sorted(set(option_numbers("tokens", text, "1-512 or 1-64,100", MAX_TOKENS)))
 
 
 def checked_tokens(

@@ -82,14 +82,15 @@ def read_numbers(text: str, most: int = 999_999) -> list[int]:
     return found
 
 
-def option_numbers(option: str, text: str, example: str, most: int = 999_999) -> list[int]:
-    """read_numbers for an option of a command, which needs at least one number."""
+def option_numbers(argument: str, text: str, example: str, most: int = 999_999) -> list[int]:
+    """The same for an argument, which needs at least one number."""
     try:
         if found := read_numbers(text, most):
             return found
         raise ValueError("it names no number")
     except ValueError as why:
-        raise ValueError(f"cannot read {option} {text[:80]!r}: {why}; write {example}") from None
+        sentence = f"cannot read {{{argument}}} {text[:80]!r}: {why}; write {example}"
+        raise ArgumentError(sentence, argument) from None
 
 
 def ranges(numbers: Iterable[int]) -> str:
