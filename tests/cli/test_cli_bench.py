@@ -212,7 +212,7 @@ def test_words_and_subjects():
     assert split_words("a,b(x=1,y=2), c") == ["a", "b(x=1,y=2)", "c"]
     (case,) = cases("seed-grid/32x128-e4-d1024-c1.25")
     what = WhatOptions(impl=["staged", "eager_loop @ block(64)"], layout=["compact,case"])
-    assert [one.name for one in chosen_implementations(span_named("layer"), case, what)] == [
+    assert [one.title for one in chosen_implementations(span_named("layer"), case, what)] == [
         "staged | compact | softmax_topk",
         "staged | padded(capacity_factor=1.25,drop=position) | softmax_topk",
         "eager_loop | block(64) | softmax_topk",

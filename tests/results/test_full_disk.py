@@ -50,7 +50,7 @@ class Measured:
 
     def run(self, cells: Any, **_: Any) -> Iterator[Any]:
         for experiment in cells:
-            yield namedtuple("Outcome", "cell environment")(experiment, None)
+            yield namedtuple("Outcome", "experiment environment")(experiment, None)
 
 
 def test_a_cell_that_cannot_be_written_is_still_shown(
