@@ -153,8 +153,9 @@ class SharedHost:
         )
 
     def check_weights(self) -> None:
-        right = self.setup.judge.weights_print
-        if self._child is not None and self._child.ask("weights", Weights).print != right:
+        if self._child is None:
+            return
+        if self._child.ask("weights", Weights).print != self.setup.judge.weights_print:
             reason = "the experts' weights were not the same after its calls"
             raise SubjectError(Status.MUTATED_INPUT, reason)
 
