@@ -126,8 +126,8 @@ def _describe(path: Path, config: dict[str, Any], tensors: Tensors, dtype: torch
     plain = {name: value for name, value in config.items() if name not in NOT_READ and name[:1] != "_"}
     try:
         settings = CONFIG_MAPPING[about.model_type].from_dict(plain)
-        stored = IN_SAFETENSORS.get(str(tensors.type_of("model.embed_tokens.weight")))
-        dtype = dtype or settings.dtype or stored
+        saved: Any = settings.dtype or IN_SAFETENSORS.get(str(tensors.type_of("model.embed_tokens.weight")))
+        dtype = dtype or saved
         with torch.device("meta"):
             described = AutoModelForCausalLM.from_config(settings, dtype=dtype)
     except NO_MODEL as error:
