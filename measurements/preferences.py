@@ -47,17 +47,17 @@ class Cell:
     regrets: dict[str, float]
 
 
-def cell_of(found: CellRegret) -> Cell:
-    w, what = found.record.workload, found.record.what
+def cell_of(one: CellRegret) -> Cell:
+    w, what = one.record.workload, one.record.what
     pairs = w.T * w.K
     elements = {"topk": w.T * w.E, "make_plan": pairs, "combine": pairs * w.D, "grouped_gemm": pairs * w.D}
-    best = found.contest.ratios[found.contest.winner]
+    best = one.contest.ratios[one.contest.winner]
     return Cell(
         dtype=getattr(torch, w.dtype),
         rows=pairs / w.E,
         elements=elements.get(what.span, w.T * w.D),
         gradients=what.direction != "forward",
-        regrets={name: ratio / best for name, ratio in found.contest.ratios.items()},
+        regrets={name: ratio / best for name, ratio in one.contest.ratios.items()},
     )
 
 
@@ -94,9 +94,9 @@ def conditions(op: str, cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
     if op in BY_ROWS:
         sizes = [{"most_rows": float(f"{edge:.2g}")} for edge in edges({cell.rows for cell in cells})]
     kinds = [{"gradients": True}] if {cell.gradients for cell in cells} == {True, False} else []
-    for dtype, other in product(dtypes, [{}, *sizes, *kinds]):
-        if dtype or other:
-            yield {**dtype, **other}
+    for one, other in product(dtypes, [{}, *sizes, *kinds]):
+        if one or other:
+            yield {**one, **other}
 
 
 def found_rules(op: Op, cells: Sequence[Cell]) -> list[Preference]:
@@ -152,9 +152,9 @@ def main(machines: str, folder: str, evidence: str, write: bool) -> None:
     those = tuple(machines.split(","))
     assert set(those) <= set(preference.COMPILED), f"machines are of {preference.COMPILED}"
     by_op: dict[str, list[Cell]] = {}
-    for found in read_regrets(folder).cells:
-        if not found.group.endswith(" frozen"):  # frozen weights have one implementation
-            by_op.setdefault(found.record.experiment.span, []).append(cell_of(found))
+    for one in read_regrets(folder).cells:
+        if not one.group.endswith(" frozen"):  # frozen weights have one implementation
+            by_op.setdefault(one.record.experiment.span, []).append(cell_of(one))
     for name, cells in by_op.items():
         op = get_op(name)
         rules = found_rules(op, cells)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from moe_routing_bench.bench.outcome import CellOutcome
-from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
-from moe_routing_bench.fleet.store import RemoteStore
-from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from sample_outcomes import an_outcome
 
@@ -46,21 +41,3 @@ class MadeUp:
             second = "CRASHED" if T in self.failing else T * 2e-4
             made = an_outcome(T * 1e-4, second, subjects=SUBJECTS, T=T)
             yield replace(made, identity=replace(made.identity, key=key_of(experiment)))
-
-
-def swept(
-    url: str,
-    cells: Sequence[Experiment],
-    engine: MadeUp | None = None,
-    retry_failed: bool = False,
-    **options: Any,
-) -> list[str]:
-    """Measures the cells that the store lacks and returns their names."""
-    store, engine = RemoteStore(url, make=True), engine or MadeUp()
-    plan = plan_fleet(cells, store, engine, retry_failed=retry_failed, resume=True)
-    return [outcome.experiment.title for outcome in run_fleet(plan, store, engine, **options)]
-
-
-def cells_of(folder: Path) -> Counter[str]:
-    """How often each cell is there: it has one baseline."""
-    return Counter(r.cell_key for r in iterate(folder) if r.implementation.role == "baseline")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from command_line import mrb, mrb_json, refused
-from made_sweeps import MadeUp, cells_of, key_of, made_cells, swept
+from made_sweeps import MadeUp, key_of, made_cells
 from moe_routing_bench.core.paths import home
 from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
 from moe_routing_bench.fleet.leases import Leases, lease_seconds
@@ -35,6 +35,17 @@ def _own_home(tmp_path, monkeypatch):
 @pytest.fixture
 def url(tmp_path) -> str:
     return f"file://{tmp_path}/store"
+
+
+def swept(url: str, cells, engine: MadeUp | None = None, **more) -> list[str]:
+    store, engine = RemoteStore(url, make=True), engine or MadeUp()
+    plan = plan_fleet(cells, store, engine, retry_failed=more.pop("retry_failed", False), resume=True)
+    return [outcome.experiment.title for outcome in run_fleet(plan, store, engine, **more)]
+
+
+def cells_of(folder: Path) -> Counter[str]:
+    """How often each cell is there: it has one baseline."""
+    return Counter(r.cell_key for r in iterate(folder) if r.implementation.role == "baseline")
 
 
 def contents(folder: Path) -> set[tuple]:

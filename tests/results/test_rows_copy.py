@@ -8,9 +8,11 @@ import duckdb
 import pytest
 
 from command_line import mrb, mrb_json
-from made_sweeps import made_cells, swept
+from made_sweeps import MadeUp, made_cells
 from moe_routing_bench.core.paths import home
+from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
 from moe_routing_bench.fleet.mirror import mirror, mirror_rows
+from moe_routing_bench.fleet.store import RemoteStore
 from moe_routing_bench.results import query
 from moe_routing_bench.results.query import run_query
 from moe_routing_bench.results.read import LeftOut
@@ -28,8 +30,14 @@ def _own_home(tmp_path, monkeypatch):
 def url(tmp_path) -> str:
     """A store of 20 cells with two records each."""
     url = f"file://{tmp_path}/store"
-    swept(url, made_cells(20))
+    swept(url, 20)
     return url
+
+
+def swept(url: str, cells: int) -> None:
+    store, engine = RemoteStore(url, make=True), MadeUp()
+    plan = plan_fleet(made_cells(cells), store, engine, retry_failed=False, resume=True)
+    assert list(run_fleet(plan, store, engine))
 
 
 def many_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +49,7 @@ def test_rows_are_those_of_the_whole_copy_and_only_new_ones_are_fetched(url):
     rows = mirror_rows(url)
     assert rows.fetched == 20 and rows.folder.name.endswith("-rows")
     assert not list(rows.folder.glob("session=*"))
-    swept(url, made_cells(23))
+    swept(url, 23)
     assert mirror_rows(url).fetched == 3 and mirror_rows(url).fetched == 0
     found = run_query(rows.folder, ALL)
     assert len(found[1]) == 46 and found == run_query(mirror(url).folder, ALL)
@@ -98,7 +106,7 @@ def test_a_time_without_its_samples_is_no_row(url, monkeypatch):
         return real(path, *more)
 
     monkeypatch.setattr(rows, "read_records", forged)
-    swept(url, made_cells(21))
+    swept(url, 21)
     mirror_rows(url)
     left_out = LeftOut()
     assert run_query(folder, "SELECT count(*) FROM records", left_out)[1] == [(41,)]

@@ -28,7 +28,7 @@ from moe_routing_bench.fleet.host import environment_document
 from moe_routing_bench.fleet.leases import Leases, lease_seconds
 from moe_routing_bench.fleet.parts import Header
 from moe_routing_bench.fleet.store import RemoteStore
-from moe_routing_bench.fleet.sweep import FINE, SweepPlan, repaired
+from moe_routing_bench.fleet.sweep import FINE, SweepPlan
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.writing import record_outcome
 from moe_routing_bench.workloads.experiment import Experiment
@@ -153,7 +153,10 @@ class _Writer:
         self.unsent = False
 
     def watch(self) -> str | None:
-        return repaired(self.session)
+        if (touched := self.session.tampered()) is None:
+            return None
+        self.session.repair()
+        return f"{touched} while it ran; no other process may write there"
 
     def publish(self, outcome: CellOutcome) -> bool:
         session, document, before = self.session, outcome.environment or self.here, self.session.sizes

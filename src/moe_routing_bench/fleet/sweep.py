@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from moe_routing_bench.bench.estimate import estimate
@@ -79,14 +78,6 @@ def latest_states(folder: Path) -> dict[str, set[Status]]:
     return states
 
 
-def repaired(session: Session) -> str | None:
-    """Restores what another process changed in the session's files. Returns a sentence about it, or None."""
-    if (touched := session.tampered()) is None:
-        return None
-    session.repair()
-    return f"{touched} while it ran; no other process may write there"
-
-
 def run_sweep(
     experiments: Sequence[Experiment],
     folder: Path,
@@ -111,7 +102,13 @@ def run_sweep(
         raise ValueError(f"cannot write into {folder}: {error.strerror or error}") from None
     on_session(session.id)
     with session:
-        watch = partial(repaired, session)
+
+        def watch() -> str | None:
+            if (touched := session.tampered()) is None:
+                return None
+            session.repair()
+            return f"{touched} while it ran; no other process may write there"
+
         for outcome in executor.run(experiments, roofs=roofs, on_progress=on_progress, watch=watch):
             failure: OSError | None = None
             try:
