@@ -94,19 +94,9 @@ def step_time(
         + 4 * size.D * slot_rows.sum(1),
         launches=3,
     )
-    seconds = dict(
-        zip(
-            PARTS,
-            (
-                route,
-                plan,
-                pack + sum(hop.seconds for hop in there) + _beside(transport, ways, size, fabric),
-                compute,
-                unpack + sum(hop.seconds for hop in back),
-            ),
-            strict=True,
-        )
-    )
+    send = pack + sum(hop.seconds for hop in there) + _beside(transport, ways, size, fabric)
+    parts = (route, plan, send, compute, unpack + sum(hop.seconds for hop in back))
+    seconds = dict(zip(PARTS, parts, strict=True))
     rows, far = sum(way.rows for way in ways), sum(way.far_rows for way in ways)
     hidden = size.F * (2 if size.gated else 1)
     buffers = (leave_W + arrive_W) * size.D * (size.send_bytes + size.return_bytes) + arrive_W * hidden * 2

@@ -81,27 +81,19 @@ class _Problem(ctypes.Structure):
 
 @cache
 def _library(level: str | None) -> ctypes.CDLL:
-    library = cpp.load(SOURCE, level)
-    library.mrb_packed_elements.restype = ctypes.c_int64
-    library.mrb_packed_elements.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
-    library.mrb_pack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 6 + [ctypes.c_int] * 3
-    library.mrb_unpack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 3
-    numbers = [ctypes.c_int64] * 6
-    library.mrb_pack_coded.argtypes = [
-        *[ctypes.c_void_p] * 5,
-        *numbers,
-        ctypes.POINTER(coded.CCoding),
-        ctypes.c_int,
-    ]
-    library.mrb_pack_coded.restype = None
-    library.mrb_pack.restype = library.mrb_unpack.restype = None
-    library.mrb_copy_by_node.argtypes = [
-        *[ctypes.c_void_p] * 2,
-        *[ctypes.c_int64] * 3,
-        ctypes.POINTER(nodes.CNodes),
-        ctypes.POINTER(ctypes.c_int64),
-    ]
-    library.mrb_forward.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int, ctypes.c_int]
+    library, pointer = cpp.load(SOURCE, level), ctypes.POINTER
+    memory, long, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    functions: dict[str, tuple[Any, list[Any]]] = {
+        "mrb_packed_elements": (long, [long, long, number]),
+        "mrb_pack": (None, [memory] * 2 + [long] * 6 + [number] * 3),
+        "mrb_unpack": (None, [memory] * 2 + [long] * 3 + [number] * 3),
+        "mrb_pack_coded": (None, [*[memory] * 5, *[long] * 6, pointer(coded.CCoding), number]),
+        "mrb_copy_by_node": (number, [*[memory] * 2, *[long] * 3, pointer(nodes.CNodes), pointer(long)]),
+        "mrb_forward": (number, [pointer(_Problem), number, number]),
+    }
+    for name, (result, arguments) in functions.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library
 
 

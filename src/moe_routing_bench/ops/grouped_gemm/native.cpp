@@ -10,7 +10,8 @@ struct Problem {  // mirrored in native.py
   const float* bias;  // E x columns, may be null
   const int64_t *offset_E1, *count_E;
   void* y;
-  int64_t ldx, rows, E, depth, columns, se, sk, sn, threads;  // strides of w: expert, depth, column
+  int64_t ldx, rows, E, depth, columns, se, sk, sn;  // strides of w: expert, depth, column
+  int64_t threads, size;                             // size: bytes of a number
 };
 
 struct Segment {
@@ -132,7 +133,7 @@ struct Gradient {  // mirrored in native.py
   const void *upper, *lower;
   const int64_t *offset_E1, *count_E;
   void* out;
-  int64_t ld_upper, ld_lower, E, above, below, threads;
+  int64_t ld_upper, ld_lower, E, above, below, threads, size;
 };
 
 // the result does not fit in the caches; with streaming stores a line is not read before it is written
@@ -223,12 +224,12 @@ template <class Engine, class X> static int gradient(const Gradient& g) {
 
 extern "C" {
 
-int mrb_multiply(const Problem* p, int size) {  // 0; 1: there was no memory; 3: the plan points outside
+int mrb_multiply(const Problem* p) {  // returns 0; 1: no memory; 3: the plan has an index outside
   if (!spans_fit(p->offset_E1, p->count_E, p->E, p->rows)) return 3;
-  return size == 4 ? multiply<Float32, float>(*p) : multiply<Bfloat16, uint16_t>(*p);
+  return p->size == 4 ? multiply<Float32, float>(*p) : multiply<Bfloat16, uint16_t>(*p);
 }
 
-int mrb_gradient(const Gradient* g, int size) {
-  return size == 4 ? gradient<Float32, float>(*g) : gradient<Bfloat16, uint16_t>(*g);
+int mrb_gradient(const Gradient* g) {
+  return g->size == 4 ? gradient<Float32, float>(*g) : gradient<Bfloat16, uint16_t>(*g);
 }
 }
