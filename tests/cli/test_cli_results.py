@@ -337,7 +337,7 @@ def test_hostile_words_reach_no_terminal(tmp_path: Path) -> None:
         ran = mrb(*words, code=code)
         shown = ran.stdout + ran.stderr
         assert all(letter.isprintable() or letter == "\n" for letter in shown), (words, shown)
-        if not any(part in str(words[1]) for part in ("chr(27)", "nothing")):
+        if not any(part in str(words) for part in ("chr(27)", "nothing")):
             assert "[red]case[/red] ?31m ?gnp.exe :smile: [link=file:///etc/passwd]x[/link]" in shown, words
 
 

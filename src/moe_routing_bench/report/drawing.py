@@ -8,6 +8,7 @@ them short and plain, and nothing in them is read as mathematics. matplotlib is 
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -122,9 +123,9 @@ def legend(made: Any, handles: Any, columns: int = 4, *, least: int = 2) -> None
     if len(handles) >= least:
         longest = max(len(one.get_label()) for one in handles)
         room = int(11.5 * made.get_figwidth() / (longest + 6))  # letters of this size in an inch
-        made.legend(
-            handles=handles, loc="outside lower center", ncols=max(1, min(columns, len(handles), room))
-        )
+        columns = max(1, min(columns, len(handles), room))
+        made.set_figheight(made.get_figheight() + 0.2 * (math.ceil(len(handles) / columns) - 1))
+        made.legend(handles=handles, loc="outside lower center", ncols=columns)
 
 
 def logarithmic(axis: Any) -> None:

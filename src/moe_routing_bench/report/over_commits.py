@@ -51,7 +51,8 @@ def draw(past: History) -> Picture | None:
         "hollow: the source was changed after the commit. Thick lines are levels between steps. Dashed: "
         "measured in another way from here on. " + (f"{left:,} more series are in the table." if left else "")
     )
-    return Picture(name="history", caption=caption, figure=made)
+    title = f"{len(past.steps):,} step{'s' * (len(past.steps) != 1)} in {len(past.series):,} series"
+    return Picture(name="history", title=title, caption=caption, figure=made)
 
 
 def _panel(axes: Any, one: Series) -> None:

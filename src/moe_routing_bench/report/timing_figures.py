@@ -76,7 +76,7 @@ def memory(group: Group) -> Picture | None:
     ordered = sorted(middle, key=lambda name: middle[name])
     colour = colours(group.contenders)
     with style():
-        made = figure(5.6, 3.6 + 0.1 * len(points))
+        made = figure(5.6, 3.6)
         axes = made.add_subplot()
         for name in ordered:
             (x, y, _), (xs, ys, _) = middle[name], zip(*points[name], strict=True)

@@ -161,8 +161,8 @@ def _curves(reached: Pareto, by_rule: dict[str, list[Training]], colour: dict[st
     rows = []
     for one in reached.standings:
         for at in zip(*(training.curve for training in by_rule[one.rule]), strict=False):
-            losses = [point.loss for point in at]
-            ends = f"{min(losses):.3f} to {max(losses):.3f}"
+            reached_at = [point.loss for point in at]
+            ends = f"{min(reached_at):.3f} to {max(reached_at):.3f}"
             rows.append((one.title, f"{at[0].step:,}", f"{at[0].step * one.step_seconds:.1f}", ends))
     return Picture(
         name="curves",

@@ -139,4 +139,6 @@ def _picture(changes: Sequence[Change]) -> Picture | None:
         handles = patches({kind: COLOUR[kind] for kind in kinds})
         made.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     more = f"{len(changes) - len(shown):,} more are in the tables." if len(changes) > len(shown) else ""
-    return Picture(name="changes", caption=more, figure=made)
+    confirmed = sum(change.confirmed for change in changes)
+    title = f"{confirmed:,} confirmed change{'s' * (confirmed != 1)} from A to B"
+    return Picture(name="changes", title=title, caption=more, figure=made)

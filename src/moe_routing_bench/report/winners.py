@@ -6,7 +6,6 @@ work, so it wins nothing where another drops none.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
@@ -87,7 +86,7 @@ def answer(group: Group) -> str:
         (_, contest), (low, high) = cells[0], cells[0][1].lead.interval
         said = f"{contest.winner} is {contest.lead.ratio:.2f}x faster than {contest.second}"
         return f"{said} (99 % interval {low:.2f}x to {high:.2f}x); certain: {contest.certain}"
-    parts = []
+    parts: list[str] = []
     for name, count in Counter(contest.winner for _, contest in cells).most_common(MAX_WINNERS):
         won = [contest for _, contest in cells if contest.winner == name]
         clear = [contest.lead.ratio for contest in won if not contest.ties]
@@ -149,7 +148,7 @@ def leads(group: Group, hovers: Hovers) -> Picture | None:
     ticks = [label(names[cell.anchor], 40) for cell, _ in shown]
     with style():
         width = 5.6 if max(map(len, ticks)) < 24 else 6.4
-        made = figure(width, 1.2 + 0.3 * len(shown) + 0.2 * math.ceil(len(colour) / 2))
+        made = figure(width, 1.4 + 0.3 * len(shown))
         axes = made.add_subplot()
         for place, (cell, contest) in enumerate(shown):
             for name, one in contest.against_winner.items():
