@@ -75,7 +75,7 @@ def test_a_wrong_name_lists_the_right_ones(call: Any) -> None:
         (lambda: mrb.check("combine", "gather_som"), "did you mean 'gather_sum'"),
         (lambda: mrb.check("combine", dtype="float8"), "there is no dtype 'float8'"),
         (lambda: mrb.check("combine", device="abacus"), "cannot run on 'abacus'"),
-        (lambda: mrb.check("combine", tokens="few"), "cannot read --tokens 'few'"),
+        (lambda: mrb.check("combine", tokens="few"), "cannot read tokens 'few'"),
         (lambda: mrb.open("/no/such/folder"), "there is no /no/such/folder"),
         (lambda: mrb.train("swich"), "there is no router 'swich'"),
     ],

@@ -13,6 +13,7 @@ import torch
 from command_line import mrb, mrb_json, refused
 from moe_routing_bench.cli.trace import read_layers
 from moe_routing_bench.core.load import LoadStatistics
+from moe_routing_bench.core.names import ArgumentError
 from moe_routing_bench.workloads.trace import read_trace, write_trace
 from moe_routing_bench.workloads.workload import make_workload
 
@@ -216,5 +217,5 @@ def test_a_small_vocabulary_is_refused_before_it_fails(two_texts: tuple[Path, Pa
 def test_layers_are_read_as_people_write_them() -> None:
     assert read_layers("0, 4,8-11") == [0, 4, 8, 9, 10, 11]
     for wrong in ("", "1,,2", "3-1", "-1", "1-", "99999999"):
-        with pytest.raises(ValueError, match="--layers"):
+        with pytest.raises(ArgumentError, match="layers"):
             read_layers(wrong)
