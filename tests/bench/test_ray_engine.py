@@ -138,7 +138,8 @@ except ValueError as error:
     refused = str(error)
 print(json.dumps({
     "statuses": sorted({str(r.correctness.status) for r in records}),
-    "engines": sorted({r.engine for r in records}), "cells": [o.experiment == c for o, c in zip(outcomes, cells)],
+    "engines": sorted({r.engine for r in records}),
+    "cells": [o.experiment == c for o, c in zip(outcomes, cells)],
     "paths": all(f"--include-path {kernels}" in r.repro and str(trace) in r.repro for r in records),
     "keys": sorted(keys) == sorted(o.identity.key for o in outcomes), "refused": refused,
     "shipped": sorted(p.name for p in (place / "node" / "shipped").glob("*/*")),
