@@ -224,7 +224,8 @@ class Op:
         return sources
 
     def _implementation(self, name: str, origin: str, module: ModuleType) -> Implementation:
-        needed, found = self.parameters(), {hook: getattr(module, hook, None) for hook in HOOKS}
+        needed = self.parameters()
+        found: dict[str, Any] = {hook: getattr(module, hook, None) for hook in HOOKS}
         for hook in ("run", "unsupported") if hasattr(module, "unsupported") else ("run",):
             if not callable(found[hook]):
                 raise ValueError(f"{self.name}.{name} ({origin}) must define {hook}(...)")
