@@ -19,18 +19,6 @@ from moe_routing_bench.formats.stored import Stored
 OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
 
 
-def _relu2(h_RF: Tensor) -> Tensor:
-    return F.relu(h_RF).square()
-
-
-def _swiglu(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
-    return F.silu(gate_RF) * up_RF
-
-
-def _geglu(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
-    return F.gelu(gate_RF) * up_RF
-
-
 def _swiglu_oai(
     gate_RF: Tensor, up_RF: Tensor, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
 ) -> Tensor:
@@ -42,12 +30,12 @@ def _swiglu_oai(
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "relu": F.relu,
-    "relu2": _relu2,
+    "relu2": lambda h_RF: F.relu(h_RF).square(),
     "silu": F.silu,
 }
 GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "swiglu": _swiglu,
-    "geglu": _geglu,
+    "swiglu": lambda gate_RF, up_RF: F.silu(gate_RF) * up_RF,
+    "geglu": lambda gate_RF, up_RF: F.gelu(gate_RF) * up_RF,
     "swiglu_oai": _swiglu_oai,
 }
 ACTIVATIONS = (*PLAIN, *GATED)

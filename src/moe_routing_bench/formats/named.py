@@ -22,6 +22,14 @@ INT8_ROWS = "_a8"
 # how much that adds to a layer's error (`mrb model formats`); it depends on inputs, not on weights
 INT8_ROWS_ERROR = 0.0285
 SAMPLED = 128  # first and last columns
+# formats without a group size in their name
+FIXED: dict[str, tuple[Coding, Callable[[Tensor], Stored]]] = {
+    "int8": (int8.coding(None), int8.quantise),
+    "mxfp4": (mxfp4.CODING, mxfp4.quantise),
+    "fp8_block": (fp8_block.CODING, fp8_block.quantise),
+    "q8_0": (ggml.Q8_0_CODING, ggml.quantise_q8_0),
+    "q4_k": (ggml.Q4_K_CODING, ggml.quantise_q4_k),
+}
 GROUPED = re.compile(r"(int8|int4)_g([1-9]\d{0,4})(_asym)?")
 
 
@@ -36,12 +44,8 @@ def _grouped(name: str) -> tuple[str, int, bool] | None:
 @lru_cache(maxsize=256)  # every call of a kernel needs it, and with one token its time matters
 def coding_of(name: str) -> Coding:
     """The coding of a format. Raises ValueError with all names if the name is unknown."""
-    fixed = {
-        "int8": int8.coding(None), "mxfp4": mxfp4.CODING, "fp8_block": fp8_block.CODING,
-        "q8_0": ggml.Q8_0_CODING, "q4_k": ggml.Q4_K_CODING,
-    }  # fmt: skip
-    if name in fixed:
-        return fixed[name]
+    if name in FIXED:
+        return FIXED[name][0]
     if (grouped := _grouped(name)) is None:
         raise ValueError(f"there is no format {name!r}; there are {', '.join(NAMES)}")
     kind, group, asymmetric = grouped
@@ -62,12 +66,8 @@ def rounding(w_EKN: Tensor, name: str) -> float:
 def quantise(w_EKN: Tensor, name: str) -> Stored:
     """Rounds weights, experts x depth x columns, to the nearest numbers of the format."""
     check(w_EKN.numel() > 0, "there are no experts, or no weights in them, to store")
-    fixed: dict[str, Callable[[Tensor], Stored]] = {
-        "int8": int8.quantise, "mxfp4": mxfp4.quantise, "fp8_block": fp8_block.quantise,
-        "q8_0": ggml.quantise_q8_0, "q4_k": ggml.quantise_q4_k,
-    }  # fmt: skip
-    if name in fixed:
-        return fixed[name](w_EKN)
+    if name in FIXED:
+        return FIXED[name][1](w_EKN)
     coding_of(name)
     kind, group, asymmetric = _grouped(name) or ("", 0, False)
     if kind == "int8":

@@ -30,6 +30,10 @@ class KeptBuffers(threading.local):
     def __init__(self) -> None:
         self.by_type: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
+    def release(self) -> None:
+        """Frees the buffers of the calling thread."""
+        self.by_type.clear()
+
     def get(self, rows: int, width: int, x: Tensor) -> Tensor:
         """A buffer with the device and dtype of `x`."""
         key = (x.device, x.dtype)
@@ -57,7 +61,7 @@ def why_not_gates(gate_TK: Tensor, dtype: torch.dtype) -> str | None:
     return f"gates are float32 or have the rows' dtype {dtype}, not {gate_TK.dtype}"
 
 
-def dispatch_unsupported(x_TD: Tensor, plan: RoutingPlan, level: str) -> str | None:
+def dispatch_unsupported(x_TD: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
     if (reason := cpp.unsupported(DISPATCH, level, x_TD, plan.row_TK, plan.pair_R)) is not None:
         return reason
     if x_TD.dtype not in KINDS:  # written out, because a call takes time in every forward
@@ -96,7 +100,7 @@ def check_tokens(x_TD: Tensor, plan: RoutingPlan) -> None:
         raise ValueError(f"x_TD has {x_TD.shape[0]} tokens, but the plan was made for {plan.num_tokens}")
 
 
-def combine_unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str) -> str | None:
+def combine_unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
     if (reason := cpp.unsupported(COMBINE, level, y_RD, gate_TK, plan.row_TK, plan.pair_R)) is not None:
         return reason
     if y_RD.dtype not in KINDS or gate_TK.dtype not in (y_RD.dtype, torch.float32):

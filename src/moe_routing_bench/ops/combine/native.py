@@ -14,10 +14,7 @@ from moe_routing_bench.ops import rows
 
 BATCH_INVARIANT = True
 _spread = cpp.Function(rows.COMBINE, "mrb_combine_backward", fields=16)
-
-
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
-    return rows.combine_unsupported(y_RD, gate_TK, plan, level)
+unsupported = rows.combine_unsupported
 
 
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "") -> Tensor:

@@ -15,14 +15,8 @@ FORWARD_ONLY = True
 BATCH_INVARIANT = True
 REUSES_OUTPUT = True
 _buffers = rows.KeptBuffers()
-
-
-def release() -> None:
-    _buffers.by_type.clear()
-
-
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
-    return rows.combine_unsupported(y_RD, gate_TK, plan, level)
+release = _buffers.release
+unsupported = rows.combine_unsupported
 
 
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "") -> Tensor:

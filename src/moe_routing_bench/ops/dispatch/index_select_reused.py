@@ -14,13 +14,8 @@ from moe_routing_bench.ops.rows import KeptBuffers
 
 FORWARD_ONLY = True
 REUSES_OUTPUT = True
-
-
 _buffers = KeptBuffers()
-
-
-def release() -> None:
-    _buffers.by_type.clear()
+release = _buffers.release
 
 
 def unsupported(x_TD: Tensor, plan: RoutingPlan) -> str | None:

@@ -13,10 +13,7 @@ from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops import rows
 
 _sum = cpp.Function(rows.DISPATCH, "mrb_sum_rows", fields=10)
-
-
-def unsupported(x_TD: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
-    return rows.dispatch_unsupported(x_TD, plan, level)
+unsupported = rows.dispatch_unsupported
 
 
 def run(x_TD: Tensor, plan: RoutingPlan, level: str = "") -> Tensor:

@@ -14,14 +14,8 @@ from moe_routing_bench.ops import rows
 FORWARD_ONLY = True
 REUSES_OUTPUT = True
 _buffers = rows.KeptBuffers()
-
-
-def release() -> None:
-    _buffers.by_type.clear()
-
-
-def unsupported(x_TD: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
-    return rows.dispatch_unsupported(x_TD, plan, level)
+release = _buffers.release
+unsupported = rows.dispatch_unsupported
 
 
 def run(x_TD: Tensor, plan: RoutingPlan, level: str = "") -> Tensor:
