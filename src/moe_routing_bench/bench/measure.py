@@ -33,6 +33,7 @@ MIN_SECONDS = 2.0  # of rounds, even if trials took all the time: what was tried
 LOOK_EVERY = 1.2  # the precision is computed again after this factor more rounds: computing it takes time
 LEAK_BYTES = 2**29
 LATEST = 1.2  # of the budget: who has no place by then gets none
+OVERTIME = 0.1  # of the budget, if a verdict needs no more than that
 DECISIVE_ROUNDS = 9  # all on one side they show a difference, if half of the comparisons do
 # largest ratio of times of the same code in two processes: 1.29 was seen for calls of 10 us, where one
 # process had less to do and so colder caches
@@ -329,9 +330,11 @@ class _Rounds:
         elif rounds < MIN_ROUNDS and now > self.deadline + (LATEST - 1) * budget.seconds:
             over = f"{rounds} rounds took all the time; --seconds gives more"
             raise BaselineError(SubjectError(Status.NO_TIME, over), self.asked)
-        if rounds < (
-            min(MIN_ROUNDS, experiment.max_rounds) if late else max(experiment.min_rounds, self.fewest)
-        ):
+        enough = max(experiment.min_rounds, self.fewest)
+        if late:  # a few rounds more are worth their time if they bring a verdict
+            soon = (self.fewest - rounds) * self.longest_round <= OVERTIME * budget.seconds
+            enough = self.fewest if soon else min(MIN_ROUNDS, experiment.max_rounds)
+        if rounds < enough:
             return None
         if rounds < self.next_look and not late and rounds < experiment.max_rounds:
             return None
