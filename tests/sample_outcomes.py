@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_routing_bench.bench.identity import Identity
-from moe_routing_bench.bench.noise import NoiseDuring, weather
+from moe_routing_bench.bench.noise import NoiseDuring, noise_now
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import compare
@@ -51,7 +51,7 @@ def an_outcome(
         found.append(SubjectOutcome(subject=subject, label=label, cost=cost, **about))
     hashes = dict.fromkeys(subjects, HASH)
     identity = Identity(key=HASH, harness=HASH, contracts=hashes, sources=hashes)
-    now = weather()
+    now = noise_now()
     return CellOutcome(
         experiment=experiment, identity=identity, outcomes=tuple(found), rounds=ROUNDS + 1, aa_floor=0.001,
         routing_checksum=HASH, weather=NoiseDuring(before=now, after=now), stop_reason="precision reached",

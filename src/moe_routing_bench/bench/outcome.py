@@ -168,7 +168,7 @@ class CellOutcome:
             raise ValueError("this is not an outcome: an implementation of its cell has no hash")
         if not {one.subject for one in outcome.outcomes} <= asked or outcome.weather is None:
             raise ValueError(
-                "this is not an outcome: it is not that of its cell, or says nothing of the weather"
+                "this is not an outcome: it is not that of its cell, or says nothing of the noise"
             )
         return outcome
 

@@ -20,7 +20,7 @@ from moe_routing_bench.bench.identity import Identity, identify
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.measure import DECISIVE_ROUNDS, WARM_SAMPLES, BaselineError, measure
-from moe_routing_bench.bench.noise import NoiseDuring, weather
+from moe_routing_bench.bench.noise import NoiseDuring, noise_now
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome, Wire
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.series import Measured, Series
@@ -89,7 +89,7 @@ def run_cell(
     """
     if experiment.sandbox:
         check_sandbox()
-    budget, before = budget or Budget(experiment.max_seconds), weather()
+    budget, before = budget or Budget(experiment.max_seconds), noise_now()
     if budget.left <= 0:
         span_of = NoiseDuring(before=before, after=before)
         return _not_run(experiment, identify(experiment, this_machine()), Status.NO_TIME, OVER, OVER, span_of)
@@ -105,7 +105,7 @@ def run_cell(
         asked = {s.question: s for s in experiment.implementations}
         facts = {question: work_and_load(span, s, inputs) for question, s in asked.items()}
     except (ValueError, NotImplementedError) as reason:
-        stopped, after = "these sizes cannot have this workload", weather()
+        stopped, after = "these sizes cannot have this workload", noise_now()
         span_of = NoiseDuring(before=before, after=after)
         return _not_run(experiment, identity, Status.UNSUPPORTED, str(reason), stopped, span_of)
     ours = tuple(s for s in experiment.implementations if all(map(is_ours, span.origins(s.name))))
@@ -145,7 +145,7 @@ def run_cell(
         stop_reason=measured.stop_reason if measured else "nothing passed its trial",
         aa_floor=_noise_floor(measured) if measured else None,
         routing_checksum=workload.checksum,
-        weather=NoiseDuring(before=before, after=weather()),
+        weather=NoiseDuring(before=before, after=noise_now()),
         seconds=budget.used,
         notes=(
             *_notes(setup, alive, outcomes),

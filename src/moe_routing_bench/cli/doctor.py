@@ -18,7 +18,7 @@ import typer
 from rich.text import Text
 
 from moe_routing_bench.bench.device import memory_place
-from moe_routing_bench.bench.noise import NoiseReading, weather
+from moe_routing_bench.bench.noise import NoiseReading, noise_now
 from moe_routing_bench.bench.roofs import Roofs, roofs_path, stored_roofs, take_roofs
 from moe_routing_bench.cli.options import IncludePath, Json, fail, include_all, show_json, user_mistakes
 from moe_routing_bench.conformance.self_test import Tried, try_all
@@ -162,7 +162,7 @@ def doctor_command(
     if trials is not None or out is not None:
         fail("--trials and --out belong to --power; add it, or leave them out")
     include_all(include_path)
-    machine, now = this_machine(), weather()
+    machine, now = this_machine(), noise_now()
     with user_mistakes():
         roofs, nodes = stored_roofs(machine.name), Nodes(Topology(system_nodes()), nodes_in_use())
     if again or roofs is None or roofs.stale:
@@ -206,7 +206,7 @@ def _show(machine: Machine, now: NoiseReading, roofs: Roofs, cannot: dict[str, s
     facts.add_row("GPUs", ", ".join(machine.gpus) or "none; nothing here is timed on a GPU")
     facts.add_row("software", f"{machine.system}, Python {machine.python}, torch {machine.torch}")
     complaints = now.complaints(machine.cores)
-    for label, text in zip(["weather"] + [""] * len(complaints), complaints or ["quiet"], strict=False):
+    for label, text in zip(["noise"] + [""] * len(complaints), complaints or ["quiet"], strict=False):
         facts.add_row(label, Text(text, "yellow" if complaints else "green"))
     show(facts, "")
     table = two_columns(16)

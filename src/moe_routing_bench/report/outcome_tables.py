@@ -283,7 +283,7 @@ def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | No
         )
     if outcome.weather is not None:
         complaints = outcome.weather.complaints(this_machine().cores, all_threads(outcome.experiment))
-        notes += [f"Weather: {complaint}." for complaint in complaints]
+        notes += [f"Noise: {complaint}." for complaint in complaints]
     if roofs is None:
         notes.append(
             "Run `mrb doctor` once while the machine is quiet: it measures the machine's roofs, and times "

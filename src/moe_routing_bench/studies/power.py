@@ -27,7 +27,7 @@ from moe_routing_bench.bench.hosts.shared import SharedHost
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.measure import BaselineError, measure
-from moe_routing_bench.bench.noise import NoiseDuring, weather
+from moe_routing_bench.bench.noise import NoiseDuring, noise_now
 from moe_routing_bench.bench.setup import Setup, Trial
 from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.trial import try_alone
@@ -196,7 +196,7 @@ def study_power(
     experiment = experiment or CASE
     order = [percent for percent, number in planned.items() for _ in range(number)]
     random.Random(seed).shuffle(order)
-    started, before = time.perf_counter(), weather()
+    started, before = time.perf_counter(), noise_now()
     trials: list[PowerTrial] = []
     finished = False
     try:
@@ -218,7 +218,7 @@ def study_power(
         planned=dict(planned),
         finished=finished,
         seconds=time.perf_counter() - started,
-        weather=NoiseDuring(before=before, after=weather()).to_dict(),
+        weather=NoiseDuring(before=before, after=noise_now()).to_dict(),
         rows=count(trials),
         trials=tuple(trials),
     )
