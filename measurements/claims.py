@@ -124,7 +124,7 @@ def regrets() -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as scratch:
         read = read_regrets(unpack(RECORDS / "regret.tar.xz", Path(scratch)))
     slower = [one for one in read.cells if (one.transformers or 0) > 1]
-    assert {one.record.workload.dtype for one in slower} == {"float32"}
+    assert {one.record.experiment.dtype for one in slower} == {"float32"}
     return len(slower), len(read.cells)
 
 
