@@ -165,6 +165,7 @@ def test_a_folder_of_too_much_is_refused(kernels, monkeypatch):
 # what no answer can hang on, with the reason
 CANNOT_MATTER = {
     "__main__.py": "starts the command line",
+    "bench/choosing.py": "which cells and implementations a command means",
     "bench/commit.py": "which commit it was, for readers",
     "bench/estimate.py": "how long a sweep may take",
     "bench/repro.py": "a command in words",
