@@ -93,7 +93,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def furnish(folder: Path) -> Path:
     """Puts everything that the commands name into a folder."""
-    for name in ("results", "before", "after", "part1", "part2", "part3", "part4", "gpu"):
+    for name in ("results", "before", "after", "fleet", "part1", "part2", "part3", "part4", "gpu"):
         make_run(folder / name, {"staged": 1.0, "native": 0.5}, seed=len(name), environment=WITH_SOURCE)
     for name in ("routers", "layers"):
         shutil.copytree(ROOT / "measurements" / "training" / name, folder / name)
