@@ -32,7 +32,7 @@ def document(**changes: Any) -> dict[str, Any]:
             "activation": "swiglu", "bias": False, "shared_F": 0, "heads": 0, "sequences": 1,
             "layout": "compact", "weights": True, "checkpoint": "", "checkpoint_layer": 0,
             "scaled_from": "seed-fused/32x7168", "workload": "zipf(1.2)", "seed": 0, "device": "cpu",
-            "threads": 1, "cache": "hot", "view": "host wall", "processes": 1, "max_rounds": 1000,
+            "threads": 1, "cache": "hot", "view": "host_wall", "processes": 1, "max_rounds": 1000,
             "min_rounds": 20, "max_seconds": 60.0, "target": 0.01, "step_seconds": 120.0,
             "memory_gib": 12.0, "checked": 3, "stages": False, "sandbox": False, "all": False,
             "implementations": [

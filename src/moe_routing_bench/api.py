@@ -81,7 +81,8 @@ from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import Part, Record
-from moe_routing_bench.results.remeasure import experiment_of, measurable
+from moe_routing_bench.results.remeasure import experiment_of
+from moe_routing_bench.results.repeating import measurable
 from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.routers.router import without_included
 from moe_routing_bench.train.loop import Event, Stepped

@@ -192,7 +192,7 @@ def test_the_newest_measurement_of_a_size_counts(tmp_path: Path) -> None:
     [
         ({"environment": OTHER_MACHINE}, "mixes machines: laptop, xeon-2-cores"),
         ({"environment": OTHER_TORCH}, r"torch: 2\.13\.0\+cpu, 2\.14\.0"),
-        ({"experiment__view": "cuda events"}, "cuda events, host wall"),
+        ({"experiment__view": "cuda events"}, "cuda events, host_wall"),
         ({"experiment__cache": "cold"}, "cold, hot; .*--cache"),
     ],
 )

@@ -60,6 +60,7 @@ class SubjectOutcome:
     origin: str = ""
     role: str = "candidate"  # baseline, candidate, twin or beside (see series.py)
     beside: ImplementationRef | None = None  # with that role: whose baseline it is
+    held: str = ""  # what held its process between turns, if it has one of its own
     deterministic: bool = True
     host_sync: str = ""
     checks: tuple[str, ...] = ()

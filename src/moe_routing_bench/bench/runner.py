@@ -28,15 +28,7 @@ from moe_routing_bench.bench.setup import Setup, Trial, Watch
 from moe_routing_bench.bench.spans.span import Load, Span, all_threads, is_ours, ranked, span_named
 from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.bench.trial import slow_reason, try_alone
-from moe_routing_bench.bench.verdict import (
-    DELTA,
-    DELTA_APART,
-    MIN_ROUNDS,
-    Comparison,
-    aa_floor,
-    compare,
-    compare_cells,
-)
+from moe_routing_bench.bench.verdict import MIN_ROUNDS, Comparison, Paired, aa_floor, compare_cell
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.routers.router import include_folder
@@ -69,6 +61,7 @@ OnProgress = Callable[[Progress], None]
 WorkAndLoad = tuple[Cost, Load]  # for one ImplementationRef.question
 Floors = Mapping[ImplementationRef, float | None]
 ROUNDS_TO_RANK = 5
+HELD = "SIGSTOP"  # what stops a process between its turns
 OVER = "the time was over before this case; --seconds gives more"
 
 
@@ -337,6 +330,7 @@ def _outcomes(
             about |= {
                 "role": series.role,
                 "checks": trial.checks,
+                "held": HELD if seen.isolated else "",
                 "calls_per_sample": seen.calls,
                 "checked_timed_calls": seen.checked,
                 "samples": tuple(seen.seconds),
@@ -360,8 +354,6 @@ def _outcomes(
         series = measured.of(one.subject)
         if one.samples and series in compared:
             outcomes[place] = replace(one, comparison=compared[series])
-            if measured.partner(series) != measured.baseline and not measured.samples[series].isolated:
-                outcomes[place] = _held_to_both(outcomes[place], baseline, _noise_floor(measured))
     for series, seen in measured.samples.items():
         if series.role in ("twin", "beside") and (series.beside is None or series.beside in alive):
             where = "timed as it is" if seen.isolated else "in its process"
@@ -371,6 +363,7 @@ def _outcomes(
                     role=series.role,
                     beside=series.beside,
                     reason=f"the baseline beside {series.beside.text}, {where}" if series.beside else "",
+                    held=HELD if seen.isolated else "",
                     samples=tuple(seen.seconds),
                     stages={},
                     checked_timed_calls=0,
@@ -381,35 +374,21 @@ def _outcomes(
 
 
 def _compared(measured: Measured, candidates: list[Series], target: float) -> dict[Series, Comparison]:
-    """The candidates and the twin, each with the baseline timed as it is. The twin's distance counts only for
-    those in processes like its own."""
-    floor, twin = _noise_floor(measured), measured.twin
-    alike = measured.samples[twin].isolated
-    pairs = [*candidates, twin]
-    isolated = [measured.samples[series].isolated for series in pairs]
-    comparisons = compare_cells(
-        [(measured.against(series), measured.samples[series].seconds) for series in pairs],
-        aa_floor=[floor if one == alike else 0.0 for one in isolated],
-        delta=[DELTA_APART if one else DELTA for one in isolated],
-        target=target,
-    )
-    return dict(zip(pairs, comparisons, strict=True))
+    """The candidates and the twin, each with the baseline timed as it is."""
+
+    def paired(series: Series) -> Paired:
+        seen, against = measured.samples[series], measured.against(series)
+        shares = measured.partner(series) != measured.baseline and not seen.isolated
+        elsewhere = measured.samples[measured.baseline].seconds[: len(seen.seconds)] if shares else None
+        return Paired(own=seen.seconds, against=against, isolated=seen.isolated, elsewhere=elsewhere)
+
+    twin = measured.twin
+    found = compare_cell([paired(series) for series in candidates], paired(twin), target=target)
+    return dict(zip([*candidates, twin], found, strict=True))
 
 
 def _noise_floor(measured: Measured) -> float:
     return aa_floor(*(measured.samples[one].seconds for one in (measured.baseline, measured.twin)))
-
-
-def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -> SubjectOutcome:
-    """Code from outside may have slowed the baseline beside it, so FASTER must also hold elsewhere."""
-    comparison = one.comparison
-    if comparison is None or comparison.verdict != "FASTER":
-        return one
-    elsewhere = baseline.samples[: len(one.samples)]
-    if compare(elsewhere, one.samples, aa_floor=floor, delta=DELTA_APART).verdict == "FASTER":
-        return one
-    reason = f"{comparison.reason}; but it is not faster than the baseline in another process"
-    return replace(one, comparison=replace(comparison, verdict="UNDECIDED", more_rounds=None, reason=reason))
 
 
 def work_and_load(span: Span, subject: ImplementationRef, inputs: Inputs) -> WorkAndLoad:

@@ -137,6 +137,43 @@ def compare_cells(
     return [replace(one, aa_floor=float(floor)) for one, floor in zip(decided, floors, strict=True)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Paired:
+    """The samples of one implementation, and those of the baseline timed as it is in the same rounds.
+
+    isolated: both by the parent, each in a process of its own
+    elsewhere: the baseline in a process without code from outside, where that shares one with `against`
+    """
+
+    own: ArrayLike
+    against: ArrayLike
+    isolated: bool = False
+    elsewhere: ArrayLike | None = None
+
+
+def compare_cell(pairs: Sequence[Paired], twin: Paired, *, target: float = TARGET) -> list[Comparison]:
+    """All comparisons of a cell by the rule above, the twin's last. The twin's distance counts only for those
+    in processes like its own."""
+    floor = aa_floor(twin.against, twin.own)
+    found = compare_cells(
+        [(one.against, one.own) for one in (*pairs, twin)],
+        aa_floor=[floor if one.isolated == twin.isolated else 0.0 for one in (*pairs, twin)],
+        delta=[DELTA_APART if one.isolated else DELTA for one in (*pairs, twin)],
+        target=target,
+    )
+    return [_held_to_both(*both, floor) for both in zip(found, (*pairs, twin), strict=True)]
+
+
+def _held_to_both(comparison: Comparison, pair: Paired, floor: float) -> Comparison:
+    """Code from outside may have slowed the baseline beside it, so FASTER must also hold elsewhere."""
+    if pair.elsewhere is None or comparison.verdict != "FASTER":
+        return comparison
+    if compare(pair.elsewhere, pair.own, aa_floor=floor, delta=DELTA_APART).verdict == "FASTER":
+        return comparison
+    reason = f"{comparison.reason}; but it is not faster than the baseline in another process"
+    return replace(comparison, verdict="UNDECIDED", more_rounds=None, reason=reason)
+
+
 def aa_floor(a: ArrayLike, a_twin: ArrayLike) -> float:
     """How far the baseline was from its own twin in this session: 0.013 is 1.3 %, in either direction.
 

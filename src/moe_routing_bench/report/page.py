@@ -35,6 +35,7 @@ from moe_routing_bench.report.tables import (
 )
 from moe_routing_bench.report.winners import MEANING, Hovers, answer, decided, leads, winner_map
 from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.repeating import command_of
 from moe_routing_bench.train.pareto import sentences
 
 HERE = Path(__file__).parent
@@ -251,7 +252,7 @@ def _ranked(cell: Cell, details: list[list[str]]) -> Ranked:
         table=table,
         details=tuple(range(start, len(details))),
         failed=failed,
-        command=cell.first.repro,
+        command=command_of(cell.first),
         words=f"{cell.title} {cell.model} {' '.join(cell.names.values())} {verdicts}".lower(),
     )
 
@@ -272,7 +273,7 @@ def _details(record: Record) -> list[str]:
     ]
     if comparison is not None:
         lines.append(f"against {comparison.baseline}: {comparison.reason}")
-    return [*map(plain, lines), plain(record.repro)]
+    return [*map(plain, lines), plain(command_of(record))]
 
 
 def _trained(study: Study) -> Section:

@@ -28,6 +28,7 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.core.whole_files import write_whole, written_whole
 from moe_routing_bench.results.read import RECORDS, LeftOut, is_plain_file, read_records, session_folders
 from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.repeating import command_of
 from moe_routing_bench.workloads.axes import axes_of
 from moe_routing_bench.workloads.experiment import Experiment
 
@@ -258,7 +259,8 @@ def fold(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
 def write_rows(path: Path, records: Iterable[Record]) -> None:
     """Records for `select_rows`: written anew, so that SQL sees what the schema saw and nothing else."""
     with path.open("wb") as file:
-        file.writelines(record.line() for record in records)
+        for record in records:
+            file.write(record.model_copy(update={"repro": command_of(record)}).line())
 
 
 def select_rows(rows: Path) -> str:

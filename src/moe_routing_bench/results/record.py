@@ -239,7 +239,10 @@ class Implementation(Part):
 
 
 class Protocol(Part):
-    """rounds=40, calls_per_sample=3, stop_reason="budget", ...; all_threads: those of all ranks together."""
+    """rounds=40, calls_per_sample=3, stop_reason="budget", ...; all_threads: those of all ranks together.
+
+    held: what kept the process of code from outside still between its turns; "" if it shares one with others.
+    """
 
     all_threads: Size
     rounds: Count
@@ -247,6 +250,7 @@ class Protocol(Part):
     warmup_calls: Count
     stop_reason: Sentence
     fresh_inputs: Name
+    held: Name = ""
 
 
 class Samples(Part):

@@ -79,6 +79,7 @@ def _record(
             warmup_calls=WARM_SAMPLES * one.calls_per_sample,
             stop_reason=outcome.stop_reason,
             fresh_inputs="every call",
+            held=one.held,
         ),
         timing=timing,
         comparison=comparison,
