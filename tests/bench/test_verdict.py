@@ -324,3 +324,12 @@ def test_the_twin_counts_only_for_processes_like_its_own():
     )
     assert shared.aa_floor == twin.aa_floor == pytest.approx(0.2) and apart.aa_floor == 0.0
     assert (shared.verdict, apart.verdict) == ("UNDECIDED", "SAME")  # within 3 % of 1, as two processes are
+
+
+def test_code_that_nothing_holds_is_not_called_faster():
+    base, fast = [1.0, 1.1, 1.05, 1.02] * 8, [0.5, 0.55, 0.52, 0.51] * 8
+    twin = Paired(own=[1.01 * t for t in base], against=base)
+    free = Paired(own=fast, against=base, isolated=True, trusted=False)
+    found, slow, _ = compare_cell([free, replace(free, own=base, against=fast)], twin)
+    assert found.verdict == "UNDECIDED" and "--trust" in found.reason
+    assert slow.verdict == "SLOWER"

@@ -13,6 +13,7 @@ from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.compiling import compile_first
 from moe_routing_bench.bench.cores import judging_threads, quiet_cores
 from moe_routing_bench.bench.floor import beaten_roofs, floor_seconds, roof_seconds, too_fast
+from moe_routing_bench.bench.hosts.children import HELD
 from moe_routing_bench.bench.hosts.messages import Described
 from moe_routing_bench.bench.hosts.sandbox import check_sandbox
 from moe_routing_bench.bench.hosts.shared import Reuse, SharedHost
@@ -61,7 +62,6 @@ OnProgress = Callable[[Progress], None]
 WorkAndLoad = tuple[Cost, Load]  # for one ImplementationRef.question
 Floors = Mapping[ImplementationRef, float | None]
 ROUNDS_TO_RANK = 5
-HELD = "SIGSTOP"  # what stops a process between its turns
 OVER = "the time was over before this case; --seconds gives more"
 
 
@@ -330,7 +330,7 @@ def _outcomes(
             about |= {
                 "role": series.role,
                 "checks": trial.checks,
-                "held": HELD if seen.isolated else "",
+                "held": seen.held,
                 "calls_per_sample": seen.calls,
                 "checked_timed_calls": seen.checked,
                 "samples": tuple(seen.seconds),
@@ -348,7 +348,7 @@ def _outcomes(
         return tuple(outcomes)
     by_series = {measured.of(one.subject): one for one in outcomes if one.samples}
     candidates = [series for series in by_series if series.role == "candidate"]
-    compared = _compared(measured, candidates, setup.experiment.target)
+    compared = _compared(setup, measured, candidates)
     baseline = by_series[measured.baseline]
     for place, one in enumerate(outcomes):
         series = measured.of(one.subject)
@@ -363,7 +363,7 @@ def _outcomes(
                     role=series.role,
                     beside=series.beside,
                     reason=f"the baseline beside {series.beside.text}, {where}" if series.beside else "",
-                    held=HELD if seen.isolated else "",
+                    held=seen.held,
                     samples=tuple(seen.seconds),
                     stages={},
                     checked_timed_calls=0,
@@ -373,16 +373,19 @@ def _outcomes(
     return tuple(outcomes)
 
 
-def _compared(measured: Measured, candidates: list[Series], target: float) -> dict[Series, Comparison]:
+def _compared(setup: Setup, measured: Measured, candidates: list[Series]) -> dict[Series, Comparison]:
     """The candidates and the twin, each with the baseline timed as it is."""
 
     def paired(series: Series) -> Paired:
         seen, against = measured.samples[series], measured.against(series)
         shares = measured.partner(series) != measured.baseline and not seen.isolated
         elsewhere = measured.samples[measured.baseline].seconds[: len(seen.seconds)] if shares else None
-        return Paired(own=seen.seconds, against=against, isolated=seen.isolated, elsewhere=elsewhere)
+        trusted = series.implementation not in setup.outside or seen.held == HELD or setup.experiment.trust
+        return Paired(
+            own=seen.seconds, against=against, isolated=seen.isolated, elsewhere=elsewhere, trusted=trusted
+        )
 
-    twin = measured.twin
+    twin, target = measured.twin, setup.experiment.target
     found = compare_cell([paired(series) for series in candidates], paired(twin), target=target)
     return dict(zip([*candidates, twin], found, strict=True))
 

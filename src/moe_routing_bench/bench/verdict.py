@@ -143,12 +143,14 @@ class Paired:
 
     isolated: both by the parent, each in a process of its own
     elsewhere: the baseline in a process without code from outside, where that shares one with `against`
+    trusted: our own code, or what the system held (hosts/holding.py), or what the user trusts
     """
 
     own: ArrayLike
     against: ArrayLike
     isolated: bool = False
     elsewhere: ArrayLike | None = None
+    trusted: bool = True
 
 
 def compare_cell(pairs: Sequence[Paired], twin: Paired, *, target: float = TARGET) -> list[Comparison]:
@@ -161,16 +163,23 @@ def compare_cell(pairs: Sequence[Paired], twin: Paired, *, target: float = TARGE
         delta=[DELTA_APART if one.isolated else DELTA for one in (*pairs, twin)],
         target=target,
     )
-    return [_held_to_both(*both, floor) for both in zip(found, (*pairs, twin), strict=True)]
+    return [_believed(*both, floor) for both in zip(found, (*pairs, twin), strict=True)]
 
 
-def _held_to_both(comparison: Comparison, pair: Paired, floor: float) -> Comparison:
-    """Code from outside may have slowed the baseline beside it, so FASTER must also hold elsewhere."""
-    if pair.elsewhere is None or comparison.verdict != "FASTER":
+def _believed(comparison: Comparison, pair: Paired, floor: float) -> Comparison:
+    """Code from outside may have slowed the baseline beside it, so FASTER must also hold elsewhere; and it is
+    not said of code that could have worked while it was to stand still."""
+    if comparison.verdict != "FASTER":
         return comparison
-    if compare(pair.elsewhere, pair.own, aa_floor=floor, delta=DELTA_APART).verdict == "FASTER":
+    if not pair.trusted:
+        why = "nothing here keeps code from outside still (ptrace and seccomp do); --trust believes it"
+    elif pair.elsewhere is None:
         return comparison
-    reason = f"{comparison.reason}; but it is not faster than the baseline in another process"
+    elif compare(pair.elsewhere, pair.own, aa_floor=floor, delta=DELTA_APART).verdict == "FASTER":
+        return comparison
+    else:
+        why = "it is not faster than the baseline in another process"
+    reason = f"{comparison.reason}; but {why}"
     return replace(comparison, verdict="UNDECIDED", more_rounds=None, reason=reason)
 
 

@@ -184,6 +184,12 @@ class Experiment:
         flag="--sandbox",
         since=3,
     )
+    trust: bool = _how(
+        False,
+        "Call code from outside FASTER also where the system cannot hold it (no ptrace, no seccomp).",
+        flag="--trust",
+        since=3,
+    )
     all: bool = _how(
         False, "All rounds also for what is 5 times slower than the best.", flag="--all", since=3
     )

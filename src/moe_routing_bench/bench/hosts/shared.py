@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.bench.hosts.children import Child
+from moe_routing_bench.bench.hosts.holding import can_hold
 from moe_routing_bench.bench.hosts.host import Clock, Reading, Turn
 from moe_routing_bench.bench.hosts.messages import Called, StagesTimed, Weights
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs
@@ -175,8 +176,12 @@ class SharedHost:
 
     def _start(self) -> Child:
         setup, experiment = self.setup, replace(self.setup.experiment, implementations=self.subjects)
-        sandbox = experiment.sandbox and not setup.outside.isdisjoint(self.subjects)
-        child = Child(experiment, setup.cores, shared_worker.serve, sandbox=sandbox)
+        outside = not setup.outside.isdisjoint(self.subjects)
+        held = outside and can_hold()
+        child = Child(
+            experiment, setup.cores, shared_worker.serve, "outside" if held else "ours",
+            sandbox=experiment.sandbox and outside, held=held,
+        )  # fmt: skip
         return child.ready(self._meanwhile)
 
     def _meanwhile(self) -> None:

@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from moe_routing_bench.bench.calls import Caller, Result, named_tensors, wrong_type
 from moe_routing_bench.bench.clock import CacheFlusher, calls_per_sample
 from moe_routing_bench.bench.device import clock_for, memory_place
+from moe_routing_bench.bench.hosts.filtering import forbid
 from moe_routing_bench.bench.inputs import ROUTINGS, Call, Inputs, fingerprint, touch
 from moe_routing_bench.bench.judging import activations, weights_print
 from moe_routing_bench.bench.kit import run_kit
@@ -46,10 +47,12 @@ SAMPLE_SECONDS = 5e-4
 Requests = Mapping[str, Callable[..., dict[str, Any]]]
 
 
-def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]) -> None:
+def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...], code: str = "ours") -> None:
     """The main function of a worker process. Everything it prints goes to a log in its scratch folder."""
     experiment = Experiment.from_json(cell_json)
     settle(experiment, Path(scratch), pipe.fileno(), cores)
+    if code == "outside":
+        wait_until_held(pipe)
     answer_requests(pipe, lambda: _Worker(experiment, Path(scratch)).requests())
 
 
@@ -287,6 +290,14 @@ def settle(
         most = now + int(experiment.memory_gib * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     gc.disable()
+
+
+def wait_until_held(pipe: Connection) -> None:
+    """Before anything from outside is loaded: the parent holds this process, and the kernel refuses it what
+    is not its business. Where the kernel cannot, the parent sees that, and says so in the record."""
+    with contextlib.suppress(OSError):
+        forbid()
+    pipe.recv_bytes()
 
 
 def _global_state() -> dict[str, Any]:
