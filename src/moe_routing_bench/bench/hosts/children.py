@@ -107,6 +107,13 @@ class Child:
         filtered = is_filtered(dict(re.findall(r"^(\w+):\s+(.*)$", self._status(), re.M)))
         return " + ".join(["ptrace"] * (self._tree is not None) + ["seccomp"] * filtered)
 
+    def others(self) -> int:
+        """How many processes it has started that still run, if it is held."""
+        if self._tree is None:
+            return 0
+        self._tree.serve()
+        return self._tree.others()
+
     def ready(self, meanwhile: Callable[[], None] = lambda: None) -> Self:
         """Wait until it has made its inputs, which for a model takes seconds; until then, do `meanwhile`."""
         try:

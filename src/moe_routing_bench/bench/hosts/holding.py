@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from functools import cache
+from weakref import WeakSet
 
 from moe_routing_bench.bench.hosts.freezing import FREEZE_SECONDS, GoneError
 
@@ -28,11 +31,31 @@ FORK, VFORK, CLONE, STOP = 1, 2, 3, 128  # events
 OPTIONS = 1 << FORK | 1 << VFORK | 1 << CLONE | 1 << 20  # the last: kill them when the tracer ends
 WNOHANG, WALL = 1, 0x40000000
 JOB_CONTROL = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
-SPINS = 200  # looks at a thread that is about to stop, before waiting a little
+_trees: WeakSet[Tree] = WeakSet()  # that are to stop, or were
 
 
 @cache
-def _calls() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:  # type: ignore[name-defined]
+def _watch() -> threading.Thread:
+    """One thread for all trees: whoever stops a tree waits for it, and cannot look at the time."""
+
+    def run() -> None:
+        while True:
+            time.sleep(1.0)
+            for tree in tuple(_trees):
+                tree.kill_if_late()
+
+    thread = threading.Thread(target=run, name="mrb-holding", daemon=True)
+    thread.start()
+    return thread
+
+
+def _watch_over(tree: Tree) -> None:
+    _trees.add(tree)
+    _watch()
+
+
+@cache
+def _calls() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     libc.ptrace.restype = ctypes.c_long
@@ -58,7 +81,7 @@ class Tree:
         self._stopped: dict[int, int] = {}  # thread: the signal it gets when it goes on, 0 for none
         self._still: dict[int, tuple[bytes, ...]] = {}
         self._leaders: dict[int, int] = {}  # the process of each thread
-        self._stopping = False
+        self._stopping, self._deadline = False, math.inf
         if not _ptrace(SEIZE, pid, OPTIONS):
             raise GoneError
         self._running.add(pid)
@@ -76,23 +99,16 @@ class Tree:
 
     def stop(self) -> None:
         """Returns when no thread of any process can run."""
-        self._stopping = True
-        deadline, looks = time.monotonic() + FREEZE_SECONDS, 0
+        self._stopping, self._deadline = True, time.monotonic() + FREEZE_SECONDS
+        _watch_over(self)
         for tid in tuple(self._running):
             _ptrace(INTERRUPT, tid)
-        while self._running:
-            known = set(self._running)
-            for tid in known:
-                self._heard(tid)
-            for tid in self._running - known:  # born in between: it stops before it runs
-                self._heard(tid)
-            looks += 1
-            if looks < SPINS:
-                os.sched_yield()  # this process may be on the very core that they need to stop
-            elif time.monotonic() > deadline:
-                raise TimeoutError(f"its threads did not stop within {FREEZE_SECONDS:g} s")
-            else:
-                time.sleep(2e-5)
+        while self._running:  # also those born in between, which stop before they run
+            for tid in tuple(self._running):
+                self._heard(tid, wait=True)
+        late, self._deadline = time.monotonic() > self._deadline, math.inf
+        if late:
+            raise TimeoutError(f"its threads did not stop within {FREEZE_SECONDS:g} s")
         if self.pid not in self._stopped:
             raise GoneError
 
@@ -124,17 +140,25 @@ class Tree:
         self._running |= self._stopped.keys()
         self._stopped = {}
         while self._running and time.monotonic() < deadline:
-            for tid in self._running:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(tid, signal.SIGKILL)
+            self.kill()
             self.serve()
             time.sleep(1e-4)
 
-    def _heard(self, tid: int) -> bool:
+    def kill(self) -> None:
+        for tid in tuple(self._running):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(tid, signal.SIGKILL)
+
+    def kill_if_late(self) -> None:
+        """What does not stop is killed, so that nobody waits for it any longer."""
+        if time.monotonic() > self._deadline:
+            self.kill()
+
+    def _heard(self, tid: int, *, wait: bool = False) -> bool:
         """Takes a report of a thread, if there is one. What reports goes on, unless all shall stop."""
         status = ctypes.c_int()
-        found = _calls()[1](tid, ctypes.byref(status), WALL | WNOHANG)
-        if found == 0:
+        found = _calls()[1](tid, ctypes.byref(status), WALL if wait else WALL | WNOHANG)
+        if found == 0 or (found < 0 and ctypes.get_errno() == errno.EINTR):
             return False
         value = status.value
         if found < 0 or value & 0x7F != 0x7F:  # it is gone, or another thread of its process called exec
