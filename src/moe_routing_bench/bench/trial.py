@@ -182,7 +182,7 @@ def check_kit(answer: KitRun) -> None:
 
 def _check_loaded(child: Child, subject: ImplementationRef, setup: Setup) -> None:
     """All that its results hang on is in the resume key, or there is no time."""
-    files = child.ask("loaded", Loaded).files
+    files = (*child.ask("loaded", Loaded).files, *child.mapped())
     folders = folders_of(span_named(setup.experiment.span), subject, setup.judge.inputs)
     if strange := not_in_the_key(files, setup.experiment, folders):
         raise SubjectError(

@@ -29,6 +29,7 @@ from moe_routing_bench.bench.hosts.freezing import GoneError
 from moe_routing_bench.bench.hosts.holding import Tree
 from moe_routing_bench.bench.hosts.messages import Ready, Reply, Timed
 from moe_routing_bench.bench.hosts.sandbox import SandboxedProcess
+from moe_routing_bench.bench.loaded import mapped_by
 from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.bench.untrusted import receive
 from moe_routing_bench.core.fork_server import (
@@ -72,7 +73,7 @@ class Child:
     ):  # fmt: skip
         self.experiment, self.cores = experiment, cores
         self.called: set[int] = set()  # subjects that have made calls here
-        self.scratch = Path(tempfile.mkdtemp(prefix="mrb-"))
+        self.scratch, self._began = Path(tempfile.mkdtemp(prefix="mrb-")), time.time()
         # the log's name may lead elsewhere later, so it is only read through this
         self._log = os.open(self.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._close_log = weakref.finalize(self, os.close, self._log)  # also if a sweep is abandoned
@@ -106,6 +107,10 @@ class Child:
         """By what: HELD, or a part of it."""
         filtered = is_filtered(dict(re.findall(r"^(\w+):\s+(.*)$", self._status(), re.M)))
         return " + ".join(["ptrace"] * (self._tree is not None) + ["seccomp"] * filtered)
+
+    def mapped(self) -> list[str]:
+        """Libraries from elsewhere than Python, the system and this package, by the system's list."""
+        return mapped_by(self.pid, self.scratch, self._began)
 
     def others(self) -> int:
         """How many processes it has started that still run, if it is held."""
