@@ -252,7 +252,7 @@ def test_honest_cells_of_every_kind_pass(
 def test_the_twin_of_a_shared_process_says_nothing_about_isolated_ones(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_routing_bench.bench.runner.aa_floor", lambda a, twin: 0.5)
+    monkeypatch.setattr("moe_routing_bench.bench.verdict.aa_floor", lambda a, twin: 0.5)
     outcome = run_cell(experiment(folder, "staged", "eager_loop", "copy"))
     had_time(*outcome.subjects)
     ours, theirs = (one.comparison for one in outcome.subjects[1:])

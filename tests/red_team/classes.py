@@ -110,5 +110,6 @@ CLASSES: dict[str, dict[str, str]] = {
         "combine.restores_before_the_print": "MUTATED_INPUT WRONG_VALUE",
         "combine.passes_its_own_kit": _WRONG,
         "combine.supports_no_hard_case": "UNSUPPORTED",
+        "combine.right_for_one_size": "WRONG_VALUE",
     },
 }

@@ -3,7 +3,8 @@
 The benchmark's own inputs are all alike: full batches, choices without gaps. The kit's are not (`mrb check`).
 What passed is remembered by the hash of the code that runs, so only changed code is checked again. Code from
 outside could write the file that remembers, so it is checked again by every command. The kit runs in the
-worker: it finds mistakes. Code that lies about it gains nothing, since its results are judged.
+worker, where it finds mistakes in words; code from outside also hands over its results, which the parent
+judges itself.
 """
 
 from __future__ import annotations
@@ -15,13 +16,19 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from safetensors.torch import load
+from torch import Tensor
 
+from moe_routing_bench.bench.calls import Result, named_tensors, result_from, wrong_type
 from moe_routing_bench.bench.device import memory_place
 from moe_routing_bench.bench.identity import digest_of
 from moe_routing_bench.bench.sources import PACKAGE, Code
 from moe_routing_bench.bench.spans.span import span_named
+from moe_routing_bench.bench.untrusted import read_file
+from moe_routing_bench.conformance.arguments import fresh_arguments
 from moe_routing_bench.conformance.cases import KitCell
-from moe_routing_bench.conformance.check import Outcome, cells_of, check
+from moe_routing_bench.conformance.check import Outcome, cells_of, check, result_of
+from moe_routing_bench.conformance.judging import judge_output, reference_of
 from moe_routing_bench.core.machine import this_machine, torch_threads
 from moe_routing_bench.core.names import base_name
 from moe_routing_bench.core.paths import home
@@ -29,20 +36,62 @@ from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
+MAX_RESULT_BYTES = 2**28
 MAX_BYTES = 2**20  # of the file; a fuller one is begun anew
 
 
 def kit_cells(experiment: Experiment, subject: ImplementationRef) -> list[KitCell]:
     """The kit's cells for what the subject names, which is loaded here; none for a whole layer that is not
     ours."""
+    parts = span_named(experiment.span).parts(subject.name)
+    return [one for part in parts for one in _cells(experiment, subject, part.op, part.label)]
+
+
+def _cells(experiment: Experiment, subject: ImplementationRef, op: str, name: str) -> list[KitCell]:
     device, layout = memory_place(experiment.device), base_name(subject.layout)
     return [
         one
-        for part in span_named(experiment.span).parts(subject.name)
-        for one in cells_of(part.op, part.label, (experiment.dtype,), device)
+        for one in cells_of(op, name, (experiment.dtype,), device)
         # batches are for `mrb check`: they start a second thread, and a worker counts its threads
-        if not one.case.batches and (not all_ops()[part.op].has_layout or base_name(one.layout) == layout)
+        if not one.case.batches and (not all_ops()[op].has_layout or base_name(one.layout) == layout)
     ]
+
+
+def kit_results(experiment: Experiment, subject: ImplementationRef) -> dict[str, Tensor]:
+    """What it returns for each cell that it supports, by name, for the judge. In a worker."""
+    tensors = {}
+    with torch_threads(1):
+        for cell in kit_cells(experiment, subject):
+            out = result_of(cell)
+            if out is not None and not wrong_type(out):
+                named = named_tensors(Result(out=out))
+                tensors |= {f"{_name(cell)}{name}": tensor for name, tensor in named.items()}
+    return tensors
+
+
+def judge_kit(path: Path, experiment: Experiment, subject: ImplementationRef, ties: str) -> tuple[int, str]:
+    """How many cells code from outside handed over a result of, and the first wrong one in words. In the
+    parent, which loads nothing of it."""
+    tensors = load(read_file(path, MAX_RESULT_BYTES))
+    judged, wrong = 0, ""
+    for op, name in span_named(experiment.span).named(subject.name):
+        for cell in _cells(experiment, subject, op, name):
+            start = _name(cell)
+            own = {
+                key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)
+            }
+            if not own:
+                continue
+            judged += 1
+            host_args = fresh_arguments(cell.op, cell.case, cell.layout, cell.dtype)
+            result = result_from(own, Result(out=reference_of(cell).baseline))
+            for sentence in judge_output(None, cell, result.out, host_args, ties)[:1]:
+                wrong = wrong or f"{cell.case.name}, {cell.layout}: {sentence}"
+    return judged, wrong
+
+
+def _name(cell: KitCell) -> str:
+    return f"{cell.op}/{cell.case.name}/{cell.layout}/"
 
 
 def run_kit(experiment: Experiment, subject: ImplementationRef) -> tuple[int, int, str]:

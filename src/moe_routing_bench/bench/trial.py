@@ -13,18 +13,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from moe_routing_bench.bench.hosts.children import Child
 from moe_routing_bench.bench.hosts.messages import Calibrated, Called, Described, KitRun, Loaded
 from moe_routing_bench.bench.hosts.shared import Reuse, SharedHost, audit, check_call, check_threads
 from moe_routing_bench.bench.hosts.shared_worker import MAX_CALLS
 from moe_routing_bench.bench.identity import folders_of
-from moe_routing_bench.bench.kit import PassedKits
+from moe_routing_bench.bench.kit import PassedKits, judge_kit
 from moe_routing_bench.bench.loaded import not_in_the_key
 from moe_routing_bench.bench.setup import GATE_CALLS, PATIENCE, Numbers, Setup, Trial
+from moe_routing_bench.bench.sources import PACKAGE
 from moe_routing_bench.bench.spans.span import ranked, span_named
 from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.core.fork_server import server_harm
+from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.workloads.experiment import LONG_CALL, ImplementationRef
 
 
@@ -66,8 +70,11 @@ def try_alone(shared: SharedHost, subject: ImplementationRef) -> Trial:
         child.called.add(place)
         if not known:
             with setup.budget.paused() if setup.budget.kit_apart else nullcontext():
-                answer = child.ask("kit", KitRun, subject=place)
+                judged_here = outside and _may_judge_kit(subject, setup)
+                answer = child.ask("kit", KitRun, subject=place, name="kit" if judged_here else "")
             check_kit(answer)
+            if judged_here:
+                _judge_kit(child, answer, subject, setup, about.ties)
             if source:
                 kits.add(subject, source)
         if outside or setup.experiment.include:
@@ -178,6 +185,27 @@ def check_kit(answer: KitRun) -> None:
         cases = answer.passed + answer.failed
         reason = f"it fails {answer.failed} of {cases} hard cases (`mrb check`): {answer.first}"
         raise SubjectError(Status.WRONG_VALUE, reason)
+
+
+def _may_judge_kit(subject: ImplementationRef, setup: Setup) -> bool:
+    """Is what is right known without loading anything of it? Not for operations from outside, nor if it
+    stores weights in a format of its own."""
+    ops = {op for op, _ in span_named(setup.experiment.span).named(subject.name)}
+    ours = all(Path(all_ops()[op].file).is_relative_to(PACKAGE) for op in ops)
+    return ours and "store=" not in subject.name and setup.experiment.device == "cpu"
+
+
+def _judge_kit(child: Child, answer: KitRun, subject: ImplementationRef, setup: Setup, ties: str) -> None:
+    """What it says of the hard cases must be so."""
+    try:
+        judged, wrong = judge_kit(child.file("kit"), setup.experiment, subject, ties)
+    except (ValueError, SafetensorError) as error:
+        raise SubjectError(Status.WRONG_STRUCTURE, f"its results of the hard cases: {error}") from None
+    if wrong:
+        raise SubjectError(Status.WRONG_VALUE, f"it fails a hard case that it says it passes: {wrong}")
+    if judged < answer.passed:
+        reason = f"it says it passes {answer.passed} hard cases, and handed over results of {judged}"
+        raise SubjectError(Status.SUSPECT, reason)
 
 
 def _check_loaded(child: Child, subject: ImplementationRef, setup: Setup) -> None:

@@ -31,7 +31,7 @@ from moe_routing_bench.bench.device import clock_for, memory_place
 from moe_routing_bench.bench.hosts.filtering import forbid
 from moe_routing_bench.bench.inputs import ROUTINGS, Call, Inputs, fingerprint, touch
 from moe_routing_bench.bench.judging import activations, weights_print
-from moe_routing_bench.bench.kit import run_kit
+from moe_routing_bench.bench.kit import kit_results, run_kit
 from moe_routing_bench.bench.loaded import LoadedFiles
 from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.conformance.check import poisoned_memory
@@ -172,8 +172,12 @@ class _Worker:
         changed = [name for name, now in _global_state().items() if now != state[name]]
         return {**answer, "changed": changed}
 
-    def kit(self, subject: int) -> dict[str, Any]:
-        passed, failed, first = run_kit(self.experiment, self.experiment.implementations[subject])
+    def kit(self, subject: int, name: str) -> dict[str, Any]:
+        """name: of the file for the results, empty if nobody asks for them."""
+        one = self.experiment.implementations[subject]
+        passed, failed, first = run_kit(self.experiment, one)
+        if name:
+            save_file(kit_results(self.experiment, one), self.scratch / f"{name}.safetensors")
         return {"passed": passed, "failed": failed, "first": first[:2000]}
 
     def calibrate(self, subject: int, first: int) -> dict[str, Any]:
