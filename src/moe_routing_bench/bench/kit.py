@@ -59,7 +59,7 @@ def _cells(experiment: Experiment, subject: ImplementationRef, op: str, name: st
 
 def kit_results(experiment: Experiment, subject: ImplementationRef) -> dict[str, Tensor]:
     """What it returns for each cell that it supports, by name, for the judge. In a worker."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     with torch_threads(1):
         for cell in kit_cells(experiment, subject):
             out = result_of(cell)

@@ -81,7 +81,7 @@ def try_alone(shared: SharedHost, subject: ImplementationRef) -> Trial:
             _check_loaded(child, subject, setup)
         if not (outside and setup.can_freeze):  # what is frozen between turns may have threads that wait
             check_threads(child)
-        if others := child.others():
+        if others := child.left_running():
             raise SubjectError(Status.SUSPECT, f"it left {others} processes running")
         if (touched := setup.watch()) is not None:
             raise SubjectError(Status.SUSPECT, touched)

@@ -28,6 +28,8 @@ from moe_routing_bench.core.text import one_line
 from moe_routing_bench.results.folder import environments, iterate, samples_of
 from moe_routing_bench.results.record import Comparison, Record
 from moe_routing_bench.results.repeating import command_of, measurable
+from moe_routing_bench.workloads.axes import axes_of
+from moe_routing_bench.workloads.experiment import Experiment
 
 # parts of a record, or fields, that follow from nothing else in a bundle
 CLAIMED = {
@@ -87,7 +89,7 @@ def check_cells(folder: Path) -> None:
 
 def _machine(machine: Mapping[str, Any]) -> str:
     """Its name has a hash of its facts."""
-    known = {field.name: machine.get(field.name) for field in fields(Machine)}
+    known: dict[str, Any] = {field.name: machine.get(field.name) for field in fields(Machine)}
     lists = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
     derived = Machine(**{**known, **lists}).name if isinstance(known["cpu"], str) else ""
     stated = machine["name"]
@@ -120,7 +122,7 @@ def _whats_wrong(folder: Path, records: Sequence[Record]) -> Iterator[tuple[Reco
 
 def _asked(record: Record) -> tuple[Any, Any]:
     """The experiment but for its own implementation."""
-    known = dict(record.experiment)
+    known = {one.name: getattr(record.experiment, one.name) for one, _ in axes_of(Experiment)}
     baseline, *_ = known.pop("implementations") or (None,)
     return known, baseline
 

@@ -112,7 +112,7 @@ class Child:
         """Libraries from elsewhere than Python, the system and this package, by the system's list."""
         return mapped_by(self.pid, self.scratch, self._began)
 
-    def others(self) -> int:
+    def left_running(self) -> int:
         """How many processes it has started that still run, if it is held."""
         if self._tree is None:
             return 0

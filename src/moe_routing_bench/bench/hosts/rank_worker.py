@@ -56,9 +56,9 @@ class _Rank(_Worker):
             return {"unsupported": COMPACT}
         return {**super().gate(subject, number, step, poison, name, then), "stamps": self.stamps}
 
-    def kit(self, subject: int) -> dict[str, Any]:
+    def kit(self, subject: int, name: str) -> dict[str, Any]:
         """The hard cases are for one rank, so one runs them."""
-        return {"passed": 0, "failed": 0, "first": ""} if self.ranks.rank else super().kit(subject)
+        return {"passed": 0, "failed": 0, "first": ""} if self.ranks.rank else super().kit(subject, name)
 
     def calibrate(self, subject: int, first: int) -> dict[str, Any]:
         return {"calls": 1}  # the ranks meet before each
