@@ -21,7 +21,6 @@ import sys
 import time
 from pathlib import Path
 
-from moe_routing_bench.bench.hosts.freezing import _state
 from moe_routing_bench.bench.hosts.holding import Tree
 
 DURATIONS = {"10 us": 1e-5, "1 ms": 1e-3, "100 ms": 1e-1}
@@ -33,6 +32,11 @@ while data := os.read(0, 8):
     while (took := time.perf_counter() - began) < seconds: pass
     os.write(1, struct.pack("d", took))
 """
+
+
+def state(pid: int, tid: str) -> str:
+    with open(f"/proc/{pid}/task/{tid}/stat", "rb") as file:  # noqa: PTH123
+        return file.read().rpartition(b")")[2].split(maxsplit=1)[0].decode()
 
 
 class Spinner:
@@ -60,7 +64,7 @@ class Spinner:
             return
         pid = self.child.pid
         os.kill(pid, signal.SIGSTOP)
-        while not all(_state(pid, tid) in "TZX" for tid in os.listdir(f"/proc/{pid}/task")):  # noqa: PTH208
+        while not all(state(pid, tid) in "TZX" for tid in os.listdir(f"/proc/{pid}/task")):  # noqa: PTH208
             time.sleep(1e-5)
 
     def resume(self) -> None:

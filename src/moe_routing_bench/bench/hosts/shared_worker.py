@@ -176,7 +176,7 @@ class _Worker:
         """name: of the file for the results, empty if nobody asks for them."""
         one = self.experiment.implementations[subject]
         passed, failed, first = run_kit(self.experiment, one)
-        if name:
+        if name and not failed:
             save_file(kit_results(self.experiment, one), self.scratch / f"{name}.safetensors")
         return {"passed": passed, "failed": failed, "first": first[:2000]}
 
