@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -25,7 +26,7 @@ from moe_routing_bench.train.records import execute, run_folder
 from moe_routing_bench.train.settings import Rule, Run, Size
 from moe_routing_bench.train.study import TIMES, StudyRun
 from moe_routing_bench.train.study_rules import RATES, rule_named, studies
-from moe_routing_bench.train.text import Corpus, read_corpus, read_dataset, read_texts, synthetic
+from moe_routing_bench.train.text import BYTES, TEXTS, Corpus, read_corpus, read_dataset, read_texts
 
 SYNTHETIC = "synthetic"
 LONG_SECONDS = 120.0  # a study that takes longer names --quick
@@ -35,6 +36,7 @@ QUICK = {
     "sizes": "layers=1,D=64,F=64,sequence=64",
 }  # fmt: skip
 
+Number = TypeVar("Number", int, float)
 Out = Annotated[Path, typer.Option(help="The folder for runs and results; they go on from there.")]
 
 
@@ -42,6 +44,29 @@ def _quick(context: typer.Context, given: bool) -> bool:
     if given:
         context.default_map = {**(context.default_map or {}), **QUICK}
     return given
+
+
+def _protocol(context: typer.Context, study: str) -> str:
+    """A file gives the study and its options; the command line may still change them."""
+    if not study.endswith(".toml"):
+        return study
+    with user_mistakes():
+        try:
+            options = tomllib.loads(Path(study).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read the study {study}: {error}") from None
+        known = {parameter.name for parameter in context.command.params}
+        if unknown := options.keys() - known:
+            raise ValueError(f"{study}: mrb train study has no option {', '.join(sorted(unknown))}")
+        context.default_map = {**(context.default_map or {}), **options}
+        return str(options["study"])
+
+
+def _numbers(name: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
+    try:
+        return tuple(kind(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        raise ValueError(f"--{name} is a list of numbers with commas between them, not {text!r}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +82,12 @@ class TrainOptions:
         list[Path] | None, typer.Option(help="A text to learn; its end is held out. Repeatable.")
     ] = None
     corpus: Annotated[
-        str | None, typer.Option(help=f"A folder of texts, or `{SYNTHETIC}`, which is the default.")
+        str | None,
+        typer.Option(help=f"A folder of texts, or one of {', '.join(TEXTS)}. Default: {SYNTHETIC}."),
     ] = None
+    vocabulary: Annotated[
+        int, typer.Option(min=BYTES, max=65536, help="Tokens: pieces learnt from the text; 256 is bytes.")
+    ] = BYTES
     dataset: Annotated[
         str | None, typer.Option(help="A dataset of the Hugging Face Hub with a column `text`.")
     ] = None
@@ -84,16 +113,18 @@ class TrainOptions:
         if sum(given is not None for given in (self.text or None, self.corpus, self.dataset)) > 1:
             raise ValueError("--text, --corpus and --dataset each name the text; give one of them")
         if self.text:
-            return read_texts(self.text)
-        if self.dataset is not None:
-            return read_dataset(self.dataset)
-        return synthetic() if self.corpus in (None, SYNTHETIC) else read_corpus(Path(self.corpus))
+            found = read_texts(self.text)
+        elif self.dataset is not None:
+            found = read_dataset(self.dataset)
+        else:
+            found = read_corpus(self.corpus or SYNTHETIC)
+        return found.with_vocabulary(self.vocabulary)
 
     def run(self, study: str | None = None) -> Run:
         return Run(
             rule=Rule(name="like"), size=_sizes(self.sizes, study), steps=self.steps, batch=self.batch,
             autocast=self.autocast, warmup=min(40, max(1, self.steps // 5)), evaluations=self.evaluations,
-            pieces=self.pieces, seed=self.seed,
+            pieces=self.pieces, seed=self.seed, vocabulary=self.vocabulary,
         )  # fmt: skip
 
     def say_text(self) -> None:
@@ -134,7 +165,14 @@ def run_command(
 
 @with_options
 def study_command(
-    study: Annotated[str, typer.Argument(help=f"One of {', '.join(studies())}.")],
+    study: Annotated[
+        str,
+        typer.Argument(
+            is_eager=True,
+            callback=_protocol,
+            help=f"One of {', '.join(studies())}; or a file.toml that names one and its options.",
+        ),
+    ],
     out: Out,
     how: TrainOptions,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each rule.")] = 3,
@@ -144,6 +182,13 @@ def study_command(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Only this rule of the study. Repeatable.")] = None,
     rounds: Annotated[int, typer.Option(min=8, help="Rounds in which steps are timed.")] = 30,
+    shares: Annotated[
+        str,
+        typer.Option(help="Runs also end after these shares of the baseline's seconds, as 0.25,0.5,1."),
+    ] = "",
+    looks: Annotated[
+        str, typer.Option(help="Numbers of seeds after which a decided study stops, as 4,6,8,10.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Train small language models that differ in one thing, and say what it cost.
@@ -164,6 +209,7 @@ def study_command(
         work = StudyRun(
             study, how.learnt(), out, like=how.run(study), seeds=seeds, jobs=jobs or core_count(),
             only=tuple(only or ()), rates=RATES if how.rate is None else (how.rate,),
+            shares=_numbers("shares", shares, float), looks=_numbers("looks", looks, int),
         )  # fmt: skip
     how.say_text()
     _study(work, rounds, as_json)
