@@ -12,12 +12,13 @@ import pytest
 from moe_routing_bench.bench import budget as budget_file
 from moe_routing_bench.bench import measure as loop
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.hosts.host import Host, Reading, Turn
+from moe_routing_bench.bench.hosts.host import Host, Judged, Reading, Turn
 from moe_routing_bench.bench.hosts.messages import Described
 from moe_routing_bench.bench.measure import WARM_SAMPLES, BaselineError, measure
 from moe_routing_bench.bench.series import Measured, Series
-from moe_routing_bench.bench.setup import Setup, Trial
+from moe_routing_bench.bench.setup import Numbers, Setup, Trial
 from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.trial import SAMPLE_SECONDS, calibrate
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 BASE, MINE, OTHER = (ImplementationRef(name=name) for name in ("base", "mine", "other"))
@@ -53,10 +54,10 @@ class FakeHost:
         self.time.now += reading.seconds * reading.calls
         return reading
 
-    def judge(self, turn: Turn) -> int:
+    def judge(self, turn: Turn) -> Judged:
         if turn.keep is not None:
             self.judged.append(turn)
-        return int(turn.keep is not None)
+        return Judged(results=int(turn.keep is not None))
 
     def finish(self, series: Series) -> str:
         self.finished.append(series)
@@ -131,6 +132,23 @@ def lengths(measured: Measured) -> dict[Series, int]:
 
 
 WRONG = SubjectError(Status.WRONG_VALUE, "wrong")
+
+
+def test_calibration_doubles_until_a_sample_is_long_enough(clock: Clock) -> None:
+    samples = iter([share * SAMPLE_SECONDS for share in (0.1, 0.1, 0.2, 9.0, 4.0, 2.0)])
+    host = FakeHost(clock, lambda turn: Reading(seconds=next(samples) / turn.calls, calls=turn.calls))
+    calls, seconds = calibrate(host, ONE, Numbers(), 256)
+    # two calls took nine times as long once: an interruption, and not believed
+    assert [turn.calls for turn in host.turns] == [1, 1, 2, 2, 4, 4]
+    assert (calls, seconds) == (4, pytest.approx(2.0 * SAMPLE_SECONDS / 4))
+    numbers = [number for turn in host.turns for number in range(turn.first, turn.first + turn.calls)]
+    assert len(set(numbers)) == len(numbers), "every call has inputs of its own"
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_calibration_ends(clock: Clock, most: int) -> None:
+    host = FakeHost(clock, lambda turn: Reading(seconds=1e-12, calls=turn.calls))
+    assert calibrate(host, ONE, Numbers(), most)[0] == most
 
 
 def test_all_take_their_turn_on_the_same_inputs_in_a_new_order(clock: Clock) -> None:

@@ -105,8 +105,8 @@ def test_a_rank_that_dies_ends_its_subject_alone(monkeypatch: pytest.MonkeyPatch
     sample, taken = RankGroup.sample, list[int]()
 
     def dying(self: RankGroup, **how: Any) -> Any:
-        taken.append(how["subject"])
-        if how["subject"] == 1 and taken.count(1) == 2 + WARM_SAMPLES + 3:  # in the rounds
+        taken.append(how["place"])
+        if how["place"] == 1 and taken.count(1) == 3 + 2 + WARM_SAMPLES + 3:  # in the rounds
             self.others[0]._process.kill()
         return sample(self, **how)
 
@@ -144,13 +144,16 @@ def test_ranks_keep_to_the_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         assert "weights unchanged" not in one.checks
         assert len(one.samples) == 16 and one.roof_seconds is not None
     assert outcome.rounds_by_process == (8, 8) and begun == [2, 2]
-    kits = [how["subject"] for what, how in asked if what == "kit"]
+    kits = [how["place"] for what, how in asked if what == "kit"]
     assert kits == [0, 1], "each once, and then it is known"
-    assert [how["poison"] for what, how in asked if what == "gate"] == [False, True, True] * 2
     prepared = [how for what, how in asked if what == "prepare"]
-    # two to calibrate each; warm-ups, rounds and a last judged one in both sets of processes
-    assert len(prepared) == 2 * 2 + 2 * (3 * WARM_SAMPLES + 3 * 8 + 2)
-    assert all(how["warm"] and how["calls"] == 1 for how in prepared)
+    tried = [how for how in prepared[:10] if not how["warm"]]
+    assert [how["poison"] for how in tried] == [False, True, True] * 2
+    assert all(how["keep"] == 0 for how in tried)
+    # three calls and two to calibrate each; warm-ups, rounds and a last judged one in both sets of processes
+    assert len(prepared) == 2 * (3 + 2) + 2 * (3 * WARM_SAMPLES + 3 * 8 + 2)
+    assert all(how["warm"] and not how["poison"] for how in prepared if how not in tried)
+    assert all(how["calls"] == 1 for how in prepared)
     assert any("2 threads in all" in note for note in outcome.notes)
 
 
@@ -170,7 +173,7 @@ def test_caches_of_ranks_are_as_was_asked_for(cache: str, monkeypatch: pytest.Mo
     rank.ranks = Ranks(placement_of(SHAPE.E, 1))
     rank.flusher = None if cache == "hot" else rank_worker._FlushTogether()
     with torch.no_grad():
-        rank.prepare(0, first=100, step=0, calls=1, keep=-1, warm=True)
+        rank.prepare(0, first=100, step=0, calls=1, keep=-1, warm=True, poison=False)
         answer = rank.go()
     before = {"hot": ["met"], "cold": ["flushed", "met"], "weights-cold": ["flushed", "met", "touched"]}
     assert done == [*before[cache], "met"]

@@ -197,7 +197,7 @@ class _Rounds:
             self.last = series
         reading = host.sample(turn)
         seen.calls = reading.calls
-        seen.checked += host.judge(turn)
+        seen.checked += host.judge(turn).results
         if warm:
             self.memory.check(series, reading)
         if (touched := self.setup.watch()) is not None:

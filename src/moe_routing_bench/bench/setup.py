@@ -81,6 +81,7 @@ class Setup:
     outside: frozenset[ImplementationRef] = frozenset()
     sources: Mapping[ImplementationRef, str] = field(default_factory=dict)
     trials: dict[ImplementationRef, Trial] = field(default_factory=dict)
+    described: dict[ImplementationRef, Described] = field(default_factory=dict)  # those in their trial too
     numbers: Numbers = field(default_factory=Numbers)
     best_seconds: float = math.inf  # of a call, of those tried so far
 
@@ -88,6 +89,10 @@ class Setup:
         """Is it far behind, and would its trial and the fewest rounds take the time of the others?"""
         needed = (len(GATE_CALLS) + MIN_ROUNDS + 2) * call_seconds
         return call_seconds > FAR_BEHIND * self.best_seconds and needed > PATIENCE * self.budget.seconds
+
+    def about(self, implementation: ImplementationRef) -> Described:
+        """What it declares, as asked in its trial."""
+        return self.described.get(implementation) or self.trials[implementation].about
 
     @property
     def can_freeze(self) -> bool:

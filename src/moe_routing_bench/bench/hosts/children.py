@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar
 import psutil
 from pydantic import ValidationError
 
-from moe_routing_bench.bench.hosts.messages import Ready, Reply, Timed
+from moe_routing_bench.bench.hosts.messages import Prepared, Ready, Reply, Timed
 from moe_routing_bench.bench.hosts.sandbox import SandboxedProcess
 from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.bench.untrusted import receive
@@ -55,7 +55,7 @@ class Vitals:
 
 
 class Child:
-    """A child process: Child(experiment, (1,), serve).ready().ask("describe", Described, subject=0).
+    """A child process: Child(experiment, (1,), serve).ready().ask("describe", Described, place=0).
 
     serve: its main function, which gets a pipe, the experiment, its scratch folder, its cores, and `more`
     """
@@ -65,7 +65,7 @@ class Child:
         sandbox: bool = False, fds: Sequence[int] = (),
     ):  # fmt: skip
         self.experiment, self.cores = experiment, cores
-        self.called: set[int] = set()  # subjects that have made calls here
+        self.called: set[int] = set()  # places of implementations that have made calls here
         self.scratch = Path(tempfile.mkdtemp(prefix="mrb-"))
         # the log's name may lead elsewhere later, so it is only read through this
         self._log = os.open(self.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -142,10 +142,11 @@ class Child:
         self.ask("next_cell", Reply, experiment=experiment.to_json())
         self.experiment, self.called = experiment, set()
 
-    def sample(self, *, warm: bool = True, **details: Any) -> tuple[Timed, float]:
+    def sample(self, **details: Any) -> tuple[Timed, float]:
         """A timed span by two clocks: the child's, which is precise, and this process's in seconds, which
         includes the time in the pipe and which the child cannot change."""
-        self.ask("prepare", Reply, warm=warm, **details)
+        if (reason := self.ask("prepare", Prepared, **details).unsupported) is not None:
+            raise SubjectError(Status.UNSUPPORTED, reason)
         started = _now_ns()
         timed = self.ask("go", Timed)
         seen = (_now_ns() - started) * 1e-9

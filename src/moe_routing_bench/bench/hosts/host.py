@@ -1,4 +1,4 @@
-"""Host: what the measuring loop needs of the processes that run implementations.
+"""Host: what trials and the measuring loop need of the processes that run implementations.
 
 shared.py     our own code, all of it in one process
 ranks.py      the same for a layer on several processes
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 from moe_routing_bench.bench.series import Series
+from moe_routing_bench.core.accuracy import Verdict
 
 Clock: TypeAlias = Literal["child", "parent"]
 
@@ -31,6 +33,8 @@ class Turn:
     keep: int | None = None
     hot: bool = True
     stages: bool = False  # instead, the parts of call `first`, one by one
+    poison: bool = False  # new memory holds nonsense
+    name: str = ""  # a kept result with a name is read again after the next kept one: it must be the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,21 @@ class Reading:
     stages: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What was found out about the results of a turn, all of them right.
+
+    results: how many were compared with the oracle
+    runs:    what really ran, in words
+    file:    holds the kept result
+    """
+
+    results: int = 0
+    verdict: Verdict | None = None
+    runs: str = ""
+    file: Path = Path()
+
+
 class Host(Protocol):
     """Runs the turns of some series. Every method raises SubjectError if something is wrong.
 
@@ -63,8 +82,8 @@ class Host(Protocol):
 
     def sample(self, turn: Turn) -> Reading: ...
 
-    def judge(self, turn: Turn) -> int:
-        """Check what the turn computed: how many of its results were compared with the oracle."""
+    def judge(self, turn: Turn) -> Judged:
+        """Check what the turn computed."""
         ...
 
     def finish(self, series: Series) -> str:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from statistics import median
 
 from moe_routing_bench.bench.hosts.freezing import Strangers
-from moe_routing_bench.bench.hosts.host import Clock, Reading, Turn
+from moe_routing_bench.bench.hosts.host import Clock, Judged, Reading, Turn
 from moe_routing_bench.bench.hosts.seats import Drawn, Seat, Secret
 from moe_routing_bench.bench.inputs import ROUTINGS
 from moe_routing_bench.bench.series import Series
@@ -115,7 +115,7 @@ class IsolatedHost:
             # new threads may wait in a frozen process; those that work are seen by their CPU time
         )  # fmt: skip
 
-    def judge(self, turn: Turn) -> int:
+    def judge(self, turn: Turn) -> Judged:
         """Compare all results with the partner's. Some are judged in full, by lot; and what should be kept,
         unless one was before."""
         series, seat = turn.series, self.seats[turn.series]
@@ -126,7 +126,7 @@ class IsolatedHost:
             if turn.keep is not None and not seat.judged and series.role != "beside":
                 self._judge(series, self._any_call(seat))
         self._compare()
-        return seat.judged - before
+        return Judged(results=seat.judged - before)
 
     def finish(self, series: Series) -> str:
         if series in self.trusted:

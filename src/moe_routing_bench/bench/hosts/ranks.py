@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from moe_routing_bench.bench.calls import GRADIENT
 from moe_routing_bench.bench.hosts import rank_worker
 from moe_routing_bench.bench.hosts.children import LOG_TAIL, A, Child, Vitals
-from moe_routing_bench.bench.hosts.messages import Called, Ready, Timed
+from moe_routing_bench.bench.hosts.messages import HandedOver, Ready, Timed
 from moe_routing_bench.bench.hosts.shared import SharedHost
 from moe_routing_bench.bench.spans.parallel import STAGES
 from moe_routing_bench.bench.status import Status, SubjectError
@@ -33,6 +33,8 @@ IN_PARTS = ("out", f"{GRADIENT}x_TD", f"{GRADIENT}{EXPERTS}")
 
 
 class RanksHost(SharedHost):
+    max_calls = 1  # the ranks meet before each
+
     def check_weights(self) -> None:
         """Every rank computes with copies, so nobody can change another's."""
 
@@ -141,12 +143,11 @@ class RankGroup(Child):
 def _together(answers: list[Any], stages: tuple[str, ...]) -> dict[str, Any]:
     """What differs from rank to rank, for all of them."""
     whole: dict[str, Any] = {}
-    if isinstance(answers[0], (Called, Timed)) and answers[0].stamps:
+    if isinstance(answers[0], Timed):
         ends = np.array([answer.stamps for answer in answers]).max(0)  # the last rank counts
         whole["seconds"] = float(ends[-1] - ends[0])
-        if isinstance(answers[0], Timed):
-            whole["stages"] = dict(zip(stages, np.diff(ends).tolist(), strict=True))
-    if isinstance(answers[0], Called):
+        whole["stages"] = dict(zip(stages, np.diff(ends).tolist(), strict=True))
+    if isinstance(answers[0], HandedOver):
         whole["wrong_type"] = next((answer.wrong_type for answer in answers if answer.wrong_type), "")
         same = all(answer.print == answers[0].print for answer in answers)
         whole["print"] = answers[0].print if same else "one of the ranks changed its inputs"

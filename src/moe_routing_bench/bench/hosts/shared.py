@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.bench.hosts.children import Child
-from moe_routing_bench.bench.hosts.host import Clock, Reading, Turn
-from moe_routing_bench.bench.hosts.messages import Called, StagesTimed, Weights
+from moe_routing_bench.bench.hosts.host import Clock, Judged, Reading, Turn
+from moe_routing_bench.bench.hosts.messages import Described, HandedOver, KitRun, Loaded, StagesTimed, Weights
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs
-from moe_routing_bench.bench.judging import Judge
 from moe_routing_bench.bench.series import Series
-from moe_routing_bench.bench.setup import GATE_CALLS, Numbers, Setup
+from moe_routing_bench.bench.setup import GATE_CALLS, Setup
 from moe_routing_bench.bench.status import Status, SubjectError
-from moe_routing_bench.core.accuracy import Verdict
+from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.workloads.axes import values_of
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
@@ -30,6 +31,7 @@ PIPE_SECONDS = 3e-4
 HIDDEN_SHARE = 0.05
 SECOND_CHANCES = 50
 AUDIT_SECONDS = 0.02
+MAX_CALLS = 256  # in one sample: each has its own inputs, all made before the sample
 Span = tuple[float, float]  # seconds by the child's clock and by the parent's
 
 
@@ -74,11 +76,13 @@ class SharedHost:
     """SharedHost(setup, (staged, native)).sample(Turn(series=Series("candidate", native), first=100))."""
 
     clock: Clock = "child"
+    max_calls = MAX_CALLS
 
     def __init__(self, setup: Setup, subjects: tuple[ImplementationRef, ...], reuse: Reuse | None = None):
         self.setup, self.subjects, self.reuse = setup, subjects, reuse or Reuse()
         self._child: Child | None = None
-        self._handed: Called | None = None
+        self._handed: HandedOver | None = None
+        self._named = ""  # the result before, if it must not change
         self._spans: dict[Series, list[Span]] = {}
 
     @property
@@ -99,22 +103,40 @@ class SharedHost:
         """A subject's number in the process."""
         return self.subjects.index(subject)
 
+    def describe(self, subject: ImplementationRef) -> Described:
+        """What it declares. From here on, threads and memory of the process are counted as its own."""
+        self.child.begin_watch()
+        return self.child.ask("describe", Described, place=self.place(subject))
+
+    def kit(self, subject: ImplementationRef) -> KitRun:
+        """The hard cases of `mrb check`, all of them in the process."""
+        return self.child.ask("kit", KitRun, place=self.place(subject))
+
+    def loaded(self) -> tuple[str, ...]:
+        """Files that the process has loaded from elsewhere than Python, the system and this package."""
+        return self.child.ask("loaded", Loaded).files
+
+    def memory_and_log(self) -> tuple[int | None, str]:
+        """The most memory since `describe`, and the end of what was printed."""
+        return (None, "") if self._child is None else (self._child.peak_bytes(), self._child.log_tail())
+
     def prepare(self, series: Series) -> bool:
         return self.place(series.implementation) in self.child.called
 
     def sample(self, turn: Turn) -> Reading:
         child, place = self.child, self.place(turn.series.implementation)
         if turn.stages:
-            answer = child.ask("stages", StagesTimed, subject=place, number=turn.first, step=turn.step)
+            answer = child.ask("stages", StagesTimed, place=place, number=turn.first, step=turn.step)
             return Reading(seconds=sum(answer.stages.values()), stages=answer.stages)
         before = child.vitals()
         timed, seen = child.sample(
-            subject=place, first=turn.first, step=turn.step, calls=turn.calls,
-            keep=-1 if turn.keep is None else turn.keep, warm=turn.hot,
+            place=place, first=turn.first, step=turn.step, calls=turn.calls,
+            keep=-1 if turn.keep is None else turn.keep, warm=turn.hot, poison=turn.poison,
         )  # fmt: skip
+        child.called.add(place)
         self._spans.setdefault(turn.series, []).append((timed.seconds, seen))
         if turn.keep is not None:
-            self._handed = child.ask("hand_over", Called, subject=place, name="timed")
+            self._handed = child.ask("hand_over", HandedOver, place=place, name=turn.name)
         after = child.vitals()
         return Reading(
             seconds=timed.seconds / turn.calls, calls=turn.calls, parent_seconds=seen, stages=timed.stages,
@@ -122,35 +144,60 @@ class SharedHost:
             new_threads=after.threads - before.threads,
         )  # fmt: skip
 
-    def judge(self, turn: Turn) -> int:
+    def judge(self, turn: Turn) -> Judged:
+        """Its type, its inputs after the call, its values; then memory, settings, and the result before."""
         if turn.keep is None:
-            return 0
+            return Judged()
         assert self._handed is not None
-        subject = turn.series.implementation
-        check_call(
-            self.child, self.setup.judge, self._handed, name="timed", number=turn.first + turn.keep,
-            step=(turn.step + turn.keep) % ROUTINGS, subject=subject,
-            ties=self.setup.trials[subject].about.ties,
-        )  # fmt: skip
-        return 1
+        judge, answer, subject = self.setup.judge, self._handed, turn.series.implementation
+        about, file = self.setup.about(subject), self.child.file(turn.name or shared_worker.TIMED)
+        number, step = turn.first + turn.keep, (turn.step + turn.keep) % ROUTINGS
+        earlier, self._named = self._named, turn.name
+        if answer.wrong_type:
+            raise SubjectError(Status.WRONG_STRUCTURE, answer.wrong_type)
+        if answer.print != judge.input_print(number, step, subject):
+            raise SubjectError(Status.MUTATED_INPUT, "its inputs were not the same after the call")
+        finding = judge.judge(file, number, step, subject, about.ties)
+        if finding.status is not Status.PASSED:
+            raise SubjectError(finding.status, finding.reason)
+        if answer.aliases:
+            raise SubjectError(Status.WRONG_STRUCTURE, "its result shares memory with an input")
+        if answer.changed:
+            changed = ", ".join(answer.changed)
+            raise SubjectError(Status.SUSPECT, f"it changed {changed} for everybody in its process")
+        files = (self.child.file(name) for name in (earlier, f"{earlier}-later"))
+        if earlier and not about.reuses_output and not _same_files(*files):
+            raise SubjectError(Status.WRONG_VALUE, "the next call overwrote an earlier result")
+        return Judged(results=1, verdict=finding.verdict, runs=answer.runs, file=file)
 
     def finish(self, series: Series) -> str:
-        child, subject = self.child, series.implementation
-        check_threads(child)
+        subject = series.implementation
+        self.check_threads()
         if subject not in self.setup.outside:
             return ""
-        calls = self.setup.trials[subject].calls
-
-        def again() -> Span:
-            reading = self.sample(Turn(series=series, first=self.setup.numbers.take(calls), calls=calls))
-            return reading.seconds * calls, reading.parent_seconds
-
-        check_clocks(self._spans[series], again)
-        audit(child, self.place(subject), self.setup.trials[subject].call_seconds, self.setup.numbers)
+        trial = self.setup.trials[subject]
+        check_clocks(self._spans[series], lambda: self._span(series, trial.calls))
+        self.audit(series, trial.call_seconds)
         return (
             f"{subject.name} is from outside and was timed by a clock in its own process: this system lets "
             "nobody read another process's memory, or it computes on a device"
         )
+
+    def audit(self, series: Series, call_seconds: float) -> float:
+        """Seconds per call. Both clocks must agree, on spans so long that the time in the pipe is
+        negligible."""
+        calls = min(self.max_calls, max(1, math.ceil(AUDIT_SECONDS / call_seconds)))
+        spans = [self._span(series, calls) for _ in range(3)]
+        check_clocks(spans, lambda: self._span(series, calls))
+        return min(claimed for claimed, _ in spans) / calls
+
+    def _span(self, series: Series, calls: int) -> Span:
+        reading = self.sample(Turn(series=series, first=self.setup.numbers.take(calls), calls=calls))
+        return reading.seconds * calls, reading.parent_seconds
+
+    def check_threads(self) -> None:
+        if (more := self.child.count_threads() - self.child.threads) > 0:
+            raise SubjectError(Status.SUSPECT, f"it left {more} threads or processes running after its calls")
 
     def check_weights(self) -> None:
         if self._child is None:
@@ -165,7 +212,7 @@ class SharedHost:
     def end(self) -> None:
         if self._child is not None:
             self._child.close()
-        self._child, self._spans = None, {}
+        self._child, self._spans, self._named = None, {}, ""
 
     def leave(self, call_seconds: Mapping[ImplementationRef, float]) -> None:
         """At the end: the process goes to the next experiment, if that may use it."""
@@ -184,37 +231,13 @@ class SharedHost:
         importlib.import_module("scipy.stats")  # takes a second; the verdicts need it
 
 
-def check_call(
-    child: Child, judge: Judge, answer: Called, *,
-    name: str, number: int, step: int, subject: ImplementationRef, ties: str,
-) -> Verdict | None:  # fmt: skip
-    """Checks a call whose result was handed over: type, inputs after the call, values."""
-    if answer.wrong_type:
-        raise SubjectError(Status.WRONG_STRUCTURE, answer.wrong_type)
-    if answer.print != judge.input_print(number, step, subject):
-        raise SubjectError(Status.MUTATED_INPUT, "its inputs were not the same after the call")
-    finding = judge.judge(child.file(name), number, step, subject, ties)
-    if finding.status is not Status.PASSED:
-        raise SubjectError(finding.status, finding.reason)
-    return finding.verdict
-
-
-def check_threads(child: Child) -> None:
-    if (more := child.count_threads() - child.threads) > 0:
-        raise SubjectError(Status.SUSPECT, f"it left {more} threads or processes running after its calls")
-
-
-def audit(child: Child, place: int, call_seconds: float, numbers: Numbers) -> float:
-    """Seconds per call. Both clocks must agree, on spans so long that the time in the pipe is negligible."""
-    calls = min(shared_worker.MAX_CALLS, max(1, math.ceil(AUDIT_SECONDS / call_seconds)))
-
-    def again() -> Span:
-        timed, seen = child.sample(subject=place, first=numbers.take(calls), step=0, calls=calls, keep=-1)
-        return timed.seconds, seen
-
-    spans = [again() for _ in range(3)]
-    check_clocks(spans, again)
-    return min(claimed for claimed, _ in spans) / calls
+def _same_files(one: Path, other: Path) -> bool:
+    """Of two results, the first of which is judged: so its length is known to be reasonable."""
+    try:
+        first = read_file(one, sys.maxsize)
+        return first == read_file(other, len(first))
+    except ValueError:
+        return False
 
 
 def check_clocks(spans: Sequence[Span], again: Callable[[], Span]) -> None:
