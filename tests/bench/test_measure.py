@@ -17,7 +17,7 @@ from moe_routing_bench.bench.hosts.messages import Described
 from moe_routing_bench.bench.measure import WARM_SAMPLES, BaselineError, measure
 from moe_routing_bench.bench.series import Measured, Series
 from moe_routing_bench.bench.setup import Numbers, Setup, Trial
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.trial import SAMPLE_SECONDS, calibrate
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
@@ -114,7 +114,7 @@ def measured_of(setup: Setup, shared: Host) -> Measured:
     return measure(setup, shared, setup.experiment.implementations, lambda done, now: None)
 
 
-def once(series: Series, failure: SubjectError, after: int) -> Script:
+def once(series: Series, failure: ImplementationError, after: int) -> Script:
     """Raises in the sample after so many others of the series."""
     seen = Counter[Series]()
 
@@ -131,7 +131,7 @@ def lengths(measured: Measured) -> dict[Series, int]:
     return {series: len(seen.seconds) for series, seen in measured.samples.items()}
 
 
-WRONG = SubjectError(Status.WRONG_VALUE, "wrong")
+WRONG = ImplementationError(Status.WRONG_VALUE, "wrong")
 
 
 def test_calibration_doubles_until_a_sample_is_long_enough(clock: Clock) -> None:
@@ -201,11 +201,11 @@ def test_a_baseline_that_fails_ends_the_rounds(clock: Clock) -> None:
         host = FakeHost(clock, once(series, WRONG, after=4))
         with pytest.raises(BaselineError) as blame:
             measured_of(setup_of(BASE, MINE), host)
-        assert blame.value.subjects == [BASE] and host.ended == 1
-    over = SubjectError(Status.NO_TIME, "over")
+        assert blame.value.implementations == [BASE] and host.ended == 1
+    over = ImplementationError(Status.NO_TIME, "over")
     with pytest.raises(BaselineError) as blame:
         measured_of(setup_of(BASE, MINE), FakeHost(clock, once(FIRST, over, after=4)))
-    assert list(blame.value.subjects) == [BASE, MINE], "nobody else will have time either"
+    assert list(blame.value.implementations) == [BASE, MINE], "nobody else will have time either"
 
 
 @pytest.fixture
@@ -244,10 +244,10 @@ def test_a_pair_are_neighbours_in_every_round(clock: Clock, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("series", "failure"),
-    [(BESIDE, WRONG), (BESIDE, SubjectError(Status.WRONG_VALUE, "wrong", ONE)), (ONE, WRONG)],
+    [(BESIDE, WRONG), (BESIDE, ImplementationError(Status.WRONG_VALUE, "wrong", ONE)), (ONE, WRONG)],
 )
 def test_code_from_outside_answers_for_the_baseline_beside_it(
-    pair: tuple[FakeHost, FakeHost], series: Series, failure: SubjectError
+    pair: tuple[FakeHost, FakeHost], series: Series, failure: ImplementationError
 ) -> None:
     shared, isolated = pair
     isolated.script = once(series, failure, after=4)
@@ -355,15 +355,18 @@ def test_two_that_take_all_the_time_get_none(clock: Clock) -> None:
     host = FakeHost(clock, lambda turn: Reading(seconds=30.0, calls=1))
     with pytest.raises(BaselineError) as blame:
         measured_of(setup_of(BASE, MINE), host)
-    assert blame.value.failure.status is Status.NO_TIME and list(blame.value.subjects) == [BASE, MINE]
+    assert blame.value.failure.status is Status.NO_TIME and list(blame.value.implementations) == [BASE, MINE]
 
 
 def test_changed_weights_are_blamed_on_all_who_share_the_process(pair: tuple[FakeHost, FakeHost]) -> None:
     shared, _ = pair
-    shared.weights = SubjectError(Status.MUTATED_INPUT, "weights")
+    shared.weights = ImplementationError(Status.MUTATED_INPUT, "weights")
     with pytest.raises(BaselineError) as blame:
         measured_of(setup_of(BASE, OTHER, MINE, outside=(MINE,)), shared)
-    assert list(blame.value.subjects) == [BASE, OTHER] and "one of base, other" in blame.value.failure.reason
+    assert (
+        list(blame.value.implementations) == [BASE, OTHER]
+        and "one of base, other" in blame.value.failure.reason
+    )
 
 
 def test_stages_are_timed_after_the_round_where_the_host_has_a_clock(pair: tuple[FakeHost, FakeHost]) -> None:

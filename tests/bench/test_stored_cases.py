@@ -93,8 +93,8 @@ def result_with(inputs: Inputs, weights: ExpertWeights, **how) -> Result:
     return Result(out=by_expert(*args.values(), **how))
 
 
-def judged(judge: Judge, result: Result, subject: ImplementationRef = STAGED) -> Status:
-    return judge.judge_result(result, 0, 0, subject).status
+def judged(judge: Judge, result: Result, implementation: ImplementationRef = STAGED) -> Status:
+    return judge.judge_result(result, 0, 0, implementation).status
 
 
 @torch.no_grad()
@@ -190,7 +190,7 @@ def test_only_bytes_make_the_floor_and_no_roof_is_raised(
         3000 / ladder.bandwidth(3000, 1)
     )
     store_roofs(roofs)
-    outcome = an_outcome(1e6, 0.9e6, subjects=(EAGER, STAGED), span="expert_ffn", cost=cost)
+    outcome = an_outcome(1e6, 0.9e6, implementations=(EAGER, STAGED), span="expert_ffn", cost=cost)
     raise_stored(replace(outcome, experiment=replace(INT4, implementations=(EAGER, STAGED))))
     assert stored_roofs(here) == roofs
     raise_stored(outcome)

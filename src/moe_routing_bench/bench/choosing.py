@@ -37,7 +37,7 @@ from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.workloads.axes import Axis, Group, axes_of, defaults_of, explained
 from moe_routing_bench.workloads.cases import cases, fitted, model_cases, stored_as
 from moe_routing_bench.workloads.experiment import DIRECTIONS, VIEWS, WORKLOAD, Experiment, ImplementationRef
-from moe_routing_bench.workloads.regret_cases import CONTENDERS
+from moe_routing_bench.workloads.regret_cases import IMPLEMENTATIONS
 from moe_routing_bench.workloads.workload import check_name
 
 SECONDS = 60.0
@@ -413,7 +413,7 @@ def _default_specs(span: Span, case: Experiment, *, several: bool) -> list[str]:
     if case.store:
         return _stored_specs(span, case)
     if _suite(case.case) == REGRET:
-        return list(CONTENDERS[span.name])
+        return list(IMPLEMENTATIONS[span.name])
     quick = _suite(case.case) in ON_A_GPU
     if not quick:
         return span.usual()

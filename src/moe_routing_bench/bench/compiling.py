@@ -18,7 +18,7 @@ SECONDS_PER_BYTE = 1.2e-4  # of sources: 17 s for expert_ffn.native
 
 
 def compile_first(experiments: Sequence[Experiment], say: Callable[[str], None]) -> None:
-    """A file that does not compile is not an error here: the trial of its subject says why."""
+    """A file that does not compile is not an error here: the trial of its implementation says why."""
     for folder in dict.fromkeys(folder for experiment in experiments for folder in experiment.include):
         include_folder(folder)  # only registers names
     here = [experiment for experiment in experiments if experiment.device == "cpu"]

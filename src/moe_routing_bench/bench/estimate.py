@@ -1,7 +1,7 @@
 """About how long a cell will take on this machine as it is now, before anything of it has run.
 
 A short probe says how fast the machine multiplies and copies, and how much times scatter at least: that
-decides how many rounds the precision takes. Subjects are taken to be half as fast as the probe.
+decides how many rounds the precision takes. Implementations are taken to be half as fast as the probe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_routing_bench.core.machine import torch_threads
 from moe_routing_bench.workloads.experiment import LONG_CALL, Experiment
 
 START_SECONDS = 1.0  # a cell: workers, hashes of the code, results on disk
-TRIAL_SECONDS = 0.4  # a subject: its kit, its files
+TRIAL_SECONDS = 0.4  # an implementation: its kit, its files
 GPU_TRIAL_SECONDS = 6.0  # a guess: starting CUDA and compiling a kernel; nobody has measured it
 TRIAL_CALLS, LONG_TRIAL_CALLS, SHARE_OF_PEAK = 9, 4, 0.5
 MIN_SAMPLE = 1e-3
@@ -42,7 +42,7 @@ class Speed:
 
 
 def estimate(experiment: Experiment) -> float:
-    subjects = len(experiment.implementations)
+    implementations = len(experiment.implementations)
     speed = probe(experiment.threads, experiment.dtype)
     work = {"forward": 1, "backward": 3, "train": 3}[experiment.direction]
     moved = experiment.held_bytes + 6 * experiment.activation_bytes
@@ -51,14 +51,14 @@ def estimate(experiment: Experiment) -> float:
     judged = (2 + experiment.checked) * len({one.question for one in experiment.implementations}) * oracle
     if experiment.device != "cpu":
         # the oracle is computed on the CPU, for the gate and for every timed result that is judged
-        return GPU_TRIAL_SECONDS * subjects + judged + experiment.max_seconds
+        return GPU_TRIAL_SECONDS * implementations + judged + experiment.max_seconds
     long = call >= LONG_CALL
-    trials = subjects * (TRIAL_SECONDS + (LONG_TRIAL_CALLS if long else TRIAL_CALLS) * call)
+    trials = implementations * (TRIAL_SECONDS + (LONG_TRIAL_CALLS if long else TRIAL_CALLS) * call)
     calls = 1 if long else 1 + max(1.0, MIN_SAMPLE / 2 / call)
-    one_round = (subjects + 1) * (calls * call + SAMPLE_OVERHEAD)
+    one_round = (implementations + 1) * (calls * call + SAMPLE_OVERHEAD)
     wanted = (HALF_INTERVAL * max(speed.jitter, USUAL_SCATTER) / experiment.target) ** 2
     rounds = min(max(wanted, experiment.min_rounds), experiment.max_rounds) * one_round
-    least = fewest_rounds(subjects) * one_round
+    least = fewest_rounds(implementations) * one_round
     before = START_SECONDS + trials + judged
     return before + experiment.processes * max(
         least, min(rounds, (experiment.max_seconds - before) / experiment.processes)

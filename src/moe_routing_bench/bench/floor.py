@@ -2,8 +2,8 @@
 below it, and once as well as we know it, for people to read.
 
 Code from outside that is faster than the machine is SUSPECT. Our own code has a clock we trust, so if it is
-faster, the roofs are too low: that is a note, the other subjects of the cell are held to a floor as much
-lower, and the roof is raised for later.
+faster, the roofs are too low: that is a note, the other implementations of the cell are held to a floor as
+much lower, and the roof is raised for later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOLERANCE = 1.05
 # our own code may beat torch's matmul, with which roofs are measured, but not by this much: then the work is
 # counted wrongly, and no roof may be raised by that
 MAX_RAISED = 1.5
-Name = TypeVar("Name", bound=Hashable)  # of a subject
+Name = TypeVar("Name", bound=Hashable)  # of an implementation
 
 
 def floor_seconds(experiment: Experiment, cost: Cost, roofs: Roofs | None) -> float | None:
@@ -50,7 +50,7 @@ def floor_seconds(experiment: Experiment, cost: Cost, roofs: Roofs | None) -> fl
 
 
 def roof_seconds(
-    experiment: Experiment, subject: ImplementationRef, cost: Cost, roofs: Roofs | None
+    experiment: Experiment, implementation: ImplementationRef, cost: Cost, roofs: Roofs | None
 ) -> float | None:
     """The best estimate of the least time; people see what share of a time it is. Bytes at the bandwidth of
     the working set under the cell's cache policy, or operations at the peak of the unit that this dtype
@@ -67,7 +67,7 @@ def roof_seconds(
         moved = max(moved, cost.bytes / roofs.bandwidth(cost.working_set, threads))
     elif cost.working_set > 2 * last_level_cache_bytes():  # torch measured memory alone
         moved = max(moved, cost.bytes / far)
-    peak = roofs.gemm_flops.get(_multiplied(experiment, subject), {}).get(threads, math.inf)
+    peak = roofs.gemm_flops.get(_multiplied(experiment, implementation), {}).get(threads, math.inf)
     return max(moved, cost.useful_flops / peak) or None
 
 
@@ -76,19 +76,19 @@ def _known(experiment: Experiment, roofs: Roofs) -> bool:
     return experiment.device == "cpu" and threads in roofs.gemm_flops.get(dtype, {})
 
 
-def _multiplied(experiment: Experiment, subject: ImplementationRef) -> str:
+def _multiplied(experiment: Experiment, implementation: ImplementationRef) -> str:
     """What is multiplied: numbers of the case's dtype; with stored weights integers, if rows are rounded too.
     What code from outside does with stored weights nobody knows, so integers: the higher roof."""
     if not experiment.store:
         return experiment.dtype
-    ours = all(map(is_ours, span_named(experiment.span).origins(subject.name)))
-    return experiment.dtype if ours and not subject.int8_rows else "int8"
+    ours = all(map(is_ours, span_named(experiment.span).origins(implementation.name)))
+    return experiment.dtype if ours and not implementation.int8_rows else "int8"
 
 
 def too_fast(
     times: Mapping[Name, float], floors: Mapping[Name, float | None], outside: Collection[Name]
 ) -> dict[Name, str]:
-    """The subjects from outside that are faster than the machine, and that in words."""
+    """The implementations from outside that are faster than the machine, and that in words."""
     beaten = {index: (floors[index] or 0.0) / seconds for index, seconds in times.items()}
     too_low = max([1.0, *(beaten[index] for index in times if index not in outside)])
     return {
@@ -125,9 +125,9 @@ def raise_stored(outcome: CellOutcome) -> None:
     roof = roofs.gemm_flops[dtype][threads]
     rates = [
         outcome.rates(one).flops_per_second or 0.0
-        for one in outcome.subjects
-        if all(map(is_ours, span_named(experiment.span).origins(one.subject.name)))
-        and "store=" not in one.subject.name
+        for one in outcome.implementations
+        if all(map(is_ours, span_named(experiment.span).origins(one.implementation.name)))
+        and "store=" not in one.implementation.name
     ]
     best = max((rate for rate in rates if roof < rate <= MAX_RAISED * roof), default=roof)
     if best > roof:

@@ -21,7 +21,7 @@ from moe_routing_bench.bench.hosts.shared import SharedHost
 from moe_routing_bench.bench.inputs import ROUTINGS
 from moe_routing_bench.bench.series import Measured, Samples, Series, fewest_rounds, lineup_of, take_rounds
 from moe_routing_bench.bench.setup import GATE_CALLS, Numbers, Setup
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.verdict import MIN_ROUNDS, compare, stop_reason
 from moe_routing_bench.core.fork_server import server_harm
 from moe_routing_bench.workloads.experiment import ImplementationRef
@@ -45,12 +45,12 @@ OnRound = Callable[[int, Measured], None]  # rounds so far in this set of proces
 class BaselineError(Exception):
     """The baseline failed during the rounds, so there is nothing to compare with.
 
-    subjects: all that fail for the same reason
+    implementations: all that fail for the same reason
     """
 
-    def __init__(self, failure: SubjectError, subjects: Sequence[ImplementationRef]):
+    def __init__(self, failure: ImplementationError, implementations: Sequence[ImplementationRef]):
         super().__init__(failure.reason)
-        self.failure, self.subjects = failure, subjects
+        self.failure, self.implementations = failure, implementations
 
 
 def measure(setup: Setup, shared: Host, alive: Sequence[ImplementationRef], on_round: OnRound) -> Measured:
@@ -93,8 +93,8 @@ def hosts_for(
     if lineup[0].implementation in setup.outside:
         pairs.append((lineup[0], Series("twin", lineup[0].implementation)))
     for pair in pairs:
-        subjects = tuple(dict.fromkeys(one.implementation for one in pair))
-        host: Host = IsolatedHost(isolation, pair) if setup.can_freeze else SharedHost(setup, subjects)
+        implementations = tuple(dict.fromkeys(one.implementation for one in pair))
+        host: Host = IsolatedHost(isolation, pair) if setup.can_freeze else SharedHost(setup, implementations)
         hosts |= dict.fromkeys(pair, host)
     return hosts
 
@@ -111,7 +111,7 @@ class _Rounds:
         self.baseline, self.twin = measured.baseline, measured.twin
         self.fewest = min(fewest_rounds(len(self.alive)), self.experiment.max_rounds)
         self.slow = setup.slow_ones(asked)
-        self.dice = random.SystemRandom()  # so that no subject can predict which calls are judged
+        self.dice = random.SystemRandom()  # so that no implementation can predict which calls are judged
         checks = min(self.experiment.checked - 1, self.fewest)
         self.judged = set(self.dice.sample(range(self.fewest), checks))
         self.before = sum(measured.rounds_by_process)
@@ -201,9 +201,9 @@ class _Rounds:
         if warm:
             self.memory.check(series, reading)
         if (touched := self.setup.watch()) is not None:
-            raise SubjectError(Status.SUSPECT, touched)
+            raise ImplementationError(Status.SUSPECT, touched)
         if reading.new_threads > 0:
-            raise SubjectError(Status.SUSPECT, f"it left {reading.new_threads} threads running")
+            raise ImplementationError(Status.SUSPECT, f"it left {reading.new_threads} threads running")
         return reading
 
     def _warm_up(self, series: Series) -> None:
@@ -225,11 +225,11 @@ class _Rounds:
 
     @contextmanager
     def _blamed(self, series: Series) -> Iterator[None]:
-        """Drop the subject whose turn it is if it fails; the others go on, in new processes if it shared or
-        harmed theirs. BaselineError if it is the baseline."""
+        """Drop the implementation whose turn it is if it fails; the others go on, in new processes if it
+        shared or harmed theirs. BaselineError if it is the baseline."""
         try:
             yield
-        except SubjectError as failure:
+        except ImplementationError as failure:
             guilty, failure = self._guilty(series, failure)
             if guilty == self.baseline.implementation:
                 over = failure.status is Status.NO_TIME
@@ -242,12 +242,14 @@ class _Rounds:
                     for one in [one for one in self.lineup if self.hosts[one] is host]:
                         self._warm_up(one)
 
-    def _guilty(self, series: Series, failure: SubjectError) -> tuple[ImplementationRef, SubjectError]:
+    def _guilty(
+        self, series: Series, failure: ImplementationError
+    ) -> tuple[ImplementationRef, ImplementationError]:
         """If the baseline fails beside code from outside, that code is blamed."""
         series = failure.series if isinstance(failure.series, Series) else series
         if series.role == "beside":
             reason = f"the baseline beside it is {failure.status}: {failure.reason}"
-            return series.owner, SubjectError(Status.SUSPECT, reason)
+            return series.owner, ImplementationError(Status.SUSPECT, reason)
         return series.implementation, failure
 
     def _check_harm(self) -> None:
@@ -257,19 +259,19 @@ class _Rounds:
         harm = next(filter(None, (host.harm() for host in self.all_hosts())), "") or server_harm()
         if harm:
             reason = f"the process of another implementation {harm} while it was running"
-            raise SubjectError(Status.SUSPECT, reason, self.last)
+            raise ImplementationError(Status.SUSPECT, reason, self.last)
 
-    def _drop(self, guilty: ImplementationRef, failure: SubjectError) -> None:
-        """A subject leaves without its samples."""
+    def _drop(self, guilty: ImplementationRef, failure: ImplementationError) -> None:
+        """An implementation leaves without its samples."""
         self.measured.failed[guilty] = failure
         self.last = None
         self._remove(guilty)
         for series in [one for one in self.measured.samples if one.owner == guilty]:
             del self.measured.samples[series]
 
-    def _remove(self, subject: ImplementationRef) -> None:
+    def _remove(self, implementation: ImplementationRef) -> None:
         """Its series take no more turns; hosts that have no others end."""
-        mine = [series for series in self.lineup if series.owner == subject]
+        mine = [series for series in self.lineup if series.owner == implementation]
         for series in mine:
             self.lineup.remove(series)
         for host in [self.hosts[series] for series in mine]:
@@ -277,7 +279,7 @@ class _Rounds:
                 host.end()
 
     def _leave(self, leaving: Sequence[Series]) -> None:
-        """Subjects leave with the samples they have."""
+        """Implementations leave with the samples they have."""
         late = self.setup.budget.left < RESERVE * self.setup.budget.seconds
         self._finish(
             [
@@ -326,10 +328,10 @@ class _Rounds:
         if late and rounds < MIN_ROUNDS and len(others) > 1:
             slowest = max(others, key=lambda series: median(self._here(series)))
             over = f"the time was over after {rounds} rounds; --seconds gives more"
-            self._drop(slowest.implementation, SubjectError(Status.NO_TIME, over))
+            self._drop(slowest.implementation, ImplementationError(Status.NO_TIME, over))
         elif rounds < MIN_ROUNDS and now > self.deadline + (LATEST - 1) * budget.seconds:
             over = f"{rounds} rounds took all the time; --seconds gives more"
-            raise BaselineError(SubjectError(Status.NO_TIME, over), self.asked)
+            raise BaselineError(ImplementationError(Status.NO_TIME, over), self.asked)
         enough = max(experiment.min_rounds, self.fewest)
         if late:  # a few rounds more are worth their time if they bring a verdict
             soon = (self.fewest - rounds) * self.longest_round <= OVERTIME * budget.seconds
@@ -378,15 +380,16 @@ class _Rounds:
         low, high = apart.interval
         if low > MAX_APART or high < 1 / MAX_APART:
             reason = f"the baseline takes {apart.ratio:.2f} times as long beside it as elsewhere"
-            raise SubjectError(Status.SUSPECT, reason)
+            raise ImplementationError(Status.SUSPECT, reason)
 
     def _check_weights(self) -> None:
-        """Once for each process: sums over all the weights take a while. So of several subjects in a process
-        nobody knows which one changed them. All fail, also those that left early, and the reason says so."""
+        """Once for each process: sums over all the weights take a while. So of several implementations in a
+        process nobody knows which one changed them. All fail, also those that left early, and the reason says
+        so."""
         for host in self.all_hosts():
             try:
                 host.check_weights()
-            except SubjectError as failure:
+            except ImplementationError as failure:
                 inside = [
                     one.implementation
                     for one in self.measured.samples
@@ -395,7 +398,7 @@ class _Rounds:
                 if len(inside) > 1:
                     names = ", ".join(one.text for one in inside)
                     reason = f"{failure.reason}: those of one of {names}, which share a process"
-                    failure = SubjectError(failure.status, reason)
+                    failure = ImplementationError(failure.status, reason)
                 if self.baseline.implementation in inside:
                     raise BaselineError(failure, inside) from None
                 for one in inside:
@@ -416,7 +419,7 @@ class MemoryWatch:
         # in a shared process one may fill what another freed, so the process itself must have grown too
         if kept > LEAK_BYTES and reading.rss_after - began > LEAK_BYTES:
             reason = f"it keeps memory from call to call: {kept / 2**30:.1f} GiB over the rounds"
-            raise SubjectError(Status.SUSPECT, reason)
+            raise ImplementationError(Status.SUSPECT, reason)
 
     def forget(self, series: Series) -> None:
         """Its process is a new one."""

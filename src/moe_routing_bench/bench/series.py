@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal, TypeAlias
 
-from moe_routing_bench.bench.status import SubjectError
+from moe_routing_bench.bench.status import ImplementationError
 from moe_routing_bench.workloads.experiment import ImplementationRef
 
 Role: TypeAlias = Literal["baseline", "candidate", "twin", "beside"]
@@ -102,7 +102,7 @@ class Measured:
     failed has none."""
 
     samples: dict[Series, Samples]
-    failed: dict[ImplementationRef, SubjectError] = field(default_factory=dict)
+    failed: dict[ImplementationRef, ImplementationError] = field(default_factory=dict)
     rounds_by_process: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     stop_reason: str = ""
@@ -129,7 +129,7 @@ class Measured:
         return self.samples[self.partner(series)].seconds[: len(self.samples[series].seconds)]
 
 
-def fewest_rounds(subjects: int) -> int:
+def fewest_rounds(implementations: int) -> int:
     """n rounds all on one side have the p-value 2 / 2^n, which must reach 1 % after the correction for so
     many comparisons."""
-    return math.ceil(math.log2(200 * max(1, subjects)))
+    return math.ceil(math.log2(200 * max(1, implementations)))

@@ -21,7 +21,7 @@ PATIENCE = 0.3  # the share of a cell's time that one trial may take
 FAR_BEHIND = 10.0  # so many times the best time
 MIN_LIMIT = 10.0  # seconds that a request may take even when the time is over
 NEAR = 4.0  # calls whose times differ by no more than this factor: a sample has the same number of both
-SLOW = 5.0  # so many times the best time, a subject leaves early
+SLOW = 5.0  # so many times the best time, an implementation leaves early
 
 Watch = Callable[[], str | None]
 
@@ -104,23 +104,24 @@ class Setup:
         """Seconds for one request: a single call must not use up the whole budget and more."""
         return min(self.experiment.step_seconds, max(self.budget.left, MIN_LIMIT))
 
-    def calls(self, subject: ImplementationRef, baseline: ImplementationRef) -> int:
-        """Calls in a sample: the baseline's number, unless a subject is several times slower or faster.
+    def calls(self, implementation: ImplementationRef, baseline: ImplementationRef) -> int:
+        """Calls in a sample: the baseline's number, unless an implementation is several times slower or
+        faster.
 
         The first call of a sample is slower than the rest, so the times of the same code with 16 and with 4
         calls differ by up to a tenth.
         """
-        mine, its = self.trials[subject], self.trials[baseline]
+        mine, its = self.trials[implementation], self.trials[baseline]
         near = 1 / NEAR <= mine.call_seconds / its.call_seconds <= NEAR
         return its.calls if near else mine.calls
 
-    def sample_seconds(self, subject: ImplementationRef, calls: int, call_seconds: float) -> float:
+    def sample_seconds(self, implementation: ImplementationRef, calls: int, call_seconds: float) -> float:
         """About what a sample takes, with the call before it that fills the caches."""
-        before = 0 if self.trials[subject].long and subject not in self.outside else 1
+        before = 0 if self.trials[implementation].long and implementation not in self.outside else 1
         return (calls + before) * call_seconds + SAMPLE_OVERHEAD
 
     def round_seconds(self, alive: Sequence[ImplementationRef]) -> dict[ImplementationRef, float]:
-        """About how long each subject's part of a round takes, with that of the baseline's copies."""
+        """About how long each implementation's part of a round takes, with that of the baseline's copies."""
         seconds = {}
         for s in alive:
             copies = 2 if s == alive[0] or s in self.outside else 1
@@ -129,7 +130,8 @@ class Setup:
         return seconds
 
     def slow_ones(self, alive: Sequence[ImplementationRef]) -> set[ImplementationRef]:
-        """Subjects so much slower than the best that a few rounds show it; none with the policy's `all`."""
+        """Implementations so much slower than the best that a few rounds show it; none with the policy's
+        `all`."""
         best = min((self.trials[s].call_seconds for s in alive), default=0.0)
         if self.experiment.all:
             return set()

@@ -1,8 +1,8 @@
-"""Tries each subject by itself: are its results right, does it behave, is its clock honest?
+"""Tries each implementation by itself: are its results right, does it behave, is its clock honest?
 
-Only subjects that pass take part in the rounds. Code from outside is tried in a process of its own. Our own
-implementations are tried one after another in one process, which then measures them too: making weights,
-packing them and importing libraries happens once.
+Only implementations that pass take part in the rounds. Code from outside is tried in a process of its own.
+Our own implementations are tried one after another in one process, which then measures them too: making
+weights, packing them and importing libraries happens once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe_routing_bench.bench.loaded import not_in_the_key
 from moe_routing_bench.bench.series import Series
 from moe_routing_bench.bench.setup import GATE_CALLS, PATIENCE, Numbers, Setup, Trial
 from moe_routing_bench.bench.spans.span import ranked, span_named
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.core.fork_server import server_harm
 from moe_routing_bench.workloads.experiment import LONG_CALL, ImplementationRef
 
@@ -29,33 +29,35 @@ from moe_routing_bench.workloads.experiment import LONG_CALL, ImplementationRef
 SAMPLE_SECONDS = 5e-4
 
 
-class OutOfTimeError(SubjectError):
+class OutOfTimeError(ImplementationError):
     """Its trial took too long; its process has answered everything and can go on."""
 
     def __init__(self, reason: str):
         super().__init__(Status.NO_TIME, reason)
 
 
-def try_alone(shared: SharedHost, subject: ImplementationRef) -> Trial:
+def try_alone(shared: SharedHost, implementation: ImplementationRef) -> Trial:
     """shared: the host of our own code"""
-    setup, outside = shared.setup, subject in shared.setup.outside
-    host = SharedHost(setup, (subject,)) if outside else shared
-    series = Series("candidate", subject)
-    about = Described(label=subject.text)
+    setup, outside = shared.setup, implementation in shared.setup.outside
+    host = SharedHost(setup, (implementation,)) if outside else shared
+    series = Series("candidate", implementation)
+    about = Described(label=implementation.text)
     seen: dict[str, Any] = {}
     harmless = True
     try:
         if outside and ranked(setup.experiment):
-            raise SubjectError(Status.UNSUPPORTED, "on several ranks code from outside is not measured")
+            raise ImplementationError(
+                Status.UNSUPPORTED, "on several ranks code from outside is not measured"
+            )
         if host.harm():
             host.end()
-        about = host.describe(subject)
+        about = host.describe(implementation)
         if outside:  # what it is called and where it comes from is not for itself to say
-            origin = "; ".join(sorted(set(span_named(setup.experiment.span).origins(subject.name))))
-            about = about.model_copy(update={"label": subject.name, "origin": origin})
-        setup.described[subject] = about
-        kits, source = PassedKits(setup.experiment, outside=outside), setup.sources.get(subject, "")
-        known = bool(source) and kits.knows(subject, source)
+            origin = "; ".join(sorted(set(span_named(setup.experiment.span).origins(implementation.name))))
+            about = about.model_copy(update={"label": implementation.name, "origin": origin})
+        setup.described[implementation] = about
+        kits, source = PassedKits(setup.experiment, outside=outside), setup.sources.get(implementation, "")
+        known = bool(source) and kits.knows(implementation, source)
         shortest = _first_calls(host, series, shared.reuse, outside, seen)
         if outside or not known:  # sums over all the weights take a while; the rounds end with one
             host.check_weights()
@@ -68,22 +70,22 @@ def try_alone(shared: SharedHost, subject: ImplementationRef) -> Trial:
         seen["peak_rss_bytes"], _ = host.memory_and_log()
         if not known:
             with setup.budget.paused() if setup.budget.kit_apart else nullcontext():
-                answer = host.kit(subject)
+                answer = host.kit(implementation)
             check_kit(answer)
             if source:
-                kits.add(subject, source)
+                kits.add(implementation, source)
         if outside or setup.experiment.include:
-            _check_loaded(host.loaded(), subject, setup)
+            _check_loaded(host.loaded(), implementation, setup)
         if not (outside and setup.can_freeze):  # what is frozen between turns may have threads that wait
             host.check_threads()
         if (touched := setup.watch()) is not None:
-            raise SubjectError(Status.SUSPECT, touched)
+            raise ImplementationError(Status.SUSPECT, touched)
         if outside and (harm := shared.harm() or server_harm()):
             reason = f"the process of other implementations {harm} while it was running"
-            raise SubjectError(Status.SUSPECT, reason)
-        seen["checks"] = _checks(subject, about, setup)
+            raise ImplementationError(Status.SUSPECT, reason)
+        seen["checks"] = _checks(implementation, about, setup)
         status, reason = Status.PASSED, ""
-    except SubjectError as failure:
+    except ImplementationError as failure:
         status, reason = failure.status, failure.reason
         harmless = isinstance(failure, OutOfTimeError) or status is Status.UNSUPPORTED
     peak_rss_bytes, seen["log_tail"] = host.memory_and_log()
@@ -97,7 +99,7 @@ def _first_calls(
     host: SharedHost, series: Series, reuse: Reuse, outside: bool, seen: dict[str, Any]
 ) -> float:
     """Judges calls on two inputs, the first twice. Returns the seconds of the shortest one."""
-    setup, subject = host.setup, series.implementation
+    setup, implementation = host.setup, series.implementation
     began, shortest = setup.budget.used, math.inf
     first, second = GATE_CALLS
     calls = [("first", first, False), ("second", second, True), ("again" if outside else "", first, True)]
@@ -106,12 +108,12 @@ def _first_calls(
     judged: list[Judged] = []
     for place, (name, (number, step), poison) in enumerate(calls):
         used = setup.budget.used - began
-        if used > PATIENCE * setup.budget.seconds and host.place(subject):
+        if used > PATIENCE * setup.budget.seconds and host.place(implementation):
             raise OutOfTimeError(
                 f"its trial took {used:.0f} s, {seen['first_call']:.2g} s of it for one call; "
                 "--seconds gives more time"
             )
-        warm = place > 1 or (place == 1 and subject in reuse.call_seconds)
+        warm = place > 1 or (place == 1 and implementation in reuse.call_seconds)
         if warm and setup.too_slow(shortest):
             seen["call_seconds"] = shortest
             raise OutOfTimeError(slow_reason(shortest, setup))
@@ -122,9 +124,11 @@ def _first_calls(
             seen |= {"verdict": judged[0].verdict, "first_call": seconds, "runs": judged[0].runs}
     number, step = first
     files = judged[0].file, judged[2].file
-    deterministic = setup.about(subject).deterministic
-    if deterministic and not setup.judge.same_bits(*files, number=number, step=step, subject=subject):
-        raise SubjectError(Status.NONDETERMINISTIC, "a second run on the same input gave other bits")
+    deterministic = setup.about(implementation).deterministic
+    if deterministic and not setup.judge.same_bits(
+        *files, number=number, step=step, implementation=implementation
+    ):
+        raise ImplementationError(Status.NONDETERMINISTIC, "a second run on the same input gave other bits")
     return shortest
 
 
@@ -143,13 +147,13 @@ def calibrate(host: Host, series: Series, numbers: Numbers, most: int) -> tuple[
     return calls, seconds
 
 
-def _checks(subject: ImplementationRef, about: Described, setup: Setup) -> tuple[str, ...]:
-    """What a subject that passed was checked for, here and in the rounds."""
-    span, outside = span_named(setup.experiment.span), subject in setup.outside
+def _checks(implementation: ImplementationRef, about: Described, setup: Setup) -> tuple[str, ...]:
+    """What an implementation that passed was checked for, here and in the rounds."""
+    span, outside = span_named(setup.experiment.span), implementation in setup.outside
     timed_by_parent = outside and setup.can_freeze
     ran = {
         "right on two inputs": True,
-        "right on the kit's hard cases": bool(span.named(subject.name)),
+        "right on the kit's hard cases": bool(span.named(implementation.name)),
         "memory poisoned": True,
         "inputs unchanged": True,
         "weights unchanged": span.weights and not ranked(setup.experiment),
@@ -176,14 +180,14 @@ def check_kit(answer: KitRun) -> None:
     if answer.failed:
         cases = answer.passed + answer.failed
         reason = f"it fails {answer.failed} of {cases} hard cases (`mrb check`): {answer.first}"
-        raise SubjectError(Status.WRONG_VALUE, reason)
+        raise ImplementationError(Status.WRONG_VALUE, reason)
 
 
-def _check_loaded(files: tuple[str, ...], subject: ImplementationRef, setup: Setup) -> None:
+def _check_loaded(files: tuple[str, ...], implementation: ImplementationRef, setup: Setup) -> None:
     """All that its results hang on is in the resume key, or there is no time."""
-    folders = folders_of(span_named(setup.experiment.span), subject, setup.judge.inputs)
+    folders = folders_of(span_named(setup.experiment.span), implementation, setup.judge.inputs)
     if strange := not_in_the_key(files, setup.experiment, folders):
-        raise SubjectError(
+        raise ImplementationError(
             Status.SUSPECT,
             f"it loaded {strange[0]}, which is not in the folder of --include-path: a change there would go "
             "unnoticed. Put it into the folder, under a name without a dot in front",

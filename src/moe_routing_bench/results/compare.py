@@ -111,7 +111,8 @@ LIKE: dict[str, Agreement] = {
 
 
 def latest(run: Run) -> list[Measured]:
-    """The newest record of everything that was measured, whatever came of it; twins are no contenders."""
+    """The newest record of everything that was measured, whatever came of it; twins are no
+    implementations."""
     newest: dict[object, Measured] = {}
     for cell in run.cells:
         for record in cell.records:
@@ -229,7 +230,7 @@ class Change:
     """One implementation in both runs; ratio is its time in B / in A.
 
     Change(where="expert_ffn seed-fused/32x7168 float32 zipf(1.2)", implementation="staged", layout="compact",
-           router="", layer="", contender="staged | compact", ratio=1.05, interval=(1.035, 1.059),
+           router="", layer="", title="staged | compact", ratio=1.05, interval=(1.035, 1.059),
            p_adjusted=9.7e-10, verdict="SLOWER", reason="...",
            method="ratio to baseline", same_code=False, kind="regression", ms=(10.1, 10.6),
            repro="mrb bench ...", ...)
@@ -241,7 +242,7 @@ class Change:
     layout: str
     router: str
     layer: str
-    contender: str  # all four as one name
+    title: str  # all four as one name
     ratio: float
     interval: tuple[float, float] | None
     p_value: float
@@ -351,7 +352,7 @@ def compare_runs(
     if len(harness) > 1:
         notes.append("the code that measures is not the same in all of these records")
     return RunComparison(
-        changes=tuple(sorted(changes, key=lambda c: (c.ratio, by_numbers(c.where), c.contender))),
+        changes=tuple(sorted(changes, key=lambda c: (c.ratio, by_numbers(c.where), c.title))),
         broken=tuple(_turned(b, b) for a, b in pairs if a.passed and not b.passed),
         fixed=tuple(_turned(a, b) for a, b in pairs if b.passed and not a.passed),
         apart=tuple(_apart(a, b) for a, b in unlike),
@@ -434,7 +435,7 @@ def _changes(
                 layout=b.record.implementation.layout,
                 router=b.record.implementation.router,
                 layer=b.record.implementation.layer,
-                contender=b.record.implementation.title,
+                title=b.record.implementation.title,
                 ratio=math.exp(centre),
                 interval=ends,
                 p_value=p,

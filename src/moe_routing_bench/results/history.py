@@ -1,13 +1,13 @@
 """A metric over commits: series of like measurements, and the commits at which they step.
 
-A series is one contender in one case on one machine, measured in one way. Its points are in the order in
+A series is one implementation in one case on one machine, measured in one way. Its points are in the order in
 which their commits were first measured; several runs of a commit are one point, their median. A record of an
-installed package names no commit; its version and the hash of the contender's code stand for one. A step is a
-split of the series into two runs of points whose medians are apart by more than counts (2 %, or the noise
-floor of the runs) and by more than five standard errors of their difference; then each side is split again.
-A standard error comes from the differences of neighbours or from the points' own intervals, whichever is
-larger. Five, because every place is tried: of 300 series of 50 points of pure noise at most 3
-have a step (tests/results/test_history.py). One point is never a step: the next commit confirms it or not.
+installed package names no commit; its version and the hash of the implementation's code stand for one. A step
+is a split of the series into two runs of points whose medians are apart by more than counts (2 %, or the
+noise floor of the runs) and by more than five standard errors of their difference; then each side is split
+again. A standard error comes from the differences of neighbours or from the points' own intervals, whichever
+is larger. Five, because every place is tried: of 300 series of 50 points of pure noise at most 3 have a step
+(tests/results/test_history.py). One point is never a step: the next commit confirms it or not.
 
 Cost: a query over all records, then n log n splits of n points for each series.
 """
@@ -89,7 +89,7 @@ class Step:
 @dataclass(frozen=True, kw_only=True)
 class Series:
     where: str
-    contender: str
+    implementation: str
     machine: str
     points: tuple[Point, ...]
     steps: tuple[Step, ...]
@@ -120,7 +120,7 @@ def history(
     metric: Metric = "ratio",
     wanted: Callable[[str, str], bool] = lambda where, name: True,
 ) -> History:
-    """wanted: which series, by where and contender. ValueError if there are no times."""
+    """wanted: which series, by where and implementation. ValueError if there are no times."""
     left_out = LeftOut()
     names, rows = run_query(folder, ROWS, left_out)
     records = [dict(zip(names, row, strict=True)) for row in rows]
@@ -135,13 +135,13 @@ def history(
     series = []
     keys = [dict(zip(WHERE, key, strict=True)) for key in by_series]
     for key, more, mine in zip(keys, told_apart(keys, _named), by_series.values(), strict=True):
-        where, contender, machine = _named(key)
+        where, implementation, machine = _named(key)
         where += more
-        if wanted(where, contender):
+        if wanted(where, implementation):
             points = _points(mine, metric, torch, bases)[-MAX_POINTS:]
             series.append(
                 Series(
-                    where=where, contender=contender, machine=machine, points=tuple(points),
+                    where=where, implementation=implementation, machine=machine, points=tuple(points),
                     steps=tuple(_steps(points)),
                 )
             )  # fmt: skip
@@ -155,8 +155,8 @@ def _named(key: Mapping[str, Any]) -> tuple[str, str, str]:
     direction = "" if key["direction"] == "forward" else f" {key['direction']}"
     threads = "" if key["threads"] == 1 else f" {key['threads']} threads"
     where = f"{key['span']}{direction} {key['case']} {key['dtype']} {key['workload']}{threads}"
-    contender = " | ".join(filter(None, (key["impl"], key["layout"], key["router"], key["layer"])))
-    return where, contender, str(key["machine"])
+    implementation = " | ".join(filter(None, (key["impl"], key["layout"], key["router"], key["layer"])))
+    return where, implementation, str(key["machine"])
 
 
 def _points(

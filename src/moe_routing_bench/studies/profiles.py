@@ -32,7 +32,7 @@ from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.workloads.experiment import ImplementationRef
 
 SHARES = ("route", "pack", "gemm", "combine", "fused", "shared", "python")
-SUBJECTS = (
+IMPLEMENTATIONS = (
     "transformers(eager)",
     "transformers(grouped_mm)",
     "hand-ordered",
@@ -72,9 +72,9 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
-    """A subject's computation with its stages in named ranges."""
+    """An implementation's computation with its stages in named ranges."""
 
-    subject: ImplementationRef
+    implementation: ImplementationRef
     run: Callable[..., Tensor]
     modules: Mapping[str, nn.Module] = field(default_factory=dict)  # hooks run them inside ranges
 
@@ -86,17 +86,20 @@ def stage(name: str, nvtx: Any = None) -> Iterator[None]:
         yield
 
 
-def profiled(subject: ImplementationRef, inputs: Inputs, nvtx: Any = None) -> Profiled:
-    """A subject of the span `layer` with its stages in named ranges; layers of other libraries by hooks."""
+def profiled(implementation: ImplementationRef, inputs: Inputs, nvtx: Any = None) -> Profiled:
+    """An implementation of the span `layer` with its stages in named ranges; layers of other libraries by
+    hooks."""
     in_range = partial(stage, nvtx=nvtx)
-    computation = layer_span.built(subject, inputs)
+    computation = layer_span.built(implementation, inputs)
     owner = computation.owner
     if not isinstance(owner, MoE):
         modules = {} if owner is None else {"route": owner.gate, "experts": owner.experts}
-        return Profiled(subject=subject, run=computation.run, modules=modules)
-    if subject.name == "hand-ordered":
-        return Profiled(subject=subject, run=lambda x_TD, info: hand_ordered(owner, x_TD, in_range))
-    return Profiled(subject=subject, run=in_stages(owner, in_range))
+        return Profiled(implementation=implementation, run=computation.run, modules=modules)
+    if implementation.name == "hand-ordered":
+        return Profiled(
+            implementation=implementation, run=lambda x_TD, info: hand_ordered(owner, x_TD, in_range)
+        )
+    return Profiled(implementation=implementation, run=in_stages(owner, in_range))
 
 
 def in_stages(layer: MoE, in_range: Stage) -> Callable[[Tensor, TokenInfo], Tensor]:
@@ -142,7 +145,7 @@ def profile(one: Profiled, inputs: Inputs, *, calls: int, chrome: Path | None = 
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    made = [layer_span.call(one.subject, inputs, 500 + n, n % 4) for n in range(calls + 2)]
+    made = [layer_span.call(one.implementation, inputs, 500 + n, n % 4) for n in range(calls + 2)]
     given = [tuple(layer_span.arguments(call).values()) for call in made]
     with _hooked(one.modules):
         for args in given[:2]:

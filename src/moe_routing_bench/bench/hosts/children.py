@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from moe_routing_bench.bench.hosts.messages import Prepared, Ready, Reply, Timed
 from moe_routing_bench.bench.hosts.sandbox import SandboxedProcess
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.untrusted import receive
 from moe_routing_bench.core.fork_server import (
     OTHER_SETTINGS,
@@ -105,7 +105,7 @@ class Child:
         self._settings = settings_of(self.pid)
         mine, expected = self._settings, self._expected
         if mine is not None and expected is not None and not mine.fits(expected):
-            raise SubjectError(Status.SUSPECT, f"its process {OTHER_SETTINGS} before its first call")
+            raise ImplementationError(Status.SUSPECT, f"its process {OTHER_SETTINGS} before its first call")
         self.threads = self.count_threads()
         self._alone, self._before = self.vitals().rss_bytes, 0
 
@@ -132,7 +132,7 @@ class Child:
             return ""
 
     def ask(self, what: str, answer_type: type[A], **details: Any) -> A:
-        """The answer to a request, as `answer_type`; SubjectError if there is no valid one."""
+        """The answer to a request, as `answer_type`; ImplementationError if there is no valid one."""
         self._asked = what
         self._send({"do": what, **details})
         return self._answer(answer_type)
@@ -146,12 +146,12 @@ class Child:
         """A timed span by two clocks: the child's, which is precise, and this process's in seconds, which
         includes the time in the pipe and which the child cannot change."""
         if (reason := self.ask("prepare", Prepared, **details).unsupported) is not None:
-            raise SubjectError(Status.UNSUPPORTED, reason)
+            raise ImplementationError(Status.UNSUPPORTED, reason)
         started = _now_ns()
         timed = self.ask("go", Timed)
         seen = (_now_ns() - started) * 1e-9
         if timed.seconds > seen:
-            raise SubjectError(
+            raise ImplementationError(
                 Status.SUSPECT, f"it says a sample took {timed.seconds:g} s, longer than the {seen:g} s seen"
             )
         return timed, seen
@@ -177,7 +177,7 @@ class Child:
         )
 
     def begin_watch(self) -> None:
-        """From here on, threads and memory are counted as the next subject's."""
+        """From here on, threads and memory are counted as the next implementation's."""
         self.threads = self.count_threads()
         self._before = self.vitals().rss_bytes
         with contextlib.suppress(OSError):  # without it the peak is that of the whole process
@@ -227,15 +227,15 @@ class Child:
         except ValueError:
             raise self._wrote_nonsense() from None
 
-    def _late(self) -> SubjectError:
+    def _late(self) -> ImplementationError:
         status = Status.TIMEOUT if self.limit >= self.experiment.step_seconds else Status.NO_TIME
-        return SubjectError(status, f"it did not answer within {self.limit:.3g} s and was stopped")
+        return ImplementationError(status, f"it did not answer within {self.limit:.3g} s and was stopped")
 
-    def _wrote_nonsense(self) -> SubjectError:
+    def _wrote_nonsense(self) -> ImplementationError:
         self._process.join(0.2)
         if not self._process.is_alive():  # it died in the middle of a message
             return self._died()
-        return SubjectError(Status.SUSPECT, "it wrote into the pipe of the benchmark")
+        return ImplementationError(Status.SUSPECT, "it wrote into the pipe of the benchmark")
 
     def _read(self, message: bytes, answer_type: type[A]) -> A:
         try:
@@ -247,29 +247,29 @@ class Child:
         try:
             return answer_type.model_validate(answer)
         except ValidationError:
-            raise SubjectError(Status.SUSPECT, f"its answer to {self._asked} is not valid") from None
+            raise ImplementationError(Status.SUSPECT, f"its answer to {self._asked} is not valid") from None
 
-    def _died(self) -> SubjectError:
+    def _died(self) -> ImplementationError:
         self._process.join(5)
         code = self._process.exitcode
         if code is None:
-            return SubjectError(
+            return ImplementationError(
                 Status.CRASHED, "it closed the pipe of the benchmark and went on without answering"
             )
-        return SubjectError(Status.CRASHED, f"its process {ending(code)}")
+        return ImplementationError(Status.CRASHED, f"its process {ending(code)}")
 
 
-def _error(asked: str, message: str, error_type: str) -> SubjectError:
+def _error(asked: str, message: str, error_type: str) -> ImplementationError:
     # an absent library raises when the implementation is loaded, and run_kit if no case is supported; later
     # this is an ordinary error
     if error_type == "NotImplementedError" and asked in ("describe", "kit"):
-        return SubjectError(Status.UNSUPPORTED, message.partition(": ")[2] or message)
+        return ImplementationError(Status.UNSUPPORTED, message.partition(": ")[2] or message)
     if (
         error_type == "MemoryError"
         or "can't allocate memory" in message
         or "Cannot allocate memory" in message
     ):
-        return SubjectError(
+        return ImplementationError(
             Status.OOM, f"it needed more memory than the cap: {message.splitlines()[0][:300]}"
         )
-    return SubjectError(Status.RUNTIME_ERROR, f"raised {message}")
+    return ImplementationError(Status.RUNTIME_ERROR, f"raised {message}")

@@ -69,7 +69,7 @@ class Judged:
 
 
 class Host(Protocol):
-    """Runs the turns of some series. Every method raises SubjectError if something is wrong.
+    """Runs the turns of some series. Every method raises ImplementationError if something is wrong.
 
     clock: "child" if the process that runs the code also times it, "parent" if nothing in it is trusted
     """

@@ -25,7 +25,7 @@ from moe_routing_bench.bench.hosts.freezing import (
 )
 from moe_routing_bench.bench.hosts.memory import Place, read_memory
 from moe_routing_bench.bench.hosts.messages import Done, Reply, ResultAt
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.workloads.experiment import Experiment
 
 READ_SECONDS = 30.0
@@ -72,7 +72,7 @@ class IsolatedChild(Child):
             seconds = (_now_ns() - started) * 1e-9
         cpu = cpu_seconds(self.pid) - cpu
         if faults_of_ended_children(self.pid) != ended:
-            raise SubjectError(Status.SUSPECT, "it started other processes in a timed call")
+            raise ImplementationError(Status.SUSPECT, "it started other processes in a timed call")
         results = self._read(message, Done).results
         return TimedCalls(seconds=seconds, cpu_seconds=cpu, results=results)
 
@@ -81,15 +81,17 @@ class IsolatedChild(Child):
         places = []
         for result in results:
             if result.wrong_type:
-                raise SubjectError(Status.WRONG_STRUCTURE, result.wrong_type)
+                raise ImplementationError(Status.WRONG_STRUCTURE, result.wrong_type)
             for t in result.tensors:
                 if not isinstance(getattr(torch, t.dtype, None), torch.dtype) or len(t.shape) != len(
                     t.stride
                 ):
-                    raise SubjectError(Status.SUSPECT, f"its answer names a tensor of dtype {t.dtype!r}")
+                    raise ImplementationError(
+                        Status.SUSPECT, f"its answer names a tensor of dtype {t.dtype!r}"
+                    )
                 place = Place(start=t.address, shape=t.shape, stride=t.stride, dtype=t.dtype)
                 if place.num_bytes > MAX_GAPS * most_bytes + 2**20:
-                    raise SubjectError(Status.WRONG_SHAPE, f"a result of shape {t.shape}")
+                    raise ImplementationError(Status.WRONG_SHAPE, f"a result of shape {t.shape}")
                 places.append(place)
         spans = [(place.start, place.num_bytes) for place in places]
         copies = iter(self._within(READ_SECONDS, lambda: read_memory(self.pid, spans)))
@@ -109,7 +111,7 @@ class IsolatedChild(Child):
         except GoneError:
             raise self._died() from None
         except TimeoutError as late:
-            raise SubjectError(Status.SUSPECT, str(late)) from None
+            raise ImplementationError(Status.SUSPECT, str(late)) from None
 
     def _within(self, seconds: float, read: Callable[[], V]) -> V:
         """A read of memory whose pages another process fills may never end: then this process is ended."""
@@ -118,10 +120,12 @@ class IsolatedChild(Child):
             return pool.submit(read).result(seconds)
         except LateError:
             self._process.kill()
-            raise SubjectError(Status.SUSPECT, "its result lies in memory that cannot be read") from None
+            raise ImplementationError(
+                Status.SUSPECT, "its result lies in memory that cannot be read"
+            ) from None
         except OSError as error:
             reason = f"its result does not lie in its memory: {error.strerror}"
-            raise SubjectError(Status.SUSPECT, reason) from None
+            raise ImplementationError(Status.SUSPECT, reason) from None
         finally:
             pool.shutdown(wait=False)
 

@@ -81,10 +81,10 @@ class _Rank(_Worker):
 class _RankCaller(Caller):
     """Calls of this rank's part of a layer, which write their stamps."""
 
-    def __init__(self, subject: ImplementationRef, inputs: Inputs, ranks: Ranks, stamps: list[float]):
+    def __init__(self, implementation: ImplementationRef, inputs: Inputs, ranks: Ranks, stamps: list[float]):
         self.inputs, self.stamps = inputs, stamps
-        self.layer = span.layer_on(subject, inputs, ranks)
-        runs = "; ".join(f"{op}: {label}" for op, label in span.resolved(subject, inputs))
+        self.layer = span.layer_on(implementation, inputs, ranks)
+        runs = "; ".join(f"{op}: {label}" for op, label in span.resolved(implementation, inputs))
         super().__init__(span, Computation(run=self.layer, runs=runs), inputs.experiment.direction)
 
     def ready(self, call: Call, args: Mapping[str, Any], only: Wanted | None = None) -> Callable[[], OneCall]:

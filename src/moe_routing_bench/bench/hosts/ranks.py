@@ -24,7 +24,7 @@ from moe_routing_bench.bench.hosts.children import LOG_TAIL, A, Child, Vitals
 from moe_routing_bench.bench.hosts.messages import HandedOver, Ready, Timed
 from moe_routing_bench.bench.hosts.shared import SharedHost
 from moe_routing_bench.bench.spans.parallel import STAGES
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.moe.expert_parallel import EXPERTS
 from moe_routing_bench.workloads.experiment import Experiment
 
@@ -40,7 +40,7 @@ class RanksHost(SharedHost):
 
     def _start(self) -> Child:
         return RankGroup(
-            replace(self.setup.experiment, implementations=self.subjects), self.setup.cores
+            replace(self.setup.experiment, implementations=self.implementations), self.setup.cores
         ).ready(self._meanwhile)
 
 
@@ -75,7 +75,7 @@ class RankGroup(Child):
             elif all(torch.equal(part[tensor], first) for part in parts):
                 whole[tensor] = first
             else:
-                raise SubjectError(Status.WRONG_VALUE, f"ranks have different values of the {tensor}")
+                raise ImplementationError(Status.WRONG_VALUE, f"ranks have different values of the {tensor}")
         save_file(whole, path := super().file(f"all-{name}"))
         return path
 
@@ -134,8 +134,8 @@ class RankGroup(Child):
             for rank in sorted(ready):
                 try:
                     found[rank] = ranks[rank]._answer(answer_type)
-                except SubjectError as failure:
-                    raise SubjectError(failure.status, f"rank {rank}: {failure.reason}") from None
+                except ImplementationError as failure:
+                    raise ImplementationError(failure.status, f"rank {rank}: {failure.reason}") from None
         self._in_step = True
         return [found[rank] for rank in range(len(ranks))]
 

@@ -1,8 +1,9 @@
 """SharedHost: several implementations in one child, which times them itself.
 
-With a process each, caches are colder and a round tells ten times less (8 subjects of 0.3 ms: 463 against 45
-ppm s of variance times time). Code from outside is only timed this way where the parent cannot do it, on a
-GPU and outside Linux: then it shares a child with a copy of the baseline, and both clocks must agree.
+With a process each, caches are colder and a round tells ten times less (8 implementations of 0.3 ms: 463
+against 45 ppm s of variance times time). Code from outside is only timed this way where the parent cannot do
+it, on a GPU and outside Linux: then it shares a child with a copy of the baseline, and both clocks must
+agree.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from moe_routing_bench.bench.hosts.messages import Described, HandedOver, KitRun
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs
 from moe_routing_bench.bench.series import Series
 from moe_routing_bench.bench.setup import GATE_CALLS, Setup
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.workloads.axes import values_of
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
@@ -37,20 +38,20 @@ Span = tuple[float, float]  # seconds by the child's clock and by the parent's
 
 class Reuse:
     """What a cell leaves to the next one with the same weights, or none: them, and the process of our own
-    subjects."""
+    implementations."""
 
     def __init__(self) -> None:
         self.inputs: Inputs | None = None
         self.child: Child | None = None
         self.call_seconds: dict[ImplementationRef, float] = {}  # of the cell before
 
-    def at_least(self, subject: ImplementationRef, experiment: Experiment) -> float:
+    def at_least(self, implementation: ImplementationRef, experiment: Experiment) -> float:
         """Seconds that a call takes at least: as many as one with fewer tokens took in the cell before."""
         if self.inputs is None:
             return 0.0
         before, now = self.inputs.experiment, experiment
         alike = (before.span, before.direction) == (now.span, now.direction) and before.shape.T <= now.shape.T
-        return self.call_seconds.get(subject, 0.0) if alike else 0.0
+        return self.call_seconds.get(implementation, 0.0) if alike else 0.0
 
     def fits(self, experiment: Experiment, inputs: Inputs) -> bool:
         """Is there a process, unharmed, that can measure this cell too? If not, none is left."""
@@ -78,8 +79,10 @@ class SharedHost:
     clock: Clock = "child"
     max_calls = MAX_CALLS
 
-    def __init__(self, setup: Setup, subjects: tuple[ImplementationRef, ...], reuse: Reuse | None = None):
-        self.setup, self.subjects, self.reuse = setup, subjects, reuse or Reuse()
+    def __init__(
+        self, setup: Setup, implementations: tuple[ImplementationRef, ...], reuse: Reuse | None = None
+    ):
+        self.setup, self.implementations, self.reuse = setup, implementations, reuse or Reuse()
         self._child: Child | None = None
         self._handed: HandedOver | None = None
         self._named = ""  # the result before, if it must not change
@@ -91,26 +94,26 @@ class SharedHost:
         if self._child is None and self.reuse.child is not None:
             self._child, self.reuse.child = self.reuse.child, None
             try:
-                self._child.next_cell(replace(self.setup.experiment, implementations=self.subjects))
-            except SubjectError:
+                self._child.next_cell(replace(self.setup.experiment, implementations=self.implementations))
+            except ImplementationError:
                 self.end()
         if self._child is None:
             self._child = self._start()
         self._child.limit = self.setup.limit
         return self._child
 
-    def place(self, subject: ImplementationRef) -> int:
-        """A subject's number in the process."""
-        return self.subjects.index(subject)
+    def place(self, implementation: ImplementationRef) -> int:
+        """An implementation's number in the process."""
+        return self.implementations.index(implementation)
 
-    def describe(self, subject: ImplementationRef) -> Described:
+    def describe(self, implementation: ImplementationRef) -> Described:
         """What it declares. From here on, threads and memory of the process are counted as its own."""
         self.child.begin_watch()
-        return self.child.ask("describe", Described, place=self.place(subject))
+        return self.child.ask("describe", Described, place=self.place(implementation))
 
-    def kit(self, subject: ImplementationRef) -> KitRun:
+    def kit(self, implementation: ImplementationRef) -> KitRun:
         """The hard cases of `mrb check`, all of them in the process."""
-        return self.child.ask("kit", KitRun, place=self.place(subject))
+        return self.child.ask("kit", KitRun, place=self.place(implementation))
 
     def loaded(self) -> tuple[str, ...]:
         """Files that the process has loaded from elsewhere than Python, the system and this package."""
@@ -149,38 +152,38 @@ class SharedHost:
         if turn.keep is None:
             return Judged()
         assert self._handed is not None
-        judge, answer, subject = self.setup.judge, self._handed, turn.series.implementation
-        about, file = self.setup.about(subject), self.child.file(turn.name or shared_worker.TIMED)
+        judge, answer, implementation = self.setup.judge, self._handed, turn.series.implementation
+        about, file = self.setup.about(implementation), self.child.file(turn.name or shared_worker.TIMED)
         number, step = turn.first + turn.keep, (turn.step + turn.keep) % ROUTINGS
         earlier, self._named = self._named, turn.name
         if answer.wrong_type:
-            raise SubjectError(Status.WRONG_STRUCTURE, answer.wrong_type)
-        if answer.print != judge.input_print(number, step, subject):
-            raise SubjectError(Status.MUTATED_INPUT, "its inputs were not the same after the call")
-        finding = judge.judge(file, number, step, subject, about.ties)
+            raise ImplementationError(Status.WRONG_STRUCTURE, answer.wrong_type)
+        if answer.print != judge.input_print(number, step, implementation):
+            raise ImplementationError(Status.MUTATED_INPUT, "its inputs were not the same after the call")
+        finding = judge.judge(file, number, step, implementation, about.ties)
         if finding.status is not Status.PASSED:
-            raise SubjectError(finding.status, finding.reason)
+            raise ImplementationError(finding.status, finding.reason)
         if answer.aliases:
-            raise SubjectError(Status.WRONG_STRUCTURE, "its result shares memory with an input")
+            raise ImplementationError(Status.WRONG_STRUCTURE, "its result shares memory with an input")
         if answer.changed:
             changed = ", ".join(answer.changed)
-            raise SubjectError(Status.SUSPECT, f"it changed {changed} for everybody in its process")
+            raise ImplementationError(Status.SUSPECT, f"it changed {changed} for everybody in its process")
         files = (self.child.file(name) for name in (earlier, f"{earlier}-later"))
         if earlier and not about.reuses_output and not _same_files(*files):
-            raise SubjectError(Status.WRONG_VALUE, "the next call overwrote an earlier result")
+            raise ImplementationError(Status.WRONG_VALUE, "the next call overwrote an earlier result")
         return Judged(results=1, verdict=finding.verdict, runs=answer.runs, file=file)
 
     def finish(self, series: Series) -> str:
-        subject = series.implementation
+        implementation = series.implementation
         self.check_threads()
-        if subject not in self.setup.outside:
+        if implementation not in self.setup.outside:
             return ""
-        trial = self.setup.trials[subject]
+        trial = self.setup.trials[implementation]
         check_clocks(self._spans[series], lambda: self._span(series, trial.calls))
         self.audit(series, trial.call_seconds)
         return (
-            f"{subject.name} is from outside and was timed by a clock in its own process: this system lets "
-            "nobody read another process's memory, or it computes on a device"
+            f"{implementation.name} is from outside and was timed by a clock in its own process: this system "
+            "lets nobody read another process's memory, or it computes on a device"
         )
 
     def audit(self, series: Series, call_seconds: float) -> float:
@@ -197,14 +200,16 @@ class SharedHost:
 
     def check_threads(self) -> None:
         if (more := self.child.count_threads() - self.child.threads) > 0:
-            raise SubjectError(Status.SUSPECT, f"it left {more} threads or processes running after its calls")
+            raise ImplementationError(
+                Status.SUSPECT, f"it left {more} threads or processes running after its calls"
+            )
 
     def check_weights(self) -> None:
         if self._child is None:
             return
         if self._child.ask("weights", Weights).print != self.setup.judge.weights_print:
             reason = "the experts' weights were not the same after its calls"
-            raise SubjectError(Status.MUTATED_INPUT, reason)
+            raise ImplementationError(Status.MUTATED_INPUT, reason)
 
     def harm(self) -> str:
         return "" if self._child is None else self._child.harm()
@@ -221,13 +226,13 @@ class SharedHost:
             self.reuse.child, self._child = self._child, None
 
     def _start(self) -> Child:
-        setup, experiment = self.setup, replace(self.setup.experiment, implementations=self.subjects)
-        sandbox = experiment.sandbox and not setup.outside.isdisjoint(self.subjects)
+        setup, experiment = self.setup, replace(self.setup.experiment, implementations=self.implementations)
+        sandbox = experiment.sandbox and not setup.outside.isdisjoint(self.implementations)
         child = Child(experiment, setup.cores, shared_worker.serve, sandbox=sandbox)
         return child.ready(self._meanwhile)
 
     def _meanwhile(self) -> None:
-        self.setup.judge.foresee(GATE_CALLS, self.subjects[0])
+        self.setup.judge.foresee(GATE_CALLS, self.implementations[0])
         importlib.import_module("scipy.stats")  # takes a second; the verdicts need it
 
 
@@ -242,7 +247,7 @@ def _same_files(one: Path, other: Path) -> bool:
 
 def check_clocks(spans: Sequence[Span], again: Callable[[], Span]) -> None:
     """Of several spans, the smallest difference of the clocks must be negligible. A busy machine can only
-    make single spans worse, so more are taken before a subject is called SUSPECT."""
+    make single spans worse, so more are taken before an implementation is called SUSPECT."""
     taken = list(spans)
     while True:
         hidden, seen = min((seen - claimed, seen) for claimed, seen in taken)
@@ -251,7 +256,7 @@ def check_clocks(spans: Sequence[Span], again: Callable[[], Span]) -> None:
         if len(taken) >= len(spans) + SECOND_CHANCES:
             break
         taken.append(again())
-    raise SubjectError(
+    raise ImplementationError(
         Status.SUSPECT,
         f"it says {1e3 * (seen - hidden):.3g} ms where the parent's clock saw {1e3 * seen:.3g} ms",
     )

@@ -1,8 +1,8 @@
 """The worker: a process that runs implementations, good and bad, on request. It decides nothing.
 
-It answers requests of the parent (children.py) over a pipe, in JSON: load inputs, call a subject and write
-its result to a file, time a sample. The parent checks what matters: it makes the inputs again, judges the
-results, and measures every timed span with its own clock too.
+It answers requests of the parent (children.py) over a pipe, in JSON: load inputs, call an implementation and
+write its result to a file, time a sample. The parent checks what matters: it makes the inputs again, judges
+the results, and measures every timed span with its own clock too.
 """
 
 from __future__ import annotations
