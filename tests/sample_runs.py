@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.results.folder import Session
-from moe_routing_bench.results.record import Comparison, Timing, content_hash, parse_record
+from moe_routing_bench.results.record import ComparisonFacts, Timing, content_hash, parse_record
 from sample_records import document, failed, line, with_times
 
 ENVIRONMENT = {
@@ -79,7 +79,7 @@ def add_cell(
         if role == "baseline":
             base_name, base = name, samples
         elif len(samples) == len(base) >= 5:
-            found = Comparison.of(base_name, compare(base, samples, aa_floor=floor), floor)
+            found = ComparisonFacts.of(base_name, compare(base, samples, aa_floor=floor), floor)
             whole["comparison"] = json.loads(found.model_dump_json())
         records.append(parse_record(line(whole)))
     session.append(records)

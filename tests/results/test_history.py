@@ -11,16 +11,16 @@ import torch
 
 from command_line import mrb, mrb_json, refused
 from moe_routing_bench.results.folder import Session
-from moe_routing_bench.results.history import Point, _steps, history
+from moe_routing_bench.results.history import CommitPoint, _steps, history
 from sample_records import HASH
 from sample_runs import ENVIRONMENT, add_cell
 
 torch.set_num_threads(1)
 
 
-def points(values: Any, error: float = 0.0) -> list[Point]:
+def points(values: Any, error: float = 0.0) -> list[CommitPoint]:
     return [
-        Point(
+        CommitPoint(
             commit=f"{n:040x}", dirty=False, day="", value=float(value), error=error, floor=0.0, runs=1,
             source=str(n), method=(), place=(), repro="",
         )

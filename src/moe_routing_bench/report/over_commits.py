@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_routing_bench.report.drawing import COLOURS, INK, PAPER, Picture, Table, figure, label, style
 from moe_routing_bench.report.page import Page, Section
-from moe_routing_bench.results.history import METRICS, History, Series
+from moe_routing_bench.results.history import METRICS, CaseHistory, History
 
 MAX_PANELS, MAX_TICKS, MAX_ROWS = 12, 16, 1_000
 UNITS = {"ratio": "ratio to the baseline", "ms": "milliseconds"}
@@ -23,7 +23,7 @@ def steps_table(past: History) -> Table:
     return Table(head=head, rows=tuple(rows), words=5)
 
 
-def series_table(series: Sequence[Series]) -> Table:
+def series_table(series: Sequence[CaseHistory]) -> Table:
     head = ("case", "implementation", "machine", "points", "first", "last", "steps", "method changes")
     rows = [
         (
@@ -55,7 +55,7 @@ def draw(past: History) -> Picture | None:
     return Picture(name="history", title=title, caption=caption, figure=made)
 
 
-def _panel(axes: Any, one: Series) -> None:
+def _panel(axes: Any, one: CaseHistory) -> None:
     x = list(range(len(one.points)))
     bars = [2.576 * point.error * point.value for point in one.points]
     axes.errorbar(x, [p.value for p in one.points], yerr=bars, fmt="none", ecolor=COLOURS[0], elinewidth=1)

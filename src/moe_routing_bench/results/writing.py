@@ -46,7 +46,9 @@ def _record(
         samples = np.asarray(one.samples)
         timing = schema.Timing.of(samples, one.first_call or 0.0, session.put_samples(samples), one.stages)
     if one.comparison is not None and outcome.baseline is not None:
-        comparison = schema.Comparison.of(outcome.baseline.label, one.comparison, one.comparison.aa_floor)
+        comparison = schema.ComparisonFacts.of(
+            outcome.baseline.label, one.comparison, one.comparison.aa_floor
+        )
     group = experiment.case.partition("/")[0]
     return Record(
         schema_version=3,
@@ -63,7 +65,7 @@ def _record(
         excluded=span.excluded,
         experiment=_experiment(experiment, one.implementation),
         routing=_routing(one, outcome),
-        implementation=schema.Implementation(
+        implementation=schema.ImplementationFacts(
             label=one_line(one.label, 300),
             spec=one_line(one.implementation.text, 300),
             origin=one_line(one.origin, 300),
@@ -130,14 +132,14 @@ def _in_lines(value: Any) -> Any:
     return one_line(value, 300) if isinstance(value, str) else value
 
 
-def _routing(one: ImplementationOutcome, outcome: CellOutcome) -> schema.Routing | None:
+def _routing(one: ImplementationOutcome, outcome: CellOutcome) -> schema.RoutingFacts | None:
     if not one.load:
         return None
-    return schema.Routing(checksum=outcome.routing_checksum, **one.load)  # type: ignore[arg-type]
+    return schema.RoutingFacts(checksum=outcome.routing_checksum, **one.load)  # type: ignore[arg-type]
 
 
-def _work(one: ImplementationOutcome, outcome: CellOutcome) -> schema.Work:
-    return schema.Work(
+def _work(one: ImplementationOutcome, outcome: CellOutcome) -> schema.WorkFacts:
+    return schema.WorkFacts(
         useful_flops=one.cost.useful_flops,
         executed_flops=one.cost.executed_flops,
         weight_bytes=one.cost.weight_bytes,

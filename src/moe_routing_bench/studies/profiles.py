@@ -46,8 +46,8 @@ SUMS = re.compile(r"aten::(index_add_?|scatter_add_?|sum)$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpRow:
-    """An operation in all calls: OpRow(name="aten::mm", calls=192, self_us=9100, total_us=9100)."""
+class ProfiledOp:
+    """An operation in all calls: ProfiledOp(name="aten::mm", calls=192, self_us=9100, total_us=9100)."""
 
     name: str
     calls: int
@@ -66,7 +66,7 @@ class Profile:
 
     calls: int
     seconds: float
-    rows: tuple[OpRow, ...]
+    rows: tuple[ProfiledOp, ...]
     shares: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -187,7 +187,7 @@ def _hooked(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 def read_profile(averages: Iterable[Any], events: Iterable[Any], *, calls: int, width: int) -> Profile:
     """Reads the output of torch.profiler. `width` is D and tells rows of the model from hidden rows."""
     rows = [
-        OpRow(
+        ProfiledOp(
             name=average.key,
             calls=average.count,
             self_us=average.self_cpu_time_total,
