@@ -218,7 +218,7 @@ def cell(span, spec, **more):
     return Experiment(span=span, **sizes, implementations=(ImplementationRef.read(spec, **more),))
 
 ops, machine = all_ops(), this_machine()
-names = {name: ops[name].names() if name in ops else span_named(name).specs() for name in span_names()}
+names = {name: ops[name].names() if name in ops else span_named(name).all_names() for name in span_names()}
 cells = [cell(span, spec) for span, specs in names.items() for spec in specs]
 cells += [cell("layer", "staged", router=rule) for rule in all_routers()]
 harness = Code.of(PACKAGE / name for name in HARNESS).files

@@ -47,7 +47,7 @@ ROOFS = Roofs(
 
 def cell_of(*specs: str, W: int = 2, **more: str) -> Experiment:
     case = Experiment(case="own/x", span="parallel", **vars(SHAPE), dtype="float32", **more)
-    implementations = tuple(ImplementationRef(name=spec) for spec in specs or span.specs())
+    implementations = tuple(ImplementationRef(name=spec) for spec in specs or span.all_names())
     return replace(case, workload="source_ragged(own=0.7)", implementations=implementations, W=W, **HOW)
 
 

@@ -359,16 +359,16 @@ def chosen_implementations(span: Span, case: Experiment, what: WhatOptions) -> t
     words = split_all(what.layout) or ["case"]
     rules = [str(Layout.parse(case.layout if word == "case" else word)) for word in words]
     routers, layers = split_all(what.router) or [""], split_all(what.layer_kind) or [""]
-    named = split_all(what.impl) or _default_specs(span, case, several=len(routers) * len(layers) > 1)
-    named = [spec for word in named for spec in (span.specs() if word == "all" else [word])]
+    named = split_all(what.impl) or _default_names(span, case, several=len(routers) * len(layers) > 1)
+    named = [name for word in named for name in (span.all_names() if word == "all" else [word])]
     if what.only is not None:
         named = _only(what.only, span, named if what.impl else [])
     implementations = []
     for text, router, layer in product(named, routers, layers):
-        spec, at, layout = (part.strip() for part in text.partition("@"))
+        name, at, layout = (part.strip() for part in text.partition("@"))
         own = [str(Layout.parse(case.layout if layout == "case" else layout))] if at else rules
         for rule in own:
-            implementation = ImplementationRef.read(spec, layout=rule, router=router, layer=layer)
+            implementation = ImplementationRef.read(name, layout=rule, router=router, layer=layer)
             settled = span.settled(implementation, case)
             implementations.append(replace(settled, frozen=settled.frozen and span.has_frozen(settled, case)))
     for implementation in implementations:
@@ -380,17 +380,17 @@ def chosen_implementations(span: Span, case: Experiment, what: WhatOptions) -> t
 
 
 def _only(flag: str, span: Span, named: list[str]) -> list[str]:
-    """The specs that promise it, after "auto", the baseline: what they cost beside it."""
+    """The implementations that promise it, after "auto", the baseline: what they cost beside it."""
     if flag != BATCH_INVARIANT:
         raise ArgumentError(f"{{only}} takes {BATCH_INVARIANT}, not {flag!r}", "only")
     promising = []
-    for spec in named or [one for op in span.ops for one in invariant_names(all_ops()[op])]:
+    for name in named or [one for op in span.ops for one in invariant_names(all_ops()[op])]:
         try:
-            parts = span.parts(spec)
+            parts = span.parts(name)
         except NotImplementedError:
             continue
         if parts and all(part.batch_invariant for part in parts) and not any(part.stored for part in parts):
-            promising.append(spec)
+            promising.append(name)
     if not promising:
         raise ValueError(f"nothing of {span.name} that was named is batch-invariant; see `mrb list`")
     return ["auto", *promising]
@@ -407,32 +407,32 @@ def _meaning(span: Span, implementation: ImplementationRef) -> ImplementationRef
     return replace(implementation, name=labels or implementation.name)
 
 
-def _default_specs(span: Span, case: Experiment, *, several: bool) -> list[str]:
+def _default_names(span: Span, case: Experiment, *, several: bool) -> list[str]:
     if several:  # routers or kinds of layer are compared, not implementations
         return ["auto"]
     if case.store:
-        return _stored_specs(span, case)
+        return _stored_names(span, case)
     if _suite(case.case) == REGRET:
         return list(IMPLEMENTATIONS[span.name])
     quick = _suite(case.case) in ON_A_GPU
     if not quick:
         return span.usual()
-    return [spec for spec in span.specs() if not NOT_QUICK.search(spec)]
+    return [name for name in span.all_names() if not NOT_QUICK.search(name)]
 
 
-def _stored_specs(span: Span, case: Experiment) -> list[str]:
+def _stored_names(span: Span, case: Experiment) -> list[str]:
     """The weights in the case's dtype, then as they are stored, the fastest first; what else runs here."""
     stored = f"native(store={case.store})"
     source = stand_ins(ImplementationRef(name=stored, layout=case.layout), case)
     asked = all_ops()[span.name].arguments(source).values()
-    specs = ["native"]
+    names = ["native"]
     rows = f"(store={case.store}{INT8_ROWS})"
-    for spec in (f"native{rows}", stored, f"llama_cpp{rows}", "vllm_cpu"):
+    for name in (f"native{rows}", stored, f"llama_cpp{rows}", "vllm_cpu"):
         try:
-            specs += [spec] if spec == stored or span.parts(spec)[0].why_not(*asked) is None else []
+            names += [name] if name == stored or span.parts(name)[0].why_not(*asked) is None else []
         except NotImplementedError:  # a library is absent
             continue
-    return specs
+    return names
 
 
 def made_experiments(

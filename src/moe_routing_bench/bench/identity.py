@@ -189,8 +189,8 @@ class _Source:
     def of(span: Span, implementation: ImplementationRef, inputs: Inputs) -> _Source:
         resolved = span.resolved(implementation, inputs)
         ops, files = all_ops(), list(span.roots(implementation))
-        for op, spec in [*span.named(implementation.name), *_inside(span, implementation.name), *resolved]:
-            files += [Path(ops[op].file), *ops[op].source_files(base_name(spec))]
+        for op, name in [*span.named(implementation.name), *_inside(span, implementation.name), *resolved]:
+            files += [Path(ops[op].file), *ops[op].source_files(base_name(name))]
         given = {place for path in files for place in (path, path.resolve())}
         folders = [
             folder for folder in included_folders() if any(path.is_relative_to(folder) for path in given)
@@ -214,12 +214,12 @@ def code_of(span: Span, implementation: ImplementationRef, inputs: Inputs) -> Co
     return _Source.of(span, implementation, inputs).code
 
 
-def _inside(span: Span, spec: str) -> list[tuple[str, str]]:
+def _inside(span: Span, name: str) -> list[tuple[str, str]]:
     """Implementations inside an implementation; none for code from outside, which is not loaded here."""
-    if any(origin != BUILT_IN for origin in span.origins(spec)):
+    if any(origin != BUILT_IN for origin in span.origins(name)):
         return []
     try:
-        parts = span.parts(spec)
+        parts = span.parts(name)
     except NotImplementedError:  # a library is absent: nothing will run
         return []
     return [(option, str(v)) for part in parts for option, v in part.config.items() if option in all_ops()]

@@ -52,9 +52,9 @@ def run_kit(experiment: Experiment, implementation: ImplementationRef) -> tuple[
         outcomes = [_check(one) for one in kit_cells(experiment, implementation)]
     ran = [outcome for outcome in outcomes if outcome.status != "unsupported"]
     tried, known = ({(one.cell.op, one.cell.spec) for one in some} for some in (outcomes, ran))
-    for op, spec in sorted(tried - known):
+    for op, name in sorted(tried - known):
         raise NotImplementedError(
-            f"the kit ran 0 cases of {op}.{spec}: it supports none of the hard cases for "
+            f"the kit ran 0 cases of {op}.{name}: it supports none of the hard cases for "
             f"{experiment.dtype} in the layout {implementation.layout} (`mrb check`)"
         )
     failed = [outcome for outcome in ran if outcome.status == "failed"]

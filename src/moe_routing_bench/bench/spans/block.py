@@ -62,7 +62,7 @@ class BlockSpan(Span):
     weights = routed = True
     case = "seed-decoder"
 
-    def specs(self) -> list[str]:
+    def all_names(self) -> list[str]:
         return list(IMPLEMENTATIONS)
 
     def settled(self, implementation: ImplementationRef, case: Experiment) -> ImplementationRef:
@@ -79,16 +79,16 @@ class BlockSpan(Span):
             implementation = replace(implementation, name=f"ours(impl={label})")
         return super().has_frozen(implementation, case)
 
-    def parts(self, spec: str) -> tuple[Implementation, ...]:
-        impl = parse_block(spec)[1].get("impl", "auto")
+    def parts(self, name: str) -> tuple[Implementation, ...]:
+        impl = parse_block(name)[1].get("impl", "auto")
         return () if impl == "auto" else (expert_ffn_op.get(impl),)
 
-    def named(self, spec: str) -> list[tuple[str, str]]:
-        impl = parse_block(spec)[1].get("impl", "auto")
+    def named(self, name: str) -> list[tuple[str, str]]:
+        impl = parse_block(name)[1].get("impl", "auto")
         return [] if impl == "auto" else [("expert_ffn", base_name(impl))]
 
-    def origins(self, spec: str) -> list[str]:
-        return [expert_ffn_op.origin(name) for _, name in self.named(spec)] or [BUILT_IN]
+    def origins(self, name: str) -> list[str]:
+        return [expert_ffn_op.origin(part) for _, part in self.named(name)] or [BUILT_IN]
 
     def call(self, implementation: ImplementationRef, inputs: Inputs, number: int, step: int) -> Call:
         return layer_span.call(implementation, inputs, number, step)
@@ -164,12 +164,12 @@ class BlockSpan(Span):
         return [f"In the model, but not here: {note}."] if note else []
 
 
-def parse_block(spec: str) -> tuple[str, dict[str, str]]:
+def parse_block(text: str) -> tuple[str, dict[str, str]]:
     """ours(attention=naive,impl=staged(combine=index_add)) as its name and options."""
-    name, given = parse_spec(spec)
+    name, given = parse_spec(text)
     if name not in OPTIONS:
         raise ValueError(
-            f"cannot read {spec!r}; write ours or transformers, with options as in {IMPLEMENTATIONS[1]}"
+            f"cannot read {text!r}; write ours or transformers, with options as in {IMPLEMENTATIONS[1]}"
         )
     if unknown := next((key for key in given if key not in OPTIONS[name]), None):
         raise ValueError(f"{name} has no option {unknown}; it has {', '.join(OPTIONS[name])}")

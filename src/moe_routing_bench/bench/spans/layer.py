@@ -67,14 +67,14 @@ class LayerSpan(Span):
     weights = routed = True
     decides = "expert_ffn"
 
-    def origins(self, spec: str) -> list[str]:
-        return [BUILT_IN] if WHOLE.fullmatch(spec) else super().origins(spec)
+    def origins(self, name: str) -> list[str]:
+        return [BUILT_IN] if WHOLE.fullmatch(name) else super().origins(name)
 
-    def parts(self, spec: str) -> tuple[Implementation, ...]:
-        return () if WHOLE.fullmatch(spec) else super().parts(spec)
+    def parts(self, name: str) -> tuple[Implementation, ...]:
+        return () if WHOLE.fullmatch(name) else super().parts(name)
 
-    def named(self, spec: str) -> list[tuple[str, str]]:
-        return [] if WHOLE.fullmatch(spec) else super().named(spec)
+    def named(self, name: str) -> list[tuple[str, str]]:
+        return [] if WHOLE.fullmatch(name) else super().named(name)
 
     def check(self, implementation: ImplementationRef) -> None:
         self.origins(implementation.name)

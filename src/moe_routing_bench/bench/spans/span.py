@@ -87,29 +87,29 @@ class Span:
 
     # what an implementation is
 
-    def split(self, spec: str) -> list[str]:
-        """One spec for each op of the span; a + inside brackets belongs to an option."""
-        specs = re.findall(r"(?:[^+()]|\([^()]*(?:\([^()]*\)[^()]*)*\))+", spec)
-        if len(specs) != len(self.ops):
+    def split(self, name: str) -> list[str]:
+        """One name for each op of the span; a + inside brackets belongs to an option."""
+        names = re.findall(r"(?:[^+()]|\([^()]*(?:\([^()]*\)[^()]*)*\))+", name)
+        if len(names) != len(self.ops):
             raise ValueError(
-                f"{spec!r} names {len(specs)} implementations, but {self.name} is {' + '.join(self.ops)}"
+                f"{name!r} names {len(names)} implementations, but {self.name} is {' + '.join(self.ops)}"
             )
-        return specs
+        return names
 
-    def parts(self, spec: str) -> tuple[Implementation, ...]:
-        """The implementations an implementation names, loaded."""
+    def parts(self, name: str) -> tuple[Implementation, ...]:
+        """The implementation of each op, loaded."""
         ops = all_ops()
-        return tuple(ops[name].get(part) for name, part in zip(self.ops, self.split(spec), strict=True))
+        return tuple(ops[op].get(part) for op, part in zip(self.ops, self.split(name), strict=True))
 
-    def named(self, spec: str) -> list[tuple[str, str]]:
-        """(op, name) of each implementation an implementation names; nothing is loaded."""
-        names = [base_name(part) for part in self.split(spec)]
+    def named(self, name: str) -> list[tuple[str, str]]:
+        """(op, name) of the implementation of each op; nothing is loaded."""
+        names = [base_name(part) for part in self.split(name)]
         return list(zip(self.ops, names, strict=True))
 
-    def origins(self, spec: str) -> list[str]:
+    def origins(self, name: str) -> list[str]:
         """Where each implementation comes from; ValueError if there is none of that name."""
         ops = all_ops()
-        return [ops[op].origin(name) for op, name in self.named(spec)]
+        return [ops[op].origin(part) for op, part in self.named(name)]
 
     def check(self, implementation: ImplementationRef) -> None:
         """ValueError if the implementation cannot exist."""
@@ -131,7 +131,7 @@ class Span:
         except NotImplementedError:
             return False
 
-    def specs(self) -> list[str]:
+    def all_names(self) -> list[str]:
         """Everything worth trying: the defaults first, then one part varied at a time. Code from outside is
         named but not loaded: only a worker loads it."""
         ops = [all_ops()[name] for name in self.ops]
@@ -140,16 +140,16 @@ class Span:
         for place, op in enumerate(ops):
             ours = [one for one in find_all(op, configs=True, only=BUILT_IN) if one.implementation]
             outside = [name for name in op.names() if op.origin(name) != BUILT_IN]
-            for spec in [*(one.spec for one in ours), *outside]:
-                varied = [*defaults[:place], spec, *defaults[place + 1 :]]
-                names = varied if spec in outside else [p.label for p in self.parts("+".join(varied))]
-                labels.setdefault(tuple(names), varied)
+            for name in [*(one.spec for one in ours), *outside]:
+                varied = [*defaults[:place], name, *defaults[place + 1 :]]
+                full = varied if name in outside else [p.label for p in self.parts("+".join(varied))]
+                labels.setdefault(tuple(full), varied)
         return ["+".join(varied) for varied in labels.values()]
 
     def usual(self) -> list[str]:
         """What people choose between, the baseline first, and what comes from outside; "auto" is one."""
         if not self.decides or not all_ops()[self.decides].usual:
-            return self.specs()
+            return self.all_names()
         op = all_ops()[self.decides]
         return [*op.usual, *(name for name in op.names() if op.origin(name) != BUILT_IN)]
 
