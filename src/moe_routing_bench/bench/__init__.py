@@ -1,4 +1,5 @@
-"""The harness: cells, workers, rounds, verdicts. Called, it is `bench` of api.py."""
+"""The harness: it checks implementations, times them in rounds and compares the times. Called as a function,
+it is `bench` of api.py."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""About how long a cell will take on this machine as it is now, before anything of it has run.
+"""Estimates how long a cell will take on this machine, before anything of it runs.
 
 A short probe says how fast the machine multiplies and copies, and how much times scatter at least: that
 decides how many rounds the precision takes. Implementations are taken to be half as fast as the probe.
@@ -66,8 +66,9 @@ def estimate(experiment: Experiment) -> float:
 
 
 def share_of_rounds(experiments: Sequence[Experiment]) -> float:
-    """Of the time for these cells, the part for the rounds of the first, which has been tried. On a nominal
-    machine, 10^11 operations and 10^10 bytes a second: a probe would cost a second of what is shared."""
+    """Returns how much of the time for these cells goes to the rounds of the first one, whose trials are
+    done. It assumes a machine with 10^11 operations and 10^10 bytes a second, because a probe would cost a
+    second of the time to share."""
     rounds = [fewest_rounds(len(one.implementations)) * _round_seconds(one) for one in experiments]
     trials = [TRIAL_SECONDS * len(one.implementations) + 3 * _round_seconds(one) for one in experiments[1:]]
     return rounds[0] / (sum(rounds) + sum(trials))
@@ -87,8 +88,8 @@ def _round_seconds(experiment: Experiment) -> float:
 
 @cache
 def probe(threads: int, dtype: str) -> Speed:
-    """Takes about half a second; beside another busy process, where threads wait for each other, a few,
-    and at worst eight slow calls."""
+    """Measures the machine's speed in about half a second. Beside another busy process it takes a few
+    seconds, at worst eight slow calls."""
     with torch_threads(threads):
         a = torch.randn(256, 2048).to(DTYPES[dtype])
         b = torch.randn(2048, 1024).to(DTYPES[dtype])
@@ -107,7 +108,7 @@ def probe(threads: int, dtype: str) -> Speed:
 
 
 def _times(call: Callable[[], object], most: int) -> list[float]:
-    """Seconds of so many calls, or of as many as PROBE_SECONDS allow, four at least."""
+    """Returns the seconds of `calls` calls, or of as many as PROBE_SECONDS allow, at least four."""
     times: list[float] = []
     while len(times) < 4 or (len(times) < most and sum(times) < PROBE_SECONDS):
         began = time.perf_counter()

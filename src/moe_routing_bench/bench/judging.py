@@ -51,7 +51,8 @@ STATUS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Finding(status=Status.WRONG_VALUE, reason="largest error 0.5 at [3, 0] ...") or PASSED with numbers."""
+    """Judgement(status=Status.WRONG_VALUE, reason="largest error 0.5 at [3, 0] ..."), or PASSED with
+    numbers."""
 
     status: Status
     reason: str = ""
@@ -79,10 +80,10 @@ class Judge:
         self._callers: dict[tuple[Question, torch.dtype], Caller] = {}
         self._others: dict[Question, list[ExpectedOutput]] = {}
         self._prints: dict[Key, str] = {}
-        self.oracle_seconds = 0.0  # of the last one
+        self.oracle_seconds = 0.0  # of the last one that was computed
 
     def input_print(self, number: int, step: int, implementation: ImplementationRef) -> str:
-        """The fingerprint the call's arguments must still have afterwards."""
+        """Returns the fingerprint that the call's arguments must still have afterwards."""
         key = (number, step, implementation.question)
         if key not in self._prints:
             self._prints[key] = fingerprint(activations(self.arguments(number, step, implementation)))
@@ -100,7 +101,7 @@ class Judge:
         implementation: ImplementationRef,
         ties: str = "lower id first",
     ) -> Judgement:
-        """Judge the file a worker wrote for call `number`."""
+        """Judges the file that a worker wrote for call `number`."""
         try:
             result = read_result(path, self.right(number, step, implementation).baseline)
         except ValueError as error:
@@ -184,12 +185,14 @@ class Judge:
         return self.span.arguments(self.span.call(implementation, self.inputs, number, step))
 
     def _few_rows(self, implementation: ImplementationRef) -> bool:
-        """Are there fewer rows than pairs, as in Soft-MoE, and so few that their mean error is luck?"""
+        """True if there are fewer rows than pairs, as in Soft-MoE, and so few that their mean error depends
+        on luck."""
         s = self.inputs.experiment.shape
         return self.span.rows(implementation, self.inputs) < min(FEW_ROWS, s.num_pairs)
 
     def _more(self, implementation: ImplementationRef, n: int) -> list[ExpectedOutput]:
-        """Results on other data, to know plain torch's usual error when a result has few elements."""
+        """Returns results on other data. They show the usual error of plain torch when a result has few
+        elements."""
         draws = self._draws(implementation, n)
         ready = self._others.setdefault(implementation.question, [])
         while (place := len(ready)) < draws:
@@ -206,7 +209,7 @@ class Judge:
         return place < self._draws(implementation, tensor.numel())
 
     def right(self, number: int, step: int, implementation: ImplementationRef) -> ExpectedOutput:
-        """What the reference computes for a call."""
+        """Returns what the reference computes for a call."""
         key = (number, step, implementation.question)
         if key not in self._right:
             self._right[key] = self._compute(number, step, implementation)
@@ -217,7 +220,7 @@ class Judge:
         return self._right[key]
 
     def foresee(self, calls: Iterable[tuple[int, int]], implementation: ImplementationRef) -> None:
-        """Compute what is right for calls that will be judged. If that fails, judging them says why."""
+        """Computes reference results in advance. If that fails, judging the call reports the error."""
         with suppress(Exception):
             for number, step in calls:
                 self.right(number, step, implementation)
@@ -251,7 +254,8 @@ class Judge:
         return ExpectedOutput(oracle=results[1], baseline=results[0], d_out=d_out)
 
     def _known(self, number: int, step: int, implementation: ImplementationRef) -> ExpectedOutput | None:
-        """A result of the same call for implementations with another tolerance: the oracle is the same."""
+        """Returns the result of the same call for an implementation with another tolerance, because the
+        oracle is the same."""
         asked = (number, step, implementation.question[:3])
         return next((right for (n, s, q), right in self._right.items() if (n, s, q[:3]) == asked), None)
 
@@ -285,8 +289,8 @@ class Judge:
 
 
 def _some_experts(*gradients: Tensor) -> tuple[Tensor, ...]:
-    """The same experts of each, drawn anew for every judged call, if the whole is too large: the gradient of
-    a model's experts has 10^8 elements, and comparing all of them took longer than all calls together."""
+    """Selects the same random experts of each gradient if the gradient is too large. The gradient of a
+    model's experts has 10^8 elements, and comparing all of them took longer than all calls together."""
     elements = gradients[0].numel()
     if gradients[0].ndim != 3 or elements <= MAX_GRADIENT:
         return gradients
@@ -316,8 +320,8 @@ def weights_print(span: Span, inputs: Inputs) -> str:
 
 
 def _sums_print(tensor: Tensor) -> str:
-    """A hash of sums of the bits over rows and over columns, for gigabytes: any write that is not made for it
-    shows, also if values only changed places. sha256 of everything takes ten times as long."""
+    """Hashes sums of the bits over rows and over columns, for gigabytes. It detects accidental writes,
+    including swapped values, but not a deliberate collision. sha256 of everything takes ten times as long."""
     if tensor.ndim > 1 and tensor.mT.is_contiguous():  # as it lies in memory: to transpose it takes longest
         tensor = tensor.mT
     words = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""A time is given only to what passes the kit's hard cases for its operations, dtype and layout.
+"""An implementation gets a time only if it passes the kit's hard cases for its operations, dtype and layout.
 
 The benchmark's own inputs are all alike: full batches, choices without gaps. The kit's are not (`mrb check`).
 What passed is remembered by the hash of the code that runs, so only changed code is checked again. Code from
@@ -33,8 +33,8 @@ MAX_BYTES = 2**20  # of the file; a fuller one is begun anew
 
 
 def kit_cells(experiment: Experiment, implementation: ImplementationRef) -> list[KitCell]:
-    """The kit's cells for what the implementation names, which is loaded here; none for a whole layer that is
-    not ours."""
+    """Loads what the implementation names and returns its kit cells. There are none for another library's
+    layer."""
     device, layout = memory_place(experiment.device), base_name(implementation.layout)
     return [
         one
@@ -46,8 +46,8 @@ def kit_cells(experiment: Experiment, implementation: ImplementationRef) -> list
 
 
 def run_kit(experiment: Experiment, implementation: ImplementationRef) -> tuple[int, int, str]:
-    """Cells passed, cells failed, and the first failure in words. NotImplementedError if an implementation
-    supports none of its cells, since then nothing is known about it. In a worker."""
+    """Returns the cells passed, the cells failed, and the first failure in words. NotImplementedError if an
+    implementation supports none of its cells, because then nothing is known about it. It runs in a worker."""
     with torch_threads(1), torch.enable_grad():  # the cases are tiny
         outcomes = [_check(one) for one in kit_cells(experiment, implementation)]
     ran = [outcome for outcome in outcomes if outcome.status != "unsupported"]

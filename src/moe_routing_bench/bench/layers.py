@@ -45,8 +45,8 @@ SEED = 20  # for routers' own weights, and for rules that draw random numbers in
 
 
 def layer_kind(implementation: ImplementationRef) -> tuple[str, dict[str, Any]]:
-    """("chain", {"iterations": 2}) of the implementation's layer; ValueError if there is none of that
-    name."""
+    """("chain", {"iterations": 2}): the kind of the implementation's layer and its options. ValueError if
+    there is no such kind."""
     kind, options = parse_spec(implementation.layer or "moe")
     if kind not in KINDS:
         raise ValueError(f"there is no layer {kind!r}; there are {', '.join(KINDS)}")
@@ -55,7 +55,7 @@ def layer_kind(implementation: ImplementationRef) -> tuple[str, dict[str, Any]]:
 
 
 def choices_of(implementation: ImplementationRef, inputs: Inputs) -> int:
-    """K of each router of the implementation: some rules fix it, and a chain divides K among its
+    """Returns K of each router of the implementation. Some routers fix it, and a chain divides K among its
     iterations."""
     kind, options = layer_kind(implementation)
     name, _ = parse_spec(implementation.router or ROUTER)
@@ -67,8 +67,8 @@ def layer_of(
     implementation: ImplementationRef, inputs: Inputs, ffn: Implementation, make_plan: Implementation, *,
     topk: str, dtype: torch.dtype | None = None, fused: bool = True,
 ) -> nn.Module:  # fmt: skip
-    """The implementation's layer around the inputs' weights, converted if `dtype` is another. fused=False
-    removes the router's option `fused`."""
+    """Builds the implementation's layer around the inputs' weights, converted if `dtype` is another.
+    fused=False removes the router's option `fused`."""
     s, case, (kind, options) = inputs.experiment.shape, inputs.experiment, layer_kind(implementation)
     dtype = dtype or inputs.dtype
     name, router_options = parse_spec(implementation.router or ROUTER)
@@ -103,7 +103,8 @@ def layer_of(
 
 
 def plain_layer(implementation: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> nn.Module:
-    """The layer in plain torch, in `dtype`: the ops' references compute everything but the router."""
+    """Builds the layer in plain torch, in `dtype`. The references of the operations compute everything but
+    the router."""
     layer = layer_of(
         implementation, inputs, reference_of(expert_ffn_op), make_plan_op.get("counting"), topk="sort",
         dtype=dtype, fused=False,
@@ -120,7 +121,8 @@ def plain_layer(implementation: ImplementationRef, inputs: Inputs, dtype: torch.
 
 
 def _widen(router: Router) -> None:
-    """Gates in float64; where rounding alone would change a choice, the router's own float32 routing."""
+    """Makes the gates float64. Where rounding alone would change a choice, it keeps the router's own float32
+    routing."""
     plain = router.forward
 
     def forward(x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing | SoftRouting:
@@ -205,13 +207,13 @@ def _put_weights(
 
 
 def _with_weights(ffn: Implementation, weights: ExpertWeights) -> Callable[..., Tensor]:
-    """Computes with these weights, whatever it is given."""
+    """Computes with these weights and ignores the ones it is given."""
     run = ffn.run
     return lambda x_TD, gate_TK, plan, stand_ins: run(x_TD, gate_TK, plan, weights)
 
 
 def _silent(weights: ExpertWeights, columns: Tensor) -> ExpertWeights:
-    """Experts that write nothing into some columns."""
+    """Makes experts write nothing into some columns."""
     w_out, b_out = weights.w_out_EFD.detach().clone(), weights.b_out_ED
     w_out[..., columns] = 0.0
     if b_out is not None:
