@@ -108,7 +108,7 @@ def probe(threads: int, dtype: str) -> Speed:
 
 
 def _times(call: Callable[[], object], most: int) -> list[float]:
-    """Returns the seconds of `calls` calls, or of as many as PROBE_SECONDS allow, at least four."""
+    """Returns the seconds of `most` calls, or of as many as PROBE_SECONDS allow, at least four."""
     times: list[float] = []
     while len(times) < 4 or (len(times) < most and sum(times) < PROBE_SECONDS):
         began = time.perf_counter()

@@ -32,7 +32,7 @@ RESERVE = 0.05  # of the budget, for the last checks, the statistics and the tab
 MIN_SECONDS = 2.0  # of rounds, even if trials took all the time: what was tried should get a time
 LOOK_EVERY = 1.2  # the precision is computed again after this factor more rounds: computing it takes time
 LEAK_BYTES = 2**29
-LATEST = 1.2  # of the budget: who has no place by then gets none
+LATEST = 1.2  # of the budget: a baseline without its few rounds by then gets none
 OVERTIME = 0.1  # of the budget, if a verdict needs no more than that
 DECISIVE_ROUNDS = 9  # all on one side they show a difference, if half of the comparisons do
 # largest ratio of times of the same code in two processes: 1.29 was seen for calls of 10 us, where one
@@ -155,11 +155,11 @@ class _Rounds:
         return list({id(host): host for host in self.hosts.values()}.values())
 
     def _here(self, series: Series) -> list[float]:
-        """Its samples in this set of processes."""
+        """Returns its samples in this set of processes."""
         return self.measured.samples[series].seconds[self.before :]
 
     def _take(self, series: Series, done: int) -> None:
-        """Its sample in a round; all have the same inputs."""
+        """Takes its sample in a round. All series of a round have the same inputs."""
         if done != self.round:
             self.round, self.began = done, time.perf_counter()
             self.first, self.place = self._numbers_for(self.lineup)
@@ -218,15 +218,15 @@ class _Rounds:
         self.memory.forget(series)
 
     def _numbers_for(self, present: Iterable[Series]) -> tuple[int, int]:
-        """The first call number of a round, and which call of each sample may be judged: one oracle serves
-        all."""
+        """Returns the first call number of a round, and which call of each sample may be judged, so that one
+        oracle result serves all."""
         calls = [self.measured.samples[series].calls for series in present]
         return self.setup.numbers.take(max(calls)), self.dice.randrange(min(calls))
 
     @contextmanager
     def _blamed(self, series: Series) -> Iterator[None]:
-        """Drop the implementation whose turn it is if it fails; the others go on, in new processes if it
-        shared or harmed theirs. BaselineError if it is the baseline."""
+        """If the implementation whose turn it is fails, it is dropped. The others go on, in new processes if
+        it shared or harmed theirs. BaselineError if it is the baseline."""
         try:
             yield
         except ImplementationError as failure:
@@ -253,7 +253,7 @@ class _Rounds:
         return series.implementation, failure
 
     def _check_harm(self) -> None:
-        """What happened to a process when it was not its turn was done by the code that had one before."""
+        """If a process was harmed while it was not its turn, the code that ran before did it."""
         if self.last is None:
             return
         harm = next(filter(None, (host.harm() for host in self.all_hosts())), "") or server_harm()
@@ -310,7 +310,7 @@ class _Rounds:
         return leaving
 
     def _turn_seconds(self, series: Series) -> float:
-        """About what its turn in a round takes, and that of the baseline beside it."""
+        """Estimates how long its turn in a round takes, together with the baseline beside it."""
         partner = self.measured.partner(series)
         both = {series} if partner == self.baseline else {series, partner}
         return sum(
@@ -357,7 +357,8 @@ class _Rounds:
         return reason
 
     def _finish(self, leaving: Sequence[Series]) -> None:
-        """After their last round, check again: one call, the clocks, the threads, the baseline beside."""
+        """After the last round, repeats four checks: one result, the clocks, the threads, the baseline beside
+        it."""
         if not leaving:
             return
         first, place = self._numbers_for(leaving)
@@ -383,9 +384,9 @@ class _Rounds:
             raise ImplementationError(Status.SUSPECT, reason)
 
     def _check_weights(self) -> None:
-        """Once for each process: sums over all the weights take a while. So of several implementations in a
-        process nobody knows which one changed them. All fail, also those that left early, and the reason says
-        so."""
+        """Checks the weights once for each process, because sums over all weights take a while. If several
+        implementations share a process, nobody knows which one changed them. Then all of them fail, also
+        those that left early, and the reason says so."""
         for host in self.all_hosts():
             try:
                 host.check_weights()

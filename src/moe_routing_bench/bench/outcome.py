@@ -1,4 +1,4 @@
-"""The outcome of a measured cell: frozen values that the runner makes for records and tables."""
+"""The outcome of a measured cell: frozen values that the runner makes, for records and tables."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ImplementationOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class CellOutcome:
-    """One cell, measured: its implementations in the order asked for, then the further copies of the
+    """The result of one cell. Implementations come in the requested order, then the further copies of the
     baseline.
 
     notes: what a reader must know, in sentences: a baseline that was replaced, a busy machine.
@@ -141,7 +141,8 @@ class CellOutcome:
         return next((o for o in self.outcomes if o.role == "baseline"), None)
 
     def against(self, one: ImplementationOutcome) -> ImplementationOutcome | None:
-        """What its ratio is to, timed by the same clock: the baseline, or that beside it."""
+        """Returns what its ratio compares with, timed by the same clock: the baseline, or the copy of it that
+        ran beside."""
         apart = (
             other for other in self.outcomes if other.beside == one.implementation and other.role == "beside"
         )
@@ -152,12 +153,12 @@ class CellOutcome:
         return next((o for o in self.outcomes if o.role == "twin"), None)
 
     def to_json(self) -> str:
-        """For another machine. What is infinite becomes null."""
+        """Writes it for another machine. Infinite numbers become null."""
         return _OUTCOME.dump_json(self).decode()
 
     @staticmethod
     def from_json(text: str | bytes) -> CellOutcome:
-        """ValueError, in a sentence, if it is not an outcome that names the machine it ran on."""
+        """Reads it. ValueError, with a sentence, if it is no outcome that names the machine it ran on."""
         if len(text) > MAX_OUTCOME_BYTES:
             raise ValueError(f"this is not an outcome: it has over {MAX_OUTCOME_BYTES:,} bytes")
         try:

@@ -1,4 +1,4 @@
-"""run_cell measures a cell: first every implementation alone, then all that passed together."""
+"""run_cell measures a cell: it tries every implementation alone, then times all that passed together."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def run_cell(
 
 
 def _shared_host(setup: Setup, ours: tuple[ImplementationRef, ...], reuse: Reuse) -> SharedHost:
-    """The host of our own code. That of ranks is loaded by its name: only the key of a cell that has ranks
-    depends on it (ParallelSpan.roots)."""
+    """Returns the host of our own code. The host of ranks is loaded by its name, so that only the key of a
+    cell with ranks depends on it (ParallelSpan.roots)."""
     if not ranked(setup.experiment):
         return SharedHost(setup, ours, reuse)
     ranks = importlib.import_module("moe_routing_bench.bench.hosts.ranks")
@@ -166,7 +166,7 @@ def _shared_host(setup: Setup, ours: tuple[ImplementationRef, ...], reuse: Reuse
 
 
 def _cores(experiment: Experiment, inputs: Inputs, reuse: Reuse) -> tuple[int, ...]:
-    """Takes what the cell before left; the cores are then those of its process."""
+    """Takes over what the cell before left. Then the cores are those of its process."""
     if reuse.fits(experiment, inputs) and reuse.child is not None and reuse.inputs is not None:
         inputs.take_weights(reuse.inputs)
         return reuse.child.cores
@@ -174,8 +174,8 @@ def _cores(experiment: Experiment, inputs: Inputs, reuse: Reuse) -> tuple[int, .
 
 
 def _try_all(shared: SharedHost, floors: Floors, on_progress: OnProgress) -> None:
-    """A trial of every implementation, as long as those before it can still have their few rounds; of the
-    second, as long as there is any time."""
+    """Tries one implementation after the other, as long as those before it can still have their few rounds.
+    The second one is tried if there is any time."""
     setup, trials = shared.setup, shared.setup.trials
     for index, implementation in enumerate(setup.experiment.implementations):
         on_progress(_progress(f"trying {implementation.text}", setup.budget))
@@ -205,7 +205,8 @@ def _no_time(implementation: ImplementationRef, reason: str) -> Trial:
 def _rounds(
     shared: SharedHost, alive: list[ImplementationRef], floors: Floors, on_progress: OnProgress
 ) -> Measured | None:
-    """Rounds over `alive`, from which failures are removed; again without the baseline if that fails."""
+    """Times the implementations in `alive` in rounds and removes those that fail. If the baseline fails, it
+    starts again without it."""
     setup = shared.setup
     while alive:
         _make_room(setup, alive)
@@ -231,7 +232,7 @@ def _rounds(
 
 
 def _make_room(setup: Setup, alive: list[ImplementationRef]) -> None:
-    """The slowest give up their place until a few rounds of each fit into the time left."""
+    """Drops the slowest implementations until a few rounds of each fit into the time left."""
     while len(alive) > 2 and _least_seconds(setup, alive) > setup.budget.left:
         slowest = max(alive[1:], key=lambda s: setup.trials[s].call_seconds)
         reason = (
@@ -243,7 +244,8 @@ def _make_room(setup: Setup, alive: list[ImplementationRef]) -> None:
 
 
 def _least_seconds(setup: Setup, alive: list[ImplementationRef]) -> float:
-    """About how long the fewest rounds take that give each a place, with a last judged sample."""
+    """Estimates how long the fewest rounds take that give each implementation a time, with a last judged
+    sample."""
     if not alive:
         return 0.0
     judging = setup.experiment.checked * len({s.question for s in alive}) * setup.judge.oracle_seconds
@@ -289,7 +291,8 @@ def _not_run(
     stop_reason: str,
     weather_span: NoiseDuring,
 ) -> CellOutcome:
-    """The outcome if these sizes cannot have the workload, or the time is over. It must not end a sweep."""
+    """Returns the outcome of a cell that cannot have this workload, or whose time is over. Such a cell must
+    not end a sweep."""
     return CellOutcome(
         experiment=experiment,
         identity=identity,
@@ -311,7 +314,7 @@ def _outcomes(
     setup: Setup, measured: Measured | None, alive: list[ImplementationRef],
     facts: Mapping[Question, WorkAndLoad], floors: Floors, roofs: Roofs | None,
 ) -> tuple[ImplementationOutcome, ...]:  # fmt: skip
-    """Of all implementations, then of the further copies of the baseline."""
+    """Returns the outcomes of all implementations, then those of the further copies of the baseline."""
     outcomes = []
     for implementation in setup.experiment.implementations:
         trial, (cost, load) = setup.trials[implementation], facts[implementation.question]
@@ -383,8 +386,8 @@ def _outcomes(
 
 
 def _compared(measured: Measured, candidates: list[Series], target: float) -> dict[Series, Comparison]:
-    """The candidates and the twin, each with the baseline timed as it is. The twin's distance counts only for
-    those in processes like its own."""
+    """Compares every candidate and the twin with the baseline that is timed in the same way. The twin's
+    distance counts only for those in processes like its own."""
     floor, twin = _noise_floor(measured), measured.twin
     alike = measured.samples[twin].isolated
     pairs = [*candidates, twin]
@@ -405,7 +408,8 @@ def _noise_floor(measured: Measured) -> float:
 def _held_to_both(
     one: ImplementationOutcome, baseline: ImplementationOutcome, floor: float
 ) -> ImplementationOutcome:
-    """Code from outside may have slowed the baseline beside it, so FASTER must also hold elsewhere."""
+    """Code from outside may have slowed the baseline beside it. So FASTER must also hold against the baseline
+    elsewhere."""
     comparison = one.comparison
     if comparison is None or comparison.verdict != "FASTER":
         return one
@@ -417,7 +421,8 @@ def _held_to_both(
 
 
 def work_and_load(span: Span, implementation: ImplementationRef, inputs: Inputs) -> WorkAndLoad:
-    """Cost and load of an implementation; empty if it cannot exist, and its trial says why."""
+    """Returns the cost and the load of an implementation; both are empty if it cannot exist, and its trial
+    reports why."""
     try:
         cost, load = span.facts(implementation, inputs)
     except (ValueError, NotImplementedError):

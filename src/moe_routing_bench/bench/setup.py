@@ -1,4 +1,5 @@
-"""What all trials and rounds of a cell share, what a trial found out, and about what the rounds will cost."""
+"""What all trials and rounds of a cell share, what a trial found out, and estimates of what the rounds will
+take."""
 
 from __future__ import annotations
 
@@ -86,27 +87,27 @@ class Setup:
     best_seconds: float = math.inf  # of a call, of those tried so far
 
     def too_slow(self, call_seconds: float) -> bool:
-        """Is it far behind, and would its trial and the fewest rounds take the time of the others?"""
+        """True if it is far behind, and its trial and the fewest rounds would take the time of the others."""
         needed = (len(GATE_CALLS) + MIN_ROUNDS + 2) * call_seconds
         return call_seconds > FAR_BEHIND * self.best_seconds and needed > PATIENCE * self.budget.seconds
 
     def about(self, implementation: ImplementationRef) -> Described:
-        """What it declares, as asked in its trial."""
+        """Returns what it declared in its trial."""
         return self.described.get(implementation) or self.trials[implementation].about
 
     @property
     def can_freeze(self) -> bool:
-        """Can the parent itself time code from outside here (hosts/isolated.py)?"""
+        """True if the parent itself can time code from outside here (hosts/isolated.py)."""
         return self.experiment.device == "cpu" and can_freeze_and_read()
 
     @property
     def limit(self) -> float:
-        """Seconds for one request: a single call must not use up the whole budget and more."""
+        """Seconds for one request, so that a single call cannot use more than the whole budget."""
         return min(self.experiment.step_seconds, max(self.budget.left, MIN_LIMIT))
 
     def calls(self, implementation: ImplementationRef, baseline: ImplementationRef) -> int:
-        """Calls in a sample: the baseline's number, unless an implementation is several times slower or
-        faster.
+        """Returns the calls in a sample: the baseline's number, unless the implementation is several times
+        slower or faster.
 
         The first call of a sample is slower than the rest, so the times of the same code with 16 and with 4
         calls differ by up to a tenth.
@@ -116,12 +117,12 @@ class Setup:
         return its.calls if near else mine.calls
 
     def sample_seconds(self, implementation: ImplementationRef, calls: int, call_seconds: float) -> float:
-        """About what a sample takes, with the call before it that fills the caches."""
+        """Estimates the seconds of a sample, with the call before it that fills the caches."""
         before = 0 if self.trials[implementation].long and implementation not in self.outside else 1
         return (calls + before) * call_seconds + SAMPLE_OVERHEAD
 
     def round_seconds(self, alive: Sequence[ImplementationRef]) -> dict[ImplementationRef, float]:
-        """About how long each implementation's part of a round takes, with that of the baseline's copies."""
+        """Estimates how long each implementation's part of a round takes, with the copies of the baseline."""
         seconds = {}
         for s in alive:
             copies = 2 if s == alive[0] or s in self.outside else 1
@@ -130,7 +131,7 @@ class Setup:
         return seconds
 
     def slow_ones(self, alive: Sequence[ImplementationRef]) -> set[ImplementationRef]:
-        """Implementations so much slower than the best that a few rounds show it; none with the policy's
+        """Returns the implementations that are so slow that a few rounds show it; none if the experiment says
         `all`."""
         best = min((self.trials[s].call_seconds for s in alive), default=0.0)
         if self.experiment.all:

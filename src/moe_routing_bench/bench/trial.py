@@ -1,4 +1,4 @@
-"""Tries each implementation by itself: are its results right, does it behave, is its clock honest?
+"""Checks each implementation alone before timing: right results, no forbidden behaviour, an honest clock.
 
 Only implementations that pass take part in the rounds. Code from outside is tried in a process of its own.
 Our own implementations are tried one after another in one process, which then measures them too: making
@@ -30,14 +30,14 @@ SAMPLE_SECONDS = 5e-4
 
 
 class OutOfTimeError(ImplementationError):
-    """Its trial took too long; its process has answered everything and can go on."""
+    """The trial took too long. The process has answered everything and can go on."""
 
     def __init__(self, reason: str):
         super().__init__(Status.NO_TIME, reason)
 
 
 def try_alone(shared: SharedHost, implementation: ImplementationRef) -> Trial:
-    """shared: the host of our own code"""
+    """Tries one implementation. `shared` is the host of our own code."""
     setup, outside = shared.setup, implementation in shared.setup.outside
     host = SharedHost(setup, (implementation,)) if outside else shared
     series = Series("candidate", implementation)
@@ -52,17 +52,19 @@ def try_alone(shared: SharedHost, implementation: ImplementationRef) -> Trial:
         if host.harm():
             host.end()
         about = host.describe(implementation)
-        if outside:  # what it is called and where it comes from is not for itself to say
+        if outside:  # it does not decide its own name and origin
             origin = "; ".join(sorted(set(span_named(setup.experiment.span).origins(implementation.name))))
             about = about.model_copy(update={"label": implementation.name, "origin": origin})
         setup.described[implementation] = about
         kits, source = PassedKits(setup.experiment, outside=outside), setup.sources.get(implementation, "")
         known = bool(source) and kits.knows(implementation, source)
         shortest = _first_calls(host, series, shared.reuse, outside, seen)
-        if outside or not known:  # sums over all the weights take a while; the rounds end with one
+        if outside or not known:  # summing all weights takes a while, and the rounds end with it
             host.check_weights()
         if outside or shortest < LONG_CALL:
-            most = 1 if setup.experiment.cache != "hot" else host.max_calls  # cold are only the first one's
+            most = (
+                1 if setup.experiment.cache != "hot" else host.max_calls
+            )  # caches are cold for the first call only
             seen["calls"], short = calibrate(host, series, setup.numbers, most)
             seen["call_seconds"] = host.audit(series, short) if outside else short
         else:
@@ -76,7 +78,7 @@ def try_alone(shared: SharedHost, implementation: ImplementationRef) -> Trial:
                 kits.add(implementation, source)
         if outside or setup.experiment.include:
             _check_loaded(host.loaded(), implementation, setup)
-        if not (outside and setup.can_freeze):  # what is frozen between turns may have threads that wait
+        if not (outside and setup.can_freeze):  # a frozen process may have threads that wait
             host.check_threads()
         if (touched := setup.watch()) is not None:
             raise ImplementationError(Status.SUSPECT, touched)
@@ -98,12 +100,12 @@ def try_alone(shared: SharedHost, implementation: ImplementationRef) -> Trial:
 def _first_calls(
     host: SharedHost, series: Series, reuse: Reuse, outside: bool, seen: dict[str, Any]
 ) -> float:
-    """Judges calls on two inputs, the first twice. Returns the seconds of the shortest one."""
+    """Judges calls on two inputs, the first one twice, and returns the seconds of the shortest call."""
     setup, implementation = host.setup, series.implementation
     began, shortest = setup.budget.used, math.inf
     first, second = GATE_CALLS
     calls = [("first", first, False), ("second", second, True), ("again" if outside else "", first, True)]
-    if outside:  # one more, so that each has one after it
+    if outside:  # a call must follow each judged one
         calls.append(("", second, False))
     judged: list[Judged] = []
     for place, (name, (number, step), poison) in enumerate(calls):
@@ -133,8 +135,9 @@ def _first_calls(
 
 
 def calibrate(host: Host, series: Series, numbers: Numbers, most: int) -> tuple[int, float]:
-    """How many calls make a sample long enough for the clock, doubling from one to at most `most`; and
-    seconds per call. Best of two samples, so that a single interruption does not pass for a slow call."""
+    """Doubles the calls of a sample, up to `most`, until the sample is long enough for the clock. Returns the
+    calls and the seconds of one call. It takes the better of two samples, so that a single interruption does
+    not count as a slow call."""
 
     def shorter(calls: int) -> float:
         turns = [Turn(series=series, first=numbers.take(calls), calls=calls) for _ in range(2)]
@@ -176,7 +179,7 @@ def slow_reason(call_seconds: float, setup: Setup) -> str:
 
 
 def check_kit(answer: KitRun) -> None:
-    """The hard cases of `mrb check`."""
+    """ImplementationError if it fails hard cases of `mrb check`."""
     if answer.failed:
         cases = answer.passed + answer.failed
         reason = f"it fails {answer.failed} of {cases} hard cases (`mrb check`): {answer.first}"
@@ -184,7 +187,8 @@ def check_kit(answer: KitRun) -> None:
 
 
 def _check_loaded(files: tuple[str, ...], implementation: ImplementationRef, setup: Setup) -> None:
-    """All that its results hang on is in the resume key, or there is no time."""
+    """ImplementationError if it loaded a file that is not in the resume key: a change there would go
+    unnoticed."""
     folders = folders_of(span_named(setup.experiment.span), implementation, setup.judge.inputs)
     if strange := not_in_the_key(files, setup.experiment, folders):
         raise ImplementationError(

@@ -1,7 +1,6 @@
-"""Is every timed result right? Each is compared with the trusted baseline's for the same inputs, and calls
-drawn by lot afterwards are judged in full. What the comparison doubts, the float64 oracle decides, so no
-honest kernel is blamed for differing from the baseline.
-"""
+"""Checks that every timed result is right. Each is compared with the trusted baseline's result for the same
+inputs, and calls drawn by lot are judged in full. If the comparison doubts a result, the float64 oracle
+decides, so no honest kernel is blamed for differing from the baseline."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class Checker:
             raise ImplementationError(Status.WRONG_STRUCTURE, str(error)) from None
 
     def alike(self, one: Result, other: Result, args: Mapping[str, Any]) -> bool:
-        """Are two results of the same call as near as two right ones are?"""
+        """True if two results of the same call are as near as two right ones."""
         a, b = (self._telling(result, args) for result in (one, other))
         return a.keys() == b.keys() and all(
             _near(a[name], b[name], self.bounds.get(name, Bound(largest=0.0, rms=0.0))) for name in a

@@ -88,7 +88,8 @@ class Child:
         theirs.close()
 
     def ready(self, meanwhile: Callable[[], None] = lambda: None) -> Self:
-        """Wait until it has made its inputs, which for a model takes seconds; until then, do `meanwhile`."""
+        """Waits until the child has made its inputs, which takes seconds for a model, and does `meanwhile`
+        until then."""
         try:
             meanwhile()
             self._begin()
@@ -115,7 +116,7 @@ class Child:
         return self._process.pid
 
     def harm(self) -> str:
-        """What somebody did to it while it was not its turn, in words; empty if nothing."""
+        """Says what was done to it while it was not its turn; empty if nothing."""
         if not self._process.is_alive():
             return "ended"
         if self._settings is not None and settings_of(self.pid) not in (self._settings, None):
@@ -143,8 +144,8 @@ class Child:
         self.experiment, self.called = experiment, set()
 
     def sample(self, **details: Any) -> tuple[Timed, float]:
-        """A timed span by two clocks: the child's, which is precise, and this process's in seconds, which
-        includes the time in the pipe and which the child cannot change."""
+        """Times a span by two clocks. The child's clock is precise. This process's clock includes the time in
+        the pipe, and the child cannot change it."""
         if (reason := self.ask("prepare", Prepared, **details).unsupported) is not None:
             raise ImplementationError(Status.UNSUPPORTED, reason)
         started = _now_ns()
@@ -168,7 +169,7 @@ class Child:
             return 0
 
     def vitals(self) -> Vitals:
-        """Of the child itself, cheap to read; zeros if the system does not report them."""
+        """Memory and threads of the child itself, cheap to read; zeros if the system does not report them."""
         fields = dict(re.findall(r"^(VmRSS|VmHWM|Threads):\s+(\d+)", self._status(), re.M))
         return Vitals(
             rss_bytes=1024 * int(fields.get("VmRSS", 0)),
@@ -177,14 +178,15 @@ class Child:
         )
 
     def begin_watch(self) -> None:
-        """From here on, threads and memory are counted as the next implementation's."""
+        """From here on, threads and memory count as those of the next implementation."""
         self.threads = self.count_threads()
         self._before = self.vitals().rss_bytes
         with contextlib.suppress(OSError):  # without it the peak is that of the whole process
             Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
     def peak_bytes(self) -> int | None:
-        """The most memory since begin_watch, as if in a process of its own; None if unknown."""
+        """The peak memory since begin_watch, as if the implementation had its own process; None if
+        unknown."""
         peak = self.vitals().peak_bytes
         return self._alone + max(0, peak - self._before) if peak else None
 

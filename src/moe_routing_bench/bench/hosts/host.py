@@ -55,7 +55,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """What was found out about the results of a turn, all of them right.
+    """What judging found out about a turn whose results are all right.
 
     results: how many were compared with the oracle
     runs:    what really ran, in words
@@ -77,27 +77,28 @@ class Host(Protocol):
     clock: Clock
 
     def prepare(self, series: Series) -> bool:
-        """Start what it needs. Has its code made calls there before?"""
+        """Starts the processes it needs. Returns True if its code has made calls there before."""
         ...
 
     def sample(self, turn: Turn) -> Reading: ...
 
     def judge(self, turn: Turn) -> Judged:
-        """Check what the turn computed."""
+        """Checks the results of the turn."""
         ...
 
     def finish(self, series: Series) -> str:
-        """The last checks after its last turn; what a reader must know about its times."""
+        """Does the last checks after its last turn. Returns what a reader must know about its times."""
         ...
 
     def check_weights(self) -> None:
-        """Are the experts' weights as they were? It takes a while, so it is asked once, at the end."""
+        """Checks that the experts' weights are unchanged. It takes a while, so it is called once, at the
+        end."""
         ...
 
     def harm(self) -> str:
-        """What somebody did to its processes while it was not their turn; empty if nothing."""
+        """Says what was done to its processes while it was not their turn; empty if nothing."""
         ...
 
     def end(self) -> None:
-        """End its processes. The next turn starts new ones."""
+        """Ends its processes. The next turn starts new ones."""
         ...

@@ -1,4 +1,4 @@
-"""A child that runs code from outside: it stands still except when it is its turn."""
+"""A child that runs code from outside. It is frozen except during its turn."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class IsolatedChild(Child):
         self._freeze()
 
     def prepare(self, *, calls: int, hot: bool, empty: bool = False) -> None:
-        """Not timed. Afterwards it stands still."""
+        """Prepares a turn, which is not timed. Afterwards the child is frozen."""
         thaw(self.pid)
         self.ask("prepare", Reply, calls=calls, hot=hot, empty=empty)
         self._freeze()
@@ -114,7 +114,8 @@ class IsolatedChild(Child):
             raise ImplementationError(Status.SUSPECT, str(late)) from None
 
     def _within(self, seconds: float, read: Callable[[], V]) -> V:
-        """A read of memory whose pages another process fills may never end: then this process is ended."""
+        """Ends the child if a read of its memory does not return. Another process may fill those pages and
+        never do so."""
         pool = ThreadPoolExecutor(1)
         try:
             return pool.submit(read).result(seconds)
@@ -132,8 +133,9 @@ class IsolatedChild(Child):
 
 @contextmanager
 def _on_cores(cores: tuple[int, ...]) -> Iterator[None]:
-    """Wait where the worker runs: its core is free when it is done. On another core, if something keeps that
-    busy, this process would be woken only at the next tick of the scheduler, up to 4 ms later."""
+    """Runs this process on the worker's core, which is free when the worker is done. On another core that
+    something keeps busy, this process would be woken only at the next tick of the scheduler, up to 4 ms
+    later."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or before)
     try:

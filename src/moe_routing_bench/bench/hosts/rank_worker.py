@@ -60,7 +60,7 @@ class _Rank(_Worker):
     def prepare(
         self, place: int, first: int, step: int, calls: int, keep: int, warm: bool, poison: bool
     ) -> dict[str, Any]:
-        """The call before comes first: it leaves gradients, which the timed one clears when it is made."""
+        """The untimed call comes first, because it leaves gradients. Making the timed call clears them."""
         if warm and self.flusher is None:
             self._caller(place).ready(*self._call(place, first + 1, step))()
         return super().prepare(place, first, step, calls, keep, False, poison)
@@ -88,7 +88,8 @@ class _RankCaller(Caller):
         super().__init__(span, Computation(run=self.layer, runs=runs), inputs.experiment.direction)
 
     def ready(self, call: Call, args: Mapping[str, Any], only: Wanted | None = None) -> Callable[[], OneCall]:
-        """Up to where the clock starts: the forward pass before a backward is not timed."""
+        """Prepares everything up to the start of the clock. The forward pass before a backward is not
+        timed."""
         self.layer.zero_grad()
         one = span.on_rank(self.layer, self.inputs, call, args)
         if self.direction == "backward":
@@ -110,7 +111,7 @@ class _RankCaller(Caller):
 
 
 class _FlushTogether(CacheFlusher):
-    """What another rank overwrites may be the same cache."""
+    """Flushes caches on all ranks together, because ranks may share a cache."""
 
     def flush(self) -> None:
         super().flush()

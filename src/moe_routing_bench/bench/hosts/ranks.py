@@ -66,7 +66,7 @@ class RankGroup(Child):
         return answers[0].model_copy(update=_together(answers, STAGES[self.experiment.direction]))
 
     def file(self, name: str) -> Path:
-        """The result of all ranks. What every rank has must be the same on all of them."""
+        """Joins the results of all ranks. What every rank holds whole must be the same on all of them."""
         parts = [load_file(Child.file(child, name)) for child in (self, *self.others)]
         whole = {}
         for tensor, first in parts[0].items():
@@ -116,7 +116,8 @@ class RankGroup(Child):
             child._check_settings()
 
     def _answers(self, answer_type: type[A]) -> list[A]:
-        """Of all ranks. The first failure counts: the others may be waiting for that rank."""
+        """Returns the answers of all ranks. The first failure counts, because the other ranks may be waiting
+        for that one."""
         ranks = (self, *self.others)
         found: dict[int, A] = {}
         until = time.monotonic() + self.limit
@@ -141,7 +142,7 @@ class RankGroup(Child):
 
 
 def _together(answers: list[Any], stages: tuple[str, ...]) -> dict[str, Any]:
-    """What differs from rank to rank, for all of them."""
+    """Joins what differs from rank to rank into one answer."""
     whole: dict[str, Any] = {}
     if isinstance(answers[0], Timed):
         ends = np.array([answer.stamps for answer in answers]).max(0)  # the last rank counts

@@ -1,4 +1,4 @@
-"""What only the parent knows, and the seats of the processes that may not know it before they are asked."""
+"""Secret inputs for isolated workers: the parent draws them, and a worker sees them only when it is timed."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Secret:
         self._rights: dict[Question, ExpectedOutput] = {}
 
     def numbers(self, calls: int) -> range:
-        """Numbers of calls that never were before."""
+        """Returns call numbers that were never used before."""
         first, self._next = self._next, self._next + calls
         return range(first, self._next)
 
     def right(self, implementation: ImplementationRef) -> ExpectedOutput:
-        """The right result of one call, to know sizes and errors."""
+        """Returns the right result of one call, which shows sizes and errors."""
         if implementation.question not in self._rights:
             self._rights[implementation.question] = self.judge.right(self.numbers(1)[0], 0, implementation)
         return self._rights[implementation.question]
@@ -178,7 +178,7 @@ class Seat:
         return timed.seconds, self.child.read(timed.results, most)
 
     def empty(self, calls: int) -> list[float]:
-        """Seconds of turns whose calls do nothing."""
+        """Returns the seconds of turns whose calls do nothing."""
         turns = []
         for _ in range(EMPTY_TURNS):
             self.child.prepare(calls=calls, hot=False, empty=True)

@@ -37,8 +37,8 @@ Span = tuple[float, float]  # seconds by the child's clock and by the parent's
 
 
 class Reuse:
-    """What a cell leaves to the next one with the same weights, or none: them, and the process of our own
-    implementations."""
+    """What a cell leaves to the next one with the same weights, or to any without weights: the inputs, and
+    the process of our own implementations."""
 
     def __init__(self) -> None:
         self.inputs: Inputs | None = None
@@ -46,7 +46,8 @@ class Reuse:
         self.call_seconds: dict[ImplementationRef, float] = {}  # of the cell before
 
     def at_least(self, implementation: ImplementationRef, experiment: Experiment) -> float:
-        """Seconds that a call takes at least: as many as one with fewer tokens took in the cell before."""
+        """A lower limit for the seconds of a call: the time of a call with fewer tokens in the cell
+        before."""
         if self.inputs is None:
             return 0.0
         before, now = self.inputs.experiment, experiment
@@ -54,7 +55,8 @@ class Reuse:
         return self.call_seconds.get(implementation, 0.0) if alike else 0.0
 
     def fits(self, experiment: Experiment, inputs: Inputs) -> bool:
-        """Is there a process, unharmed, that can measure this cell too? If not, none is left."""
+        """True if there is an unharmed process that can measure this cell too. Otherwise the process is
+        ended."""
         before, child = self.inputs, self.child
         alike = before is not None and (
             before.weights_key == inputs.weights_key
@@ -148,7 +150,8 @@ class SharedHost:
         )  # fmt: skip
 
     def judge(self, turn: Turn) -> Judged:
-        """Its type, its inputs after the call, its values; then memory, settings, and the result before."""
+        """Checks the type of the kept result, the inputs after the call and the values. Then it checks shared
+        memory, changed settings, and that the named result before is unchanged."""
         if turn.keep is None:
             return Judged()
         assert self._handed is not None
@@ -187,7 +190,7 @@ class SharedHost:
         )
 
     def audit(self, series: Series, call_seconds: float) -> float:
-        """Seconds per call. Both clocks must agree, on spans so long that the time in the pipe is
+        """Returns the seconds of a call. Both clocks must agree on spans so long that the time in the pipe is
         negligible."""
         calls = min(self.max_calls, max(1, math.ceil(AUDIT_SECONDS / call_seconds)))
         spans = [self._span(series, calls) for _ in range(3)]
@@ -220,7 +223,7 @@ class SharedHost:
         self._child, self._spans, self._named = None, {}, ""
 
     def leave(self, call_seconds: Mapping[ImplementationRef, float]) -> None:
-        """At the end: the process goes to the next experiment, if that may use it."""
+        """Hands the process to the next experiment, if that may use it."""
         self.reuse.inputs, self.reuse.call_seconds = self.setup.judge.inputs, dict(call_seconds)
         if self._child is not None:
             self.reuse.child, self._child = self._child, None
@@ -237,7 +240,8 @@ class SharedHost:
 
 
 def _same_files(one: Path, other: Path) -> bool:
-    """Of two results, the first of which is judged: so its length is known to be reasonable."""
+    """True if two files of results are equal. The first one is judged, so its length is known to be
+    reasonable."""
     try:
         first = read_file(one, sys.maxsize)
         return first == read_file(other, len(first))
@@ -246,7 +250,7 @@ def _same_files(one: Path, other: Path) -> bool:
 
 
 def check_clocks(spans: Sequence[Span], again: Callable[[], Span]) -> None:
-    """Of several spans, the smallest difference of the clocks must be negligible. A busy machine can only
+    """The smallest difference of the clocks over several spans must be negligible. A busy machine can only
     make single spans worse, so more are taken before an implementation is called SUSPECT."""
     taken = list(spans)
     while True:

@@ -51,7 +51,7 @@ def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]
 
 
 def answer_requests(pipe: Connection, load: Callable[[], Requests]) -> None:
-    """Load, say so, and then answer one request after the other until the parent hangs up."""
+    """Loads, reports that it is ready, and answers one request after the other until the parent hangs up."""
     try:
         requests = load()
     except BaseException as error:
@@ -99,7 +99,7 @@ class _Worker:
         self._poison = False
 
     def next_cell(self, experiment: str) -> dict[str, Any]:
-        """Another cell with the same policy and weights: what was made of them is used again."""
+        """Begins another cell with the same settings and weights, and uses again what was made of them."""
         self._take(Experiment.from_json(experiment), self.inputs)
         return {}
 
@@ -158,7 +158,7 @@ class _Worker:
         return {}
 
     def _why_not(self, place: int) -> str | None:
-        """Why it cannot make the call whose result is kept."""
+        """Says why it cannot make the call whose result is kept; None if it can."""
         backward = self.experiment.direction != "forward"
         if backward and not self.span.differentiable:
             return "it has no gradient; measure forward"
@@ -171,7 +171,7 @@ class _Worker:
             return {"seconds": self.clock.span(self._timed)}
 
     def hand_over(self, place: int, name: str) -> dict[str, Any]:
-        """Save the kept result, and the one before once more if it had a name."""
+        """Saves the kept result. If the result before it had a name, that one is saved once more."""
         caller = self._caller(place)
         result = caller.result(self._kept[0], self._kept_args)
         answer: dict[str, Any] = {"wrong_type": wrong_type(result.out), "runs": caller.computation.runs}
@@ -225,7 +225,8 @@ def start_threads(place: str) -> None:
 def settle(
     experiment: Experiment, scratch: Path, pipe: int, cores: tuple[int, ...], keep: Sequence[int] = ()
 ) -> None:
-    """Its own process group and log, pinned threads, a memory cap; and it dies when its parent dies.
+    """Gives the process its own group and log, pins its threads, limits its memory, and makes it die with its
+    parent.
 
     keep: open files that stay open.
     """
@@ -273,7 +274,7 @@ def _global_state() -> dict[str, Any]:
 
 
 def _aliases(out: Any, args: Mapping[str, Any]) -> bool:
-    """Does the result share memory with an input? Later writes to it would change the input."""
+    """True if the result shares memory with an input. Later writes to the result would change the input."""
     mine = {t.untyped_storage().data_ptr() for t in tensors_in(out) if t.numel()}
     return bool(mine & {t.untyped_storage().data_ptr() for t in tensors_in(args) if t.numel()})
 

@@ -139,7 +139,7 @@ class BlockSpan(Span):
         return Computation(run=lambda x_BND: block(x_BND, by)[0])
 
     def facts(self, implementation: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
-        """The layer, the projections, and causal attention: half of N x N."""
+        """Returns the work of the layer, the projections and causal attention, which is half of N x N."""
         cost, load = layer_span.facts(implementation, inputs)
         a, s, B = attention_of(inputs.experiment), inputs.experiment.shape, inputs.experiment.sequences
         N = s.T // B
@@ -217,7 +217,7 @@ def _refuse(ffn: Implementation, moe: MoE, inputs: Inputs, implementation: Imple
 
 
 def _rotary(inputs: Inputs, dtype: torch.dtype) -> Rotary:
-    """The angles for one sequence. A model makes them once for all layers, so they are not timed."""
+    """Returns the angles for one sequence. A model makes them once for all layers, so they are not timed."""
     a, N = attention_of(inputs.experiment), inputs.experiment.T // inputs.experiment.sequences
     return rotary(N, a.head_dim, a.theta, torch.empty((), dtype=dtype, device=inputs.put))
 

@@ -82,7 +82,7 @@ class LayerSpan(Span):
         layer_kind(implementation)
 
     def settled(self, implementation: ImplementationRef, case: Experiment) -> ImplementationRef:
-        """With its router named, unless a checkpoint has its own; layer="" instead of "moe"."""
+        """Names its router, unless a checkpoint has its own, and writes layer="" for "moe"."""
         router = implementation.router or ("" if case.checkpoint else ROUTER)
         layer = "" if implementation.layer == "moe" else implementation.layer
         return super().settled(replace(implementation, router=router, layer=layer), case)

@@ -67,7 +67,7 @@ class OpSpan(Span):
     def stages(
         self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
     ) -> Iterator[Stage]:
-        """The parts of an implementation that is made of others."""
+        """Returns the parts of an implementation that is made of others."""
         config = self.op.get(implementation.name).config
         if set(STAGED) <= set(config):
             yield from staged_stages(config, args, {})

@@ -55,7 +55,7 @@ class ParallelSpan(LayerSpan):
         return [f"{name}+{name}" for name in names]
 
     def built(self, implementation: ImplementationRef, inputs: Inputs) -> Computation:
-        """On one rank, where nothing is sent."""
+        """Builds the layer on one rank, where nothing is sent."""
         layer = self.layer_on(implementation, inputs, Ranks(placement_of(inputs.experiment.E, 1)))
         return Computation(run=runner(layer), parameters=wanting(layer), owner=layer)
 
@@ -101,13 +101,13 @@ class ParallelSpan(LayerSpan):
         return row * sent, row * int(flow.to_WW.sum() - np.trace(flow.to_WW))
 
     def resolved(self, implementation: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
-        """What "auto" picks from the sizes of the whole case: the same on every rank."""
+        """Returns what "auto" picks from the sizes of the whole case, which is the same on every rank."""
         source = stand_ins(implementation, inputs.experiment, choices_of(implementation, inputs))
         return [*super().resolved(implementation, inputs), ("expert_ffn", auto_label("expert_ffn", source))]
 
     def layer_on(self, implementation: ImplementationRef, inputs: Inputs, ranks: Ranks) -> ParallelMoE:
-        """This rank's part of the layer around the inputs' weights. In the forward pass they are packed once,
-        as in one process."""
+        """Returns this rank's part of the layer around the inputs' weights. For the forward pass they are
+        packed once, as in one process."""
         s, case = inputs.experiment.shape, inputs.experiment
         there, back = self.parts(implementation.name)
         picked = dict(self.resolved(implementation, inputs))
@@ -199,7 +199,7 @@ class OneCall:
 
 
 def placement_of(E: int, W: int) -> Placement:
-    """Equal shares in order, all ranks on one node."""
+    """Gives each rank an equal share of experts, in order, with all ranks on one node."""
     return contiguous(E, ranks=W)
 
 

@@ -123,7 +123,7 @@ class Span:
         return replace(implementation, name="+".join(auto_label(name, source) for name in self.ops))
 
     def has_frozen(self, implementation: ImplementationRef, case: Experiment) -> bool:
-        """Is it measured both with weights as they are and, if asked, with frozen ones?"""
+        """True if it is measured with weights as they are and, if asked, also with frozen ones."""
         if case.direction != "forward" or not all(map(is_ours, self.origins(implementation.name))):
             return False  # code from outside is not loaded here
         try:
@@ -132,8 +132,8 @@ class Span:
             return False
 
     def all_names(self) -> list[str]:
-        """Everything worth trying: the defaults first, then one part varied at a time. Code from outside is
-        named but not loaded: only a worker loads it."""
+        """Returns everything worth trying: the defaults first, then one part varied at a time. Code from
+        outside is named but not loaded, because only a worker loads it."""
         ops = [all_ops()[name] for name in self.ops]
         defaults = [op.default for op in ops]
         labels = {tuple(part.label for part in self.parts("+".join(defaults))): defaults}
@@ -147,7 +147,8 @@ class Span:
         return ["+".join(varied) for varied in labels.values()]
 
     def usual(self) -> list[str]:
-        """What people choose between, the baseline first, and what comes from outside; "auto" is one."""
+        """Returns what people choose between: the baseline first, "auto", and implementations from
+        outside."""
         if not self.decides or not all_ops()[self.decides].usual:
             return self.all_names()
         op = all_ops()[self.decides]
@@ -207,8 +208,9 @@ class Span:
         raise NotImplementedError
 
     def wire(self, implementation: ImplementationRef, inputs: Inputs) -> tuple[int, int] | None:
-        """Bytes of rows that leave their rank in the first call, both ways, and the least that any transport
-        needs in a forward pass: a token once to each rank with one of its experts, and one sum back."""
+        """Returns the bytes of rows that leave their rank in the first call, both ways, and the least that
+        any transport needs in a forward pass. The least is a token once to each rank with one of its experts,
+        and one sum back."""
         return None
 
     def notes(self, case: Experiment) -> list[str]:
@@ -229,7 +231,8 @@ class Span:
 
 
 def stand_ins(implementation: ImplementationRef, case: Experiment, K: int | None = None) -> StandIns:
-    """Arguments of the case's sizes, to ask what "auto" picks for them. Their memory is never touched."""
+    """Returns arguments of the case's sizes, to ask what "auto" picks for them. Their memory is never
+    touched."""
     s, train = case.shape, case.direction != "forward"
     weights = weights_without_values(
         s, case.activation, bias=case.bias, train=train, dtype=DTYPES[case.dtype]
@@ -245,7 +248,7 @@ def auto_label(op: str, source: StandIns) -> str:
 
 
 def is_ours(origin: str) -> bool:
-    """Built in, or a file of this package."""
+    """True if it is built in or a file of this package."""
     source, _, where = origin.partition(" ")
     return origin == BUILT_IN or (source == "file" and Path(where).is_relative_to(PACKAGE))
 
@@ -271,12 +274,12 @@ def span_named(name: str) -> Span:
 
 
 def ranked(experiment: Experiment) -> bool:
-    """Is each of its ranks a process (hosts/ranks.py)?"""
+    """True if each of its ranks is a process (hosts/ranks.py)."""
     return span_named(experiment.span).grouped and experiment.W > 1
 
 
 def all_threads(experiment: Experiment) -> int:
-    """Those of all ranks together; the experiment says how many each has."""
+    """Returns the threads of all ranks together. The experiment says how many each rank has."""
     return experiment.threads * (experiment.W if span_named(experiment.span).grouped else 1)
 
 
@@ -297,8 +300,8 @@ def packed_once(weights: ExpertWeights) -> str:
 def why_not_one_of(
     parts: Sequence[Implementation], asked: Mapping[str, tuple[Any, ...]], store: str = ""
 ) -> str | None:
-    """The first reason why one of the implementations cannot compute its arguments; None if all can. store:
-    the format of the case's weights."""
+    """Returns the first reason why one of the implementations cannot compute its arguments; None if all can.
+    `store` is the format of the case's weights."""
     for part in parts:
         if (reason := why_not_stored(part, store)) is not None:
             return reason
@@ -308,7 +311,7 @@ def why_not_one_of(
 
 
 def why_not_stored(part: Implementation, store: str) -> str | None:
-    """Why what it stores weights as is not what a case with this format asks for; None if it is."""
+    """Says why its format of stored weights is not the one the case asks for; None if it is."""
     if part.stored is None:
         return None
     own = str(part.config["store"])
