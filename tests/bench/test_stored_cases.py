@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from moe_routing_bench.bench.calls import Result
-from moe_routing_bench.bench.choosing import SizeOptions, WhatOptions, chosen_cases, chosen_implementations
+from moe_routing_bench.bench.choosing import (
+    SizeOptions,
+    WhatOptions,
+    chosen_cases,
+    chosen_implementations,
+    stored_as,
+)
 from moe_routing_bench.bench.floor import floor_seconds, raise_stored, roof_seconds
 from moe_routing_bench.bench.hosts.secret_inputs import SecretInputs, use_weights, weights_of
 from moe_routing_bench.bench.inputs import Inputs
@@ -27,7 +33,7 @@ from moe_routing_bench.formats.int8 import rounded_rows
 from moe_routing_bench.formats.named import quantise
 from moe_routing_bench.ops.expert_ffn.op import by_expert, op
 from moe_routing_bench.workloads.axes import key_values
-from moe_routing_bench.workloads.cases import cases, fitted, stored_as
+from moe_routing_bench.workloads.cases import cases, fitted
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from sample_outcomes import an_outcome
 

@@ -35,7 +35,7 @@ from moe_routing_bench.models.checkpoint import read_layer
 from moe_routing_bench.ops.auto import invariant_names
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.workloads.axes import Axis, Group, axes_of, defaults_of, explained
-from moe_routing_bench.workloads.cases import cases, fitted, model_cases, stored_as
+from moe_routing_bench.workloads.cases import cases, fitted, model_cases
 from moe_routing_bench.workloads.experiment import DIRECTIONS, VIEWS, WORKLOAD, Experiment, ImplementationRef
 from moe_routing_bench.workloads.regret_cases import IMPLEMENTATIONS
 from moe_routing_bench.workloads.workload import check_name
@@ -291,6 +291,11 @@ def _with_axes(case: Experiment, sizes: SizeOptions) -> Experiment:
     given = dict(sizes.axes)
     store = given.pop("store", None)
     return stored_as(replace(case, **given), store)
+
+
+def stored_as(case: Experiment, store: str | None) -> Experiment:
+    """The case with its weights in a format, which its name then says; the case itself without one."""
+    return replace(case, case=f"{case.case}-{store}", store=store) if store else case
 
 
 def _own(shape: dict[str, int]) -> Experiment:
