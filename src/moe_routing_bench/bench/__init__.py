@@ -3,6 +3,6 @@ it is `bench` of api.py."""
 
 import sys
 
-from moe_routing_bench import CallableFolder
+from moe_routing_bench.core.callable_folder import CallableFolder
 
 sys.modules[__name__].__class__ = CallableFolder
