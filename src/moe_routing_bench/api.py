@@ -80,7 +80,7 @@ from moe_routing_bench.results.history import History, history
 from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 from moe_routing_bench.results.read import LeftOut
-from moe_routing_bench.results.record import Part, Record
+from moe_routing_bench.results.record import Record, RecordPart
 from moe_routing_bench.results.remeasure import experiment_of, measurable
 from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.routers.router import without_included
@@ -322,7 +322,7 @@ def _chosen(
         return [one for options in options_of(implementations, axes) for one in make(what, *options)]
     if axes.keys() - {"seconds"} or implementations is not None:
         raise TypeError("experiments say all that is measured; leave out implementations and axes")
-    several = [what] if isinstance(what, Experiment | Part) else what
+    several = [what] if isinstance(what, Experiment | RecordPart) else what
     return [one if isinstance(one, Experiment) else measurable(one) for one in several]
 
 

@@ -12,12 +12,13 @@ import pytest
 from moe_routing_bench.bench import budget as budget_file
 from moe_routing_bench.bench import measure as loop
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.hosts.host import Host, Reading, Turn
+from moe_routing_bench.bench.hosts.host import Host, Judged, Reading, Turn
 from moe_routing_bench.bench.hosts.messages import Described
 from moe_routing_bench.bench.measure import WARM_SAMPLES, BaselineError, measure
 from moe_routing_bench.bench.series import Measured, Series
-from moe_routing_bench.bench.setup import Setup, Trial
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.setup import Numbers, Setup, Trial
+from moe_routing_bench.bench.status import ImplementationError, Status
+from moe_routing_bench.bench.trial import SAMPLE_SECONDS, calibrate
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 BASE, MINE, OTHER = (ImplementationRef(name=name) for name in ("base", "mine", "other"))
@@ -53,10 +54,10 @@ class FakeHost:
         self.time.now += reading.seconds * reading.calls
         return reading
 
-    def judge(self, turn: Turn) -> int:
+    def judge(self, turn: Turn) -> Judged:
         if turn.keep is not None:
             self.judged.append(turn)
-        return int(turn.keep is not None)
+        return Judged(results=int(turn.keep is not None))
 
     def finish(self, series: Series) -> str:
         self.finished.append(series)
@@ -113,7 +114,7 @@ def measured_of(setup: Setup, shared: Host) -> Measured:
     return measure(setup, shared, setup.experiment.implementations, lambda done, now: None)
 
 
-def once(series: Series, failure: SubjectError, after: int) -> Script:
+def once(series: Series, failure: ImplementationError, after: int) -> Script:
     """Raises in the sample after so many others of the series."""
     seen = Counter[Series]()
 
@@ -130,7 +131,24 @@ def lengths(measured: Measured) -> dict[Series, int]:
     return {series: len(seen.seconds) for series, seen in measured.samples.items()}
 
 
-WRONG = SubjectError(Status.WRONG_VALUE, "wrong")
+WRONG = ImplementationError(Status.WRONG_VALUE, "wrong")
+
+
+def test_calibration_doubles_until_a_sample_is_long_enough(clock: Clock) -> None:
+    samples = iter([share * SAMPLE_SECONDS for share in (0.1, 0.1, 0.2, 9.0, 4.0, 2.0)])
+    host = FakeHost(clock, lambda turn: Reading(seconds=next(samples) / turn.calls, calls=turn.calls))
+    calls, seconds = calibrate(host, ONE, Numbers(), 256)
+    # two calls took nine times as long once: an interruption, and not believed
+    assert [turn.calls for turn in host.turns] == [1, 1, 2, 2, 4, 4]
+    assert (calls, seconds) == (4, pytest.approx(2.0 * SAMPLE_SECONDS / 4))
+    numbers = [number for turn in host.turns for number in range(turn.first, turn.first + turn.calls)]
+    assert len(set(numbers)) == len(numbers), "every call has inputs of its own"
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_calibration_ends(clock: Clock, most: int) -> None:
+    host = FakeHost(clock, lambda turn: Reading(seconds=1e-12, calls=turn.calls))
+    assert calibrate(host, ONE, Numbers(), most)[0] == most
 
 
 def test_all_take_their_turn_on_the_same_inputs_in_a_new_order(clock: Clock) -> None:
@@ -183,11 +201,11 @@ def test_a_baseline_that_fails_ends_the_rounds(clock: Clock) -> None:
         host = FakeHost(clock, once(series, WRONG, after=4))
         with pytest.raises(BaselineError) as blame:
             measured_of(setup_of(BASE, MINE), host)
-        assert blame.value.subjects == [BASE] and host.ended == 1
-    over = SubjectError(Status.NO_TIME, "over")
+        assert blame.value.implementations == [BASE] and host.ended == 1
+    over = ImplementationError(Status.NO_TIME, "over")
     with pytest.raises(BaselineError) as blame:
         measured_of(setup_of(BASE, MINE), FakeHost(clock, once(FIRST, over, after=4)))
-    assert list(blame.value.subjects) == [BASE, MINE], "nobody else will have time either"
+    assert list(blame.value.implementations) == [BASE, MINE], "nobody else will have time either"
 
 
 @pytest.fixture
@@ -226,10 +244,10 @@ def test_a_pair_are_neighbours_in_every_round(clock: Clock, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("series", "failure"),
-    [(BESIDE, WRONG), (BESIDE, SubjectError(Status.WRONG_VALUE, "wrong", ONE)), (ONE, WRONG)],
+    [(BESIDE, WRONG), (BESIDE, ImplementationError(Status.WRONG_VALUE, "wrong", ONE)), (ONE, WRONG)],
 )
 def test_code_from_outside_answers_for_the_baseline_beside_it(
-    pair: tuple[FakeHost, FakeHost], series: Series, failure: SubjectError
+    pair: tuple[FakeHost, FakeHost], series: Series, failure: ImplementationError
 ) -> None:
     shared, isolated = pair
     isolated.script = once(series, failure, after=4)
@@ -337,15 +355,18 @@ def test_two_that_take_all_the_time_get_none(clock: Clock) -> None:
     host = FakeHost(clock, lambda turn: Reading(seconds=30.0, calls=1))
     with pytest.raises(BaselineError) as blame:
         measured_of(setup_of(BASE, MINE), host)
-    assert blame.value.failure.status is Status.NO_TIME and list(blame.value.subjects) == [BASE, MINE]
+    assert blame.value.failure.status is Status.NO_TIME and list(blame.value.implementations) == [BASE, MINE]
 
 
 def test_changed_weights_are_blamed_on_all_who_share_the_process(pair: tuple[FakeHost, FakeHost]) -> None:
     shared, _ = pair
-    shared.weights = SubjectError(Status.MUTATED_INPUT, "weights")
+    shared.weights = ImplementationError(Status.MUTATED_INPUT, "weights")
     with pytest.raises(BaselineError) as blame:
         measured_of(setup_of(BASE, OTHER, MINE, outside=(MINE,)), shared)
-    assert list(blame.value.subjects) == [BASE, OTHER] and "one of base, other" in blame.value.failure.reason
+    assert (
+        list(blame.value.implementations) == [BASE, OTHER]
+        and "one of base, other" in blame.value.failure.reason
+    )
 
 
 def test_stages_are_timed_after_the_round_where_the_host_has_a_clock(pair: tuple[FakeHost, FakeHost]) -> None:

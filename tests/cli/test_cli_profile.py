@@ -31,8 +31,8 @@ def layer_inputs(**changes: Any) -> Inputs:
     return Inputs(replace(CASE, **changes))
 
 
-def arguments(subject: ImplementationRef, inputs: Inputs, number: int = 0) -> Any:
-    return layer_span.arguments(layer_span.call(subject, inputs, number, 0)).values()
+def arguments(implementation: ImplementationRef, inputs: Inputs, number: int = 0) -> Any:
+    return layer_span.arguments(layer_span.call(implementation, inputs, number, 0)).values()
 
 
 def test_profile_shows_a_table_each_the_shares_and_who_is_right(tmp_path: Path) -> None:
@@ -136,10 +136,13 @@ def test_bench_on_a_checkpoint(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("spec", ["staged", "hand-ordered", "eager_loop"])
 def test_named_ranges_change_no_bit(spec: str, changes: dict[str, Any]) -> None:
-    inputs, subject = layer_inputs(**changes), ImplementationRef(name=spec)
-    args = arguments(subject, inputs, 3)
+    inputs, implementation = layer_inputs(**changes), ImplementationRef(name=spec)
+    args = arguments(implementation, inputs, 3)
     with torch.no_grad():
-        plain, ranged = layer_span.built(subject, inputs).run(*args), profiled(subject, inputs).run(*args)
+        plain, ranged = (
+            layer_span.built(implementation, inputs).run(*args),
+            profiled(implementation, inputs).run(*args),
+        )
     assert torch.equal(plain, ranged)
 
 

@@ -94,8 +94,8 @@ def test_a_layer_decides_expert_ffn_unless_the_op_itself_was_measured(tmp_path: 
 
 def test_layouts_threads_workloads_and_dtypes_are_decided_apart(tmp_path: Path) -> None:
     layouts = {"eager_loop": "compact", "staged": "block(64)", "dense_all_experts": "block(64)"}
-    contenders = {"eager_loop": 1.0, "staged": 3.0, "dense_all_experts": 2.0}
-    make_run(tmp_path, contenders, layouts=layouts)
+    implementations = {"eager_loop": 1.0, "staged": 3.0, "dense_all_experts": 2.0}
+    make_run(tmp_path, implementations, layouts=layouts)
     for number, changes in enumerate(
         ({"experiment__threads": 2}, {"experiment__workload": "uniform"}, {"experiment__dtype": "bfloat16"})
     ):

@@ -21,7 +21,7 @@ from moe_routing_bench.bench.hosts.shared import SharedHost
 from moe_routing_bench.bench.inputs import ROUTINGS
 from moe_routing_bench.bench.series import Measured, Samples, Series, fewest_rounds, lineup_of, take_rounds
 from moe_routing_bench.bench.setup import GATE_CALLS, Numbers, Setup
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.verdict import MIN_ROUNDS, compare, stop_reason
 from moe_routing_bench.core.fork_server import server_harm
 from moe_routing_bench.workloads.experiment import ImplementationRef
@@ -32,7 +32,7 @@ RESERVE = 0.05  # of the budget, for the last checks, the statistics and the tab
 MIN_SECONDS = 2.0  # of rounds, even if trials took all the time: what was tried should get a time
 LOOK_EVERY = 1.2  # the precision is computed again after this factor more rounds: computing it takes time
 LEAK_BYTES = 2**29
-LATEST = 1.2  # of the budget: who has no place by then gets none
+LATEST = 1.2  # of the budget: a baseline without its few rounds by then gets none
 OVERTIME = 0.1  # of the budget, if a verdict needs no more than that
 DECISIVE_ROUNDS = 9  # all on one side they show a difference, if half of the comparisons do
 # largest ratio of times of the same code in two processes: 1.29 was seen for calls of 10 us, where one
@@ -45,12 +45,12 @@ OnRound = Callable[[int, Measured], None]  # rounds so far in this set of proces
 class BaselineError(Exception):
     """The baseline failed during the rounds, so there is nothing to compare with.
 
-    subjects: all that fail for the same reason
+    implementations: all that fail for the same reason
     """
 
-    def __init__(self, failure: SubjectError, subjects: Sequence[ImplementationRef]):
+    def __init__(self, failure: ImplementationError, implementations: Sequence[ImplementationRef]):
         super().__init__(failure.reason)
-        self.failure, self.subjects = failure, subjects
+        self.failure, self.implementations = failure, implementations
 
 
 def measure(setup: Setup, shared: Host, alive: Sequence[ImplementationRef], on_round: OnRound) -> Measured:
@@ -93,8 +93,8 @@ def hosts_for(
     if lineup[0].implementation in setup.outside:
         pairs.append((lineup[0], Series("twin", lineup[0].implementation)))
     for pair in pairs:
-        subjects = tuple(dict.fromkeys(one.implementation for one in pair))
-        host: Host = IsolatedHost(isolation, pair) if setup.can_freeze else SharedHost(setup, subjects)
+        implementations = tuple(dict.fromkeys(one.implementation for one in pair))
+        host: Host = IsolatedHost(isolation, pair) if setup.can_freeze else SharedHost(setup, implementations)
         hosts |= dict.fromkeys(pair, host)
     return hosts
 
@@ -111,7 +111,7 @@ class _Rounds:
         self.baseline, self.twin = measured.baseline, measured.twin
         self.fewest = min(fewest_rounds(len(self.alive)), self.experiment.max_rounds)
         self.slow = setup.slow_ones(asked)
-        self.dice = random.SystemRandom()  # so that no subject can predict which calls are judged
+        self.dice = random.SystemRandom()  # so that no implementation can predict which calls are judged
         checks = min(self.experiment.checked - 1, self.fewest)
         self.judged = set(self.dice.sample(range(self.fewest), checks))
         self.before = sum(measured.rounds_by_process)
@@ -155,11 +155,11 @@ class _Rounds:
         return list({id(host): host for host in self.hosts.values()}.values())
 
     def _here(self, series: Series) -> list[float]:
-        """Its samples in this set of processes."""
+        """Returns its samples in this set of processes."""
         return self.measured.samples[series].seconds[self.before :]
 
     def _take(self, series: Series, done: int) -> None:
-        """Its sample in a round; all have the same inputs."""
+        """Takes its sample in a round. All series of a round have the same inputs."""
         if done != self.round:
             self.round, self.began = done, time.perf_counter()
             self.first, self.place = self._numbers_for(self.lineup)
@@ -197,13 +197,13 @@ class _Rounds:
             self.last = series
         reading = host.sample(turn)
         seen.calls = reading.calls
-        seen.checked += host.judge(turn)
+        seen.checked += host.judge(turn).results
         if warm:
             self.memory.check(series, reading)
         if (touched := self.setup.watch()) is not None:
-            raise SubjectError(Status.SUSPECT, touched)
+            raise ImplementationError(Status.SUSPECT, touched)
         if reading.new_threads > 0:
-            raise SubjectError(Status.SUSPECT, f"it left {reading.new_threads} threads running")
+            raise ImplementationError(Status.SUSPECT, f"it left {reading.new_threads} threads running")
         return reading
 
     def _warm_up(self, series: Series) -> None:
@@ -218,18 +218,18 @@ class _Rounds:
         self.memory.forget(series)
 
     def _numbers_for(self, present: Iterable[Series]) -> tuple[int, int]:
-        """The first call number of a round, and which call of each sample may be judged: one oracle serves
-        all."""
+        """Returns the first call number of a round, and which call of each sample may be judged, so that one
+        oracle result serves all."""
         calls = [self.measured.samples[series].calls for series in present]
         return self.setup.numbers.take(max(calls)), self.dice.randrange(min(calls))
 
     @contextmanager
     def _blamed(self, series: Series) -> Iterator[None]:
-        """Drop the subject whose turn it is if it fails; the others go on, in new processes if it shared or
-        harmed theirs. BaselineError if it is the baseline."""
+        """If the implementation whose turn it is fails, it is dropped. The others go on, in new processes if
+        it shared or harmed theirs. BaselineError if it is the baseline."""
         try:
             yield
-        except SubjectError as failure:
+        except ImplementationError as failure:
             guilty, failure = self._guilty(series, failure)
             if guilty == self.baseline.implementation:
                 over = failure.status is Status.NO_TIME
@@ -242,34 +242,36 @@ class _Rounds:
                     for one in [one for one in self.lineup if self.hosts[one] is host]:
                         self._warm_up(one)
 
-    def _guilty(self, series: Series, failure: SubjectError) -> tuple[ImplementationRef, SubjectError]:
+    def _guilty(
+        self, series: Series, failure: ImplementationError
+    ) -> tuple[ImplementationRef, ImplementationError]:
         """If the baseline fails beside code from outside, that code is blamed."""
         series = failure.series if isinstance(failure.series, Series) else series
         if series.role == "beside":
             reason = f"the baseline beside it is {failure.status}: {failure.reason}"
-            return series.owner, SubjectError(Status.SUSPECT, reason)
+            return series.owner, ImplementationError(Status.SUSPECT, reason)
         return series.implementation, failure
 
     def _check_harm(self) -> None:
-        """What happened to a process when it was not its turn was done by the code that had one before."""
+        """If a process was harmed while it was not its turn, the code that ran before did it."""
         if self.last is None:
             return
         harm = next(filter(None, (host.harm() for host in self.all_hosts())), "") or server_harm()
         if harm:
             reason = f"the process of another implementation {harm} while it was running"
-            raise SubjectError(Status.SUSPECT, reason, self.last)
+            raise ImplementationError(Status.SUSPECT, reason, self.last)
 
-    def _drop(self, guilty: ImplementationRef, failure: SubjectError) -> None:
-        """A subject leaves without its samples."""
+    def _drop(self, guilty: ImplementationRef, failure: ImplementationError) -> None:
+        """An implementation leaves without its samples."""
         self.measured.failed[guilty] = failure
         self.last = None
         self._remove(guilty)
         for series in [one for one in self.measured.samples if one.owner == guilty]:
             del self.measured.samples[series]
 
-    def _remove(self, subject: ImplementationRef) -> None:
+    def _remove(self, implementation: ImplementationRef) -> None:
         """Its series take no more turns; hosts that have no others end."""
-        mine = [series for series in self.lineup if series.owner == subject]
+        mine = [series for series in self.lineup if series.owner == implementation]
         for series in mine:
             self.lineup.remove(series)
         for host in [self.hosts[series] for series in mine]:
@@ -277,7 +279,7 @@ class _Rounds:
                 host.end()
 
     def _leave(self, leaving: Sequence[Series]) -> None:
-        """Subjects leave with the samples they have."""
+        """Implementations leave with the samples they have."""
         late = self.setup.budget.left < RESERVE * self.setup.budget.seconds
         self._finish(
             [
@@ -308,7 +310,7 @@ class _Rounds:
         return leaving
 
     def _turn_seconds(self, series: Series) -> float:
-        """About what its turn in a round takes, and that of the baseline beside it."""
+        """Estimates how long its turn in a round takes, together with the baseline beside it."""
         partner = self.measured.partner(series)
         both = {series} if partner == self.baseline else {series, partner}
         return sum(
@@ -326,10 +328,10 @@ class _Rounds:
         if late and rounds < MIN_ROUNDS and len(others) > 1:
             slowest = max(others, key=lambda series: median(self._here(series)))
             over = f"the time was over after {rounds} rounds; --seconds gives more"
-            self._drop(slowest.implementation, SubjectError(Status.NO_TIME, over))
+            self._drop(slowest.implementation, ImplementationError(Status.NO_TIME, over))
         elif rounds < MIN_ROUNDS and now > self.deadline + (LATEST - 1) * budget.seconds:
             over = f"{rounds} rounds took all the time; --seconds gives more"
-            raise BaselineError(SubjectError(Status.NO_TIME, over), self.asked)
+            raise BaselineError(ImplementationError(Status.NO_TIME, over), self.asked)
         enough = max(experiment.min_rounds, self.fewest)
         if late:  # a few rounds more are worth their time if they bring a verdict
             soon = (self.fewest - rounds) * self.longest_round <= OVERTIME * budget.seconds
@@ -355,7 +357,8 @@ class _Rounds:
         return reason
 
     def _finish(self, leaving: Sequence[Series]) -> None:
-        """After their last round, check again: one call, the clocks, the threads, the baseline beside."""
+        """After the last round, repeats four checks: one result, the clocks, the threads, the baseline beside
+        it."""
         if not leaving:
             return
         first, place = self._numbers_for(leaving)
@@ -378,15 +381,16 @@ class _Rounds:
         low, high = apart.interval
         if low > MAX_APART or high < 1 / MAX_APART:
             reason = f"the baseline takes {apart.ratio:.2f} times as long beside it as elsewhere"
-            raise SubjectError(Status.SUSPECT, reason)
+            raise ImplementationError(Status.SUSPECT, reason)
 
     def _check_weights(self) -> None:
-        """Once for each process: sums over all the weights take a while. So of several subjects in a process
-        nobody knows which one changed them. All fail, also those that left early, and the reason says so."""
+        """Checks the weights once for each process, because sums over all weights take a while. If several
+        implementations share a process, nobody knows which one changed them. Then all of them fail, also
+        those that left early, and the reason says so."""
         for host in self.all_hosts():
             try:
                 host.check_weights()
-            except SubjectError as failure:
+            except ImplementationError as failure:
                 inside = [
                     one.implementation
                     for one in self.measured.samples
@@ -395,7 +399,7 @@ class _Rounds:
                 if len(inside) > 1:
                     names = ", ".join(one.text for one in inside)
                     reason = f"{failure.reason}: those of one of {names}, which share a process"
-                    failure = SubjectError(failure.status, reason)
+                    failure = ImplementationError(failure.status, reason)
                 if self.baseline.implementation in inside:
                     raise BaselineError(failure, inside) from None
                 for one in inside:
@@ -416,7 +420,7 @@ class MemoryWatch:
         # in a shared process one may fill what another freed, so the process itself must have grown too
         if kept > LEAK_BYTES and reading.rss_after - began > LEAK_BYTES:
             reason = f"it keeps memory from call to call: {kept / 2**30:.1f} GiB over the rounds"
-            raise SubjectError(Status.SUSPECT, reason)
+            raise ImplementationError(Status.SUSPECT, reason)
 
     def forget(self, series: Series) -> None:
         """Its process is a new one."""

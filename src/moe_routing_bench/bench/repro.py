@@ -34,7 +34,8 @@ def repro_command(experiment: Experiment, implementation: ImplementationRef) -> 
 
 
 def _sizes(case: Experiment) -> list[str]:
-    """Its sizes, by a name if there is one: fewer options, and the same name in the key."""
+    """Returns the sizes as options, by a name if there is one. That needs fewer options and gives the same
+    name in the key."""
     s = case.shape
     if case.checkpoint:
         return ["--checkpoint", case.checkpoint, "--layer", str(case.checkpoint_layer), "--tokens", str(s.T)]
@@ -55,7 +56,7 @@ def _sizes(case: Experiment) -> list[str]:
 
 
 def _unstored(name: str, store: str) -> str:
-    """The name without the format that --store adds to it."""
+    """Returns the name without the format that --store adds to it."""
     return name.removesuffix(f"-{store}") if store else name
 
 

@@ -1,4 +1,5 @@
-"""What all trials and rounds of a cell share, what a trial found out, and about what the rounds will cost."""
+"""What all trials and rounds of a cell share, what a trial found out, and estimates of what the rounds will
+take."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ PATIENCE = 0.3  # the share of a cell's time that one trial may take
 FAR_BEHIND = 10.0  # so many times the best time
 MIN_LIMIT = 10.0  # seconds that a request may take even when the time is over
 NEAR = 4.0  # calls whose times differ by no more than this factor: a sample has the same number of both
-SLOW = 5.0  # so many times the best time, a subject leaves early
+SLOW = 5.0  # so many times the best time, an implementation leaves early
 
 Watch = Callable[[], str | None]
 
@@ -81,41 +82,47 @@ class Setup:
     outside: frozenset[ImplementationRef] = frozenset()
     sources: Mapping[ImplementationRef, str] = field(default_factory=dict)
     trials: dict[ImplementationRef, Trial] = field(default_factory=dict)
+    described: dict[ImplementationRef, Described] = field(default_factory=dict)  # those in their trial too
     numbers: Numbers = field(default_factory=Numbers)
     best_seconds: float = math.inf  # of a call, of those tried so far
 
     def too_slow(self, call_seconds: float) -> bool:
-        """Is it far behind, and would its trial and the fewest rounds take the time of the others?"""
+        """True if it is far behind, and its trial and the fewest rounds would take the time of the others."""
         needed = (len(GATE_CALLS) + MIN_ROUNDS + 2) * call_seconds
         return call_seconds > FAR_BEHIND * self.best_seconds and needed > PATIENCE * self.budget.seconds
 
+    def about(self, implementation: ImplementationRef) -> Described:
+        """Returns what it declared in its trial."""
+        return self.described.get(implementation) or self.trials[implementation].about
+
     @property
     def can_freeze(self) -> bool:
-        """Can the parent itself time code from outside here (hosts/isolated.py)?"""
+        """True if the parent itself can time code from outside here (hosts/isolated.py)."""
         return self.experiment.device == "cpu" and can_freeze_and_read()
 
     @property
     def limit(self) -> float:
-        """Seconds for one request: a single call must not use up the whole budget and more."""
+        """Seconds for one request, so that a single call cannot use more than the whole budget."""
         return min(self.experiment.step_seconds, max(self.budget.left, MIN_LIMIT))
 
-    def calls(self, subject: ImplementationRef, baseline: ImplementationRef) -> int:
-        """Calls in a sample: the baseline's number, unless a subject is several times slower or faster.
+    def calls(self, implementation: ImplementationRef, baseline: ImplementationRef) -> int:
+        """Returns the calls in a sample: the baseline's number, unless the implementation is several times
+        slower or faster.
 
         The first call of a sample is slower than the rest, so the times of the same code with 16 and with 4
         calls differ by up to a tenth.
         """
-        mine, its = self.trials[subject], self.trials[baseline]
+        mine, its = self.trials[implementation], self.trials[baseline]
         near = 1 / NEAR <= mine.call_seconds / its.call_seconds <= NEAR
         return its.calls if near else mine.calls
 
-    def sample_seconds(self, subject: ImplementationRef, calls: int, call_seconds: float) -> float:
-        """About what a sample takes, with the call before it that fills the caches."""
-        before = 0 if self.trials[subject].long and subject not in self.outside else 1
+    def sample_seconds(self, implementation: ImplementationRef, calls: int, call_seconds: float) -> float:
+        """Estimates the seconds of a sample, with the call before it that fills the caches."""
+        before = 0 if self.trials[implementation].long and implementation not in self.outside else 1
         return (calls + before) * call_seconds + SAMPLE_OVERHEAD
 
     def round_seconds(self, alive: Sequence[ImplementationRef]) -> dict[ImplementationRef, float]:
-        """About how long each subject's part of a round takes, with that of the baseline's copies."""
+        """Estimates how long each implementation's part of a round takes, with the copies of the baseline."""
         seconds = {}
         for s in alive:
             copies = 2 if s == alive[0] or s in self.outside else 1
@@ -124,7 +131,8 @@ class Setup:
         return seconds
 
     def slow_ones(self, alive: Sequence[ImplementationRef]) -> set[ImplementationRef]:
-        """Subjects so much slower than the best that a few rounds show it; none with the policy's `all`."""
+        """Returns the implementations that are so slow that a few rounds show it; none if the experiment says
+        `all`."""
         best = min((self.trials[s].call_seconds for s in alive), default=0.0)
         if self.experiment.all:
             return set()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 def receive(pipe: int, sentinel: int, *, seconds: float, most_bytes: int) -> bytes:
-    """One message of multiprocessing's format. It never waits longer than `seconds`, also not for the second
-    half of a message.
+    """Reads one message of multiprocessing's format. It never waits longer than `seconds`, not even for the
+    second half of a message.
 
     sentinel: becomes readable when the sender's process has ended.
     Raises TimeoutError, EOFError if the sender is gone, ValueError if it is no such message.

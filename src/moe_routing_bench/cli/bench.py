@@ -171,10 +171,10 @@ def end(outcomes: Sequence[CellOutcome], what: WhatOptions) -> None:
     named = [word for word in split_all(what.impl) if word != "all"]
     missing: dict[str, Status] = {}
     for outcome in outcomes:
-        for one in outcome.subjects:
+        for one in outcome.implementations:
             if not one.samples and (named or one.status not in EXCUSED):
-                missing.setdefault(f"{short_label(one.label)} @ {one.subject.layout}", one.status)
-    nothing = [outcome for outcome in outcomes if not any(one.samples for one in outcome.subjects)]
+                missing.setdefault(f"{short_label(one.label)} @ {one.implementation.layout}", one.status)
+    nothing = [outcome for outcome in outcomes if not any(one.samples for one in outcome.implementations)]
     if missing:
         names = ", ".join(f"{name} ({status})" for name, status in missing.items())
         say(f"asked for and not timed: {names}")

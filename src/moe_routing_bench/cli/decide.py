@@ -91,7 +91,7 @@ def _table(answer: SizeDecision) -> Any:
         for contest in answer.contests
     ]
     return table_of(
-        ("T", "winner", "ratio to baseline", "ties", "contenders", "case"),
+        ("T", "winner", "ratio to baseline", "ties", "implementations", "case"),
         rows,
         words=("winner", "ties", "case"),
     )

@@ -32,7 +32,7 @@ from moe_routing_bench.report.block_pictures import draw_shares
 from moe_routing_bench.report.console import fitted, heading, show
 from moe_routing_bench.report.outcome_tables import outcome_document, show_outcome
 from moe_routing_bench.report.pictures import check_picture_path
-from moe_routing_bench.studies.profiles import SHARES, SUBJECTS, Profile, profile, profiled
+from moe_routing_bench.studies.profiles import IMPLEMENTATIONS, SHARES, Profile, profile, profiled
 from moe_routing_bench.workloads.experiment import Experiment
 
 CASE = "seed-qwen/e64"
@@ -79,7 +79,7 @@ def profile_command(
             sizes = replace(sizes, model=name)
         elif name is not None or not (sizes.lists() or sizes.model or sizes.case):
             sizes = replace(sizes, case=name or CASE)
-        asked, what = what, replace(what, impl=what.impl or list(SUBJECTS))
+        asked, what = what, replace(what, impl=what.impl or list(IMPLEMENTATIONS))
         try:
             chosen = chosen_cases(span_named("layer"), sizes, what)
             experiments = made_experiments(chosen, what, measure.settled())
@@ -115,13 +115,15 @@ def _profiles(outcome: CellOutcome, *, calls: int, chrome: Path | None, nvtx: An
     try:
         inputs = Inputs(outcome.experiment)
         return {
-            one.subject.text: profile(
-                profiled(one.subject, inputs, nvtx),
+            one.implementation.text: profile(
+                profiled(one.implementation, inputs, nvtx),
                 inputs,
                 calls=calls,
-                chrome=None if chrome is None else _named_file(chrome, outcome.experiment, one.subject.text),
+                chrome=None
+                if chrome is None
+                else _named_file(chrome, outcome.experiment, one.implementation.text),
             )
-            for one in outcome.subjects
+            for one in outcome.implementations
             if one.samples
         }
     finally:

@@ -131,14 +131,14 @@ def _sentence(plan: SweepPlan) -> str:
 
 def _line(outcome: CellOutcome) -> Text:
     """A cell in one line: the best implementation, its ratio to the baseline, and what went wrong."""
-    passed = [one for one in outcome.subjects if one.samples]
-    broken = [one for one in outcome.subjects if one.status not in (Status.PASSED, Status.UNSUPPORTED)]
+    passed = [one for one in outcome.implementations if one.samples]
+    broken = [one for one in outcome.implementations if one.status not in (Status.PASSED, Status.UNSUPPORTED)]
     text = Text(f"{outcome.experiment.title}: ")
     if passed:
         best = min(passed, key=lambda one: 1.0 if one.comparison is None else one.comparison.ratio)
         ratio = 1.0 if best.comparison is None else best.comparison.ratio
         verdict = "baseline" if best.comparison is None else best.comparison.verdict
-        text.append(f"{short_label(best.label)} @ {best.subject.layout}", "bold")
+        text.append(f"{short_label(best.label)} @ {best.implementation.layout}", "bold")
         text.append(f" {ratio:.3f} {verdict}, {len(passed)} timed, {outcome.seconds:.0f} s")
     else:
         text.append("nothing passed", "red")

@@ -29,7 +29,7 @@ def explorer(material: Material) -> str:
     for chapter in material.chapters:
         for group in chapter.groups:
             made = go.Figure()
-            for place, name in enumerate(group.contenders):
+            for place, name in enumerate(group.implementations):
                 points = [
                     (cell, record)
                     for cell in group.cells

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from rich.console import RenderableType
 from rich.text import Text
 
-from moe_routing_bench.bench.outcome import CellOutcome, Direction, SubjectOutcome
+from moe_routing_bench.bench.outcome import CellOutcome, Direction, ImplementationOutcome
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.roofs import Roofs, percent_of_roof
 from moe_routing_bench.bench.spans.span import all_threads, span_named
@@ -25,14 +25,14 @@ from moe_routing_bench.workloads.experiment import Experiment
 STYLES = {"FASTER": "green", "SLOWER": "red", "SAME": "cyan"} | dict.fromkeys(OPEN, "yellow")
 PLAIN_LAYER = "moe"
 # what may differ between the rows of a ranking
-FACTS: dict[str, Callable[[CellOutcome, SubjectOutcome], str]] = {
+FACTS: dict[str, Callable[[CellOutcome, ImplementationOutcome], str]] = {
     "span": lambda outcome, one: outcome.experiment.span,
     "direction": lambda outcome, one: outcome.direction,
-    "router": lambda outcome, one: _router(outcome.experiment, one.subject.router),
+    "router": lambda outcome, one: _router(outcome.experiment, one.implementation.router),
     "layer": lambda outcome, one: (
-        one.subject.layer or (PLAIN_LAYER if span_named(outcome.experiment.span).routed else "")
+        one.implementation.layer or (PLAIN_LAYER if span_named(outcome.experiment.span).routed else "")
     ),
-    "layout": lambda outcome, one: one.subject.layout,
+    "layout": lambda outcome, one: one.implementation.layout,
     "implementation": lambda outcome, one: short_label(one.label),
     "T": lambda outcome, one: str(outcome.experiment.T),
     "D": lambda outcome, one: str(outcome.experiment.D),
@@ -51,7 +51,7 @@ def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | No
     sizes = f"T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}"
     words = (span, sizes, experiment.dtype, _stored(outcome), experiment.workload or "own router")
     show("", heading(experiment.case, ", ".join(filter(None, words))))
-    ranked = sorted((o for o in outcome.subjects if o.samples), key=_ratio)
+    ranked = sorted((o for o in outcome.implementations if o.samples), key=_ratio)
     if ranked:
         show(*_ranking(outcome, ranked))
         for table in _loads(outcome, ranked), _stages(outcome, ranked):
@@ -61,7 +61,7 @@ def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | No
     show("", *(Text(note, "dim") for note in _notes(outcome, ranked, roofs)))
     if repro:
         for one in ranked:
-            show(Text(f"{_name(one, outcome)}: {repro_command(experiment, one.subject)}", "dim"))
+            show(Text(f"{_name(one, outcome)}: {repro_command(experiment, one.implementation)}", "dim"))
 
 
 def _router(case: Experiment, name: str) -> str:
@@ -79,10 +79,10 @@ def _stored(outcome: CellOutcome) -> str:
 def _show_not_timed(outcome: CellOutcome) -> None:
     """One line for each reason, with the names of all that have it."""
     names: dict[tuple[Status, str], list[str]] = {}
-    for one in outcome.subjects:
+    for one in outcome.implementations:
         if not one.samples:
             # what it says of itself begins with its name: topk.triton_select: needs triton
-            reason = re.sub(rf"^\w+\.{re.escape(one.subject.name)}: ", "", one.reason)
+            reason = re.sub(rf"^\w+\.{re.escape(one.implementation.name)}: ", "", one.reason)
             names.setdefault((one.status, reason), []).append(_name(one, outcome))
     if not names:
         return
@@ -97,7 +97,7 @@ def _show_not_timed(outcome: CellOutcome) -> None:
 def show_summary(outcomes: Sequence[CellOutcome]) -> None:
     """One ranking over several cells, most tokens a second first in each span and direction. What all rows
     have in common stands above the table."""
-    rows = [(outcome, one) for outcome in outcomes for one in outcome.subjects if one.samples]
+    rows = [(outcome, one) for outcome in outcomes for one in outcome.implementations if one.samples]
     if not rows:
         show("", "Nothing was timed in any of the cells.")
         return
@@ -141,19 +141,19 @@ def _digits(value: float) -> str:
     return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
-def _ms(one: SubjectOutcome) -> str:
+def _ms(one: ImplementationOutcome) -> str:
     return f"{1e3 * median(one.samples):.3f}"
 
 
-def _tokens(outcome: CellOutcome, one: SubjectOutcome) -> float:
+def _tokens(outcome: CellOutcome, one: ImplementationOutcome) -> float:
     return outcome.rates(one).tokens_per_second or 0.0
 
 
-def _ratio(one: SubjectOutcome) -> float:
+def _ratio(one: ImplementationOutcome) -> float:
     return 1.0 if one.comparison is None else one.comparison.ratio
 
 
-def _compared(one: SubjectOutcome) -> tuple[str, str, Text]:
+def _compared(one: ImplementationOutcome) -> tuple[str, str, Text]:
     """Ratio, interval, verdict."""
     if (compared := one.comparison) is None:
         return "1", "", Text("baseline", "bold")
@@ -161,7 +161,7 @@ def _compared(one: SubjectOutcome) -> tuple[str, str, Text]:
     return f"{compared.ratio:.3f}", f"{low:.3f} to {high:.3f}", Text(verdict, STYLES[verdict])
 
 
-def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[RenderableType]:
+def _ranking(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[RenderableType]:
     ratios, intervals, verdicts = zip(*map(_compared, ranked), strict=True)
     numbers: dict[str, Cells] = {
         "ms": [_ms(one) for one in ranked],
@@ -181,7 +181,7 @@ def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[Rendera
     return fitted({"implementation": names}, numbers, spare=("peak MiB", "GB/s", "of roof"))
 
 
-def _beside(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
+def _beside(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> dict[str, list[str]]:
     """Code from outside is timed by another clock, and so is a copy of the baseline: its time stands beside
     what was compared with it, so that the ratio is that of two numbers in its row."""
     pairs = [outcome.against(one) for one in ranked]
@@ -190,17 +190,17 @@ def _beside(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, lis
     return {"baseline's ms": ["" if pair is None else _ms(pair) for pair in pairs]}
 
 
-def _errors(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
+def _errors(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> dict[str, list[str]]:
     """On stored weights implementations differ in how well they compute, so that stands beside the time."""
     errors = ["" if one.error is None else f"{one.error:.2g}" for one in ranked]
     return {"error": errors} if outcome.experiment.store else {}
 
 
-def _share(one: SubjectOutcome) -> str:
+def _share(one: ImplementationOutcome) -> str:
     return "" if one.share_of_roof is None else percent_of_roof(one.share_of_roof, one.roof_busy)
 
 
-def _rates(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
+def _rates(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> dict[str, list[str]]:
     """The rates worth a column: bytes by both conventions if the span packs, operations if it has weights."""
     rates = [outcome.rates(one) for one in ranked]
     fields = {"tokens/s": "tokens_per_second"}
@@ -218,7 +218,7 @@ def _rates(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list
     return columns
 
 
-def _loads(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[RenderableType]:
+def _loads(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[RenderableType]:
     """What each layout and router pads and drops; empty if there is one only, and it does neither."""
     names = [name for name in ("router", "layer", "layout") if name == "layout" or _varies(name, outcome)]
     facts = {tuple(FACTS[name](outcome, one) for name in names): one.load for one in ranked}
@@ -239,7 +239,7 @@ def _loads(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[Renderabl
     return fitted(words, numbers)
 
 
-def _stages(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[RenderableType]:
+def _stages(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[RenderableType]:
     """Each stage as a share of their sum, and the sum over the time of the whole."""
     names = list(dict.fromkeys(name for one in ranked for name in one.stages))
     if not names:
@@ -265,14 +265,14 @@ PLACES = {
 }
 
 
-def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | None) -> list[str]:
+def _notes(outcome: CellOutcome, ranked: list[ImplementationOutcome], roofs: Roofs | None) -> list[str]:
     experiment = outcome.experiment
     notes = list(outcome.notes)
     wanting = {_name(o, outcome): o.comparison.more_rounds for o in ranked if o.comparison is not None}
     if more := ", ".join(f"{rounds} for {name}" for name, rounds in wanting.items() if rounds):
         notes.append(f"More rounds needed for a verdict, about: {more}.")
     if outcome.aa_floor is not None:
-        checked = sum(one.checked_timed_calls for one in outcome.subjects)
+        checked = sum(one.checked_timed_calls for one in outcome.implementations)
         number = all_threads(outcome.experiment)
         threads = "1 thread" if number == 1 else f"{number} threads"
         place = PLACES[experiment.device].format(threads)
@@ -297,7 +297,7 @@ def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | No
     return notes
 
 
-def _name(one: SubjectOutcome, outcome: CellOutcome) -> str:
+def _name(one: ImplementationOutcome, outcome: CellOutcome) -> str:
     """Its label, and those of layout, router and layer that differ in the cell: staged @ compact, switch."""
     names = [name for name in ("layout", "router", "layer") if _varies(name, outcome)]
     facts = {name: FACTS[name](outcome, one) for name in names}
@@ -306,7 +306,7 @@ def _name(one: SubjectOutcome, outcome: CellOutcome) -> str:
 
 
 def _varies(fact: str, outcome: CellOutcome) -> bool:
-    return len({FACTS[fact](outcome, one) for one in outcome.subjects}) > 1
+    return len({FACTS[fact](outcome, one) for one in outcome.implementations}) > 1
 
 
 def outcome_document(outcome: CellOutcome) -> dict[str, Any]:
@@ -329,18 +329,18 @@ def outcome_document(outcome: CellOutcome) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "weather": None if outcome.weather is None else outcome.weather.to_dict(),
         "notes": outcome.notes,
-        "implementations": [_subject_document(one, outcome) for one in outcome.outcomes],
+        "implementations": [_implementation_document(one, outcome) for one in outcome.outcomes],
     }
 
 
-def _subject_document(one: SubjectOutcome, outcome: CellOutcome) -> dict[str, Any]:
+def _implementation_document(one: ImplementationOutcome, outcome: CellOutcome) -> dict[str, Any]:
     return {
         "implementation": one.label,
         "runs": one.runs or one.label,
-        "spec": one.subject.text,
-        "layout": one.subject.layout,
-        "router": one.subject.router,
-        "layer": one.subject.layer,
+        "spec": one.implementation.text,
+        "layout": one.implementation.layout,
+        "router": one.implementation.router,
+        "layer": one.implementation.layer,
         "role": one.role,
         "status": one.status,
         "reason": one.reason,
@@ -362,5 +362,5 @@ def _subject_document(one: SubjectOutcome, outcome: CellOutcome) -> dict[str, An
         "max_bound": one.max_bound,
         "error": one.error,
         "checked_timed_calls": one.checked_timed_calls,
-        "repro": repro_command(outcome.experiment, one.subject),
+        "repro": repro_command(outcome.experiment, one.implementation),
     }

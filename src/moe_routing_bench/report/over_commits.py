@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_routing_bench.report.drawing import COLOURS, INK, PAPER, Picture, Table, figure, label, style
 from moe_routing_bench.report.page import Page, Section
-from moe_routing_bench.results.history import METRICS, History, Series
+from moe_routing_bench.results.history import METRICS, CaseHistory, History
 
 MAX_PANELS, MAX_TICKS, MAX_ROWS = 12, 16, 1_000
 UNITS = {"ratio": "ratio to the baseline", "ms": "milliseconds"}
@@ -19,15 +19,15 @@ def steps_table(past: History) -> Table:
     for series, step in past.steps[:MAX_ROWS]:
         point = series.points[step.at]
         numbers = (f"{step.before:.4g}", f"{step.after:.4g}", f"{step.ratio:.3f}")
-        rows.append((series.where, series.contender, step.kind, point.name, point.day, *numbers))
+        rows.append((series.where, series.implementation, step.kind, point.name, point.day, *numbers))
     return Table(head=head, rows=tuple(rows), words=5)
 
 
-def series_table(series: Sequence[Series]) -> Table:
+def series_table(series: Sequence[CaseHistory]) -> Table:
     head = ("case", "implementation", "machine", "points", "first", "last", "steps", "method changes")
     rows = [
         (
-            one.where, one.contender, one.machine, f"{len(one.points)}", f"{one.points[0].value:.4g}",
+            one.where, one.implementation, one.machine, f"{len(one.points)}", f"{one.points[0].value:.4g}",
             f"{one.points[-1].value:.4g}", f"{len(one.steps)}", f"{len(one.method_changes)}",
         )
         for one in series[:MAX_ROWS]
@@ -55,7 +55,7 @@ def draw(past: History) -> Picture | None:
     return Picture(name="history", title=title, caption=caption, figure=made)
 
 
-def _panel(axes: Any, one: Series) -> None:
+def _panel(axes: Any, one: CaseHistory) -> None:
     x = list(range(len(one.points)))
     bars = [2.576 * point.error * point.value for point in one.points]
     axes.errorbar(x, [p.value for p in one.points], yerr=bars, fmt="none", ecolor=COLOURS[0], elinewidth=1)
@@ -77,7 +77,7 @@ def _panel(axes: Any, one: Series) -> None:
     axes.set_xticks(x[::every], [label(p.name, 12) for p in one.points[::every]], rotation=30, fontsize=7.5)
     axes.set_xlim(-0.6, len(x) - 0.4)
     axes.margins(y=0.25)
-    axes.set_title(f"{label(one.contender, 40)}: {label(one.where, 60)}")
+    axes.set_title(f"{label(one.implementation, 40)}: {label(one.where, 60)}")
 
 
 def over_commits(past: History, command: str) -> Page:

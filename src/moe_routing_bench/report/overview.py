@@ -33,7 +33,7 @@ MAX_NAME = 22
 MAX_CELL_LETTERS = 300
 COUNTS = """
 SELECT span, status, count(*) AS records FROM records
-WHERE role IN ('baseline', 'candidate') AND {condition} GROUP BY ALL ORDER BY ALL"""  # counting.CONTENDERS
+WHERE role IN ('baseline', 'candidate') AND {condition} GROUP BY ALL ORDER BY ALL"""  # counting.OWN_ROLES
 ROLES = "SELECT role, count(*) FROM records WHERE {condition} GROUP BY role"
 
 

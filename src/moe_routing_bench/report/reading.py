@@ -20,7 +20,7 @@ from moe_routing_bench.core.names import by_numbers, short_label
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.report.finding import ResultsFolder
 from moe_routing_bench.results.folder import CellRun, Run, environments, read_run
-from moe_routing_bench.results.read import CONTENDERS, LeftOut, RecordCount, is_plain_file
+from moe_routing_bench.results.read import OWN_ROLES, LeftOut, RecordCount, is_plain_file
 from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
 from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.results.winners import Contest, Contested, contested, contests
@@ -37,7 +37,7 @@ SIZES = {(model.D, model.F, model.E, model.K): model.name for model in reversed(
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What was timed together. names: of its records that are contenders, by record_id, short and unique
+    """What was timed together. names: of its records that are implementations, by record_id, short and unique
     enough to be the same in every cell of a group. contest is None if nothing could be compared; why says it.
     """
 
@@ -50,7 +50,7 @@ class Cell:
 
     @cached_property
     def records(self) -> list[Record]:
-        """Contenders: those that passed first, by their ratio to the baseline."""
+        """Implementations: those that passed first, by their ratio to the baseline."""
         mine = [record for record in self.cell.records if record.record_id in self.names]
         return sorted(mine, key=lambda one: (one.timing is None, ratio_of(one), self.names[one.record_id]))
 
@@ -109,9 +109,10 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Cells of a chapter in which contenders have the same names: Group(span="layer", direction="forward",
-    dtype="bfloat16", store="", shared=("compact", "softmax_topk", ""), cells=...). store: the format of the
-    weights. shared: layout, router and kind of layer, or None for what the contenders of a cell differ in."""
+    """Cells of a chapter in which implementations have the same names: Group(span="layer",
+    direction="forward", dtype="bfloat16", store="", shared=("compact", "softmax_topk", ""), cells=...).
+    store: the format of the weights. shared: layout, router and kind of layer, or None for what the
+    implementations of a cell differ in."""
 
     span: str
     direction: str
@@ -138,7 +139,7 @@ class Group:
         return self.shared[1] is not None and self.shared[2] is not None
 
     @cached_property
-    def contenders(self) -> list[str]:
+    def implementations(self) -> list[str]:
         """By how often each won."""
         won: dict[str, int] = {}
         for cell in self.cells:
@@ -225,7 +226,7 @@ def _read(sources: Sequence[ResultsFolder]) -> Material:
         run = read_run(source.folder, left_out)
         documents = {key: (document, machine) for key, document, machine in environments(source.folder)}
         for cell in run.cells:
-            if not (mine := _contenders(cell)):
+            if not (mine := _implementations(cell)):
                 continue
             records += RecordCount.of(Counter(record.implementation.role for record in cell.records))
             setting = tuple(_setting(run, mine[0]).items())
@@ -259,8 +260,8 @@ def _read(sources: Sequence[ResultsFolder]) -> Material:
     )
 
 
-def _contenders(cell: CellRun) -> list[Record]:
-    return [record for record in cell.records if record.implementation.role in CONTENDERS]
+def _implementations(cell: CellRun) -> list[Record]:
+    return [record for record in cell.records if record.implementation.role in OWN_ROLES]
 
 
 def _setting(run: Run, record: Record) -> dict[str, str]:
@@ -275,8 +276,8 @@ def _setting(run: Run, record: Record) -> dict[str, str]:
 
 
 def _question(cell: CellRun, mine: Sequence[Record]) -> tuple[object, ...]:
-    """Two cells with the same one are two answers to it, and the newer counts. Other contenders make another
-    question, because they were not timed together."""
+    """Two cells with the same one are two answers to it, and the newer counts. Other implementations make
+    another question, because they were not timed together."""
     first = mine[0]
     return (
         *(getattr(first.experiment, name) for name in names_of(Experiment, None, "row", "agree")),
@@ -300,7 +301,7 @@ def _commit(document: dict[str, Any]) -> list[str]:
 def _groups(given: Iterable[tuple[ResultsFolder, Run, CellRun]]) -> tuple[Group, ...]:
     by_group: dict[tuple[str, str, str, str, Shared], list[tuple[ResultsFolder, Run, CellRun]]] = {}
     for one in given:
-        mine = _contenders(one[2])
+        mine = _implementations(one[2])
         first = mine[0].experiment
         key = (first.span, first.direction, first.dtype, first.store, _shared(mine))
         by_group.setdefault(key, []).append(one)
@@ -310,7 +311,7 @@ def _groups(given: Iterable[tuple[ResultsFolder, Run, CellRun]]) -> tuple[Group,
     for _, names, cells in named:
         for _, run, cell in cells:
             try:
-                passed = [r for r in _contenders(cell) if r.correctness.status is Status.PASSED]
+                passed = [r for r in _implementations(cell) if r.correctness.status is Status.PASSED]
                 if not passed:
                     raise ValueError("nothing passed")
                 # what drops pairs does less work: it does not compete with what computes all of them
@@ -326,7 +327,7 @@ def _groups(given: Iterable[tuple[ResultsFolder, Run, CellRun]]) -> tuple[Group,
         made = []
         for source, run, cell in cells:
             place = next(at)
-            own = {record.record_id: names[record.record_id] for record in _contenders(cell)}
+            own = {record.record_id: names[record.record_id] for record in _implementations(cell)}
             made.append(
                 Cell(
                     source=source,
@@ -351,9 +352,9 @@ def _shared(records: Sequence[Record]) -> Shared:
 
 
 def _names(cells: Sequence[CellRun], shared: Shared) -> dict[str, str]:
-    """By record_id: the label, and those of layout, router and layer that contenders differ in."""
+    """By record_id: the label, and those of layout, router and layer that implementations differ in."""
     names = {}
-    for record in (record for cell in cells for record in _contenders(cell)):
+    for record in (record for cell in cells for record in _implementations(cell)):
         layout, router, layer = record.implementation.setting
         name = short_label(record.implementation.label)
         name += f" @ {short_layout(layout)}" if shared[0] is None else ""

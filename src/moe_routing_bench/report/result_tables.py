@@ -39,7 +39,7 @@ def changes_table(changes: tuple[Change, ...]) -> Any:
     rows = [
         (
             change.where,
-            change.contender,
+            change.title,
             f"{change.ratio:.3f}",
             "-" if change.interval is None else f"{change.interval[0]:.3f} to {change.interval[1]:.3f}",
             Text(change.verdict, COLOURS[change.verdict]),
@@ -69,7 +69,7 @@ def show_turned(title: str, turned: tuple[Turned, ...]) -> None:
 
 def show_rest(runs: RunComparison) -> None:
     apart = [f"{one.name}: {'; '.join(one.differences)}" for one in runs.apart]
-    undecided = [f"{one.where}: {one.contender}: {one.reason}" for one in runs.changes if one.verdict in OPEN]
+    undecided = [f"{one.where}: {one.title}: {one.reason}" for one in runs.changes if one.verdict in OPEN]
     for title, names in (
         ("Undecided", undecided),
         ("Measured unlike, so without a ratio", apart),

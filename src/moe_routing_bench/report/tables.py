@@ -35,7 +35,7 @@ def interval_of(record: Record) -> str:
 
 
 def ranking(cell: Cell) -> Table:
-    """The contenders of a cell that have a time, fastest first."""
+    """The implementations of a cell that have a time, fastest first."""
     columns: dict[str, list[str]] = {
         "implementation": [],
         **{name: [] for name in ("ms", "ratio", "99 % interval", "verdict")},

@@ -74,7 +74,7 @@ def memory(group: Group) -> Picture | None:
         return None
     middle = {name: [median(some) for some in zip(*of, strict=True)] for name, of in points.items()}
     ordered = sorted(middle, key=lambda name: middle[name])
-    colour = colours(group.contenders)
+    colour = colours(group.implementations)
     with style():
         made = figure(5.6, 3.6)
         axes = made.add_subplot()
@@ -172,7 +172,7 @@ def bandwidth(group: Group) -> Picture | None:
         return None
     from matplotlib.lines import Line2D
 
-    colour = colours(group.contenders)
+    colour = colours(group.implementations)
     choices = sorted({(cell.first.experiment.E, cell.first.experiment.K) for cell, *_ in points})
     most = max(max(work.bw_2pass or 0, work.bw_strict or 0) for _, _, work, _ in points)
     elements = sorted({cell.T * cell.first.experiment.D for cell, *_ in points})
@@ -209,7 +209,7 @@ def bandwidth(group: Group) -> Picture | None:
             axes.set_title(title)
             axes.set_ylim(0, 1.15 * most / 1e9)
         both[0].set_ylabel("GB/s")
-        handles = patches({name: colour[name] for name in group.contenders})
+        handles = patches({name: colour[name] for name in group.implementations})
         handles += [
             Line2D([], [], marker=marker[one], linestyle="", color=INK, label=f"E={one[0]:,} K={one[1]}")
             for one in choices[:12]
@@ -325,7 +325,7 @@ def layouts(group: Group) -> Picture | None:
         return None
     from matplotlib.lines import Line2D
 
-    colour = colours(group.contenders)
+    colour = colours(group.implementations)
     titles = ("Rows that are padding, %", "Pairs dropped, %", "Time over the baseline's")
     with style():
         made = figure(9.5, 4.0)
@@ -343,7 +343,7 @@ def layouts(group: Group) -> Picture | None:
             axes.set_ylim(bottom=0)
         handles = [
             Line2D([], [], marker="o", linestyle="", color=colour[name], label=label(name, 60))
-            for name in group.contenders
+            for name in group.implementations
             if name in found
         ]
         legend(made, handles, 2)

@@ -94,7 +94,7 @@ def _rows(changes: Sequence[Change], *, why: bool = False) -> tuple[tuple[str, .
     for one in changes[:MAX_ROWS]:
         ends = "" if one.interval is None else f"{one.interval[0]:.3f} to {one.interval[1]:.3f}"
         row = (
-            one.where, one.contender, f"{one.ms[0]:.4g}", f"{one.ms[1]:.4g}", f"{one.ratio:.3f}", ends,
+            one.where, one.title, f"{one.ms[0]:.4g}", f"{one.ms[1]:.4g}", f"{one.ratio:.3f}", ends,
             f"{one.p_adjusted:.2g}", one.method,
         )  # fmt: skip
         rows.append((*row[:2], one.reason, *row[2:]) if why else row)
@@ -130,7 +130,7 @@ def _picture(changes: Sequence[Change]) -> Picture | None:
             colour = COLOUR[one.kind]
             axes.plot([low, high], [place, place], color=colour, linewidth=2.2)
             axes.plot(one.ratio, place, "o", color=colour, markersize=6)
-        names = [f"{label(one.contender, 30)}  {label(one.where, 50)}" for one in shown]
+        names = [f"{label(one.title, 30)}  {label(one.where, 50)}" for one in shown]
         axes.set_yticks(range(len(shown)), names, fontsize=8)
         axes.axvline(1, color=INK, linewidth=1)
         axes.invert_yaxis()

@@ -140,7 +140,7 @@ def leads(group: Group, hovers: Hovers) -> Picture | None:
         return None
     shown = cells[:MAX_LEADS]
     names, common = case_names([cell for cell, _ in cells])
-    colour = colours(name for name in group.contenders if any(name in one.ratios for _, one in shown))
+    colour = colours(name for name in group.implementations if any(name in one.ratios for _, one in shown))
     others = [one for _, contest in shown for one in contest.against_winner.values()]
     ends = [end for one in others for end in one.interval if end < MAX_TIMES]
     # wide enough that noise looks like noise
@@ -191,7 +191,7 @@ def winner_map(group: Group, hovers: Hovers) -> Picture | None:
     fitting = [one for one in cells if one[0].T in columns and (one[0].sizes, one[0].routing) in rows]
     shown = _widest(fitting, lambda cell: (cell.sizes, cell.routing, cell.T))
     names = _row_names([cell for cell, _ in shown], skew=True)
-    colour = {name: colours(group.contenders)[name] for name in _winners(group, shown)}
+    colour = {name: colours(group.implementations)[name] for name in _winners(group, shown)}
     grid = {row: [""] * len(columns) for row in rows}
     with style():
         made = figure(9.5, 0.36 * len(rows) + 1.25)
@@ -231,7 +231,7 @@ def winner_map(group: Group, hovers: Hovers) -> Picture | None:
 
 def _winners(group: Group, cells: Sequence[tuple[Cell, Contest]]) -> list[str]:
     won = {contest.winner for _, contest in cells}
-    return [name for name in group.contenders if name in won]
+    return [name for name in group.implementations if name in won]
 
 
 def _by_tokens(cells: Sequence[tuple[Cell, Contest]]) -> str:

@@ -26,7 +26,7 @@ WITH passed AS (
 ), whole AS (
   SELECT * FROM newest QUALIFY NOT drops OR bool_and(drops) OVER (PARTITION BY {SAME})
 ), ranked AS (
-  SELECT *, count(*) OVER (PARTITION BY {SAME}) AS contenders, row_number() OVER fastest AS place,
+  SELECT *, count(*) OVER (PARTITION BY {SAME}) AS implementations, row_number() OVER fastest AS place,
     lead(impl) OVER fastest AS next, lead(layout) OVER fastest AS next_layout,
     lead(role) OVER fastest AS next_role, lead(verdict) OVER fastest AS next_verdict,
     lead(coalesce(ratio, 1)) OVER fastest / coalesce(ratio, 1) AS lead,
@@ -37,7 +37,7 @@ WITH passed AS (
 )
 SELECT {SAME}, impl AS best, layout,
   median_ms, error, tokens_per_second, coalesce(ratio, 1) AS ratio, coalesce(baseline, 'itself') AS baseline,
-  coalesce(verdict, '') AS verdict, contenders, next, next_layout, lead, lead_low, lead_high,
+  coalesce(verdict, '') AS verdict, implementations, next, next_layout, lead, lead_low, lead_high,
   CASE CASE
       WHEN next IS NULL THEN ''
       WHEN role = 'baseline' THEN next_verdict

@@ -42,7 +42,7 @@ NOT_A_PLACE = ("case", "workload", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredOnce:
     """One implementation of a run, in the latest run of its cell."""
 
     run: Run
@@ -79,13 +79,13 @@ class Measured:
         return f"{self.where}: {self.record.implementation.title}"
 
 
-Agreement = tuple[str, Callable[[Measured], str]]
+Agreement = tuple[str, Callable[[MeasuredOnce], str]]
 
 
 def _agreeing(group: Group) -> dict[str, Agreement]:
     """The axes of a group that must agree."""
 
-    def value(name: str) -> Callable[[Measured], str]:
+    def value(name: str) -> Callable[[MeasuredOnce], str]:
         return lambda m: str(getattr(m.record.experiment, name)) or "none"
 
     return {
@@ -110,29 +110,30 @@ LIKE: dict[str, Agreement] = {
 }
 
 
-def latest(run: Run) -> list[Measured]:
-    """The newest record of everything that was measured, whatever came of it; twins are no contenders."""
-    newest: dict[object, Measured] = {}
+def latest(run: Run) -> list[MeasuredOnce]:
+    """The newest record of everything that was measured, whatever came of it; twins are no
+    implementations."""
+    newest: dict[object, MeasuredOnce] = {}
     for cell in run.cells:
         for record in cell.records:
             if record.implementation.role in ("twin", "beside"):
                 continue
-            one = Measured(run=run, cell=cell, record=record)
+            one = MeasuredOnce(run=run, cell=cell, record=record)
             key = (one.identity, _likeness(one))
             if key not in newest or _age(newest[key]) < _age(one):
                 newest[key] = one
     return sorted(newest.values(), key=_age)
 
 
-def _age(one: Measured) -> tuple[object, str]:
+def _age(one: MeasuredOnce) -> tuple[object, str]:
     return one.record.created_at, one.record.record_id
 
 
-def _likeness(one: Measured) -> tuple[str, ...]:
+def _likeness(one: MeasuredOnce) -> tuple[str, ...]:
     return tuple(value(one) for _, value in LIKE.values())
 
 
-def question(one: Measured) -> tuple[object, ...]:
+def question(one: MeasuredOnce) -> tuple[object, ...]:
     """What a user asked for, whatever the versions: a run that answers it with others lacks nothing."""
     versions = ("torch", "python", "settings", "contract", "routing")
     asked = tuple(value(one) for name, (_, value) in LIKE.items() if name not in versions)
@@ -140,11 +141,11 @@ def question(one: Measured) -> tuple[object, ...]:
 
 
 def match(
-    all_a: list[Measured],
-    all_b: list[Measured],
+    all_a: list[MeasuredOnce],
+    all_b: list[MeasuredOnce],
     allow: Collection[str],
-    apart: list[tuple[Measured, Measured]] | None = None,
-) -> tuple[list[tuple[Measured, Measured]], list[str]]:
+    apart: list[tuple[MeasuredOnce, MeasuredOnce]] | None = None,
+) -> tuple[list[tuple[MeasuredOnce, MeasuredOnce]], list[str]]:
     """Pairs of records of A and B, and notes. Those that agree in everything are paired first, then those
     that differ only in what is allowed. If some differ in anything else: they go to `apart`, or ValueError
     where it is not given."""
@@ -161,7 +162,7 @@ def match(
             left_b.append(b)
         else:
             pairs.append((a, b))
-    by_identity: dict[object, list[Measured]] = {}
+    by_identity: dict[object, list[MeasuredOnce]] = {}
     for a in exact.values():
         by_identity.setdefault(a.identity, []).append(a)
     notes: dict[str, None] = {}
@@ -189,7 +190,9 @@ def match(
     return pairs + _match_failed(left_a, failed_b), list(notes)
 
 
-def _match_failed(left_a: list[Measured], failed_b: list[Measured]) -> list[tuple[Measured, Measured]]:
+def _match_failed(
+    left_a: list[MeasuredOnce], failed_b: list[MeasuredOnce]
+) -> list[tuple[MeasuredOnce, MeasuredOnce]]:
     """A worker that died early may have reported neither routing nor full label: match spec and place."""
     pairs = []
     for a in left_a:
@@ -203,14 +206,14 @@ def _match_failed(left_a: list[Measured], failed_b: list[Measured]) -> list[tupl
     return pairs
 
 
-def differences(a: Measured, b: Measured) -> list[str]:
+def differences(a: MeasuredOnce, b: MeasuredOnce) -> list[str]:
     values = {name: (value(a), value(b)) for name, (_, value) in LIKE.items()}
     if a.record.routing is None or b.record.routing is None:
         del values["routing"]  # one of them died before it was known
     return [name for name, (of_a, of_b) in values.items() if of_a != of_b]
 
 
-def difference(name: str, a: Measured, b: Measured) -> str:
+def difference(name: str, a: MeasuredOnce, b: MeasuredOnce) -> str:
     """the machines differ: a is laptop, b is server"""
     words, value = LIKE[name]
     return f"the {words} differ: a is {value(a)}, b is {value(b)}"
@@ -229,7 +232,7 @@ class Change:
     """One implementation in both runs; ratio is its time in B / in A.
 
     Change(where="expert_ffn seed-fused/32x7168 float32 zipf(1.2)", implementation="staged", layout="compact",
-           router="", layer="", contender="staged | compact", ratio=1.05, interval=(1.035, 1.059),
+           router="", layer="", title="staged | compact", ratio=1.05, interval=(1.035, 1.059),
            p_adjusted=9.7e-10, verdict="SLOWER", reason="...",
            method="ratio to baseline", same_code=False, kind="regression", ms=(10.1, 10.6),
            repro="mrb bench ...", ...)
@@ -241,7 +244,7 @@ class Change:
     layout: str
     router: str
     layer: str
-    contender: str  # all four as one name
+    title: str  # all four as one name
     ratio: float
     interval: tuple[float, float] | None
     p_value: float
@@ -333,7 +336,7 @@ def compare_runs(
     for run, measured in zip(runs, (all_a, all_b), strict=True):
         if not measured:
             raise ValueError(f"{run.folder} holds no records; mrb bench layer --out {run.folder} makes some")
-    unlike: list[tuple[Measured, Measured]] = []
+    unlike: list[tuple[MeasuredOnce, MeasuredOnce]] = []
     pairs, notes = match(all_a, all_b, allow, unlike if keep_unlike else None)
     both = [(a, b) for a, b in pairs if a.passed and b.passed]
     matched = {question(one) for pair in (*pairs, *unlike) for one in pair}
@@ -351,7 +354,7 @@ def compare_runs(
     if len(harness) > 1:
         notes.append("the code that measures is not the same in all of these records")
     return RunComparison(
-        changes=tuple(sorted(changes, key=lambda c: (c.ratio, by_numbers(c.where), c.contender))),
+        changes=tuple(sorted(changes, key=lambda c: (c.ratio, by_numbers(c.where), c.title))),
         broken=tuple(_turned(b, b) for a, b in pairs if a.passed and not b.passed),
         fixed=tuple(_turned(a, b) for a, b in pairs if b.passed and not a.passed),
         apart=tuple(_apart(a, b) for a, b in unlike),
@@ -363,23 +366,23 @@ def compare_runs(
     )
 
 
-def _turned(failed: Measured, b: Measured) -> Turned:
+def _turned(failed: MeasuredOnce, b: MeasuredOnce) -> Turned:
     why = failed.record.correctness
     return Turned(name=b.name, status=str(why.status), reason=why.reason, repro=b.record.repro)
 
 
-def _apart(a: Measured, b: Measured) -> Apart:
+def _apart(a: MeasuredOnce, b: MeasuredOnce) -> Apart:
     said = tuple(difference(name, a, b) for name in differences(a, b))
     ms_a, ms_b = (None if one.record.timing is None else _ms(one) for one in (a, b))
     return Apart(name=b.name, differences=said, ms_a=ms_a, ms_b=ms_b)
 
 
-def _ms(one: Measured) -> float:
+def _ms(one: MeasuredOnce) -> float:
     assert one.record.timing is not None
     return 1e3 * one.record.timing.median
 
 
-def _kind(a: Measured, b: Measured, verdict: Verdict, same_code: bool) -> Kind:
+def _kind(a: MeasuredOnce, b: MeasuredOnce, verdict: Verdict, same_code: bool) -> Kind:
     """What to think of first. The machine before the method, the method before the code: what lies deeper
     explains what lies above it."""
     if verdict not in ("FASTER", "SLOWER"):
@@ -398,7 +401,9 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def _changes(
-    both: list[tuple[Measured, Measured]], delta: float, on_progress: Callable[[int, int], None] | None
+    both: list[tuple[MeasuredOnce, MeasuredOnce]],
+    delta: float,
+    on_progress: Callable[[int, int], None] | None,
 ) -> tuple[list[Change], list[str]]:
     from scipy import stats  # a second to import
 
@@ -434,7 +439,7 @@ def _changes(
                 layout=b.record.implementation.layout,
                 router=b.record.implementation.router,
                 layer=b.record.implementation.layer,
-                contender=b.record.implementation.title,
+                title=b.record.implementation.title,
                 ratio=math.exp(centre),
                 interval=ends,
                 p_value=p,
@@ -453,18 +458,18 @@ def _changes(
     return changes, unreadable
 
 
-def _unchanged(a: Measured, b: Measured) -> bool:
+def _unchanged(a: MeasuredOnce, b: MeasuredOnce) -> bool:
     same_source = a.record.implementation.source_hash == b.record.implementation.source_hash
     return same_source and not differences(a, b)
 
 
-def _move(a: Measured, b: Measured) -> float:
+def _move(a: MeasuredOnce, b: MeasuredOnce) -> float:
     """How far apart its times are, as the size of a logarithm."""
     assert a.record.timing is not None and b.record.timing is not None  # both passed
     return abs(math.log(b.record.timing.median / a.record.timing.median))
 
 
-def _logs(a: Measured, b: Measured) -> tuple[Method, tuple[Floats, Floats]]:
+def _logs(a: MeasuredOnce, b: MeasuredOnce) -> tuple[Method, tuple[Floats, Floats]]:
     base_a, base_b = a.cell.baseline_of(a.record), b.cell.baseline_of(b.record)
     if base_a is not None and base_b is not None and _same_code(base_a, base_b):
         return "ratio to baseline", (_log_ratio(a, base_a), _log_ratio(b, base_b))
@@ -477,7 +482,7 @@ def _same_code(a: Record, b: Record) -> bool:
     return (one.label, one.source_hash) == (other.label, other.source_hash) and same_setting
 
 
-def _log_ratio(one: Measured, base: Record) -> Floats:
+def _log_ratio(one: MeasuredOnce, base: Record) -> Floats:
     times, base_times = _samples(one, one.record), _samples(one, base)
     if len(times) > len(base_times):
         raise ValueError(f"it has {len(times)} samples and its baseline {len(base_times)}: no rounds")
@@ -485,7 +490,7 @@ def _log_ratio(one: Measured, base: Record) -> Floats:
     return np.log(times) - np.log(base_times[: len(times)])
 
 
-def _samples(one: Measured, record: Record) -> Floats:
+def _samples(one: MeasuredOnce, record: Record) -> Floats:
     times = samples_of(one.run.folder, record)
     if not (np.isfinite(times) & (times > 0)).all():
         raise ValueError(f"the samples of {record.record_id} are not all positive and finite")

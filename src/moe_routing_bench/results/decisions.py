@@ -247,7 +247,7 @@ def _question(record: Record, notes: _Notes) -> Question | None:
 def _contested(
     run: Run, question: Question, cell: CellRun, records: list[Record], notes: _Notes
 ) -> tuple[Question, Contested] | None:
-    """None if samples cannot be read or paired: a contest that lacks a contender decides nothing."""
+    """None if samples cannot be read or paired: a contest that lacks an implementation decides nothing."""
     by_name: dict[str, Record] = {}
     for record in records:
         one = record.implementation

@@ -42,7 +42,7 @@ from moe_routing_bench.core.text import one_line
 from moe_routing_bench.core.whole_files import sync_folder, write_whole
 from moe_routing_bench.results.parquet import fold, sources
 from moe_routing_bench.results.read import RECORDS, LeftOut, is_plain_file, read_records, session_folders
-from moe_routing_bench.results.record import Record, Samples, canonical_json, content_hash
+from moe_routing_bench.results.record import Record, SamplesFile, canonical_json, content_hash
 from moe_routing_bench.results.verify import SAMPLES
 
 ENVIRONMENTS = "environments"
@@ -207,7 +207,7 @@ class Session:
             write_whole(path, canonical_json(document))
         return name
 
-    def put_samples(self, samples: ArrayLike) -> Samples:
+    def put_samples(self, samples: ArrayLike) -> SamplesFile:
         """Append raw samples; where they are, for `Timing.of`. On disk once the cell's records are."""
         values = np.ascontiguousarray(samples, dtype="<f8").ravel()
         if not values.size:
@@ -217,7 +217,7 @@ class Session:
         offset = self._samples.size
         self._samples.append(data)
         self._unsynced_samples = True
-        return Samples(
+        return SamplesFile(
             file=f"{self.folder.name}/{SAMPLES}",
             offset=offset,
             count=values.size,

@@ -1,13 +1,13 @@
 """A metric over commits: series of like measurements, and the commits at which they step.
 
-A series is one contender in one case on one machine, measured in one way. Its points are in the order in
+A series is one implementation in one case on one machine, measured in one way. Its points are in the order in
 which their commits were first measured; several runs of a commit are one point, their median. A record of an
-installed package names no commit; its version and the hash of the contender's code stand for one. A step is a
-split of the series into two runs of points whose medians are apart by more than counts (2 %, or the noise
-floor of the runs) and by more than five standard errors of their difference; then each side is split again.
-A standard error comes from the differences of neighbours or from the points' own intervals, whichever is
-larger. Five, because every place is tried: of 300 series of 50 points of pure noise at most 3
-have a step (tests/results/test_history.py). One point is never a step: the next commit confirms it or not.
+installed package names no commit; its version and the hash of the implementation's code stand for one. A step
+is a split of the series into two runs of points whose medians are apart by more than counts (2 %, or the
+noise floor of the runs) and by more than five standard errors of their difference; then each side is split
+again. A standard error comes from the differences of neighbours or from the points' own intervals, whichever
+is larger. Five, because every place is tried: of 300 series of 50 points of pure noise at most 3 have a step
+(tests/results/test_history.py). One point is never a step: the next commit confirms it or not.
 
 Cost: a query over all records, then n log n splits of n points for each series.
 """
@@ -49,8 +49,8 @@ FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate') ORDER
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
-    """Point(commit="3f80af225a...", dirty=False, day="2026-11-16", value=0.81, error=0.004, floor=0.01, ...).
+class CommitPoint:
+    """CommitPoint(commit="3f80af225a...", dirty=False, day="2026-11-16", value=0.81, error=0.004, ...).
     commit: or "0.3.1 5d2c1e0", version and code. error: the standard error of log(value) by its own interval.
     method, place: what must not change between two points for a step to be the code's."""
 
@@ -87,11 +87,11 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Series:
+class CaseHistory:
     where: str
-    contender: str
+    implementation: str
     machine: str
-    points: tuple[Point, ...]
+    points: tuple[CommitPoint, ...]
     steps: tuple[Step, ...]
 
     @property
@@ -106,12 +106,12 @@ class History:
     """series: those with the largest steps first. without: how many records name no commit."""
 
     metric: Metric
-    series: tuple[Series, ...]
+    series: tuple[CaseHistory, ...]
     without: int
     left_out: LeftOut
 
     @property
-    def steps(self) -> list[tuple[Series, Step]]:
+    def steps(self) -> list[tuple[CaseHistory, Step]]:
         return [(one, step) for one in self.series for step in one.steps]
 
 
@@ -120,7 +120,7 @@ def history(
     metric: Metric = "ratio",
     wanted: Callable[[str, str], bool] = lambda where, name: True,
 ) -> History:
-    """wanted: which series, by where and contender. ValueError if there are no times."""
+    """wanted: which series, by where and implementation. ValueError if there are no times."""
     left_out = LeftOut()
     names, rows = run_query(folder, ROWS, left_out)
     records = [dict(zip(names, row, strict=True)) for row in rows]
@@ -135,13 +135,13 @@ def history(
     series = []
     keys = [dict(zip(WHERE, key, strict=True)) for key in by_series]
     for key, more, mine in zip(keys, told_apart(keys, _named), by_series.values(), strict=True):
-        where, contender, machine = _named(key)
+        where, implementation, machine = _named(key)
         where += more
-        if wanted(where, contender):
+        if wanted(where, implementation):
             points = _points(mine, metric, torch, bases)[-MAX_POINTS:]
             series.append(
-                Series(
-                    where=where, contender=contender, machine=machine, points=tuple(points),
+                CaseHistory(
+                    where=where, implementation=implementation, machine=machine, points=tuple(points),
                     steps=tuple(_steps(points)),
                 )
             )  # fmt: skip
@@ -155,8 +155,8 @@ def _named(key: Mapping[str, Any]) -> tuple[str, str, str]:
     direction = "" if key["direction"] == "forward" else f" {key['direction']}"
     threads = "" if key["threads"] == 1 else f" {key['threads']} threads"
     where = f"{key['span']}{direction} {key['case']} {key['dtype']} {key['workload']}{threads}"
-    contender = " | ".join(filter(None, (key["impl"], key["layout"], key["router"], key["layer"])))
-    return where, contender, str(key["machine"])
+    implementation = " | ".join(filter(None, (key["impl"], key["layout"], key["router"], key["layer"])))
+    return where, implementation, str(key["machine"])
 
 
 def _points(
@@ -164,7 +164,7 @@ def _points(
     metric: Metric,
     torch: dict[str, str],
     bases: dict[tuple[str, str], str],
-) -> list[Point]:
+) -> list[CommitPoint]:
     by_commit: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for record in records:
         code = record["source_commit"] or f"{record['harness_version']} {record['source_hash'][:7]}"
@@ -180,7 +180,7 @@ def _points(
         ]
         base = (last["baseline"], bases.get((last["session"], last["cell_key"]))) if metric == "ratio" else ()
         points.append(
-            Point(
+            CommitPoint(
                 commit=commit, dirty=dirty, day=f"{mine[0]['created_at']:%Y-%m-%d}",
                 value=float(np.median(values)), error=float(np.median(errors)) if errors else 0.0,
                 floor=max(r["aa_floor"] or 0.0 for r in mine), runs=len(mine), source=last["source_hash"],
@@ -191,7 +191,7 @@ def _points(
     return points
 
 
-def _steps(points: Sequence[Point]) -> list[Step]:
+def _steps(points: Sequence[CommitPoint]) -> list[Step]:
     logs = np.log([point.value for point in points])
     bounds = [0, *sorted(_splits(points, logs, 0, len(points))), len(points)]
     levels = [float(np.median(logs[a:b])) for a, b in pairwise(bounds)]
@@ -204,7 +204,7 @@ def _steps(points: Sequence[Point]) -> list[Step]:
     return steps
 
 
-def _splits(points: Sequence[Point], logs: Any, start: int, end: int) -> list[int]:
+def _splits(points: Sequence[CommitPoint], logs: Any, start: int, end: int) -> list[int]:
     """The place that leaves the least spread around two medians, if the two are far enough apart; then both
     sides again."""
     if end - start < 4:
@@ -240,7 +240,7 @@ def _spread(part: Any) -> float:
     return float(np.abs(part - np.median(part)).sum())
 
 
-def _kind(before: Point, after: Point, slower: bool) -> Kind:
+def _kind(before: CommitPoint, after: CommitPoint, slower: bool) -> Kind:
     """As for two runs: the machine before the method, the method before the code."""
     if before.place != after.place:
         return "other machine"

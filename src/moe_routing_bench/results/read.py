@@ -169,30 +169,32 @@ def is_plain_file(path: Path) -> bool:
         return False
 
 
-CONTENDERS = ("baseline", "candidate")
+OWN_ROLES = ("baseline", "candidate")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordCount:
-    """RecordCount(contenders=12, again=6): 18 records, one line of a results folder each.
+    """RecordCount(implementations=12, again=6): 18 records, one line of a results folder each.
 
     again: of a cell's baseline, timed a second time (twin) or beside code from outside.
     """
 
-    contenders: int
+    implementations: int
     again: int
 
     @staticmethod
     def of(roles: Mapping[str, int]) -> RecordCount:
-        contenders = sum(rows for role, rows in roles.items() if role in CONTENDERS)
-        return RecordCount(contenders=contenders, again=sum(roles.values()) - contenders)
+        implementations = sum(rows for role, rows in roles.items() if role in OWN_ROLES)
+        return RecordCount(implementations=implementations, again=sum(roles.values()) - implementations)
 
     @property
     def records(self) -> int:
-        return self.contenders + self.again
+        return self.implementations + self.again
 
     def __add__(self, other: RecordCount) -> RecordCount:
-        return RecordCount(contenders=self.contenders + other.contenders, again=self.again + other.again)
+        return RecordCount(
+            implementations=self.implementations + other.implementations, again=self.again + other.again
+        )
 
     def __str__(self) -> str:
         word = "record" if self.records == 1 else "records"
@@ -201,4 +203,8 @@ class RecordCount:
         return f"{self.records:,} {word}, {self.again:,} of them of baselines timed again to show the noise"
 
     def to_dict(self) -> dict[str, int]:
-        return {"records": self.records, "contenders": self.contenders, "baselines_again": self.again}
+        return {
+            "records": self.records,
+            "implementations": self.implementations,
+            "baselines_again": self.again,
+        }

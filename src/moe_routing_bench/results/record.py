@@ -140,7 +140,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Moment = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 
 
-class Part(BaseModel):
+class RecordPart(BaseModel):
     """What every part of a record keeps to: nothing unknown, nothing infinite, no conversions."""
 
     model_config = ConfigDict(
@@ -148,7 +148,7 @@ class Part(BaseModel):
     )
 
 
-class RecordedImplementation(Part):
+class RecordedImplementation(RecordPart):
     """An ImplementationRef."""
 
     name: Name
@@ -168,7 +168,7 @@ CHECKED: dict[Any, Any] = {
 }
 
 
-def _recorded_experiment() -> type[Part]:
+def _recorded_experiment() -> type[RecordPart]:
     """A part with every axis of an experiment; those that version 2 did not have may be absent."""
     types = {**get_type_hints(Experiment), "seed": Count}
     shape: dict[str, Any] = {}
@@ -176,7 +176,7 @@ def _recorded_experiment() -> type[Part]:
         kind = CHECKED.get(types[one.name], types[one.name])
         kind = kind if facts.choices is None else Literal[tuple(facts.choices)]
         shape[one.name] = (kind | None, None) if facts.since > 2 else (kind, ...)
-    return create_model("RecordedExperiment", __base__=Part, __module__=__name__, **shape)
+    return create_model("RecordedExperiment", __base__=RecordPart, __module__=__name__, **shape)
 
 
 # the experiment of a record: the fields of an Experiment, of which an old record does not know some. Its
@@ -187,7 +187,7 @@ else:
     RecordedExperiment = _recorded_experiment()
 
 
-class Routing(Part):
+class RoutingFacts(RecordPart):
     """What the workload realised, as LoadStatistics gives it: checksum=<sha256 of the ids>,
     max_over_mean=2.5, ... Without a plan the last three are None."""
 
@@ -205,7 +205,7 @@ class Routing(Part):
     tile_efficiency: Share | None
 
 
-class Implementation(Part):
+class ImplementationFacts(RecordPart):
     """label="staged(dispatch=index_select)", spec="staged", origin="built in", role="candidate", ..."""
 
     label: Name
@@ -238,7 +238,7 @@ class Implementation(Part):
         return self.label.startswith("frozen(")
 
 
-class Protocol(Part):
+class Protocol(RecordPart):
     """rounds=40, calls_per_sample=3, stop_reason="budget", ...; all_threads: those of all ranks together."""
 
     all_threads: Size
@@ -249,7 +249,7 @@ class Protocol(Part):
     fresh_inputs: Name
 
 
-class Samples(Part):
+class SamplesFile(RecordPart):
     """Where raw samples lie: file="session=20261115T024734123-1f3a9c02/samples.f64", offset=320 (bytes),
     count=40 (little-endian float64, seconds per call), sha256 of those bytes."""
 
@@ -259,7 +259,7 @@ class Samples(Part):
     sha256: Hash
 
 
-class Timing(Part):
+class Timing(RecordPart):
     """Seconds per call. Samples of 10, 11, 12 and 13 ms have median=0.0115, least=0.010, most=0.013, ...
 
     stages: seconds by stage, {"route": 0.001, "dispatch": 0.004}, empty if they were not timed apart.
@@ -275,11 +275,13 @@ class Timing(Part):
     p75: Seconds
     p95: Seconds
     first_call: Seconds
-    samples: Samples
+    samples: SamplesFile
     stages: Annotated[dict[Name, Seconds], Field(max_length=64)]
 
     @classmethod
-    def of(cls, samples: ArrayLike, first_call: float, kept: Samples, stages: Mapping[str, float]) -> Timing:
+    def of(
+        cls, samples: ArrayLike, first_call: float, kept: SamplesFile, stages: Mapping[str, float]
+    ) -> Timing:
         seconds = np.asarray(samples, dtype=np.float64).ravel()
         if not seconds.size or not np.isfinite(seconds).all() or seconds.min() <= 0:
             raise ValueError("a timing needs at least one sample, and samples must be positive and finite")
@@ -307,7 +309,7 @@ class Timing(Part):
         return self
 
 
-class Comparison(Part):
+class ComparisonFacts(RecordPart):
     """Against the baseline of the same cell: ratio=1.05, low=1.035, high=1.059, verdict="SLOWER", ..."""
 
     baseline: Name
@@ -321,7 +323,7 @@ class Comparison(Part):
     aa_floor: Amount
 
     @classmethod
-    def of(cls, baseline: str, compared: Compared, aa_floor: float) -> Comparison:
+    def of(cls, baseline: str, compared: Compared, aa_floor: float) -> ComparisonFacts:
         return cls(
             baseline=baseline,
             ratio=compared.ratio,
@@ -343,7 +345,7 @@ class Comparison(Part):
         return self
 
 
-class Work(Part):
+class WorkFacts(RecordPart):
     """cost.Cost in numbers, the physical floor, the share of a measured roof, and bench.outcome.Rates.
 
     The last two fields came during version 2: without them, share_of_roof is of the floor.
@@ -371,7 +373,7 @@ class Work(Part):
         return self.floor_seconds if self.roof_seconds is None else self.roof_seconds
 
 
-class Correctness(Part):
+class Correctness(RecordPart):
     """status=WRONG_VALUE, reason="error 0.3 above the bound 0.01", checks=("shape", "value"), ..."""
 
     # a file holds text; Python may give Status.PASSED or "PASSED"
@@ -384,14 +386,14 @@ class Correctness(Part):
     checked_timed_calls: Count
 
 
-class Weather(Part):
+class Weather(RecordPart):
     load_before: Annotated[float, Field(ge=0, le=1e6)]
     load_after: Annotated[float, Field(ge=0, le=1e6)]
     steal_percent: Annotated[float, Field(ge=0, le=100)]
     throttled: bool | None
 
 
-class Record(Part):
+class Record(RecordPart):
     """One implementation in one cell; `tests/sample_records.py` builds a whole one.
 
     record_id = "20261115T024734123-1f3a9c02-000007", session = "20261115T024734123-1f3a9c02"
@@ -413,12 +415,12 @@ class Record(Part):
     included: Annotated[tuple[Name, ...], Field(max_length=64)]
     excluded: Annotated[tuple[Name, ...], Field(max_length=64)]
     experiment: RecordedExperiment
-    routing: Routing | None
-    implementation: Implementation
+    routing: RoutingFacts | None
+    implementation: ImplementationFacts
     protocol: Protocol
     timing: Timing | None
-    comparison: Comparison | None
-    work: Work | None
+    comparison: ComparisonFacts | None
+    work: WorkFacts | None
     correctness: Correctness
     peak_rss_bytes: Count | None
     weather: Weather

@@ -126,14 +126,14 @@ def _held_against(now: CellOutcome, records: Sequence[Record]) -> Remeasured:
         if r.comparison and r.implementation.role == "candidate"
     }
     sentences, differs = [], False
-    for one in now.subjects:
-        old, new = then.get(one.subject), one.comparison
+    for one in now.implementations:
+        old, new = then.get(one.implementation), one.comparison
         if old is None or new is None:
             continue
         slack = 1 + MIN_SLACK + old.aa_floor + (now.aa_floor or 0.0)
         meet = old.low <= new.interval[1] * slack and new.interval[0] <= old.high * slack
         differs |= not meet
-        sentences.append(f"{one.subject.name}: {old.ratio:.3f} then, {new.ratio:.3f} now")
+        sentences.append(f"{one.implementation.name}: {old.ratio:.3f} then, {new.ratio:.3f} now")
     if not sentences:
         return Remeasured(
             cell=now.experiment.title, what="not compared", sentence="nothing passed both times"

@@ -10,13 +10,13 @@ from pydantic import Field, ValidationError
 
 from moe_routing_bench.core.text import first_problem
 from moe_routing_bench.results.read import TRAININGS, LeftOut, is_plain_file
-from moe_routing_bench.results.record import Amount, Count, Moment, Name, Part, Seconds, Sentence, Share
+from moe_routing_bench.results.record import Amount, Count, Moment, Name, RecordPart, Seconds, Sentence, Share
 
 MAX_LINE_BYTES = 1 << 20
 Loss = Annotated[float, Field(ge=0, le=1e6)]
 
 
-class Point(Part):
+class Point(RecordPart):
     """Held-out loss after `step` steps and `seconds` of training."""
 
     step: Count
@@ -24,7 +24,7 @@ class Point(Part):
     loss: Loss
 
 
-class Layer(Part):
+class Layer(RecordPart):
     """One router at the end: how even its load is and what its experts know; see RoutingStatistics."""
 
     name: Name
@@ -38,7 +38,7 @@ class Layer(Part):
     tells_at_first: dict[Name, Share]
 
 
-class Training(Part):
+class Training(RecordPart):
     """What came of one run. loss: held-out nats per byte of the first source, at the end.
 
     study="routers", rule="switch", seed=0, steps=600, loss=1.83, ...

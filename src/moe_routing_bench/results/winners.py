@@ -1,10 +1,10 @@
-"""A contest: the contenders of one cell against its winner, and what one choice for many cells costs.
+"""A contest: the implementations of one cell against its winner, and what one choice for many cells costs.
 
 Within a cell all were timed in the same rounds, so the winner is the one with the least ratio to the cell's
 baseline, and a tie is one whose paired samples do not show it to be slower than the winner. A comparison
 takes about a millisecond: half a minute for 10^5 records in cells of five.
 
-What a record says of two contenders of one cell: the same words for `mrb results` and `mrb tune decide`.
+What a record says of two implementations of one cell: the same words for `mrb results` and `mrb tune decide`.
 
 A verdict is made once, when the cell is measured, with all that was known then: the correction for the
 cell's own comparisons, and for code from outside the baseline in another process. Here it is only read.
@@ -26,8 +26,9 @@ from moe_routing_bench.results.record import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """The contenders of one cell in one layout, by name: each one's ratio to the cell's baseline, and how it
-    compares with the winner. Contest(T=16, winner="staged", ratios={"staged": 0.81, "eager_loop": 0.82}, ...)
+    """The implementations of one cell in one layout, by name: each one's ratio to the cell's baseline, and
+    how it compares with the winner. Contest(T=16, winner="staged", ratios={"staged": 0.81, "eager_loop":
+    0.82}, ...)
     """
 
     T: int
@@ -61,7 +62,7 @@ class Contest:
 
 @dataclass(frozen=True, kw_only=True)
 class Contested:
-    """The contenders of a contest before it is decided, by name."""
+    """The implementations of a contest before it is decided, by name."""
 
     cell: CellRun
     records: dict[str, Record]

@@ -32,7 +32,7 @@ from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.workloads.experiment import ImplementationRef
 
 SHARES = ("route", "pack", "gemm", "combine", "fused", "shared", "python")
-SUBJECTS = (
+IMPLEMENTATIONS = (
     "transformers(eager)",
     "transformers(grouped_mm)",
     "hand-ordered",
@@ -46,8 +46,8 @@ SUMS = re.compile(r"aten::(index_add_?|scatter_add_?|sum)$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpRow:
-    """An operation in all calls: OpRow(name="aten::mm", calls=192, self_us=9100, total_us=9100)."""
+class ProfiledOp:
+    """An operation in all calls: ProfiledOp(name="aten::mm", calls=192, self_us=9100, total_us=9100)."""
 
     name: str
     calls: int
@@ -66,15 +66,15 @@ class Profile:
 
     calls: int
     seconds: float
-    rows: tuple[OpRow, ...]
+    rows: tuple[ProfiledOp, ...]
     shares: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
-    """A subject's computation with its stages in named ranges."""
+    """An implementation's computation with its stages in named ranges."""
 
-    subject: ImplementationRef
+    implementation: ImplementationRef
     run: Callable[..., Tensor]
     modules: Mapping[str, nn.Module] = field(default_factory=dict)  # hooks run them inside ranges
 
@@ -86,17 +86,20 @@ def stage(name: str, nvtx: Any = None) -> Iterator[None]:
         yield
 
 
-def profiled(subject: ImplementationRef, inputs: Inputs, nvtx: Any = None) -> Profiled:
-    """A subject of the span `layer` with its stages in named ranges; layers of other libraries by hooks."""
+def profiled(implementation: ImplementationRef, inputs: Inputs, nvtx: Any = None) -> Profiled:
+    """An implementation of the span `layer` with its stages in named ranges; layers of other libraries by
+    hooks."""
     in_range = partial(stage, nvtx=nvtx)
-    computation = layer_span.built(subject, inputs)
+    computation = layer_span.built(implementation, inputs)
     owner = computation.owner
     if not isinstance(owner, MoE):
         modules = {} if owner is None else {"route": owner.gate, "experts": owner.experts}
-        return Profiled(subject=subject, run=computation.run, modules=modules)
-    if subject.name == "hand-ordered":
-        return Profiled(subject=subject, run=lambda x_TD, info: hand_ordered(owner, x_TD, in_range))
-    return Profiled(subject=subject, run=in_stages(owner, in_range))
+        return Profiled(implementation=implementation, run=computation.run, modules=modules)
+    if implementation.name == "hand-ordered":
+        return Profiled(
+            implementation=implementation, run=lambda x_TD, info: hand_ordered(owner, x_TD, in_range)
+        )
+    return Profiled(implementation=implementation, run=in_stages(owner, in_range))
 
 
 def in_stages(layer: MoE, in_range: Stage) -> Callable[[Tensor, TokenInfo], Tensor]:
@@ -142,7 +145,7 @@ def profile(one: Profiled, inputs: Inputs, *, calls: int, chrome: Path | None = 
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    made = [layer_span.call(one.subject, inputs, 500 + n, n % 4) for n in range(calls + 2)]
+    made = [layer_span.call(one.implementation, inputs, 500 + n, n % 4) for n in range(calls + 2)]
     given = [tuple(layer_span.arguments(call).values()) for call in made]
     with _hooked(one.modules):
         for args in given[:2]:
@@ -184,7 +187,7 @@ def _hooked(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 def read_profile(averages: Iterable[Any], events: Iterable[Any], *, calls: int, width: int) -> Profile:
     """Reads the output of torch.profiler. `width` is D and tells rows of the model from hidden rows."""
     rows = [
-        OpRow(
+        ProfiledOp(
             name=average.key,
             calls=average.count,
             self_us=average.self_cpu_time_total,

@@ -24,11 +24,6 @@ PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 MINUTE_FLOPS = 3e10
 
 
-def stored_as(case: Experiment, store: str | None) -> Experiment:
-    """The case with its weights in a format, which its name then says; the case itself without one."""
-    return replace(case, case=f"{case.case}-{store}", store=store) if store else case
-
-
 def scaled(case: Experiment) -> Experiment:
     """The case itself if it fits, else its twin: tokens, then both widths, then experts halved until it does.
 

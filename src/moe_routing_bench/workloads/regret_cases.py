@@ -22,7 +22,7 @@ CHOICES = {"e128-k8": (1, 1, 128, 8), "e64-k8": (1, 1, 64, 8), "e40-k8": (1, 1, 
 DTYPES = ("float32", "bfloat16")
 EVEN, SKEWED = "balanced", "zipf(1.2)"
 # what "auto" may pick, and Transformers' experts: each keeps the rule for ties, its result and gradients
-CONTENDERS = {
+IMPLEMENTATIONS = {
     "topk": ("auto", "native", "sort", "packed_key"),
     "make_plan": ("auto", "native", "argsort", "counting"),
     "dispatch": ("auto", "native", "index_select"),

@@ -44,9 +44,12 @@ class OpSpan(Span):
     def arguments(self, call: Call) -> dict[str, Any]:
         return self.op.arguments(call)
 
-    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
-        one = self.op.get(subject.name)
-        if self.op.weights != "weights" or (weights := inputs.frozen(one, subject.frozen)) is inputs.weights:
+    def built(self, implementation: ImplementationRef, inputs: Inputs) -> Computation:
+        one = self.op.get(implementation.name)
+        if (
+            self.op.weights != "weights"
+            or (weights := inputs.frozen(one, implementation.frozen)) is inputs.weights
+        ):
             return Computation(run=one.run)
         place = self.op.parameters().index("weights")
 
@@ -55,21 +58,25 @@ class OpSpan(Span):
 
         return Computation(run=run, runs=f"{one.label}{packed_once(weights)}")
 
-    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+    def why_not(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> str | None:
         asked = {self.op.name: tuple(args.values())}
-        return why_not_one_of(self.parts(subject.name), asked, inputs.experiment.store)
+        return why_not_one_of(self.parts(implementation.name), asked, inputs.experiment.store)
 
-    def stages(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
-        """The parts of an implementation that is made of others."""
-        config = self.op.get(subject.name).config
+    def stages(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> Iterator[Stage]:
+        """Returns the parts of an implementation that is made of others."""
+        config = self.op.get(implementation.name).config
         if set(STAGED) <= set(config):
             yield from staged_stages(config, args, {})
         elif self.op.weights == "weights":
-            run = self.built(subject, inputs).run
-            yield subject.name, lambda: run(*args.values())
+            run = self.built(implementation, inputs).run
+            yield implementation.name, lambda: run(*args.values())
 
-    def plain(self, subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
-        narrow = subject.int8_rows and dtype == inputs.dtype
+    def plain(self, implementation: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
+        narrow = implementation.int8_rows and dtype == inputs.dtype
         return Computation(run=(narrow and self.op.int8_rows) or self.op.reference)
 
     def judge(self, out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
@@ -84,9 +91,9 @@ class OpSpan(Span):
     def meaningful(self, out: Any, args: Mapping[str, Any]) -> Any:
         return self.op.meaningful(out, args)
 
-    def facts(self, subject: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
-        plan = inputs.plan(0, subject.layout) if self.op.has_layout else None
-        args = self.arguments(inputs.at(0, 0, subject.layout))
+    def facts(self, implementation: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
+        plan = inputs.plan(0, implementation.layout) if self.op.has_layout else None
+        args = self.arguments(inputs.at(0, 0, implementation.layout))
         cost, case = self.op.cost(*args.values()), inputs.experiment
         if case.store:
             cost = replace(cost, weight_bytes=cost.weight_bytes * case.weight_bytes // case.drawn_bytes)
@@ -100,7 +107,7 @@ class OpSpan(Span):
             "weights; bytes are those of the format."
         ]
 
-    def roots(self, subject: ImplementationRef) -> list[Path]:
+    def roots(self, implementation: ImplementationRef) -> list[Path]:
         return [PACKAGE / "bench" / "spans" / "op.py"]
 
 
