@@ -202,6 +202,9 @@ class Judge:
                 self._right.popitem(last=False)
         return self._right[key]
 
+    def knows(self, number: int, step: int, subject: ImplementationRef) -> bool:
+        return (number, step, subject.question) in self._right
+
     def foresee(self, calls: Iterable[tuple[int, int]], subject: ImplementationRef) -> None:
         """Compute what is right for calls that will be judged. If that fails, judging them says why."""
         with suppress(Exception):
