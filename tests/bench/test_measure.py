@@ -17,7 +17,7 @@ from moe_routing_bench.bench.hosts.messages import Described
 from moe_routing_bench.bench.measure import WARM_SAMPLES, BaselineError, measure
 from moe_routing_bench.bench.runner import _deciding_seconds
 from moe_routing_bench.bench.series import Measured, Series, fewest_rounds
-from moe_routing_bench.bench.setup import Setup, Trial
+from moe_routing_bench.bench.setup import GATE_CALLS, Setup, Trial
 from moe_routing_bench.bench.status import Status, SubjectError
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
@@ -154,6 +154,27 @@ def test_results_of_random_rounds_are_judged_and_one_at_the_end_but_never_the_tw
     in_rounds = [turn for turn in host.judged if turn.first]
     assert len({(turn.first, turn.keep) for turn in in_rounds}) == 2, "one oracle serves all"
     assert host.finished == [FIRST, ONE]
+
+
+@pytest.mark.parametrize(("calls", "outside", "known"), [(1, (), True), (4, (), False), (1, (MINE,), False)])
+def test_long_calls_of_our_own_code_are_judged_on_inputs_of_their_trials(
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: int,
+    outside: tuple[ImplementationRef, ...],
+    known: bool,
+) -> None:
+    host, setup = FakeHost(clock), setup_of(BASE, MINE, outside=outside)
+    monkeypatch.setattr(
+        loop, "hosts_for", lambda setup, shared, isolation, lineup: dict.fromkeys(lineup, host)
+    )
+    setup.trials = {one: replace(trial, calls=calls) for one, trial in setup.trials.items()}
+    setup.judge.oracle_seconds = 5.0
+    measured = measured_of(setup, host)
+    assert measured.samples[FIRST].checked == measured.samples[ONE].checked == 3
+    in_rounds = host.judged[:-2]
+    assert {(turn.first, turn.step) in GATE_CALLS for turn in in_rounds} == {known}
+    assert (setup.all_judging_seconds([BASE, MINE]) == 0.0) == known
 
 
 def test_of_what_reuses_its_output_the_last_call_is_judged(clock: Clock) -> None:
@@ -357,6 +378,7 @@ SIX = tuple(ImplementationRef(name=name) for name in ("base", "mine", "other", "
 def slow_setup(*implementations: ImplementationRef, **how: object) -> Setup:
     setup = setup_of(*implementations, min_rounds=20, max_rounds=200, target=0.01, **how)
     setup.judge.oracle_seconds = 5.0
+    setup.judge.knows = lambda number, step, one: number == 0  # the last check's
     setup.trials = {
         one: replace(trial, calls=1, call_seconds=1.0, about=Described(label=one.name))
         for one, trial in setup.trials.items()

@@ -1,9 +1,9 @@
 """measure: interleaved rounds over the implementations that passed their trial, whatever hosts run them.
 
 Every round takes one sample of each on the same inputs, in a new order, with the baseline's twin. In a few
-random rounds the result of a timed call of each is judged; they share the oracle's result. One that is
-several times slower than the best leaves after the few rounds that show it. One that fails leaves at once,
-and the others go on.
+random rounds the result of a timed call of each is judged; they share the oracle's result, and long calls of
+our own code take it from their trials. One that is several times slower than the best leaves after the few
+rounds that show it. One that fails leaves at once, and the others go on.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Rounds:
         self.before = sum(measured.rounds_by_process)
         self.memory = MemoryWatch()
         self.last: Series | None = None  # whose code from outside ran last
-        self.round, self.first, self.place, self.next_look = -1, 0, 0, 0
+        self.round, self.first, self.step, self.place, self.next_look = -1, 0, 0, 0, 0
         self.began = self.longest_round = 0.0  # without judging
         setup.numbers = Numbers()
         left = setup.budget.left / (self.experiment.processes - len(measured.rounds_by_process))
@@ -162,13 +162,16 @@ class _Rounds:
         if done != self.round:
             self.round, self.began = done, time.perf_counter()
             self.first, self.place = self._numbers_for(self.lineup)
+            self.step = done % ROUTINGS
+            if done in self.judged and self.setup.judges_known([one.implementation for one in self.alive]):
+                (self.first, self.step), self.place = self.dice.choice(GATE_CALLS), 0
         with self._blamed(series):
             self._check_harm()
         if series not in self.lineup:  # it was to blame
             return
         with self._blamed(series):
             keep = self.place if done in self.judged and series != self.twin else None
-            reading = self._sample(series, self.first, step=done % ROUTINGS, keep=keep)
+            reading = self._sample(series, self.first, step=self.step, keep=keep)
             seen = self.measured.samples[series]
             seen.seconds.append(reading.seconds)
             seen.stages += [dict(reading.stages)] if reading.stages else []

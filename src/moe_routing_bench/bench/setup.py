@@ -129,7 +129,15 @@ class Setup:
 
     def judging_seconds(self, alive: Sequence[ImplementationRef]) -> float:
         """About how long the right results of one call of each take: one for each question."""
-        return len({s.question for s in alive}) * self.judge.oracle_seconds
+        oracles = 0 if self.judges_known(alive) else len({s.question for s in alive})
+        return oracles * self.judge.oracle_seconds
+
+    def judges_known(self, alive: Sequence[ImplementationRef]) -> bool:
+        """Are timed calls judged on inputs of the trials, whose right results are known? Those of our own
+        code are, if a sample is one call. Code from outside has never seen what it is judged on."""
+        if not self.outside.isdisjoint(alive) or any(self.calls(s, alive[0]) > 1 for s in alive):
+            return False
+        return all(self.judge.knows(*call, s) for call in GATE_CALLS for s in alive)
 
     def all_judging_seconds(self, alive: Sequence[ImplementationRef]) -> float:
         """The same for all their calls that are judged; of our own code, the last one's result is known."""
