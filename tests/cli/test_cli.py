@@ -15,7 +15,10 @@ import torch
 
 from child_process import python
 from command_line import mrb, mrb_json, refused
+from moe_routing_bench import cli
 from moe_routing_bench.cli import GROUPS, RENAMED, all_names, command_of, today
+from moe_routing_bench.models import decoder
+from moe_routing_bench.ops import hf
 from moe_routing_bench.ops.preference import machine_of
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.routers.router import all_routers
@@ -471,3 +474,28 @@ def test_list_models_and_cases():
     text = mrb("list", "models").stdout
     assert "deepseek-v3" in text and "256 experts, 8 per token, shared expert of width 2048" in text
     assert "54 cases of pack, float16: T 8192-32768" in mrb("list", "cases").stdout
+
+
+def test_workers_import_transformers_beside_the_planning_if_they_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(cli, "start_server", lambda *more: asked.append(more))
+    monkeypatch.setattr(cli, "app", lambda: None)
+    commands = {
+        "bench layer --model olmoe-1b-7b": True,
+        "bench expert_ffn --impl staged,hf_eager": True,
+        "bench layer --impl staged,native": False,
+        "bench layer --help": False,
+        "bench topk": False,
+        "sweep layer": False,
+    }
+    for words, wanted in commands.items():
+        monkeypatch.setattr(sys, "argv", ["mrb", *words.split()])
+        cli.main()
+        assert len(asked) == wanted, words
+        asked.clear()
+
+
+def test_what_workers_import_is_what_transformers_experts_need():
+    assert all(cli.TRANSFORMERS in Path(module.__file__).read_text() for module in (hf, decoder))
