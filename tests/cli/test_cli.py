@@ -115,9 +115,16 @@ def test_an_error_in_built_in_code_is_raised(monkeypatch: pytest.MonkeyPatch):
             mrb(*words)
 
 
-@pytest.mark.parametrize("op", all_ops())
+@pytest.mark.parametrize(
+    ("op", "layout"),
+    [
+        (name, layout)
+        for name, op in all_ops().items()
+        for layout in ("compact", "block(64)", "padded(capacity_factor=1.25)")
+        if op.has_layout or layout == "compact"
+    ],
+)
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
-@pytest.mark.parametrize("layout", ["compact", "block(64)", "padded(capacity_factor=1.25)"])
 def test_explain_every_op_at_a_size_no_machine_holds(op, device, layout):
     words = ["--tokens", "1000000000", "--experts", "4096", "--device", device, "--layout", layout, "--bias"]
     document = mrb_json("explain", op, *words, "--train")
