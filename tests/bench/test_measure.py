@@ -15,8 +15,9 @@ from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.hosts.host import Host, Judged, Reading, Turn
 from moe_routing_bench.bench.hosts.messages import Described
 from moe_routing_bench.bench.measure import WARM_SAMPLES, BaselineError, measure
-from moe_routing_bench.bench.series import Measured, Series
-from moe_routing_bench.bench.setup import Numbers, Setup, Trial
+from moe_routing_bench.bench.runner import _deciding_seconds
+from moe_routing_bench.bench.series import Measured, Series, fewest_rounds
+from moe_routing_bench.bench.setup import GATE_CALLS, Numbers, Setup, Trial
 from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.trial import SAMPLE_SECONDS, calibrate
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
@@ -104,8 +105,9 @@ def setup_of(
     if slow:
         last = implementations[-1]
         trials[last] = replace(trials[last], call_seconds=slow, calls=1)
+    judge = SimpleNamespace(oracle_seconds=0.0, knows=lambda *call: True)
     return Setup(
-        experiment=experiment, judge=SimpleNamespace(oracle_seconds=0.0), cores=(), trials=trials,  # type: ignore[arg-type]
+        experiment=experiment, judge=judge, cores=(), trials=trials,  # type: ignore[arg-type]
         budget=Budget(float(experiment.max_seconds)), outside=frozenset(outside),
     )  # fmt: skip
 
@@ -170,6 +172,27 @@ def test_results_of_random_rounds_are_judged_and_one_at_the_end_but_never_the_tw
     in_rounds = [turn for turn in host.judged if turn.first]
     assert len({(turn.first, turn.keep) for turn in in_rounds}) == 2, "one oracle serves all"
     assert host.finished == [FIRST, ONE]
+
+
+@pytest.mark.parametrize(("calls", "outside", "known"), [(1, (), True), (4, (), False), (1, (MINE,), False)])
+def test_long_calls_of_our_own_code_are_judged_on_inputs_of_their_trials(
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: int,
+    outside: tuple[ImplementationRef, ...],
+    known: bool,
+) -> None:
+    host, setup = FakeHost(clock), setup_of(BASE, MINE, outside=outside)
+    monkeypatch.setattr(
+        loop, "hosts_for", lambda setup, shared, isolation, lineup: dict.fromkeys(lineup, host)
+    )
+    setup.trials = {one: replace(trial, calls=calls) for one, trial in setup.trials.items()}
+    setup.judge.oracle_seconds = 5.0
+    measured = measured_of(setup, host)
+    assert measured.samples[FIRST].checked == measured.samples[ONE].checked == 3
+    in_rounds = host.judged[:-2]
+    assert {(turn.first, turn.step) in GATE_CALLS for turn in in_rounds} == {known}
+    assert (setup.all_judging_seconds([BASE, MINE]) == 0.0) == known
 
 
 def test_of_what_reuses_its_output_the_last_call_is_judged(clock: Clock) -> None:
@@ -349,6 +372,74 @@ def test_who_must_leave_for_want_of_time_keeps_its_place(clock: Clock) -> None:
     assert measured.stop_reason.startswith("time") and all(
         s.checked for s in measured.samples.values() if s is not measured.samples[TWIN]
     )
+
+
+class SlowJudging(FakeHost):
+    """A call takes a second, and the right result of a round five."""
+
+    known: int | None = None
+
+    def sample(self, turn: Turn) -> Reading:
+        self.turns.append(turn)
+        self.time.now += 1.0
+        return Reading(seconds=1.0, calls=1)
+
+    def judge(self, turn: Turn) -> int:
+        if turn.keep is not None and turn.first not in (0, self.known):
+            self.known, self.time.now = turn.first, self.time.now + 5.0
+        return super().judge(turn)
+
+
+SIX = tuple(ImplementationRef(name=name) for name in ("base", "mine", "other", "a", "b", "c"))
+
+
+def slow_setup(*implementations: ImplementationRef, **how: object) -> Setup:
+    setup = setup_of(*implementations, min_rounds=20, max_rounds=200, target=0.01, **how)
+    setup.judge.oracle_seconds = 5.0
+    setup.judge.knows = lambda number, step, one: number == 0  # the last check's
+    setup.trials = {
+        one: replace(trial, calls=1, call_seconds=1.0, about=Described(label=one.name))
+        for one, trial in setup.trials.items()
+    }
+    return setup
+
+
+@pytest.mark.parametrize("implementations", [SIX[:2], SIX[:3], SIX])
+def test_the_time_that_is_shared_out_is_what_the_rounds_that_decide_take(
+    clock: Clock, implementations: tuple[ImplementationRef, ...]
+) -> None:
+    setup = slow_setup(*implementations)
+    needed = _deciding_seconds(setup, list(implementations))
+    setup.budget.leave(needed)
+    began = clock.now
+    rounds = set(lengths(measured_of(setup, SlowJudging(clock))).values())
+    assert rounds >= {setup.deciding_rounds(len(implementations))} and len(rounds) == 1
+    assert clock.now - began <= needed
+
+
+def test_an_oracle_does_not_make_rounds_look_long(clock: Clock) -> None:
+    """Six rounds in 18 s of 40 were seen, and then "too few rounds"."""
+    setup, host = slow_setup(BASE, MINE, max_seconds=50.0), SlowJudging(clock)
+    began = clock.now
+    rounds = lengths(measured_of(setup, host))[ONE]
+    assert rounds >= fewest_rounds(2) and 45.0 - 2 * 3.0 < clock.now - began <= 50.0
+
+
+@pytest.mark.parametrize(
+    ("slowest", "seconds", "its", "others"), [(5.0, 90.0, 5, 12), (5.0, 200.0, 20, 20), (2.0, 45.0, 6, 6)]
+)
+def test_the_slowest_leaves_early_only_if_that_brings_a_verdict_for_others(
+    clock: Clock, slowest: float, seconds: float, its: int, others: int
+) -> None:
+    """In 45 s nobody could be decided, so all have the same rounds."""
+
+    def script(turn: Turn) -> Reading:
+        return Reading(seconds=slowest if turn.series == TWO else 1.0, calls=1)
+
+    setup = slow_setup(BASE, MINE, OTHER, max_seconds=seconds)
+    setup.judge.oracle_seconds, setup.trials[OTHER] = 0.0, replace(setup.trials[OTHER], call_seconds=slowest)
+    samples = lengths(measured_of(setup, FakeHost(clock, script)))
+    assert (samples[TWO], samples[ONE]) == (its, others)
 
 
 def test_two_that_take_all_the_time_get_none(clock: Clock) -> None:

@@ -219,6 +219,9 @@ class Judge:
                 self._right.popitem(last=False)
         return self._right[key]
 
+    def knows(self, number: int, step: int, implementation: ImplementationRef) -> bool:
+        return (number, step, implementation.question) in self._right
+
     def foresee(self, calls: Iterable[tuple[int, int]], implementation: ImplementationRef) -> None:
         """Computes reference results in advance. If that fails, judging the call reports the error."""
         with suppress(Exception):

@@ -1,9 +1,9 @@
 """measure: interleaved rounds over the implementations that passed their trial, whatever hosts run them.
 
 Every round takes one sample of each on the same inputs, in a new order, with the baseline's twin. In a few
-random rounds the result of a timed call of each is judged; they share the oracle's result. One that is
-several times slower than the best leaves after the few rounds that show it. One that fails leaves at once,
-and the others go on.
+random rounds the result of a timed call of each is judged; they share the oracle's result, and long calls of
+our own code take it from their trials. One that is several times slower than the best leaves after the few
+rounds that show it. One that fails leaves at once, and the others go on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_routing_bench.bench.hosts.host import Host, Reading, Turn
 from moe_routing_bench.bench.hosts.isolated import IsolatedHost, Isolation
 from moe_routing_bench.bench.hosts.shared import SharedHost
 from moe_routing_bench.bench.inputs import ROUTINGS
-from moe_routing_bench.bench.series import Measured, Samples, Series, fewest_rounds, lineup_of, take_rounds
+from moe_routing_bench.bench.series import Measured, Samples, Series, lineup_of, take_rounds
 from moe_routing_bench.bench.setup import GATE_CALLS, Numbers, Setup
 from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.verdict import MIN_ROUNDS, compare, stop_reason
@@ -32,9 +32,7 @@ RESERVE = 0.05  # of the budget, for the last checks, the statistics and the tab
 MIN_SECONDS = 2.0  # of rounds, even if trials took all the time: what was tried should get a time
 LOOK_EVERY = 1.2  # the precision is computed again after this factor more rounds: computing it takes time
 LEAK_BYTES = 2**29
-LATEST = 1.2  # of the budget: a baseline without its few rounds by then gets none
-OVERTIME = 0.1  # of the budget, if a verdict needs no more than that
-DECISIVE_ROUNDS = 9  # all on one side they show a difference, if half of the comparisons do
+LATEST = 1.2  # of the budget: who has no place by then gets none
 # largest ratio of times of the same code in two processes: 1.29 was seen for calls of 10 us, where one
 # process had less to do and so colder caches
 MAX_APART = 1.5
@@ -109,7 +107,7 @@ class _Rounds:
         self.setup, self.asked, self.lineup, self.hosts = setup, asked, lineup, hosts
         self.measured, self.experiment = measured, setup.experiment
         self.baseline, self.twin = measured.baseline, measured.twin
-        self.fewest = min(fewest_rounds(len(self.alive)), self.experiment.max_rounds)
+        self.fewest = setup.deciding_rounds(len(self.alive))
         self.slow = setup.slow_ones(asked)
         self.dice = random.SystemRandom()  # so that no implementation can predict which calls are judged
         checks = min(self.experiment.checked - 1, self.fewest)
@@ -117,8 +115,8 @@ class _Rounds:
         self.before = sum(measured.rounds_by_process)
         self.memory = MemoryWatch()
         self.last: Series | None = None  # whose code from outside ran last
-        self.round, self.first, self.place, self.next_look = -1, 0, 0, 0
-        self.began = self.longest_round = 0.0
+        self.round, self.first, self.step, self.place, self.next_look = -1, 0, 0, 0, 0
+        self.began = self.longest_round = 0.0  # without judging
         setup.numbers = Numbers()
         left = setup.budget.left / (self.experiment.processes - len(measured.rounds_by_process))
         self.deadline = time.perf_counter() + max(left - RESERVE * left, MIN_SECONDS)
@@ -130,7 +128,8 @@ class _Rounds:
             nonlocal reason
             if self.experiment.stages:
                 self._take_stages(done - 1)
-            self.longest_round = max(self.longest_round, time.perf_counter() - self.began)
+            judging = self._judging_seconds() if done - 1 in self.judged else 0.0
+            self.longest_round = max(self.longest_round, time.perf_counter() - self.began - judging)
             on_round(done, self.measured)
             self._leave(self._who_leaves(done))
             reason = self._why_stop(done)
@@ -163,13 +162,16 @@ class _Rounds:
         if done != self.round:
             self.round, self.began = done, time.perf_counter()
             self.first, self.place = self._numbers_for(self.lineup)
+            self.step = done % ROUTINGS
+            if done in self.judged and self.setup.judges_known([one.implementation for one in self.alive]):
+                (self.first, self.step), self.place = self.dice.choice(GATE_CALLS), 0
         with self._blamed(series):
             self._check_harm()
         if series not in self.lineup:  # it was to blame
             return
         with self._blamed(series):
             keep = self.place if done in self.judged and series != self.twin else None
-            reading = self._sample(series, self.first, step=done % ROUTINGS, keep=keep)
+            reading = self._sample(series, self.first, step=self.step, keep=keep)
             seen = self.measured.samples[series]
             seen.seconds.append(reading.seconds)
             seen.stages += [dict(reading.stages)] if reading.stages else []
@@ -289,25 +291,27 @@ class _Rounds:
                 or series.implementation in self.setup.outside
             ]
         )
+        self.longest_round -= sum(map(self._turn_seconds, leaving))
         for series in leaving:
             self._remove(series.implementation)
 
     def _who_leaves(self, rounds: int) -> list[Series]:
-        """Those five times slower than the best, after the rounds that show it; and whoever is slowest, as
-        soon as it has a place, if the others could not get the rounds that decide beside it."""
-        left = self.deadline - time.perf_counter() - self.setup.judge.oracle_seconds
+        """Those five times slower than the best, after the rounds that decide; and the slowest, once it has a
+        place, if only without it the others can get those rounds."""
+        if rounds >= self.fewest:
+            return [one for one in self.alive if one.implementation in self.slow]
+        if rounds < MIN_ROUNDS:
+            return []
+        to_judge = sum(place >= rounds for place in self.judged)
+        left = self.deadline - time.perf_counter() - to_judge * self._judging_seconds() - self._last_oracles()
         seconds = {series: self._turn_seconds(series) for series in self.alive[1:]}
         whole = self._turn_seconds(self.baseline) + self._turn_seconds(self.twin) + sum(seconds.values())
-        # a judged sample of each follows the rounds
-        enough = self.fewest if rounds + left / whole - 1 >= self.fewest else DECISIVE_ROUNDS
-        leaving = [one for one in self.alive if one.implementation in self.slow and rounds >= enough]
-        if rounds < MIN_ROUNDS or rounds >= DECISIVE_ROUNDS:
-            return leaving
-        for series in sorted(seconds, key=lambda one: -seconds[one])[:-1]:
-            if rounds + left / whole - 1 >= DECISIVE_ROUNDS:
-                break
+        leaving: list[Series] = []
+        for series in sorted(seconds, key=lambda one: -seconds[one]):
+            if (self.fewest - rounds + 1) * whole <= left:  # a judged sample of each follows the rounds
+                return leaving
             leaving, whole = [*leaving, series], whole - seconds[series]
-        return leaving
+        return []  # nobody could be decided
 
     def _turn_seconds(self, series: Series) -> float:
         """Estimates how long its turn in a round takes, together with the baseline beside it."""
@@ -320,11 +324,25 @@ class _Rounds:
             for one in both
         )
 
+    def _judging_seconds(self) -> float:
+        return self.setup.judging_seconds([series.implementation for series in self.alive])
+
+    def _last_oracles(self) -> float:
+        """What the last checks add to the samples: their right results, unless they are known (_finish)."""
+        outside, known = self.setup.outside, self.setup.judge.knows
+        asked = [
+            series.implementation
+            for series in self.alive
+            if series.implementation in outside or not known(*GATE_CALLS[0], series.implementation)
+        ]
+        return self.setup.judging_seconds(asked)
+
     def _why_stop(self, rounds: int) -> str | None:
         experiment, budget, others = self.experiment, self.setup.budget, self.alive[1:]
-        # what follows the rounds: a judged sample of each, about as long as another round and an oracle
-        now = time.perf_counter()
-        late = now + 1.5 * self.longest_round + self.setup.judge.oracle_seconds >= self.deadline
+        # what follows the rounds: a judged sample of each, about as long as another round
+        now, oracles = time.perf_counter(), self._last_oracles()
+        oracles += self._judging_seconds() if rounds in self.judged else 0.0
+        late = now + 1.5 * self.longest_round + oracles >= self.deadline
         if late and rounds < MIN_ROUNDS and len(others) > 1:
             slowest = max(others, key=lambda series: median(self._here(series)))
             over = f"the time was over after {rounds} rounds; --seconds gives more"
@@ -332,11 +350,9 @@ class _Rounds:
         elif rounds < MIN_ROUNDS and now > self.deadline + (LATEST - 1) * budget.seconds:
             over = f"{rounds} rounds took all the time; --seconds gives more"
             raise BaselineError(ImplementationError(Status.NO_TIME, over), self.asked)
-        enough = max(experiment.min_rounds, self.fewest)
-        if late:  # a few rounds more are worth their time if they bring a verdict
-            soon = (self.fewest - rounds) * self.longest_round <= OVERTIME * budget.seconds
-            enough = self.fewest if soon else min(MIN_ROUNDS, experiment.max_rounds)
-        if rounds < enough:
+        if rounds < (
+            min(MIN_ROUNDS, experiment.max_rounds) if late else max(experiment.min_rounds, self.fewest)
+        ):
             return None
         if rounds < self.next_look and not late and rounds < experiment.max_rounds:
             return None

@@ -19,7 +19,7 @@ from moe_routing_bench.bench.hosts.shared import Reuse, SharedHost
 from moe_routing_bench.bench.identity import Identity, identify
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
-from moe_routing_bench.bench.measure import DECISIVE_ROUNDS, WARM_SAMPLES, BaselineError, measure
+from moe_routing_bench.bench.measure import RESERVE, WARM_SAMPLES, BaselineError, measure
 from moe_routing_bench.bench.noise import NoiseDuring, noise_now
 from moe_routing_bench.bench.outcome import CellOutcome, ImplementationOutcome, Wire
 from moe_routing_bench.bench.roofs import Roofs
@@ -248,19 +248,17 @@ def _least_seconds(setup: Setup, alive: list[ImplementationRef]) -> float:
     sample."""
     if not alive:
         return 0.0
-    judging = setup.experiment.checked * len({s.question for s in alive}) * setup.judge.oracle_seconds
-    return (MIN_ROUNDS + 1) * sum(setup.round_seconds(alive).values()) + judging
+    rounds = (MIN_ROUNDS + 1) * sum(setup.round_seconds(alive).values())
+    return rounds + setup.all_judging_seconds(alive)
 
 
 def _deciding_seconds(setup: Setup, alive: list[ImplementationRef]) -> float:
     """About how long the rounds take that decide every comparison, and what precedes and follows them. Slow
     ones leave as soon as they have a place."""
-    slow = setup.slow_ones(alive)
-    turns = setup.round_seconds(alive)
-    rounds = {s: MIN_ROUNDS if s in slow else DECISIVE_ROUNDS + WARM_SAMPLES for s in alive}
-    return (
-        sum((rounds[s] + 1) * turns[s] for s in alive) + setup.experiment.checked * setup.judge.oracle_seconds
-    )
+    slow, turns = setup.slow_ones(alive), setup.round_seconds(alive)
+    decided = setup.deciding_rounds(len(alive)) + WARM_SAMPLES
+    rounds = sum(((MIN_ROUNDS if s in slow else decided) + 1) * turns[s] for s in alive)
+    return (rounds + setup.all_judging_seconds(alive)) / (1 - RESERVE)
 
 
 def _fail(setup: Setup, implementation: ImplementationRef, failure: ImplementationError) -> None:

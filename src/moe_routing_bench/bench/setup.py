@@ -11,7 +11,7 @@ from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.hosts.memory import can_freeze_and_read
 from moe_routing_bench.bench.hosts.messages import Described
 from moe_routing_bench.bench.judging import Judge
-from moe_routing_bench.bench.series import SAMPLE_OVERHEAD
+from moe_routing_bench.bench.series import SAMPLE_OVERHEAD, fewest_rounds
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import MIN_ROUNDS
 from moe_routing_bench.core.accuracy import Verdict
@@ -129,6 +129,26 @@ class Setup:
             sample = self.sample_seconds(s, self.calls(s, alive[0]), self.trials[s].call_seconds)
             seconds[s] = copies * sample
         return seconds
+
+    def deciding_rounds(self, implementations: int) -> int:
+        """Rounds that decide each comparison of so many, if all are on one side; time is shared by them."""
+        return min(fewest_rounds(implementations), self.experiment.max_rounds)
+
+    def judging_seconds(self, alive: Sequence[ImplementationRef]) -> float:
+        """About how long the right results of one call of each take: one for each question."""
+        oracles = 0 if self.judges_known(alive) else len({s.question for s in alive})
+        return oracles * self.judge.oracle_seconds
+
+    def judges_known(self, alive: Sequence[ImplementationRef]) -> bool:
+        """Are timed calls judged on inputs of the trials, whose right results are known? Those of our own
+        code are, if a sample is one call. Code from outside has never seen what it is judged on."""
+        if not self.outside.isdisjoint(alive) or any(self.calls(s, alive[0]) > 1 for s in alive):
+            return False
+        return all(self.judge.knows(*call, s) for call in GATE_CALLS for s in alive)
+
+    def all_judging_seconds(self, alive: Sequence[ImplementationRef]) -> float:
+        """The same for all their calls that are judged; of our own code, the last one's result is known."""
+        return (self.experiment.checked - self.outside.isdisjoint(alive)) * self.judging_seconds(alive)
 
     def slow_ones(self, alive: Sequence[ImplementationRef]) -> set[ImplementationRef]:
         """Returns the implementations that are so slow that a few rounds show it; none if the experiment says

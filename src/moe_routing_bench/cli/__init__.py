@@ -15,6 +15,10 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from moe_routing_bench.core.fork_server import start_server
+
+TRANSFORMERS = "transformers.models.qwen3_moe.modeling_qwen3_moe"  # what the implementations hf_* import
+
 
 class Place(NamedTuple):
     """Where a command is, and what help says of it, in at most 66 letters: no line is cut off."""
@@ -332,4 +336,14 @@ def _top(
 
 
 def main() -> None:
+    if takes_transformers(sys.argv[1:]):
+        start_server(TRANSFORMERS)
     app()
+
+
+def takes_transformers(words: Sequence[str]) -> bool:
+    """Will this command measure Transformers' experts? Then workers import it while this process imports
+    torch and plans, which takes about as long."""
+    if [*words[:2]] not in (["bench", "layer"], ["bench", "expert_ffn"]) or "--help" in words:
+        return False
+    return "--impl" not in words or any("hf_" in word for word in words)
