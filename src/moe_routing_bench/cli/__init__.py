@@ -80,12 +80,14 @@ GROUPS = {
         {
             "trace": Place("trace", "Record, show, check and compare which experts a model chooses."),
             "profile": Place("profile", "Show where the time of a MoE block goes."),
+            "freeze": Place("freeze", "Pack the experts of a checkpoint, and show bytes and error."),
             "formats": Place("formats", "Show how much accuracy weights of 8 and 4 bits lose."),
             "kernels": Place("kernels", "Write our kernels as a folder for Hugging Face's `kernels`."),
         },
         """
   mrb model trace record --model ./Qwen3-30B-A3B --text a.txt --out t.safetensors
   mrb model profile olmoe-1b-7b --tokens 512
+  mrb model freeze ./Qwen3-30B-A3B int8_a8
   mrb model formats --width 2880 --hidden 2880
 """,
     ),

@@ -319,7 +319,7 @@ def record_command(
         if tokenizer is None and _is_run(Path(model).expanduser()):
             tokenizer = BYTES
         wanted = None if layers is None else read_layers(layers)
-        loaded = _load_model(model, dtype)
+        loaded = loaded_model(model, dtype)
         share = math.ceil(tokens / len(text))
         documents = [_tokens_of(path, share, tokenizer or model, loaded) for path in text]
         total = min(tokens, sum(document.numel() for document in documents))
@@ -426,7 +426,8 @@ def _is_run(folder: Path) -> bool:
     return (folder / SETTINGS).is_file()
 
 
-def _load_model(name: str, dtype: str) -> Any:
+def loaded_model(name: str, dtype: str) -> Any:
+    """Loads a run of `mrb train`, a Transformers checkpoint or a name on the Hub, without its code."""
     folder = Path(name).expanduser()
     if _is_run(folder):
         return load_model(folder)
