@@ -169,7 +169,24 @@ def inline(picture: Picture) -> str:
     text = re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', head, text, flags=re.S)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
-    return text
+    return _smaller(text)
+
+
+def _smaller(svg: str) -> str:
+    """Returns the same drawing in about two thirds of the bytes: places have fewer digits, and what a browser
+    ignores is removed."""
+
+    def number(found: re.Match[str]) -> str:
+        value = float(found[0])
+        return f"{value:.{1 if abs(value) >= 10 else 2}f}".rstrip("0").rstrip(".")
+
+    def place(found: re.Match[str]) -> str:
+        return re.sub(r"\s+(?=[zMLCQ\"])", "", re.sub(r"-?\d+\.\d+", number, found[0]))
+
+    svg = re.sub(r'(?<= )(?:d|x|y)="[^"]*"', place, svg)
+    svg = re.sub(r' transform="rotate\(-?0 [^)]*\)"', "", svg)
+    svg = svg.replace("font-family: 'DejaVu Sans', sans-serif; ", "")  # page.css says it for all
+    return re.sub(r">\s+<", "><", svg).replace("<g/>", "").replace("<defs></defs>", "")
 
 
 def save(picture: Picture, folder: Path, endings: Sequence[str] = (".svg", ".pdf", ".png")) -> list[Path]:

@@ -454,7 +454,7 @@ def noise(chapter: Chapter) -> Picture | None:
         axes.set_xlim(0, most)
     caption = "The same code was timed twice in the same rounds. A smaller difference than this is UNDECIDED."
     if beyond := sum(floor > most for floor in floors):
-        caption += f" {beyond:,} cases differ by more, up to {floors[-1]:.0f} %."
+        caption += f" Cases that differ by more: {beyond:,}, up to {floors[-1]:.0f} %."
     ends = [
         (f"{part} %", f"{floors[math.ceil(part / 100 * len(floors)) - 1]:.2f} %")
         for part in (50, 75, 95, 100)
