@@ -181,7 +181,7 @@ def test_suites_say_how_much_of_them_is_measured(monkeypatch):
 
 def test_explain_a_choice_that_cannot_run():
     text = mrb("explain", "grouped_gemm", "--impl", "padded_bmm").stdout
-    assert "padded_bmm, asked for by name" in text and "nothing falls back" in text
+    assert "padded_bmm, asked for by name" in text and "there is no fallback" in text
     document = mrb_json("explain", "expert_ffn", "--impl", "staged(grouped_gemm=padded_bmm)")
     assert document["chosen"]["answer"] == "no"
 

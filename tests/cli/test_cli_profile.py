@@ -44,7 +44,7 @@ def test_profile_shows_a_table_each_the_shares_and_who_is_right(tmp_path: Path) 
         assert f"{name}: 2 calls" in text
     assert text.count("self CPU %") == 5 and "aten::mm" in text and "mrb::gemm" in text
     assert "route" in text and "GEMM" in text and "combine" in text and "CUDA" not in text
-    assert "results judged" in text and "Not timed" not in text
+    assert "results checked" in text and "Not timed" not in text
     assert (tmp_path / "p.png").stat().st_size > 10_000
     traces = list(tmp_path.glob("t.*.json"))
     assert len(traces) == 5 and "traceEvents" in json.loads(traces[0].read_text())
@@ -96,7 +96,7 @@ def test_bench_block_shows_times_rates_and_stages(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     text = mrb("bench", "block", *SIZES, *QUICK, "--stages", "--out", tmp_path).stdout
     assert "T=24 D=32 F=16 E=4 K=2, float32, zipf(1.2)" in text
-    for word in ("tokens/s", "TFLOP/s", "norms", "attention", "experts", "results judged"):
+    for word in ("tokens/s", "TFLOP/s", "norms", "attention", "experts", "results checked"):
         assert word in text, word
     kept = {record.implementation.spec: record for record in iterate(tmp_path)}
     assert set(kept) == {

@@ -19,7 +19,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "no CUDA device" in refused("doctor", "--device", "cuda")
     assert "set TRITON_INTERPRET=1" in refused("doctor", "--device", "pretend")
-    assert "name cuda, cuda:1" in refused("doctor", "--device", "cpu")
+    assert "use cuda, cuda:1" in refused("doctor", "--device", "cpu")
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_what_is_wrong_is_not_to_be_trusted(a_gpu, monkeypatch: pytest.MonkeyPat
     document = mrb_json("doctor", "--device", "cuda", code=1)
     assert [one["answer"] for one in document["tried"]] == ["right", "wrong", "not tried"]
     answers[1:] = []
-    assert "Each is right" in mrb("doctor", "--device", "cuda").stdout
+    assert "All are correct" in mrb("doctor", "--device", "cuda").stdout
     answers.clear()
     assert "GPU kernel" in mrb("doctor", "--device", "cuda", "--impl", "nothing", code=2).output
 

@@ -1,6 +1,7 @@
-"""mrb tune decide: which implementation for which size, and the file that impl="auto" follows.
+"""mrb tune decide: finds the fastest implementation of each size and writes the file that impl="auto"
+follows.
 
-mrb results regret: how much slower impl="auto" is than the fastest that can run.
+mrb results regret: shows how much slower impl="auto" is than the fastest implementation.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def decide_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Which implementation wins for which size? Writes the file that impl="auto" follows on this machine.
+    """Find the fastest implementation of each size and write the file that impl="auto" follows.
 
     \b
     Examples:
@@ -64,7 +65,7 @@ def decide_command(
         for row in ranked[:MAX_REGRETS]:
             show(Text(printable(f"  {_sentence(row)}")))
         if len(ranked) > MAX_REGRETS:
-            show(f"  and {len(ranked) - MAX_REGRETS:,} more; all of them: --json")
+            show(f"  and {len(ranked) - MAX_REGRETS:,} more; --json shows all")
         show("")
     for note in decided.notes:
         show(Text(printable(f"note: {note}"), "yellow"))
@@ -147,7 +148,7 @@ def regret_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The results of `mrb sweep regret`.")],
     as_json: Json = False,
 ) -> None:
-    """Is impl="auto" the fastest that can run? The time of what it picked over the fastest's, by group.
+    """Show how much slower impl="auto" is than the fastest implementation, by group.
 
     \b
     Examples:
@@ -155,8 +156,8 @@ def regret_command(
       mrb results regret regret
       mrb results regret regret --json
 
-    A regret of 1.10 means: auto takes 1.10 times as long as the fastest. Within
-    the noise it counts as measured, and the table says how many these are.
+    A regret of 1.10 means that auto takes 1.10 times as long as the fastest. A
+    regret within the noise counts too; the column "undecided" says how many.
     """
     with reading():
         found = read_regrets(at_hand(folder))
@@ -177,11 +178,11 @@ def regret_command(
         columns = ("cell", "auto picked", "fastest", "regret", "")
         show(table_of(columns, [_cell(one) for one in worst[:MAX_CELLS]], words=("cell", "fastest")))
     if len(worst) > MAX_CELLS:
-        show(f"and {len(worst) - MAX_CELLS} more cells over {NOTABLE}; all of them: --json")
+        show(f"and {len(worst) - MAX_CELLS} more cells over {NOTABLE}; --json shows all")
     for reason in found.without[:MAX_CELLS]:
         show(printable(f"without a regret: {reason}"))
     if len(found.without) > MAX_CELLS:
-        show(f"and {len(found.without) - MAX_CELLS} more cells without a regret; all of them: --json")
+        show(f"and {len(found.without) - MAX_CELLS} more cells without a regret; --json shows all")
     show_left_out(found.left_out)
 
 

@@ -1,4 +1,5 @@
-"""mrb model profile: where the time of a MoE block goes, beside Transformers' and a hand-ordered path."""
+"""mrb model profile: shows where the time of a MoE block goes: Transformers', a hand-ordered one, and
+ours."""
 
 from __future__ import annotations
 
@@ -51,13 +52,14 @@ def profile_command(
     rows: Annotated[int, typer.Option(metavar="N", help="Rows of each table.", min=1)] = 10,
     out: Annotated[Path | None, typer.Option(help="Write records and samples into this folder.")] = None,
     chrome: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Profiler traces: FILE with each name before .json.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write profiler traces: FILE with a name before .json."),
     ] = None,
     nvtx: Annotated[bool, typer.Option("--nvtx", help="Mark the stages with NVTX, for nsys.")] = False,
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the shares as .png.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Where does the time go? Profiles Transformers' MoE block, a hand-ordered one in torch, and ours.
+    """Show where the time goes in Transformers' MoE block, in a hand-ordered one in torch, and in ours.
 
     \b
     Examples:
@@ -66,8 +68,8 @@ def profile_command(
       mrb model profile olmoe-1b-7b --tokens 512 --chrome t.json --picture t.png
 
     --impl takes transformers(eager|grouped_mm|batched_mm), hand-ordered, auto
-    and every implementation of expert_ffn. The first table has the times of
-    `mrb bench layer`, taken without the profiler.
+    and every implementation of expert_ffn. The times of the first table come
+    from `mrb bench layer` without the profiler.
     """
     include_all(what.include_path)
     with user_mistakes():
@@ -109,7 +111,7 @@ def profile_command(
 
 
 def _profiles(outcome: CellOutcome, *, calls: int, chrome: Path | None, nvtx: Any) -> dict[str, Profile]:
-    """Profiles everything that passed, in this process, with as many threads as were measured."""
+    """Profiles every implementation that passed, in this process and with the same number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(outcome.experiment.threads)
     try:
@@ -131,7 +133,7 @@ def _profiles(outcome: CellOutcome, *, calls: int, chrome: Path | None, nvtx: An
 
 
 def _nvtx() -> Any:
-    """torch.cuda.nvtx; fails with a sentence if it does not work here."""
+    """Returns torch.cuda.nvtx, or fails with a sentence if it does not work here."""
     try:
         torch.cuda.nvtx.range_push("mrb")
         torch.cuda.nvtx.range_pop()
@@ -152,11 +154,11 @@ def _show(outcome: CellOutcome, profiles: dict[str, Profile], rows: int, chrome:
         show("", heading(name, f"{one.calls} calls under the profiler, {1e3 * one.seconds:.2f} ms each"))
         show(operations_table(one, rows))
     if chrome is not None:
-        show("", f"Profiler traces are beside {chrome}; open them in chrome://tracing or ui.perfetto.dev.")
+        show("", f"Profiler traces are in {chrome.parent}; open them in chrome://tracing or ui.perfetto.dev.")
 
 
 def _shares_table(profiles: dict[str, Profile]) -> list[RenderableType]:
-    """One row for each profile: how its time is divided."""
+    """Makes a table that shows how the time of each profile is divided."""
     names = [name for name in SHARES if any(name in one.shares for one in profiles.values())]
     titles = {"gemm": "GEMM", "fused": "one kernel", "python": "Python"}
     numbers = {
@@ -169,7 +171,7 @@ def _shares_table(profiles: dict[str, Profile]) -> list[RenderableType]:
 
 
 def operations_table(one: Profile, rows: int) -> Table:
-    """Columns as in torch's tables: name, self, total, calls; device columns if a device did anything."""
+    """Makes a table like torch's: name, self, total, calls, and device columns if a device was used."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("operation", overflow="fold", min_width=30)
     on_device = any(row.self_device_us for row in one.rows)

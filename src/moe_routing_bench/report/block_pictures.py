@@ -1,4 +1,4 @@
-"""Where the time of a MoE block goes, as stacked bars. matplotlib is imported only to draw."""
+"""Draws where the time of a MoE block goes, as stacked bars. matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TITLES = {
 
 
 def draw_shares(outcome: CellOutcome, shares: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Bars as long as the time without the profiler, divided as the profiler saw it."""
+    """Draws bars: their length is the time without the profiler, their parts are the profiler's shares."""
     rows = [one for one in outcome.implementations if one.samples and one.implementation.text in shares]
     names = [name for name in COLOURS if any(name in shares[row.implementation.text] for row in rows)]
     made = figure(10, 1.9 + 0.62 * len(rows))
@@ -52,7 +52,7 @@ def draw_shares(outcome: CellOutcome, shares: Mapping[str, Mapping[str, float]],
     )
     axes.invert_yaxis()
     axes.set_xlim(0, 1.17 * longest)
-    axes.set_xlabel("milliseconds for one call, median without the profiler")
+    axes.set_xlabel("milliseconds per call, median without the profiler")
     axes.spines[["top", "right"]].set_visible(False)
     handles = [axes.barh(0, 0, color=COLOURS[name], label=TITLES.get(name, name)) for name in names]
     made.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)

@@ -1,7 +1,7 @@
-"""Every timed record as a point that can be zoomed, filtered and hovered over: an HTML file made by Plotly.
+"""An HTML file by Plotly that shows every timed record as a point. A reader can zoom, filter and hover.
 
-For looking around; what is decided stands in the report. The file holds Plotly's script (5 MB) and asks no
-network. Plotly reads a little HTML in names, so every text from a record is made plain and escaped.
+It is for exploring; the report has the verdicts. The file contains Plotly's script (5 MB) and needs no
+network. Plotly reads some HTML in names, so every text from a record is made plain and escaped.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from moe_routing_bench.results.record import Record
 
 
 def explorer(material: Material) -> str:
-    """The page: for each chapter and group a figure, milliseconds against tokens, a colour an implementation.
-    NotImplementedError with the line to install what is missing."""
+    """Makes the page: for each chapter and group a figure of milliseconds against tokens, with a colour for
+    each implementation. A NotImplementedError says what to install."""
     try:
         import plotly.graph_objects as go
     except ImportError:

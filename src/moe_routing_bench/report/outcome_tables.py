@@ -1,4 +1,4 @@
-"""Tables of outcomes: one cell, best first, with what did not run; many cells in one ranking."""
+"""Tables of outcomes: one cell with its failures, the fastest first, or many cells in one ranking."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_routing_bench.workloads.experiment import Experiment
 
 STYLES = {"FASTER": "green", "SLOWER": "red", "SAME": "cyan"} | dict.fromkeys(OPEN, "yellow")
 PLAIN_LAYER = "moe"
-# what may differ between the rows of a ranking
+# values that may differ between the rows of a ranking
 FACTS: dict[str, Callable[[CellOutcome, ImplementationOutcome], str]] = {
     "span": lambda outcome, one: outcome.experiment.span,
     "direction": lambda outcome, one: outcome.direction,
@@ -65,23 +65,23 @@ def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | No
 
 
 def _router(case: Experiment, name: str) -> str:
-    """With what Soft-MoE computes: its time alone would say that it is the faster one."""
+    """Returns the router, with the work of Soft-MoE: its time alone would make it look faster."""
     s = case.shape
     slots = slots_of(name, T=s.T, E=s.E, K=s.K, sequences=case.sequences)
     return f"{name}: {slots}" if slots else name
 
 
 def _stored(outcome: CellOutcome) -> str:
-    """weights stored as int8"""
+    """Returns "weights stored as int8", or "" if they are not stored in a format."""
     return f"weights stored as {store}" if (store := outcome.experiment.store) else ""
 
 
 def _show_not_timed(outcome: CellOutcome) -> None:
-    """One line for each reason, with the names of all that have it."""
+    """Shows a line for each reason, with the names of the implementations."""
     names: dict[tuple[Status, str], list[str]] = {}
     for one in outcome.implementations:
         if not one.samples:
-            # what it says of itself begins with its name: topk.triton_select: needs triton
+            # a reason may begin with the name: "topk.triton_select: needs triton"
             reason = re.sub(rf"^\w+\.{re.escape(one.implementation.name)}: ", "", one.reason)
             names.setdefault((one.status, reason), []).append(_name(one, outcome))
     if not names:
@@ -95,8 +95,8 @@ def _show_not_timed(outcome: CellOutcome) -> None:
 
 
 def show_summary(outcomes: Sequence[CellOutcome]) -> None:
-    """One ranking over several cells, most tokens a second first in each span and direction. What all rows
-    have in common stands above the table."""
+    """Shows one ranking of several cells, with the most tokens per second first in each span and direction.
+    Values that all rows share are shown above the table."""
     rows = [(outcome, one) for outcome in outcomes for one in outcome.implementations if one.samples]
     if not rows:
         show("", "Nothing was timed in any of the cells.")
@@ -124,11 +124,11 @@ def show_summary(outcomes: Sequence[CellOutcome]) -> None:
         "verdict": verdicts,
     }
     show(*fitted(words, numbers), "")
-    show(Text("A ratio is to the baseline of its own cell, timed in the same rounds.", "dim"))
+    show(Text("Each ratio compares with the baseline of the same cell, timed in the same rounds.", "dim"))
 
 
 def per_second(rate: float) -> str:
-    """12.3 k, 4.56 M: times are not more precise than three digits."""
+    """Writes a rate with three digits, because times are not more precise: 12.3 k, 4.56 M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if rate >= 0.9995 * size:
             return f"{_digits(rate / size)} {letter}"
@@ -154,7 +154,7 @@ def _ratio(one: ImplementationOutcome) -> float:
 
 
 def _compared(one: ImplementationOutcome) -> tuple[str, str, Text]:
-    """Ratio, interval, verdict."""
+    """Returns ratio, interval and verdict."""
     if (compared := one.comparison) is None:
         return "1", "", Text("baseline", "bold")
     (low, high), verdict = compared.interval, compared.verdict
@@ -182,8 +182,8 @@ def _ranking(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[
 
 
 def _beside(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> dict[str, list[str]]:
-    """Code from outside is timed by another clock, and so is a copy of the baseline: its time stands beside
-    what was compared with it, so that the ratio is that of two numbers in its row."""
+    """Returns the baseline's times for code from outside. Such code and its copy of the baseline are timed in
+    another process, so the row shows both times of its ratio."""
     pairs = [outcome.against(one) for one in ranked]
     if not any(pair is not None and pair.role == "beside" for pair in pairs):
         return {}
@@ -191,7 +191,7 @@ def _beside(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> dict[s
 
 
 def _errors(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> dict[str, list[str]]:
-    """On stored weights implementations differ in how well they compute, so that stands beside the time."""
+    """Returns the column of errors: with stored weights implementations differ in accuracy."""
     errors = ["" if one.error is None else f"{one.error:.2g}" for one in ranked]
     return {"error": errors} if outcome.experiment.store else {}
 
@@ -201,7 +201,8 @@ def _share(one: ImplementationOutcome) -> str:
 
 
 def _rates(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> dict[str, list[str]]:
-    """The rates worth a column: bytes by both conventions if the span packs, operations if it has weights."""
+    """Returns the columns of rates: bytes by both conventions if the span packs, operations if it has
+    weights."""
     rates = [outcome.rates(one) for one in ranked]
     fields = {"tokens/s": "tokens_per_second"}
     if rates[0].bw_2pass is not None:
@@ -219,7 +220,7 @@ def _rates(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> dict[st
 
 
 def _loads(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[RenderableType]:
-    """What each layout and router pads and drops; empty if there is one only, and it does neither."""
+    """Shows what each layout and router pads and drops. Empty if there is only one and it does neither."""
     names = [name for name in ("router", "layer", "layout") if name == "layout" or _varies(name, outcome)]
     facts = {tuple(FACTS[name](outcome, one) for name in names): one.load for one in ranked}
     if len(facts) == 1 and not any(
@@ -240,7 +241,8 @@ def _loads(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[Re
 
 
 def _stages(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[RenderableType]:
-    """Each stage as a share of their sum, and the sum over the time of the whole."""
+    """Shows each stage as a share of the sum of stages, and this sum divided by the time of the whole
+    call."""
     names = list(dict.fromkeys(name for one in ranked for name in one.stages))
     if not names:
         return []
@@ -261,7 +263,7 @@ def _stages(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[R
 PLACES = {
     "cpu": "{}",
     "cuda": "a GPU, between CUDA events",
-    "pretend": "a pretended GPU (run on the CPU: these times say nothing about a GPU)",
+    "pretend": "a pretended GPU (it runs on the CPU, so these times say nothing about a GPU)",
 }
 
 
@@ -278,27 +280,28 @@ def _notes(outcome: CellOutcome, ranked: list[ImplementationOutcome], roofs: Roo
         place = PLACES[experiment.device].format(threads)
         notes.append(
             f"{outcome.rounds} interleaved rounds on {place}, {experiment.cache} caches "
-            f"({outcome.stop_reason}); the baseline's own twin is {100 * outcome.aa_floor:.1f} % away; "
-            f"{checked} timed results judged; {outcome.seconds:.0f} s in all."
+            f"({outcome.stop_reason}); noise: two copies of the baseline differed by "
+            f"{100 * outcome.aa_floor:.1f} %; {checked} timed results checked; {outcome.seconds:.0f} s."
         )
     if outcome.weather is not None:
         complaints = outcome.weather.complaints(this_machine().cores, all_threads(outcome.experiment))
         notes += [f"Noise: {complaint}." for complaint in complaints]
     if roofs is None:
         notes.append(
-            "Run `mrb doctor` once while the machine is quiet: it measures the machine's roofs, and times "
-            "are then shown as shares of them."
+            "Run `mrb doctor` once while the machine is idle: it measures the machine's roofs, and then "
+            "times are shown as shares of them."
         )
     elif roofs.busy:
         notes.append(
-            f"Shares of roofs (~) are too high: when these were measured, {roofs.busy}. They are measured "
-            "again in the next quiet moment."
+            f"Shares of roofs (~) are too high: when the roofs were measured, {roofs.busy}. They are "
+            "measured again when the machine is idle."
         )
     return notes
 
 
 def _name(one: ImplementationOutcome, outcome: CellOutcome) -> str:
-    """Its label, and those of layout, router and layer that differ in the cell: staged @ compact, switch."""
+    """Returns the label with the layout, router and layer if they differ in the cell: staged @ compact,
+    switch."""
     names = [name for name in ("layout", "router", "layer") if _varies(name, outcome)]
     facts = {name: FACTS[name](outcome, one) for name in names}
     place = f" @ {facts.pop('layout')}" if "layout" in facts else ""

@@ -1,4 +1,4 @@
-"""A metric over commits as figures and a page: points, levels between steps, and where the method changed."""
+"""Draws a metric over commits: points, levels between steps, and places where the method changed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def series_table(series: Sequence[CaseHistory]) -> Table:
 
 
 def draw(past: History) -> Picture | None:
-    """The series with the largest steps, one panel each."""
+    """Draws the series with the largest steps, one panel each."""
     shown = [one for one in past.series if len(one.points) > 1][:MAX_PANELS]
     if not shown:
         return None
@@ -47,9 +47,9 @@ def draw(past: History) -> Picture | None:
             axes.set_ylabel(UNITS[past.metric], fontsize=8.5)
     left = sum(len(one.points) > 1 for one in past.series) - len(shown)
     caption = (
-        "Points in the order in which commits were first measured, with 99 % intervals where they have one; "
-        "hollow: the source was changed after the commit. Thick lines are levels between steps. Dashed: "
-        "measured in another way from here on. " + (f"{left:,} more series are in the table." if left else "")
+        "Points are in the order in which commits were first measured, with 99 % intervals if there is one. "
+        "Hollow: the source was changed after the commit. Thick lines are levels between steps. Dashed: the "
+        "method changed here. " + (f"{left:,} more series are in the table." if left else "")
     )
     title = f"{len(past.steps):,} step{'s' * (len(past.steps) != 1)} in {len(past.series):,} series"
     return Picture(name="history", title=title, caption=caption, figure=made)
@@ -86,14 +86,14 @@ def over_commits(past: History, command: str) -> Page:
     sections = [
         Section(
             title="Steps" if steps.rows else "No step",
-            text=() if steps.rows else ("No series steps by more than counts.",),
+            text=() if steps.rows else ("No series has a step that is larger than the limit.",),
             tables=(steps,) if steps.rows else (),
             pictures=() if picture is None else (picture,),
         ),
         Section(title="Series", tables=(series_table(past.series),)),
     ]
     without = (
-        f" {past.without:,} records name no commit: their version and code stand for it."
+        f" {past.without:,} records name no commit, so their version and code are used instead."
         if past.without
         else ""
     )

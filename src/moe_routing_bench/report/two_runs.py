@@ -1,5 +1,5 @@
-"""Two runs as a page: confirmed changes first, sorted by what to think of them, what is undecided by name,
-and what was measured unlike side by side, without ratios."""
+"""A page that compares two runs: confirmed changes first, sorted by their cause, then undecided ones, then
+those that were measured in different ways, without ratios."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moe_routing_bench.report.page import Page, Section
 from moe_routing_bench.results.compare import Change, Kind, RunComparison, Turned
 
 KINDS: dict[Kind, str] = {
-    "regression": "Slower, and the code is another: measured in the same way on the same machine.",
-    "improvement": "Faster, and the code is another: measured in the same way on the same machine.",
-    "method change": "The benchmark's own code or way of timing is another: measure both with the same.",
-    "other machine": "The machine, torch, Python or its settings are others: this says nothing of the code.",
-    "noise": "The source is the same in both: look at the machine, and at what the code calls.",
+    "regression": "The code changed and is slower, measured in the same way on the same machine.",
+    "improvement": "The code changed and is faster, measured in the same way on the same machine.",
+    "method change": "The benchmark's code or method changed: measure both runs with the same version.",
+    "other machine": "The machine, torch, Python or its settings changed: this says nothing about the code.",
+    "noise": "The source is the same in both runs: look at the machine and at the code that it calls.",
 }
 COLOUR: dict[Kind, str] = {
     "regression": COLOURS[5], "improvement": COLOURS[2], "method change": COLOURS[1],

@@ -1,4 +1,4 @@
-"""Writes the outcome of a cell as records."""
+"""Writes the outcome of a cell into records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_routing_bench.workloads.workload import SUITE_VERSION
 
 
 def record_outcome(outcome: CellOutcome, session: Session, *, suite: str, environment: str) -> list[Record]:
-    """Write raw samples and records of one cell; on disk when this returns."""
+    """Writes the raw samples and records of one cell. They are on disk when it returns."""
     now = datetime.now(UTC)
     records = [_record(one, outcome, session, suite, environment, now) for one in outcome.outcomes]
     session.append(records)
@@ -115,7 +115,7 @@ def _record(
 
 
 def _experiment(experiment: Experiment, implementation: ImplementationRef) -> schema.RecordedExperiment:
-    """The experiment with the baseline and this implementation alone."""
+    """Returns the experiment with only the baseline and this implementation."""
     known = {name: _in_lines(value) for name, value in values_of(experiment).items()}
     chosen = dict.fromkeys((experiment.implementations[0], implementation))
     known["implementations"] = tuple(
@@ -126,7 +126,7 @@ def _experiment(experiment: Experiment, implementation: ImplementationRef) -> sc
 
 
 def _in_lines(value: Any) -> Any:
-    """Text as records take it: short, in one line."""
+    """Returns text in the form of records: short and in one line."""
     if isinstance(value, tuple):
         return tuple(map(_in_lines, value))
     return one_line(value, 300) if isinstance(value, str) else value
