@@ -127,9 +127,13 @@ GROUPS = {
     ),
     "tune": Group(
         'Make impl="auto" follow your measurements.',
-        {"decide": Place("decide", "Which implementation wins for which size? Writes a file.")},
+        {
+            "decide": Place("decide", "Which implementation wins for which size? Writes a file."),
+            "check": Place("tuned", "Can tuned files of vLLM and SGLang do what they say?"),
+        },
         """
   mrb tune decide results -o decisions.json
+  mrb tune check /path/to/vllm/model_executor/layers/fused_moe/configs
 """,
     ),
 }
