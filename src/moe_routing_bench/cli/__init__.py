@@ -130,6 +130,8 @@ GROUPS = {
         {
             "decide": Place("decide", "Which implementation wins for which size? Writes a file."),
             "check": Place("tuned", "Can tuned files of vLLM and SGLang do what they say?"),
+            "import": Place("tuned", "Read a tuned file of vLLM or SGLang, to measure its tiles."),
+            "export": Place("tuned", "Write a tuned file for vLLM or SGLang, with its proof."),
         },
         """
   mrb tune decide results -o decisions.json

@@ -1,10 +1,15 @@
-"""mrb tune check: audits tuned files of vLLM, of SGLang and our own."""
+"""mrb tune check: audits tuned files of vLLM, of SGLang and our own.
+
+mrb tune import and mrb tune export: from and to these files, with a file of proof.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import re
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +18,19 @@ import typer
 from rich.text import Text
 
 from moe_routing_bench.cli.options import Json, fail, pick, reading, show_json
+from moe_routing_bench.core.text import printable
 from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.report.console import show, spinner
 from moe_routing_bench.report.overview import table_of
 from moe_routing_bench.studies.tuned_audit import KINDS, Audit, audit
-from moe_routing_bench.studies.tuned_files import DTYPES, Project
+from moe_routing_bench.studies.tuned_export import (
+    export_of_imported,
+    exports_of_results,
+    specs,
+    write_export,
+    write_imported,
+)
+from moe_routing_bench.studies.tuned_files import DTYPES, PROOF, Project, read_proof, read_tuned
 
 if TYPE_CHECKING:
     from moe_routing_bench.studies.triton_tiles import TileCompiler
@@ -53,7 +66,7 @@ def check_command(
     It also reads files of `mrb tune decide`. Fails (exit code 1) if it finds an
     error: a file that no loader asks for or can read, or a tile that cannot run.
     """
-    wanted: Project | None = None if project is None else pick("project", project, DTYPES)  # type: ignore[assignment]
+    wanted = None if project is None else _project(project)
     with spinner("reading") as doing, reading():
         compiler = None if compile_tiles is None else _compiler(compile_tiles, doing)
         found = audit(paths, wanted, compiler, doing)
@@ -132,3 +145,88 @@ def _show(found: Audit, compiler: TileCompiler | None) -> None:
         show(Text(f"{tiles}; {others}", "dim"))
     if not found.has_errors:
         show(Text("no error", "green"))
+
+
+def import_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A tuned file of vLLM or SGLang.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Our form of it.")],
+    project: Annotated[
+        str | None, typer.Option(metavar="vllm|sglang", help="Whose file it is. Default: by the name.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Read a tuned file, and show how to measure its tiles against the project's default with our kernel.
+
+    \b
+    Examples:
+      mrb tune import "E=8,N=768,device_name=NVIDIA_H200.json" -o tuned.json
+      mrb tune export tuned.json --to sglang --triton 3.5.1 -o configs
+    """
+    wanted = None if project is None else _project(project)
+    with reading():
+        try:
+            read = read_tuned(file, wanted)
+            proof = read_proof(file)
+        except ValueError as error:
+            raise ValueError(f"cannot import {file}: {error}") from None
+        write_imported(read, output)
+    tiles = specs(read)
+    if as_json:
+        pairs = {M: {"row": row, "default": default} for M, (row, default) in tiles.items()}
+        has_proof = proof is not None
+        show_json(
+            {"file": str(output), "rows": len(read.rows), "has_proof": has_proof, "implementations": pairs}
+        )
+        return
+    for M, (row, default) in tiles.items():
+        both = ",".join(dict.fromkeys(filter(None, (default, row))))
+        sizes = f"--experts {read.name.E} --hidden {read.name.N} --dtype bfloat16 --tokens {M}"
+        show(Text(f'mrb bench expert_ffn --device cuda {sizes} --impl "{both}"'))
+    known = "its proof is of this file" if proof is not None else f"it has no proof ({file.stem}{PROOF})"
+    show(Text(f"Written to {output}: {len(read.rows)} rows; {known}."))
+
+
+def export_command(
+    source: Annotated[
+        Path, typer.Argument(metavar="DIR|FILE", help="Results, or a file of `mrb tune import`.")
+    ],
+    to: Annotated[str, typer.Option(metavar="vllm|sglang", help="Whose loader will read it.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="The folder to write into.")],
+    triton: Annotated[
+        str, typer.Option(metavar="X.Y.Z", help="The version of Triton, which SGLang has in its paths.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Write tuned files for vLLM or SGLang, each with a file of proof: records, gain with interval, machine.
+
+    \b
+    Examples:
+      mrb tune export results --to vllm -o configs
+      VLLM_TUNED_CONFIG_FOLDER=configs vllm serve ...
+
+    From results, a tile is written only if it is faster than the project's default
+    tile, measured in the same rounds with our kernel; ties keep the default.
+    """
+    project = _project(to)
+    with reading():
+        if source.is_dir():
+            exports = exports_of_results(source, project)
+        else:
+            exports = [export_of_imported(read_tuned(source), source)]
+        if triton and not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}", triton):
+            raise ValueError(f"--triton {triton} is not a version like 3.5.1")
+        written = [write_export(one, project, output, triton) for one in exports]
+    answers = [
+        {"file": str(path), "rows": dict(Counter(why.origin for why in one.proof.values()))}
+        for path, one in zip(written, exports, strict=True)
+    ]
+    if as_json:
+        show_json({"written": answers})
+        return
+    for answer in answers:
+        rows = ", ".join(f"{count} {origin}" for origin, count in answer["rows"].items())
+        show(Text(printable(f"{answer['file']}: rows: {rows}")))
+
+
+def _project(name: str) -> Project:
+    return pick("project", name, DTYPES)  # type: ignore[return-value]

@@ -20,6 +20,7 @@ from moe_routing_bench.core.text import printable
 from moe_routing_bench.ops import decisions
 from moe_routing_bench.ops.targets import Target
 from moe_routing_bench.studies.tuned_files import (
+    PROOF,
     RENAMED_BY_VLLM,
     FlyRow,
     Project,
@@ -28,6 +29,7 @@ from moe_routing_bench.studies.tuned_files import (
     TunedName,
     project_of,
     read_json,
+    read_proof,
     read_tuned,
     why_never_loaded,
 )
@@ -49,6 +51,7 @@ FLYDSL_TILES = {
 # kind -> (severity, what it means)
 KINDS = {
     "unreadable": ("error", "the loader could not use it: not JSON, a key that is no number, a wrong value"),
+    "stale proof": ("error", "the file of proof beside it is of another file, or no proof"),
     "never loaded": ("error", "no layer and device make the loader ask for this name"),
     "too large": ("error", "the tile needs more shared memory than the device has"),
     "does not compile": ("error", "Triton does not compile the tile for the device's architecture"),
@@ -120,7 +123,7 @@ class _Read:
 
     @property
     def project(self) -> str:
-        return self.file.project or "ours"
+        return "ours" if self.file.own else self.file.project
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -190,7 +193,7 @@ def _found(paths: Iterable[Path]) -> Iterator[tuple[Path, str, bool]]:
             raise ValueError(f"there is no {path}")
         found = sorted(path.rglob("*.json")) if path.is_dir() else [path]
         for file in found:
-            if file.name.endswith(".proof.json") and path.is_dir():
+            if file.name.endswith(PROOF) and path.is_dir():
                 continue
             if (number := number + 1) > MAX_FILES:
                 raise ValueError(f"there are over {MAX_FILES:,} files")
@@ -200,8 +203,12 @@ def _found(paths: Iterable[Path]) -> Iterator[tuple[Path, str, bool]]:
 
 def _of_file(one: _Read, compile_tile: CompileTile | None) -> Iterator[Finding]:
     file, name, project = one.file, one.file.name, one.file.project
-    if project is not None and (reason := why_never_loaded(one.path, name, project)) is not None:
+    if not file.own and (reason := why_never_loaded(one.path, name, project)) is not None:
         yield one.finding("never loaded", len(file.rows), reason)
+    try:
+        read_proof(one.path)
+    except ValueError as error:
+        yield one.finding("stale proof", len(file.rows), str(error))
     if not name.device:
         yield one.finding(
             "device name", 0, "the device's name is empty, which a driver gives only by mistake"
@@ -227,7 +234,7 @@ def _of_row(
             yield "changed", f"vLLM replaces {', '.join(changed)} by the nearest that its kernel has"
         return
     target = name.target
-    if reason := _wrong_option(row, name, project, target):
+    if reason := wrong_option(row, name, project, target):
         yield "wrong option", reason
         return
     if (default := default_row(M, name, project)) is not None and _shown(row) == _shown(default):
@@ -248,7 +255,8 @@ def _of_row(
         yield "spills", f"{used.tile} needs {sums} registers a lane for its sums on {target.name}"
 
 
-def _wrong_option(row: Row, name: TunedName, project: Project | None, target: Target | None) -> str:
+def wrong_option(row: Row, name: TunedName, project: Project, target: Target | None) -> str:
+    """Why the launch of a row would raise or compute something else; empty if it would not."""
     sizes = {n: getattr(row, n) for n in ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "num_warps")}
     if odd := [n for n, size in sizes.items() if size & (size - 1)]:
         return f"{odd[0]} is not a power of two"
@@ -269,7 +277,7 @@ def _wrong_option(row: Row, name: TunedName, project: Project | None, target: Ta
     return ""
 
 
-def replaced(row: Row, name: TunedName, project: Project | None) -> Row:
+def replaced(row: Row, name: TunedName, project: Project) -> Row:
     """The row that is launched: vLLM's launcher makes no tile deeper than a block of scales."""
     if project != "vllm" or name.block_shape is None:
         return row
@@ -323,9 +331,9 @@ def far_ranges(keys: Sequence[int]) -> list[tuple[int, int, int]]:
     return [one for one in ranges if one[0] <= min(one[1], MAX_M)]
 
 
-def default_row(M: int, name: TunedName, project: Project | None) -> Row | None:
+def default_row(M: int, name: TunedName, project: Project) -> Row | None:
     """What the project uses for M if it has no file; None where that depends on more than the name says."""
-    if project is None or name.dtype == "int4_w4a16" or name.flydsl:
+    if name.dtype == "int4_w4a16" or name.flydsl:
         return None
     rule = _vllm_default if project == "vllm" else _sglang_default
     sizes = rule(M, name)

@@ -26,6 +26,8 @@ from moe_routing_bench.ops.targets import Target
 
 Project: TypeAlias = Literal["vllm", "sglang"]
 SCHEMA = "moe-routing-bench tuned"
+PROOF_SCHEMA: Literal["moe-routing-bench tuned proof"] = "moe-routing-bench tuned proof"
+PROOF = ".proof.json"  # the end of the name of the file beside a tuned file
 VERSION = 1
 MAX_BYTES = 1 << 20
 MAX_ROWS = 1_000
@@ -57,6 +59,7 @@ NAME = re.compile(
 )
 TRITON_FOLDER = re.compile(r"triton_[0-9]{1,4}(_[0-9]{1,4}){1,3}")
 
+Text = Annotated[str, Field(max_length=300)]
 Size = Annotated[int, Field(ge=1, le=2**20)]
 Hint = Annotated[int, Field(ge=0, le=2**20)]
 
@@ -149,13 +152,14 @@ class TunedName:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedFile:
-    """The content of a file. project is None for our own form, which names no loader."""
+    """The content of a file. own: it is in our own form, and `project` made the file it was imported from."""
 
-    project: Project | None
+    project: Project
     name: TunedName
     rows: Mapping[int, Row | FlyRow]
     triton_version: str = ""
     sha256: str = ""  # of the file that was read
+    own: bool = False
 
     @property
     def tiles(self) -> dict[int, Row]:
@@ -174,7 +178,7 @@ class OwnFile(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
     document_schema: Annotated[Literal["moe-routing-bench tuned"], Field(alias="schema")]
     version: Literal[1]
-    project: Project | None
+    project: Project
     E: Size
     N: Size
     device: Annotated[str, Field(pattern="^[^,/]{0,100}$")]
@@ -186,6 +190,37 @@ class OwnFile(BaseModel):
     triton_version: Annotated[str, Field(pattern="^[0-9a-zA-Z.+_-]{0,40}$")]
     imported_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
     rows: dict[str, dict[str, Any]]
+
+
+class RowProof(BaseModel):
+    """RowProof(origin="measured", records=["..."], gain=1.12, low=1.08, high=1.15, experiment={...}): the
+    project's default tile takes 1.12 times as long. tie: not shown to be faster, so the default is kept.
+    default: not measured. imported: whoever made the imported file has not said why."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    origin: Literal["measured", "tie", "default", "imported"]
+    records: list[Text] = []
+    gain: Annotated[float, Field(gt=0)] | None = None
+    low: Annotated[float, Field(gt=0)] | None = None
+    high: Annotated[float, Field(gt=0)] | None = None
+    experiment: dict[str, int | str] = {}
+
+
+class Proof(BaseModel):
+    """What stands beside a tuned file; sha256 is that of the tuned file."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    document_schema: Annotated[Literal["moe-routing-bench tuned proof"], Field(alias="schema")]
+    version: Literal[1]
+    file: Text
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    project: Project
+    made_at: Text
+    source: Text
+    measured_with: Text
+    machine: Text
+    torch: Text
+    rows: dict[str, RowProof]
 
 
 def own_document(file: TunedFile) -> dict[str, Any]:
@@ -242,8 +277,24 @@ def read_tuned(path: Path, project: Project | None = None) -> TunedFile:
         version = document.pop("triton_version")
         if not isinstance(version, str) or not re.fullmatch(r"[0-9a-zA-Z.+_-]{1,40}", version):
             raise ValueError(f"its triton_version is {short(repr(version))}")
+    elif TRITON_FOLDER.fullmatch(path.absolute().parent.name):
+        version = path.absolute().parent.name.removeprefix("triton_").replace("_", ".")
     rows = _rows(document, FlyRow if name.flydsl else Row)
     return TunedFile(project=project, name=name, rows=rows, triton_version=version, sha256=sha256)
+
+
+def read_proof(path: Path) -> Proof | None:
+    """The proof beside a tuned file; None if there is none. ValueError if it is not of this very file."""
+    beside = path.with_suffix(PROOF)
+    if not beside.exists():
+        return None
+    try:
+        proof = Proof.model_validate(read_json(beside)[0])
+    except ValidationError as error:
+        raise ValueError(f"its proof is not one: {first_problem(error)}") from None
+    if proof.sha256 != read_json(path)[1]:
+        raise ValueError("its proof is of another file: the hash differs")
+    return proof
 
 
 def _own(document: dict[str, Any], sha256: str) -> TunedFile:
@@ -258,7 +309,7 @@ def _own(document: dict[str, Any], sha256: str) -> TunedFile:
     )  # fmt: skip
     rows = _rows(own.rows, FlyRow if own.flydsl else Row)
     return TunedFile(
-        project=own.project, name=name, rows=rows, triton_version=own.triton_version, sha256=sha256
+        project=own.project, name=name, rows=rows, triton_version=own.triton_version, sha256=sha256, own=True
     )
 
 
