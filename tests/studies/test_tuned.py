@@ -58,6 +58,9 @@ def test_a_good_file_has_no_finding(tmp_path: Path) -> None:
         ("E=8,N=768,device_name=NVIDIA H200.json", False),
         ("E=8,N=768,device_name=NVIDIA_A100,dtype=int8_w8a16,block_shape=[0,128].json", False),
         ("E=08,N=768,device_name=NVIDIA_A100.json", False),
+        ("E=0,N=0,device_name=NVIDIA_A100.json", True),
+        ("E=8,N=768,device_name=NVIDIA_A100,dtype=fp8_w8a8,block_shape=[0,0].json", False),
+        ("E=8,N=768,device_name=NVIDIA_H20,dtype=fp8_w8a8,block_shape=[999999999,999999999].json", True),
         ("E=8,N=768,device_name=AMD_Instinct_MI355X,dtype=int4_w4a16,backend=flydsl.json", True),
         ("E=8,N=768,device_name=AMD_Instinct_MI355X,dtype=fp8_w8a8,backend=flydsl.json", False),
         ("triton_3_5_1/E=8,N=768,device_name=NVIDIA_H200_NVL,dtype=int8_w8a8.json", True),
@@ -201,6 +204,7 @@ def test_our_decisions_are_read_too(tmp_path: Path) -> None:
 
 def round_trip(path: Path, folder: Path) -> Path:
     file = read_tuned(path)
+    folder.mkdir(exist_ok=True)
     mrb("tune", "import", path, "-o", folder / "tuned.json")
     mrb("tune", "export", folder / "tuned.json", "--to", file.project, "-o", folder / "out")
     (written,) = (one for one in (folder / "out").rglob(path.name.replace("[", "[[]")))
@@ -299,11 +303,13 @@ def test_results_without_a_gpu_or_the_default_tile_are_refused(tmp_path: Path) -
 
 def test_tiles_are_compiled(tmp_path: Path) -> None:
     pytest.importorskip("triton.language")
-    large = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 256, "BLOCK_SIZE_K": 128, "num_stages": 4}
+    large = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "num_stages": 4}
     path = write(tmp_path, H200, {"1": TILE, "64": {**TILE, **large}})
     found = mrb_json("tune", "check", path, "--compile", "all", code=1)
-    # by the formula 240 KiB of 227 would be too much; 3 waiting tiles are 192 KiB, and wgmma keeps 4
+    # 3 tiles wait in 192 KiB of 227 at least; compiled, wgmma needs a fourth
     assert found["compiled"]["tiles"] == 2 and found["counts"]["too large"]["vllm"]["rows"] == 1
+    assert mrb_json("tune", "check", path, "--compile", "doubtful", code=1)["compiled"]["not_doubtful"] == 1
+    assert refused("tune", "check", path, "--compile", "some")
 
 
 real = os.environ.get("MRB_TUNED_FOLDERS", "")

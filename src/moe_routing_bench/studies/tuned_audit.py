@@ -279,7 +279,7 @@ def wrong_option(row: Row, name: TunedName, project: Project, target: Target | N
 
 def replaced(row: Row, name: TunedName, project: Project) -> Row:
     """The row that is launched: vLLM's launcher makes no tile deeper than a block of scales."""
-    if project != "vllm" or name.block_shape is None:
+    if project != "vllm" or name.block_shape is None or not all(name.block_shape):
         return row
     depth = min(row.BLOCK_SIZE_K, *name.block_shape)
     return row if depth == row.BLOCK_SIZE_K else row.model_copy(update={"BLOCK_SIZE_K": depth})
@@ -338,7 +338,7 @@ def default_row(M: int, name: TunedName, project: Project) -> Row | None:
     rule = _vllm_default if project == "vllm" else _sglang_default
     sizes = rule(M, name)
     names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages")
-    return Row(**dict(zip(names, sizes, strict=True)))
+    return Row.model_construct(**dict(zip(names, sizes, strict=True)))  # a name may hold any number
 
 
 def _vllm_default(M: int, name: TunedName) -> tuple[int, ...]:
@@ -351,18 +351,21 @@ def _vllm_default(M: int, name: TunedName) -> tuple[int, ...]:
         return 16 if M <= 64 else 64, columns, depth, 1 if M <= 16 else 32, 4, stages
     rows = next((rows for most, rows in ((32, 16), (96, 32), (512, 64)) if most >= M), 128)
     depth = 128 if name.dtype == "fp8_w8a8" or M <= 64 else 64
-    group = 16 if M // name.E > 128 else 1
+    group = 16 if M // max(name.E, 1) > 128 else 1
     stages = 2 if name.is_amd else 4 if M <= 32 else 3
     return rows, 64 if M <= 64 else 128, depth, group, 4 if M <= 128 else 8, stages
 
 
 def _sglang_default(M: int, name: TunedName) -> tuple[int, ...]:
-    """get_default_config of sglang 0.5.23, on a GPU with over 128 KiB of shared memory."""
+    """get_default_config of sglang 0.5.23; a GPU that is not in our table counts as one with much memory."""
     stages = 2 if name.is_amd else 4
     if name.dtype != "fp8_w8a8":  # warps and stages are Triton's own
         return (*((16, 32, 64, 1) if name.E >= M else (64, 64, 32, 8)), 4, min(stages, 3))
     if name.block_shape is not None:
         return 64, *name.block_shape, 32, 4, min(stages, 3)
+    target = name.target
+    if target is not None and target.backend == "cuda" and target.shared_per_program < 128 * 1024:
+        return (32, 64, 256, 1, 4, 4) if M <= name.E else (64, 128, 256, 64, 4, 2)
     return (64, 128, 128, 1, 4, stages) if M <= name.E else (128, 256, 128, 32, 8, stages)
 
 

@@ -333,8 +333,6 @@ def why_never_loaded(path: Path, name: TunedName, project: Project) -> str | Non
     """Why no layer and device make the loader ask for this file; None if some may."""
     if name.dtype and name.dtype not in DTYPES[project]:
         return f"no layer asks for dtype={short(name.dtype)}: there are {', '.join(DTYPES[project])}"
-    if name.block_shape is not None and not all(name.block_shape):
-        return "the loader leaves out a block_shape with a zero"
     if re.search(r"\s" if project == "sglang" else r"[\s/]", name.device):
         return "the loader puts _ for a space in the device's name"
     if name.flydsl and (
