@@ -216,7 +216,7 @@ def export_command(
         if triton and not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}", triton):
             raise ValueError(f"--triton {triton} is not a version like 3.5.1")
         written = [write_export(one, project, output, triton) for one in exports]
-    answers = [
+    answers: list[dict[str, Any]] = [
         {"file": str(path), "rows": dict(Counter(why.origin for why in one.proof.values()))}
         for path, one in zip(written, exports, strict=True)
     ]

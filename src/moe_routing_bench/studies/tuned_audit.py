@@ -215,8 +215,8 @@ def _of_file(one: _Read, compile_tile: CompileTile | None) -> Iterator[Finding]:
         )
     elif project == "vllm" and name.device in RENAMED_BY_VLLM:
         yield one.finding("device name", 0, f"vLLM asks for {RENAMED_BY_VLLM[name.device]} on this card")
-    for first, last, row in far_ranges(list(file.rows)):
-        yield one.finding("far row", 1, f"M={first} to {last} use the row of M={row}")
+    for first, last, key in far_ranges(list(file.rows)):
+        yield one.finding("far row", 1, f"M={first} to {last} use the row of M={key}")
     by_answer: dict[tuple[str, str], list[int]] = {}
     for M, row in file.rows.items():
         for answer in _of_row(file, M, row, compile_tile):
@@ -336,9 +336,9 @@ def default_row(M: int, name: TunedName, project: Project) -> Row | None:
     if name.dtype == "int4_w4a16" or name.flydsl:
         return None
     rule = _vllm_default if project == "vllm" else _sglang_default
-    sizes = rule(M, name)
     names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages")
-    return Row.model_construct(**dict(zip(names, sizes, strict=True)))  # a name may hold any number
+    fields: dict[str, Any] = dict(zip(names, rule(M, name), strict=True))
+    return Row.model_construct(**fields)  # not validated: a name may hold any number
 
 
 def _vllm_default(M: int, name: TunedName) -> tuple[int, ...]:

@@ -196,12 +196,15 @@ def write_export(export: Export, project: Project, folder: Path, triton_version:
         if isinstance(row, Row) and (reason := wrong_option(row, name, project, name.target)):
             raise ValueError(f"{project} could not run the row of M={M}: {reason}")
     content = json.dumps(replace(file, triton_version=version).document(project), indent=4) + "\n"
-    proof = Proof(
-        schema=PROOF_SCHEMA, version=1, file=path.name,
-        sha256=hashlib.sha256(content.encode()).hexdigest(), project=project,
-        made_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), source=export.source,
-        measured_with="" if not export.machine else f"{KERNEL} of moe-routing-bench, not {project}'s kernel",
-        machine=export.machine, torch=export.torch, rows={str(M): why for M, why in export.proof.items()},
+    proof = Proof.model_validate(
+        {
+            "schema": PROOF_SCHEMA, "version": 1, "file": path.name,
+            "sha256": hashlib.sha256(content.encode()).hexdigest(), "project": project,
+            "made_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "source": export.source,
+            "measured_with": f"our {KERNEL}, not {project}'s kernel" if export.machine else "",
+            "machine": export.machine, "torch": export.torch,
+            "rows": {str(M): why for M, why in export.proof.items()},
+        }
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(path, content)

@@ -26,7 +26,7 @@ from moe_routing_bench.ops.targets import Target
 
 Project: TypeAlias = Literal["vllm", "sglang"]
 SCHEMA = "moe-routing-bench tuned"
-PROOF_SCHEMA: Literal["moe-routing-bench tuned proof"] = "moe-routing-bench tuned proof"
+PROOF_SCHEMA = "moe-routing-bench tuned proof"
 PROOF = ".proof.json"  # the end of the name of the file beside a tuned file
 VERSION = 1
 MAX_BYTES = 1 << 20
