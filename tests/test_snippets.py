@@ -54,6 +54,7 @@ NOT_RUN = {
     r"bash measurements/parallel": "minutes of training; what it printed is beside it",
     r"mrb .*(s3|gs|az)://": "needs an object store; test_fleet_s3.py has one",
     r"mrb bundle verify": "needs a bundle; test_bundle.py makes them",
+    r"mrb tune (check|import|export)": "needs tuned files; tests/studies/test_tuned.py has small ones",
     r"mrb model formats .*--text": "trains a model; docs/formats.md has what it printed",
 }
 NIGHTLY = {

@@ -134,9 +134,15 @@ GROUPS = {
     ),
     "tune": Group(
         'Make impl="auto" follow your measurements.',
-        {"decide": Place("decide", "Write a file with the fastest implementation of each size.")},
+        {
+            "decide": Place("decide", "Write a file with the fastest implementation of each size."),
+            "check": Place("tuned", "Can tuned files of vLLM and SGLang do what they say?"),
+            "import": Place("tuned", "Read a tuned file of vLLM or SGLang, to measure its tiles."),
+            "export": Place("tuned", "Write a tuned file for vLLM or SGLang, with its proof."),
+        },
         """
   mrb tune decide results -o decisions.json
+  mrb tune check /path/to/vllm/model_executor/layers/fused_moe/configs
 """,
     ),
 }

@@ -53,7 +53,7 @@ FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate') ORDER
 
 @dataclass(frozen=True, kw_only=True)
 class CommitPoint:
-    """CommitPoint(commit="3f80af225a...", dirty=False, day="2026-11-16", value=0.81, error=0.004, floor=0.01, ...).
+    """CommitPoint(commit="3f80af225a...", dirty=False, day="2026-11-16", value=0.81, error=0.004, ...).
     commit: a hash, or version and code as in "0.3.1 5d2c1e0". error: the standard error of log(value) from
     its interval. method, place: if they change between two points, a step may have another cause than the
     code."""

@@ -175,7 +175,7 @@ OWN_ROLES = ("baseline", "candidate")
 
 @dataclass(frozen=True, kw_only=True)
 class RecordCount:
-    """The number of records, each one line of a results folder: RecordCount(implementations=12, again=6) is 18.
+    """The number of records, each a line of a results folder: RecordCount(implementations=12, again=6) is 18.
 
     again: records of a baseline that was timed a second time for noise, or next to code from outside.
     """
