@@ -1,7 +1,8 @@
-"""The C++ dispatch and combine with a given output buffer: what native and native_reused share."""
+"""The C++ dispatch, combine and rms_norm with a given output buffer: what native and native_reused share."""
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -19,7 +20,9 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 BYTES_FOR_THREADS = 2**17
 # results this large do not stay in the caches anyway; streaming stores save reading each line first
 BYTES_TO_STREAM = 2**23
-DISPATCH, COMBINE = (Path(__file__).parent / name for name in ("dispatch/native.cpp", "combine/native.cpp"))
+DISPATCH, COMBINE, RMS_NORM = (
+    Path(__file__).parent / name / "native.cpp" for name in ("dispatch", "combine", "rms_norm")
+)
 
 
 class KeptBuffers(threading.local):
@@ -122,6 +125,32 @@ def check_rows(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> None:
         )
 
 
+def norm_unsupported(x_TD: Tensor, norm_D: Tensor, level: str) -> str | None:
+    if x_TD.dtype not in KINDS or norm_D.dtype not in (x_TD.dtype, torch.float32):
+        return f"it computes in bfloat16, float16 and float32, not {x_TD.dtype} with {norm_D.dtype}"
+    return cpp.unsupported(RMS_NORM, level, x_TD, norm_D)
+
+
+def normed_into(y_TD: Tensor, x_TD: Tensor, norm_D: Tensor, eps: float, level: str) -> Tensor:
+    (T, D), size = x_TD.shape, x_TD.numel() * x_TD.element_size()
+    if x_TD.stride(1) != 1 and D > 1:
+        x_TD = x_TD.contiguous()
+    weight_D = norm_D.detach().float().contiguous()
+    _rms_norm(level)(
+        x_TD.data_ptr(),
+        x_TD.stride(0),
+        KINDS[x_TD.dtype],
+        weight_D.data_ptr(),
+        *struct.unpack("q", struct.pack("d", eps)),  # a number of the struct is an int64 or a double
+        T,
+        D,
+        threads_for(size),
+        size >= BYTES_TO_STREAM,
+        y_TD.data_ptr(),
+    )
+    return y_TD
+
+
 def threads_for(size: int) -> int:
     return torch.get_num_threads() if size >= BYTES_FOR_THREADS else 1
 
@@ -134,3 +163,8 @@ def _dispatch(level: str) -> Callable[..., int]:
 @cache
 def _combine(level: str) -> Callable[..., int]:
     return cpp.function(COMBINE, level, "mrb_combine", 11)
+
+
+@cache
+def _rms_norm(level: str) -> Callable[..., int]:
+    return cpp.function(RMS_NORM, level, "mrb_rms_norm", 10)
