@@ -46,6 +46,8 @@ OURS = __name__.partition(".")[0]
 GROUP = f"{OURS}.implementations"
 BUILT_IN = "built in"
 NO_IMPLEMENTATIONS = {"op", "preferences"}  # files of an op's folder that are not implementations
+# parameters of an operation of an MoE layer; the others are those of the layers around it
+ROUTED = frozenset({"score_TE", "logits_TE", "gate_TK", "routing", "plan", "traffic"})
 _included: list[Path] = []
 
 
@@ -184,6 +186,11 @@ class Op:
     def has_layout(self) -> bool:
         """Does its work depend on where the rows lie?"""
         return not {"plan", "layout"}.isdisjoint(self.parameters())
+
+    @property
+    def routed(self) -> bool:
+        """Does it see what a router chose, or the scores it chooses by?"""
+        return not ROUTED.isdisjoint(self.parameters())
 
     def arguments(self, source: object) -> dict[str, Any]:
         """Its arguments by name, read from attributes of `source`: a hard case of the kit, a call of the

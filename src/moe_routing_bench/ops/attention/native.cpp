@@ -30,7 +30,7 @@ constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 struct Problem {
     const void *q, *k, *v;
-    const float* angle;  // cosines of all positions, then sines; null: nothing is rotated
+    const float *cosine, *sine;  // of each position and pair of numbers; null: nothing is turned
     void* y;
     int64_t qb, qh, qn, kb, kj, km, vb, vj, vm;  // strides
     int64_t kind, B, H, J, N, M, A;
@@ -104,15 +104,15 @@ void product(const float* x, int64_t ldx, const float* y, int64_t ldy, int64_t d
     }
 }
 
-// one row of A numbers as float32, rotated by the angles of its position
+// one row of A numbers as float32, turned by the angles of its position
 template <Kind kind>
 void read_row(const typename Numbers<kind>::In* from, const Problem& p, int64_t position, float factor, float* to) {
     const int64_t A = p.A, C = A / 2;
     int64_t a = 0;
     for (; a + W <= A; a += W) store(to + a, Numbers<kind>::get(from + a) * same(factor));
     if (a < A) put_some<FLOAT32>(to + a, get_some<kind>(from + a, A - a) * same(factor), A - a);
-    if (p.angle == nullptr) return;
-    const float *cosine = p.angle + position * C, *sine = cosine + p.M * C;
+    if (p.cosine == nullptr) return;
+    const float *cosine = p.cosine + position * C, *sine = p.sine + position * C;
     for (int64_t c = 0; c < C; c++) {
         const float first = to[c], second = to[c + C];
         to[c] = first * cosine[c] - second * sine[c];
@@ -323,7 +323,7 @@ void scores_of(const Problem& p, const float* query, int64_t ldq, const typename
                int64_t here, float* score) {
     constexpr int K = 4;
     std::vector<float> turned;
-    if (p.angle != nullptr) turned.resize(up(p.A, W));
+    if (p.cosine != nullptr) turned.resize(up(p.A, W));
     for (int64_t j = 0; j < here; j += K) {
         const int64_t some = std::min<int64_t>(K, here - j);
         const typename Numbers<kind>::In* key[K];
@@ -332,7 +332,7 @@ void scores_of(const Problem& p, const float* query, int64_t ldq, const typename
             for (int64_t at = 0; at < p.A * int64_t(sizeof(*k)); at += LINE)
                 __builtin_prefetch(reinterpret_cast<const char*>(key[i]) + at + AHEAD);
         }
-        if (p.angle != nullptr) {
+        if (p.cosine != nullptr) {
             for (int64_t i = 0; i < some; i++) {
                 read_row<kind>(key[i], p, m + j + i, 1.f, turned.data());
                 const float* one[1] = {turned.data()};

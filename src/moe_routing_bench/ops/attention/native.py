@@ -13,14 +13,14 @@ from torch import Tensor
 
 from moe_routing_bench.core import cpp
 from moe_routing_bench.core.host_allocator import recycled
-from moe_routing_bench.ops.attention.op import attended, rotated, visible
+from moe_routing_bench.ops.attention.op import Rotary, attended, rotated, visible
 from moe_routing_bench.ops.rows import KINDS
 
 SOURCE = Path(__file__).with_name("native.cpp")
 
 
 def unsupported(
-    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, rotary_2MC: Tensor | None,
+    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, rotary: Rotary | None,
     level: str = "",
 ) -> str | None:  # fmt: skip
     if q_BHNA.dtype not in KINDS or not q_BHNA.dtype == k_BJMA.dtype == v_BJMA.dtype:
@@ -32,53 +32,55 @@ def unsupported(
 
 
 def run(
-    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, rotary_2MC: Tensor | None,
+    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, rotary: Rotary | None,
     level: str = "",
 ) -> Tensor:  # fmt: skip
     if torch.is_grad_enabled() and any(one.requires_grad for one in (q_BHNA, k_BJMA, v_BJMA)):
-        return _Attention.apply(q_BHNA, k_BJMA, v_BJMA, causal, window, rotary_2MC, level)
-    return _attention(q_BHNA, k_BJMA, v_BJMA, causal, window, rotary_2MC, level)
+        return _Attention.apply(q_BHNA, k_BJMA, v_BJMA, causal, window, rotary, level)
+    return _attention(q_BHNA, k_BJMA, v_BJMA, causal, window, rotary, level)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int,
-        rotary_2MC: Tensor | None, level: str,
+        rotary: Rotary | None, level: str,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(q_BHNA, k_BJMA, v_BJMA, rotary_2MC)
-        ctx.sees = causal, window
-        return _attention(q_BHNA, k_BJMA, v_BJMA, causal, window, rotary_2MC, level)
+        ctx.save_for_backward(q_BHNA, k_BJMA, v_BJMA)
+        ctx.sees, ctx.rotary = (causal, window), rotary
+        return _attention(q_BHNA, k_BJMA, v_BJMA, causal, window, rotary, level)
 
     @staticmethod
     @cpp.differentiable_once
     def backward(ctx: Any, dy_BHNA: Tensor) -> tuple[Tensor | None, ...]:
-        """torch's, sequence by sequence: its own loops are at the processor's limit (cpu_peers.md)."""
-        *given, rotary_2MC = ctx.saved_tensors
+        """torch's, a sequence at a time."""
+        given, rotary = ctx.saved_tensors, ctx.rotary
         H, J = given[0].shape[1], given[1].shape[1]
         grads = [torch.empty_like(one) for one in given]
         seen_NM = visible(given[0].shape[2], given[1].shape[2], *ctx.sees)
         for b in range(len(dy_BHNA)):
             with torch.enable_grad():
                 q, k, v = leaves = [one[b].detach().requires_grad_() for one in given]
-                k_HMA, v_HMA = (one.repeat_interleave(H // J, dim=0) for one in (rotated(k, rotary_2MC), v))
-                y_HNA = attended(rotated(q, rotary_2MC), k_HMA, v_HMA, seen_NM)
+                k_HMA, v_HMA = (one.repeat_interleave(H // J, dim=0) for one in (rotated(k, rotary), v))
+                y_HNA = attended(rotated(q, rotary), k_HMA, v_HMA, seen_NM)
             for grad, one in zip(grads, torch.autograd.grad(y_HNA, leaves, dy_BHNA[b]), strict=True):
                 grad[b] = one
         return (*grads, None, None, None, None)
 
 
 def _attention(
-    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, rotary_2MC: Tensor | None,
+    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, rotary: Rotary | None,
     level: str,
 ) -> Tensor:  # fmt: skip
     (B, H, N, A), (_, J, M, _) = q_BHNA.shape, k_BJMA.shape
     given = [one if one.stride(3) == 1 else one.contiguous() for one in (q_BHNA, k_BJMA, v_BJMA)]
-    angles = None if rotary_2MC is None else rotary_2MC.detach().float().contiguous()
+    angles = (
+        () if rotary is None else (rotary.cos_MC.float().contiguous(), rotary.sin_MC.float().contiguous())
+    )
     y_BHNA = recycled.empty(B, H, N, A, dtype=q_BHNA.dtype)
     failed = _function(level)(
         *(one.data_ptr() for one in given),
-        0 if angles is None else angles.data_ptr(),
+        *(one.data_ptr() for one in angles) if angles else (0, 0),
         y_BHNA.data_ptr(),
         *(step for one in given for step in one.stride()[:3]),
         KINDS[q_BHNA.dtype],
@@ -95,4 +97,4 @@ def _attention(
 
 @cache
 def _function(level: str) -> Callable[..., int]:
-    return cpp.function(SOURCE, level, "mrb_attention", 25)
+    return cpp.function(SOURCE, level, "mrb_attention", 26)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from moe_routing_bench.ops.attention.op import rotated, visible
+from moe_routing_bench.ops.attention.op import Rotary, rotated, visible
 
 
 def unsupported(
-    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, rotary_2MC: Tensor | None
+    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, rotary: Rotary | None
 ) -> str | None:
     if not k_BJMA.shape[2]:
         return "torch's attention needs at least one key"
@@ -20,7 +19,7 @@ def unsupported(
 
 
 def run(
-    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, rotary_2MC: Tensor | None
+    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, rotary: Rotary | None
 ) -> Tensor:
     N, M = q_BHNA.shape[2], k_BJMA.shape[2]
     plain_causal = causal and not window and N == M and N > 1
@@ -28,8 +27,8 @@ def run(
         None if plain_causal or (N == 1 and not window) else visible(N, M, causal, window, q_BHNA.device)
     )
     return scaled_dot_product_attention(
-        rotated(q_BHNA, rotary_2MC),
-        rotated(k_BJMA, rotary_2MC),
+        rotated(q_BHNA, rotary),
+        rotated(k_BJMA, rotary),
         v_BJMA,
         attn_mask=seen_NM,
         is_causal=plain_causal,

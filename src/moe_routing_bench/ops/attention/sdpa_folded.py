@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from moe_routing_bench.ops.attention.op import rotated
+from moe_routing_bench.ops.attention.op import Rotary, rotated
 
 
 def unsupported(
-    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, rotary_2MC: Tensor | None
+    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, rotary: Rotary | None
 ) -> str | None:
     if q_BHNA.shape[2] != 1:
         return f"it folds the heads of one query, not of {q_BHNA.shape[2]}: each would need its own mask"
@@ -17,10 +17,10 @@ def unsupported(
 
 
 def run(
-    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, rotary_2MC: Tensor | None
+    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, rotary: Rotary | None
 ) -> Tensor:
     B, H, _, A = q_BHNA.shape
-    q_BHNA, k_BJMA = rotated(q_BHNA, rotary_2MC), rotated(k_BJMA, rotary_2MC)
+    q_BHNA, k_BJMA = rotated(q_BHNA, rotary), rotated(k_BJMA, rotary)
     if window:  # the query is the last position
         k_BJMA, v_BJMA = k_BJMA[:, :, -window:], v_BJMA[:, :, -window:]
     J = k_BJMA.shape[1]
