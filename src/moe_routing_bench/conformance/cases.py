@@ -74,6 +74,11 @@ class Case:
     ops: tuple[str, ...] = ()  # those it is hard for; none named: every op of an MoE layer
     dtypes: tuple[str, ...] = tuple(DTYPES)
 
+    def rows(self, op: str) -> int:
+        """Of its result. The errors within one row are not independent."""
+        heads = self.heads
+        return heads.B * heads.H * heads.N if op == "attention" else self.T * self.K
+
     def __str__(self) -> str:
         return self.name
 
