@@ -12,8 +12,9 @@ ci:  # what must hold, in an environment of its own
 night:  # the same and tests marked nightly, every dtype, both versions of Triton in full
 	EVERYTHING=1 bash .ci/run
 
-figures:  # of README and docs/figures.md, from the records in measurements/records
+figures:  # docs/figures.md and the numbers in README and docs, from the records
 	python measurements/figures.py
+	python measurements/claims.py --write
 
 site:  # the docs, into build/site; pip install -e ".[docs]"
 	python -m sphinx -W --keep-going docs build/site

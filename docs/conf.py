@@ -6,7 +6,9 @@ Pages are the Markdown files here; the reference comes from docstrings, that of 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import latex2mathml.converter
@@ -17,7 +19,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme, html_title = "furo", "moe-routing-bench"
 html_static_path: list[str] = []
 html_extra_path = ["report.html"]
-exclude_patterns = ["study/study.md", "study/slides.md", "study/summary.md"]
+exclude_patterns = ["study/slides.md", "study/summary.md"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # pages that GitHub shows too may skip a level
@@ -62,14 +64,31 @@ def fill_commands(app: Any, docname: str, source: list[str]) -> None:
         source[0] = source[0].replace("{{commands}}", "\n".join(helps()))
 
 
-def helps() -> Iterator[str]:
-    from moe_routing_bench.cli import COMMANDS, app, loaded
+def fill_columns(app: Any, docname: str, source: list[str]) -> None:
+    """The columns of records stand where reference/records.md says {{columns}}."""
+    if docname == "reference/records":
+        from moe_routing_bench.results.parquet import COLUMNS
 
-    for name in COMMANDS:
-        inner = getattr(loaded(name), "commands", {})
-        for words in ((name,), *((name, one) for one in inner)):
-            ran = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "96"}, prog_name="mrb")
-            yield f"## mrb {' '.join(words)}\n\n```text\n{ran.stdout.strip()}\n```\n"
+        rows = (f"| `{one.name}` | {one.type} | `{one.path}` |" for one in COLUMNS)
+        head = ("| column | type | place |", "|---|---|---|")
+        source[0] = source[0].replace("{{columns}}", "\n".join((*head, *rows)))
+
+
+def fill_study(app: Any, docname: str, source: list[str]) -> None:
+    """The study's numbers come from the committed records; study/README links to it."""
+    if docname == "study/study":
+        sys.path.insert(0, str(Path(__file__).parent / "study"))
+        from build import page
+
+        source[0] = f"---\norphan: true\n---\n{page()}"
+
+
+def helps() -> Iterator[str]:
+    from moe_routing_bench.cli import all_names, app
+
+    for words in all_names():
+        ran = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "96"}, prog_name="mrb")
+        yield f"## mrb {' '.join(words)}\n\n```text\n{ran.stdout.strip()}\n```\n"
 
 
 def math(writer: Any, node: Any, display: str) -> None:
@@ -82,6 +101,8 @@ def math(writer: Any, node: Any, display: str) -> None:
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", process_docstring)
     app.connect("source-read", fill_commands)
+    app.connect("source-read", fill_columns)
+    app.connect("source-read", fill_study)
     app.add_html_math_renderer(
         "mathml",
         (lambda writer, node: math(writer, node, "inline"), None),

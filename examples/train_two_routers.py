@@ -2,7 +2,7 @@
 
 python examples/train_two_routers.py [STEPS]
 
-For a study with seeds, intervals and times: mrb train --study routers --seeds 3 --out routers
+For a study with seeds, intervals and times: mrb train study routers --seeds 3 --out routers
 """
 
 import sys

@@ -1,10 +1,11 @@
-"""Every figure of README and docs/figures.md, derived from the records in measurements/records.
+"""docs/figures.md, README's picture, and table and picture of docs/formats.md, from measurements/records.
 
-    python measurements/figures.py             writes README's table, docs/figures.md and the two pictures
-    python measurements/figures.py --check     writes nothing; says what is not as the records have it
+    python measurements/figures.py             writes them
+    python measurements/figures.py --check     writes nothing; says what differs from the records
 
-A ratio is that of a record: the median over interleaved rounds of a subject's time over the baseline's in the
-same round. Only PASSED records count, and of a cell that was measured twice the newer one.
+A ratio is that of a record: the median over interleaved rounds of an implementation's time over that of the
+baseline in the same round. Only PASSED records count, and of a cell that was measured twice the newer one.
+claims.py checks the numbers in the text of README and docs.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shlex
+import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import geometric_mean
 from typing import Annotated, Any
 
+import marked
 import typer
 from sweeps import RECORDS, THREADS, TOPICS, Topic, unpack
 
@@ -29,21 +32,21 @@ from moe_routing_bench.results.query import run_query
 from moe_routing_bench.results.regrets import read_regrets
 
 ROOT = Path(__file__).parents[1]
-README, DOCUMENT, PICTURE = ROOT / "README.md", ROOT / "docs/figures.md", ROOT / "docs/figures.png"
-STORED_PICTURE = ROOT / "docs/formats.png"
-BEGIN = "<!-- written by `python measurements/figures.py`: begin -->"
-END = "<!-- written by `python measurements/figures.py`: end -->"
+DOCUMENT, FORMATS = ROOT / "docs/figures.md", ROOT / "docs/formats.md"
+PICTURE, FORMATS_PICTURE = ROOT / "docs/experts.png", ROOT / "docs/formats.png"
 PLOTTED = "Plotted"  # the entry of the picture's file that holds the hash of what it shows
+DTYPES = ("bfloat16", "float32")
+MAX_SHARE_OF_ROOF = 1.05  # a time that is shorter than the roof allows, but for the noise of both
 MIN_ROUNDS = 8
 REGRET = "regret"  # its cells are compared with one another, not with a baseline of ours
 STORES = ("int8", "int4_g128")
 BUSY = 3.0  # load before a cell, when the cell before it had two threads
-# in each cell of each contender the newest; a baseline's own ratio is 1
+# the newest record of each implementation in each cell; a baseline's own ratio is 1
 ROWS = """
 SELECT suite, "case", dtype, store, error, workload, direction, impl, layout, router, baseline, verdict,
   T, D, E, K, sequences, rounds,
   coalesce(ratio, 1) AS ratio, coalesce(ratio_low, 1) AS low, coalesce(ratio_high, 1) AS high, median_ms,
-  -- records from before there were ladders left out what the caches could hold
+  -- older records counted hot caches as memory, so their shares are too large
   CASE WHEN roof_ms IS NOT NULL OR cache <> 'hot' THEN share_of_roof END AS share_of_roof,
   bw_2pass, bw_strict, dropped_pairs, padded_rows, max_over_mean, stage_seconds, role,
   load_before, machine, source_commit, source_dirty, threads, created_at
@@ -54,10 +57,12 @@ QUALIFY row_number() OVER (
 ORDER BY dtype, "case", workload, ratio, impl, layout, router, direction, threads
 """
 FAILED = """
-SELECT DISTINCT impl, status, reason FROM records WHERE status NOT IN ('PASSED', 'UNSUPPORTED') ORDER BY ALL
+SELECT impl, status, count(*) FROM records WHERE status NOT IN ('PASSED', 'UNSUPPORTED')
+GROUP BY ALL ORDER BY ALL
 """
 Row = dict[str, Any]
-LOSSES = Path(__file__).with_name("formats.json")
+LOSSES = Path(__file__).with_name("formats.json")  # of `mrb model formats --json`
+TRAINED = Path(__file__).with_name("models") / "trained_formats.json"  # with --text
 STORED_TOKENS = (1, 64, 1024)
 # all of Qwen3-30B-A3B's experts
 STORED_TOPICS = (
@@ -83,10 +88,10 @@ Point = tuple[int, str, str, float, float]
 
 @dataclass(frozen=True)
 class Records:
-    """What one archive holds: rows that passed, and what did not."""
+    """One archive: the rows that passed, and (implementation, status, cells) of those that did not."""
 
     rows: tuple[Row, ...] = ()
-    failed: tuple[tuple[str, str, str], ...] = field(default=(), repr=False)
+    failed: tuple[tuple[str, str, int], ...] = field(default=(), repr=False)
 
     @cached_property
     def cells(self) -> dict[tuple[str, ...], list[Row]]:
@@ -101,8 +106,8 @@ class Records:
         return Records(tuple(rows))
 
     def best(self, *starts: str) -> list[Row]:
-        """Of every cell that has one: the fastest whose name begins so, by its ratio to the baseline. A cell
-        whose baseline is one of them, because ours was not timed, compares nothing with ours."""
+        """The fastest implementation of each cell whose name starts so. A cell whose baseline is one of them
+        has no time of ours, and is left out."""
         named = (
             [row for row in cell if row["impl"].startswith(starts)]
             for cell in self.cells.values()
@@ -113,10 +118,11 @@ class Records:
 
 def read(folder: Path = RECORDS) -> dict[str, Records]:
     """Topic -> its records; empty where there is no archive yet."""
-    return {topic: _read(folder / f"{topic}.tar.xz") for topic in TOPICS if topic != REGRET}
+    return {topic: read_topic(topic, folder) for topic in TOPICS if topic != REGRET}
 
 
-def _read(archive: Path) -> Records:
+def read_topic(topic: str, folder: Path = RECORDS) -> Records:
+    archive = folder / f"{topic}.tar.xz"
     if not archive.is_file():
         return Records()
     with tempfile.TemporaryDirectory() as scratch:
@@ -129,24 +135,38 @@ def _read(archive: Path) -> Records:
 # words
 
 
-def times(rows: Sequence[Row]) -> str:
-    """1.98 times as long (geometric mean of 16 cells, 1.30 to 2.76)"""
+def times(ratio: float) -> str:
+    """times(2.214) is "2.2x"; below 2 with two decimals."""
+    return f"{ratio:.{2 if ratio < 1.995 else 1 if ratio < 9.95 else 0}f}x"
+
+
+def compared(rows: Sequence[Row]) -> str:
+    """2.2x faster (10 cells, 1.82x to 2.7x), for rows of others with ours as the baseline."""
     if not rows:
         return "not measured yet"
     ratios = [row["ratio"] for row in rows]
-    cells = "1 cell" if len(ratios) == 1 else f"{len(ratios)} cells"
-    span = "" if len(ratios) == 1 else f", {min(ratios):.2f} to {max(ratios):.2f}"
-    return f"{geometric_mean(ratios):.2f} times as long (geometric mean of {cells}{span})"
+    mean = geometric_mean(ratios)
+    word = "faster" if mean >= 1 else "slower"
+    if len(rows) == 1:
+        return f"{times(max(mean, 1 / mean))} {word} (1 cell)"
+    span = f"{times(min(ratios))} to {times(max(ratios))}"
+    return f"{times(max(mean, 1 / mean))} {word} ({len(rows)} cells, {span})"
 
 
 def decided(rows: Sequence[Row]) -> str:
-    """SLOWER in 15 of 16 cells, UNDECIDED in 1"""
-    counts = {name: sum(row["verdict"] == name for row in rows) for name in VERDICTS}
-    said = [f"{name} in {count}" for name, count in counts.items() if count]
-    return f"{', '.join(said)} of {len(rows)}" if said else ""
+    """decided(rows) is "10 of 12 cells": in how many the difference is larger than the noise."""
+    return f"{sum(row['verdict'] in ('SLOWER', 'FASTER') for row in rows)} of {len(rows)} cells"
 
 
-VERDICTS = ("SLOWER", "SAME", "FASTER", "UNDECIDED")
+def verdicts(rows: Sequence[Row]) -> str:
+    """verdicts(rows) is "SLOWER 5, UNDECIDED 1"; a baseline has none."""
+    counts = Counter(row["verdict"] for row in rows if row["verdict"])
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+
+
+def milliseconds(value: float) -> str:
+    """Three digits: 4.04, 27.6, 1,950."""
+    return f"{float(f'{value:.3g}'):,g}"
 
 
 def percent(part: float, whole: float) -> str:
@@ -159,8 +179,8 @@ def bandwidth(rows: Sequence[Row], name: str) -> str:
     return f"{' to '.join(ends)} GB/s" if ends else "not measured yet"
 
 
-def source(all_records: dict[str, Records]) -> str:
-    """Where, with what and how: a sentence; what a published figure must not have is said in capitals."""
+def source(all_records: Mapping[str, Records]) -> str:
+    """Machines, threads, rounds, commits and days in one sentence. Defects are written in capitals."""
     rows = [row for one in all_records.values() for row in one.rows]
     if not rows:
         return "Nothing was measured yet."
@@ -177,13 +197,13 @@ def source(all_records: dict[str, Records]) -> str:
         warnings.append(f"FEWER THAN {MIN_ROUNDS} ROUNDS in {few} of {len(rows)} rows")
     if busy > BUSY:
         warnings.append(f"THE MACHINE WAS BUSY (load {busy:.1f})")
-    said = (
+    facts = (
         f"{_each(rows, 'machine')}, threads: {_each(rows, 'threads')}",
         f"at least {rounds} interleaved rounds, commit {commits}",
         " to ".join(dict.fromkeys((days[0], days[-1]))),
         *warnings,
     )
-    return f"{', '.join(said)}."
+    return f"{', '.join(facts)}."
 
 
 def _other_sweep(topic: Topic, row: Row) -> bool:
@@ -195,56 +215,37 @@ def _each(rows: Sequence[Row], name: str, letters: int = 100) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return [f"| {' | '.join(str(cell) for cell in line)} |" for line in lines]
+    return marked.table(head, rows).splitlines()
 
 
 # figures
 
 HF, VLLM = "transformers(", "vllm_cpu"
+EXPERTS = {"native": ("ours, as built", "#56B4E9"), "frozen(native)": ("ours, frozen", "#0072B2")}
 
 
-def readme_table(all_records: dict[str, Records]) -> list[str]:
-    """Of README: what others take, in words, and the command that measures it."""
-    grid, layouts = all_records["grid"], all_records["layouts"]
+def comparisons(all_records: Mapping[str, Records]) -> dict[str, list[Row]]:
+    """What ours is compared with -> one row of theirs for each cell. README quotes these means."""
+    grid = all_records["grid"]
     bfloat16, float32 = (grid.where(dtype=name) for name in ("bfloat16", "float32"))
+    peer_rows = [row for _, row in peers(all_records)]
+    return {
+        "Transformers' best experts in a layer, bfloat16": bfloat16.best(HF),
+        "Transformers' best experts in a layer, float32": float32.best(HF),
+        "vLLM's CPU kernel, bfloat16": bfloat16.best(VLLM),
+        "llama.cpp's experts in 8 and 4 bits": [r for r in peer_rows if r["impl"].startswith("llama_cpp(")],
+        "KTransformers' experts in 8 and 4 bits": [r for r in peer_rows if r["impl"].startswith("kt(")],
+        "Transformers' `grouped_mm`, forward and backward": all_records["training"].best("hf_"),
+        "padded(1.25) with a batched product, uneven routing": _padded(all_records["layouts"]),
+    }
+
+
+def _padded(layouts: Records) -> list[Row]:
     skewed = [row for row in layouts.rows if row["workload"] != "uniform"]
-    padded = [row for row in skewed if "1.25" in row["layout"] and row["impl"].startswith("staged")]
-    dropping = f", dropping {_dropped(padded)} of the pairs" if padded else ""
-    moved = [row for row in all_records["pack"].rows if row["impl"] == "native+native"]
-    lines = [
-        ("grid", "Transformers' best experts, bfloat16, take", _judged(bfloat16.best(HF))),
-        ("grid", "Transformers' best experts, float32, take", _judged(float32.best(HF))),
-        ("grid", "vLLM's CPU kernel, bfloat16, takes", _judged(bfloat16.best(VLLM))),
-        *(
-            (
-                " ".join(
-                    topic for topic in TOPICS if topic.startswith("peers_") and peer in TOPICS[topic].sweep
-                ),
-                f"{name} experts in 8 and 4 bits, beside `native(store=...)`, take",
-                _judged([row for _, row in peers(all_records) if row["impl"].startswith(peer)]),
-            )
-            for name, peer in (("llama.cpp's", "llama_cpp("), ("KTransformers'", "kt("))
-        ),
-        (
-            "training",
-            "Transformers' grouped_mm, forward and backward, takes",
-            _judged(_training(all_records)),
-        ),
-        ("layouts", f"padded(1.25) with bmm, uneven routing{dropping}, takes", _judged(padded)),
-        ("pack", "rows go to experts and back, each byte counted once, at", bandwidth(moved, "bw_strict")),
-    ]
-    return table(
-        ('compared with `impl="auto"` on this CPU', "", "command"),
-        [(what, said, f"`python measurements/sweeps.py run {topic}`") for topic, what, said in lines],
-    )
+    return [row for row in skewed if "1.25" in row["layout"] and row["impl"].startswith("staged")]
 
 
-def _judged(rows: Sequence[Row]) -> str:
-    return f"{times(rows)}; {decided(rows)}" if rows else times(rows)
-
-
-def peers(all_records: dict[str, Records]) -> list[tuple[str, Row]]:
+def peers(all_records: Mapping[str, Records]) -> list[tuple[str, Row]]:
     """Experts in 8 and 4 bits that are not ours: the topic, and a row for each cell."""
     return [
         (topic, row)
@@ -255,42 +256,314 @@ def peers(all_records: dict[str, Records]) -> list[tuple[str, Row]]:
     ]
 
 
-def _training(all_records: dict[str, Records]) -> list[Row]:
-    return all_records["training"].best("hf_")
+THEIRS = "Transformers' best"
+
+
+def default_times(all_records: Mapping[str, Records]) -> dict[str, dict[int, tuple[float, float | None]]]:
+    """Implementation -> T -> (milliseconds, how many times faster than the other in the same rounds).
+
+    The other is the fastest of Transformers' experts. Beside experts in 8 and 4 bits it is `native`: they
+    were timed in rounds of their own, and `native` was up to a third faster or slower in those.
+    """
+    found: dict[str, dict[int, tuple[float, float | None]]] = {THEIRS: {}, "native": {}, "frozen(native)": {}}
+    for row in all_records["default"].best("hf_"):
+        found[THEIRS][row["T"]] = row["median_ms"], None
+        for name in ("native", "frozen(native)"):
+            for mine in all_records["default"].where(T=row["T"], impl=name).rows:
+                found[name][row["T"]] = mine["median_ms"], row["ratio"] / mine["ratio"]
+    for store in STORES:
+        rows = all_records[f"default_{store}"].rows
+        stored = [row for row in rows if row["role"] != "baseline"]
+        found[f"{store}_a8"] = {row["T"]: (row["median_ms"], 1 / row["ratio"]) for row in stored}
+    return {name: dict(sorted(by_T.items())) for name, by_T in found.items()}
+
+
+def roof_shares(all_records: Mapping[str, Records]) -> dict[tuple[str, str], dict[int, list[Row]]]:
+    """(model, weights) -> T -> the rows that know their share of the roof, the fastest first."""
+    found: dict[tuple[str, str], dict[int, list[Row]]] = {}
+    for records in all_records.values():
+        for row in records.rows:
+            if row["share_of_roof"] is not None and row["direction"] == "forward" and not row["router"]:
+                model = row["case"].partition("/")[0]
+                kind = model if model != "own" else f"{row['E']} experts", row["store"] or row["dtype"]
+                found.setdefault(kind, {}).setdefault(row["T"], []).append(row)
+    for by_T in found.values():
+        for rows in by_T.values():
+            rows.sort(key=lambda row: row["median_ms"])
+    return found
+
+
+def document(all_records: Mapping[str, Records]) -> str:
+    """docs/figures.md: a table for each topic, under a heading that says what was found."""
+    parts = [
+        "# Figures",
+        "",
+        "Every table here is written by `python measurements/figures.py` from the records in",
+        "`measurements/records/`, and a test compares them. `2.2x` means that ours is 2.2 times as fast as",
+        "the other in the same rounds, with the 99 % interval in brackets. `?` marks a difference that the",
+        "noise leaves undecided. Ours is `native` unless a table names another one.",
+        "",
+        *table(
+            ("compared with", "ours is", "decided in"),
+            [(what, compared(rows), decided(rows)) for what, rows in comparisons(all_records).items()],
+        ),
+        *_default_section(all_records),
+        *_roof_section(all_records),
+        *_regret_section(),
+        *_grid_section(all_records),
+        *_layers_section(all_records),
+        *_layouts_section(all_records),
+        *_moving_section(all_records),
+        *_topk_section(all_records),
+        *_soft_section(all_records),
+        *_stored_section(all_records),
+        *_peers_section(all_records),
+        "",
+        "## Machines, commits and results without a time",
+        "",
+        source(all_records),
+        "",
+        *_failed_table(all_records),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _section(finding: str, caption: str, lines: list[str], *topics: str) -> list[str]:
+    minutes = sum(TOPICS[topic].minutes for topic in topics if topic in TOPICS)
+    names = " ".join(topic for topic in topics if topic in TOPICS)
+    measured = f"Measured by `python measurements/sweeps.py run {names}`, at most {minutes:g} minutes."
+    if len(lines) <= 2:  # a head without rows
+        lines = ["Not measured yet."]
+    return ["", f"## {finding}", "", caption, "", *lines, "", measured]
+
+
+def _range(ratios: Iterable[float]) -> str:
+    ordered = sorted(ratios)
+    return f"{times(ordered[0])} to {times(ordered[-1])}" if ordered else "not yet known how much"
+
+
+def _default_section(all_records: Mapping[str, Records]) -> list[str]:
+    lines = default_times(all_records)
+    tokens = sorted({T for by_T in lines.values() for T in by_T})
+
+    def cell(name: str, T: int) -> str:
+        ms, gain = lines[name].get(T, (None, None))
+        if ms is None:
+            return "no time"
+        return milliseconds(ms) if gain is None else f"{milliseconds(ms)} ({times(gain)})"
+
+    def gains(*names: str) -> str:
+        return _range(gain for name in names for _, gain in lines[name].values() if gain is not None)
+
+    stored = [f"{store}_a8" for store in STORES]
+    return _section(
+        f"As built, experts are {gains('native')} faster than the best of Transformers; frozen, "
+        f"{gains('frozen(native)')}",
+        "Milliseconds of one call by number of tokens: the sizes of Qwen3-30B-A3B with 64 experts, bfloat16. "
+        "In brackets: how many times faster than the fastest of Transformers' three experts functions in the "
+        "same rounds. `int8_a8` and `int4_g128_a8` store weights in 8 and 4 bits and round rows to 8 bits; "
+        f"they are {gains(*stored)} faster than `native` in their own rounds.",
+        table(
+            ("", *(f"T = {T:,}" for T in tokens)),
+            [
+                (f"{name}, beside native" if name in stored else name, *(cell(name, T) for T in tokens))
+                for name in lines
+                if lines[name]
+            ],
+        ),
+        "default", *(f"default_{store}" for store in STORES),
+    )  # fmt: skip
+
+
+def _roof_section(all_records: Mapping[str, Records]) -> list[str]:
+    found = roof_shares(all_records)
+    tokens = sorted({T for by_T in found.values() for T in by_T})
+
+    def cell(rows: Sequence[Row]) -> str:
+        ours = [row for row in rows if row["impl"].startswith(("native", "frozen("))]
+        others = [row for row in rows if row not in ours]
+        shares = (f"{100 * group[0]['share_of_roof']:.0f}" if group else "-" for group in (ours, others))
+        return " / ".join(shares)
+
+    def reach(T: int) -> str:
+        shares = sorted(100 * by_T[T][0]["share_of_roof"] for by_T in found.values() if T in by_T)
+        return f"{shares[0]:.0f} to {shares[-1]:.0f} %"
+
+    return _section(
+        f"The fastest experts reach {reach(tokens[0])} of the roof at {tokens[0]} token, and "
+        f"{reach(tokens[-1])} at {tokens[-1]:,}"
+        if tokens
+        else "Shares of the roof",
+        "Ours / the fastest other, in % of the roof: the least time that the measured bandwidth and peak "
+        "rates of this machine allow for the bytes and operations of the call. With few tokens reading the "
+        "weights limits the time, with many the arithmetic. A test allows no share above 105 %.",
+        table(
+            ("model", "weights", *(f"T = {T:,}" for T in tokens)),
+            [
+                (*kind, *(cell(by_T[T]) if T in by_T else "" for T in tokens))
+                for kind, by_T in sorted(found.items(), key=lambda item: (item[0][1], item[0][0]))
+            ],
+        ),
+        *(topic for topic, records in all_records.items()
+          if any(row["share_of_roof"] is not None for row in records.rows)),
+    )  # fmt: skip
+
+
+def _regret_section(archive: Path = RECORDS / f"{REGRET}.tar.xz") -> list[str]:
+    """As `mrb results regret` shows it: a regret of 1 is the fastest."""
+    groups = []
+    if archive.is_file():
+        with tempfile.TemporaryDirectory() as scratch:
+            groups = list(read_regrets(unpack(archive, Path(scratch))).groups)
+    whole = groups[-1] if groups else None
+    shown = [one for one in groups if one.worst >= 1.005]
+    finding = (
+        f'`impl="auto"` is within {100 * (whole.p95 - 1):.0f} % of the fastest in 95 % of {whole.cells} cells'
+        if whole
+        else '`impl="auto"` beside the fastest'
+    )
+    return _section(
+        finding,
+        "Regret: the time of what `auto` picks over that of the fastest implementation; 1 is the fastest. "
+        f"In {len(groups) - len(shown)} more groups the regret is 1.00 in every cell.",
+        table(
+            ("group", "cells", "median", "95 %", "worst", "Transformers faster in"),
+            [
+                (one.group, one.cells, *(f"{value:.2f}" for value in (one.median, one.p95, one.worst)),
+                 one.slower_than_transformers)
+                for one in shown
+            ],
+        ),
+        REGRET,
+    )  # fmt: skip
+
+
+def _gain(row: Row | None) -> str:
+    """How many times faster ours is: "2.5x (2.50-2.58)"; "?" if that is not decided."""
+    if row is None:
+        return "-"
+    unsure = "" if row["verdict"] in ("SLOWER", "FASTER") else "?"
+    return f"{times(row['ratio'])}{unsure} ({row['low']:.2f}-{row['high']:.2f})"
+
+
+def _ours(cell: Sequence[Row]) -> str:
+    return next((milliseconds(row["median_ms"]) for row in cell if row["role"] == "baseline"), "-")
+
+
+def _grid_section(all_records: Mapping[str, Records]) -> list[str]:
+    grid = all_records["grid"]
+    rows = sorted(grid.rows, key=lambda row: (row["D"], row["E"], row["T"]))
+    lines: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        name = row["case"].partition("/")[2].removesuffix(f"-{row['dtype']}")
+        lines.setdefault(name, {}).setdefault(row["dtype"], []).append(row)
+
+    def cells(cell: list[Row]) -> tuple[str, ...]:
+        ours = [row for row in cell if row["role"] == "baseline"]
+        if not ours or ours[0]["impl"] != "native":
+            return "-", "-", "-"
+        fastest = [
+            min((r for r in cell if r["impl"].startswith(start)), key=lambda r: r["ratio"], default=None)
+            for start in (HF, VLLM)
+        ]
+        return _ours(cell), *map(_gain, fastest)
+
+    means = [comparisons(all_records)[f"Transformers' best experts in a layer, {dtype}"] for dtype in DTYPES]
+    finding = " and ".join(
+        f"{times(geometric_mean(row['ratio'] for row in rows))} in {dtype}"
+        for dtype, rows in zip(DTYPES, means, strict=True) if rows
+    )  # fmt: skip
+    return _section(
+            f"A layer is faster than with Transformers' best experts: {finding or 'not measured'}",
+            "One layer of three models under uneven routing, zipf(1.2), hot caches. Milliseconds of ours, "
+            "and how many times faster that is. `-`: the cell had too little time, memory or precision.",
+            table(
+                ("model and tokens", *(
+                    f"{what}, {dtype}" for dtype in DTYPES for what in ("ms", "Transformers", "vLLM")
+                )),
+                [(name, *(text for dtype in DTYPES for text in cells(by.get(dtype, []))))
+                 for name, by in lines.items()],
+            ),
+            "grid",
+        )  # fmt: skip
+
+
+def _layers_section(all_records: Mapping[str, Records]) -> list[str]:
+    """Single questions about a layer, one line for each implementation that is compared with ours."""
+    topics = (
+        "large_olmoe",
+        "large_qwen3",
+        "decode",
+        "skew",
+        "training",
+        "invariant_olmoe",
+        "invariant_qwen3",
+    )
+    lines = []
+    for topic in topics:
+        for cell in all_records[topic].cells.values():
+            for row in cell:
+                if row["role"] != "baseline":
+                    name = re.sub(r"staged\(.*\)", "staged", row["impl"])
+                    direction = ", training" if row["direction"] == "train" else ""
+                    case = f"{row['case']} {row['workload']}{direction}"
+                    lines.append((case, name, _ours(cell), _gain(row)))
+    skew = [row["ratio"] for row in all_records["skew"].best(HF)]
+    bits = [
+        row["ratio"] for one in ("olmoe", "qwen3") for row in all_records[f"invariant_{one}"].best("native(")
+    ]
+    finding = (
+        f"Skewed routing does not change the gain ({_range(skew)}), and equal bits in every batch cost at "
+        f"most {100 * (max(bits) - 1):.0f} %"
+        if skew and bits
+        else "Skewed routing, training and equal bits"
+    )
+    return _section(
+        finding,
+        "Layers in bfloat16. `native(batch_invariant=True)` gives a token the same bits in every batch.",
+        table(("case", "beside ours", "ours, ms", "ours is"), lines),
+        *topics,
+    )
+
+
+def layouts_lines(layouts: Records) -> list[tuple[str, ...]]:
+    """One line for each routing, layout and kernel: the mean over the cells, padding and drops."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in layouts.rows:
+        kernel = "batched product" if row["impl"].startswith("staged") else "C++ kernel"
+        layout = re.sub(r"capacity_factor=|size=|,drop=position", "", row["layout"])
+        groups.setdefault((row["workload"], layout, kernel), []).append(row)
+    return [
+        (*key, f"{geometric_mean(row['ratio'] for row in rows):.2f}", verdicts(rows) or "baseline",
+         _padding(rows), _dropped(rows))
+        for key, rows in groups.items()
+    ]  # fmt: skip
+
+
+LAYOUTS_HEAD = ("routing", "layout", "kernel", "time", "verdicts", "padding", "dropped")
+
+
+def _layouts_section(all_records: Mapping[str, Records]) -> list[str]:
+    layouts = all_records["layouts"]
+    rows = _padded(layouts)
+    finding = f"The compact layout is {compared(rows).partition(' (')[0]}" if rows else "Compact"
+    return _section(
+        f"{finding} than padding with a batched product",
+        "Time over that of compact, the mean of 16 and 64 experts. A time below 1 with dropped pairs is less "
+        "work, not a better layout. The busiest expert has "
+        + ", ".join(
+            f"{max(row['max_over_mean'] for row in layouts.where(workload=name).rows):.1f} times the mean "
+            f"under {name}"
+            for name in dict.fromkeys(row["workload"] for row in layouts.rows)
+        )
+        + ".",
+        table(LAYOUTS_HEAD, layouts_lines(layouts)),
+        "layouts",
+    )
 
 
 def _dropped(rows: Sequence[Row]) -> str:
     return percent(sum(row["dropped_pairs"] or 0 for row in rows), sum(row["T"] * row["K"] for row in rows))
-
-
-def readme_part(all_records: dict[str, Records]) -> str:
-    picture = "![Time of a MoE layer in bfloat16, ours = 1](docs/figures.png)"
-    caption = source(all_records)
-    return "\n".join((BEGIN, picture, "", *readme_table(all_records), "", caption, END))
-
-
-def compact_or_padded(layouts: Records) -> list[str]:
-    """In words: where compact beats padded, by how much, and why."""
-    words = []
-    for workload in dict.fromkeys(row["workload"] for row in layouts.rows):
-        rows = layouts.where(workload=workload).rows
-        bmm = [row for row in rows if row["impl"].startswith("staged")]
-        same = [row for row in rows if row["impl"] == "native" and "1.25" in row["layout"]]
-        load = max(row["max_over_mean"] for row in rows)
-        for how, group in (("a padded matmul (bmm)", bmm), ("the same kernel", same)):
-            if group:
-                words.append(
-                    f"- `{workload}`, busiest expert {load:.1f} times the mean: padded(1.25) with {how} "
-                    f"takes {times(group)}; {decided(group)}. Of its rows {_padding(group)} are padding, and "
-                    f"{_dropped(group)} of the pairs are dropped."
-                )
-    why = (
-        "Compact computes every pair and nothing else. Padded gives each expert the same number of rows: "
-        "where routing is even it computes the spare rows of the capacity factor, where routing is uneven it "
-        "computes zeros for idle experts and drops what does not fit. A kernel that skips padding does less "
-        "work the more it drops: a shorter time then means fewer pairs computed, not a better layout."
-    )
-    return [*words, "", why] if words else ["Not measured yet."]
 
 
 def _padding(rows: Sequence[Row]) -> str:
@@ -299,239 +572,170 @@ def _padding(rows: Sequence[Row]) -> str:
     return percent(padding, padding + kept)
 
 
-def document(all_records: dict[str, Records]) -> str:
-    grid, pack = all_records["grid"], all_records["pack"]
-    parts = [
-        "# Figures",
-        "Written by `python measurements/figures.py` from the records in `measurements/records/`; a test",
-        "holds it to them. " + source(all_records),
-        "",
-        "A ratio is the time over the baseline's in the same round, with a 99 % interval. Of roof: the least",
-        "time that this machine's measured bandwidth and peaks allow, over the time; `-` with hot caches in",
-        "records from before bandwidth was measured by working set.",
-        "",
-        '## How much slower is `impl="auto"` than the fastest that can run?',
-        f"A regret of 1 is the fastest. `{shlex.join(TOPICS[REGRET].command('results'))}`, then",
-        "`mrb regret results`.",
-        "",
-        *regret_table(),
-        *_section("default", all_records, _default_table(all_records)),
-        *(
-            line
-            for store in STORES
-            for line in _section(
-                f"default_{store}", all_records, _stored_table(all_records[f"default_{store}"])
-            )
-        ),
-        *_section("grid", all_records, _cells_table(grid)),
-        *(f"- {dtype}: {_roof(grid.where(dtype=dtype))}" for dtype in ("bfloat16", "float32")),
-        *_section("large_olmoe", all_records, _cells_table(all_records["large_olmoe"])),
-        *_section("large_qwen3", all_records, _cells_table(all_records["large_qwen3"])),
-        *_section("decode", all_records, _cells_table(all_records["decode"])),
-        *_section("skew", all_records, _cells_table(all_records["skew"])),
-        *_section("training", all_records, _cells_table(all_records["training"])),
-        *_section("invariant_olmoe", all_records, _cells_table(all_records["invariant_olmoe"])),
-        *_section("invariant_qwen3", all_records, _cells_table(all_records["invariant_qwen3"])),
-        *_section("layouts", all_records, _layouts_table(all_records["layouts"])),
-        "",
-        "### Where compact beats padded",
-        *compact_or_padded(all_records["layouts"]),
-        *_section("pack", all_records, _pack_table(pack)),
-        *_section("plain", all_records, _cells_table(all_records["plain"])),
-        *_section("topk", all_records, _cells_table(all_records["topk"])),
-        *_section("routing", all_records, _cells_table(all_records["routing"])),
-        *_section("soft", all_records, _soft_table(all_records["soft"])),
-        *_section("experts", all_records, _cells_table(all_records["experts"])),
-        "",
-        "## Experts in 8 and 4 bits that are not ours",
-        "Times as long as `native(store=...)` with the same weights in the same rounds.",
-        "",
-        *_peers_table(all_records),
-        *(
-            line
-            for topic in TOPICS
-            if topic.startswith(("stored_", "peers_"))
-            for line in _section(topic, all_records, _stored_table(all_records[topic]))
-        ),
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def _section(topic: str, all_records: dict[str, Records], lines: list[str]) -> list[str]:
-    one, records = TOPICS[topic], all_records[topic]
-    said = [f"Not PASSED: {impl} {status}: {reason}" for impl, status, reason in records.failed]
-    command = shlex.join(one.command("results"))
-    title = f"## {one.shows[0].upper()}{one.shows[1:]}"
-    if not records.rows:
-        lines = ["Not measured yet."]
-    return ["", title, f"At most {one.minutes:g} minutes: `{command}`", "", *lines, *said, ""]
-
-
-def _cells_table(records: Records) -> list[str]:
-    def line(row: Row) -> tuple[object, ...]:
-        dtype = "" if row["case"].endswith(row["dtype"]) else f" {row['dtype']}"
-        case = f"{row['case']}{dtype} {row['workload']}"
-        roof = "-" if row["share_of_roof"] is None else f"{100 * row['share_of_roof']:.0f} %"
-        return case, row["impl"], f"{row['median_ms']:.3g}", _ratio(row), _verdict(row), roof
-
-    return table(("case", "implementation", "ms", "ratio", "verdict", "of roof"), map(line, records.rows))
-
-
-def regret_table(archive: Path = RECORDS / f"{REGRET}.tar.xz") -> list[str]:
-    """As `mrb regret` shows it: a regret of 1 is the fastest."""
-    if not archive.is_file():
-        return []
-    with tempfile.TemporaryDirectory() as scratch:
-        groups = read_regrets(unpack(archive, Path(scratch))).groups
-    return table(
-        ("group", "cells", "median", "95 %", "worst", "Transformers faster in"),
-        [
-            (one.group, one.cells, *(f"{value:.2f}" for value in (one.median, one.p95, one.worst)),
-             one.slower_than_transformers)
-            for one in groups
-        ],
+def _moving_section(all_records: Mapping[str, Records]) -> list[str]:
+    """Dispatch and combine: bandwidth by width and number of choices, then single cells."""
+    groups: dict[tuple[int, int], list[Row]] = {}
+    for row in sorted(all_records["pack"].rows, key=lambda row: (row["D"], row["K"])):
+        groups.setdefault((row["D"], row["K"]), []).append(row)
+    lines = []
+    for (D, K), rows in groups.items():
+        plain = [row for row in rows if row["impl"] == "native+native"]
+        reused = [row for row in rows if row["impl"] != "native+native"]
+        gain = f"{100 - 100 * geometric_mean(row['ratio'] for row in reused):.1f} %" if reused else "-"
+        lines.append((D, K, len(plain), bandwidth(plain, "bw_2pass"), bandwidth(plain, "bw_strict"), gain))
+    ours = [row for row in all_records["pack"].rows if row["impl"] == "native+native"]
+    slow = ", ".join(
+        f"{times(row['ratio'])}" for row in all_records["plain"].rows if row["role"] != "baseline"
+    )
+    return _section(
+        f"Rows travel to the experts and back at {bandwidth(ours, 'bw_strict')}",
+        "Dispatch and combine in float16. By two passes: the bytes of one reading and one writing. Strictly: "
+        "each byte once. Buffers that are used again save the last column. Plain torch indexing takes "
+        f"{slow or 'not measured'} the time in the one cell where it was timed.",
+        table(("D", "K", "cells", "by two passes", "strictly", "reused buffers save"), lines),
+        "pack", "plain",
     )  # fmt: skip
 
 
-def _default_table(all_records: dict[str, Records]) -> list[str]:
-    """Milliseconds by number of tokens, and how many times faster than Transformers' best."""
-    rows = all_records["default"].rows
-    tokens = sorted({row["T"] for row in rows})
-    theirs = {row["T"]: row for row in all_records["default"].best("hf_")}
-    lines = {"Transformers' best": theirs}
-    for name in ("native", "frozen(native)"):
-        lines[name] = {row["T"]: row for row in rows if row["impl"] == name}
-    for store in STORES:
-        stored = all_records[f"default_{store}"].rows
-        lines[f"{store}_a8"] = {row["T"]: row for row in stored if row["role"] != "baseline"}
+def _topk_section(all_records: Mapping[str, Records]) -> list[str]:
+    """Over sorting all scores, the mean over the numbers of tokens; then the layer without its experts."""
+    groups: dict[tuple[int, int], list[Row]] = {}
+    for row in all_records["topk"].rows:
+        if row["role"] != "baseline":
+            groups.setdefault((row["E"], row["K"]), []).append(row)
 
-    def cell(T: int, name: str) -> str:
-        row, beside = lines[name].get(T), theirs.get(T)
-        if row is None:
-            return "no time"
-        ms = f"{row['median_ms']:.3g} ms"
-        if beside is None or row is beside:
-            return ms
-        return f"{ms}, {beside['ratio'] / (row['ratio'] or 1):.2f}x"
+    def gain(rows: Sequence[Row], name: str) -> str:
+        mine = [1 / row["ratio"] for row in rows if row["impl"] == name]
+        return times(geometric_mean(mine)) if mine else "no time"
 
-    shown = [(name, *(cell(T, name) for T in tokens)) for name in lines]
-    return table(("", *(f"T = {T:,}" for T in tokens)), shown) if rows else []
-
-
-def _stored_table(records: Records) -> list[str]:
-    """Of roof: in records from before there were ladders, of the rate at which memory is read."""
-
-    def line(row: Row) -> tuple[object, ...]:
-        error = "-" if row["error"] is None else f"{row['error']:.2g}"
-        roof = "-" if row["share_of_roof"] is None else f"{100 * row['share_of_roof']:.0f} %"
-        return row["T"], row["impl"], f"{row['median_ms']:.3g}", error, _ratio(row), _verdict(row), roof
-
-    rows = sorted(records.rows, key=lambda row: (row["T"], row["ratio"]))
-    return table(("T", "implementation", "ms", "error", "ratio", "verdict", "of roof"), map(line, rows))
-
-
-def _peers_table(all_records: dict[str, Records]) -> list[str]:
-    """A line for each kernel that is not ours, a column for each number of tokens; then the means."""
-    rows = peers(all_records)
-    tokens = sorted({row["T"] for _, row in rows})
-    lines: dict[tuple[str, str, str], dict[int, str]] = {}
-    for _, row in rows:
-        name = row["case"].partition("/")[0], row["store"], row["impl"]
-        lines.setdefault(name, {})[row["T"]] = f"{row['ratio']:.2f} {row['verdict']}"
-    head = ("model", "format", "implementation", *(f"T = {T:,}" for T in tokens))
-    said = [f"Together: {_judged([row for _, row in rows])}."] if rows else []
-    return [
-        *table(head, [(*name, *(by.get(T, "-") for T in tokens)) for name, by in lines.items()]),
-        "",
-        *said,
-    ]
-
-
-def _verdict(row: Row) -> str:
-    return row["verdict"] or "baseline"
-
-
-def _ratio(row: Row) -> str:
-    if row["role"] == "baseline":
-        return "1"
-    return f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
-
-
-def _roof(records: Records) -> str:
-    shares = [row["share_of_roof"] for row in records.rows if row["role"] == "baseline"]
-    known = [share for share in shares if share is not None]
-    if not known:
-        return "these records are from before roofs were measured by working set"
-    return f"ours is at {median(known):.0%} of the roof at the median, {min(known):.0%} at least"
-
-
-def _layouts_table(records: Records) -> list[str]:
-    def line(row: Row) -> tuple[object, ...]:
-        name, case = f"{row['impl']} @ {row['layout']}", f"{row['case']} {row['workload']}"
-        return (
-            case,
-            name,
-            f"{row['median_ms']:.3g}",
-            _ratio(row),
-            _verdict(row),
-            _dropped([row]),
-        )
-
-    head = ("case", "implementation", "ms", "ratio", "verdict", "dropped")
-    return table(head, map(line, records.rows))
-
-
-def _pack_table(records: Records) -> list[str]:
-    """One line for each width, number of choices and implementation: ranges over tokens and experts."""
-    groups: dict[tuple[int, int, str], list[Row]] = {}
-    for row in sorted(records.rows, key=lambda row: (row["D"], row["K"], row["impl"])):
-        groups.setdefault((row["D"], row["K"], row["impl"]), []).append(row)
-    lines = (
-        (
-            D, K, impl, len(rows), f"{geometric_mean(row['ratio'] for row in rows):.3f}",
-            bandwidth(rows, "bw_2pass"), bandwidth(rows, "bw_strict"), decided(rows) or "baseline",
-        )
-        for (D, K, impl), rows in groups.items()
+    every = [1 / row["ratio"] for rows in groups.values() for row in rows if row["impl"] == "torch_topk"]
+    routing = [
+        f"with `{row['impl'].partition('+')[0]}` {times(1 / row['ratio'])}"
+        for row in all_records["routing"].rows if row["role"] != "baseline"
+    ]  # fmt: skip
+    return _section(
+        f"`torch.topk` chooses experts {_range(every)} faster than a sort",
+        "How many times faster than sorting all E scores, the mean over 512, 4,096 and 32,768 tokens. A "
+        f"layer without its experts, 16,384 tokens of 128 experts, becomes faster: {', '.join(routing)}.",
+        table(
+            ("E", "K", "torch_topk", "packed_key"),
+            [
+                (*key, gain(rows, "torch_topk"), gain(rows, "packed_key"))
+                for key, rows in sorted(groups.items())
+            ],
+        ),
+        "topk", "routing",
     )  # fmt: skip
-    head = ("D", "K", "implementation", "cells", "ratio", "by two passes", "strictly", "verdicts")
-    return table(head, lines)
 
 
-def _soft_table(records: Records) -> list[str]:
+def _soft_section(all_records: Mapping[str, Records]) -> list[str]:
     def line(row: Row) -> tuple[object, ...]:
         stages, total = row["stage_seconds"] or {}, sum((row["stage_seconds"] or {}).values())
-        shares = ", ".join(f"{name} {percent(seconds, total)}" for name, seconds in stages.items())
+        shares = ", ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in stages.items())
         sizes = {name: row[name] for name in ("T", "E", "K", "sequences")}
-        return (
-            row["case"],
-            ": ".join(filter(None, (row["router"], slots_of(row["router"], **sizes)))),
-            f"{row['median_ms']:.3g}",
-            _ratio(row),
-            _verdict(row),
-            shares,
-        )
+        name = ": ".join(filter(None, (row["router"], slots_of(row["router"], **sizes))))
+        return row["case"], name, milliseconds(row["median_ms"]), f"{row['ratio']:.2f}", shares
 
-    head = ("case", "router", "ms", "ratio", "verdict", "share of stages")
-    return table(head, map(line, records.rows))
+    few = [row["ratio"] for row in all_records["soft"].rows if row["role"] != "baseline"]
+    return _section(
+        f"Soft-MoE with few slots takes {min(few):.2f} to {max(few):.2f} of the time of top-k"
+        if few
+        else "Soft-MoE beside top-k",
+        "Time over that of `softmax_topk`, and where the time goes.",
+        table(("case", "router", "ms", "time", "stages"), map(line, all_records["soft"].rows)),
+        "soft",
+    )
+
+
+def _stored_section(all_records: Mapping[str, Records]) -> list[str]:
+    """Experts in 8 and 4 bits beside the same experts in bfloat16, and vLLM's in bfloat16."""
+    topics = [topic for topic in TOPICS if topic.startswith("stored_")]
+    lines: dict[tuple[str, str], dict[int, Row]] = {}
+    for topic in topics:
+        for row in all_records[topic].rows:
+            if row["role"] != "baseline":
+                name = row["case"].partition("/")[0], row["impl"].removeprefix("native(store=").rstrip(")")
+                lines.setdefault(name, {})[row["T"]] = row
+    tokens = sorted({T for by_T in lines.values() for T in by_T})
+
+    def gain(row: Row | None) -> str:
+        return "-" if row is None else f"{times(1 / row['ratio'])}{'' if row['verdict'] == 'FASTER' else '?'}"
+
+    best = [
+        1 / row["ratio"] for (_, name), by_T in lines.items() if name.endswith("_a8") for row in by_T.values()
+    ]
+    errors = {key: max(row["error"] or 0 for row in by_T.values()) for key, by_T in lines.items()}
+    vllm = all_records["experts"].best(VLLM)
+    return _section(
+        f"Rows and weights in 8 and 4 bits are {_range(best)} faster than bfloat16",
+        "How many times faster than `native` with bfloat16 weights, cold weights. `_a8`: rows are rounded to "
+        "8 bits too. Error: root mean square, relative, against the exact result with the stored weights. In "
+        f"bfloat16 itself ours is {compared(vllm)} than vLLM's kernel.",
+        table(
+            ("model", "format", "error", *(f"T = {T:,}" for T in tokens)),
+            [
+                (*key, f"{errors[key]:.2g}", *(gain(by_T.get(T)) for T in tokens))
+                for key, by_T in lines.items()
+            ],
+        ),
+        *topics, "experts",
+    )  # fmt: skip
+
+
+def _peers_section(all_records: Mapping[str, Records]) -> list[str]:
+    """A line for each kernel that is not ours, a column for each number of tokens."""
+    rows = peers(all_records)
+    tokens = sorted({row["T"] for _, row in rows})
+    lines: dict[tuple[str, str], dict[int, Row]] = {}
+    for _, row in rows:
+        lines.setdefault((row["case"].partition("/")[0], row["impl"]), {})[row["T"]] = row
+    return _section(
+        f"Beside kernels of others for the same formats, ours is {compared([row for _, row in rows])}",
+        "How many times faster `native(store=...)` is, with the same weights in the same rounds.",
+        table(
+            ("model", "other kernel", *(f"T = {T:,}" for T in tokens)),
+            [(*name, *(_gain(by_T.get(T)) for T in tokens)) for name, by_T in lines.items()],
+        ),
+        *(topic for topic in TOPICS if topic.startswith("peers_")),
+    )  # fmt: skip
+
+
+def _failed_table(all_records: Mapping[str, Records]) -> list[str]:
+    """How many cells of each implementation have no time, by status. The records hold each reason."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for records in all_records.values():
+        for impl, status, cells in records.failed:
+            counts[re.sub(r"\(.*", "", impl), status] += cells
+    lines = sorted((name, status, count) for (name, status), count in counts.items())
+    return table(("implementation", "status", "cells"), lines) if lines else ["Not measured yet."]
 
 
 # the picture
 
 
-def plotted(all_records: dict[str, Records]) -> list[tuple[str, str, float, float, float]]:
-    """(case, implementation, ratio, low, high) of the grid in bfloat16, as drawn."""
-    rows = sorted(
-        all_records["grid"].where(dtype="bfloat16").rows, key=lambda row: (row["D"], row["E"], row["T"])
-    )
+def plotted(all_records: Mapping[str, Records]) -> list[tuple[int, str, float, float, float]]:
+    """(tokens, name, times faster than Transformers' best, low, high) of the experts, as drawn. The interval
+    of what is not the baseline is made of two, so it is wider than it had to be."""
+    default = all_records["default"]
+    best = {row["T"]: row for row in default.best("hf_")}
+    rows = [(row, best[row["T"]]) for row in default.rows if row["impl"] in EXPERTS and row["T"] in best]
     return [
-        (_short(row["case"]), row["impl"], *(float(f"{row[name]:.4g}") for name in ("ratio", "low", "high")))
-        for row in rows
-        if row["role"] != "baseline"
+        (
+            row["T"],
+            row["impl"],
+            float(f"{theirs['ratio'] / row['ratio']:.4g}"),
+            float(f"{theirs['low'] / row['high']:.4g}"),
+            float(f"{theirs['high'] / row['low']:.4g}"),
+        )
+        for row, theirs in sorted(rows, key=lambda pair: (pair[0]["T"], pair[0]["ratio"]), reverse=True)
     ]
 
 
-def _short(case: str) -> str:
-    return case.partition("/")[2].removesuffix("-bfloat16") or case
+def experts_title(points: Sequence[tuple[int, str, float, float, float]]) -> str:
+    if not points:
+        return "The experts of Qwen3-30B-A3B beside Transformers"
+    ends = [f"{end(point[2] for point in points):.1f}x" for end in (min, max)]
+    return f"The experts of Qwen3-30B-A3B run {ends[0]} to {ends[1]} faster than in Transformers"
 
 
 def hash_of(points: object) -> str:
@@ -547,40 +751,43 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def draw(all_records: dict[str, Records], path: Path) -> None:
+def draw(all_records: Mapping[str, Records], path: Path) -> None:
+    """README's picture: our experts as built and frozen beside Transformers' best."""
     points = plotted(all_records)
-    cases, names = (list(dict.fromkeys(point[place] for point in points)) for place in (0, 1))
-    # colours that colour-blind people can tell apart (Okabe and Ito 2008)
-    colours = dict(zip(sorted(names), ("#E69F00", "#0072B2", "#CC79A7", "#56B4E9"), strict=False))
-    figure = new_figure(8, 1.3 + 0.24 * max(len(cases), 1))
+    tokens = sorted({point[0] for point in points})
+    figure = new_figure(7.6, 4.0)
     axes = figure.add_subplot()
-    for number, name in enumerate(sorted(names)):
+    for number, (name, (title, colour)) in enumerate(EXPERTS.items()):
         mine = [point for point in points if point[1] == name]
-        place = [cases.index(point[0]) + 0.2 * (number - (len(names) - 1) / 2) for point in mine]
+        place = [tokens.index(point[0]) + 0.38 * (number - 0.5) for point in mine]
         reach = [[p[2] - p[3] for p in mine], [p[4] - p[2] for p in mine]]
-        axes.errorbar(
-            [p[2] for p in mine], place, xerr=reach, fmt="o", ms=4.5, lw=1.2, color=colours[name], label=name
-        )
-    axes.axvline(1, color="black", lw=1)
-    axes.set_xscale("log")
-    ticks = (0.5, 0.7, 1, 1.5, 2, 3, 5, 10)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_yticks(range(len(cases)), cases, fontsize=8)
-    axes.set_ylim(max(len(cases), 1) - 0.5, -0.5)
-    axes.grid(axis="x", color="#DDDDDD", lw=0.6)
-    axes.set_xlabel('times as long as impl="auto", with 99 % intervals; model-tokens, bfloat16')
+        axes.bar(place, [p[2] for p in mine], 0.36, color=colour, label=title)
+        axes.errorbar(place, [p[2] for p in mine], reach, fmt="none", ecolor="#222222", lw=1.2, capsize=2.5)
+        for x, point in zip(place, mine, strict=True):
+            axes.annotate(
+                f"{point[2]:.1f}x", (x, point[4]), xytext=(0, 2), textcoords="offset points", ha="center"
+            )
+    axes.axhline(1, color="#222222", lw=1.2, ls="--", label="Transformers' best of three = 1")
+    axes.set_xticks(range(len(tokens)), [f"{T:,}" for T in tokens])
+    axes.set_xlabel("tokens in a call")
+    axes.set_ylabel("times faster; higher is better")
+    axes.grid(axis="y", color="#DDDDDD", lw=0.6)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if points:
-        figure.legend(fontsize=8, frameon=False, loc="outside upper center", ncols=len(names))
-    figure.savefig(path, metadata={PLOTTED: hash_of(points), "Software": ""})
+    axes.tick_params(axis="x", length=0)
+    figure.suptitle(experts_title(points), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    sizes = "64 of its 128 experts, 8 for each token, bfloat16, 2 CPU threads; lines: 99 % intervals"
+    axes.set_title(sizes, loc="left", fontsize=9.5, color="#444444")
+    figure.legend(fontsize=9.5, frameon=False, loc="outside lower center", ncols=3)
+    hashed = {PLOTTED: hash_of(points), "Software": ""}
+    figure.savefig(path, dpi=200, facecolor="white", metadata=hashed)
 
 
 def stored_points(all_records: Mapping[str, Records]) -> list[Point]:
     """(tokens, format, kernel, ms, error against float32 weights) of experts in 16, 8 and 4 bits, as drawn.
 
-    Times and errors of kernels are those of the records; what storing itself loses is the column `layer` of
-    `mrb formats --json > measurements/formats.json`. The two are independent, so their squares are added.
+    Times and errors of kernels are those of the records. What storing itself loses is the column `layer` of
+    formats.json. The two are independent, so their squares are added.
     """
     losses = {row["name"]: row["layer"] for row in json.loads(LOSSES.read_text())["layer"]}
     rows = [row for topic in STORED_TOPICS for row in all_records[topic].rows]
@@ -634,21 +841,48 @@ def draw_stored(all_records: dict[str, Records], path: Path) -> None:
                mfc="white" if not name.startswith(OURS) else "#444444")
         for name, marker in MARKERS.items()
     ]  # fmt: skip
-    for handles, place in ((colours, "outside upper center"), (markers, "outside lower center")):
-        figure.legend(handles=handles, fontsize=8.5, frameon=False, ncols=len(handles), loc=place)
+    finding = "Ours (filled) takes less time than other kernels of the same format (hollow)"
+    for handles, place, title in (
+        (colours, "outside upper center", finding),
+        (markers, "outside lower center", None),
+    ):
+        figure.legend(
+            handles=handles, fontsize=8.5, frameon=False, ncols=len(handles), loc=place, title=title
+        )
     figure.savefig(path, metadata={PLOTTED: hash_of(points), "Software": ""})
 
 
+def losses_table() -> str:
+    """What each format loses: errors of weights, a layer and our kernel, and the loss of a trained model."""
+    trained = {one["name"]: one for one in json.loads(TRAINED.read_text())["trained"]}
+
+    def number(value: float | None, style: str = ".4f") -> str:
+        return "-" if value is None else f"{value:{style}}"
+
+    return marked.table(
+        ("format", "bits", "weights", "layer", "kernel", "kernel, `_a8`", "loss", "loss, `_a8`"),
+        [
+            (
+                row["name"], f"{row['bits']:.2f}",
+                *(number(row[key]) for key in ("weights", "layer", "kernel", "int8_rows")),
+                *(number(trained[row["name"]][key], "+.4f") for key in ("more", "int8_rows")),
+            )
+            for row in json.loads(LOSSES.read_text())["layer"]
+        ],
+    )  # fmt: skip
+
+
 def differences(all_records: dict[str, Records]) -> list[str]:
-    """What is not as the records have it, in sentences."""
+    """The documents and pictures that the records contradict, in sentences."""
     from PIL import Image
 
     found = []
-    if readme_part(all_records) not in README.read_text():
-        found.append("README.md has other figures")
     if not DOCUMENT.is_file() or DOCUMENT.read_text() != document(all_records):
         found.append("docs/figures.md has other figures")
-    for path, points in ((PICTURE, plotted(all_records)), (STORED_PICTURE, stored_points(all_records))):
+    text = FORMATS.read_text()
+    if marked.filled(text, {"losses": losses_table()}) != text:
+        found.append("docs/formats.md has other figures")
+    for path, points in ((PICTURE, plotted(all_records)), (FORMATS_PICTURE, stored_points(all_records))):
         shown = None
         if path.is_file():
             with Image.open(path) as picture:
@@ -661,14 +895,12 @@ def differences(all_records: dict[str, Records]) -> list[str]:
 def main(check: Annotated[bool, typer.Option("--check", help="Write nothing.")] = False) -> None:
     all_records = read()
     if not check:
-        text = README.read_text()
-        before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-        README.write_text(before + readme_part(all_records) + after)
         DOCUMENT.write_text(document(all_records))
+        marked.rewrite(FORMATS, {"losses": losses_table()})
         draw(all_records, PICTURE)
-        draw_stored(all_records, STORED_PICTURE)
+        draw_stored(all_records, FORMATS_PICTURE)
     found = differences(all_records)
-    print("\n".join(found) or "README.md, docs/figures.md and both pictures are as the records have them.")
+    print("\n".join(found) or "docs/figures.md, docs/formats.md and the pictures agree with the records.")
     raise typer.Exit(bool(found))
 
 

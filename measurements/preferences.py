@@ -154,7 +154,7 @@ def main(machines: str, folder: str, evidence: str, write: bool) -> None:
     by_op: dict[str, list[Cell]] = {}
     for one in read_regrets(folder).cells:
         if not one.group.endswith(" frozen"):  # frozen weights have one implementation
-            by_op.setdefault(one.record.what.span, []).append(cell_of(one))
+            by_op.setdefault(one.record.experiment.span, []).append(cell_of(one))
     for name, cells in by_op.items():
         op = get_op(name)
         rules = found_rules(op, cells)

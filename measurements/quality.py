@@ -1,168 +1,108 @@
-"""The tables of docs/quality.md, written from what is in measurements/training.
+"""The table of docs/quality.md, and numbers of the study, from the runs in measurements/training.
 
     mrb train pareto DIR --out measurements/training/STUDY
     python measurements/quality.py
 
-A test holds the document to these files.
+A test compares the page with these files.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
+
+from marked import rewrite, table
 
 from moe_routing_bench.train.predicting import predicted
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parent / "docs" / "quality.md"
-STUDIES = HERE / "training"
+RUNS = HERE / "training"
+STUDIES = ("routers", "balance", "capacity", "chain", "specialise", "perft", "original")
 HEAD = (
-    "rule", "held-out, nats per byte", "from {baseline}", "at equal seconds", "ms a step", "ratio",
-    "MFLOP a token", "thousand parameters", "MiB", "max violation", "rate", "decode, 8 prompts",
+    "study", "rule", "held-out loss", "difference", "at equal seconds", "step", "MFLOP a token",
+    "max violation", "decode",
 )  # fmt: skip
-EARLY = 75  # steps: the first evaluation after the start
 
 
-def table(found: dict[str, Any]) -> str:
-    """One study as a Markdown table, and a line about how it was taken."""
-    heads = [head.format(baseline=found["baseline"]) for head in HEAD]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for one in found["standings"]:
-        decode = one["decode"].get("8")
-        cells = (
-            f"{one['rule']} (sees the future)" if one["sees_future"] else one["rule"],
-            _spread(one["loss"], ""),
-            "" if one["rule"] == found["baseline"] else _spread(one["difference"], "+"),
-            f"{one['at_equal_seconds']['mean']:.3f}",
-            f"{1e3 * one['step_seconds']:.0f}",
-            f"{one['step_ratio']:.2f} ({one['step_interval'][0]:.2f} to {one['step_interval'][1]:.2f})",
-            f"{one['flops_per_token'] / 1e6:.2f}",
-            f"{one['parameters'] / 1e3:,.0f}",
-            f"{one['peak_bytes'] / 2**20:.0f}",
-            "" if one["max_violation"] is None else f"{one['max_violation']:.2f}",
-            f"{one['learning_rate']:g}",
-            f"{decode:,.0f}" if decode else "",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    made = found["made"]
-    seeds = found["standings"][0]["seeds"]
-    lines += [
-        "",
-        f"{found['tokens']:,} bytes, {seeds} seed{'s' if seeds > 1 else ''}; ± is half of a 95 % interval "
-        f"over seeds; equal seconds: after {found['budget']:.0f} s; byte trigrams "
-        f"{found['trigram']:.3f} nats. {made['machine']}, {made['threads']} thread, "
-        f"commit {made['commit'][:10]}.",
-    ]
-    return "\n".join(lines)
+def load(study: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RUNS / study / "pareto.json").read_text())
+    return found
 
 
-def _spread(value: dict[str, Any], sign: str) -> str:
+def studies_table() -> str:
+    """All studies, a line for each rule; the baseline of a study has no difference."""
+    lines = []
+    for study in STUDIES:
+        found = load(study)
+        for one in found["standings"]:
+            decode, violation = one["decode"].get("8"), one["max_violation"]
+            lines.append((
+                study,
+                f"{one['rule']} *" if one["sees_future"] else one["rule"],
+                spread(one["loss"]),
+                "" if one["rule"] == found["baseline"] else spread(one["difference"], "+"),
+                f"{one['at_equal_seconds']['mean']:.2f}",
+                f"{one['step_ratio']:.2f}",
+                f"{one['flops_per_token'] / 1e6:.2f}",
+                "" if violation is None else f"{violation:.2f}",
+                f"{decode:,.0f}" if decode else "",
+            ))  # fmt: skip
+    return table(HEAD, lines)
+
+
+def spread(value: dict[str, Any], sign: str = "") -> str:
+    """1.775±0.041: the mean, and half of its 95 % interval."""
     mean = f"{value['mean']:{sign}.3f}"
     if value["interval"] is None:
         return mean
     low, high = value["interval"]
-    return f"{mean} ± {(high - low) / 2:.3f}"
+    return f"{mean}±{(high - low) / 2:.3f}"
 
 
-def inside_table() -> str:
-    """What the runs of `routers` did on the way, and what their experts chose by at the end."""
-    head = (
-        "rule", f"held-out after {EARLY} steps", "experts a token at the end", "gives away of the letter",
-        "of the text's source", "of the source before training", "layers that collapsed on the way",
-    )  # fmt: skip
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    runs: dict[str, list[dict[str, Any]]] = {}
-    with (STUDIES / "routers" / "trainings.jsonl").open() as file:
+def gives_away(what: str, when: str = "tells") -> dict[str, list[float]]:
+    """Rule -> of each layer and seed, how much the chosen expert says about `what`, in % of its entropy."""
+    found: dict[str, list[float]] = {}
+    with (RUNS / "routers" / "trainings.jsonl").open() as file:
         for run in map(json.loads, file):
             if run["study"] == "routers" and run["experts_per_token"]:
-                runs.setdefault(run["rule"], []).append(run)
-    for rule, seeds in runs.items():
-        early = mean(point["loss"] for run in seeds for point in run["curve"] if point["step"] == EARLY)
-        layers = [layer for run in seeds for layer in run["layers"]]
-        cells = (
-            rule,
-            f"{early:.2f}",
-            f"{mean(run['experts_per_token'] for run in seeds):.2f}",
-            _shares(layers, "tells", "character"),
-            _shares(layers, "tells", "source"),
-            _shares(layers, "tells_at_first", "source"),
-            _collapses([said for run in seeds for said in run["collapsed"]], len(layers)),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "Gives away: the chosen expert, in % of the entropy of the letter's class or of the text's source.",
-        "The least and the most of all layers and seeds.",
-    ]
-    return "\n".join(lines)
-
-
-def _collapses(said: list[str], layers: int) -> str:
-    """_collapses(["layer 2 from step 75, until step 225: ..."], 9) is "1 of 9, until step 225"."""
-    until = [int(re.search(r"until step (\d+)", one)[1]) for one in said]  # type: ignore[index]
-    return f"{len(said)} of {layers}, until step {max(until)}" if said else ""
-
-
-def _shares(layers: list[dict[str, Any]], when: str, what: str) -> str:
-    shares = [100 * layer[when][what] for layer in layers if layer[when]]
-    return f"{min(shares):.1f} to {max(shares):.1f} %" if shares else ""
+                shares = [100 * layer[when][what] for layer in run["layers"] if layer[when]]
+                found.setdefault(run["rule"], []).extend(shares)
+    return {rule: shares for rule, shares in found.items() if shares}
 
 
 def layers_table() -> str:
-    """The time of a step beside what the layer benchmark lets one expect."""
-    lines = ["| rule | layer, ms | predicted step, ms | step, ms | gap |", "|---" * 5 + "|"]
+    """The time of a step beside what the layer benchmark predicts."""
     with tempfile.TemporaryDirectory() as scratch:  # a query leaves copies beside the records
-        records = Path(shutil.copytree(STUDIES / "layers", Path(scratch) / "layers"))
-        rows = predicted(STUDIES / "routers", records)
-    for number, one in enumerate(rows):
-        low, high = one.between
-        gap = f"{100 * one.gap:+.1f} %" if number else ""
-        lines.append(
-            f"| {one.rule} | {one.layer:.2f} | {one.predicted:.1f} ({low:.1f} to {high:.1f}) "
-            f"| {one.step:.1f} | {gap} |"
+        records = Path(shutil.copytree(RUNS / "layers", Path(scratch) / "layers"))
+        rows = predicted(RUNS / "routers", records)
+    lines = [
+        (
+            one.rule,
+            f"{one.layer:.2f}",
+            f"{one.predicted:.1f} ({one.between[0]:.1f} to {one.between[1]:.1f})",
+            f"{one.step:.1f}",
+            f"{100 * one.gap:+.1f} %" if number else "",
         )
-    return "\n".join(lines)
+        for number, one in enumerate(rows)
+    ]
+    return table(("rule", "layer, ms", "predicted step, ms", "step, ms", "gap"), lines)
 
 
-def soft_table() -> str:
-    """Steps of Soft-MoE beside those of top-2, for longer and longer sequences."""
-    times = json.loads((STUDIES / "soft" / "times.json").read_text())
-    rules = ("softmax_topk", "soft_moe")
-    head = ("sequence", *(f"{rule}, ms a step" for rule in rules), "ratio of medians")
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for length in dict.fromkeys(name.split(", ")[1] for name in times["seconds"]):
-        top, soft = (1e3 * median(times["seconds"][f"{rule}, {length}"]) for rule in rules)
-        lines.append(f"| {length.removesuffix(' tokens')} | {top:.0f} | {soft:.0f} | {soft / top:.2f} |")
-    made = times["made"]
-    how = f"{times['rounds']} rounds in turns, {made['threads']} thread, load {made['load']:.1f} afterwards"
-    lines += ["", f"{how}. {made['machine']}, commit {made['commit'][:10]}."]
-    return "\n".join(lines)
-
-
-def tables() -> dict[str, str]:
-    """Every table of the document by its name there."""
-    studies = {
-        path.parent.name: table(json.loads(path.read_text())) for path in STUDIES.glob("*/pareto.json")
-    }
-    return {**studies, "inside": inside_table(), "layers": layers_table(), "soft": soft_table()}
-
-
-def written(text: str) -> str:
-    """The document with every table as the files have it."""
-    for name, fresh in tables().items():
-        begin, end = (f"<!-- table {name}: {word} -->" for word in ("begin", "end"))
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        assert found and closed and begin not in after, f"docs/quality.md needs one place for table {name}"
-        text = f"{before}{begin}\n{fresh}\n{end}{after}"
-    return text
+def soft_growth() -> list[tuple[str, float, float, float]]:
+    """(sequence, milliseconds of a step of top-2, of Soft-MoE, their ratio)."""
+    seconds = json.loads((RUNS / "soft" / "times.json").read_text())["seconds"]
+    lines = []
+    for length in dict.fromkeys(name.split(", ")[1] for name in seconds):
+        top, soft = (1e3 * median(seconds[f"{rule}, {length}"]) for rule in ("softmax_topk", "soft_moe"))
+        lines.append((length.removesuffix(" tokens"), top, soft, soft / top))
+    return lines
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(written(DOCUMENT.read_text()))
-    print(f"{DOCUMENT} is as the studies have it.")
+    rewrite(DOCUMENT, {"studies": studies_table()})
+    print(f"{DOCUMENT} agrees with the studies.")

@@ -2,8 +2,8 @@
 
     python measurements/which_router.py
 
-Routing alone: measurements/routers/router_cost.json. Trained models: pareto.json of
-measurements/training/routers. A test holds the document to them.
+The routing alone is timed in measurements/routers/router_cost.json. Trained models are in pareto.json of
+measurements/training/routers. A test compares the page with them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+
+from marked import rewrite, table
 
 from moe_routing_bench.routers.router import all_routers
 
@@ -20,8 +22,7 @@ COST = HERE / "routers" / "router_cost.json"
 STUDY = HERE / "training" / "routers" / "pareto.json"
 E = 64  # experts in the column of routing's cost, in eval mode
 HEAD = (
-    "rule", "causal", "alone", "experts a token", "routing, ms", "its ratio", "a step", "peak MiB",
-    "max violation", "held-out loss",
+    "rule", "causal", "alone", "experts a token", "routing", "step", "MiB", "max violation", "held-out loss",
 )  # fmt: skip
 
 
@@ -35,10 +36,10 @@ def trained() -> dict[str, dict[str, Any]]:
 
 
 def facts() -> str:
-    """One row a router: those that were trained first, by their loss."""
+    """One row for each router. Those that were trained come first, by their loss."""
     cost, quality = costs(), trained()
     order = {rule: place for place, rule in enumerate(quality)}
-    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    lines = []
     for name, rule in sorted(all_routers().items(), key=lambda item: (order.get(item[0], 99), item[0])):
         row, one = cost.get(name), quality.get(name)
         cells = [
@@ -46,11 +47,10 @@ def facts() -> str:
             "yes" if rule.causal else "**no**",
             "no" if rule.batch_dependent else "yes",
             rule.experts_per_token,
-            "" if row is None else f"{row['milliseconds']:.1f}",
-            "" if row is None else f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})",
+            "" if row is None else f"{row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})",
         ]
         if one is None:
-            cells += ["", "", "", "not trained here"]
+            cells += ["", "", "", ""]
         else:
             low, high = one["loss"]["interval"]
             violation = one["max_violation"]
@@ -58,10 +58,10 @@ def facts() -> str:
                 f"{one['step_ratio']:.2f}",
                 f"{one['peak_bytes'] / 2**20:.0f}",
                 "" if violation is None else f"{violation:.2f}",
-                f"{one['loss']['mean']:.3f} ± {(high - low) / 2:.3f}",
+                f"{one['loss']['mean']:.3f}±{(high - low) / 2:.3f}",
             ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return table(HEAD, lines)
 
 
 def advice() -> str:
@@ -69,52 +69,48 @@ def advice() -> str:
     one, row = trained(), costs()
     clear = [name for name, found in one.items() if _clearly_lower(found)]
     assert not clear, f"the first line of the advice is wrong: {clear} have a clearly lower loss"
-    step = {name: f"{found['step_ratio']:.2f}" for name, found in one.items()}
+    step = {name: more(found["step_ratio"]) for name, found in one.items()}
     load = {name: f"{found['max_violation'] or 0:.2f}" for name, found in one.items()}
-    alone = {name: f"{found['ratio']:.2f}" for name, found in row.items()}
+    alone = {name: more(found["ratio"]) for name, found in row.items()}
     lines = [
-        ("a decoder, and no reason for anything else", "`softmax_topk` with a balance loss",
-         "no rule was clearly better at equal tokens with three seeds"),
-        ("a decoder whose experts must be evenly loaded: many ranks, a capacity", "`sigmoid_bias`",
-         f"max violation {load['sigmoid_bias']} against {load['softmax_topk']}; a step takes "
-         f"{step['sigmoid_bias']} times as long; balance adds nothing to the loss"),
-        ("the least time for a step", "`switch`",
-         f"one expert a token: {step['switch']} of the step, for a loss that is not clearly higher"),
-        ("choices known before the layer runs: prefetching experts, the same in every run", "`hashed`",
-         f"no projection: {alone['hashed']} of the routing time. As good as learned rules on bytes; with a "
-         "large vocabulary nobody measured it here"),
+        ("a decoder, and no special needs", "`softmax_topk` with a balance loss",
+         "with three seeds no rule was clearly better at equal tokens"),
+        ("a decoder whose experts must be evenly loaded (many ranks, a capacity)", "`sigmoid_bias`",
+         f"max violation {load['sigmoid_bias']} instead of {load['softmax_topk']}, and no balance loss; a "
+         f"step takes {step['sigmoid_bias']}"),
+        ("little time for a step", "`switch`",
+         f"one expert a token: a step takes {step['switch']}, and the loss is not clearly higher"),
+        ("a need to know the choice before the layer runs, to fetch experts early", "`hashed`",
+         f"routing takes {alone['hashed']}. As good as learned rules on bytes; not measured with a large "
+         "vocabulary"),
         ("tokens that need different amounts of work", "`relu`, `top_p`",
-         f"rows are ragged, so a step takes {step['relu']} and {step['top_p']} times as long although "
-         "ReLU does fewer operations"),
-        ("all tokens are known: encoders, images", "`expert_choice`",
-         f"equal loads by construction (max violation {load['expert_choice']}); a step takes "
-         f"{step['expert_choice']} times as long; it sees the future and cannot write"),
-        ("many experts per token wanted, sequences of one length, no decoding", "`soft_moe`",
-         f"nothing is dropped or uneven; routing takes {alone['soft_moe']} times as long, a step "
-         f"{step['soft_moe']} times; published for images, worse on text here"),
+         f"ragged rows: a step of ReLU takes {step['relu']}, of top-p {step['top_p']}, although ReLU does "
+         "fewer operations"),
+        ("all tokens at once (encoders, images)", "`expert_choice`",
+         f"equal loads by construction; a step takes {step['expert_choice']}; it sees later tokens, so it "
+         "cannot write text"),
+        ("sequences of one length, no decoding, many experts per token", "`soft_moe`",
+         f"nothing is dropped or uneven; a step takes {step['soft_moe']}; made for images, worse on text "
+         "here"),
     ]  # fmt: skip
-    return "\n".join(
-        ["| you have | take | because |", "|---|---|---|", *(f"| {' | '.join(line)} |" for line in lines)]
-    )
+    return table(("you have", "use", "because"), lines)
+
+
+def more(ratio: float) -> str:
+    """more(1.21) is "21 % more time", more(0.98) is "2 % less time", of softmax_topk's."""
+    return f"{100 * abs(ratio - 1):.0f} % {'more' if ratio >= 1 else 'less'} time"
 
 
 def _clearly_lower(found: dict[str, Any]) -> bool:
-    """Than softmax_topk's, seed by seed: the interval of the difference lies below 0."""
+    """Is the loss below that of softmax_topk, seed by seed? The interval of the difference lies below 0."""
     interval = found["difference"]["interval"]
     return interval is not None and interval[1] < 0
 
 
-def written(text: str) -> str:
-    """The document with both tables as the files have them."""
-    for name, fresh in (("facts", facts()), ("advice", advice())):
-        begin, end = (f"<!-- table {name}: {word} -->" for word in ("begin", "end"))
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        assert found and closed, f"docs/which_router.md needs a place for table {name}"
-        text = f"{before}{begin}\n{fresh}\n{end}{after}"
-    return text
+def tables() -> dict[str, str]:
+    return {"facts": facts(), "advice": advice()}
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(written(DOCUMENT.read_text()))
-    print(f"{DOCUMENT} is as the measurements have it.")
+    rewrite(DOCUMENT, tables())
+    print(f"{DOCUMENT} agrees with the measurements.")

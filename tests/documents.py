@@ -9,7 +9,7 @@ from pathlib import Path
 
 from repository import ROOT
 
-SKIPPED = ("study/study.md", "study/slides.md", "study/summary.md")  # sources; README.md there has their text
+SKIPPED = ("study/slides.md", "study/summary.md")  # sources; study.md has their text
 PROGRAMS = r"(?:[A-Z_]+=\S* )*(?:mrb|python|pip|bash|pytest|make|vllm|torchrun) "
 
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_routing_bench.bench.fork_server import fork_server
+from moe_routing_bench.core.fork_server import fork_server
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.moe import expert_parallel as moe

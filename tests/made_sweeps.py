@@ -7,20 +7,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.outcome import CellOutcome
-from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from sample_outcomes import an_outcome
 
-SUBJECTS = (Subject(spec="staged"), Subject(spec="native"))
+SUBJECTS = (ImplementationRef(name="staged"), ImplementationRef(name="native"))
 
 
-def made_cells(count: int) -> list[Cell]:
-    return [an_outcome(0.01, 0.02, subjects=SUBJECTS, T=100 + n).cell for n in range(count)]
+def made_cells(count: int) -> list[Experiment]:
+    return [an_outcome(0.01, 0.02, subjects=SUBJECTS, T=100 + n).experiment for n in range(count)]
 
 
-def key_of(cell: Cell) -> str:
-    return hashlib.sha256(cell.name.encode()).hexdigest()
+def key_of(experiment: Experiment) -> str:
+    return hashlib.sha256(experiment.title.encode()).hexdigest()
 
 
 class MadeUp:
@@ -32,13 +31,13 @@ class MadeUp:
         self.measured: list[str] = []
         self.failing = failing
 
-    def keys(self, cells: Sequence[Cell]) -> list[set[str]]:
-        return [{key_of(cell)} for cell in cells]
+    def keys(self, cells: Sequence[Experiment]) -> list[set[str]]:
+        return [{key_of(experiment)} for experiment in cells]
 
-    def run(self, cells: Sequence[Cell], **more: Any) -> Iterator[CellOutcome]:
-        for cell in cells:
-            self.measured.append(cell.name)
-            T = cell.case.shape.T
+    def run(self, cells: Sequence[Experiment], **more: Any) -> Iterator[CellOutcome]:
+        for experiment in cells:
+            self.measured.append(experiment.title)
+            T = experiment.T
             second = "CRASHED" if T in self.failing else T * 2e-4
             made = an_outcome(T * 1e-4, second, subjects=SUBJECTS, T=T)
-            yield replace(made, identity=replace(made.identity, key=key_of(cell)))
+            yield replace(made, identity=replace(made.identity, key=key_of(experiment)))

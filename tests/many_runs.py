@@ -30,9 +30,9 @@ def fill(folder: Path, records: int) -> int:
                         {"staged": 1.0, "native": 0.5 + 0.05 * (cells % 11), "hf": 1.2, "other": "OOM"}
                         if cells % 4 == 3
                         else {"staged": 1.0, "native": 0.5 + 0.05 * (cells % 11), "hf": 1.2, "other": 0.8},
-                        environment=WITH_SOURCE, seed=cells, workload__case=f"{model}/{T}",
-                        workload__model=model, workload__T=T, workload__E=E, workload__K=K,
-                        routing__spec=workload,
+                        environment=WITH_SOURCE, seed=cells, experiment__case=f"{model}/{T}",
+                        model=model, experiment__T=T, experiment__E=E, experiment__K=K,
+                        experiment__workload=workload,
                     )  # fmt: skip
                     cells += 1
         name = session.id

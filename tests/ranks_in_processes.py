@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from moe_routing_bench.bench.fork_server import fork_server
+from moe_routing_bench.core.fork_server import fork_server
 
 SECONDS = 240.0
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.identity import Identity
-from moe_routing_bench.bench.noise import NoiseDuring, weather
+from moe_routing_bench.bench.noise import NoiseDuring, noise_now
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.load import LoadStatistics
 from moe_routing_bench.core.shapes import MoEShape
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 HASH = "0123456789abcdef" * 4
 COST = Cost(useful_flops=4_000_000, executed_flops=5_000_000, weight_bytes=60_000, activation_bytes=40_000)
@@ -23,7 +22,7 @@ ROUNDS = 20
 
 def an_outcome(
     *times: float | str,
-    subjects: tuple[Subject, ...],
+    subjects: tuple[ImplementationRef, ...],
     span: str = "layer",
     direction: str = "forward",
     workload: str = "zipf(1.2)",
@@ -33,13 +32,13 @@ def an_outcome(
     """Each subject has its time in seconds, or its failed status; the first with a time is the baseline."""
     shape = MoEShape(**{"T": 100, "D": 64, "F": 32, "E": 8, "K": 2, **sizes})
     name = f"own/{shape.T}x{shape.D}-e{shape.E}-k{shape.K}"
-    case = BenchCase(name=name, span=span, shape=shape, dtype="float32", direction=direction)
-    cell = Cell(case=case, workload=workload, subjects=subjects)
+    case = Experiment(case=name, span=span, **vars(shape), dtype="float32", direction=direction)
+    experiment = replace(case, workload=workload, implementations=subjects)
     load: Any = dict.fromkeys(LoadStatistics.__dataclass_fields__, 0)
     found: list[SubjectOutcome] = []
     base: tuple[float, ...] = ()
     for subject, time in zip(subjects, times, strict=True):
-        label = subject.spec
+        label = subject.name
         if isinstance(time, str):
             about: dict[str, Any] = {"status": Status[time], "reason": "why"}
         else:
@@ -52,8 +51,8 @@ def an_outcome(
         found.append(SubjectOutcome(subject=subject, label=label, cost=cost, **about))
     hashes = dict.fromkeys(subjects, HASH)
     identity = Identity(key=HASH, harness=HASH, contracts=hashes, sources=hashes)
-    now = weather()
+    now = noise_now()
     return CellOutcome(
-        cell=cell, identity=identity, outcomes=tuple(found), rounds=ROUNDS + 1, aa_floor=0.001,
+        experiment=experiment, identity=identity, outcomes=tuple(found), rounds=ROUNDS + 1, aa_floor=0.001,
         routing_checksum=HASH, weather=NoiseDuring(before=now, after=now), stop_reason="precision reached",
     )  # fmt: skip

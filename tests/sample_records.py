@@ -14,7 +14,7 @@ HASH = "0123456789abcdef" * 4
 def document(**changes: Any) -> dict[str, Any]:
     """A whole record as JSON would hold it; changes are by dotted path with __ for the dot."""
     whole: dict[str, Any] = {
-        "schema_version": 2,
+        "schema_version": 3,
         "record_id": f"{SESSION}-000001",
         "cell_key": HASH,
         "session": SESSION,
@@ -23,30 +23,37 @@ def document(**changes: Any) -> dict[str, Any]:
         "created_at": "2026-11-15T02:47:34.123456Z",
         "harness_version": "0.1.0",
         "harness_hash": HASH,
-        "what": {
-            "span": "expert_ffn", "direction": "forward", "contract_hash": HASH,
-            "included": ["dispatch", "grouped_gemm", "combine"], "excluded": ["router"], "layout": "compact",
-            "router": "", "layer": "",
-        },
-        "workload": {
-            "case": "seed-fused/32x7168~scaled", "scaled_from": "seed-fused/32x7168", "model": "", "T": 32,
-            "D": 1792, "F": 64, "E": 64, "K": 8, "W": 1, "shared_F": 0, "heads": 0, "sequences": 1,
-            "activation": "swiglu", "bias": False, "dtype": "float32", "store": "",
+        "model": "",
+        "included": ["dispatch", "grouped_gemm", "combine"],
+        "excluded": ["router"],
+        "experiment": {
+            "span": "expert_ffn", "direction": "forward", "case": "seed-fused/32x7168~scaled", "T": 32,
+            "D": 1792, "F": 64, "E": 64, "K": 8, "W": 1, "dtype": "float32", "store": "",
+            "activation": "swiglu", "bias": False, "shared_F": 0, "heads": 0, "sequences": 1,
+            "layout": "compact", "weights": True, "checkpoint": "", "checkpoint_layer": 0,
+            "scaled_from": "seed-fused/32x7168", "workload": "zipf(1.2)", "seed": 0, "device": "cpu",
+            "threads": 1, "cache": "hot", "view": "host wall", "processes": 1, "max_rounds": 1000,
+            "min_rounds": 20, "max_seconds": 60.0, "target": 0.01, "step_seconds": 120.0,
+            "memory_gib": 12.0, "checked": 3, "stages": False, "sandbox": False, "all": False,
+            "implementations": [
+                {"name": name, "layout": "compact", "router": "", "layer": "", "frozen": False}
+                for name in ("eager_loop", "staged")
+            ],
+            "include": [],
         },
         "routing": {
-            "suite_version": 1, "spec": "zipf(1.2)", "seed": 0, "checksum": HASH, "active_experts": 60,
-            "zero_experts": 4, "max_over_mean": 2.5, "max_violation": 1.5, "max_violation_rank": 0.0,
-            "cv": 0.9, "gini": 0.5, "entropy_bits": 5.1, "dropped_pairs": 0, "padded_rows": 8,
-            "tile_efficiency": 0.97,
+            "checksum": HASH, "active_experts": 60, "zero_experts": 4, "max_over_mean": 2.5,
+            "max_violation": 1.5, "max_violation_rank": 0.0, "cv": 0.9, "gini": 0.5, "entropy_bits": 5.1,
+            "dropped_pairs": 0, "padded_rows": 8, "tile_efficiency": 0.97,
         },
         "implementation": {
             "label": "staged", "spec": "staged", "origin": "built in", "source_hash": HASH,
-            "role": "candidate", "deterministic": True, "host_sync": "", "runs": "",
+            "role": "candidate", "deterministic": True, "host_sync": "", "runs": "", "contract_hash": HASH,
+            "layout": "compact", "router": "", "layer": "",
         },
         "protocol": {
-            "view": "host wall", "cache": "hot", "device": "cpu", "threads": 1, "processes": 1, "rounds": 40,
-            "calls_per_sample": 3, "warmup_calls": 5, "stop_reason": "precision reached", "seed": 0,
-            "fresh_inputs": "per call",
+            "all_threads": 1, "rounds": 40, "calls_per_sample": 3, "warmup_calls": 5,
+            "stop_reason": "precision reached", "fresh_inputs": "per call",
         },
         "timing": {
             "median": 0.0115, "mean": 0.0115, "std": 0.001, "least": 0.01, "most": 0.013, "p05": 0.0101,
@@ -94,7 +101,7 @@ def with_times(whole: dict[str, Any], timing: Timing) -> dict[str, Any]:
     """The record with these times, and the rates that follow from their median."""
     work, seconds = whole["work"], timing.median
     rates = {
-        "tokens_per_second": whole["workload"]["T"] / seconds,
+        "tokens_per_second": whole["experiment"]["T"] / seconds,
         "flops_per_second": work["useful_flops"] / seconds,
         "bytes_per_second": (work["weight_bytes"] + work["activation_bytes"]) / seconds,
         "share_of_roof": min(1.0, work["roof_seconds"] / seconds),

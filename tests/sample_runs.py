@@ -61,7 +61,7 @@ def add_cell(
             "implementation__label": name,
             "implementation__spec": name,
             "implementation__source_hash": content_hash((sources or {}).get(name, name)),
-            "what__layout": (layouts or {}).get(name, "compact"),
+            "implementation__layout": (layouts or {}).get(name, "compact"),
             "repro": f"mrb bench expert_ffn --impl {name}",
             **changes,
             **(each or {}).get(name, {}),

@@ -15,33 +15,35 @@ from pathlib import Path
 import psutil
 import torch
 
-from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.fleet.executor import LocalExecutor
 from moe_routing_bench.fleet.sweep import plan_sweep, run_sweep
 from moe_routing_bench.ops.registry import include
 from moe_routing_bench.results.folder import iterate
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 KERNELS = Path(__file__).parent / "red_team" / "kernels"
-POLICY = Policy(min_rounds=8, max_rounds=8, step_seconds=8, memory_gib=2, checked=2, target=0.5)
+HOW = {"min_rounds": 8, "max_rounds": 8, "step_seconds": 8, "memory_gib": 2, "checked": 2, "target": 0.5}
 
 
-def make_cells(count: int, bad: list[str]) -> list[Cell]:
+def make_cells(count: int, bad: list[str]) -> list[Experiment]:
     """Honest pairs; spread among them one cell for each bad kernel."""
     at = {(i + 1) * count // (len(bad) + 1): name for i, name in enumerate(bad)}
     return [
-        Cell(
-            case=BenchCase(
-                name=f"own/{i}",
-                span="combine",
-                shape=MoEShape(T=16 + i, D=32, F=32, E=4, K=2),
-                dtype="float32",
-            ),
+        Experiment(
+            case=f"own/{i}",
+            span="combine",
+            T=16 + i,
+            D=32,
+            F=32,
+            E=4,
+            K=2,
+            dtype="float32",
             workload="uniform",
-            subjects=(Subject(spec="gather_sum"), Subject(spec=at.get(i, "index_add"))),
-            policy=POLICY,
+            implementations=(
+                ImplementationRef(name="gather_sum"),
+                ImplementationRef(name=at.get(i, "index_add")),
+            ),
+            **HOW,
             include=(str(KERNELS),) if i in at else (),
         )
         for i in range(count)
@@ -72,7 +74,7 @@ def main(folder: Path, count: int, bad: list[str]) -> None:
     plan = plan_sweep(cells, folder)
     print(f"todo {len(plan.todo)}", flush=True)
     for outcome in run_sweep(plan.todo, folder, LocalExecutor()):
-        print(f"done {outcome.cell.case.name} {[str(o.status) for o in outcome.subjects]}", flush=True)
+        print(f"done {outcome.experiment.case} {[str(o.status) for o in outcome.subjects]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 import moe_routing_bench as mrb
 from command_line import mrb as command
 from many_runs import WITH_SOURCE
-from moe_routing_bench.api import bench_cells, options_of
+from moe_routing_bench.api import bench_experiments, options_of
 from moe_routing_bench.routers.router import without_included
 from repository import ROOT
 from sample_runs import make_run
@@ -54,7 +54,7 @@ def test_cells_are_those_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None
     command("bench", "layer", *words.split(), "--impl", "staged,eager_loop", "--layout", "compact,block(16)")
     axes = {**SHAPES, "tokens": [8, 16], "threads": 1, "stages": True, "layout": ["compact", "block(16)"]}
     (options,) = options_of(["staged", "eager_loop"], axes)
-    assert bench_cells("layer", *options) == asked and len(asked) == 2
+    assert bench_experiments("layer", *options) == asked and len(asked) == 2
 
 
 @pytest.mark.parametrize("call", [mrb.bench, lambda *a, **k: mrb.sweep("topk", "x", *a, **k)])
@@ -75,7 +75,7 @@ def test_a_wrong_name_lists_the_right_ones(call: Any) -> None:
         (lambda: mrb.check("combine", "gather_som"), "did you mean 'gather_sum'"),
         (lambda: mrb.check("combine", dtype="float8"), "there is no dtype 'float8'"),
         (lambda: mrb.check("combine", device="abacus"), "cannot run on 'abacus'"),
-        (lambda: mrb.check("combine", tokens="few"), "cannot read --tokens 'few'"),
+        (lambda: mrb.check("combine", tokens="few"), "cannot read tokens 'few'"),
         (lambda: mrb.open("/no/such/folder"), "there is no /no/such/folder"),
         (lambda: mrb.train("swich"), "there is no router 'swich'"),
     ],
@@ -87,7 +87,7 @@ def test_a_mistake_is_a_value_error(call: Any, sentence: str) -> None:
 
 def test_cells_say_all() -> None:
     (options,) = options_of("sort", {**SHAPES, **QUICK, "tokens": 4})
-    cells = bench_cells("topk", *options)
+    cells = bench_experiments("topk", *options)
     with pytest.raises(TypeError, match="leave out implementations and axes"):
         mrb.bench(cells, tokens=8)
     with pytest.raises(TypeError, match="'bach'; did you mean 'batch'"):
@@ -140,7 +140,7 @@ def test_two_results_are_compared(folder: Path, tmp_path: Path) -> None:
     make_run(tmp_path / "after", {"staged": 1.0, "native": 0.8}, seed=1, environment=WITH_SOURCE)
     changes = mrb.open(folder).compare(tmp_path / "after")
     assert [one.verdict for one in changes.changes if one.implementation == "native"] == ["SLOWER"]
-    text = command("compare", folder, tmp_path / "after").stdout
+    text = command("results", "compare", folder, tmp_path / "after").stdout
     assert str(changes).split() == text.split()
     past = mrb.open(folder).history()
     assert "Series: 1" in str(past) and past.metric == "ratio"
@@ -204,13 +204,16 @@ def test_bench_and_what_comes_of_it(tmp_path: Path, capfd: pytest.CaptureFixture
         progress=False,
     )
     assert capfd.readouterr() == ("", "")
-    assert len(results.cells) == 2 and len(results) == 6 and len(results.winners()) == 2
+    assert len(results.experiments) == 2 and len(results) == 6 and len(results.winners()) == 2
     assert "torch_topk" in str(results) and "2 cells" in str(results) and "verdict" in results._repr_html_()
-    again = mrb.bench(results.cells[:1], seconds=60, out=tmp_path / "first", progress=False)
+    again = mrb.bench(results.experiments[:1], seconds=60, out=tmp_path / "first", progress=False)
     assert (
         len(again) == 3 and len(mrb.open(tmp_path / "first")) == 9
     )  # its own records, not all of the folder
-    assert again.cells == results.cells[:1]
+    assert again.experiments == results.experiments[:1]
+    assert set(mrb.open(tmp_path / "first").experiments) == set(results.experiments)
+    one = next(record for record in results if record.implementation.role == "candidate")
+    assert len(mrb.bench(one.experiment, seconds=60, save=False, progress=False)) == 3
     assert len(results.compare(again).changes) == 2
     assert state() == before
 

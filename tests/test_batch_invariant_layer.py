@@ -94,7 +94,7 @@ def test_it_computes_and_trains_as_the_plain_layer() -> None:
         ({"impl": "staged"}, "these are: native.batch_invariant=True"),
         ({"impl": "eager_loop"}, "these are: native.batch_invariant=True"),
         ({"layout": "padded(capacity_factor=2)"}, "dropped"),
-        ({"router": "expert_choice"}, "by the rule"),
+        ({"router": "expert_choice"}, "ExpertChoiceRouter"),
         ({"router_options": {"topk": "torch_topk"}}, "topk.torch_topk"),
     ],
 )

@@ -147,7 +147,7 @@ def test_the_users_mistakes_are_told() -> None:
         FreeExperts()
     with pytest.raises(ValueError, match="none below 0"):
         FreeExperts(zero=2, copy=-1)
-    with pytest.raises(ValueError, match="tau weighs"):
+    with pytest.raises(ValueError, match="tau is the weight"):
         FreeExperts(zero=1, tau=0.0)
     with pytest.raises(ValueError, match="E=3"):
         MoE(D, H, E, K, router=build("softmax_topk", D, E, K), free_experts=FREE)

@@ -1,4 +1,4 @@
-"""The house keeps its own rules: imports run downhill, the library needs torch alone, documents are true."""
+"""The house keeps its own rules: imports run downhill, the library needs torch alone, the design is true."""
 
 from __future__ import annotations
 
@@ -17,13 +17,6 @@ from repository import ROOT, SOURCE
 
 FILES = sorted(SOURCE.rglob("*.py"))
 MEASUREMENTS = ROOT / "measurements"
-DOCUMENTS = [
-    "README.md",
-    "DESIGN.md",
-    "CONTRIBUTING.md",
-    *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
-]
-
 # lowest first; a file imports only from its own floor's files listed before it, or from lower floors
 FLOORS = [
     ["layouts", "formats"],
@@ -50,7 +43,8 @@ FLOORS = [
     ["train"],
     ["studies"],
     ["report"],
-    ["cli", "api"],
+    ["api"],
+    ["cli"],
     ["__main__"],
 ]
 
@@ -94,6 +88,13 @@ def test_imports_run_downhill() -> None:
     pairs = [(module_of(path), there) for path in files for there in imports_of(path)]
     upward = [f"{here} imports {there}" for here, there in pairs if floor_of(there) > floor_of(here)]
     assert pairs and not upward, upward
+
+
+def test_the_command_line_is_a_shell_over_the_api() -> None:
+    imported = imports_of(SOURCE / "api.py")
+    assert imported and not [name for name in imported if name.partition(".")[0] in ("cli", "typer")]
+    below = [path for path in FILES if floor_of(module_of(path)) < FLOORS.index(["cli"]) and module_of(path)]
+    assert not [path for path in below if imports_of(path, of="typer")], "typer is for the command line"
 
 
 def test_there_are_no_circles() -> None:
@@ -171,16 +172,6 @@ def test_the_design_names_every_room() -> None:
     assert not missing, f"DESIGN.md, The rooms, does not name {missing}"
 
 
-def test_documents_name_only_files_that_exist() -> None:
-    folders = r"src|tests|examples|measurements|docs|\.ci|" + "|".join(p.name for p in SOURCE.iterdir())
-    homes, missing = (ROOT, SOURCE, MEASUREMENTS), []
-    for document in DOCUMENTS:
-        named = re.findall(rf"[`(/ ]((?:{folders})/[\w./-]*\w/?)[`) ]", (ROOT / document).read_text())
-        assert named, document
-        missing += [(document, path) for path in named if not any((home / path).exists() for home in homes)]
-    assert not missing, missing
-
-
 def test_the_index_names_every_measurement() -> None:
     named = set(re.findall(r"`(\w+/[\w./]+)", (MEASUREMENTS / "README.md").read_text()))
     files = {str(p.relative_to(MEASUREMENTS)) for p in MEASUREMENTS.glob("*/*.*") if p.suffix != ".pyc"}
@@ -206,7 +197,7 @@ def test_the_public_names_are_all_there() -> None:
     from moe_routing_bench import public
 
     imported = {n for n, v in vars(public).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
-    of_api = {"Results", "bench", "check", "open", "sweep", "train"}
+    of_api = {"Experiment", "ImplementationRef", "Results", "bench", "check", "open", "sweep", "train"}
     assert sorted(imported | of_api) == sorted(mrb.__all__) and not imported & of_api
     assert all(hasattr(mrb, name) for name in mrb.__all__)
 

@@ -13,7 +13,7 @@ import torch
 
 from command_line import mrb, mrb_json
 from moe_routing_bench.bench import roofs as roofs_module
-from moe_routing_bench.bench.noise import Neighbours, NoiseDuring, NoiseReading, weather
+from moe_routing_bench.bench.noise import Neighbours, NoiseDuring, NoiseReading, noise_now
 from moe_routing_bench.bench.roofs import (
     MIN_SECONDS,
     Roofs,
@@ -63,7 +63,7 @@ QUIET = NoiseReading(
 
 
 def test_bad_weather_is_told() -> None:
-    now = weather()
+    now = noise_now()
     assert now.available_gib > 0 and now.cpu_seconds > 0 and 0 <= now.steal_percent <= 100
     storm = replace(QUIET, load_1min=3.0, steal_seconds=70.0, throttle_count=4)
     assert storm.steal_percent == pytest.approx(7.0)

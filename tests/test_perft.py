@@ -133,8 +133,8 @@ def test_the_saved_part_is_small_and_enough(kind: str) -> None:
 def test_the_users_mistakes_are_told() -> None:
     moe = MoE(D, H, E, K)
     for options, sentence in (
-        ({"kind": "Q"}, "kind 'Q' is unknown; there are R, E, D, S"),
-        ({"kind": "S", "adapter": "prefix"}, "adapter 'prefix' is unknown"),
+        ({"kind": "Q"}, "there is no kind 'Q'; there are R, E, D, S"),
+        ({"kind": "S", "adapter": "prefix"}, "there is no adapter 'prefix'"),
         ({"kind": "S", "adapter": "parallel", "alpha": 1.0}, "alpha scales LoRA"),
         ({"kind": "S", "rank": 0}, "rank is the width"),
         ({"kind": "D"}, "kind D needs num_adapters"),

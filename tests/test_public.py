@@ -50,14 +50,14 @@ def test_nothing_is_loaded_before_it_is_asked_for() -> None:
     python(light)
 
 
-@pytest.mark.parametrize("first", ["mrb.bench", "import moe_routing_bench.bench.cell"])
+@pytest.mark.parametrize("first", ["mrb.bench", "import moe_routing_bench.bench.runner"])
 def test_a_folder_and_a_function_have_one_name(first: str) -> None:
     """Whichever is used first."""
     python(
         "import inspect, moe_routing_bench as mrb\n"
         f"{first}\n"
-        "import moe_routing_bench.bench.cell as cell, moe_routing_bench.train.settings as settings\n"
-        "assert callable(mrb.bench) and callable(mrb.train) and mrb.bench.cell is cell\n"
+        "import moe_routing_bench.bench.runner as runner, moe_routing_bench.train.settings as settings\n"
+        "assert callable(mrb.bench) and callable(mrb.train) and mrb.bench.runner is runner\n"
         "assert 'tokens' in inspect.signature(mrb.bench).parameters and 'fastest' in mrb.bench.__doc__\n"
         "from moe_routing_bench.api import bench, train\n"
         "assert inspect.signature(mrb.train) == inspect.signature(train)"

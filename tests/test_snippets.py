@@ -24,7 +24,7 @@ from command_line import mrb
 from documents import Command, Python, commands, file_named, pythons
 from engine_routes import routes, saved, sglang, text, vllm
 from many_runs import WITH_SOURCE
-from moe_routing_bench.cli import COMMANDS, loaded
+from moe_routing_bench.cli import command_of, today
 from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.workloads.trace import write_trace
 from repository import ROOT
@@ -35,31 +35,31 @@ MINUTES = "minutes of timing"
 NOT_RUN = {
     r"pip |python -m venv|\. |make ": "installs, or runs this test suite",
     r"(MRB_VLLM=1 )?vllm |LOCAL_KERNELS": "needs vLLM or kernels; measurements/models has the transcripts",
-    r".*(TRITON_INTERPRET|_ON_CPU=1)|mrb compile|bash measurements/gpu": "needs Triton or CuTe: steps of CI",
+    r".*(TRITON_INTERPRET|_ON_CPU=1)|mrb gpu |bash measurements/gpu": "needs Triton or CuTe: steps of CI",
     r"pytest ": "a step of .ci/run",
     r".*--device cuda|mrb sweep gpu-quick --out gpu$": "needs a GPU",
     r"python measurements/sweeps.py run": "an hour; the records are in measurements/records",
     r"python (measurements/(figures|which_router)|docs/study/build)": "test_figures.py and its like compare",
     r"python examples/|torchrun ": "test_examples.py, test_faster_example.py and test_restart.py do",
     r"mrb sweep (?!.*--dry-run)": "minutes to hours; the records are in measurements/records",
-    r"mrb train --study": "half an hour and more; the runs are in measurements/training",
+    r"mrb train study": "half an hour and more; the runs are in measurements/training",
     r".*kt_kernel": "needs kt-kernel; measurements/cpu/kt.txt has the transcript",
-    r".*--checkpoint|mrb trace record|mrb export kernels": "needs a model; tests/models has small ones",
-    r"mrb report measurements": "a minute; test_report.py reads the same records",
+    r".*--checkpoint|mrb model trace record|mrb model kernels": "needs a model; tests/models has small ones",
+    r"mrb results report measurements": "a minute; test_report.py reads the same records",
     r"mrb doctor": "minutes, and it wants the machine for itself",
-    r"mrb (bench|profile) .*(qwen3-30b|olmoe|mixtral|seed-|--full)|mrb (bench|profile) block": MINUTES,
+    r"mrb bench .*(qwen3-30b|olmoe|mixtral|seed-|--full)|mrb (bench block|model profile)": MINUTES,
     r"mrb bench layer (--router|--tokens (512|1024))|mrb bench (expert_ffn|parallel)": MINUTES,
     r"mrb check$": "half an hour; a step of .ci/run",
     r"bash measurements/parallel": "minutes of training; what it printed is beside it",
     r"mrb .*(s3|gs|az)://": "needs an object store; test_fleet_s3.py has one",
-    r"mrb verify": "needs a bundle; test_bundle.py makes them",
-    r"mrb formats .*--text": "trains a model; docs/formats.md has what it printed",
+    r"mrb bundle verify": "needs a bundle; test_bundle.py makes them",
+    r"mrb model formats .*--text": "trains a model; docs/formats.md has what it printed",
 }
 NIGHTLY = {
     r"mrb (bench|check|train) ": "starts workers or trains: 4 s to a minute each",
     r"mrb sweep .*--dry-run|mrb parallel plan": "3 s each, and tests/parallel, test_sweep.py run their like",
-    r".*--picture|mrb report routers": "draws for seconds; test_cli_trace.py and test_report.py draw less",
-    r"mrb (place|cache) ": "a search over 128 experts: seconds to a minute",
+    r".*--picture|mrb results report routers": "draws for seconds; other tests draw less",
+    r"mrb parallel (place|cache) ": "a search over 128 experts: seconds to a minute",
     r"mrb explain .*--arch": "4 s of imports; test_targets.py asks the same",
 }
 WRITES = ("--out", "-o", "--html", "--picture", "--parquet")
@@ -76,7 +76,7 @@ def level(command: Command) -> str:
 
 
 def a_name_alone(command: Command) -> bool:
-    """`mrb decide` in a sentence is the name of a command, `<op>`, COMMAND and ... stand for something."""
+    """`mrb check` in a sentence is the name of a command, `<op>`, COMMAND and ... stand for something."""
     named = command.mentioned and len(command.words) <= 3 and not re.search(r" (-|\w+[./]\w+)", command.text)
     runs = command.text in ("mrb list", "mrb list ops", "mrb list routers", "mrb list workloads")
     stands = re.search(r"<|\.\.\.|COMMAND", command.text)
@@ -138,12 +138,12 @@ OURS = [one for one in ALL if "mrb" in one.words[:3] and words_of(one)[0] != "CO
 def test_a_command_exists_with_its_options(command: Command) -> None:
     """It is read as the command line reads it, and not run."""
     words = words_of(command)
-    assert words[0] in COMMANDS, f"{command.document}: there is no mrb {words[0]}"
-    found, rest, name = loaded(words[0]), words[1:], words[0]
-    while hasattr(found, "resolve_command") and rest and rest[0] in found.commands:
-        found, rest, name = found.commands[rest[0]], rest[1:], f"{name} {rest[0]}"
+    old, words = today(words)
+    assert not old, f"{command.document}: mrb {old} is an old name"
+    found, rest = command_of(words)
+    assert len(rest) < len(words), f"{command.document}: there is no mrb {words[0]}"
     if level(command) != "name":
-        found.make_context(name, list(rest))
+        found.make_context("mrb", [*rest])
 
 
 def _there(command: Command, place: Path, folder: Path) -> list[str]:

@@ -55,8 +55,8 @@ def test_nodes_have_the_memory_near_them() -> None:
 
 
 BAD = {
-    "": "one of them has no processor",
-    "0-1;": "one of them has no processor",
+    "": "a node has no processor",
+    "0-1;": "a node has no processor",
     "on": "'on' is no number",
     "0-1;two": "'two' is no number",
     "0-1;-3": "'-3' is no number",
@@ -65,11 +65,11 @@ BAD = {
     "3-2;1": "3-2 does not rise",
     "0-1024;1": "ends past 1023",
     "0-99999;1": "is no number",
-    "0,0;1": "a processor stands twice in one of them",
-    "0-1;1-2": "processor 1 is in two of them; pinned behind allows it",
-    "0;1 pin": "behind them may stand pinned, nothing else",
-    "0;1 pinned now": "behind them may stand pinned, nothing else",
-    "auto please": "behind them may stand pinned, nothing else",
+    "0,0;1": "a node has a processor twice",
+    "0-1;1-2": "processor 1 is in two of them, which needs pinned",
+    "0;1 pin": "only pinned may follow them",
+    "0;1 pinned now": "only pinned may follow them",
+    "auto please": "only pinned may follow them",
     ";".join(["0"] * 65) + " pinned": "there are at most 64",
     "0," * 6000: "at most 10000 letters, not 12000",
     "0;8": "this machine has no processor 8 in use",

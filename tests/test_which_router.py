@@ -9,12 +9,13 @@ from repository import ROOT
 
 sys.path.insert(0, str(ROOT / "measurements"))
 
+import marked
 import which_router
 
 
 def test_the_tables_are_those_of_the_measurements() -> None:
     text = which_router.DOCUMENT.read_text()
-    assert which_router.written(text) == text, "run python measurements/which_router.py"
+    assert marked.filled(text, which_router.tables()) == text, "run python measurements/which_router.py"
 
 
 def test_every_router_is_in_the_table() -> None:

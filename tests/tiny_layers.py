@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from moe_routing_bench import ExpertWeights, Layout, Routing, RoutingPlan, all_ops
+from moe_routing_bench.core import cpp
 from moe_routing_bench.core.accuracy import judge
 from moe_routing_bench.core.experts import GATED
 
 MAKE_PLAN = all_ops()["make_plan"].get("argsort")
 EXPERT_FFN = all_ops()["expert_ffn"]
+needs_compiler = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
 Arguments = tuple[Tensor, Tensor, RoutingPlan, ExpertWeights]
 
 

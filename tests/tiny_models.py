@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from moe_routing_bench.models.reading import experts_modules
+
 VOCABULARY = 97
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -107,3 +109,21 @@ def gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]
     out.loss.backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return out.logits.detach(), found
+
+
+def choices(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """The sorted experts of every token, layer by layer."""
+    chosen: list[Tensor] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args: chosen.append(args[1].sort(-1).values))
+        for _, module in experts_modules(model)
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return chosen
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())

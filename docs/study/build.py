@@ -1,12 +1,11 @@
 """The study, its slides and its summary, from the records under measurements/.
 
-    python docs/study/build.py            text, figures and three PDFs
-    python docs/study/build.py --text     the text alone (a second; needs no pandoc and no Typst)
+    python docs/study/build.py            figures and three PDFs
 
 study.md, slides.md and summary.md are the sources: words and {{placeholders}}. facts.py has the numbers,
-pictures.py the figures. README.md here is study.md with its placeholders filled: the page that GitHub and the
-docs site show. PDFs are set by Typst, from what pandoc makes of the same text: pip install '.[study]' brings
-both. built.json holds what they were made from; a test compares.
+pictures.py the figures. The docs site fills study.md when it is built. Pandoc converts the same text for
+Typst, which makes the PDFs: pip install '.[study]' brings both. built.json has hashes of what they were
+made from, and a test compares.
 """
 
 from __future__ import annotations
@@ -15,33 +14,29 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # a test imports this file from elsewhere
 
 from facts import MEASUREMENTS, ROOT, fill  # noqa: E402
 
-PAGE, BUILT = HERE / "README.md", HERE / "built.json"
-# the PDF: (its source, its look)
+BUILT = HERE / "built.json"
+# PDF -> (source, style)
 PDFS = {
     "study.pdf": ("study.md", "paper.typ"),
     "slides.pdf": ("slides.md", "slides.typ"),
     "summary.pdf": ("summary.md", "paper.typ"),
 }
 COUNT = "\n#context [#metadata(counter(page).final().first()) <end>]\n"
-NOTE = "<!-- written by `python docs/study/build.py` from study.md and the records; change study.md -->\n"
 
 
 def page() -> str:
     """study.md with its placeholders filled."""
-    return NOTE + fill((HERE / "study.md").read_text())
+    return fill((HERE / "study.md").read_text())
 
 
 def sources() -> dict[str, str]:
-    """What figures and PDFs are made from: each file by its hash, each text as it is filled."""
+    """What figures and PDFs are made from -> its hash. Texts count with their placeholders filled."""
     texts = {name: fill((HERE / name).read_text()).encode() for name, _ in PDFS.values()}
     looks = {look: (HERE / look).read_bytes() for _, look in PDFS.values()}
     drawn = [
@@ -57,7 +52,7 @@ def sources() -> dict[str, str]:
 
 
 def make_pdf(name: str) -> int:
-    """Its number of pages."""
+    """Makes one PDF and returns its number of pages."""
     import matplotlib
     import pypandoc
     import typst
@@ -80,10 +75,7 @@ def make_pdf(name: str) -> int:
     return int(pages)
 
 
-def main(text: Annotated[bool, typer.Option("--text", help="Only the text.")] = False) -> None:
-    PAGE.write_text(page())
-    if text:
-        return
+def main() -> None:
     from pictures import write
 
     for path in write(HERE / "figures"):
@@ -94,4 +86,4 @@ def main(text: Annotated[bool, typer.Option("--text", help="Only the text.")] = 
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

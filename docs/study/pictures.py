@@ -1,4 +1,4 @@
-"""The figures of the study as SVG: those of `mrb report` on the committed records, and three more."""
+"""The figures of the study as SVG: those of `mrb results report` on the committed records, and four more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from facts import MEASUREMENTS, load, soft_growth, standings
+from facts import MEASUREMENTS, grid, load, quality, records, standings
 from matplotlib.ticker import NullFormatter
 
 from moe_routing_bench.report.drawing import COLOURS, GREY, INK, Picture, figure, style
@@ -16,9 +16,8 @@ from moe_routing_bench.report.finding import results_folders
 from moe_routing_bench.report.page import make_page
 from moe_routing_bench.report.reading import read
 
-# the name of a file here: what `mrb report --figures` calls it
+# the name of a file here: what `mrb results report --figures` calls it
 FROM_REPORT = {
-    "winners": "winners-layer-bfloat16",
     "layouts": "layouts-layer-bfloat16-layouts-compared",
     "routers": "routers-layer-train-float32-routers-compared",
     "soft_stages": "stages-layer-bfloat16-routers-compared",
@@ -32,11 +31,13 @@ def pictures() -> Iterator[Picture]:
     with results_folders(SOURCES) as found:
         page = make_page(read(found), "")
         for name, start in FROM_REPORT.items():
-            made = next(one for one in page.pictures if one.name.startswith(start))
+            named = [one for one in page.pictures if one.name.startswith(start)]
+            made = max(named, key=lambda one: len(one.table.rows) if one.table else 0)  # of several chapters
             if made.figure._suptitle is not None:
                 made.figure.suptitle("")  # the caption says it
             yield replace(made, name=name)
     with style():
+        yield Picture(name="gains", caption="", figure=_gains())
         yield Picture(name="pareto", caption="", figure=_pareto())
         yield Picture(name="drift", caption="", figure=_drift())
         yield Picture(name="soft_growth", caption="", figure=_soft_growth())
@@ -50,6 +51,35 @@ def write(folder: Path) -> list[Path]:
         with style():
             picture.figure.savefig(paths[-1], facecolor="white", metadata={"Date": None, "Creator": None})
     return paths
+
+
+def _gains() -> Any:
+    """Each cell of the grid in bfloat16: how many times faster ours is than the two others."""
+    rows = records()["grid"].where(dtype="bfloat16")
+    made = figure(9.5, 3.4)
+    axes = made.add_subplot()
+    cases = sorted({(row["D"], row["E"], row["T"], row["case"]) for row in rows.rows})
+    for place, (label, start) in enumerate(
+        (("Transformers' best", grid.HF), ("vLLM's CPU kernel", grid.VLLM))
+    ):
+        found = {row["case"]: row for row in rows.best(start)}
+        at = [number for number, case in enumerate(cases) if case[3] in found]
+        mine = [found[cases[number][3]] for number in at]
+        reach = [[row["ratio"] - row["low"] for row in mine], [row["high"] - row["ratio"] for row in mine]]
+        axes.bar(
+            [number + 0.4 * place - 0.2 for number in at], [row["ratio"] for row in mine], 0.38, yerr=reach,
+            capsize=2, color=COLOURS[place], label=label,
+        )  # fmt: skip
+    names = [case[3].partition("/")[2].removesuffix(f"-{case[2]}-bfloat16") for case in cases]
+    labels = [
+        f"{case[2]:,}\n{name if case[2] == 16 else ''}" for case, name in zip(cases, names, strict=True)
+    ]
+    axes.set_xticks(range(len(cases)), labels)
+    axes.axhline(1, color=INK, linewidth=1)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("times faster")
+    made.legend(loc="outside upper center", ncols=2)
+    return made
 
 
 def _pareto() -> Any:
@@ -103,7 +133,7 @@ def _drift() -> Any:
 
 
 def _soft_growth() -> Any:
-    rows = soft_growth()
+    rows = quality.soft_growth()
     made = figure(9.5, 3.0)
     axes = made.add_subplot()
     lengths = [int(row[0]) for row in rows]

@@ -19,18 +19,16 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.commit import source_version
 from moe_routing_bench.bench.runner import run_cell
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.shapes import MoEShape
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 BUSY = "while True: sum(range(10**6))"
 SLOW_DOWN = 0.05
@@ -120,12 +118,16 @@ def compared(folder: Path, name: str, i: int, seconds: float) -> list[Compared]:
     """The comparisons of one cell."""
     T, D, F, E, K = SIZES[i % len(SIZES)]
     shape = MoEShape(T=T, D=D, F=F, E=E, K=K)
-    case = BenchCase(name="own/power", span="expert_ffn", shape=shape, dtype="float32")
-    subjects = (Subject(spec="staged"), *(Subject(spec=f"{name}_{n}") for n in range(COPIES)))
-    policy = Policy(max_seconds=seconds)
-    cell = Cell(case=case, workload="uniform", subjects=subjects, include=(str(folder),), policy=policy)
+    case = Experiment(case="own/power", span="expert_ffn", **vars(shape), dtype="float32")
+    subjects = (
+        ImplementationRef(name="staged"),
+        *(ImplementationRef(name=f"{name}_{n}") for n in range(COPIES)),
+    )
+    experiment = replace(
+        case, workload="uniform", implementations=subjects, include=(str(folder),), max_seconds=seconds
+    )
     rows = []
-    for one in run_cell(cell).subjects[1:]:
+    for one in run_cell(experiment).subjects[1:]:
         if one.comparison is None:
             row = Compared(str(one.status), math.nan, math.nan, 0)
         else:

@@ -13,22 +13,21 @@ import random
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import duckdb
 import numpy as np
 
-from moe_routing_bench.bench.cell import Cell, Policy, Subject
 from moe_routing_bench.core.machine import this_machine
-from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.fleet.executor import LocalExecutor
 from moe_routing_bench.fleet.sweep import run_sweep
 from moe_routing_bench.results.folder import Session, iterate
 from moe_routing_bench.results.parquet import compact
 from moe_routing_bench.results.query import run_query
 from moe_routing_bench.results.record import Record, Timing, parse_record
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 SESSIONS = 10
 QUERY = "SELECT impl, span, count(*), median(median_ms) FROM records GROUP BY impl, span ORDER BY ALL"
@@ -39,17 +38,16 @@ APPENDS = 1_000
 
 def measured() -> Record:
     """A record as a sweep writes it, of two implementations of combine on a few tokens."""
-    case = BenchCase(
-        name="own/x", span="combine", shape=MoEShape(T=16, D=32, F=32, E=4, K=2), dtype="float32"
-    )
-    cell = Cell(
-        case=case,
+    case = Experiment(case="own/x", span="combine", T=16, D=32, F=32, E=4, K=2, dtype="float32")
+    experiment = replace(
+        case,
         workload="uniform",
-        subjects=(Subject(spec="gather_sum"), Subject(spec="index_add")),
-        policy=Policy(min_rounds=40, max_rounds=40),
+        implementations=(ImplementationRef(name="gather_sum"), ImplementationRef(name="index_add")),
+        min_rounds=40,
+        max_rounds=40,
     )
     with tempfile.TemporaryDirectory() as folder:
-        list(run_sweep([cell], Path(folder), LocalExecutor()))
+        list(run_sweep([experiment], Path(folder), LocalExecutor()))
         return next(r for r in iterate(Path(folder)) if r.implementation.role == "candidate")
 
 
@@ -67,7 +65,7 @@ def fill(folder: Path, record: Record, records: int) -> None:
                 whole |= {"session": session, "record_id": f"{session}-{number % 1_000_000:06d}"}
                 whole["cell_key"] = f"{number // 4:064x}"
                 whole["implementation"]["label"] = f"impl{number % 12}"
-                whole["what"]["span"] = f"span{number % 5}"
+                whole["experiment"]["span"] = f"span{number % 5}"
                 scale, timing = digits.lognormvariate(0, 0.3), whole["timing"]
                 timing["samples"]["file"] = f"session={session}/samples.f64"
                 for name in ("median", "mean", "least", "most", "p05", "p25", "p75", "p95"):

@@ -1,6 +1,7 @@
 """How often the verdict is wrong, and how many rounds it needs, on simulated noise.
 
-    python measurements/bench/verdict_power.py       about 10 minutes; writes verdict_power.json beside it
+    python measurements/bench/verdict_power.py              10 minutes; writes verdict_power.json beside it
+    python measurements/bench/verdict_power.py unpaired     runs that are not interleaved; unpaired_runs.json
 
 Every round times A, its twin and B once, in shuffled order; the times are 1 (B: the effect) times the noise:
 
@@ -15,6 +16,11 @@ Every round times A, its twin and B once, in shuffled order; the times are 1 (B:
 
 In `verdicts`, `false` is the share of FASTER and SLOWER where A and B are the same, `covered` the share of
 99 % intervals that hold 1, `found` the share of SLOWER by effect and `wrong_way` the largest of FASTER.
+
+`unpaired` asks how often `mrb results compare` calls equal code different. Each run has 40 rounds with 3 % of
+jitter, and is faster or slower as a whole by chance (drift, standard deviation 0 or 2 %, the same for the
+baseline and the candidate). In raw times the drift looks like a change of the code. In the ratio to a
+baseline timed in the same rounds it cancels. There is no correction for many comparisons.
 """
 
 from __future__ import annotations
@@ -32,7 +38,8 @@ import numpy as np
 import scipy
 from scipy import stats
 
-from moe_routing_bench.bench.verdict import Comparison, aa_floor, compare, compare_cells, stop_reason
+from moe_routing_bench.bench.verdict import DELTA, Comparison, aa_floor, compare, compare_cells, stop_reason
+from moe_routing_bench.results.compare import interval_of, p_value_of, verdict_of
 
 SEED = 20261115
 SHARED = ("jitter", "spikes", "drift", "bursts", "bimodal", "all")
@@ -40,6 +47,7 @@ ROUNDS = (10, 20, 40, 80)
 EFFECTS = (1.02, 1.05, 1.10)
 NULLS, POWERS, EXTRAS = 2_000, 500, 1_000
 TWINS = 8
+RUNS, RUN_ROUNDS, JITTER = 400, 40, 0.03  # of `unpaired`
 
 
 def times(model: str, sessions: int, rounds: int, rng: np.random.Generator, names: int = 3) -> np.ndarray:
@@ -167,6 +175,42 @@ def placement(rounds: int) -> dict[str, Any]:
     return {"rounds": rounds, "false": {name: count / EXTRAS for name, count in wrong.items()}}
 
 
+def one_run(rng: np.random.Generator, drift: float, effect: float) -> tuple[np.ndarray, np.ndarray]:
+    """Logarithms of the baseline's and the candidate's times."""
+    luck = rng.normal(0, drift)
+    baseline = luck + rng.normal(0, JITTER, RUN_ROUNDS)
+    return baseline, luck + effect + rng.normal(0, JITTER, RUN_ROUNDS)
+
+
+def called_different(rng: np.random.Generator, drift: float, effect: float, *, by_ratio: bool) -> float:
+    called = 0
+    for _ in range(RUNS):
+        (base_a, cand_a), (base_b, cand_b) = one_run(rng, drift, 0.0), one_run(rng, drift, effect)
+        a, b = (cand_a - base_a, cand_b - base_b) if by_ratio else (cand_a, cand_b)
+        centre = float(np.median(b) - np.median(a))
+        verdict, _ = verdict_of(centre, interval_of(a, b), p_value_of(a, b), 0.0, DELTA, 0.0)
+        called += verdict in ("FASTER", "SLOWER")
+    return called / RUNS
+
+
+def unpaired() -> None:
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "drift_sd": drift,
+            "effect": effect,
+            "called_different_by_times": called_different(rng, drift, np.log1p(effect), by_ratio=False),
+            "called_different_by_ratio_to_baseline": called_different(
+                rng, drift, np.log1p(effect), by_ratio=True
+            ),
+        }
+        for drift, effect in ((0.0, 0.0), (0.02, 0.0), (0.02, 0.05))
+    ]
+    document = {"runs": RUNS, "rounds": RUN_ROUNDS, "jitter": JITTER, "delta": DELTA, "rows": rows}
+    Path(__file__).with_name("unpaired_runs.json").write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(rows, indent=1))
+
+
 def main() -> None:
     cases = [(model, rounds) for model in SHARED for rounds in ROUNDS]
     with Pool(2) as pool:
@@ -194,4 +238,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    unpaired() if sys.argv[1:] == ["unpaired"] else main()

@@ -183,7 +183,7 @@ def tests(folder: Path, so_far: bool = False) -> dict[str, int] | None:
 def about(folder: Path) -> list[str]:
     kept = folder / "about.txt"
     if not kept.exists():
-        asking = "from moe_routing_bench import cpp; import platform as p, torch; "
+        asking = "from moe_routing_bench.core import cpp; import platform as p, torch; "
         asking += "print(p.machine(), p.python_version(), torch.__version__, cpp.best_level())"
         kept.write_text("".join(guest(folder, "-c", asking)))
     return kept.read_text().split()

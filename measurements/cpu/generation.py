@@ -9,8 +9,8 @@
 The random model has the layers of Qwen3-30B-A3B (D=2048, F=768, 8 experts a token, 32 heads of 128, 4 of them
 for keys and values), 64 experts instead of 128 and 3 layers instead of 48, in bfloat16. The vocabulary is
 8192: at 3 layers the head then has the share of the bytes of a token that it has in the original, a tenth.
-The trained model is that of `mrb formats --text`, in float32; its loss is taken through the kernels that are
-timed.
+The trained model is that of `mrb model formats --text`, in float32; its loss is taken through the timed
+kernels.
 
 Ours are frozen by plugin.freeze. In `experts`, batched_mm copies the weights of every chosen expert for every
 token, 26 GB a layer for this prompt, so it takes part in decode only, after a prefill by ours. In `formats`,
@@ -216,7 +216,7 @@ def experts(rounds: Rounds = 15, threads: Threads = 2, quick: Quick = False) -> 
         "sizes": sizes,
         "prompt": prompt,
         "new": new,
-        "implementations": [str(one) for one in plugin.implementations(frozen)],
+        "implementations": [str(implementation) for implementation in plugin.implementations(frozen)],
         "difference": (ours - eager).abs().max().item(),
         "largest_logit": eager.abs().max().item(),
         "subjects": measured(subjects, partial(text_of, sizes, prompt + new), prompt, rounds, OURS),
@@ -236,13 +236,13 @@ def experts_summary(document: dict[str, Any]) -> str:
     ]
     for phase in PHASES:
         tokens = document["prompt" if phase == "prefill" else "new"]
-        for name, one in document["subjects"].items():
-            if phase in one:
-                middle, low, high = one[phase]["ratio"]
-                each = 1e3 / one[phase]["tokens_per_second"]
+        for name, subject in document["subjects"].items():
+            if phase in subject:
+                middle, low, high = subject[phase]["ratio"]
+                each = 1e3 / subject[phase]["tokens_per_second"]
                 lines.append(
                     f"{phase:8}  {name:18}{tokens * each:10.1f}{each:10.3f}   "
-                    f"{middle:5.2f} ({low:.2f} .. {high:.2f})   {one['inside_experts'][phase]:12.0%}"
+                    f"{middle:5.2f} ({low:.2f} .. {high:.2f})   {subject['inside_experts'][phase]:12.0%}"
                 )
     lines += ["", *document["implementations"]]
     lines.append(f"largest difference of logits to eager: {document['difference']:.3g}")
@@ -377,12 +377,12 @@ def formats_summary(document: dict[str, Any]) -> str:
         prompt, new = model["prompt"], model["new"]
         lines += ["", f"{title}, {model['type']}: {prompt} tokens in one call, then {new} calls of one"]
         lines.append(f"{'experts':28}{'MB':>8}{'loss':>9}{heads}")
-        for name, one in model["subjects"].items():
-            line = f"{name:28}{one['experts_bytes'] / 1e6:8.1f}{one['loss']:9.4f}"
+        for name, subject in model["subjects"].items():
+            line = f"{name:28}{subject['experts_bytes'] / 1e6:8.1f}{subject['loss']:9.4f}"
             for phase in PHASES:
-                middle, low, high = one[phase]["ratio"]
+                middle, low, high = subject[phase]["ratio"]
                 ratio = f"{middle:.3f} ({low:.3f} .. {high:.3f})"
-                line += f"{one[phase]['tokens_per_second']:20.1f}{ratio:>24}"
+                line += f"{subject[phase]['tokens_per_second']:20.1f}{ratio:>24}"
             lines.append(line)
     return "\n".join(lines) + "\n"
 

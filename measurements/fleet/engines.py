@@ -65,9 +65,9 @@ def contents(folder: Path) -> Counter[tuple[str, ...]]:
     """Each record that a cell must have, and how often it is there."""
     return Counter(
         (
-            r.workload.case,
+            r.experiment.case,
             str(r.routing and r.routing.spec),
-            r.contender,
+            r.implementation.title,
             r.implementation.role,
             r.correctness.status,
         )
@@ -238,7 +238,7 @@ def slurm(place: Path, kills: Kills | None) -> Path:
             cluster.batch(4).wait(PATIENCE)
     parts = sorted(str(p) for p in place.glob("part-*"))
     subprocess.run(
-        [*MRB, "merge", *parts, "--out", str(place / "out")], check=True, stdout=subprocess.DEVNULL
+        [*MRB, "results", "merge", *parts, "--out", str(place / "out")], check=True, stdout=subprocess.DEVNULL
     )
     return place / "out"
 
@@ -253,7 +253,7 @@ import os, random, sys, time
 from made_sweeps import MadeUp, made_cells
 from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
 from moe_routing_bench.fleet.leases import Leases
-from moe_routing_bench.fleet.store import Shared
+from moe_routing_bench.fleet.store import RemoteStore
 
 class Slow(MadeUp):
     def run(self, cells, **more):
@@ -261,7 +261,7 @@ class Slow(MadeUp):
             time.sleep(random.uniform(0, 0.2))
             yield outcome
 
-store, engine = Shared(sys.argv[1], make=True), Slow()
+store, engine = RemoteStore(sys.argv[1], make=True), Slow()
 plan = plan_fleet(made_cells(int(sys.argv[2])), store, engine, retry_failed=False, resume=True)
 leases = Leases(store.objects, f"worker-{os.getpid()}", clock=lambda: 200 * time.monotonic())
 for outcome in run_fleet(plan, store, engine, claim=True, leases=leases):
@@ -284,7 +284,7 @@ def store_run(number: int, place: Path, server: Any) -> dict[str, Any]:
     began = time.monotonic()
     workers = [start_made_up(url, place / f"said-{n}", environment) for n in range(4)]
     kills = Counter[str]()
-    compact = [sys.executable, "-m", "moe_routing_bench", "compact", url, "--drop"]
+    compact = [sys.executable, "-m", "moe_routing_bench", "results", "compact", url, "--drop"]
     time.sleep(draw.uniform(5, 9))
     for _ in range(draw.randint(1, 3)):
         victim = draw.randrange(len(workers))

@@ -172,7 +172,16 @@ def grow_records(place: Path, power: int, distinct: list[Path]) -> dict[str, Any
             shutil.copyfile(distinct[number % len(distinct)], path)
             note_file(index, path, level=5, rows=PART_ROWS)
     size = sum(path.stat().st_size for path in folder.glob("rows-*"))
-    command = [sys.executable, "-m", "moe_routing_bench", "results", AGGREGATE, "--folder", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "moe_routing_bench",
+        "results",
+        "query",
+        AGGREGATE,
+        "--folder",
+        str(folder),
+    ]
     answer = {
         "records": count * PART_ROWS,
         "bytes of a record": round(size / count / PART_ROWS, 1),

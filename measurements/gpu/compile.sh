@@ -3,5 +3,5 @@
 # compares with (tests/data/compile.json). 10 minutes on 2 cores, with the triton that CUDA builds of torch pin.
 set -euo pipefail
 cd "$(dirname "$0")"
-mrb compile --configs --out compile.json
+mrb gpu compile --configs --out compile.json
 mv compile.json ../../tests/data/

@@ -32,7 +32,7 @@ def wanted() -> list[KitCell]:
     return list(cells(specs="triton_*"))
 
 
-def one(number: int) -> dict[str, Any]:
+def checked(number: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     cell = wanted()[number]
     started = time.perf_counter()
@@ -74,7 +74,7 @@ def main() -> None:
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         found = []
-        for row in pool.imap(one, range(len(wanted())), chunksize=8):
+        for row in pool.imap(checked, range(len(wanted())), chunksize=8):
             found.append(row)
             if len(found) % 50 == 0:
                 print(f"{len(found)} of {len(wanted())}, {time.perf_counter() - started:.0f} s", flush=True)

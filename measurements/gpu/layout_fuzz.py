@@ -152,49 +152,34 @@ def answer(call: Callable) -> Layout | None:
         return None
 
 
+def for_cute(argument: Any) -> Any:
+    return theirs(argument) if isinstance(argument, Layout) else argument
+
+
 def case(fuzz: Fuzz) -> None:
     a, b = fuzz.layout(256), fuzz.layout(64)
     target = fuzz.random.choice((1, 2, 8, 16, 24, 64, 100, fuzz.random.randint(1, 300), a.shape))
-    fuzz.compare(
-        "coalesce", (a,), lambda: algebra.coalesce(a), lambda: answer(lambda: cute.coalesce(theirs(a)))
-    )
-    fuzz.compare(
-        "composition",
-        (a, b),
-        lambda: algebra.composition(a, b),
-        lambda: answer(lambda: cute.composition(theirs(a), theirs(b))),
-    )
-    fuzz.compare(
-        "complement",
-        (a, target),
-        lambda: algebra.complement(a, target),
-        lambda: answer(lambda: cute.complement(theirs(a), target)),
-    )
-    fuzz.compare(
-        "right_inverse",
-        (a,),
-        lambda: algebra.right_inverse(a),
-        lambda: answer(lambda: cute.right_inverse(theirs(a))),
-    )
 
-    def standing_on(complement_of: Layout, target: Any, call: Callable) -> Layout | None:
-        if answer(lambda: cute.complement(theirs(complement_of), target)) is None:
-            fuzz.dies(call)
-            return None
-        return answer(call)
+    def compare(name: str, arguments: tuple[Any, ...], stands_on: tuple[Layout, Any] | None = None) -> None:
+        """stands_on: the arguments of a complement without which CuTe has no result."""
 
-    fuzz.compare(
-        "logical_divide",
-        (a, b),
-        lambda: algebra.logical_divide(a, b),
-        lambda: standing_on(b, a.size, lambda: cute.logical_divide(theirs(a), theirs(b))),
-    )
-    fuzz.compare(
-        "logical_product",
-        (a, b),
-        lambda: algebra.logical_product(a, b),
-        lambda: standing_on(a, a.size * b.cosize, lambda: cute.logical_product(theirs(a), theirs(b))),
-    )
+        def call() -> Any:
+            return getattr(cute, name)(*map(for_cute, arguments))
+
+        def from_cute() -> Layout | None:
+            if stands_on and answer(lambda: cute.complement(*map(for_cute, stands_on))) is None:
+                fuzz.dies(call)
+                return None
+            return answer(call)
+
+        fuzz.compare(name, arguments, lambda: getattr(algebra, name)(*arguments), from_cute)
+
+    compare("coalesce", (a,))
+    compare("composition", (a, b))
+    compare("complement", (a, target))
+    compare("right_inverse", (a,))
+    compare("logical_divide", (a, b), (b, a.size))
+    compare("logical_product", (a, b), (a, a.size * b.cosize))
     by_mode(fuzz, a)
     thread_values(fuzz)
     if (made := answer(lambda: cute.composition(theirs(a), theirs(b)))) is not None and b.cosize <= a.size:
@@ -210,22 +195,17 @@ def by_mode(fuzz: Fuzz, a: Layout) -> None:
         fuzz.random.choice((1, 2, 3, 4, 8, Layout(2, 2), Layout(4, fuzz.random.choice((1, 2, 3)))))
         for _ in range(fuzz.random.randint(1, a.rank))
     ]
-    given = tuple(theirs(one) if isinstance(one, Layout) else one for one in tiler)
-    layouts = [one if isinstance(one, Layout) else Layout(one) for one in tiler]
-    written = (a, [str(one) for one in tiler])
-    for name in ("logical_divide", "zipped_divide"):
+    layouts = [part if isinstance(part, Layout) else Layout(part) for part in tiler]
+    written = (a, [str(part) for part in tiler])
+    for name, given in (("logical_divide", tiler), ("zipped_divide", tiler), ("composition", layouts)):
         fuzz.compare(
             f"{name} by mode",
             written,
-            lambda name=name: getattr(algebra, name)(a, tiler),
-            lambda name=name: answer(lambda: getattr(cute, name)(theirs(a), given)),
+            lambda name=name, given=given: getattr(algebra, name)(a, given),
+            lambda name=name, given=given: answer(
+                lambda: getattr(cute, name)(theirs(a), tuple(map(for_cute, given)))
+            ),
         )
-    fuzz.compare(
-        "composition by mode",
-        written,
-        lambda: algebra.composition(a, layouts),
-        lambda: answer(lambda: cute.composition(theirs(a), tuple(map(theirs, layouts)))),
-    )
 
 
 def thread_values(fuzz: Fuzz) -> None:
@@ -238,7 +218,7 @@ def thread_values(fuzz: Fuzz) -> None:
         return algebra.thread_values(threads, values)[1]
 
     def from_cute() -> Layout | None:
-        if any(sorted(one.places()) != list(range(one.size)) for one in (threads, values)):
+        if any(sorted(layout.places()) != list(range(layout.size)) for layout in (threads, values)):
             return None
         sides, layout = cute.make_layout_tv(theirs(threads), theirs(values))
         assert tuple(sides) == algebra.thread_values(threads, values)[0]
@@ -252,10 +232,10 @@ def evaluation(fuzz: Fuzz) -> None:
     a = fuzz.layout(48)
     made = theirs(a)
     wanted = [int(cute.crd2idx(number, made)) for number in range(a.size)]
-    nested = [int(cute.crd2idx(one, made)) for one in coordinates(a.shape)]
+    nested = [int(cute.crd2idx(coordinate, made)) for coordinate in coordinates(a.shape)]
     right = (
         wanted == a.places() == [a(number) for number in range(a.size)]
-        and nested == [a(one) for one in coordinates(a.shape)]
+        and nested == [a(coordinate) for coordinate in coordinates(a.shape)]
         and (cute.size(made), cute.cosize(made)) == (a.size, a.cosize)
     )
     fuzz.compared += 2 * a.size

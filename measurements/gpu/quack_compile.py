@@ -2,9 +2,9 @@
 
     python measurements/gpu/quack_compile.py    6 minutes; writes quack_compile.txt and .json
 
-Compiled as by `mrb compile --impl "cute*"` and `"quack*"` (studies/cute_code.py), beside Triton's kernels of
-the same products. Bytes per operation are those of a tile. `check` compares with the committed table instead
-of writing it.
+Compiled as by `mrb gpu compile --impl "cute*"` and `"quack*"` (studies/cute_code.py), beside Triton's kernels
+of the same products. Bytes per operation are those of a tile. `check` compares with the committed table
+instead of writing it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ SAME = {
 
 
 def versus(quack: list[dict[str, Any]]) -> list[str]:
-    """Triton against QuACK, product by product. Triton's numbers are those of `mrb compile`."""
+    """Triton against QuACK, product by product. Triton's numbers are those of `mrb gpu compile`."""
     kernels = json.loads((ROOT / "tests" / "data" / "compile.json").read_text())["kernels"]
     lines = [
         "",

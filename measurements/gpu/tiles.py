@@ -29,9 +29,9 @@ from moe_routing_bench.layouts.encodings import matrix_reads, registers, shared
 from moe_routing_bench.layouts.layout import Layout
 from moe_routing_bench.layouts.tiles import Copy, look_at_copy
 from moe_routing_bench.ops.catalog import find_all
-from moe_routing_bench.ops.gpu import Target
 from moe_routing_bench.ops.registry import all_ops
-from moe_routing_bench.studies import compiled
+from moe_routing_bench.ops.targets import Target
+from moe_routing_bench.studies.triton_code import compilations_of, compile_kernel
 
 ACCESS = re.compile(
     r"(tt\.load|tt\.store|ttg\.async_copy_global_to_local|ttg\.local_store|ttg\.local_load"
@@ -152,10 +152,10 @@ def kernels(model: str, architectures: list[str]) -> Iterator[tuple[str, Target,
             for arch in architectures if entry.implementation is not None else ():
                 target = Target.named(arch)
                 assert entry.implementation is not None
-                for one in compiled.compilations_of(entry.implementation, model, target):
+                for kernel in compilations_of(entry.implementation, model, target):
                     kept.clear()
-                    compiled.compile_kernel(one, target, op.name, entry.spec, model)
-                    yield f"{op.name}.{entry.spec}.{one.name}", target, kept[0]
+                    compile_kernel(kernel, target, op.name, entry.spec, model)
+                    yield f"{op.name}.{entry.spec}.{kernel.name}", target, kept[0]
 
 
 def line(kernel: str, arch: str, tile: Tile, where: str, tv: Layout, copy: Copy, nvidia: bool) -> str:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# mrb export kernels, loaded where our package is not, then before the kit. Writes kernels_export.txt beside it.
+# mrb model kernels, loaded where our package is not, then before the kit. Writes kernels_export.txt beside it.
 #   ENV=/tmp/kernels_env TRITON=DIR sh measurements/models/kernels_export.sh
 # ENV gets torch 2.13.0, kernels 0.17.2 and Transformers if it is not there; TRITON is a folder that holds triton.
 set -eu

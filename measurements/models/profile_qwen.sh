@@ -5,5 +5,5 @@
 #   ./profile_qwen.sh --full --threads 2
 set -euo pipefail
 cd "$(dirname "$0")"
-mrb profile block seed-qwen/e64 --dtype bfloat16 --calls 10 --rows 8 --seconds 20 "$@" \
+mrb model profile seed-qwen/e64 --dtype bfloat16 --calls 10 --rows 8 --seconds 20 "$@" \
   --picture profile_qwen_bfloat16.png > profile_qwen_bfloat16.txt

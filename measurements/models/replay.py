@@ -77,12 +77,12 @@ def kept(trace: ModelTrace, folder: Path) -> Trace:
 
 @torch.no_grad()
 def logits(model: Any, documents: list[Tensor]) -> Tensor:
-    return torch.cat([model(one.unsqueeze(0), use_cache=False).logits.float() for one in documents])
+    return torch.cat([model(document.unsqueeze(0), use_cache=False).logits.float() for document in documents])
 
 
 def divergence(true: Tensor, other: Tensor) -> float:
-    one, two = true.log_softmax(-1), other.log_softmax(-1)
-    return (one.exp() * (one - two)).sum(-1).mean().item()
+    log_true, two = true.log_softmax(-1), other.log_softmax(-1)
+    return (log_true.exp() * (log_true - two)).sum(-1).mean().item()
 
 
 def main() -> None:

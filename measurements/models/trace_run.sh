@@ -10,8 +10,8 @@ head -c 110000 "$corpora/wikitext2_test.txt" >"$work/wikipedia.txt"
 tail -c 600000 "$corpora/gutenberg_novels.txt" >"$work/last_novel.txt"
 cd "$work"
 {
-  OMP_NUM_THREADS=1 mrb train --router softmax_topk --steps 300 --corpus "$corpora" --out runs
+  OMP_NUM_THREADS=1 mrb train run softmax_topk --steps 300 --corpus "$corpora" --out runs
   texts=(--text shakespeare_end.txt --text wikipedia.txt --text last_novel.txt)
-  mrb trace record --model runs/run=* "${texts[@]}" --tokens 24576 --batch 8 --sequence 256 --out trained.safetensors
-  mrb trace show trained.safetensors --picture "$here/trace_trained.png"
+  mrb model trace record --model runs/run=* "${texts[@]}" --tokens 24576 --batch 8 --sequence 256 --out trained.safetensors
+  mrb model trace show trained.safetensors --picture "$here/trace_trained.png"
 } 2>&1 | sed "s#$here/##g" | tee "$here/trace_run.txt"

@@ -142,15 +142,15 @@ def generate(llm: Any, prompts: list[list[int]], new: int) -> tuple[list[list[in
     started, used = time.perf_counter(), time.process_time()
     out = _generate(llm, prompts, new)
     spent = time.perf_counter() - started, time.process_time() - used
-    return [list(one.token_ids) for one in out], *spent
+    return [list(output.token_ids) for output in out], *spent
 
 
 def generate_with_gaps(llm: Any, prompts: list[list[int]], new: int) -> list[list[tuple[int, float]]]:
     """Every token, and how far the second best was behind the best."""
     found = []
-    for one in _generate(llm, prompts, new, logprobs=2):
-        best = [sorted((p.logprob for p in position.values()), reverse=True) for position in one.logprobs]
-        found.append([(token, two[0] - two[1]) for token, two in zip(one.token_ids, best, strict=True)])
+    for output in _generate(llm, prompts, new, logprobs=2):
+        best = [sorted((p.logprob for p in position.values()), reverse=True) for position in output.logprobs]
+        found.append([(token, two[0] - two[1]) for token, two in zip(output.token_ids, best, strict=True)])
     return found
 
 
@@ -159,7 +159,7 @@ def _generate(llm: Any, prompts: list[list[int]], new: int, **more: Any) -> list
 
     how = SamplingParams(max_tokens=new, temperature=0, detokenize=False, ignore_eos=True, **more)
     out = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], how, use_tqdm=False)
-    return [one.outputs[0] for one in out]
+    return [request.outputs[0] for request in out]
 
 
 @dataclass
@@ -286,16 +286,17 @@ def header(here: dict[str, Any]) -> str:
 
 def proof_lines(proofs: list[dict[str, Any]]) -> list[str]:
     lines = []
-    for one in proofs:
-        judge, (few, many) = one["judge"], one["judge"]["tokens"]
-        parted = ", ".join(f"{gap:.3f}" for gap in one["gaps where tokens part"])
+    for proof in proofs:
+        judge, (few, many) = proof["judge"], proof["judge"]["tokens"]
+        parted = ", ".join(f"{gap:.3f}" for gap in proof["gaps where tokens part"])
         parted = f"tokens part where the two best are {parted} nats apart" if parted else "the same tokens"
         lines += [
-            f"{one['model']} {one['dtype']}: {'right' if one['right'] else 'WRONG'}. With and without the "
-            f"plug-in {parted} (half of all gaps below {one['median gap']:.2f}); {judge['calls']} calls of "
-            f"{few} to {many} tokens judged, {len(judge['wrong'])} wrong, largest error {judge['worst']:.2f} "
-            f"of the bound; without experts {'other' if one['experts matter'] else 'THE SAME'} tokens",
-            *one["log with"].splitlines()[-1:],
+            f"{proof['model']} {proof['dtype']}: {'right' if proof['right'] else 'WRONG'}. With and without "
+            f"the plug-in {parted} (half of all gaps below {proof['median gap']:.2f}); "
+            f"{judge['calls']} calls of {few} to {many} tokens judged, {len(judge['wrong'])} wrong, "
+            f"largest error {judge['worst']:.2f} of the bound; "
+            f"without experts {'other' if proof['experts matter'] else 'THE SAME'} tokens",
+            *proof["log with"].splitlines()[-1:],
         ]
     return lines
 

@@ -145,7 +145,7 @@ def measured(cells: list[dict[str, Any]], topology: tuple[int, int], mbit: int) 
     found = []
     for place, cell in enumerate(cells):
         # a part ends when the last rank ends it
-        ends_SP = np.array([one[place] for one in stamps_W]).max(0)
+        ends_SP = np.array([stamps[place] for stamps in stamps_W]).max(0)
         parts = np.diff(ends_SP, axis=1)
         found.append(
             {
@@ -170,11 +170,11 @@ def all_cells(keep: Callable[[list[dict[str, Any]]], None]) -> None:
             for tokens, skew, transport in product(TOKENS, SKEWS, transports)
         ]
         print(f"round {round_ + 1}: {topology[0]} nodes of {topology[1]}, {mbit} Mbit/s", file=sys.stderr)
-        for one in measured(asked, topology, mbit):
-            key = (one["nodes"], one["per_node"], one["mbit"], one["tokens"], one["skew"], one["transport"])
-            kept = cells.setdefault(key, {**one, "steps": [], "rounds": []})
-            kept["steps"] += one["steps"]
-            kept["rounds"].append(len(one["steps"]))
+        for cell in measured(asked, topology, mbit):
+            key = tuple(cell[name] for name in ("nodes", "per_node", "mbit", "tokens", "skew", "transport"))
+            kept = cells.setdefault(key, {**cell, "steps": [], "rounds": []})
+            kept["steps"] += cell["steps"]
+            kept["rounds"].append(len(cell["steps"]))
         keep(list(cells.values()))
 
 
@@ -290,7 +290,7 @@ def report(document: dict[str, Any]) -> str:
         "nodes  Mbit/s  tokens  routing             transport      measured ms predicted    error            "
         " send: measured, predicted; compute; return"
     )
-    for cell, guess, error, out in sorted(table, key=lambda one: str(one[0]["nodes"]) + one[0]["transport"]):
+    for cell, guess, error, out in sorted(table, key=lambda row: str(row[0]["nodes"]) + row[0]["transport"]):
         both = "".join(
             f"{1e3 * cell['parts'][part]:>9.1f}{1e3 * guess[part]:>8.1f} "
             for part in ("send", "compute", "return")

@@ -10,8 +10,8 @@ tail -c 110000 "$corpora/tinyshakespeare.txt" >"$work/shakespeare_end.txt"
 head -c 110000 "$corpora/wikitext2_test.txt" >"$work/wikipedia.txt"
 cd "$work"
 for router in softmax_topk sigmoid_bias; do
-  OMP_NUM_THREADS=1 mrb train --router $router --steps 400 --sizes E=16 --corpus "$corpora" --out "runs_$router" >"$router.log"
-  OMP_NUM_THREADS=1 mrb trace record --model "runs_$router"/run=* --text shakespeare_end.txt --text wikipedia.txt \
+  OMP_NUM_THREADS=1 mrb train run $router --steps 400 --sizes E=16 --corpus "$corpora" --out "runs_$router" >"$router.log"
+  OMP_NUM_THREADS=1 mrb model trace record --model "runs_$router"/run=* --text shakespeare_end.txt --text wikipedia.txt \
     --tokens 32768 --batch 8 --sequence 256 --out "$router.safetensors" >>"$router.log"
 done
 mrb bench balance --trace drift.safetensors >drift.log
@@ -19,10 +19,10 @@ mrb bench balance --trace drift.safetensors >drift.log
   for trace in softmax_topk sigmoid_bias drift; do
     echo "== $trace"
     grep "held-out" $trace.log || true
-    mrb place $trace.safetensors --ranks 8 --replicas 0,8 --windows 6
-    mrb cache $trace.safetensors --slots 4
-    mrb cache $trace.safetensors --slots 8
+    mrb parallel place $trace.safetensors --ranks 8 --replicas 0,8 --windows 6
+    mrb parallel cache $trace.safetensors --slots 4
+    mrb parallel cache $trace.safetensors --slots 8
   done
   echo "== drift, placed anew four times as often"
-  mrb place drift.safetensors --ranks 8 --replicas 0,8 --windows 24
+  mrb parallel place drift.safetensors --ranks 8 --replicas 0,8 --windows 24
 } 2>&1 | tee "$here/policies.txt"

@@ -61,11 +61,11 @@ def in_rounds(
 def slowest(each: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
     """Seconds of the slowest rank: a round is over when it is."""
     return {
-        name: [max(times) for times in zip(*(one[name] for one in each), strict=True)] for name in each[0]
+        name: [max(times) for times in zip(*(rank[name] for rank in each), strict=True)] for name in each[0]
     }
 
 
 def ratios(base: Sequence[float], times: Sequence[float]) -> str:
     """base / times, neighbours in time: the middle and the quartiles over rounds."""
-    low, half, high = statistics.quantiles([one / this for one, this in zip(base, times, strict=True)], n=4)
+    low, half, high = statistics.quantiles([was / now for was, now in zip(base, times, strict=True)], n=4)
     return f"{half:.2f} ({low:.2f} to {high:.2f})"

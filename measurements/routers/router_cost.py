@@ -125,7 +125,7 @@ def measure(sizes: Sizes, rounds: int, *, training: bool) -> dict[str, list[floa
 def rows(sizes: Sizes, seconds: dict[str, list[float]], *, training: bool) -> list[dict[str, Any]]:
     found = []
     for name, samples in seconds.items():
-        ratios = sorted(one / base for one, base in zip(samples, seconds[BASELINE], strict=True))
+        ratios = sorted(sample / base for sample, base in zip(samples, seconds[BASELINE], strict=True))
         edge = 1 if len(ratios) > 4 else 0
         K = all_routers()[name].fixed_K or sizes.K
         projection, after = WORK[name].operations(sizes.T, sizes.D, sizes.E, K, training=training)

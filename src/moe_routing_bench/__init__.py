@@ -10,14 +10,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_routing_bench.api import Results, bench, check, open, sweep, train
+    from moe_routing_bench.api import Experiment, ImplementationRef, Results, bench, check, open, sweep, train
     from moe_routing_bench.public import *  # noqa: F403
 
 __all__ = [
     "ChainOfExperts",
+    "Experiment",
     "ExpertWeights",
     "Experts",
     "FreeExperts",
+    "ImplementationRef",
     "Layout",
     "MoE",
     "MoEShape",
@@ -53,7 +55,7 @@ __all__ = [
     "train",
     "use_decisions",
 ]
-_OF_API = ("Results", "check", "open", "sweep")
+_OF_API = ("Experiment", "ImplementationRef", "Results", "check", "open", "sweep")
 _FOLDERS = ("bench", "train")  # called, they are the functions of api.py
 # no longer public: where each name is. They warn for one release
 _DROPPED = {
@@ -90,7 +92,7 @@ def __dir__() -> list[str]:
 
 
 class CallableFolder(ModuleType):
-    """A folder of modules that is also a function of api.py: mrb.bench(...) measures, mrb.bench.cell is a
+    """A folder of modules that is also a function of api.py: mrb.bench(...) measures, mrb.bench.runner is a
     module. Without this, importing a module of the folder would hide the function."""
 
     def __call__(self, *given: Any, **named: Any) -> Any:

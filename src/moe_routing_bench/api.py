@@ -12,59 +12,45 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.choosing import (
+    LIST,
+    MeasureOptions,
+    SizeOptions,
+    WhatOptions,
+    bench_experiments,
+    check_device,
+    group_of,
+    parameters_of,
+    sweep_experiments,
+)
+from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.bench.floor import raise_stored
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs, roofs_now
-from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.verdict import DELTA
-from moe_routing_bench.cli.checking import (
+from moe_routing_bench.conformance.outside import ROUTERS, found_outside
+from moe_routing_bench.conformance.run import (
     Row,
     TokenMap,
-    check_progress,
     never_ran,
     parse_tokens,
     run_row,
     select,
-    show_legend_of_maps,
-    show_map,
-    show_rows,
     token_map,
 )
-from moe_routing_bench.cli.choosing import (
-    BENCH_TOKENS,
-    check_device,
-    chosen_cases,
-    made_cells,
-    on_shared_threads,
-    saving_folder,
-    suite_cases,
-)
-from moe_routing_bench.cli.compare import show_comparison
-from moe_routing_bench.cli.options import (
-    ROUTERS,
-    MeasureOptions,
-    SizeOptions,
-    WhatOptions,
-    found_outside,
-    group_of,
-    parameters_of,
-)
-from moe_routing_bench.cli.results import BEST, Displayed, Table, at_hand, show_overview, temporary_folder
-from moe_routing_bench.cli.tables import show_outcome, show_summary
-from moe_routing_bench.cli.terminal import is_wanted, say_roofs_are_measured, shown_progress
 from moe_routing_bench.core.dtypes import DTYPES
+from moe_routing_bench.core.fork_server import without_main_module
 from moe_routing_bench.core.machine import this_machine, torch_threads
-from moe_routing_bench.core.names import did_you_mean, one_of
+from moe_routing_bench.core.names import ArgumentError, did_you_mean, one_of
 from moe_routing_bench.core.paths import default_results
 from moe_routing_bench.fleet.claims import FleetPlan, plan_fleet, run_fleet
 from moe_routing_bench.fleet.engines import engine_named
@@ -74,19 +60,41 @@ from moe_routing_bench.fleet.shards import Shard
 from moe_routing_bench.fleet.store import RemoteStore
 from moe_routing_bench.fleet.sweep import SweepPlan, plan_sweep, run_sweep
 from moe_routing_bench.ops.registry import included_folders
-from moe_routing_bench.report.finding import results_folders
+from moe_routing_bench.report.check_tables import check_progress, show_legend_of_maps, show_map, show_rows
+from moe_routing_bench.report.console import Bar, bar, is_wanted, say, say_roofs_are_measured, shown_progress
+from moe_routing_bench.report.finding import at_hand, results_folders
+from moe_routing_bench.report.outcome_tables import show_outcome, show_summary
+from moe_routing_bench.report.overview import Displayed, Table, read_overview
 from moe_routing_bench.report.reading import read
+from moe_routing_bench.report.result_tables import (
+    show_comparison,
+    show_history,
+    show_runs,
+    show_step,
+    show_study,
+)
+from moe_routing_bench.results.answers import BEST
 from moe_routing_bench.results.compare import RunComparison, compare_runs
-from moe_routing_bench.results.folder import Selection, copy_selected, iterate
+from moe_routing_bench.results.folder import Selection, copy_selected, iterate, temporary_folder
 from moe_routing_bench.results.history import History, history
 from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 from moe_routing_bench.results.read import LeftOut
-from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.record import Part, Record
+from moe_routing_bench.results.remeasure import experiment_of, measurable
+from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.routers.router import without_included
+from moe_routing_bench.train.loop import Event, Stepped
+from moe_routing_bench.train.model import Decoder
+from moe_routing_bench.train.pareto import Pareto, pareto
+from moe_routing_bench.train.records import execute, load_model, run_folder
+from moe_routing_bench.train.settings import Rule, Run, Size
+from moe_routing_bench.train.study import StudyRun
+from moe_routing_bench.train.study_rules import RATES, rule_named, studies
+from moe_routing_bench.train.text import read_texts, synthetic
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
-if TYPE_CHECKING:
-    from moe_routing_bench.cli.train import Trainings
+__all__ = ["Experiment", "ImplementationRef"]  # public names from elsewhere (__init__.py)
 
 PathLike: TypeAlias = str | os.PathLike[str]
 OnOutcome: TypeAlias = Callable[[CellOutcome], None]
@@ -108,16 +116,14 @@ class Past(Displayed, History):
     """A metric over commits, with the commits at which it steps."""
 
     def _show(self) -> None:
-        from moe_routing_bench.cli.history import show_history  # it draws, which others do not wait for
-
         show_history(self)
 
 
 class Results(Displayed):
     """Records of a results folder: what `bench`, `sweep` and `open` return.
 
-    place is where they are kept, `folder` a results folder with these records alone. `cells` are what was
-    measured just now, to measure it again: mrb.bench(results.cells, out="after").
+    place is where they are kept, `folder` a results folder with these records alone. `experiments` are
+    what they measured.
 
     >>> results = mrb.open("measurements/records/pack.tar.xz")
     >>> len(results) == len(list(results)) == len(results.query("SELECT impl FROM records"))
@@ -126,12 +132,12 @@ class Results(Displayed):
 
     def __init__(
         self, source: Path, *, place: PathLike | None = None, selection: Selection | None = None,
-        cells: Sequence[Cell] = (), outcomes: Sequence[CellOutcome] = (), roofs: Roofs | None = None,
-        keeps: object = None,
+        experiments: Sequence[Experiment] = (), outcomes: Sequence[CellOutcome] = (),
+        roofs: Roofs | None = None, keeps: object = None,
     ):  # fmt: skip
         """keeps: what must live as long as these results; an ExitStack is closed after them."""
         self.place = str(source if place is None else place)
-        self.cells, self.outcomes = tuple(cells), tuple(outcomes)
+        self._experiments, self.outcomes = tuple(experiments), tuple(outcomes)
         self._source, self._selection, self._roofs, self._keeps = source, selection, roofs, keeps
         if isinstance(keeps, ExitStack):
             weakref.finalize(self, keeps.close)
@@ -145,6 +151,16 @@ class Results(Displayed):
         folder = temporary_folder(stack)
         copy_selected(self._source, folder, self._selection)
         return folder
+
+    @cached_property
+    def experiments(self) -> tuple[Experiment, ...]:
+        """What was measured, to measure it again: mrb.bench(results.experiments, out="after")."""
+        if self._experiments:
+            return self._experiments
+        cells: dict[tuple[str, str], list[Record]] = {}
+        for record in self:
+            cells.setdefault((record.session, record.cell_key), []).append(record)
+        return tuple(dict.fromkeys(map(experiment_of, cells.values())))
 
     def __len__(self) -> int:
         return self.query("SELECT count(*) FROM records").rows[0][0]
@@ -171,7 +187,7 @@ class Results(Displayed):
         return self.query("SELECT * FROM records").to_pandas()
 
     def winners(self) -> Table:
-        """The best implementation of each case, by its ratio to the baseline of the same run."""
+        """The fastest implementation of each case, its lead over the next, and whether that is certain."""
         return self.query(BEST.format(condition="true"))
 
     def where(self, **columns: Any) -> Results:
@@ -212,7 +228,7 @@ class Results(Displayed):
 
         with results_folders([self.folder]) as found:
             material = read([replace(one, name=self.place) for one in found])
-            return make_page(material, f"mrb report {self.place}").write(Path(path))
+            return make_page(material, f"mrb results report {self.place}").write(Path(path))
 
     def export(self, path: PathLike) -> int:
         """Write all records into one .parquet or .csv file, a row each; how many."""
@@ -224,7 +240,7 @@ class Results(Displayed):
 
     def _show(self) -> None:
         if not self.outcomes:
-            show_overview(self.folder)
+            read_overview(self.folder, {}, LeftOut()).show()
         for outcome in self.outcomes:
             show_outcome(outcome, roofs=self._roofs)
         if len(self.outcomes) > 1:
@@ -290,7 +306,7 @@ def options_of(implementations: Sequence[str] | str | None, axes: dict[str, Any]
 
 
 def _takes_list(hint: Any) -> bool:
-    return any(getattr(about, "metavar", None) == "LIST" for about in getattr(hint, "__metadata__", ()))
+    return any(getattr(about, "metavar", None) == LIST for about in getattr(hint, "__metadata__", ()))
 
 
 def _plain(value: Any) -> Any:
@@ -298,38 +314,25 @@ def _plain(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-def bench_cells(span: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions) -> list[Cell]:
-    policy = measure.policy(sizes.case or "", adapt=True)
-    cells = made_cells(chosen_cases(span_named(span), sizes, what, BENCH_TOKENS), what, policy)
-    check_device(policy)
-    return cells if measure.threads else on_shared_threads(cells)
-
-
-def sweep_cells(suite: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions) -> list[Cell]:
-    cases, policy = suite_cases(suite, sizes, what), measure.policy(suite)
-    if measure.threads is not None:
-        return made_cells(cases, what, policy)
-    return on_shared_threads(made_cells(cases, what, policy, own_threads=True))
-
-
 def _chosen(
-    make: Callable[..., list[Cell]], what: str | Cell | Iterable[Cell],
+    make: Callable[..., list[Experiment]], what: str | Experiment | Iterable[Experiment],
     implementations: Sequence[str] | str | None, axes: dict[str, Any],
-) -> list[Cell]:  # fmt: skip
+) -> list[Experiment]:  # fmt: skip
     if isinstance(what, str):
-        return [cell for options in options_of(implementations, axes) for cell in make(what, *options)]
+        return [one for options in options_of(implementations, axes) for one in make(what, *options)]
     if axes.keys() - {"seconds"} or implementations is not None:
-        raise TypeError("cells say all that is measured; leave out implementations and axes")
-    return [what] if isinstance(what, Cell) else list(what)
+        raise TypeError("experiments say all that is measured; leave out implementations and axes")
+    several = [what] if isinstance(what, Experiment | Part) else what
+    return [one if isinstance(one, Experiment) else measurable(one) for one in several]
 
 
 def collected(
-    source: Callable[..., Iterator[CellOutcome]], cells: int, *, progress: bool | None = None,
+    source: Callable[..., Iterator[CellOutcome]], experiments: int, *, progress: bool | None = None,
     on_outcome: OnOutcome = lambda outcome: None,
 ) -> list[CellOutcome]:  # fmt: skip
     """All outcomes of a source of so many cells, with progress on stderr; each is shown when it is there."""
     outcomes = []
-    with shown_progress(cells, quiet=not is_wanted(progress)) as shown:
+    with shown_progress(experiments, quiet=not is_wanted(progress)) as shown:
         for outcome in source(on_progress=shown.update):
             shown.cell_done()
             raise_stored(outcome)
@@ -339,40 +342,66 @@ def collected(
 
 
 def measure(
-    cells: Sequence[Cell], out: Path | None, *, suite: str = "", seconds: float, roofs: Roofs | None = None,
-    began: float | None = None, progress: bool | None = None,
+    experiments: Sequence[Experiment], out: Path | None, *, suite: str = "", seconds: float,
+    roofs: Roofs | None = None, began: float | None = None, progress: bool | None = None,
     on_outcome: OnOutcome = lambda outcome: None,
 ) -> Results:  # fmt: skip
-    """Measure all cells in so many seconds from `began` on. Without `out` the records are kept as long as the
-    results are."""
+    """Measure all experiments in so many seconds from `began` on. Without `out` the records are kept as long
+    as the results are."""
     sessions: list[str] = []
     with ExitStack() as stack:
         folder = temporary_folder(stack) if out is None else out
         executor = LocalExecutor(Budget(seconds, began))
         source = partial(
-            run_sweep, cells, folder, executor, suite=suite, roofs=roofs, on_session=sessions.append
+            run_sweep, experiments, folder, executor, suite=suite, roofs=roofs, on_session=sessions.append
         )
-        outcomes = collected(source, len(cells), progress=progress, on_outcome=on_outcome)
+        outcomes = collected(source, len(experiments), progress=progress, on_outcome=on_outcome)
         selection = dict.fromkeys(sessions) if out is not None else None
         return Results(
-            folder, selection=selection, cells=cells, outcomes=outcomes, roofs=roofs, keeps=stack.pop_all()
-        )
+            folder, selection=selection, experiments=experiments, outcomes=outcomes, roofs=roofs,
+            keeps=stack.pop_all(),
+        )  # fmt: skip
 
 
-def roofs_here(cells: Sequence[Cell], progress: bool | None = None) -> Roofs | None:
-    seconds = max((cell.policy.max_seconds for cell in cells), default=0.0)
+def saving_folder(out: Path | None, *, save: bool) -> Path | None:
+    """Where results go: `out` if it is given, else the default folder; None if they are not kept."""
+    if out is not None:
+        if not save:
+            raise ArgumentError(
+                "{out} names a folder to save in, and {save} saves nothing; leave out one of them",
+                "out",
+                "save",
+            )
+        return out
+    if not save:
+        return None
+    folder = default_results()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        say(f"results are not saved: {folder} cannot be made ({error.strerror}); name another folder")
+        return None
+    if not os.access(folder, os.W_OK):
+        say(f"results are not saved: {folder} cannot be written; name another folder")
+        return None
+    return folder
+
+
+def roofs_here(experiments: Sequence[Experiment], progress: bool | None = None) -> Roofs | None:
+    seconds = max((experiment.max_seconds for experiment in experiments), default=0.0)
     say = say_roofs_are_measured if is_wanted(progress) else lambda: None
     return roofs_now(this_machine(), seconds, say)
 
 
 @with_axes
 def bench(
-    what: str | Cell | Iterable[Cell] = "layer", implementations: Sequence[str] | str | None = None, *,
-    out: PathLike | None = None, save: bool = True, progress: bool | None = None, **axes: Any,
+    what: str | Experiment | Iterable[Experiment] = "layer",
+    implementations: Sequence[str] | str | None = None, *, out: PathLike | None = None, save: bool = True,
+    progress: bool | None = None, **axes: Any,
 ) -> Results:  # fmt: skip
     """Which implementation is fastest here? Checks each, then times all of them in interleaved rounds.
 
-    what             a span, such as layer, expert_ffn or combine (`mrb bench` lists them); or cells
+    what             a span, such as layer, expert_ffn or combine (`mrb bench` lists them); or experiments
     implementations  the baseline first; None: the few that matter
     axes             the options of `mrb bench` by name: tokens, width, hidden, experts, top_k, dtype,
                      workload, direction, model, case, threads, seconds, ...; a list means each of them
@@ -384,12 +413,12 @@ def bench(
     >>> len(results.winners())
     1
     """
-    cells = _chosen(bench_cells, what, implementations, axes)
-    seconds = group_of(MeasureOptions, {"seconds": axes.get("seconds")}).seconds_for(cells)
+    experiments = _chosen(bench_experiments, what, implementations, axes)
+    seconds = group_of(MeasureOptions, {"seconds": axes.get("seconds")}).seconds_for(experiments)
     folder = saving_folder(None if out is None else Path(out), save=save)
-    roofs = roofs_here(cells, progress)
+    roofs = roofs_here(experiments, progress)
     suite = str(axes.get("case") or axes.get("model") or "")
-    return measure(cells, folder, suite=suite, seconds=seconds, roofs=roofs, progress=progress)
+    return measure(experiments, folder, suite=suite, seconds=seconds, roofs=roofs, progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,33 +433,38 @@ class PlannedSweep:
 
     @staticmethod
     def of(
-        cells: Sequence[Cell], out: Path, *, resume: bool = True, retry_failed: bool = False, shard: str = "",
-        claim: bool = False, engine: str = "local", dry_run: bool = False,
+        experiments: Sequence[Experiment], out: Path, *, resume: bool = True, retry_failed: bool = False,
+        shard: str = "", claim: bool = False, engine: str = "local", dry_run: bool = False,
     ) -> PlannedSweep:  # fmt: skip
         url, store = url_of(out), None
         if shard:
-            cells = list(Shard.parse(shard, os.environ).part(cells))
+            experiments = list(Shard.parse(shard, os.environ).part(experiments))
         if claim and engine != "local":
-            raise ValueError(
-                f"--claim is for machines that work alone; the engine {engine} gives out cells itself"
+            raise ArgumentError(
+                f"{{claim}} is for machines that work alone; the engine {engine} gives out the work itself",
+                "claim",
             )
         executor = engine_named(engine)
         if claim and url is None:
-            raise ValueError(f"--claim needs a store that others reach too, as --out file://{out.absolute()}")
-        plan = SweepPlan(todo=tuple(cells), done=0, failed=0)
+            raise ArgumentError(
+                f"{{claim}} needs a store that others reach too, as {{out}} file://{out.absolute()}",
+                "claim",
+                "out",
+            )
+        plan = SweepPlan(todo=tuple(experiments), done=0, failed=0)
         if url is not None:
             store = RemoteStore(out, make=not dry_run)
-            plan = plan_fleet(cells, store, executor, retry_failed=retry_failed, resume=resume)
+            plan = plan_fleet(experiments, store, executor, retry_failed=retry_failed, resume=resume)
         elif resume:
-            plan = plan_sweep(cells, out, retry_failed=retry_failed, executor=executor)
+            plan = plan_sweep(experiments, out, retry_failed=retry_failed, executor=executor)
         return PlannedSweep(plan=plan, out=out, executor=executor, store=store, claim=claim)
 
-    def roofs(self, cells: Sequence[Cell], progress: bool | None = None) -> Roofs | None:
-        """What this machine can do at most; ValueError if it lacks the device of the cells."""
-        roofs = roofs_here(cells, progress)
+    def roofs(self, experiments: Sequence[Experiment], progress: bool | None = None) -> Roofs | None:
+        """What this machine can do at most; ValueError if it lacks the device of the experiments."""
+        roofs = roofs_here(experiments, progress)
         if self.executor.name == "local":
-            for cell in cells[:1]:
-                check_device(cell.policy)
+            for experiment in experiments[:1]:
+                check_device(experiment.device)
         return roofs
 
     def run(
@@ -448,27 +482,27 @@ class PlannedSweep:
 
 @with_axes
 def sweep(
-    what: str | Iterable[Cell], out: PathLike, implementations: Sequence[str] | str | None = None, *,
+    what: str | Iterable[Experiment], out: PathLike, implementations: Sequence[str] | str | None = None, *,
     resume: bool = True, retry_failed: bool = False, shard: str = "", claim: bool = False,
     engine: str = "local", progress: bool | None = None, **axes: Any,
 ) -> Results:  # fmt: skip
     """Measure many cases into one folder or store. Stop it at any time; the same call goes on.
 
-    what is a suite (`mrb list suites`), a model, a case, a span with axes, or cells. The result has all that
-    `out` holds, also from earlier calls.
+    what is a suite (`mrb list suites`), a model, a case, a span with axes, or experiments. The result has all
+    that `out` holds, also from earlier calls.
 
     >>> shapes = dict(tokens=[4, 8], width=32, hidden=16, experts=4, top_k=2, dtype="float32")
     >>> results = mrb.sweep("topk", "results", ["torch_topk", "sort"], **shapes, rounds=8)
     >>> results.query("SELECT DISTINCT T FROM records ORDER BY T").rows
     [(4,), (8,)]
     """
-    cells, place = _chosen(sweep_cells, what, implementations, axes), Path(out)
+    experiments, place = _chosen(sweep_experiments, what, implementations, axes), Path(out)
     planned = PlannedSweep.of(
-        cells, place, resume=resume, retry_failed=retry_failed, shard=shard, claim=claim, engine=engine
+        experiments, place, resume=resume, retry_failed=retry_failed, shard=shard, claim=claim, engine=engine
     )
     suite = what if isinstance(what, str) else ""
-    planned.run(suite=suite, roofs=planned.roofs(cells, progress), progress=progress)
-    return Results(at_hand(place), place=out, cells=cells)
+    planned.run(suite=suite, roofs=planned.roofs(experiments, progress), progress=progress)
+    return Results(at_hand(place), place=out, experiments=experiments)
 
 
 def open(place: PathLike | None = None) -> Results:
@@ -593,6 +627,33 @@ def check(
         return report.run(progress) if tokens is None else report.run_maps()
 
 
+class Trainings(Displayed):
+    """Finished training runs, one for each rule and seed; `folder` keeps them."""
+
+    def __init__(self, runs: Sequence[Training], folder: Path, keeps: ExitStack):
+        self.runs, self.folder = list(runs), folder
+        weakref.finalize(self, keeps.close)
+
+    def pareto(self) -> Pareto:
+        """What each rule of a study reached and what it cost."""
+        return pareto(self.folder)
+
+    def model(self, rule: str, seed: int = 0) -> Decoder:
+        """The trained model of a rule."""
+        named = {one.rule: one for one in self.runs if one.seed == seed}
+        home = run_folder(self.folder, named[one_of("rule", rule, named)].key)
+        with torch.random.fork_rng(devices=()):  # a new model draws weights
+            return load_model(home)
+
+    def to_pandas(self) -> Any:
+        documents = [one.model_dump(mode="json") for one in self.runs]
+        rows = [tuple(document.values()) for document in documents]
+        return Table(list(documents[0]) if documents else [], rows).to_pandas()
+
+    def _show(self) -> None:
+        show_runs(self.runs)
+
+
 def train(
     routers: str | Sequence[str] = "softmax_topk", *, study: str = "", text: Sequence[PathLike] = (),
     out: PathLike | None = None, steps: int = 600, seeds: int = 1, progress: bool | None = None,
@@ -611,9 +672,37 @@ def train(
     >>> [run.rule for run in trained.runs]
     ['switch', 'softmax_topk']
     """
-    from moe_routing_bench.cli.train import trained  # it draws, which the others do not wait for
+    quiet = not is_wanted(progress)
+    of_run = {one.name for one in fields(Run)} - {"rule", "size", "steps", "sources", "begin", "corpus"}
+    known = [*of_run, *(one.name for one in fields(Size))]
+    if unknown := next((name for name in settings if name not in known), None):
+        hint = did_you_mean(unknown, known)
+        raise TypeError(f"train has no setting {unknown!r}; {hint}there are {', '.join(sorted(known))}")
+    corpus = read_texts([Path(one) for one in text]) if text else synthetic()
+    size = studies()[study].size if study in studies() else Size()
+    size = replace(size, **{name: settings.pop(name) for name in list(settings) if name not in of_run})
+    warmup = {"warmup": min(40, max(1, steps // 5))}
+    like = Run(
+        rule=Rule(name="like"), size=size, steps=steps, **{**warmup, **settings}, corpus=corpus.hash[:16]
+    )
+    with ExitStack() as stack, torch_threads(torch.get_num_threads()), torch.random.fork_rng(devices=()):
+        folder = temporary_folder(stack) if out is None else Path(out)
+        if study:
+            rates = (like.learning_rate,) if "learning_rate" in settings else RATES
+            work = StudyRun(study, corpus, folder, like=like, seeds=seeds, jobs=core_count(), rates=rates)
+            with bar(f"study {study}", quiet=quiet) as shown, without_main_module():
+                work.run(partial(show_study, shown))
+            return Trainings(read_trainings(folder), folder, stack.pop_all())
+        runs = []
+        for router, seed in product(
+            [routers] if isinstance(routers, str) else routers, range(like.seed, like.seed + seeds)
+        ):
+            run = replace(like, rule=rule_named(router, size), seed=seed)
+            with bar(run.rule.name, quiet=quiet) as shown:
 
-    return trained(
-        routers, study, text=[Path(one) for one in text], out=None if out is None else Path(out),
-        steps=steps, seeds=seeds, quiet=not is_wanted(progress), settings=settings,
-    )  # fmt: skip
+                def on_event(event: Event, run: Run = run, shown: Bar = shown) -> None:
+                    if isinstance(event, Stepped):
+                        show_step(shown, run, event)
+
+                runs.append(execute(run, corpus, folder, on_event=on_event))
+        return Trainings(runs, folder, stack.pop_all())

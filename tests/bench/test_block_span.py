@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.block import attention_of, parse_block, span
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.core.shapes import MoEShape
-from moe_routing_bench.workloads.cases import BenchCase, cases, scaled
+from moe_routing_bench.workloads.cases import cases, scaled
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 SHAPE = MoEShape(T=24, D=32, F=16, E=4, K=2)
 
 
 def block_inputs(workload: str, dtype: str = "float32") -> Inputs:
-    case = BenchCase(name="own/24x32", span="block", shape=SHAPE, dtype=dtype, sequences=2)
-    return Inputs(case, workload)
+    case = Experiment(case="own/24x32", span="block", **vars(SHAPE), dtype=dtype, sequences=2)
+    return Inputs(replace(case, workload=workload))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -41,7 +43,11 @@ def test_the_seed_decoder_has_the_heads_it_declares() -> None:
 
 
 def test_the_router_behind_attention_chooses_as_the_workload_says() -> None:
-    inputs, subject, chosen = block_inputs("zipf(1.2)", "bfloat16"), Subject(spec="ours(impl=staged)"), []
+    inputs, subject, chosen = (
+        block_inputs("zipf(1.2)", "bfloat16"),
+        ImplementationRef(name="ours(impl=staged)"),
+        [],
+    )
     owner = span.built(subject, inputs).owner
     owner.feed_forward.router.register_forward_hook(lambda m, a, routing: chosen.append(routing.expert_TK))
     with torch.no_grad():
@@ -50,12 +56,15 @@ def test_the_router_behind_attention_chooses_as_the_workload_says() -> None:
 
 
 def test_operations_of_a_block_are_those_torch_counts() -> None:
-    inputs, subject = block_inputs("balanced"), Subject(spec="ours(attention=naive,impl=eager_loop)")
+    inputs, subject = (
+        block_inputs("balanced"),
+        ImplementationRef(name="ours(attention=naive,impl=eager_loop)"),
+    )
     run = span.built(subject, inputs).run
     args = span.arguments(span.call(subject, inputs, 0, 0)).values()
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         run(*args)
-    a, N = attention_of(inputs.case), 12
+    a, N = attention_of(inputs.experiment), 12
     # naive attention computes the other half too
     skipped = 4 * a.heads * a.head_dim * 2 * (N * N - N * (N + 1) // 2)
     gates = 2 * SHAPE.num_pairs * SHAPE.D

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,16 @@ import pytest
 import torch
 
 from command_line import mrb_json, refused
-from moe_routing_bench.bench.cell import Policy
 from moe_routing_bench.bench.clock import EventClock, HostClock
 from moe_routing_bench.bench.device import clock_for, placed
 from moe_routing_bench.bench.inputs import Inputs, fingerprint
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.results.folder import iterate
-from moe_routing_bench.workloads.cases import BenchCase, cases
+from moe_routing_bench.workloads.cases import cases
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from timing import in_time
 
 pytestmark = pytest.mark.slow
@@ -28,15 +28,16 @@ SHAPE = MoEShape(T=16, D=16, F=8, E=8, K=2)
 
 
 def call(inputs: Inputs, number: int, layout: str) -> dict[str, Any]:
-    span = span_named(inputs.case.span)
-    return span.arguments(span.call(Subject(spec="", layout=layout), inputs, number, 0))
+    span = span_named(inputs.experiment.span)
+    return span.arguments(span.call(ImplementationRef(name="", layout=layout), inputs, number, 0))
 
 
 @pytest.mark.parametrize("layout", ["compact", "block(4)", "padded(capacity=3)"])
 @pytest.mark.parametrize("span", span_names())
 def test_every_input_is_put_on_the_device(span: str, layout: str) -> None:
-    case = BenchCase(name="x", span=span, shape=SHAPE, bias=True, shared_F=8)
-    inputs = Inputs(case, "uniform", put="meta")  # a device that nothing here can be on by mistake
+    case = Experiment(case="x", span=span, **vars(SHAPE), bias=True, shared_F=8)
+    # a device that nothing here can be on by mistake
+    inputs = Inputs(replace(case, workload="uniform"), put="meta")
     for number in range(2):
         given = call(inputs, number, layout)
         assert {tensor.device.type for tensor in tensors_in(given)} == {"meta"}
@@ -46,8 +47,8 @@ def test_every_input_is_put_on_the_device(span: str, layout: str) -> None:
 
 @pytest.mark.parametrize("span", span_names())
 def test_placing_changes_no_bit_and_copies_nothing_that_is_there(span: str) -> None:
-    case = BenchCase(name="x", span=span, shape=SHAPE)
-    inputs = Inputs(case, "uniform")
+    case = Experiment(case="x", span=span, **vars(SHAPE))
+    inputs = Inputs(replace(case, workload="uniform"))
     there = call(inputs, 3, "compact")
     assert fingerprint(placed(tuple(there.values()), "cpu")) == fingerprint(there)
     pairs = zip(tensors_in(placed(tuple(there.values()), "cpu")), tensors_in(there), strict=True)
@@ -77,7 +78,7 @@ def test_each_device_has_its_clock() -> None:
 )
 def test_a_policy_for_nowhere_is_refused(given: dict[str, str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        Policy(**given)  # type: ignore[arg-type]
+        Experiment(span="layer", **vars(SHAPE), **given)  # type: ignore[arg-type]
 
 
 def test_the_quick_sweep_is_planned_for_a_gpu_within_fifteen_minutes(
@@ -104,7 +105,7 @@ def test_the_quick_sweep_runs_and_resumes_on_a_pretended_device(tmp_path: Path) 
     )  # fmt: skip
     assert mrb_json(*words)["to_do"] == 1
     records = list(iterate(tmp_path))
-    assert {(r.protocol.device, r.protocol.view) for r in records} == {("pretend", "cuda_events")}
+    assert {(r.experiment.device, r.experiment.view) for r in records} == {("pretend", "cuda_events")}
     assert {r.correctness.status for r in records} == {Status.PASSED}
     # roofs are the CPU's: a GPU is not held to them
     assert all(r.work is not None and r.work.floor_seconds is None for r in records)

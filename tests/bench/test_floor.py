@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.floor import floor_seconds, roof_seconds, too_fast
 from moe_routing_bench.bench.roofs import Roofs
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.shapes import MoEShape
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
-STAGED = Subject(spec="staged")
+STAGED = ImplementationRef(name="staged")
 
 
-def cell_of(cache: str, dtype: str = "float32", threads: int = 1, device: str = "cpu") -> Cell:
+def cell_of(cache: str, dtype: str = "float32", threads: int = 1, device: str = "cpu") -> Experiment:
     shape = MoEShape(T=24, D=32, F=16, E=8, K=2)
-    case = BenchCase(name="own/x", span="expert_ffn", shape=shape, dtype=dtype)
+    case = Experiment(case="own/x", span="expert_ffn", **vars(shape), dtype=dtype)
     view = "host_wall" if device == "cpu" else "cuda_events"
-    policy = Policy(cache=cache, threads=threads, device=device, view=view)
-    return Cell(case=case, workload="uniform", subjects=(STAGED,), policy=policy)
+    how = {"cache": cache, "threads": threads, "device": device, "view": view}
+    return replace(case, workload="uniform", implementations=(STAGED,), **how)
 
 
 LADDER = Roofs(
@@ -68,8 +68,9 @@ def test_the_unit_is_that_of_the_dtype() -> None:
 
 def test_there_is_no_roof_where_none_was_measured() -> None:
     cost = Cost(useful_flops=10**9, executed_flops=10**9, weight_bytes=10**9)
-    for cell in (cell_of("hot", threads=2), cell_of("hot", "float16"), cell_of("hot", device="cuda")):
-        assert roof_seconds(cell, STAGED, cost, LADDER) is None and floor_seconds(cell, cost, LADDER) is None
+    for experiment in (cell_of("hot", threads=2), cell_of("hot", "float16"), cell_of("hot", device="cuda")):
+        assert roof_seconds(experiment, STAGED, cost, LADDER) is None
+        assert floor_seconds(experiment, cost, LADDER) is None
     assert roof_seconds(cell_of("hot"), STAGED, cost, None) is None
     # a busy machine's: for people, with a mark, and never to reject anything
     busy = LADDER.model_copy(update={"busy": "others used 0.9 cores"})

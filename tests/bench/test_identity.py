@@ -15,15 +15,14 @@ from pathlib import Path
 import pytest
 
 from moe_routing_bench.bench import identity
-from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.identity import cell_key, key_fields, subject_code
+from moe_routing_bench.bench.identity import cell_key, code_of, key_fields
+from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.sources import PACKAGE
 from moe_routing_bench.bench.spans.layer import span as layer_span
-from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.core.machine import this_machine
-from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops import registry
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 pytestmark = pytest.mark.slow
 
@@ -43,50 +42,57 @@ def kernels(tmp_path: Path):
     return tmp_path
 
 
-def a_cell() -> Cell:
-    return Cell(
-        case=BenchCase(name="own/x", span="combine", shape=MoEShape(T=8, D=16, F=16, E=4, K=2)),
+def a_cell() -> Experiment:
+    return Experiment(
+        case="own/x",
+        span="combine",
+        T=8,
+        D=16,
+        F=16,
+        E=4,
+        K=2,
         workload="zipf(1.2)",
-        subjects=(Subject(spec="gather_sum"), Subject(spec="mine")),
+        implementations=(ImplementationRef(name="gather_sum"), ImplementationRef(name="mine")),
     )
 
 
-def key_of(cell: Cell) -> str:
-    return cell_key(cell, this_machine())
+def key_of(experiment: Experiment) -> str:
+    return cell_key(experiment, this_machine())
 
 
 def test_the_same_question_has_the_same_key(kernels):
     assert key_of(a_cell()) == key_of(a_cell())
     assert set(key_fields(a_cell(), this_machine())) == {
-        "case", "contract", "workload", "subjects", "policy", "harness", "versions", "machine", "settings",
+        "experiment", "suite", "recorded", "contract", "implementations", "harness", "versions", "machine",
+        "settings",
     }  # fmt: skip
 
 
 CHANGES = {
-    "sizes": lambda c: replace(c, case=replace(c.case, shape=replace(c.case.shape, T=9))),
-    "dtype": lambda c: replace(c, case=replace(c.case, dtype="float32")),
-    "span": lambda c: replace(
-        c, case=replace(c.case, span="dispatch"), subjects=(Subject(spec="index_select"),)
-    ),
-    "activation": lambda c: replace(c, case=replace(c.case, activation="gelu")),
+    "sizes": lambda c: replace(c, T=9),
+    "dtype": lambda c: replace(c, dtype="float32"),
+    "span": lambda c: replace(c, span="dispatch", implementations=(ImplementationRef(name="index_select"),)),
+    "activation": lambda c: replace(c, activation="gelu"),
     "workload": lambda c: replace(c, workload="zipf(1.3)"),
     "seed": lambda c: replace(c, seed=1),
     "ranks": lambda c: replace(c, W=2),
-    "layout": lambda c: replace(c, subjects=tuple(replace(s, layout="block(16)") for s in c.subjects)),
-    "implementations": lambda c: c.only(c.subjects[:1]),
-    "baseline": lambda c: c.only(c.subjects[::-1]),
-    "threads": lambda c: replace(c, policy=replace(c.policy, threads=2)),
-    "cache": lambda c: replace(c, policy=replace(c.policy, cache="cold")),
-    "rounds": lambda c: replace(c, policy=replace(c.policy, max_rounds=99)),
-    "processes": lambda c: replace(c, policy=replace(c.policy, processes=2)),
+    "layout": lambda c: replace(
+        c, implementations=tuple(replace(s, layout="block(16)") for s in c.implementations)
+    ),
+    "implementations": lambda c: replace(c, implementations=c.implementations[:1]),
+    "baseline": lambda c: replace(c, implementations=c.implementations[::-1]),
+    "threads": lambda c: replace(c, threads=2),
+    "cache": lambda c: replace(c, cache="cold"),
+    "rounds": lambda c: replace(c, max_rounds=99),
+    "processes": lambda c: replace(c, processes=2),
 }
 
 
 @pytest.mark.parametrize("limit", ["max_seconds", "step_seconds", "memory_gib"])
 def test_limits_of_effort_are_no_part_of_the_key(kernels, limit: str) -> None:
     """What had no time is measured again anyway."""
-    cell = a_cell()
-    assert key_of(replace(cell, policy=replace(cell.policy, **{limit: 7.0}))) == key_of(cell)
+    experiment = a_cell()
+    assert key_of(replace(experiment, **{limit: 7.0})) == key_of(experiment)
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -95,11 +101,11 @@ def test_a_change_of_the_cell_changes_the_key(kernels, what):
 
 
 def test_another_recording_under_the_same_name_changes_the_key(kernels, tmp_path):
-    cell = replace(a_cell(), workload=f"trace({tmp_path / 'one, two.safetensors'},layer=3)")
-    keys = [key_of(cell)]
+    experiment = replace(a_cell(), workload=f"trace({tmp_path / 'one, two.safetensors'},layer=3)")
+    keys = [key_of(experiment)]
     for content in (b"first", b"second"):
         (tmp_path / "one, two.safetensors").write_bytes(content)
-        keys.append(key_of(cell))
+        keys.append(key_of(experiment))
     assert len(set(keys)) == 3
     assert key_of(replace(a_cell(), workload="maxvio(3)"))  # an alias of a family that is drawn
 
@@ -134,7 +140,7 @@ def test_what_cannot_be_loaded_does_not_change_the_key(kernels):
         (kernels / name).parent.mkdir(parents=True)
         (kernels / name).write_bytes(b"x")
     assert key_of(a_cell()) == before
-    builtin = a_cell().only((Subject(spec="gather_sum"),))
+    builtin = replace(a_cell(), implementations=(ImplementationRef(name="gather_sum"),))
     alone = key_of(builtin)
     (kernels / "combine" / "mine.py").write_text(KERNEL.replace("sum(1)", "sum(dim=1)"))
     assert key_of(builtin) == alone
@@ -159,6 +165,7 @@ def test_a_folder_of_too_much_is_refused(kernels, monkeypatch):
 # what no answer can hang on, with the reason
 CANNOT_MATTER = {
     "__main__.py": "starts the command line",
+    "bench/choosing.py": "which cells and implementations a command means",
     "bench/commit.py": "which commit it was, for readers",
     "bench/estimate.py": "how long a sweep may take",
     "bench/repro.py": "a command in words",
@@ -196,28 +203,28 @@ CANNOT_MATTER = {
 # run in a copy of the package: every file in turn is changed, and the keys of all kinds of cells looked at
 CHANGE_EACH_FILE = """
 import json
-from moe_routing_bench.bench.cell import Cell
-from moe_routing_bench.bench.identity import HARNESS, key_fields, subject_code
+from moe_routing_bench.bench.identity import HARNESS, key_fields, code_of
+from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.sources import PACKAGE, Code
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.spans.layer import span as layer_span
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.routers.router import all_routers
-from moe_routing_bench.core.shapes import MoEShape
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 def cell(span, spec, **more):
-    case = BenchCase(name="own/x", span=span, shape=MoEShape(T=8, D=32, F=16, E=8, K=2))
-    return Cell(case=case, workload="zipf(1.2)", subjects=(Subject.read(spec, **more),))
+    sizes = {"T": 8, "D": 32, "F": 16, "E": 8, "K": 2}
+    return Experiment(span=span, **sizes, implementations=(ImplementationRef.read(spec, **more),))
 
 ops, machine = all_ops(), this_machine()
 names = {name: ops[name].names() if name in ops else span_named(name).specs() for name in span_names()}
 cells = [cell(span, spec) for span, specs in names.items() for spec in specs]
 cells += [cell("layer", "staged", router=rule) for rule in all_routers()]
 harness = Code.of(PACKAGE / name for name in HARNESS).files
-needed = {id(c): {*harness, *subject_code(c.span, c.subjects[0], c.inputs()).files} for c in cells}
+needed = {
+    id(c): {*harness, *code_of(span_named(c.span), c.implementations[0], Inputs(c)).files} for c in cells
+}
 unnoticed = []
 for path in sorted(p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".cpp", ".h")):
     one = next((c for c in cells if path in needed[id(c)]), cells[0])
@@ -250,10 +257,10 @@ def test_a_change_of_any_file_that_can_matter_changes_a_key(tmp_path):
 
 
 def files_of(span: str, spec: str, **more: str) -> set[str]:
-    subject = Subject(spec=spec, **more)
-    case = BenchCase(name="own/x", span=span, shape=MoEShape(T=8, D=32, F=16, E=8, K=2))
-    cell = Cell(case=case, workload="uniform", subjects=(subject,))
-    code = subject_code(cell.span, subject, cell.inputs())
+    subject = ImplementationRef(name=spec, **more)
+    case = Experiment(case="own/x", span=span, T=8, D=32, F=16, E=8, K=2)
+    experiment = replace(case, workload="uniform", implementations=(subject,))
+    code = code_of(span_named(experiment.span), subject, Inputs(experiment))
     return {path.relative_to(PACKAGE).as_posix() for path in code.files}
 
 
@@ -294,20 +301,21 @@ def test_files_of_another_implementation_do_not_matter():
 
 def test_versions_of_what_a_subject_imports_are_in_the_key():
     def versions_of(spec: str) -> dict[str, str]:
-        case = BenchCase(name="own/x", span="expert_ffn", shape=MoEShape(T=8, D=32, F=16, E=8, K=2))
-        cell = Cell(case=case, workload="uniform", subjects=(Subject(spec=spec),))
-        return key_fields(cell, this_machine())["versions"]
+        case = Experiment(case="own/x", span="expert_ffn", T=8, D=32, F=16, E=8, K=2)
+        experiment = replace(case, workload="uniform", implementations=(ImplementationRef(name=spec),))
+        return key_fields(experiment, this_machine())["versions"]
 
     assert "transformers" in versions_of("hf_eager") and "transformers" not in versions_of("eager_loop")
     assert versions_of("native")["compiler"] and "compiler" not in versions_of("eager_loop")
 
 
 def test_decisions_that_pick_another_plan_change_the_key(monkeypatch):
-    case = BenchCase(name="own/x", span="layer", shape=MoEShape(T=8, D=32, F=16, E=8, K=2))
-    cell = Cell(case=case, workload="uniform", subjects=(Subject(spec="staged"),))
-    before = key_of(cell)
-    monkeypatch.setattr(type(cell.span), "resolved", lambda *a: [("topk", "sort"), ("make_plan", "counting")])
-    assert key_of(cell) != before
+    case = Experiment(case="own/x", span="layer", T=8, D=32, F=16, E=8, K=2)
+    experiment = replace(case, workload="uniform", implementations=(ImplementationRef(name="staged"),))
+    before = key_of(experiment)
+    picked = [("topk", "sort"), ("make_plan", "counting")]
+    monkeypatch.setattr(type(span_named("layer")), "resolved", lambda *a: picked)
+    assert key_of(experiment) != before
 
 
 OUTSIDE = {
@@ -331,11 +339,11 @@ def test_a_change_around_it_changes_the_key(kernels, monkeypatch, what):
 
 @pytest.mark.parametrize("name", identity.SETTINGS_WITHOUT_EFFECT)
 def test_what_a_launcher_sets_does_not_change_the_key(kernels, monkeypatch, name):
-    """Ray sets OMP_NUM_THREADS=1 for its tasks; a worker uses the threads of its policy all the same."""
+    """Ray sets OMP_NUM_THREADS=1 for its tasks; a worker uses the experiment's threads all the same."""
     before = key_of(a_cell())
     monkeypatch.setenv(name, "1")
     assert key_of(a_cell()) == before
-    assert key_of(replace(a_cell(), policy=replace(a_cell().policy, threads=2))) != before
+    assert key_of(replace(a_cell(), threads=2)) != before
 
 
 def test_another_machine_has_another_key(kernels):
@@ -352,7 +360,7 @@ def test_what_auto_picks_is_asked_once_a_subject(monkeypatch):
     asked = []
     resolved = type(layer_span).resolved
     monkeypatch.setattr(type(layer_span), "resolved", lambda *args: asked.append(args) or resolved(*args))
-    case = BenchCase(name="own/x", span="layer", shape=MoEShape(T=8, D=32, F=16, E=8, K=2))
-    subjects = (Subject(spec="staged", router="switch"), Subject(spec="staged"))
-    key_of(Cell(case=case, workload="uniform", subjects=subjects))
+    case = Experiment(case="own/x", span="layer", T=8, D=32, F=16, E=8, K=2)
+    subjects = (ImplementationRef(name="staged", router="switch"), ImplementationRef(name="staged"))
+    key_of(replace(case, workload="uniform", implementations=subjects))
     assert len(asked) == len(subjects)

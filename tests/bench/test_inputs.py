@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from child_process import python
 from moe_routing_bench.bench.inputs import Inputs, fingerprint
 from moe_routing_bench.bench.spans.span import span_named, span_names
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.implementation import tensors_in
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 SHAPE = MoEShape(T=24, D=32, F=16, E=8, K=2)
 SPANS = span_names()
@@ -19,12 +20,12 @@ LAYOUTS = ("compact", "padded(capacity_factor=1.0)", "block(8)")
 
 
 def inputs_of(span: str, dtype: str = "float32", **more) -> Inputs:
-    return Inputs(BenchCase(name="own/x", span=span, shape=SHAPE, dtype=dtype, **more), "zipf(1.2)")
+    return Inputs(Experiment(case="own/x", span=span, **vars(SHAPE), dtype=dtype, **more))
 
 
 def call(inputs: Inputs, number: int, layout: str = "compact", step: int = 0, **more: str) -> dict:
     """The arguments of a call by name."""
-    span, subject = span_named(inputs.case.span), Subject(spec="", layout=layout, **more)
+    span, subject = span_named(inputs.experiment.span), ImplementationRef(name="", layout=layout, **more)
     return span.arguments(span.call(subject, inputs, number, step))
 
 
@@ -49,12 +50,9 @@ def test_calls_share_no_memory_but_weights(span):
 @pytest.mark.slow
 def test_another_process_makes_the_same():
     code = (
-        "from moe_routing_bench.workloads.cases import BenchCase\n"
+        "from moe_routing_bench.workloads.experiment import Experiment\n"
         "from moe_routing_bench.bench.inputs import Inputs, fingerprint\n"
-        "from moe_routing_bench.core.shapes import MoEShape\n"
-        "shape = MoEShape(T=24, D=32, F=16, E=8, K=2)\n"
-        "case = BenchCase(name='own/x', span='layer', shape=shape, dtype='bfloat16')\n"
-        "inputs = Inputs(case, 'zipf(1.2)')\n"
+        "inputs = Inputs(Experiment(span='layer', T=24, D=32, F=16, E=8, K=2, dtype='bfloat16'))\n"
         "print(fingerprint(inputs.at(7, 3, 'compact').planted_TD, inputs.weights, inputs.router_DE))"
     )
     mine = inputs_of("layer", "bfloat16")
@@ -66,11 +64,11 @@ def test_another_process_makes_the_same():
 @pytest.mark.parametrize("span", SPANS)
 def test_the_number_of_threads_changes_no_bit(span):
     shape = MoEShape(T=512, D=256, F=64, E=16, K=2)
-    case = BenchCase(name="own/x", span=span, shape=shape)
+    case = Experiment(case="own/x", span=span, **vars(shape))
     before, found = torch.get_num_threads(), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        inputs = Inputs(case, "zipf(1.2)")
+        inputs = Inputs(case)
         found.append(fingerprint(call(inputs, 5), inputs.weights, inputs.router_DE))
     torch.set_num_threads(before)
     assert found[0] == found[1]
@@ -81,24 +79,23 @@ def test_the_number_of_threads_changes_no_bit(span):
 @pytest.mark.parametrize("K", [1, 2, 8])
 def test_the_real_router_chooses_as_the_workload_says(dtype, workload, K):
     shape = MoEShape(T=64, D=64, F=16, E=32, K=K)
-    case = BenchCase(name="own/x", span="layer", shape=shape, dtype=dtype)
-    inputs = Inputs(case, workload)
+    inputs = Inputs(Experiment(span="layer", **vars(shape), dtype=dtype, workload=workload))
     for number in range(3):
         logits_TE = inputs.at(number, 1, "compact").planted_TD.float() @ inputs.router_DE
         assert torch.equal(logits_TE.topk(K).indices, inputs.workload(1).routing.expert_TK)
 
 
 def test_a_router_too_narrow_for_a_workload_is_refused():
-    case = BenchCase(name="own/x", span="layer", shape=MoEShape(T=4, D=8, F=8, E=16, K=2))
+    case = Experiment(case="own/x", span="layer", T=4, D=8, F=8, E=16, K=2)
     with pytest.raises(NotImplementedError, match="measure expert_ffn"):
-        call(Inputs(case, "uniform"), 0)
+        call(Inputs(replace(case, workload="uniform")), 0)
 
 
 @pytest.mark.parametrize("span", SPANS)
 def test_every_span_runs_and_costs_something(span):
     inputs, this = inputs_of(span), span_named(span)
     for layout in LAYOUTS:
-        subject = Subject(spec=this.specs()[-1], layout=layout)
+        subject = ImplementationRef(name=this.specs()[-1], layout=layout)
         args = call(inputs, 0, layout)
         with torch.no_grad():
             if this.why_not(subject, inputs, args) is None:
@@ -108,9 +105,11 @@ def test_every_span_runs_and_costs_something(span):
 
 
 def stages(inputs: Inputs, spec: str, layout: str) -> list[str]:
-    span, ran = span_named(inputs.case.span), []
+    span, ran = span_named(inputs.experiment.span), []
     with torch.no_grad():
-        for name, stage in span.stages(Subject(spec=spec, layout=layout), inputs, call(inputs, 0, layout)):
+        for name, stage in span.stages(
+            ImplementationRef(name=spec, layout=layout), inputs, call(inputs, 0, layout)
+        ):
             stage()
             ran.append(name)
     return ran

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 
 from command_line import mrb, mrb_json
-from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.core.shapes import MoEShape
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -55,16 +52,24 @@ def helpers(folder: Path, factor: float = 1.0) -> None:
 
 
 def status_of(folder: Path) -> tuple[Status, str]:
-    cell = Cell(
-        case=BenchCase(
-            name="own/x", span="combine", shape=MoEShape(T=8, D=16, F=16, E=4, K=2), dtype="float32"
-        ),
+    experiment = Experiment(
+        case="own/x",
+        span="combine",
+        T=8,
+        D=16,
+        F=16,
+        E=4,
+        K=2,
+        dtype="float32",
         workload="uniform",
-        subjects=(Subject(spec="gather_sum"), Subject(spec="mine")),
-        policy=Policy(min_rounds=8, max_rounds=8, checked=1, max_seconds=300),
+        implementations=(ImplementationRef(name="gather_sum"), ImplementationRef(name="mine")),
+        min_rounds=8,
+        max_rounds=8,
+        checked=1,
+        max_seconds=300,
         include=(str(folder),),
     )
-    mine = run_cell(cell).subjects[1]
+    mine = run_cell(experiment).subjects[1]
     return mine.status, mine.reason
 
 

@@ -16,20 +16,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.fork_server import PRELOAD, fork_server, server_pid, without_main_module
+from moe_routing_bench.bench.hosts import sandbox
+from moe_routing_bench.bench.hosts.freezing import GoneError, Strangers, cpu_seconds, freeze, thaw
+from moe_routing_bench.bench.hosts.memory import SharedMemory, places_for, read_memory, with_tensors
+from moe_routing_bench.bench.hosts.secret_inputs import SecretInputs
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.outside import sandbox
-from moe_routing_bench.bench.outside.drawing import SecretInputs
-from moe_routing_bench.bench.outside.freezing import GoneError, Strangers, cpu_seconds, freeze, thaw
-from moe_routing_bench.bench.outside.memory import SharedMemory, places_for, read_memory, with_tensors
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.untrusted import read_file, receive
+from moe_routing_bench.core.fork_server import PRELOAD, fork_server, server_pid, without_main_module
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.implementation import tensors_in
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from repository import SOURCE
 from timing import had_time
 
@@ -46,8 +44,8 @@ def run(x_TD, gate_TK, plan, weights):
 
 
 def secret(key: bytes = b"1", **more: object) -> SecretInputs:
-    case = BenchCase(name="own/x", span="expert_ffn", shape=replace(SHAPE, **more))  # type: ignore[arg-type]
-    return SecretInputs(Inputs(case, "zipf(1.2)", seed=0), key)
+    case = Experiment(case="own/x", span="expert_ffn", **vars(replace(SHAPE, **more)))  # type: ignore[arg-type]
+    return SecretInputs(Inputs(case), key)
 
 
 def test_inputs_follow_from_the_secret_alone() -> None:
@@ -177,7 +175,10 @@ def test_everything_is_forked_from_one_server_that_knows_the_workers(monkeypatch
     for more in ((), ("moe_routing_bench.cli",)):
         assert fork_server(*more) is multiprocessing.get_context("forkserver")
     assert asked[0] == [*PRELOAD] and asked[1] == [*PRELOAD, "moe_routing_bench.cli"]
-    assert {"moe_routing_bench.bench.worker", "moe_routing_bench.bench.outside.serve"} <= {*PRELOAD}
+    assert {
+        "moe_routing_bench.bench.hosts.shared_worker",
+        "moe_routing_bench.bench.hosts.isolated_worker",
+    } <= {*PRELOAD}
     callers = [path for path in SOURCE.rglob("*.py") if "set_forkserver_preload" in path.read_text()]
     assert [path.name for path in callers] == ["fork_server.py"]
 
@@ -225,12 +226,12 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def cell(folder: str, *specs: str, span: str = "expert_ffn", **more: object) -> Cell:
-    policy = Policy(max_seconds=120, max_rounds=20, sandbox=bool(more.pop("sandbox", False)))
+def experiment(folder: str, *specs: str, span: str = "expert_ffn", **more: object) -> Experiment:
+    how = {"max_seconds": 120, "max_rounds": 20, "sandbox": bool(more.pop("sandbox", False))}
     routers = more.pop("routers", ("",) * len(specs))
-    case = BenchCase(name="own/x", span=span, shape=SHAPE, **{"dtype": "float32", **more})  # type: ignore[arg-type]
-    subjects = tuple(Subject(spec=s, router=r) for s, r in zip(specs, routers, strict=True))  # type: ignore[call-overload]
-    return Cell(case=case, workload="uniform", subjects=subjects, include=(folder,), policy=policy)
+    case = Experiment(case="own/x", span=span, **vars(SHAPE), **{"dtype": "float32", **more})  # type: ignore[arg-type]
+    subjects = tuple(ImplementationRef(name=s, router=r) for s, r in zip(specs, routers, strict=True))  # type: ignore[call-overload]
+    return replace(case, workload="uniform", implementations=subjects, include=(folder,), **how)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -254,10 +255,10 @@ def cell(folder: str, *specs: str, span: str = "expert_ffn", **more: object) -> 
 def test_honest_cells_of_every_kind_pass(
     folder: str, specs: tuple[str, ...], more: dict[str, object]
 ) -> None:
-    outcome = run_cell(cell(folder, *specs, **more))
+    outcome = run_cell(experiment(folder, *specs, **more))
     had_time(*outcome.subjects)
     for one in outcome.subjects:
-        assert one.status is Status.PASSED, f"{one.subject.spec}: {one.status} {one.reason}"
+        assert one.status is Status.PASSED, f"{one.subject.name}: {one.status} {one.reason}"
         assert one.checked_timed_calls >= 1
     notes = [note for note in outcome.notes if "is from outside" in note]
     assert len(notes) == len({"copy", "another"} & set(specs))
@@ -270,7 +271,7 @@ def test_the_twin_of_a_shared_process_says_nothing_about_isolated_ones(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moe_routing_bench.bench.runner.aa_floor", lambda a, twin: 0.5)
-    outcome = run_cell(cell(folder, "staged", "eager_loop", "copy"))
+    outcome = run_cell(experiment(folder, "staged", "eager_loop", "copy"))
     had_time(*outcome.subjects)
     ours, theirs = (one.comparison for one in outcome.subjects[1:])
     assert ours is not None and ours.aa_floor == 0.5
@@ -285,6 +286,6 @@ def test_an_honest_cell_passes_in_a_sandbox(folder: str) -> None:
         sandbox.check_sandbox()
     except ValueError as missing:
         pytest.skip(str(missing))
-    one = run_cell(cell(folder, "staged", "copy", sandbox=True)).subjects[1]
+    one = run_cell(experiment(folder, "staged", "copy", sandbox=True)).subjects[1]
     had_time(one)
     assert one.status is Status.PASSED, one.reason

@@ -38,7 +38,7 @@ again = plan_sweep(cells, folder, executor=engine)
 print(json.dumps({
     "todo": len(plan.todo), "cells": len({r.cell_key for r in iterate(folder)}),
     "statuses": sorted({str(r.correctness.status) for r in iterate(folder)}),
-    "twice": len(outcomes) - len({o.cell.name for o in outcomes}),
+    "twice": len(outcomes) - len({o.experiment.title for o in outcomes}),
     "done": again.done, "machines": sorted({o.environment["machine"]["name"] for o in outcomes}),
 }))
 ray.shutdown()
@@ -94,14 +94,11 @@ from dataclasses import replace
 from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
-from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.fleet.engines import engine_named
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.ops.registry import include
 from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.fleet.sweep import plan_sweep, run_sweep
-from moe_routing_bench.core.shapes import MoEShape
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from moe_routing_bench.workloads.trace import write_trace
 from moe_routing_bench.workloads.workload import make_workload
 
@@ -111,15 +108,12 @@ kernels, trace = place / "mine", place / "routing.safetensors"
 shutil.copy(sys.argv[2], kernels / "combine")
 write_trace(trace, make_workload("zipf(1.2)", T=32, E=4, K=2).routing, source="test")
 include(kernels)
-policy = Policy(min_rounds=8, max_rounds=8, checked=2, target=0.5)
 cells = [
-    Cell(
-        case=BenchCase(
-            name=f"own/{T}", span="combine", shape=MoEShape(T=T, D=32, F=32, E=4, K=2), dtype="float32"
-        ),
+    Experiment(
+        case=f"own/{T}", span="combine", T=T, D=32, F=32, E=4, K=2, dtype="float32",
         workload=f"trace({trace})",
-        subjects=(Subject(spec="gather_sum"), Subject(spec=Path(sys.argv[2]).stem)),
-        policy=policy, include=(str(kernels),),
+        implementations=tuple(ImplementationRef(name=n) for n in ("gather_sum", Path(sys.argv[2]).stem)),
+        min_rounds=8, max_rounds=8, checked=2, target=0.5, include=(str(kernels),),
     )
     for T in (16, 24)
 ]
@@ -137,14 +131,15 @@ for outcome in run_sweep(cells, folder, engine):
         kernels.rename(place / "away")
         trace.rename(place / "gone")
 records = [r for r in iterate(folder)]
-wide = replace(cells[0], W=2, include=(), workload="uniform", subjects=cells[0].subjects[:1])
+wide = replace(cells[0], W=2, include=(), workload="uniform", implementations=cells[0].implementations[:1])
 try:
     list(engine.run([wide], roofs=None, on_progress=None, watch=None))
 except ValueError as error:
     refused = str(error)
 print(json.dumps({
     "statuses": sorted({str(r.correctness.status) for r in records}),
-    "engines": sorted({r.engine for r in records}), "cells": [o.cell == c for o, c in zip(outcomes, cells)],
+    "engines": sorted({r.engine for r in records}),
+    "cells": [o.experiment == c for o, c in zip(outcomes, cells)],
     "paths": all(f"--include-path {kernels}" in r.repro and str(trace) in r.repro for r in records),
     "keys": sorted(keys) == sorted(o.identity.key for o in outcomes), "refused": refused,
     "shipped": sorted(p.name for p in (place / "node" / "shipped").glob("*/*")),

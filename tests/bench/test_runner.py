@@ -11,41 +11,43 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_routing_bench.bench import fork_server, kit, rounds
-from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench import kit, measure
 from moe_routing_bench.bench.floor import TOLERANCE, floor_seconds, raise_stored, too_fast
-from moe_routing_bench.bench.fork_server import server_harm, server_pid
-from moe_routing_bench.bench.messages import Described
+from moe_routing_bench.bench.hosts import shared_worker
+from moe_routing_bench.bench.hosts.children import Child
+from moe_routing_bench.bench.hosts.messages import Described
+from moe_routing_bench.bench.hosts.shared import SharedHost, check_clocks
 from moe_routing_bench.bench.outcome import SubjectOutcome
 from moe_routing_bench.bench.roofs import Roofs, measure_roofs, store_roofs, stored_roofs
 from moe_routing_bench.bench.runner import Progress, _held_to_both, run_cell
-from moe_routing_bench.bench.series import TWIN, Measured, beside
+from moe_routing_bench.bench.series import Series, fewest_rounds
 from moe_routing_bench.bench.spans.span import span_named, span_names
-from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.bench.supervisor import SubjectError, Worker
-from moe_routing_bench.bench.trial import _checks, check_clocks
+from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.trial import _checks
 from moe_routing_bench.bench.verdict import compare
-from moe_routing_bench.cli.tables import show_outcome
 from moe_routing_bench.conformance.check import Outcome
-from moe_routing_bench.core import cpp
+from moe_routing_bench.core import cpp, fork_server
 from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.fork_server import server_harm, server_pid
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.registry import BUILT_IN
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.report.outcome_tables import show_outcome
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from sample_outcomes import an_outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-POLICY = Policy(min_rounds=8, max_rounds=8, checked=2, target=0.5, memory_gib=4, max_seconds=900)
+HOW = {
+    "min_rounds": 8, "max_rounds": 8, "checked": 2, "target": 0.5, "memory_gib": 4, "max_seconds": 900
+}  # fmt: skip
 
 
-def cell_of(span: str, *specs: str, layouts: tuple[str, ...] = ("compact",), **more) -> Cell:
-    case = BenchCase(
-        name="own/x", span=span, shape=MoEShape(T=24, D=32, F=16, E=8, K=2), dtype="float32", shared_F=16
+def cell_of(span: str, *specs: str, layouts: tuple[str, ...] = ("compact",), **more) -> Experiment:
+    case = Experiment(case="own/x", span=span, T=24, D=32, F=16, E=8, K=2, dtype="float32", shared_F=16)
+    subjects = tuple(
+        ImplementationRef(name=s, layout=y) for s in specs or span_named(span).specs() for y in layouts
     )
-    subjects = tuple(Subject(spec=s, layout=y) for s in specs or span_named(span).specs() for y in layouts)
-    return Cell(case=case, workload="zipf(1.2)", subjects=subjects, policy=replace(POLICY, **more))
+    return replace(case, implementations=subjects, **{**HOW, **more})
 
 
 @pytest.mark.parametrize(
@@ -78,13 +80,14 @@ def test_stages_and_several_processes():
     assert outcome.rounds_by_process == (8, 8) and len(staged.samples) == outcome.rounds == 16
 
 
+def leaves_after_five(name):
+    leaver = Series("candidate", ImplementationRef(name=name))
+    return lambda self, done: [leaver] if done == 5 and leaver in self.lineup else []
+
+
 def test_who_left_one_set_of_processes_does_not_return_in_the_next(monkeypatch):
     """Its samples would be paired with other rounds of the baseline."""
-
-    def leaves_after_five(self, done):
-        return [1] if done == 5 and 1 in self.alive else []
-
-    monkeypatch.setattr(rounds._Repeat, "_who_leaves", leaves_after_five)
+    monkeypatch.setattr(measure._Rounds, "_who_leaves", leaves_after_five("gather_sum"))
     outcome = run_cell(cell_of("combine", "index_add", "gather_sum", "native", processes=2))
     assert [len(one.samples) for one in outcome.subjects] == [16, 5, 16]
     assert outcome.rounds_by_process == (8, 8)
@@ -113,8 +116,8 @@ def test_faster_must_hold_against_both_copies_of_the_baseline():
     fast = compare([1.0, 1.1, 1.05, 1.02] * 8, [0.5, 0.55, 0.52, 0.51] * 8)
     assert fast.verdict == "FASTER"
     one = SubjectOutcome(
-        subject=Subject(spec="mine"), label="mine", status=Status.PASSED, samples=(0.5, 0.55, 0.52, 0.51) * 8,
-        comparison=fast,
+        subject=ImplementationRef(name="mine"), label="mine", status=Status.PASSED,
+        samples=(0.5, 0.55, 0.52, 0.51) * 8, comparison=fast,
     )  # fmt: skip
     slow = replace(one, label="base", samples=(1.0, 1.1, 1.05, 1.02) * 8, comparison=None)
     assert _held_to_both(one, slow, 0.0) is one
@@ -154,15 +157,17 @@ def test_code_from_outside_that_is_faster_than_the_machine_is_suspect():
     assert too_fast({0: 0.5, 1: 0.5}, floors, {1}) == {}  # ours shows how much too low the roofs are
     assert too_fast({0: 2.0, 1: 0.5}, {0: None, 1: None}, {1}) == {}
     cost = Cost(useful_flops=1000, executed_flops=1000)
-    cell = cell_of("expert_ffn", "staged")
-    assert floor_seconds(cell, cost, LOW) == 1.0
-    assert floor_seconds(cell, cost, LOW.model_copy(update={"busy": "others"})) is None  # a busy machine's
+    experiment = cell_of("expert_ffn", "staged")
+    assert floor_seconds(experiment, cost, LOW) == 1.0
+    assert (
+        floor_seconds(experiment, cost, LOW.model_copy(update={"busy": "others"})) is None
+    )  # a busy machine's
 
 
 def test_our_own_code_raises_the_stored_roof(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("MRB_HOME", str(tmp_path))
     here = this_machine().name
-    subjects = (Subject(spec="staged"), Subject(spec="native(store=int8)"))
+    subjects = (ImplementationRef(name="staged"), ImplementationRef(name="native(store=int8)"))
     cost = Cost(useful_flops=10**9, executed_flops=10**9)
     outcome = an_outcome(0.01, 0.009, subjects=subjects, cost=cost)  # 1e11 a second
     for roof, kept in ((9e10, 1e11), (2e11, 2e11), (1e10, 1e10)):  # ten times: the work is counted wrongly
@@ -206,11 +211,11 @@ def test_an_honest_cell_is_not_above_the_roof():
     if (reason := cpp.why_not()) is not None:
         pytest.skip(reason)
     shape = MoEShape(T=4, D=1024, F=1024, E=8, K=4)
-    case = BenchCase(name="own", span="expert_ffn", shape=shape, dtype="float32", direction="forward")
-    subjects = tuple(Subject(spec=spec) for spec in ("staged", "native"))
+    case = Experiment(case="own", span="expert_ffn", **vars(shape), dtype="float32", direction="forward")
+    subjects = tuple(ImplementationRef(name=spec) for spec in ("staged", "native"))
     for _ in range(3):  # what others do meanwhile can only lower a roof
         roofs = measure_roofs(this_machine().name, (1,))
-        outcome = run_cell(Cell(case=case, workload="uniform", subjects=subjects), roofs=roofs)
+        outcome = run_cell(replace(case, workload="uniform", implementations=subjects), roofs=roofs)
         shares = [(one.roof_seconds or 0) / median(one.samples) for one in outcome.subjects]
         if max(shares) < TOLERANCE:
             break
@@ -239,31 +244,41 @@ def test_clocks_that_disagree_are_suspect_but_a_busy_machine_is_not():
 )
 def test_policies_that_make_no_sense_are_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
-        Policy(**wrong)
+        cell_of("combine", **wrong)
 
 
-def test_a_cell_travels_as_json_and_refuses_what_is_none():
-    cell = cell_of("combine")
-    assert Cell.from_json(cell.to_json()) == cell
-    for text in ("", "{}", "[1]", '{"case": 3}', cell.to_json()[:-2], "null"):
-        with pytest.raises(ValueError, match="not a cell"):
-            Cell.from_json(text)
-    with pytest.raises(ValueError, match="one implementation"):
-        cell.only(())
+def test_an_experiment_travels_as_json_and_refuses_what_is_none():
+    experiment = cell_of("combine")
+    assert Experiment.from_json(experiment.to_json()) == experiment
+    for text in ("", "{}", "[1]", '{"case": 3}', experiment.to_json()[:-2], "null"):
+        with pytest.raises(ValueError, match="not an experiment"):
+            Experiment.from_json(text)
+    with pytest.raises(ValueError, match="no implementation"):
+        run_cell(replace(experiment, implementations=()))
     with pytest.raises(ValueError, match="named twice"):
-        cell.only(cell.subjects[:1] * 2)
+        replace(experiment, implementations=experiment.implementations[:1] * 2)
 
 
-def test_who_must_leave_for_want_of_time_keeps_its_place(monkeypatch):
-    """Six rounds are too few for a verdict, but they rank."""
-    take = rounds._Repeat._round
+@pytest.fixture
+def late_after_six(monkeypatch):
+    take = measure._Rounds._take
 
-    def late_after_six(self, done, *, check):
-        take(self, done, check=check)
+    def late(self, series, done):
+        take(self, series, done)
         if done == 5:
             self.deadline = time.perf_counter()
 
-    monkeypatch.setattr(rounds._Repeat, "_round", late_after_six)
+    monkeypatch.setattr(measure._Rounds, "_take", late)
+
+
+def test_a_few_rounds_more_are_taken_if_they_bring_a_verdict(late_after_six):
+    outcome = run_cell(cell_of("combine", "index_add", "gather_sum", min_rounds=20, max_rounds=20))
+    assert [len(one.samples) for one in outcome.subjects] == [fewest_rounds(2)] * 2
+
+
+def test_who_must_leave_for_want_of_time_keeps_its_place(late_after_six, monkeypatch):
+    """Six rounds are too few for a verdict, but they rank."""
+    monkeypatch.setattr(measure, "OVERTIME", -1.0)
     outcome = run_cell(cell_of("combine", "index_add", "gather_sum", "native", min_rounds=20, max_rounds=20))
     assert [one.status for one in outcome.subjects] == [Status.PASSED] * 3
     assert [len(one.samples) for one in outcome.subjects] == [6, 6, 6]
@@ -272,30 +287,16 @@ def test_who_must_leave_for_want_of_time_keeps_its_place(monkeypatch):
         assert one.checked_timed_calls >= 1 and "6 rounds" in one.comparison.reason
 
 
-def test_who_is_dropped_for_want_of_time_leaves_no_processes():
-    repeat, ended = object.__new__(rounds._Repeat), list[int]()
-    repeat.cell, repeat.alive = cell_of("combine", "index_add", "gather_sum", "native"), [0, 1, 2]
-    repeat.here = {0: [1.0], 1: [1.0], 2: [9.0], TWIN: [1.0], beside(2): [1.0]}
-    repeat.measured = Measured(samples=dict(repeat.here), calls={})
-    repeat.deadline = repeat.longest_round = 0.0
-    repeat.judge = SimpleNamespace(oracle_seconds=0.0)
-    repeat.protocol = SimpleNamespace(drop=ended.append)
-    assert repeat._why_stop() is None
-    assert repeat.measured.failed[2].status is Status.NO_TIME and repeat.alive == [0, 1]
-    assert ended == [2]
-
-
 def test_changed_weights_are_blamed_on_one_of_those_who_share_a_process(monkeypatch):
-    asked = []
+    asked, leaving = [], leaves_after_five("eager_loop")
 
-    def changed(worker, judge):
-        asked.append(worker)
-        raise SubjectError(Status.MUTATED_INPUT, "the experts' weights were not the same after its calls")
+    def changed(host):
+        if len(host.setup.trials) == 3:  # after the rounds
+            asked.append(host)
+            raise SubjectError(Status.MUTATED_INPUT, "the experts' weights were not the same after its calls")
 
-    monkeypatch.setattr(rounds, "check_weights", changed)
-    monkeypatch.setattr(
-        rounds._Repeat, "_who_leaves", lambda self, done: [1] if done == 5 and 1 in self.alive else []
-    )
+    monkeypatch.setattr(SharedHost, "check_weights", changed)
+    monkeypatch.setattr(measure._Rounds, "_who_leaves", leaving)
     outcome = run_cell(cell_of("expert_ffn", "staged", "eager_loop", "native"))
     assert [one.status for one in outcome.subjects] == [Status.MUTATED_INPUT] * 3
     for one in outcome.subjects:
@@ -313,7 +314,7 @@ def test_a_server_of_workers_that_was_slowed_is_noticed(monkeypatch):
     assert "priority" in server_harm()
     assert undone == [(os.PRIO_PROCESS, pid, usual.priority - 1)]
     with pytest.raises(SubjectError, match="priority"):
-        Worker(cell_of("combine", "gather_sum"), ())
+        Child(cell_of("combine", "gather_sum"), (), shared_worker.serve).ready()
 
 
 def test_a_record_names_the_checks_that_ran():
@@ -321,9 +322,10 @@ def test_a_record_names_the_checks_that_ran():
     (one,) = run_cell(cell_of("combine", "gather_sum")).subjects
     assert {"right on the kit's hard cases", "same bits twice", "no threads left"} <= {*one.checks}
     assert not {"weights unchanged", "time agrees with the parent's clock"} & {*one.checks}
-    setup = SimpleNamespace(cell=cell_of("expert_ffn", "staged"), can_freeze=True)
+    mine = ImplementationRef(name="mine")
+    setup = SimpleNamespace(experiment=cell_of("expert_ffn", "staged"), can_freeze=True, outside={mine})
     careless = Described(label="mine", deterministic=False, reuses_output=True)
-    ran = _checks(Subject(spec="mine"), careless, setup, True)
+    ran = _checks(mine, careless, setup)
     assert "weights unchanged" in ran and "time agrees with the parent's clock" in ran
     assert not {"same bits twice", "earlier results left alone", "no threads left"} & {*ran}
 
@@ -335,29 +337,30 @@ def test_who_supports_no_case_of_the_kit_has_not_passed_it(monkeypatch):
         return Outcome(cell=one, status="passed" if one.op == "dispatch" else "unsupported")
 
     monkeypatch.setattr(kit, "_check", refuses)
-    cell = cell_of("pack", "index_select+gather_sum")
+    experiment = cell_of("pack", "index_select+gather_sum")
     with pytest.raises(NotImplementedError, match=r"0 cases of combine\.gather_sum"):
-        kit.run_kit(cell, cell.subjects[0])
+        kit.run_kit(experiment, experiment.implementations[0])
 
 
 def test_only_our_own_code_is_remembered_in_a_file(monkeypatch, tmp_path):
     """Code from outside could write the file."""
     monkeypatch.setenv("MRB_HOME", str(tmp_path))
-    cell = cell_of("combine", "index_add")
-    kit.PassedKits(cell, outside=False).add(cell.subjects[0], "abc")
-    assert kit.PassedKits(cell, outside=False).knows(cell.subjects[0], "abc")
-    assert not kit.PassedKits(cell, outside=True).knows(cell.subjects[0], "abc")
+    experiment = cell_of("combine", "index_add")
+    kit.PassedKits(experiment, outside=False).add(experiment.implementations[0], "abc")
+    assert kit.PassedKits(experiment, outside=False).knows(experiment.implementations[0], "abc")
+    assert not kit.PassedKits(experiment, outside=True).knows(experiment.implementations[0], "abc")
     written = (tmp_path / "kit.json").read_bytes()
-    kit.PassedKits(cell, outside=True).add(cell.subjects[0], "def")
-    assert kit.PassedKits(cell, outside=True).knows(cell.subjects[0], "def")
+    kit.PassedKits(experiment, outside=True).add(experiment.implementations[0], "def")
+    assert kit.PassedKits(experiment, outside=True).knows(experiment.implementations[0], "def")
     assert (tmp_path / "kit.json").read_bytes() == written
 
 
 def test_long_calls_are_timed_one_at_a_time_and_without_one_before(monkeypatch):
     asked = []
-    sample = Worker.sample
-    monkeypatch.setattr(Worker, "sample", lambda self, **how: asked.append(how) or sample(self, **how))
-    monkeypatch.setattr("moe_routing_bench.bench.trial.LONG_CALL", 0.0)
+    sample = Child.sample
+    monkeypatch.setattr(Child, "sample", lambda self, **how: asked.append(how) or sample(self, **how))
+    for file in ("setup", "trial"):
+        monkeypatch.setattr(f"moe_routing_bench.bench.{file}.LONG_CALL", 0.0)
     outcome = run_cell(cell_of("combine", "index_add", "native"))
     assert [one.status for one in outcome.subjects] == [Status.PASSED] * 2
     assert asked and all(how["calls"] == 1 and not how["warm"] for how in asked)
@@ -365,10 +368,10 @@ def test_long_calls_are_timed_one_at_a_time_and_without_one_before(monkeypatch):
 
 def test_what_first_calls_keep_is_no_leak(monkeypatch):
     """Packed weights are kept from the first call on; at full size that is gigabytes."""
-    monkeypatch.setattr("moe_routing_bench.bench.rounds.LEAK_BYTES", 2**25)
-    cell = cell_of("expert_ffn", "staged", "native")
+    monkeypatch.setattr("moe_routing_bench.bench.measure.LEAK_BYTES", 2**25)
+    experiment = cell_of("expert_ffn", "staged", "native")
     shape = MoEShape(T=4, D=512, F=1024, E=16, K=2)  # 100 MB of weights
-    outcome = run_cell(replace(cell, case=replace(cell.case, shape=shape, shared_F=0)))
+    outcome = run_cell(replace(experiment, **vars(shape), shared_F=0))
     assert [one.status for one in outcome.subjects] == [Status.PASSED] * 2, outcome.subjects[1].reason
 
 

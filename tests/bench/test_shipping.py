@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.identity import key_fields
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.machine import this_machine
-from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.fleet import shipping
 from moe_routing_bench.fleet.shipping import Parcel, moved, named_by
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from moe_routing_bench.workloads.trace import write_trace
 from moe_routing_bench.workloads.workload import make_workload
 
@@ -74,18 +71,24 @@ def test_what_is_too_large_is_refused(folder, monkeypatch):
 def test_a_moved_cell_has_the_same_key(folder, tmp_path):
     trace = tmp_path / "routing.safetensors"
     write_trace(trace, make_workload("zipf(1.2)", T=32, E=4, K=2).routing, source="test")
-    cell = Cell(
-        case=BenchCase(name="own/x", span="combine", shape=MoEShape(T=16, D=32, F=32, E=4, K=2)),
+    experiment = Experiment(
+        case="own/x",
+        span="combine",
+        T=16,
+        D=32,
+        F=32,
+        E=4,
+        K=2,
         workload=f"trace({trace})",
-        subjects=(Subject(spec="gather_sum"),),
+        implementations=(ImplementationRef(name="gather_sum"),),
         include=(str(folder),),
     )
-    places = {text: Parcel.of(path).unpacked() for text, path in named_by(cell).items()}
-    there = moved(cell, places)
+    places = {text: Parcel.of(path).unpacked() for text, path in named_by(experiment).items()}
+    there = moved(experiment, places)
     assert there.include == (str(places[str(folder)]),) and str(trace) not in there.workload
-    assert key_fields(there, this_machine()) == key_fields(cell, this_machine())
+    assert key_fields(there, this_machine()) == key_fields(experiment, this_machine())
     other = tmp_path / "other" / "routing.safetensors"
     other.parent.mkdir()
     write_trace(other, make_workload("zipf(1.3)", T=32, E=4, K=2).routing, source="test")
-    elsewhere = moved(cell, {**places, str(trace): other})
-    assert key_fields(elsewhere, this_machine()) != key_fields(cell, this_machine())
+    elsewhere = moved(experiment, {**places, str(trace): other})
+    assert key_fields(elsewhere, this_machine()) != key_fields(experiment, this_machine())

@@ -16,11 +16,10 @@ from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge, Judgement
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.names import parse_spec
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.routers.router import all_routers
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 pytestmark = pytest.mark.slow
 
@@ -38,11 +37,11 @@ LAYOUTS = ("compact", "padded(capacity_factor=1.0)", "block(8)")
 
 
 def result_of(
-    subject: Subject, span: str, direction: str, dtype: str = "float32"
+    subject: ImplementationRef, span: str, direction: str, dtype: str = "float32"
 ) -> tuple[Judge, Result] | str:
     """What a worker would compute for call 3, and the judge of it; a reason if it cannot."""
-    case = BenchCase(name="own/x", span=span, shape=SHAPE, dtype=dtype, direction=direction, shared_F=16)
-    inputs, this = Inputs(case, "zipf(1.2)"), span_named(span)
+    case = Experiment(case="own/x", span=span, **vars(SHAPE), dtype=dtype, direction=direction, shared_F=16)
+    inputs, this = Inputs(case), span_named(span)
     call = this.call(subject, inputs, 3, 1)
     args = this.arguments(call)
     with torch.set_grad_enabled(direction != "forward"):
@@ -53,12 +52,14 @@ def result_of(
         return Judge(this, inputs), caller.result(caller.ready(call, args)(), args)
 
 
-def judged(judge: Judge, result: Result, subject: Subject, folder: Path) -> Judgement:
+def judged(judge: Judge, result: Result, subject: ImplementationRef, folder: Path) -> Judgement:
     save_file(named_tensors(result), folder / "out.safetensors")
     return judge.judge(folder / "out.safetensors", 3, 1, subject)
 
 
-def agrees(subject: Subject, span: str, direction: str, folder: Path, dtype: str = "float32") -> bool:
+def agrees(
+    subject: ImplementationRef, span: str, direction: str, folder: Path, dtype: str = "float32"
+) -> bool:
     """True if it ran; what ran must be right."""
     made = result_of(subject, span, direction, dtype)
     if isinstance(made, str):
@@ -74,7 +75,9 @@ def agrees(subject: Subject, span: str, direction: str, folder: Path, dtype: str
     "span", [name for name in span_names() if span_named(name).differentiable and name != "block"]
 )
 def test_every_implementation_has_right_gradients_or_says_it_has_none(span, direction, tmp_path):
-    subjects = [Subject(spec=spec, layout=layout) for spec in span_named(span).specs() for layout in LAYOUTS]
+    subjects = [
+        ImplementationRef(name=spec, layout=layout) for spec in span_named(span).specs() for layout in LAYOUTS
+    ]
     assert any([agrees(subject, span, direction, tmp_path) for subject in subjects])
 
 
@@ -82,13 +85,13 @@ def test_every_implementation_has_right_gradients_or_says_it_has_none(span, dire
 @pytest.mark.parametrize("direction", ["forward", "train"])
 @pytest.mark.parametrize("router", list(all_routers()))
 def test_every_router_in_a_layer(router, direction, dtype, tmp_path):
-    assert agrees(Subject(spec="staged", router=router), "layer", direction, tmp_path, dtype)
+    assert agrees(ImplementationRef(name="staged", router=router), "layer", direction, tmp_path, dtype)
 
 
 @pytest.mark.parametrize("direction", ["forward", "train"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_layer(kind, direction, tmp_path):
-    subject = Subject(spec="staged", router="softmax_topk", layer=kind)
+    subject = ImplementationRef(name="staged", router="softmax_topk", layer=kind)
     assert agrees(subject, "layer", direction, tmp_path)
     made = result_of(subject, "layer", direction)
     frozen = kind.startswith("perft") and direction == "train"
@@ -98,7 +101,7 @@ def test_every_kind_of_layer(kind, direction, tmp_path):
 
 
 def test_a_chain_whose_choices_cannot_be_shared_says_so(tmp_path):
-    reason = result_of(Subject(spec="staged", layer="chain(iterations=3)"), "layer", "forward")
+    reason = result_of(ImplementationRef(name="staged", layer="chain(iterations=3)"), "layer", "forward")
     assert isinstance(reason, str) and "equally" in reason
 
 
@@ -119,7 +122,7 @@ def with_gradient(name: str, change: Callable[[Tensor], Tensor | None]) -> Calla
     ],
 )
 def test_a_wrong_gradient_is_seen(change, status, tmp_path):
-    subject = Subject(spec="staged")
+    subject = ImplementationRef(name="staged")
     made = result_of(subject, "expert_ffn", "train")
     assert not isinstance(made, str)
     judge, result = made
@@ -127,9 +130,9 @@ def test_a_wrong_gradient_is_seen(change, status, tmp_path):
 
 
 def test_soft_moe_costs_its_mixing_and_its_write_back():
-    case = BenchCase(name="own/x", span="layer", shape=SHAPE, dtype="float32")
-    inputs, layer = Inputs(case, "zipf(1.2)"), span_named("layer")
-    cost, load = layer.facts(Subject(spec="staged", router="soft_moe"), inputs)
+    case = Experiment(case="own/x", span="layer", **vars(SHAPE), dtype="float32")
+    inputs, layer = Inputs(case), span_named("layer")
+    cost, load = layer.facts(ImplementationRef(name="staged", router="soft_moe"), inputs)
     T, D, F, E = SHAPE.T, SHAPE.D, SHAPE.F, SHAPE.E
     experts = 2 * 3 * D * F * E + 2 * D * E  # a slot for each expert, and its gate
     assert cost.useful_flops == experts + 2 * T * D * E + 2 * 2 * T * E * D
@@ -137,9 +140,9 @@ def test_soft_moe_costs_its_mixing_and_its_write_back():
 
 
 def test_a_rule_with_one_choice_has_a_workload_of_its_own():
-    case = BenchCase(name="own/x", span="layer", shape=SHAPE, dtype="float32")
-    inputs, layer = Inputs(case, "zipf(1.2)"), span_named("layer")
-    _, load = layer.facts(Subject(spec="staged", router="switch"), inputs)
+    case = Experiment(case="own/x", span="layer", **vars(SHAPE), dtype="float32")
+    inputs, layer = Inputs(case), span_named("layer")
+    _, load = layer.facts(ImplementationRef(name="staged", router="switch"), inputs)
     assert load == inputs.workload(0, 1).statistics(inputs.plan(0, "compact", 1)).to_dict()
 
 

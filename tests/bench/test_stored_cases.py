@@ -11,40 +11,35 @@ import pytest
 import torch
 
 from moe_routing_bench.bench.calls import Result
-from moe_routing_bench.bench.cell import Cell, Policy
+from moe_routing_bench.bench.choosing import SizeOptions, WhatOptions, chosen_cases, chosen_implementations
 from moe_routing_bench.bench.floor import floor_seconds, raise_stored, roof_seconds
+from moe_routing_bench.bench.hosts.secret_inputs import SecretInputs, use_weights, weights_of
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
-from moe_routing_bench.bench.outside.drawing import SecretInputs, use_weights, weights_of
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.roofs import Roofs, store_roofs, stored_roofs
 from moe_routing_bench.bench.spans.span import span_named, why_not_stored
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cli.choosing import chosen_cases, chosen_subjects
-from moe_routing_bench.cli.options import SizeOptions, WhatOptions
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.experts import ExpertWeights
 from moe_routing_bench.core.machine import this_machine
-from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.formats.int8 import rounded_rows
 from moe_routing_bench.formats.named import quantise
 from moe_routing_bench.ops.expert_ffn.op import by_expert, op
 from moe_routing_bench.workloads.axes import key_values
-from moe_routing_bench.workloads.cases import BenchCase, cases, fitted, stored_as
+from moe_routing_bench.workloads.cases import cases, fitted, stored_as
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from sample_outcomes import an_outcome
 
-PLAIN = BenchCase(
-    name="own/x", span="expert_ffn", shape=MoEShape(T=24, D=64, F=32, E=8, K=2), dtype="float32", bias=True
-)
+PLAIN = Experiment(case="own/x", span="expert_ffn", T=24, D=64, F=32, E=8, K=2, dtype="float32", bias=True)
 INT4 = stored_as(PLAIN, "int4_g32")
 SPAN = span_named("expert_ffn")
-STAGED, EAGER = Subject(spec="staged"), Subject(spec="eager_loop")
-ROWS = Subject(spec="native(store=int4_g32_a8)")
+STAGED, EAGER = ImplementationRef(name="staged"), ImplementationRef(name="eager_loop")
+ROWS = ImplementationRef(name="native(store=int4_g32_a8)")
 
 
-def inputs_of(case: BenchCase) -> Inputs:
-    return Inputs(case, "zipf(1.2)")
+def inputs_of(case: Experiment) -> Inputs:
+    return Inputs(case)
 
 
 def test_weights_take_the_bytes_of_their_format() -> None:
@@ -78,18 +73,18 @@ def test_cases_that_cannot_be_measured_are_refused(changes, words) -> None:
 def test_the_command_names_the_format_and_repeats_it() -> None:
     sizes = SizeOptions(model="qwen3-30b-a3b", tokens="1,64", axes={"store": "int8"})
     one, many = chosen_cases(SPAN, sizes, WhatOptions())
-    assert [one.name, many.name] == ["qwen3-30b-a3b/decode-1-int8", "qwen3-30b-a3b/decode-64-int8"]
+    assert [one.case, many.case] == ["qwen3-30b-a3b/decode-1-int8", "qwen3-30b-a3b/decode-64-int8"]
     assert one.store == "int8" and one.weight_bytes < 0.51 * one.drawn_bytes
-    command = repro_command(Cell(case=one, workload="uniform", subjects=(STAGED,)), STAGED)
+    command = repro_command(replace(one, workload="uniform", implementations=(STAGED,)), STAGED)
     assert "--case qwen3-30b-a3b/decode-1 --full --store int8" in command
-    own = repro_command(Cell(case=INT4, workload="uniform", subjects=(STAGED,)), STAGED)
+    own = repro_command(replace(INT4, workload="uniform", implementations=(STAGED,)), STAGED)
     assert "--tokens 24" in own and "--store int4_g32" in own
-    specs = [subject.spec for subject in chosen_subjects(SPAN, INT4, WhatOptions())]
+    specs = [one.name for one in chosen_implementations(SPAN, INT4, WhatOptions())]
     assert specs[:3] == ["native", "native(store=int4_g32_a8)", "native(store=int4_g32)"]
 
 
 def test_the_format_is_part_of_the_key() -> None:
-    assert {**key_values(INT4), "name": "own/x"} == {**key_values(PLAIN), "store": "int4_g32"}
+    assert {**key_values(INT4), "case": "own/x"} == {**key_values(PLAIN), "store": "int4_g32"}
 
 
 def result_with(inputs: Inputs, weights: ExpertWeights, **how) -> Result:
@@ -98,7 +93,7 @@ def result_with(inputs: Inputs, weights: ExpertWeights, **how) -> Result:
     return Result(out=by_expert(*args.values(), **how))
 
 
-def judged(judge: Judge, result: Result, subject: Subject = STAGED) -> Status:
+def judged(judge: Judge, result: Result, subject: ImplementationRef = STAGED) -> Status:
     return judge.judge_result(result, 0, 0, subject).status
 
 
@@ -181,22 +176,22 @@ def test_only_bytes_make_the_floor_and_no_roof_is_raised(
     rates = {"read_bytes": {1: 1e3}, "copy_bytes": {1: 1e3}, "gemm_flops": {"float32": {1: 1e3}}}
     roofs = Roofs(machine=here, **rates, seconds=1.0)
     cost = Cost(useful_flops=10**9, executed_flops=10**9, weight_bytes=2000, activation_bytes=1000)
-    cell = Cell(case=INT4, workload="uniform", subjects=(STAGED,), policy=Policy(cache="cold"))
-    assert floor_seconds(cell, cost, roofs) == 3.0
-    assert floor_seconds(replace(cell, policy=Policy()), cost, roofs) is None  # all of it in the caches
+    experiment = replace(INT4, workload="uniform", implementations=(STAGED,), cache="cold")
+    assert floor_seconds(experiment, cost, roofs) == 3.0
+    assert floor_seconds(replace(experiment, cache="hot"), cost, roofs) is None  # all of it in the caches
     # people are told more: rows rounded to int8 use another unit than rows of floats
     rates |= {"gemm_flops": {"float32": {1: 1e6}, "int8": {1: 4e6}}, "ladder": {1: {2**10: 4e3, 2**20: 2e3}}}
     ladder = Roofs(machine=here, **rates, seconds=1.0)
     for spec, seconds in (("native(store=int4)", 1000.0), ("native(store=int4_a8)", 250.0)):
-        assert roof_seconds(cell, Subject(spec=spec), cost, ladder) == seconds
+        assert roof_seconds(experiment, ImplementationRef(name=spec), cost, ladder) == seconds
     few = replace(cost, useful_flops=0)
-    assert roof_seconds(cell, STAGED, few, ladder) == 3.0
-    assert roof_seconds(replace(cell, policy=Policy()), STAGED, few, ladder) == pytest.approx(
+    assert roof_seconds(experiment, STAGED, few, ladder) == 3.0
+    assert roof_seconds(replace(experiment, cache="hot"), STAGED, few, ladder) == pytest.approx(
         3000 / ladder.bandwidth(3000, 1)
     )
     store_roofs(roofs)
     outcome = an_outcome(1e6, 0.9e6, subjects=(EAGER, STAGED), span="expert_ffn", cost=cost)
-    raise_stored(replace(outcome, cell=replace(outcome.cell, case=INT4)))
+    raise_stored(replace(outcome, experiment=replace(INT4, implementations=(EAGER, STAGED))))
     assert stored_roofs(here) == roofs
     raise_stored(outcome)
     assert stored_roofs(here) != roofs
@@ -204,4 +199,4 @@ def test_only_bytes_make_the_floor_and_no_roof_is_raised(
 
 def test_a_suite_may_be_stored_too() -> None:
     (case,) = cases("seed-fused/1x7168x256")
-    assert stored_as(case, "mxfp4").name == "seed-fused/1x7168x256-mxfp4" and stored_as(case, None) is case
+    assert stored_as(case, "mxfp4").case == "seed-fused/1x7168x256-mxfp4" and stored_as(case, None) is case

@@ -42,16 +42,18 @@ def test_stored_weights_from_the_command_to_the_overview(tmp_path: Path) -> None
     assert list(records)[:3] == ["native", "native(store=int4_g32_a8)", "native(store=int4_g32)"]
     for spec, record in records.items():
         assert record.timing is not None, f"{spec}: {record.correctness.reason}"
-        assert record.workload.store == "int4_g32" and record.workload.case.endswith("-int4_g32")
+        assert record.experiment.store == "int4_g32" and record.experiment.case.endswith("-int4_g32")
         assert record.work is not None and record.work.weight_bytes < 0.15 * 3 * 8 * 64 * 32 * 4
         rows_of_8_bits = (record.correctness.error or 0) > 1e-3
         assert record.correctness.error and rows_of_8_bits == spec.endswith("_a8)")
         assert "--store int4_g32" in record.repro
     overview = mrb("results", "--folder", out).stdout
     assert "error" in overview and "-int4_g32" in overview
-    rows = mrb_json("results", "SELECT DISTINCT store, error > 0 FROM records", "--folder", out)["rows"]
+    rows = mrb_json("results", "query", "SELECT DISTINCT store, error > 0 FROM records", "--folder", out)[
+        "rows"
+    ]
     assert rows == [["int4_g32", True]]
-    assert "int4_g32" in refused("decide", out)
+    assert "int4_g32" in refused("tune", "decide", out)
 
 
 def test_what_cannot_be_measured_says_so_and_what_to_do() -> None:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from moe_routing_bench.bench.outcome import CellOutcome
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.fleet.executor import LocalExecutor
 from moe_routing_bench.fleet.host import environment_document
 from moe_routing_bench.fleet.sweep import plan_sweep, run_sweep
 from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.results.query import run_query
+from moe_routing_bench.workloads.experiment import ImplementationRef
 from sample_outcomes import HASH, an_outcome
 
-SUBJECTS = (Subject(spec="staged"), Subject(spec="native", layout="block(64)"))
+SUBJECTS = (ImplementationRef(name="staged"), ImplementationRef(name="native", layout="block(64)"))
 
 
 def travelled(machine: str = "far-2-cores") -> CellOutcome:
@@ -53,7 +53,7 @@ def _without_machine(document: dict[str, Any]) -> None:
 
 
 def _foreign_subject(document: dict[str, Any]) -> None:
-    document["outcomes"][0]["subject"]["spec"] = "another"
+    document["outcomes"][0]["subject"]["name"] = "another"
 
 
 def _without_hash(document: dict[str, Any]) -> None:
@@ -90,9 +90,9 @@ def test_what_is_no_outcome_is_refused_in_a_sentence(change, sentence):
 def test_records_name_the_machine_a_cell_ran_on_and_plans_go_by_its_keys(tmp_path):
     near, far = travelled("near"), travelled("far")
     engine = Elsewhere(near, far)
-    list(run_sweep([near.cell, far.cell], tmp_path, engine))
+    list(run_sweep([near.experiment, far.experiment], tmp_path, engine))
     assert len({record.environment for record in iterate(tmp_path)}) == 2
     _, rows = run_query(tmp_path, "SELECT DISTINCT machine FROM records ORDER BY 1")
     assert [name.partition("-")[0] for (name,) in rows] == ["far", "near"]
-    assert plan_sweep([near.cell], tmp_path, executor=engine).done == 1
-    assert plan_sweep([near.cell], tmp_path, executor=LocalExecutor()).done == 0
+    assert plan_sweep([near.experiment], tmp_path, executor=engine).done == 1
+    assert plan_sweep([near.experiment], tmp_path, executor=LocalExecutor()).done == 0

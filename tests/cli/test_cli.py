@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from child_process import python
 from command_line import mrb, mrb_json, refused
-from moe_routing_bench.cli import COMMANDS as ALL_COMMANDS
+from moe_routing_bench.cli import GROUPS, RENAMED, all_names, command_of, today
 from moe_routing_bench.ops.preference import machine_of
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.routers.router import all_routers
@@ -41,7 +42,6 @@ FILES = {
     "asks_the_gpu": GOOD + "def unsupported(y_RD, gate_TK, plan):\n    raise RuntimeError('no GPU here')\n",
     "never": GOOD + "def unsupported(y_RD, gate_TK, plan):\n    return 'it is never in the mood'\n",
 }
-COMMANDS = "list explain check bench sweep doctor results export compare gate decide compile".split()
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def test_check_is_not_content_with_nothing(folder, name):
 
 def test_check_notices_an_op_without_implementations(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(all_ops()["topk"], "names", list)
-    monkeypatch.setattr("moe_routing_bench.cli.checking.routers_found", lambda: {"switch": None})
+    monkeypatch.setattr("moe_routing_bench.conformance.run.router_names", lambda: ["switch"])
     assert "of topk could run" in mrb("check", "--op", "[rt]*", code=1).stdout
 
 
@@ -307,7 +307,7 @@ def test_check_routers(monkeypatch: pytest.MonkeyPatch):
     assert [one["implementation"] for one in mrb_json("check", "--impl", "switch")["results"]] == ["switch"]
     checked: list[str] = []  # each of them really: tests/routers/test_routers.py
     monkeypatch.setattr(
-        "moe_routing_bench.cli.checking.check_router", lambda name: checked.append(name) or []
+        "moe_routing_bench.conformance.run.check_router", lambda name: checked.append(name) or []
     )
     assert f"{len(all_routers())} cases passed, 0 failed" in mrb("check", "--op", "routers").stdout
     assert checked == list(all_routers())
@@ -358,14 +358,67 @@ def test_unknown_words_are_refused(words, meant):
     assert meant in mrb(*words, code=2).stderr
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_shows_examples(command, flag):
-    assert "Example" in mrb(*filter(None, [command]), flag).stdout
+WITHOUT_EXAMPLES = {  # they stand in the help of their group
+    ("bench", "layer"), ("bench", "balance"), ("model", "trace"), ("parallel", "fabrics"),
+    ("train", "show"), ("train", "pareto"), ("train", "predict")
+}  # fmt: skip
 
 
-def test_every_command_is_tested_here():
-    assert set(ALL_COMMANDS) >= set(COMMANDS)
+def test_help_shows_examples_and_that_of_a_group_fits_a_screen():
+    for words in [(), *all_names()]:
+        shown = mrb(*words, "-h").stdout
+        assert shown == mrb(*words, "--help").stdout
+        assert "Example" in shown or words in WITHOUT_EXAMPLES, words
+        if hasattr(command_of(words)[0], "commands"):
+            assert len(shown.splitlines()) <= 40, words
+
+
+OLD = {
+    "results SQL": ["results", "--json", "SELECT 1"],
+    "results --columns": ["results", "--columns"],
+    "train --study": ["train", "--quick", "--study", "routers"],
+    "train --router": ["train", "--router=switch", "--out", "x"],
+    "bundle": ["bundle", "results", "-o", "x.zip"],
+}
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_is_the_new_command(old):
+    found, words = today(OLD.get(old, [*old.split(), "word"]))
+    new = RENAMED[old].split()
+    assert found == old and words[: len(new)] == new and tuple(new) in set(all_names())
+
+
+def test_an_old_name_works_prints_the_new_one_and_is_not_in_help():
+    assert today(OLD["train --router"])[1] == ["train", "run", "switch", "--out", "x"]
+    assert today(OLD["train --study"])[1] == ["train", "study", "--quick", "routers"]
+    ran = mrb("results", "--columns", "--json")
+    assert "`mrb results query`" in ran.stderr and json.loads(ran.stdout)
+    ran = mrb("parallel", "fabrics")
+    assert not ran.stderr
+    assert "decide" not in mrb("--help").stdout
+    for words in all_names():
+        assert today([*words, "--help"])[0] == "" == today([*words, "x"] if len(words) > 1 else words)[0], (
+            words
+        )
+
+
+def test_a_shell_completes_commands_and_options(monkeypatch):
+    def completed(*words):
+        code = "from moe_routing_bench.cli import main; main()"
+        asked = {
+            "_MRB_COMPLETE": "complete_bash",
+            "COMP_CWORD": str(len(words)),
+            "COMP_WORDS": " ".join(("mrb", *words)),
+        }
+        program = [sys.executable, "-c", f"import sys; sys.argv[0] = 'mrb'; {code}"]
+        return subprocess.run(
+            program, env={**os.environ, **asked}, capture_output=True, text=True
+        ).stdout.split()
+
+    assert completed("res") == ["results"]
+    assert completed("results", "") == list(GROUPS["results"].commands)
+    assert completed("results", "query", "--col") == ["--columns"]
 
 
 def test_help_waits_for_no_library():
@@ -377,7 +430,7 @@ def test_help_waits_for_no_library():
         "print(*{m if m.startswith('moe_routing_bench') else m.partition('.')[0] for m in sys.modules})"
     )
     shown, _, loaded = python(code).stdout.strip().rpartition("\n")
-    assert "..." not in shown.partition("Commands:")[2], "a line was cut off"
+    assert "..." not in shown.partition("Options:")[2], "a line was cut off"
     needed = {
         "moe_routing_bench",
         "moe_routing_bench.cli",

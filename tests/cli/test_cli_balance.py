@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from command_line import mrb, mrb_json, refused
-from moe_routing_bench.cli.balance import STYLES, draw_balance
+from moe_routing_bench.report.balance_pictures import STYLES, draw_balance
 from moe_routing_bench.studies.drift import (
     SERIES,
     SUBJECTS,

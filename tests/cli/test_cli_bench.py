@@ -10,17 +10,23 @@ import pytest
 import typer
 
 from command_line import mrb, mrb_json, refused
+from moe_routing_bench.bench.choosing import (
+    SizeOptions,
+    WhatOptions,
+    chosen_cases,
+    chosen_implementations,
+    fitted_once,
+)
 from moe_routing_bench.bench.runner import Progress
 from moe_routing_bench.bench.spans.span import span_named
-from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.cli.choosing import chosen_cases, chosen_subjects, end, fitted_once
-from moe_routing_bench.cli.options import SizeOptions, WhatOptions
-from moe_routing_bench.cli.terminal import bar, shown_progress, spinner
+from moe_routing_bench.cli.bench import end
 from moe_routing_bench.core.names import split_words
 from moe_routing_bench.fleet.executor import LocalExecutor
+from moe_routing_bench.report.console import bar, shown_progress, spinner
 from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.results.query import run_query
 from moe_routing_bench.workloads.cases import cases
+from moe_routing_bench.workloads.experiment import ImplementationRef
 from sample_outcomes import an_outcome
 
 QUICK = ["--threads", "1", "--rounds", "8", "--seconds", "180", "--checked", "1"]
@@ -53,13 +59,13 @@ def test_a_repro_command_measures_the_same_cell_again():
 
 def test_bench_json_holds_samples_stages_and_status():
     words = ["--impl", "staged,staged(grouped_gemm=padded_bmm)", "--stages"]
-    (cell,) = mrb_json("bench", "layer", *SMALL, *QUICK, *words, code=1)  # padded needs another layout
-    staged, padded, twin = cell["implementations"]
-    assert len(staged["samples"]) == cell["rounds"] == 8 and twin["role"] == "twin"
+    (experiment,) = mrb_json("bench", "layer", *SMALL, *QUICK, *words, code=1)  # padded needs another layout
+    staged, padded, twin = experiment["implementations"]
+    assert len(staged["samples"]) == experiment["rounds"] == 8 and twin["role"] == "twin"
     assert set(staged["stages"]) == {"route", "plan", "dispatch", "gemm", "combine"}
     assert padded["status"] == "UNSUPPORTED" and padded["median_seconds"] is None
     assert staged["tokens_per_second"] == pytest.approx(16 / staged["median_seconds"])
-    assert cell["direction"] == "forward" and staged["layer"] == ""
+    assert experiment["direction"] == "forward" and staged["layer"] == ""
 
 
 def test_bench_says_that_a_twin_stands_in_for_a_case_too_big():
@@ -128,7 +134,7 @@ def test_what_was_asked_for_and_not_timed_is_an_error():
     failed = mrb(*words, "staged,staged(grouped_gemm=padded_bmm)", code=1)
     assert "staged(grouped_gemm=padded_bmm) @ compact (UNSUPPORTED)" in failed.stderr
     assert "baseline" in failed.stdout  # what could be timed was
-    passed, crashed = Subject(spec="staged"), Subject(spec="eager_loop")
+    passed, crashed = ImplementationRef(name="staged"), ImplementationRef(name="eager_loop")
     end([an_outcome(0.01, "UNSUPPORTED", subjects=(passed, crashed))], WhatOptions())  # nobody named it
     end([an_outcome(0.01, subjects=(passed,))], WhatOptions(impl=["staged"]))
     for outcome, what in (
@@ -163,7 +169,7 @@ def test_results_are_saved_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("command", ["bench", "sweep"])
 def test_ctrl_c_says_how_to_go_on(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def stopped_in_the_second(self, cells, **_):
-        yield an_outcome(0.01, subjects=(Subject(spec="staged"),))
+        yield an_outcome(0.01, subjects=(ImplementationRef(name="staged"),))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LocalExecutor, "run", stopped_in_the_second)
@@ -178,14 +184,18 @@ def test_in_a_pipe_progress_is_a_line_a_minute(
 ):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    cell = an_outcome(0.01, subjects=(Subject(spec="staged"),)).cell
+    experiment = an_outcome(0.01, subjects=(ImplementationRef(name="staged"),)).experiment
     with shown_progress(2) as progress:
         for second in range(0, 300, 10):
             now[0] = second
-            progress.update(cell, Progress(what=f"round {second}", share=second / 600, left=600.0 - second))
+            progress.update(
+                experiment, Progress(what=f"round {second}", share=second / 600, left=600.0 - second)
+            )
     lines = capsys.readouterr().err.splitlines()
     # a cell's own budget says what is left of it; of several cells the speed so far
-    assert lines[0] == f"1:00 1/2 {cell.name}: round 60; 5 % done, about 19:00 left" and len(lines) == 4
+    assert (
+        lines[0] == f"1:00 1/2 {experiment.title}: round 60; 5 % done, about 19:00 left" and len(lines) == 4
+    )
     assert all(len(re.findall("round", line)) == 1 for line in lines)
 
 
@@ -208,7 +218,7 @@ def test_words_and_subjects():
     assert split_words("a,b(x=1,y=2), c") == ["a", "b(x=1,y=2)", "c"]
     (case,) = cases("seed-grid/32x128-e4-d1024-c1.25")
     what = WhatOptions(impl=["staged", "eager_loop @ block(64)"], layout=["compact,case"])
-    assert [one.name for one in chosen_subjects(span_named("layer"), case, what)] == [
+    assert [one.title for one in chosen_implementations(span_named("layer"), case, what)] == [
         "staged | compact | softmax_topk",
         "staged | padded(capacity_factor=1.25,drop=position) | softmax_topk",
         "eager_loop | block(64) | softmax_topk",
@@ -216,7 +226,7 @@ def test_words_and_subjects():
     what = WhatOptions(
         impl=["staged"], router=["switch,top_p(p=0.8)"], layer_kind=["moe,chain(iterations=2)"]
     )
-    assert [(one.router, one.layer) for one in chosen_subjects(span_named("layer"), case, what)] == [
+    assert [(one.router, one.layer) for one in chosen_implementations(span_named("layer"), case, what)] == [
         ("switch", ""), ("switch", "chain(iterations=2)"), ("top_p(p=0.8)", ""),
         ("top_p(p=0.8)", "chain(iterations=2)"),
     ]  # fmt: skip
@@ -227,9 +237,9 @@ def test_sizes_and_directions_are_lists():
     what = WhatOptions(direction=["forward,train"])
     chosen = chosen_cases(span_named("layer"), sizes, what)
     assert len(chosen) == 16 and len({(case.shape, case.direction) for case in chosen}) == 16
-    assert {case.shape.D for case in chosen} == {32} and all(case.weights for case in chosen)
+    assert {case.D for case in chosen} == {32} and all(case.weights for case in chosen)
     assert not any(case.weights for case in chosen_cases(span_named("pack"), sizes, WhatOptions()))
-    assert [case.shape.T for case in chosen_cases(
+    assert [case.T for case in chosen_cases(
         span_named("layer"), SizeOptions(model="olmoe-1b-7b", tokens="1,64"), WhatOptions()
     )] == [1, 64]  # fmt: skip
 
@@ -242,25 +252,27 @@ def test_routers_and_directions_are_ranked_in_one_table(tmp_path: Path):
     assert "forward" in summary and "train" in summary
     kept = [record for record in iterate(tmp_path) if record.implementation.role != "twin"]
     assert len(kept) == 8
-    reasons = [f"{one.what.router}: {one.correctness.reason}" for one in kept if one.timing is None]
+    reasons = [f"{one.implementation.router}: {one.correctness.reason}" for one in kept if one.timing is None]
     assert not reasons, reasons
-    assert {(r.what.router, r.what.direction) for r in kept} == {
+    assert {(r.implementation.router, r.experiment.direction) for r in kept} == {
         (router, way) for router in words[1].split(",") for way in ("forward", "train")
     }
     assert all("topk." in r.implementation.runs and "make_plan." in r.implementation.runs for r in kept)
     # how little it computes stands beside its time: in the table, in the record, in what was saved
-    E, pairs = kept[0].workload.E, kept[0].workload.T * kept[0].workload.K
+    E, pairs = kept[0].experiment.E, kept[0].experiment.T * kept[0].experiment.K
     said = f"{E} slots, {100 * E / pairs:.3g} % of the pairs"
-    soft = [record.implementation.runs for record in kept if record.what.router == "soft_moe"]
+    soft = [record.implementation.runs for record in kept if record.implementation.router == "soft_moe"]
     assert said in " ".join(summary.split()) and all(said in runs for runs in soft)
-    assert not any("slots" in r.implementation.runs for r in kept if r.what.router != "soft_moe")
+    assert not any("slots" in r.implementation.runs for r in kept if r.implementation.router != "soft_moe")
     shown = mrb("results", "--folder", tmp_path, "--router", "soft_moe").stdout
     assert said in " ".join(shown.split())
     assert "soft_moe" in shown and "expert_choice" not in shown
-    again = next(r for r in kept if (r.what.router, r.what.direction) == ("soft_moe", "train")).repro
-    (cell,) = mrb_json(*shlex.split(again)[1:])
-    assert [one["router"] for one in cell["implementations"][:2]] == ["switch", "soft_moe"]
-    assert cell["direction"] == "train"
+    again = next(
+        r for r in kept if (r.implementation.router, r.experiment.direction) == ("soft_moe", "train")
+    ).repro
+    (experiment,) = mrb_json(*shlex.split(again)[1:])
+    assert [one["router"] for one in experiment["implementations"][:2]] == ["switch", "soft_moe"]
+    assert experiment["direction"] == "train"
 
 
 def test_a_sweep_over_sizes(tmp_path: Path):
@@ -275,7 +287,7 @@ def test_sizes_given_by_number_are_measured_or_refused():
     (case,) = chosen_cases(
         span_named("layer"), SizeOptions(model="olmoe-1b-7b", tokens="16384"), WhatOptions()
     )
-    assert case.shape.T == 16384 and not case.scaled_from
+    assert case.T == 16384 and not case.scaled_from
     words = "--tokens 16 --width 20000 --hidden 40000 --experts 256 --impl staged".split()
     assert "not replaced" in refused("bench", "layer", *words)
 

@@ -1,4 +1,4 @@
-"""mrb formats: the table and its numbers."""
+"""mrb model formats: the table and its numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_routing_bench.formats.named import NAMES
 from moe_routing_bench.studies.format_losses import layer_losses, trained_losses
 from moe_routing_bench.train.text import synthetic
 
-SMALL = ["formats", "--width", "256", "--hidden", "128", "--experts", "2", "--tokens", "8"]
+SMALL = ["model", "formats", "--width", "256", "--hidden", "128", "--experts", "2", "--tokens", "8"]
 
 
 def test_the_table_has_every_format() -> None:

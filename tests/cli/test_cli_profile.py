@@ -1,4 +1,4 @@
-"""mrb profile block and mrb bench block: what they measure and show."""
+"""mrb model profile and mrb bench block: what they measure and show."""
 
 from __future__ import annotations
 
@@ -15,32 +15,30 @@ from torch import Tensor
 from command_line import mrb, mrb_json, refused
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.layer import span as layer_span
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.cli.profile import operations_table
-from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.studies import profiles
 from moe_routing_bench.studies.profiles import profile, profiled, read_profile, share_of
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 SIZES = "--tokens 24 --width 32 --hidden 16 --experts 4 --topk 2".split()
 QUICK = "--threads 1 --rounds 8 --seconds 180 --dtype float32".split()
-CASE = BenchCase(name="own/24x32", span="layer", shape=MoEShape(T=24, D=32, F=16, E=4, K=2), dtype="float32")
+CASE = Experiment(case="own/24x32", span="layer", T=24, D=32, F=16, E=4, K=2, dtype="float32")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def layer_inputs(**changes: Any) -> Inputs:
-    return Inputs(replace(CASE, **changes), "zipf(1.2)")
+    return Inputs(replace(CASE, **changes))
 
 
-def arguments(subject: Subject, inputs: Inputs, number: int = 0) -> Any:
+def arguments(subject: ImplementationRef, inputs: Inputs, number: int = 0) -> Any:
     return layer_span.arguments(layer_span.call(subject, inputs, number, 0)).values()
 
 
 def test_profile_shows_a_table_each_the_shares_and_who_is_right(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     files = ["--chrome", tmp_path / "t.json", "--picture", tmp_path / "p.png", "--out", tmp_path / "kept"]
-    text = mrb("profile", "block", *SIZES, *QUICK, "--calls", 2, "--rows", 30, *files).stdout
+    text = mrb("model", "profile", *SIZES, *QUICK, "--calls", 2, "--rows", 30, *files).stdout
     assert "T=24 D=32 F=16 E=4 K=2, float32, zipf(1.2)" in text
     for name in ("transformers(eager)", "transformers(grouped_mm)", "hand-ordered"):
         assert f"{name}: 2 calls" in text
@@ -51,34 +49,36 @@ def test_profile_shows_a_table_each_the_shares_and_who_is_right(tmp_path: Path) 
     traces = list(tmp_path.glob("t.*.json"))
     assert len(traces) == 5 and "traceEvents" in json.loads(traces[0].read_text())
     kept = list(iterate(tmp_path / "kept"))
-    assert {record.what.span for record in kept} == {"layer"} and len(kept) == 6  # with the baseline's twin
+    assert {record.experiment.span for record in kept} == {"layer"} and len(
+        kept
+    ) == 6  # with the baseline's twin
 
 
 def test_profile_in_json_and_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--impl", "hand-ordered,staged", "--calls", 2]
-    (cell,) = mrb_json("profile", "block", *SIZES, *QUICK, *words)
-    hand, staged, twin = cell["implementations"]
+    (experiment,) = mrb_json("model", "profile", *SIZES, *QUICK, *words)
+    hand, staged, twin = experiment["implementations"]
     assert hand["median_seconds"] > 0 and hand["comparison"] is None and staged["comparison"] is not None
     assert staged["max_error"] <= staged["max_bound"] and twin["role"] == "twin"
-    assert list(cell["profiles"]) == ["hand-ordered", "staged"]
-    shares = cell["profiles"]["staged"]["shares"]
+    assert list(experiment["profiles"]) == ["hand-ordered", "staged"]
+    shares = experiment["profiles"]["staged"]["shares"]
     assert {"route", "pack", "gemm", "combine"} <= set(shares) and sum(shares.values()) == pytest.approx(1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    reason = layer_span.why_not(Subject(spec="transformers"), layer_inputs(), {})
+    reason = layer_span.why_not(ImplementationRef(name="transformers"), layer_inputs(), {})
     assert reason is not None and "needs transformers" in reason
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["profile", "block", "seed-nothing"], "case 'seed-nothing'"),
-        (["profile", "block", *SIZES, "--impl", "theirs"], "implementation 'theirs'"),
-        (["profile", "block", *SIZES, "--picture", "x.txt"], ".png"),
-        (["profile", "block", *SIZES, "--chrome", "x.txt"], ".json"),
-        (["profile", "block", *SIZES, "--workload", "zipff"], "no workload"),
-        (["profile", "block", *SIZES, "--nvtx"], "no NVTX"),
-        (["profile", "block", *SIZES, "--device", "cuda"], "no cuda"),
-        (["profile", "block", "seed-qwen", "--picture", "x.png"], "3 cases"),
+        (["model", "profile", "seed-nothing"], "case 'seed-nothing'"),
+        (["model", "profile", *SIZES, "--impl", "theirs"], "implementation 'theirs'"),
+        (["model", "profile", *SIZES, "--picture", "x.txt"], ".png"),
+        (["model", "profile", *SIZES, "--chrome", "x.txt"], ".json"),
+        (["model", "profile", *SIZES, "--workload", "zipff"], "no workload"),
+        (["model", "profile", *SIZES, "--nvtx"], "no NVTX"),
+        (["model", "profile", *SIZES, "--device", "cuda"], "no cuda"),
+        (["model", "profile", "seed-qwen", "--picture", "x.png"], "3 cases"),
         (["bench", "block", "--model", "deepseek-v3"], "latent attention"),
         (["bench", "block", *SIZES, "--impl", "theirs"], "cannot read 'theirs'"),
         (["bench", "block", *SIZES, "--impl", "ours(speed=1)"], "option speed"),
@@ -105,8 +105,8 @@ def test_bench_block_shows_times_rates_and_stages(tmp_path: Path) -> None:
     }  # fmt: skip
     assert all(r.timing is not None for r in kept.values()), [r.correctness.reason for r in kept.values()]
     words = ["--impl", "ours(attention=flash),ours(impl=staged)"]
-    (cell,) = mrb_json("bench", "block", *SIZES, *QUICK, *words, code=1)
-    flash, staged, _ = cell["implementations"]
+    (experiment,) = mrb_json("bench", "block", *SIZES, *QUICK, *words, code=1)
+    flash, staged, _ = experiment["implementations"]
     assert flash["status"] == "UNSUPPORTED" and "attention 'flash'" in flash["reason"]
     assert "staged" in staged["runs"] and len(staged["samples"]) == 8
 
@@ -123,9 +123,9 @@ def test_bench_on_a_checkpoint(tmp_path: Path) -> None:
     assert "T=16 D=32 F=16 E=8 K=2, float32" in text and "own router" in text
     assert all(record.timing is not None for record in iterate(tmp_path / "kept"))
     more = ["--impl", "staged,native(store=int8)", "--workload", "one_expert"]
-    (cell,) = mrb_json("bench", "expert_ffn", *words, *more, code=1)
-    staged, stored, _ = cell["implementations"]
-    assert cell["workload"] == "one_expert" and staged["load"]["max_over_mean"] == pytest.approx(4)
+    (experiment,) = mrb_json("bench", "expert_ffn", *words, *more, code=1)
+    staged, stored, _ = experiment["implementations"]
+    assert experiment["workload"] == "one_expert" and staged["load"]["max_over_mean"] == pytest.approx(4)
     assert staged["max_error"] <= staged["max_bound"] and stored["reason"]
     assert "0 to 1" in refused("bench", "layer", *words[:2], "--layer", 5)
     assert "own router" in refused("bench", "layer", *words, "--workload", "uniform")
@@ -136,7 +136,7 @@ def test_bench_on_a_checkpoint(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("spec", ["staged", "hand-ordered", "eager_loop"])
 def test_named_ranges_change_no_bit(spec: str, changes: dict[str, Any]) -> None:
-    inputs, subject = layer_inputs(**changes), Subject(spec=spec)
+    inputs, subject = layer_inputs(**changes), ImplementationRef(name=spec)
     args = arguments(subject, inputs, 3)
     with torch.no_grad():
         plain, ranged = layer_span.built(subject, inputs).run(*args), profiled(subject, inputs).run(*args)
@@ -204,14 +204,16 @@ def test_nvtx_ranges_are_opened_around_every_stage() -> None:
     ):
         opened.clear()
         with torch.no_grad():
-            profiled(Subject(spec=spec), inputs, Nvtx()).run(*arguments(Subject(spec=spec), inputs))
+            profiled(ImplementationRef(name=spec), inputs, Nvtx()).run(
+                *arguments(ImplementationRef(name=spec), inputs)
+            )
         assert opened == [f"mrb::{name}" for name in names]
 
 
 def test_hooks_are_removed_after_a_profile_that_fails() -> None:
     pytest.importorskip("transformers")
     inputs = layer_inputs()
-    one = profiled(Subject(spec="transformers(eager)"), inputs)
+    one = profiled(ImplementationRef(name="transformers(eager)"), inputs)
 
     def broken(*args: Any) -> Tensor:
         raise RuntimeError("broken")

@@ -1,4 +1,4 @@
-"""mrb trace record and mrb trace show: what they print, draw and write, and a sentence for each mistake."""
+"""mrb model trace record and show: what they print, draw and write, and a sentence for each mistake."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from command_line import mrb, mrb_json, refused
 from moe_routing_bench.cli.trace import read_layers
 from moe_routing_bench.core.load import LoadStatistics
+from moe_routing_bench.core.names import ArgumentError
 from moe_routing_bench.workloads.trace import read_trace, write_trace
 from moe_routing_bench.workloads.workload import make_workload
 
@@ -53,8 +54,8 @@ def two_texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def trace(checkpoint: Path, two_texts: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trace") / "routing.safetensors"
     ran = mrb(
-        "trace", "record", "--model", checkpoint, "--tokenizer", "bytes", "--text", two_texts[0], "--text",
-        two_texts[1], "--tokens", 300, "--batch", 2, "--sequence", 32, "--out", out,
+        "model", "trace", "record", "--model", checkpoint, "--tokenizer", "bytes", "--text", two_texts[0],
+        "--text", two_texts[1], "--tokens", 300, "--batch", 2, "--sequence", 32, "--out", out,
     )  # fmt: skip
     assert "300 tokens in 3 layers, 8 experts, 2 per token" in ran.stdout and str(out) in ran.stdout
     return out
@@ -71,8 +72,8 @@ def test_record_writes_what_was_asked_for(trace: Path, checkpoint: Path) -> None
 
 def test_layers_and_short_texts(checkpoint: Path, two_texts: tuple[Path, Path], tmp_path: Path) -> None:
     mrb(
-        "trace", "record", "--model", checkpoint, "--tokenizer", "bytes", "--text", two_texts[0], "--layers",
-        "0,2", "--tokens", 100_000, "--dtype", "bfloat16", "--scores", "--out", tmp_path / "t",
+        "model", "trace", "record", "--model", checkpoint, "--tokenizer", "bytes", "--text", two_texts[0],
+        "--layers", "0,2", "--tokens", 100_000, "--dtype", "bfloat16", "--scores", "--out", tmp_path / "t",
     )  # fmt: skip
     written = read_trace(tmp_path / "t")
     assert written.routing.num_tokens == 2 * 480  # all there is
@@ -81,14 +82,14 @@ def test_layers_and_short_texts(checkpoint: Path, two_texts: tuple[Path, Path], 
 
 
 def test_show_tells_the_numbers(trace: Path) -> None:
-    ran = mrb("trace", "show", trace)
+    ran = mrb("model", "trace", "show", trace)
     lines = ran.stdout.splitlines()
     for words in ("routing.safetensors", "300 tokens", "3 layers", "8 experts", "2 per token"):
         assert words in lines[0], words
     assert "one.txt (150 tokens)" in ran.stdout and "two.txt (150 tokens)" in ran.stdout
     top = next(place for place, line in enumerate(lines) if line.startswith("layer"))
     assert lines[top].split()[:3] == ["layer", "max/mean", "entropy"]
-    shown = mrb_json("trace", "show", trace)
+    shown = mrb_json("model", "trace", "show", trace)
     assert [layer["layer"] for layer in shown["layers"]] == [0, 1, 2]
     for place, layer in enumerate(shown["layers"]):
         replayed = make_workload(f"trace({trace},layer={place})", T=300, E=8, K=2)
@@ -98,14 +99,14 @@ def test_show_tells_the_numbers(trace: Path) -> None:
         cells = lines[top + 1 + place].split()
         assert cells[:2] == [str(place), f"{wanted['max_over_mean']:.2f}"]
         assert layer["overlap"]["neighbours"] == 298
-    alone = mrb_json("trace", "show", trace, "--document", 1)
+    alone = mrb_json("model", "trace", "show", trace, "--document", 1)
     assert [layer["tokens"] for layer in alone["layers"]] == [150] * 3
     assert alone["layers"][0]["document_bits"] is None
 
 
 def test_show_draws(trace: Path, tmp_path: Path) -> None:
     for name, options in (("a.png", ()), ("b.svg", ("--layer", 2))):
-        mrb("trace", "show", trace, "--picture", tmp_path / name, *options)
+        mrb("model", "trace", "show", trace, "--picture", tmp_path / name, *options)
         assert (tmp_path / name).stat().st_size > 10_000
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     svg = (tmp_path / "b.svg").read_text()
@@ -117,19 +118,21 @@ def test_odd_traces_are_drawn_too(K: int, labelled: bool, tmp_path: Path) -> Non
     routing = make_workload("one_expert", T=30, E=9, K=K).routing
     labels = {"position_T": torch.arange(30), "document_T": torch.arange(30)} if labelled else {}
     write_trace(tmp_path / "t", routing, source="\x1b]0;x" + "x" * 2000, documents=["\x1b]0;y"], **labels)
-    ran = mrb("trace", "show", tmp_path / "t", "--picture", tmp_path / "t.png")
+    ran = mrb("model", "trace", "show", tmp_path / "t", "--picture", tmp_path / "t.png")
     assert "\x1b" not in ran.stdout and len(ran.stdout) < 3000 and (tmp_path / "t.png").exists()
 
 
 def test_mistakes_in_show_are_named(trace: Path, tmp_path: Path) -> None:
-    assert str(tmp_path / "absent") in refused("trace", "show", tmp_path / "absent")
-    assert "document 9" in refused("trace", "show", trace, "--document", 9)
-    assert "layer 9" in refused("trace", "show", trace, "--layer", 9, "--picture", tmp_path / "x.png")
-    assert "x.doc" in refused("trace", "show", trace, "--picture", tmp_path / "x.doc")
+    assert str(tmp_path / "absent") in refused("model", "trace", "show", tmp_path / "absent")
+    assert "document 9" in refused("model", "trace", "show", trace, "--document", 9)
+    assert "layer 9" in refused(
+        "model", "trace", "show", trace, "--layer", 9, "--picture", tmp_path / "x.png"
+    )
+    assert "x.doc" in refused("model", "trace", "show", trace, "--picture", tmp_path / "x.doc")
     write_trace(tmp_path / "t", make_workload("uniform", T=0, E=4, K=1).routing, source="x")
-    assert "no tokens" in refused("trace", "show", tmp_path / "t")
+    assert "no tokens" in refused("model", "trace", "show", tmp_path / "t")
     write_trace(tmp_path / "t", make_workload("uniform", T=9, E=5000, K=1).routing, source="x")
-    assert "5,000 experts" in refused("trace", "show", tmp_path / "t")
+    assert "5,000 experts" in refused("model", "trace", "show", tmp_path / "t")
 
 
 def test_damaged_files_get_a_sentence_from_show_and_replay(trace: Path, tmp_path: Path) -> None:
@@ -142,14 +145,14 @@ def test_damaged_files_get_a_sentence_from_show_and_replay(trace: Path, tmp_path
         else:
             changed[draw.randrange(head, len(changed))] ^= 1 << draw.randrange(8)
         path.write_bytes(changed)
-        refused("trace", "show", path)
+        refused("model", "trace", "show", path)
         with pytest.raises(ValueError, match=r".{15,}") as caught:
             make_workload(f"trace({path},layer=0)", T=8, E=8, K=2)
         assert str(caught.value).isprintable()
 
 
 def record(checkpoint: Any, text: Any, *more: Any) -> tuple[Any, ...]:
-    return "trace", "record", "--model", checkpoint, "--text", text, "--tokenizer", "bytes", *more
+    return "model", "trace", "record", "--model", checkpoint, "--text", text, "--tokenizer", "bytes", *more
 
 
 def test_mistakes_in_record_are_named(
@@ -183,8 +186,19 @@ def test_mistakes_in_record_are_named(
     (broken / "model.safetensors").write_bytes(b"nonsense")
     assert "load the model" in refused(*record(broken, one, *out))
     # the checkpoint has no tokenizer of its own
-    assert "no token" in refused("trace", "record", "--model", model, "--text", one, *out)
-    words = ("trace", "record", "--model", model, "--text", one, "--tokenizer", tmp_path / "absent", *out)
+    assert "no token" in refused("model", "trace", "record", "--model", model, "--text", one, *out)
+    words = (
+        "model",
+        "trace",
+        "record",
+        "--model",
+        model,
+        "--text",
+        one,
+        "--tokenizer",
+        tmp_path / "absent",
+        *out,
+    )
     assert "the tokenizer" in refused(*words)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -203,5 +217,5 @@ def test_a_small_vocabulary_is_refused_before_it_fails(two_texts: tuple[Path, Pa
 def test_layers_are_read_as_people_write_them() -> None:
     assert read_layers("0, 4,8-11") == [0, 4, 8, 9, 10, 11]
     for wrong in ("", "1,,2", "3-1", "-1", "1-", "99999999"):
-        with pytest.raises(ValueError, match="--layers"):
+        with pytest.raises(ArgumentError, match="layers"):
             read_layers(wrong)

@@ -1,4 +1,4 @@
-"""mrb trace import, check and diff: what they print and write, and a sentence for each mistake."""
+"""mrb model trace import, check and diff: what they print and write, and a sentence for each mistake."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDS = routes(WORDS[:-1])
 def imported(tmp_path: Path) -> Path:
     other = text(90, seed=4)
     file = saved(tmp_path / "vllm.json", [vllm(IDS, WORDS, 50), vllm(routes(other[:-1]), other, 9)])
-    ran = mrb("trace", "import", file, "--experts", 16, "--out", tmp_path / "t.safetensors")
+    ran = mrb("model", "trace", "import", file, "--experts", 16, "--out", tmp_path / "t.safetensors")
     assert ran.stdout.startswith("288 tokens of 2 requests in 3 layers: ")
     return tmp_path / "t.safetensors"
 
@@ -36,18 +36,18 @@ def test_import_writes_what_was_chosen(imported: Path) -> None:
         part = trace.part(layer=layer, document=0)
         assert np.array_equal(part.routing.expert_TK.numpy(), IDS[:, layer])
         assert part.position_T is not None and part.position_T.tolist() == [*range(199)]
-    assert "288 tokens" in mrb("trace", "show", imported).stdout
-    mrb("trace", "check", imported)
-    assert mrb_json("trace", "check", imported)["faults"] == []
+    assert "288 tokens" in mrb("model", "trace", "show", imported).stdout
+    mrb("model", "trace", "check", imported)
+    assert mrb_json("model", "trace", "check", imported)["faults"] == []
 
 
 def test_dense_layers_are_left_out_by_name(tmp_path: Path) -> None:
     ids = np.concatenate([IDS[:, :1] * 0, IDS], axis=1)
     file, out = saved(tmp_path / "sglang.json", sglang(ids, WORDS, 50)), tmp_path / "t"
     sizes = ("--experts", 16, "--num-layers", 4, "--choices", 2)
-    sentence = refused("trace", "import", file, *sizes, "--out", out)
+    sentence = refused("model", "trace", "import", file, *sizes, "--out", out)
     assert "layer 0" in sentence and "zeros" in sentence and not out.exists()
-    mrb("trace", "import", file, *sizes, "--layers", "1-3", "--out", out)
+    mrb("model", "trace", "import", file, *sizes, "--layers", "1-3", "--out", out)
     trace = read_trace(out)
     assert trace.layer_T is not None and trace.layer_T.unique().tolist() == [1, 2, 3]
     assert np.array_equal(trace.part(layer=2).routing.expert_TK.numpy(), IDS[:, 1])
@@ -57,14 +57,14 @@ def test_check_names_faults(tmp_path: Path) -> None:
     ids = IDS.copy()
     ids[:32], ids[70, 1] = 0, 5
     file = saved(tmp_path / "vllm.json", vllm(ids, WORDS, 50))
-    head, zeros, repeated = mrb("trace", "check", file, "--experts", 16, code=1).stdout.splitlines()
+    head, zeros, repeated = mrb("model", "trace", "check", file, "--experts", 16, code=1).stdout.splitlines()
     assert "2 faults" in head and "vllm.json" in head
     assert zeros.startswith("  zero start: response 0, choice 0: positions 0 to 31 ")
     assert repeated.startswith("  repeated: response 0, choice 0, layer 1, position 70: expert 5 ")
-    found = mrb_json("trace", "check", file, "--experts", 16, code=1)["faults"]
+    found = mrb_json("model", "trace", "check", file, "--experts", 16, code=1)["faults"]
     assert [fault["kind"] for fault in found] == ["zero start", "repeated"]
-    refusal = refused("trace", "import", file, "--experts", 16, "--out", tmp_path / "t")
-    assert "1 more" in refusal and "mrb trace check" in refusal
+    refusal = refused("model", "trace", "import", file, "--experts", 16, "--out", tmp_path / "t")
+    assert "1 more" in refusal and "mrb model trace check" in refusal
 
 
 def written(path: Path, ids: np.ndarray, *, E: int = 16, **labels: torch.Tensor | None) -> Path:
@@ -100,15 +100,15 @@ def test_check_looks_at_labels_too(tmp_path: Path) -> None:
         ({"position_T": None, "document_T": None}, ""),
     ):
         written(path, IDS, **labels)
-        found = mrb_json("trace", "check", path, code=1 if named else 0)["faults"]
+        found = mrb_json("model", "trace", "check", path, code=1 if named else 0)["faults"]
         assert not named or (found[0]["kind"] == "labels" and re.search(named, found[0]["sentence"])), found
     written(path, np.roll(IDS, 1, axis=0) * np.array([[[0], [1], [0]]]) + IDS * np.array([[[1], [0], [1]]]))
-    found = mrb_json("trace", "check", path, code=1)["faults"]
+    found = mrb_json("model", "trace", "check", path, code=1)["faults"]
     assert found[0]["kind"] == "shifted" and "layer 1" in found[0]["sentence"]
     write_trace(
         path, Routing(expert_TK=torch.tensor([[0], [1]]), gate_TK=torch.ones(2, 1), num_experts=2), source="x"
     )
-    assert mrb_json("trace", "check", path)["faults"] == []
+    assert mrb_json("model", "trace", "check", path)["faults"] == []
 
 
 def test_diff_counts_by_layer_and_position(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_diff_counts_by_layer_and_position(tmp_path: Path) -> None:
     flipped = (other[:, 2, 0] != IDS[:, 2, 1]) & (np.arange(199) >= 100) & (np.arange(199) < 110)
     differs = flipped.sum() / 199 / 2
     written(b, other[:150], document_T=None)
-    found = mrb_json("trace", "diff", a, b)
+    found = mrb_json("model", "trace", "diff", a, b)
     assert [layer["choices"] for layer in found["layers"][:2]] == [0, 0]
     assert found["layers"][2]["choices"] == pytest.approx(differs * 199 / 150)
     assert found["layers"][2]["flipped"] == pytest.approx(2 * differs * 199 / 150)
@@ -128,9 +128,9 @@ def test_diff_counts_by_layer_and_position(tmp_path: Path) -> None:
     spans = {(one["first"], one["last"]): one["tokens"] for one in found["positions"]}
     assert spans == {(0, 0): 1, (1, 7): 7, (8, 63): 56, (64, 511): 86}
     assert [one["choices"] > 0 for one in found["positions"]] == [False, False, False, True]
-    ran = mrb("trace", "diff", a, b)
+    ran = mrb("model", "trace", "diff", a, b)
     assert "49 tokens" in ran.stdout
-    assert mrb_json("trace", "diff", a, a)["whole"] == {
+    assert mrb_json("model", "trace", "diff", a, a)["whole"] == {
         "tokens": 199, "choices": 0, "flipped": 0, "margin": None, "usual": None
     }  # fmt: skip
 
@@ -141,13 +141,13 @@ def test_margins_are_of_the_scores_that_flipped(tmp_path: Path) -> None:
     written(tmp_path / "a", a, E=4, score_TE=score_TE)
     written(tmp_path / "b", b, E=4)
     for one, other in (("a", "b"), ("b", "a")):
-        found = mrb_json("trace", "diff", tmp_path / one, tmp_path / other)
+        found = mrb_json("model", "trace", "diff", tmp_path / one, tmp_path / other)
         assert found["scores_of"] == ("A" if one == "a" else "B")
         # 2 less 1.75; the expert that A had ruled out has no margin
         assert found["whole"]["margin"] == pytest.approx(0.25)
         assert found["whole"]["usual"] == pytest.approx(3.0)  # of 0.25, 3 and 3.5
         assert found["whole"]["choices"] == pytest.approx(2 / 6)
-    assert "usual margin" in mrb("trace", "diff", tmp_path / "a", tmp_path / "b").stdout
+    assert "usual margin" in mrb("model", "trace", "diff", tmp_path / "a", tmp_path / "b").stdout
 
 
 def test_mistakes_are_named(imported: Path, tmp_path: Path) -> None:
@@ -171,4 +171,4 @@ def test_mistakes_are_named(imported: Path, tmp_path: Path) -> None:
         (("diff", far, imported), "in common"),
         (("diff", twice, imported), "twice"),
     ):
-        assert named in refused("trace", *words), words
+        assert named in refused("model", "trace", *words), words

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from command_line import mrb, mrb_json
-from moe_routing_bench.cli import describing as apart
+from moe_routing_bench.conformance import outside
 from moe_routing_bench.ops import registry
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ AT_ONCE = {
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "SECONDS", 60.0)
+    monkeypatch.setattr(outside, "SECONDS", 60.0)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
 def test_whatever_a_file_does_is_one_row(folder: Path, name: str) -> None:
     source, words = AT_ONCE[name]
     if "did not answer" in words:
-        apart.SECONDS = 20.0  # type: ignore[attr-defined]
+        outside.SECONDS = 20.0  # type: ignore[attr-defined]
     (folder / "combine" / f"{name}.py").write_text(source + GOOD.partition("\n")[2])
     here = os.getpid()
     listed = mrb_json("list", "ops", "--include-path", folder, code=1)["ops"]["combine"]["implementations"]

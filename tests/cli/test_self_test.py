@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from command_line import mrb, mrb_json, refused
-from moe_routing_bench.cli import doctor as self_test
-from moe_routing_bench.cli.doctor import Tried
+from moe_routing_bench.conformance import self_test
 from moe_routing_bench.conformance.check import Outcome
+from moe_routing_bench.conformance.self_test import Tried
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +35,9 @@ def test_what_is_wrong_is_not_to_be_trusted(a_gpu, monkeypatch: pytest.MonkeyPat
         Tried("combine.triton_gather_sum", "wrong", "bfloat16, compact: the result is off"),
         Tried("grouped_gemm.triton_ragged(tma=1)", "not tried", "sm_87 has no TMA"),
     ]
-    monkeypatch.setattr(self_test, "try_all", lambda device, pattern: iter(answers))
+    monkeypatch.setattr("moe_routing_bench.cli.doctor.try_all", lambda device, pattern: iter(answers))
     text = mrb("doctor", "--device", "cuda", code=1).stdout
-    assert "A Card, sm_87" in text and "sm_87 is not among" in text
+    assert "A Card, sm_87" in text and "sm_87 is not" in text
     assert "1 right, 1 wrong, 1 not tried" in text
     assert "trust here: combine.triton_gather_sum" in text
     assert "grouped_gemm.triton_ragged(tma=1)" in text
@@ -62,7 +62,7 @@ def test_a_kernel_that_ends_its_process(
 ) -> None:
     ran = SimpleNamespace(stdout=stdout, stderr="illegal memory\naccess\n", returncode=code)
     monkeypatch.setattr(subprocess, "run", lambda *words, **options: ran)
-    assert self_test._tried_apart("topk", "sort", "cuda") == Tried("topk.sort", answer, reason)
+    assert self_test.tried_isolated("topk", "sort", "cuda") == Tried("topk.sort", answer, reason)
 
 
 def test_a_kernel_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_a_kernel_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         raise subprocess.TimeoutExpired("python", 1)
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert "not end" in self_test._tried_apart("topk", "sort", "cuda").reason
+    assert "not end" in self_test.tried_isolated("topk", "sort", "cuda").reason
 
 
 def test_the_first_case_it_takes_is_tried_in_every_dtype_and_layout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,5 +96,5 @@ def test_the_first_case_it_takes_is_tried_in_every_dtype_and_layout(monkeypatch:
 @pytest.mark.slow
 def test_it_runs_a_real_one_in_a_process_of_its_own() -> None:
     """With a kernel of plain torch in the place of a GPU's."""
-    found = self_test._tried_apart("topk", "sort", "pretend")
+    found = self_test.tried_isolated("topk", "sort", "cpu")
     assert found == Tried("topk.sort", "right", "3 small cells, forward and backward where it has one")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from command_line import mrb, mrb_json, refused
-from moe_routing_bench.cli.checking import TokenMap, parse_tokens
+from moe_routing_bench.conformance.run import TokenMap, parse_tokens
 from moe_routing_bench.core.names import ranges
 
 WRONG = """

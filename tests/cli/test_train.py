@@ -18,31 +18,31 @@ SMALL = ["--corpus", "synthetic", "--batch", "2", "--sizes", SIZES]
 
 
 def test_one_run(tmp_path: Path) -> None:
-    out = mrb("train", "--router", "switch", "--steps", "4", *SMALL, "--out", tmp_path).stdout
+    out = mrb("train", "run", "switch", "--steps", "4", *SMALL, "--out", tmp_path).stdout
     assert "switch, seed 0: held-out loss" in out and "nats per byte" in out and "Kept in" in out
     shown = mrb("train", "show", tmp_path).stdout
     assert "switch" in shown and "held-out" in shown
     query = "SELECT rule, steps, loss FROM trainings"
-    rows = mrb_json("results", query, "--folder", tmp_path)["rows"]
+    rows = mrb_json("results", "query", query, "--folder", tmp_path)["rows"]
     assert rows[0][:2] == ["switch", 4] and rows[0][2] > 0
 
 
 def test_a_run_is_a_model_to_trace(tmp_path: Path) -> None:
-    mrb("train", "--router", "softmax_topk", "--steps", "2", *SMALL, "--out", str(tmp_path / "runs"))
+    mrb("train", "run", "softmax_topk", "--steps", "2", *SMALL, "--out", str(tmp_path / "runs"))
     run = next((tmp_path / "runs").glob("run=*"))
     text = tmp_path / "text.txt"
     text.write_bytes(b"some words to read, " * 40)
     trace = tmp_path / "t.safetensors"
     mrb(
-        "trace", "record", "--model", str(run), "--text", str(text), "--tokens", "256", "--sequence", "32",
-        "--out", str(trace),
+        "model", "trace", "record", "--model", str(run), "--text", str(text), "--tokens", "256",
+        "--sequence", "32", "--out", str(trace),
     )  # fmt: skip
-    assert "256 tokens" in mrb("trace", "show", trace).stdout
+    assert "256 tokens" in mrb("model", "trace", "show", trace).stdout
 
 
 @pytest.mark.slow
 def test_a_study_and_its_pictures(tmp_path: Path) -> None:
-    words = ["train", "--study", "balance", "--steps", "6", "--seeds", "2", "--rounds", "8", *SMALL]
+    words = ["train", "study", "balance", "--steps", "6", "--seeds", "2", "--rounds", "8", *SMALL]
     out = mrb(*words, "--only", "none", "--only", "switch loss", "--out", tmp_path).stdout
     assert "Not dominated" in out and "switch loss" in out and "byte-trigram" in out
     for name in ("pareto.json", "pareto.png", "curves.png", "load.png", "sources.png"):
@@ -54,20 +54,20 @@ def test_a_study_and_its_pictures(tmp_path: Path) -> None:
 def test_steps_of_growing_sequences(tmp_path: Path) -> None:
     sizes = SIZES.replace("sequence=32", "sequence=16")
     out = mrb(
-        "train", "--study", "soft", "--corpus", "synthetic", "--sizes", sizes, "--rounds", "8", "--out",
+        "train", "study", "soft", "--corpus", "synthetic", "--sizes", sizes, "--rounds", "8", "--out",
         str(tmp_path), "--only", "soft_moe, 128 tokens", "--only", "softmax_topk, 128 tokens",
     ).stdout  # fmt: skip
     assert "soft_moe, 128 tokens" in out and "ms/step" in out
 
 
 def test_without_a_text_it_is_made_up(tmp_path: Path) -> None:
-    ran = mrb("train", "--study", "soft", "--sizes", SIZES, "--rounds", "8", "--out", tmp_path, *ONE_RULE)
+    ran = mrb("train", "study", "soft", "--sizes", SIZES, "--rounds", "8", "--out", tmp_path, *ONE_RULE)
     assert "synthetic" in ran.stderr and "about 0:0" in ran.stderr
 
 
 def test_a_study_has_the_seed_and_the_rate_it_is_given(tmp_path: Path) -> None:
     mrb(
-        "train", "--study", "balance", "--steps", "2", "--seeds", "2", "--seed", "5", "--rate", "0.002",
+        "train", "study", "balance", "--steps", "2", "--seeds", "2", "--seed", "5", "--rate", "0.002",
         "--rounds", "8", "--only", "none", *SMALL, "--out", tmp_path,
     )  # fmt: skip
     runs = mrb_json("train", "show", tmp_path)
@@ -78,7 +78,7 @@ def test_a_study_has_the_seed_and_the_rate_it_is_given(tmp_path: Path) -> None:
 
 
 def test_quick_is_small_and_may_be_overruled(tmp_path: Path) -> None:
-    mrb("train", "--router", "switch", "--quick", "--steps", "2", "--out", tmp_path)
+    mrb("train", "run", "switch", "--quick", "--steps", "2", "--out", tmp_path)
     (run,) = mrb_json("train", "show", tmp_path)
     assert run["steps"] == 2 and run["settings"]["size"]["layers"] == 1
 
@@ -105,25 +105,27 @@ def test_a_step_without_a_number_says_so() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--router", "switch"], "give --out FOLDER"),
-        (["--out", "x"], "give --study NAME"),
-        (["--study", "absent", "--out", "x"], "study 'absent'"),
-        (["--router", "absent", "--out", "x"], "router 'absent'"),
-        (["--router", "switch", "--sizes", "layers=none", "--out", "x"], "cannot read 'layers=none'"),
-        (["--router", "soft_moe", "--out", "x"], "sees_future"),
-        (["--router", "switch", "--sink", "absent", "--out", "x"], "--sink"),
+        (["study", "absent", "--out", "x"], "study 'absent'"),
+        (["run", "absent", "--out", "x"], "router 'absent'"),
+        (["run", "switch", "--sizes", "layers=none", "--out", "x"], "cannot read 'layers=none'"),
+        (["run", "soft_moe", "--out", "x"], "sees_future"),
+        (["run", "switch", "--sink", "absent", "--out", "x"], "--sink"),
     ],
 )
 def test_mistakes_are_said(
     words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert says in refused("train", "--corpus", "synthetic", "--steps", "2", *words)
+    assert says in refused("train", *words, "--corpus", "synthetic", "--steps", "2")
+
+
+def test_a_run_needs_a_folder() -> None:
+    assert "--out" in mrb("train", "run", "switch", code=2).stderr
 
 
 def test_texts_are_named_once(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("text " * 2000)
-    words = ["train", "--router", "switch", "--out", str(tmp_path / "out"), "--text", str(text)]
+    words = ["train", "run", "switch", "--out", str(tmp_path / "out"), "--text", str(text)]
     assert "one of them" in refused(*words, "--corpus", "synthetic")
     assert "text file" in refused(*words[:-1], str(tmp_path / "absent.txt"))

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_routing_bench.cli.checking import CaseOutcome, Row
 from moe_routing_bench.conformance.cases import KitCell
 from moe_routing_bench.conformance.check import cells_of, check_implementation
+from moe_routing_bench.conformance.run import CaseOutcome, Row
 from moe_routing_bench.ops.combine.gather_sum import run as gather_sum
 from moe_routing_bench.ops.registry import get_op
 

@@ -230,7 +230,7 @@ def gate_applied_twice(y_RD, gate_TK, plan):
     return gather_sum(y_RD, gate_TK * gate_TK, plan)
 
 
-@fault("combine", "have no row but do not get exactly zero", "nowhere")
+@fault("combine", "have no row but are not exactly zero", "nowhere")
 def dropped_pair_reads_row_0(y_RD, gate_TK, plan):
     if plan.num_rows == 0:
         return gather_sum(y_RD, gate_TK, plan)

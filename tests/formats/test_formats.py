@@ -152,9 +152,9 @@ def test_what_is_refused() -> None:
         "bytes of int4": replace(int4, depth=66),
         "needs blocks": replace(mx, depth=65),
         "scale is 255": replace(mx, exponent_ENg=torch.full_like(mx.exponent_ENg, 255)),
-        "float8 weight is no number": replace(fp8, code_ENK=no_number.view(torch.float8_e4m3fn)),
-        "fp8 of 2 experts": replace(fp8, scale_Enk=fp8.scale_Enk[:, :0]),
-        "scale in a GGUF block is no number": replace(q8, block_ENbB=blocks),
+        "float8 weight is not a number": replace(fp8, code_ENK=no_number.view(torch.float8_e4m3fn)),
+        "fp8_block of 2 experts": replace(fp8, scale_Enk=fp8.scale_Enk[:, :0]),
+        "scale in a GGUF block is not a number": replace(q8, block_ENbB=blocks),
         "q8_0 of depth 65": replace(q8, depth=65),
     }
     for sentence, stored in wrong.items():

@@ -24,4 +24,4 @@ def test_a_kernel_is_judged_timed_and_recorded_for_what_it_is(tmp_path: Path) ->
     assert set(records) == {"gather_sum", "triton_gather_sum"}
     for record in records.values():
         assert record.correctness.status is Status.PASSED, record.correctness.reason
-        assert (record.protocol.device, record.protocol.view) == ("pretend", "cuda_events")
+        assert (record.experiment.device, record.experiment.view) == ("pretend", "cuda_events")

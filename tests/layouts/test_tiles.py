@@ -62,7 +62,7 @@ def test_a_fault_planted_in_tiles_is_found(fault: str) -> None:
 def test_a_tail_that_nothing_masks_is_found() -> None:
     tiles = zipped_divide(coordinate_layout(10, 12), [4, 8])
     assert tile_faults(tiles, (10, 12), guarded=False) == [
-        "72 places of tiles lie past the edge, and nothing masks them"
+        "72 places of tiles are outside the edge, and nothing masks them"
     ]
 
 

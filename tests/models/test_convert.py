@@ -12,18 +12,13 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from moe_routing_bench import MoE, all_routers
+from moe_routing_bench import MoE
 from moe_routing_bench.models.convert import ConvertedBlock, convert, revert
-from tiny_models import gradients, make, tokens
+from tiny_models import close, gradients, make, tokens
 
 pytestmark = pytest.mark.slow
 
-HAS_SIGMOID = "sigmoid_bias" in all_routers()
-BLOCKS = ["qwen3_moe", "mixtral", "olmoe", *(["deepseek_v3"] if HAS_SIGMOID else [])]
-
-
-def close(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
+BLOCKS = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3"]
 
 
 class OldExpert(nn.Module):
@@ -103,14 +98,6 @@ def found_in(gradient: dict[str, Tensor], path: str) -> Tensor:
         if path.endswith(name):
             return gradient[path.replace(name, ours)].transpose(-1, -2)
     return gradient[path.replace("mlp.shared_experts", "mlp.shared")]
-
-
-@pytest.mark.skipif(HAS_SIGMOID, reason="the router is here")
-def test_deepseek_without_its_router_is_refused_and_left_alone() -> None:
-    model = make("deepseek_v3")
-    with pytest.raises(NotImplementedError, match=r"sigmoid_bias"):
-        convert(model)
-    model(tokens())
 
 
 def test_transformers_weights_are_not_copied() -> None:

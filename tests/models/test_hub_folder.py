@@ -1,4 +1,4 @@
-"""mrb export kernels: the folder is complete, its digests are right, it runs without our package."""
+"""mrb model kernels: the folder is complete, its digests are right, it runs without our package."""
 
 from __future__ import annotations
 
@@ -95,6 +95,5 @@ def test_digests_and_imports(exported: Path, variant: str) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     target = tmp_path / "hub"
-    assert "torch-cpu (" in mrb("export", "kernels", target).stdout.replace("\n", " ")
-    assert "empty folder" in refused("export", "kernels", target)
-    assert "`mrb export kernels DIR`" in refused("export", "other", target)
+    assert "torch-cpu (" in mrb("model", "kernels", target).stdout.replace("\n", " ")
+    assert "empty folder" in refused("model", "kernels", target)

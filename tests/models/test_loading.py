@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import moe_routing_bench.models.transformers as plugin
-from moe_routing_bench.core import cpp
 from moe_routing_bench.core.accuracy import judge
 from moe_routing_bench.core.frozen import Frozen
 from moe_routing_bench.formats.named import quantise
@@ -29,9 +28,9 @@ from moe_routing_bench.models.reading import experts_modules
 from moe_routing_bench.models.stored_layers import linear_of
 from published_formats import PUBLISHED
 from quantised_models import change, retensor, rounded, shard, write_large, write_model
-from tiny_models import tokens
+from tiny_layers import needs_compiler
+from tiny_models import choices, tokens
 
-needs_compiler = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
 pytestmark = [pytest.mark.slow, needs_compiler]
 
 MODELS = {
@@ -124,18 +123,6 @@ def test_transformers_itself_loads_the_same_folder(
     assert differing <= {"_name_or_path", "experts_implementation", "_experts_implementation"}
     if dtype == torch.float32:
         assert difference(logits(model, tokens()), logits(theirs, tokens())) < 2e-5
-
-
-def choices(model: Any, ids: Tensor) -> list[Tensor]:
-    chosen: list[Tensor] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda _, args: chosen.append(args[1].sort(-1).values))
-        for _, module in experts_modules(model)
-    ]
-    logits(model, ids)
-    for hook in hooks:
-        hook.remove()
-    return chosen
 
 
 @pytest.mark.parametrize(("family", "how"), CASES)

@@ -20,11 +20,10 @@ from safetensors.torch import load_file, save_file
 
 import moe_routing_bench.models.transformers as plugin
 from damaged_files import assert_one_sentence, hurt
-from moe_routing_bench.core import cpp
 from quantised_models import change, retensor, shard, write_model
+from tiny_layers import needs_compiler
 from tiny_models import make
 
-needs_compiler = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
 pytestmark = [pytest.mark.slow, needs_compiler]
 
 

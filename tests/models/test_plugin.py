@@ -30,16 +30,12 @@ from moe_routing_bench.formats.named import quantise
 from moe_routing_bench.models.convert import convert, revert
 from moe_routing_bench.models.reading import experts_modules, read
 from moe_routing_bench.ops.decisions import SCHEMA, VERSION
-from tiny_models import MODELS, gradients, make, tokens
+from tiny_layers import needs_compiler
+from tiny_models import MODELS, choices, close, gradients, make, tokens
 
 pytestmark = pytest.mark.slow
 
 OURS = "moe_routing_bench"
-needs_compiler = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
-
-
-def close(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
 
 
 @pytest.mark.parametrize("impl", [OURS, f"{OURS}:staged"])
@@ -60,19 +56,6 @@ def test_logits_and_all_gradients_are_those_of_eager(name: str, impl: str) -> No
         module.down_proj.data.zero_()
     with torch.no_grad():
         assert (model(ids).logits - logits).abs().max() > 0.01 * logits.abs().max()
-
-
-def choices(model: Any, ids: Tensor) -> list[Tensor]:
-    chosen: list[Tensor] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda _, args: chosen.append(args[1].sort(-1).values))
-        for _, module in experts_modules(model)
-    ]
-    with torch.no_grad():
-        model(ids)
-    for hook in hooks:
-        hook.remove()
-    return chosen
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 import tiny_layers
 from child_process import python
-from moe_routing_bench.core import cpp
 from moe_routing_bench.core.frozen import Frozen
 from moe_routing_bench.models import vllm as plugin
 from repository import ROOT
+from tiny_layers import needs_compiler
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
-needs_compiler = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
 
 
 class Log(logging.Logger):

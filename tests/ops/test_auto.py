@@ -30,12 +30,12 @@ from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.ops.stand_ins import StandIns
 from moe_routing_bench.ops.targets import Target, as_if
 from repository import ROOT
+from tiny_layers import needs_compiler
 
 OPS = all_ops()
 FFN, PLAN = OPS["expert_ffn"], OPS["make_plan"]
 CPU = torch.device("cpu")
 TABLES = "moe_routing_bench.ops.{}.preferences"
-needs_compiler = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
 
 
 @pytest.fixture(autouse=True)
@@ -286,10 +286,10 @@ def test_the_first_that_can_run_does_and_the_default_is_last(anew) -> None:
     assert "x.txt; staged(grouped_gemm=padded_bmm) cannot run: grouped_gemm.padded_bmm: it" in blocks.why
     compact = choose(FFN, arguments(MoE(12, 8, 5, 2), 3))
     assert compact.implementation.label == FFN.get("staged").label
-    assert compact.why.startswith("the last resort of expert_ffn (decisions are off); staged(")
+    assert compact.why.startswith("the default of expert_ffn (decisions are off); staged(")
     prefer(anew, "expert_ffn")
     anew.setattr(auto, "_state", auto._State())
-    assert choose(FFN, arguments(MoE(12, 8, 5, 2), 3)).why.startswith("the last resort")
+    assert choose(FFN, arguments(MoE(12, 8, 5, 2), 3)).why.startswith("the default")
 
 
 def test_nothing_is_ranked_twice(anew) -> None:

@@ -165,7 +165,7 @@ def test_another_machine_or_torch_is_told_once(write, change: dict[str, str], wo
     mrb.use_decisions(path)
     with pytest.warns(UserWarning, match=words) as told:
         assert label() == PREFERRED
-    assert "`mrb decide`" in str(told[0].message)
+    assert "`mrb tune decide`" in str(told[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert words in auto_at().why

@@ -62,7 +62,7 @@ def test_an_unknown_gpu_gets_the_least_of_its_family_with_a_sentence(
     here, capability: tuple[int, int], name: str, shared: int, tma: bool
 ) -> None:
     here.nvidia(*capability)
-    with pytest.warns(RuntimeWarning, match=rf"{name} is not among the GPUs known here.* {shared} KiB"):
+    with pytest.warns(RuntimeWarning, match=rf"{name} is not one of the known GPUs.* {shared} KiB"):
         target = target_of(GPU)
     assert (target.name, target.shared_per_program, target.tma) == (name, shared * KIB, tma)
     assert why_too_old(target) is None

@@ -114,7 +114,7 @@ def in_chunks(group: Any) -> list[str]:
             for name in each[0]
             if not torch.allclose(each[0][name], each[1][name], 1e-5)
         ]
-    with pytest.raises(ValueError, match="capacity would be of each chunk"):
+    with pytest.raises(ValueError, match="each chunk would have its own capacity"):
         ParallelMoE(D, F, E, K, ranks=ranks, chunks=2, send_layout="padded(capacity=4)")
     return wrong
 

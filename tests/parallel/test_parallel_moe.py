@@ -231,7 +231,7 @@ def too_few(group: Any) -> tuple[int, str]:
     routing = Routing(expert_TK=torch.zeros(5, 1, dtype=torch.int64), gate_TK=torch.ones(5, 1), num_experts=E)
     y_TD = layer.compute(torch.randn(5, D), routing)
     assert layer.dropped is not None
-    with pytest.raises(ValueError, match="of no use to one rank"):
+    with pytest.raises(ValueError, match="one rank cannot use a plan"):
         layer.compute(torch.randn(5, D), routing, object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on 3 ranks for a group of 2"):
         Ranks(contiguous(E, ranks=3), group)

@@ -112,7 +112,7 @@ def test_mistakes(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe")
     assert "not TOML" in refused(*words, "--fabric", file)
     file.write_bytes(b"#" * 70_000)
-    assert "a page of text" in refused(*words, "--fabric", file)
+    assert "too many for a fabric" in refused(*words, "--fabric", file)
     file.write_text(_toml(good))
     mrb(*words, "--tokens", 16, "--fabric", file)
 

@@ -1,4 +1,4 @@
-"""mrb place and mrb cache: what they say follows from the trace."""
+"""mrb parallel place and mrb parallel cache: what they say follows from the trace."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_busiest_rank() -> None:
 
 
 def test_skew_pays_and_stays(skewed: Path) -> None:
-    found = mrb_json("place", skewed, "--ranks", 4, "--replicas", "0,4", "--tokens", 32)
+    found = mrb_json("parallel", "place", skewed, "--ranks", 4, "--replicas", "0,4", "--tokens", 32)
     by_name = {(one["way"], one["replicas"]): one for one in found["tried"]}
     assert list(by_name) == [
         ("contiguous", 0), ("strided", 0), ("greedy", 0), ("replicated", 4), ("assigned", 0),
@@ -60,27 +60,27 @@ def test_skew_pays_and_stays(skewed: Path) -> None:
     assert by_name["replicated", 4]["next"] < apart["next"] and by_name["replicated", 4]["places"] == 3
     assert by_name["assigned", 0]["same"] <= apart["same"] + 1e-9
     assert together["moved"] == 0 and found["pays"] is True
-    said = mrb("place", skewed, "--ranks", 4, "--tokens", 32, "--model", "qwen3-30b-a3b").stdout
+    said = mrb("parallel", "place", skewed, "--ranks", 4, "--tokens", 32, "--model", "qwen3-30b-a3b").stdout
     assert "Yes: " in said and "GiB a rank" in said
 
 
 def test_even_routing_does_not_pay(even: Path) -> None:
     """Whatever moves, moves after noise: the next window does not keep it."""
-    said = mrb("place", even, "--ranks", 4, "--replicas", "0", "--tokens", 64).stdout
+    said = mrb("parallel", "place", even, "--ranks", 4, "--replicas", "0", "--tokens", 64).stdout
     assert "No, it will not pay" in said, said
-    found = mrb_json("place", even, "--ranks", 4, "--tokens", 64)
+    found = mrb_json("parallel", "place", even, "--ranks", 4, "--tokens", 64)
     greedy = next(one for one in found["tried"] if one["way"] == "greedy")
     assert greedy["same"] < greedy["next"]  # hindsight looks better than it is
     assert found["chance"] == pytest.approx(found["tried"][0]["next"], rel=0.1)
 
 
 def test_what_cannot_be_placed_says_so(skewed: Path) -> None:
-    assert "4 windows" in refused("place", skewed, "--ranks", 4, "--tokens", 400)
-    assert "--replicas" in refused("place", skewed, "--ranks", 4, "--replicas", "a")
+    assert "4 windows" in refused("parallel", "place", skewed, "--ranks", 4, "--tokens", 400)
+    assert "--replicas" in refused("parallel", "place", skewed, "--ranks", 4, "--replicas", "a")
     few = ["--ranks", 2, "--tokens", 32]
-    assert "one of each" in refused("place", skewed, *few, "--replicas", "9")
-    assert "--ranks is 0" in refused("place", skewed, "--ranks", 0)
-    assert "trace file" in refused("place", "nothing.safetensors", "--ranks", 2)
+    assert "one of each" in refused("parallel", "place", skewed, *few, "--replicas", "9")
+    assert "--ranks is 0" in refused("parallel", "place", skewed, "--ranks", 0)
+    assert "trace file" in refused("parallel", "place", "nothing.safetensors", "--ranks", 2)
 
 
 tokens = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True), min_size=1, max_size=9)
@@ -122,12 +122,12 @@ def test_policies_by_hand() -> None:
 
 
 def test_cache_command(skewed: Path) -> None:
-    found = mrb_json("cache", skewed, "--slots", 4)
+    found = mrb_json("parallel", "cache", skewed, "--slots", 4)
     rate = {one["policy"]: one["hit_rate"] for one in found["policies"]}
     assert found["layers"] == 2 and found["tokens"] == T
     assert rate["belady"] >= max(rate[name] for name in ("lru", "lfu", "decayed"))
     assert rate["lfu"] > 0.6  # two experts of eight have three quarters of the tokens
-    said = mrb("cache", skewed, "--slots", 4, "--policy", "lru", "--model", "mixtral-8x7b").stdout
+    said = mrb("parallel", "cache", skewed, "--slots", 4, "--policy", "lru", "--model", "mixtral-8x7b").stdout
     assert "MiB" in said and "lru" in said and "lfu" not in said.splitlines()[3]
-    assert "give 2 to 8" in refused("cache", skewed, "--slots", 1)
-    assert "no policy" in refused("cache", skewed, "--slots", 4, "--policy", "fifo")
+    assert "give 2 to 8" in refused("parallel", "cache", skewed, "--slots", 1)
+    assert "no policy" in refused("parallel", "cache", skewed, "--slots", 4, "--policy", "fifo")

@@ -35,7 +35,7 @@ class Sizes:
 class Expectation:
     """One row of the table.
 
-    ("combine", "wrong_above_a_limit"): Expectation(
+    ("combine", "returns_wrong_results(how=above_256)"): Expectation(
         states={"WRONG_VALUE"}, what="zero beyond token 256", trap=11, at=Sizes(T=320), right_at=Sizes())
       in the cell `at` it must end in one of the states; in the cell `right_at` it must be PASSED.
     """
@@ -71,23 +71,31 @@ _DEAD = "the cell is recorded within its time limit; the next cell runs in a new
 
 EXPECTED: dict[tuple[str, str], Expectation] = {
     # wrong in the open
-    ("combine", "wrong_dtype"): _row("WRONG_DTYPE", "another dtype", 17, first_call="wrong"),
-    ("combine", "wrong_shape"): _row("WRONG_SHAPE", "one token too many", first_call="wrong"),
-    ("combine", "wrong_shape_that_broadcasts"): _row(
+    ("combine", "returns_wrong_results(how=dtype)"): _row(
+        "WRONG_DTYPE", "another dtype", 17, first_call="wrong"
+    ),
+    ("combine", "returns_wrong_results(how=shape)"): _row(
+        "WRONG_SHAPE", "one token too many", first_call="wrong"
+    ),
+    ("combine", "returns_wrong_results(how=broadcasts)"): _row(
         "WRONG_SHAPE", "a shape that broadcasting hides", first_call="wrong"
     ),
-    ("combine", "returns_a_tuple"): _row("WRONG_STRUCTURE", "a tuple, not a tensor", first_call="wrong"),
-    ("combine", "returns_sparse"): _row(
+    ("combine", "returns_wrong_results(how=tuple)"): _row(
+        "WRONG_STRUCTURE", "a tuple, not a tensor", first_call="wrong"
+    ),
+    ("combine", "returns_wrong_results(how=sparse)"): _row(
         "WRONG_STRUCTURE RUNTIME_ERROR", "a sparse tensor of the right shape", 17, first_call="wrong"
     ),
-    ("combine", "nan_output"): _row("NONFINITE", "one NaN at the end", 12, first_call="wrong"),
-    ("combine", "sums_in_bfloat16"): _row(
+    ("combine", "returns_wrong_results(how=nan)"): _row(
+        "NONFINITE", "one NaN at the end", 12, first_call="wrong"
+    ),
+    ("combine", "returns_wrong_results(how=bfloat16)"): _row(
         "WRONG_VALUE", "less precision, for a loose tolerance", 12, first_call="wrong"
     ),
-    ("combine", "wrong_above_a_limit"): _row(
+    ("combine", "returns_wrong_results(how=above_256)"): _row(
         "WRONG_VALUE", "zero beyond token 256", 11, at=Sizes(T=320), right_at=Sizes()
     ),
-    ("combine", "wrong_on_one_shape"): _row(
+    ("combine", "returns_wrong_results(how=at_192)"): _row(
         "WRONG_VALUE", "wrong at T = 192 only", 11, at=Sizes(T=192), right_at=Sizes(T=191)
     ),
     ("combine", "detects_benchmark_by_shape"): _row(
@@ -111,13 +119,13 @@ EXPECTED: dict[tuple[str, str], Expectation] = {
     ),
     # results without work
     ("combine", "returns_first_result"): _row(_WRONG, "one result for ever", 7),
-    ("combine", "memoises_by_checksum"): _row(
+    ("combine", "memoises(by=checksum)"): _row(
         _WRONG, "remembers by four numbers of each input", 7, must_hold=_HONEST_TIME
     ),
-    ("combine", "memoises_by_hash"): _row(
+    ("combine", "memoises(by=hash)"): _row(
         "SUSPECT", "remembers by a hash of all inputs", 7, must_hold=_HONEST_TIME
     ),
-    ("combine", "memoises_by_address"): _row(
+    ("combine", "memoises(by=address)"): _row(
         f"{_WRONG} NONDETERMINISTIC", "remembers by address", 7, must_hold=_HONEST_TIME
     ),
     ("combine", "works_in_unsupported"): _row(
@@ -155,23 +163,23 @@ EXPECTED: dict[tuple[str, str], Expectation] = {
         _WRONG, "after 40 calls half the tokens are old", 6, needs="a judged call after the 40th"
     ),
     # inputs
-    ("combine", "mutates_input"): _row("MUTATED_INPUT", "y_RD as scratch memory", 10),
-    ("combine", "mutates_gate"): _row("MUTATED_INPUT", "changes one gate", 10),
-    ("combine", "mutates_plan"): _row("MUTATED_INPUT", "makes the plan cheaper in place", 10),
-    ("combine", "replaces_plan_field"): _row(
+    ("combine", "mutates(what=rows)"): _row("MUTATED_INPUT", "y_RD as scratch memory", 10),
+    ("combine", "mutates(what=gate)"): _row("MUTATED_INPUT", "changes one gate", 10),
+    ("combine", "mutates(what=plan)"): _row("MUTATED_INPUT", "makes the plan cheaper in place", 10),
+    ("combine", "mutates(what=plan_field)"): _row(
         "MUTATED_INPUT WRONG_VALUE", "another tensor in the frozen plan", 10
     ),
-    ("combine", "swaps_storage"): _row("MUTATED_INPUT WRONG_VALUE", "other memory through .data", 10),
+    ("combine", "mutates(what=storage)"): _row("MUTATED_INPUT WRONG_VALUE", "other memory through .data", 10),
     ("combine", "mutates_and_patches_hashes"): _row(
         "MUTATED_INPUT WRONG_VALUE SUSPECT", "changes an input and breaks hashlib", 10
     ),
-    ("combine", "mutates_and_restores"): _row(
+    ("combine", "mutates(what=restored)"): _row(
         "MUTATED_INPUT WRONG_VALUE",
         "changes an input and restores it",
         10,
         must_hold="the inputs are the same after the call",
     ),
-    ("combine", "result_inside_input"): _row("MUTATED_INPUT", "the result lies in y_RD's memory", 10),
+    ("combine", "mutates(what=result_inside)"): _row("MUTATED_INPUT", "the result lies in y_RD's memory", 10),
     ("dispatch", "returns_its_input"): _row(
         "MUTATED_INPUT WRONG_STRUCTURE SUSPECT",
         "returns x_TD where order allows it: zero bytes moved",
@@ -293,30 +301,30 @@ EXPECTED: dict[tuple[str, str], Expectation] = {
         "TIMEOUT", "30 calls, then it hangs", 29, needs=_DEAD
     ),
     ("combine", "segfaults"): _row("CRASHED", "reads address zero", 29, needs=_DEAD, first_call="dangerous"),
-    ("combine", "kills_its_process"): _row(
+    ("combine", "ends_its_process(how=kill)"): _row(
         "CRASHED", "SIGKILL to itself", 29, needs=_DEAD, first_call="dangerous"
     ),
-    ("combine", "exits_in_silence"): _row(
+    ("combine", "ends_its_process(how=exit)"): _row(
         "CRASHED", "exit code 0, no word", 29, needs=_DEAD, first_call="dangerous"
     ),
     ("combine", "honest_until_checked(then=exit)"): _row(
         "CRASHED", "30 calls, then exit code 0", 29, needs=_DEAD
     ),
-    ("combine", "raises_system_exit"): _row(
+    ("combine", "ends_its_process(how=system_exit)"): _row(
         "RUNTIME_ERROR CRASHED",
         "SystemExit passes `except Exception`",
         29,
         needs=_DEAD,
         first_call="dangerous",
     ),
-    ("combine", "raises_keyboard_interrupt"): _row(
+    ("combine", "ends_its_process(how=keyboard_interrupt)"): _row(
         "RUNTIME_ERROR CRASHED",
         "pretends that the user pressed Ctrl-C",
         29,
         needs=_DEAD,
         first_call="dangerous",
     ),
-    ("combine", "forks_and_exits"): _row(
+    ("combine", "ends_its_process(how=fork)"): _row(
         "CRASHED", "a child of its own session holds the pipes", 29, needs=_DEAD, first_call="dangerous"
     ),
     ("combine", "raises_on_import"): _row(

@@ -1,5 +1,5 @@
 """Kernels that attack the clock itself: none is FASTER, none has a false time, none hangs, and the honest
-baseline beside them is not harmed. The policy is the default but for its limits."""
+baseline beside them is not harmed. How they are measured is the default but for its limits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from classes import CLASSES, OUTSIDE
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops.registry import all_ops
-from moe_routing_bench.workloads.cases import BenchCase
-from test_red_team import POLICY, one_of_each, policy_for
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
+from test_red_team import HOW, how_for, one_of_each
 from timing import had_time
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing, pytest.mark.timeout(600)]
@@ -25,12 +23,12 @@ STYLES = ("by_ctypes", "in_torch", "in_cpp", "compiled", "in_numba")
 ALL = {name: states.split() for row in CLASSES.values() for name, states in row.items()}
 
 
-def cell_of(op: str, *names: str, dtype: str = "float32") -> Cell:
+def cell_of(op: str, *names: str, dtype: str = "float32") -> Experiment:
     shape = MoEShape(T=48, D=32, F=48, E=8, K=2)
-    case = BenchCase(name=f"red-team/{op}", span=op, shape=shape, dtype=dtype)
+    case = Experiment(case=f"red-team/{op}", span=op, **vars(shape), dtype=dtype)
     specs = (all_ops()[op].default, *names)
-    subjects = tuple(Subject(spec=spec) for spec in specs)
-    return Cell(case=case, workload="uniform", subjects=subjects, include=(str(OUTSIDE),), policy=POLICY)
+    subjects = tuple(ImplementationRef(name=spec) for spec in specs)
+    return replace(case, workload="uniform", implementations=subjects, include=(str(OUTSIDE),), **HOW)
 
 
 def test_every_kernel_is_in_a_class_and_every_class_is_explained() -> None:
@@ -44,11 +42,11 @@ def test_every_kernel_is_in_a_class_and_every_class_is_explained() -> None:
 @pytest.mark.parametrize("name", one_of_each({name: kind for kind, row in CLASSES.items() for name in row}))
 def test_it_gains_nothing(name: str) -> None:
     op, _, kernel = name.partition(".")
-    cell = replace(cell_of(op, kernel), policy=policy_for(ALL[name]))
-    honest, other = run_cell(cell).subjects
+    experiment = replace(cell_of(op, kernel), **how_for(ALL[name]))
+    honest, other = run_cell(experiment).subjects
     if other.comparison is not None and other.comparison.verdict == "FASTER":
         # a verdict is wrong once in a hundred by its own level; a trick that works does so again
-        honest, other = run_cell(cell).subjects
+        honest, other = run_cell(experiment).subjects
     had_time(honest)
     assert honest.status is Status.PASSED, f"the honest kernel was harmed: {honest.reason}"
     assert other.status in ALL[name], f"{other.status}: {other.reason}"
@@ -64,9 +62,8 @@ def test_it_gains_nothing(name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", one_of_each(dict.fromkeys(STYLES, "style")))
 def test_honest_code_from_outside_passes_whatever_it_is_made_with(name: str) -> None:
-    policy = replace(POLICY, max_seconds=240, step_seconds=120)
-    cell = replace(cell_of("combine", name), include=(str(HONEST),), policy=policy)
-    honest, other = run_cell(cell).subjects
+    experiment = replace(cell_of("combine", name), include=(str(HONEST),), max_seconds=240, step_seconds=120)
+    honest, other = run_cell(experiment).subjects
     if other.status is Status.UNSUPPORTED:
         pytest.skip(other.reason)
     had_time(honest, other)

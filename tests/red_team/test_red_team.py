@@ -3,7 +3,7 @@ the honest kernel measured beside it is not harmed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -12,24 +12,21 @@ from typing import Any
 import pytest
 
 from expectations import EXPECTED, KERNELS, MARKER, Sizes
-from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.fleet.executor import LocalExecutor
 from moe_routing_bench.fleet.sweep import run_sweep
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.results.folder import iterate
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from timing import had_time
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing, pytest.mark.timeout(600)]
 # the default but for less memory, so that what grows is stopped sooner, and no more rounds than the default's
 # fewest. A machine that is busy with other things takes ten times as long, and honest kernels pass there too
-POLICY = Policy(max_seconds=120, max_rounds=20, step_seconds=60, memory_gib=3)
+HOW = {"max_seconds": 120, "max_rounds": 20, "step_seconds": 60, "memory_gib": 3}
 # for what hangs: nobody waits a minute for it
-SHORT = replace(POLICY, max_seconds=45, step_seconds=20)
+SHORT = {**HOW, "max_seconds": 45, "step_seconds": 20}
 
 
 def one_of_each(groups: dict[Any, Hashable]) -> list[Any]:
@@ -44,31 +41,35 @@ def one_of_each(groups: dict[Any, Hashable]) -> list[Any]:
     ]
 
 
-def policy_for(states: Collection[str]) -> Policy:
-    return SHORT if "TIMEOUT" in states else POLICY
+def how_for(states: Collection[str]) -> dict[str, float]:
+    return SHORT if "TIMEOUT" in states else HOW
 
 
-def cell_of(op: str, name: str, at: Sizes, policy: Policy = POLICY) -> Cell:
-    case = BenchCase(
-        name=f"red-team/{op}",
+def cell_of(op: str, name: str, at: Sizes, how: Mapping[str, float] = HOW) -> Experiment:
+    case = Experiment(
+        case=f"red-team/{op}",
         span=op,
-        shape=MoEShape(T=at.T, D=at.D, F=at.F, E=at.E, K=at.K),
+        T=at.T,
+        D=at.D,
+        F=at.F,
+        E=at.E,
+        K=at.K,
         dtype="float32",
     )
     specs = (all_ops()[op].default, name)
-    return Cell(
-        case=case,
+    return replace(
+        case,
         workload=at.workload,
-        subjects=tuple(Subject(spec=spec, layout=at.layout) for spec in specs),
+        implementations=tuple(ImplementationRef(name=spec, layout=at.layout) for spec in specs),
         include=(str(KERNELS),),
-        policy=policy,
+        **how,
     )
 
 
 @pytest.mark.parametrize(("op", "name"), one_of_each({key: row.trap for key, row in EXPECTED.items()}))
 def test_it_is_rejected_or_contained(op: str, name: str) -> None:
     expected = EXPECTED[op, name]
-    outcome = run_cell(cell_of(op, name, expected.at, policy_for(expected.states)))
+    outcome = run_cell(cell_of(op, name, expected.at, how_for(expected.states)))
     honest, other = outcome.subjects
     had_time(honest)
     assert honest.status is Status.PASSED, f"the honest kernel was harmed: {honest.reason}"
@@ -94,9 +95,9 @@ def test_it_passes_where_its_trick_does_not_apply(op: str, name: str) -> None:
 
 def test_forged_results_are_undone_and_the_forger_is_named(tmp_path: Path) -> None:
     (tmp_path / MARKER).touch()
-    cell = cell_of("combine", "writes_results_file", Sizes())
-    honest_first = cell.only(cell.subjects[:1])
-    outcomes = list(run_sweep([honest_first, cell], tmp_path, LocalExecutor()))
+    experiment = cell_of("combine", "writes_results_file", Sizes())
+    honest_first = replace(experiment, implementations=experiment.implementations[:1])
+    outcomes = list(run_sweep([honest_first, experiment], tmp_path, LocalExecutor()))
     before = {o.label: median(o.samples) for o in outcomes[0].subjects}
     honest, forger = outcomes[1].subjects
     had_time(honest)

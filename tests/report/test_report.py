@@ -49,7 +49,7 @@ def material_of(*paths: Path) -> Material:
 
 
 def html_of(*paths: Path) -> str:
-    return render(make_page(material_of(*paths), "mrb report x"))
+    return render(make_page(material_of(*paths), "mrb results report x"))
 
 
 class Elements(HTMLParser):
@@ -77,27 +77,65 @@ class Elements(HTMLParser):
 
 def test_the_records_of_this_project_make_a_page(tmp_path: Path) -> None:
     timed = [MEASUREMENTS / "records" / f"{topic}.tar.xz" for topic in ("layouts", "pack", "training")]
-    made = mrb("report", *timed, MEASUREMENTS / "training" / "chain", "-o", tmp_path / "r.html")
+    made = mrb("results", "report", *timed, MEASUREMENTS / "training" / "chain", "-o", tmp_path / "r.html")
     assert "137 records" in made.stdout
     html = (tmp_path / "r.html").read_text()
-    for title in (
-        "Machine and roofs",
-        "Winners",
-        "One choice everywhere",
-        "Bandwidth",
-        "Roofline",
-        "Layouts",
-    ):
-        assert f"<h3>{title}" in html
-    for title in ("Noise", "What has no time, and why", "Ranked, cell by cell", "Study chain"):
-        assert f"<h3>{title}" in html
-    assert "<h3>Stages" not in html and "<h3>Routers" not in html, "sections without data are left out"
+    titles = re.findall(r"<h3>(.*?)</h3>", html)
+    assert {"One choice everywhere", "Roofline", "Layouts", "Time and memory", "Every case"} <= set(titles)
+    assert not {"Stages", "Routers"} & set(titles), "sections without data are left out"
+    answer, rest = html.split("</header>")
+    assert answer.count("<figure") == 1 and "<h3>" not in answer, "the first screen: sentences and one chart"
+    assert "faster than" in answer and "Study chain" in answer
+    shown, evidence = rest.split('<details id="evidence">')
+    for title in ("Machine, versions and commits", "Rounds and noise", "Checks that failed"):
+        assert f"<h3>{title}" in evidence and f"<h3>{title}" not in shown
+
+
+def test_every_chart_has_a_finding_and_a_table() -> None:
+    topics = ("default", "layouts", "soft", "pack", "skew")
+    page = make_page(material_of(*(MEASUREMENTS / "records" / f"{topic}.tar.xz" for topic in topics)), "")
+    kinds = {one.name.partition("-")[0] for one in page.pictures}
+    assert kinds >= {"leads", "winners", "memory", "layouts", "stages", "bandwidth", "roofline", "routers"}
+    for one in page.pictures:
+        assert one.title and one.table is not None and one.table.rows, one.name
+
+
+def test_the_answer_is_that_of_the_contests() -> None:
+    material = material_of(MEASUREMENTS / "records" / "default.tar.xz")
+    page = make_page(material, "")
+    cells = {cell.anchor: cell.contest for cell in material.chapters[0].cells}
+    assert page.chart is not None and page.chart.table is not None
+    table = page.chart.table
+    assert set(table.links) <= set(cells) and len(table.links) == 6, (
+        "a case that was measured twice counts once"
+    )
+    for row, link in zip(table.rows, table.links, strict=True):
+        contest = cells[link]
+        values = dict(zip(table.head, row, strict=True))
+        assert contest is not None
+        assert (values["winner"], values["than the next"]) == (contest.winner, contest.second)
+        low, high = contest.lead.interval
+        lead = f"{contest.lead.ratio:.2f} ({low:.2f} to {high:.2f})"
+        assert values["times faster (99 % interval)"] == lead
+        assert (values["certain"] == "yes") is not bool(contest.ties)
+
+
+def test_a_case_links_to_its_records_and_its_command(tmp_path: Path) -> None:
+    html = html_of(make_run(tmp_path / "r", {"a": 1.0, "b": 0.5}))
+    page = Elements(html)
+    ids = {attributes["id"] for _, attributes in page.found if "id" in attributes}
+    links = [a.get("href") or a["xlink:href"] for tag, a in page.found if tag == "a"]
+    assert links and {str(link)[1:] for link in links} <= ids
+    (cell,) = material_of(tmp_path / "r").chapters[0].cells
+    assert f"#{cell.anchor}" in links and cell.first.repro in page.words
+    rows = json.loads(re.search(r'id="data">(.*?)</script>', html, re.S)[1])["rows"]  # type: ignore[index]
+    assert any(cell.first.record_id in line for lines in rows for line in lines)
 
 
 def test_figures_and_markdown_without_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     soft = MEASUREMENTS / "records" / "soft.tar.xz"
-    found = mrb("report", soft, "--markdown", "--figures", "figures")
+    found = mrb("results", "report", soft, "--markdown", "--figures", "figures")
     assert "| case | fastest |" in found.stdout and "3 figures" in found.stderr
     files = sorted(path.name for path in (tmp_path / "figures").iterdir())
     assert len(files) == 9 and {Path(name).suffix for name in files} == {".svg", ".pdf", ".png"}
@@ -133,7 +171,9 @@ def test_a_faster_router_is_no_winner() -> None:
     (group,) = material.chapters[0].groups
     assert not group.decides and regret_table(group) is None
     titles = [section.title for section in make_page(material, "").chapters[0][1]]
-    assert "Routers" in titles and "Stages" in titles and "Winners" not in titles
+    assert "Routers" in titles and "Stages" in titles
+    assert not [title for title in titles if title.startswith("Winners")]
+    assert make_page(material, "").chart is None
 
 
 def test_unlike_machines_are_chapters_of_their_own(tmp_path: Path) -> None:
@@ -141,7 +181,7 @@ def test_unlike_machines_are_chapters_of_their_own(tmp_path: Path) -> None:
     with Session.start(tmp_path / "r") as session:
         add_cell(session, times)
         add_cell(session, times, environment=OTHER_MACHINE)
-        add_cell(session, times, protocol__threads=2, seed=1)
+        add_cell(session, times, experiment__threads=2, seed=1)
     material = material_of(tmp_path / "r")
     assert [len(chapter.cells) for chapter in material.chapters] == [1, 1, 1]
     assert len({chapter.title for chapter in material.chapters}) == 3
@@ -179,9 +219,9 @@ def hostile_run(folder: Path) -> Path:
                 add_cell(
                     session,
                     {text: 1.0, f"other {text}"[:300]: 0.5, "broken": "OOM"},
-                    environment=environment, seed=place, workload__case=text, workload__model=text,
-                    workload__T=T, repro=f"mrb bench {text}", routing__spec=text, protocol__stop_reason=text,
-                    each={"broken": {"correctness__reason": text}},
+                    environment=environment, seed=place, experiment__case=text, model=text,
+                    experiment__T=T, repro=f"mrb bench {text}", experiment__workload=text,
+                    protocol__stop_reason=text, each={"broken": {"correctness__reason": text}},
                 )  # fmt: skip
     return folder
 
@@ -264,7 +304,7 @@ def test_an_archive_cannot_write_elsewhere(tmp_path: Path) -> None:
 def test_a_path_without_results_is_said(tmp_path: Path, given: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "no-archive.tar").write_bytes(b"not an archive")
-    ran = mrb("report", tmp_path / given, "-o", tmp_path / "r.html", code=2)
+    ran = mrb("results", "report", tmp_path / given, "-o", tmp_path / "r.html", code=2)
     assert len(ran.stderr.strip().splitlines()) == 1 and given in ran.stderr
     assert not (tmp_path / "r.html").exists()
 
@@ -313,14 +353,22 @@ def test_a_hundred_thousand_records_have_exact_tables(tmp_path: Path) -> None:
     rows: dict[str, Any] = {row[0]: row for row in table.rows}
     worst = max(losses["hf"])
     assert rows["hf"][3] == f"{100 * worst:.1f} %"
-    html = render(make_page(material, "mrb report r"))
+    html = render(make_page(material, "mrb results report r"))
     assert len(html.encode()) < 10_000_000 and "cells are not listed here" in html
 
 
 def test_plotly_shows_hostile_names_as_text(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     make_run(tmp_path / "r", {name: 1.0 + place for place, name in enumerate(HOSTILE[:3])})
-    mrb("report", tmp_path / "r", "-o", tmp_path / "page.html", "--plotly", tmp_path / "explore.html")
+    mrb(
+        "results",
+        "report",
+        tmp_path / "r",
+        "-o",
+        tmp_path / "page.html",
+        "--plotly",
+        tmp_path / "explore.html",
+    )
     text = (tmp_path / "explore.html").read_text()
     assert "Plotly.newPlot" in text and "src=" not in text.partition("Plotly.newPlot")[2]
     assert not [name for name in HOSTILE[:3] if name in text]
@@ -332,5 +380,5 @@ def test_without_plotly_a_sentence_says_what_to_install(
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     make_run(tmp_path / "r", {"staged": 1.0, "native": 0.5})
     page = tmp_path / "page.html"
-    ran = mrb("report", tmp_path / "r", "-o", page, "--plotly", tmp_path / "explore.html", code=2)
+    ran = mrb("results", "report", tmp_path / "r", "-o", page, "--plotly", tmp_path / "explore.html", code=2)
     assert "[interactive]" in ran.stderr and not (tmp_path / "explore.html").exists()

@@ -71,13 +71,13 @@ def test_the_command_writes_the_page_and_says_the_same(tmp_path: Path) -> None:
                 {"base": 1.0, "mine": times[0], "other": times[1]},
                 sources=NEW if name == "b" else {},
             )
-            add_cell(session, {"base": 1.0, "fails": "OOM" if name == "b" else 1.0}, workload__T=64)
-    ran = mrb("compare", tmp_path / "a", tmp_path / "b", "--html", tmp_path / "c.html")
+            add_cell(session, {"base": 1.0, "fails": "OOM" if name == "b" else 1.0}, experiment__T=64)
+    ran = mrb("results", "compare", tmp_path / "a", tmp_path / "b", "--html", tmp_path / "c.html")
     assert "regression" in ran.stdout
     html = (tmp_path / "c.html").read_text()
     for words in ("regression: 1", "Broken: passed in A and not in B", "The same within the limit", "<svg"):
         assert words in html, words
-    found = mrb_json("compare", tmp_path / "a", tmp_path / "b")
+    found = mrb_json("results", "compare", tmp_path / "a", tmp_path / "b")
     assert {one["kind"] for one in found["changes"]} >= {"regression"} and found["apart"] == []
 
 

@@ -228,19 +228,19 @@ def test_mutations_are_refused_in_a_sentence_or_change_no_time(honest, tmp_path,
 def test_a_bundle_of_this_machine_is_measured_again_and_a_lie_is_seen(tmp_path):
     cells = make_cells(2, [])
     list(run_sweep(cells, tmp_path / "results", LocalExecutor()))
-    mrb("bundle", tmp_path / "results", "-o", tmp_path / "a.zip")
+    mrb("bundle", "make", tmp_path / "results", "-o", tmp_path / "a.zip")
     outcomes = {}
 
     def as_then(cell):
-        outcomes[cell.name] = run_cell(cell)
-        return outcomes[cell.name]
+        outcomes[cell.title] = run_cell(cell)
+        return outcomes[cell.title]
 
     with opened_bundle(tmp_path / "a.zip") as (folder, _):
         (answer,) = measure_again(folder, 1, seed=0, run=as_then)
         assert answer.what in ("agrees", "differs") and "then" in answer.sentence  # the machine may be busy
 
         def tenfold(cell):
-            outcome = outcomes[cell.name]
+            outcome = outcomes[cell.title]
             base, second, *rest = outcome.outcomes
             samples = tuple(10 * sample for sample in second.samples)
             worse = replace(second, samples=samples, comparison=compare(base.samples, samples))
@@ -252,16 +252,16 @@ def test_a_bundle_of_this_machine_is_measured_again_and_a_lie_is_seen(tmp_path):
 
 def test_cells_that_cannot_be_measured_alike_say_why(honest, tmp_path):
     path = write(honest, tmp_path / "a.zip")
-    answers = mrb_json("verify", path)["again"]
+    answers = mrb_json("bundle", "verify", path)["again"]
     assert {answer["what"] for answer in answers} == {"not compared"}
     reasons = " ".join(answer["sentence"] for answer in answers)
     assert "other code" in reasons and "compared" in reasons
-    assert "not compared" in mrb("verify", path).stdout
-    assert "every file" in mrb("verify", path, "--measure", 0).stdout.lower()
+    assert "not compared" in mrb("bundle", "verify", path).stdout
+    assert "every file" in mrb("bundle", "verify", path, "--measure", 0).stdout.lower()
     path.write_bytes(b"PK")
-    assert "mrb: " in mrb("verify", path, code=2).stderr
+    assert "mrb: " in mrb("bundle", "verify", path, code=2).stderr
 
 
 def test_a_report_reads_bundles(honest, tmp_path):
     path = write(honest, tmp_path / "a.zip")
-    assert "native" in mrb("report", path, "--markdown").stdout
+    assert "native" in mrb("results", "report", path, "--markdown").stdout

@@ -116,16 +116,16 @@ UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
         "versions of Python differ: a is 3.12.3, b is 3.13",
     ),
     "settings": ({"environment": {**ENVIRONMENT, "settings": {}}}, "a is OMP_NUM_THREADS=1, b is none"),
-    "span": ({"what__span": "layer"}, "the spans differ: a is expert_ffn, b is layer"),
-    "direction": ({"what__direction": "train"}, "the directions differ: a is forward, b is train"),
-    "contract": ({"what__contract_hash": "f" * 64}, "a is 0123456789ab, b is ffffffffffff"),
-    "dtype": ({"workload__dtype": "bfloat16"}, "the dtypes differ: a is float32, b is bfloat16"),
-    "store": ({"workload__store": "int8"}, "the formats of weights differ: a is none, b is int8"),
+    "span": ({"experiment__span": "layer"}, "the spans differ: a is expert_ffn, b is layer"),
+    "direction": ({"experiment__direction": "train"}, "the directions differ: a is forward, b is train"),
+    "contract": ({"implementation__contract_hash": "f" * 64}, "a is 0123456789ab, b is ffffffffffff"),
+    "dtype": ({"experiment__dtype": "bfloat16"}, "the dtypes differ: a is float32, b is bfloat16"),
+    "store": ({"experiment__store": "int8"}, "the formats of weights differ: a is none, b is int8"),
     "routing": ({"routing__checksum": "f" * 64}, "the routed experts differ"),
-    "device": ({"protocol__device": "cuda"}, "the devices differ: a is cpu, b is cuda"),
-    "threads": ({"protocol__threads": 2}, "the numbers of threads differ: a is 1, b is 2"),
-    "cache": ({"protocol__cache": "cold"}, "the cache policies differ: a is hot, b is cold"),
-    "view": ({"protocol__view": "cuda events"}, "the timer views differ: a is host wall, b is cuda events"),
+    "device": ({"experiment__device": "cuda"}, "the devices differ: a is cpu, b is cuda"),
+    "threads": ({"experiment__threads": 2}, "the numbers of threads differ: a is 1, b is 2"),
+    "cache": ({"experiment__cache": "cold"}, "the cache policies differ: a is hot, b is cold"),
+    "view": ({"experiment__view": "cuda events"}, "the timer views differ: a is host wall, b is cuda events"),
     "inputs": ({"protocol__fresh_inputs": "never"}, "rules for fresh inputs differ"),
 }
 
@@ -148,8 +148,8 @@ def test_unlike_is_not_compared_unless_told(a: Path, tmp_path: Path, dimension: 
     assert len(comparison.changes) == 2 and any(words in note for note in comparison.notes)
 
 
-SWITCH = {"implementation__label": "fast", "implementation__spec": "fast", "what__router": "switch"}
-CHAIN = {**SWITCH, "what__router": "", "what__layer": "chain(iterations=2)"}
+SWITCH = {"implementation__label": "fast", "implementation__spec": "fast", "implementation__router": "switch"}
+CHAIN = {**SWITCH, "implementation__router": "", "implementation__layer": "chain(iterations=2)"}
 
 
 @pytest.mark.parametrize("other", [SWITCH, CHAIN], ids=["router", "layer"])
@@ -160,12 +160,12 @@ def test_another_router_or_layer_is_another_contender(tmp_path: Path, other: dic
     b = make_run(tmp_path / "b", {**both, "fast again": 0.8}, each={"fast again": other}, seed=1)
     assert len(read_run(a, LeftOut()).cells[0].records) == 4
     changes = {change.contender: change for change in compare_runs(a, b).changes}
-    name = f"fast | compact | {other['what__router'] or other['what__layer']}"
+    name = f"fast | compact | {other['implementation__router'] or other['implementation__layer']}"
     assert {"base | compact", "fast | compact", name} == {*changes}
     assert changes["fast | compact"].ratio == pytest.approx(1, rel=0.02)
     assert changes[name].ratio == pytest.approx(2, rel=0.02)
     router, layer = changes[name].router, changes[name].layer
-    assert (router, layer) == (other["what__router"], other.get("what__layer", ""))
+    assert (router, layer) == (other["implementation__router"], other.get("implementation__layer", ""))
     # and alone it is not what the other run has
     alone = make_run(tmp_path / "c", {"fast again": 0.4}, each={"fast again": other}, twin=False)
     default = make_run(tmp_path / "d", {"fast": 0.8}, twin=False)
@@ -174,20 +174,24 @@ def test_another_router_or_layer_is_another_contender(tmp_path: Path, other: dic
 
 
 def test_the_default_router_is_what_older_records_ran(a: Path, tmp_path: Path) -> None:
-    b = make_run(tmp_path / "b", {"base": 1.0, "fast": 0.8}, seed=1, what__router="softmax_topk")
+    b = make_run(tmp_path / "b", {"base": 1.0, "fast": 0.8}, seed=1, implementation__router="softmax_topk")
     changes = by_name(compare_runs(a, b))
     assert changes["fast"].method == "ratio to baseline" and changes["fast"].verdict == "SAME"
 
 
 def test_a_baseline_with_another_router_is_no_yardstick(a: Path, tmp_path: Path) -> None:
-    b = make_run(tmp_path / "b", {"base": 1.0, "fast": 0.8}, each={"base": {"what__router": "switch"}})
+    b = make_run(
+        tmp_path / "b", {"base": 1.0, "fast": 0.8}, each={"base": {"implementation__router": "switch"}}
+    )
     (change,) = compare_runs(a, b).changes
     assert (change.contender, change.method) == ("fast | compact", "times")
 
 
 def test_names_tell_the_direction(tmp_path: Path) -> None:
     runs = [
-        make_run(tmp_path / name, {"base": 1.0}, what__direction="backward", what__router="switch")
+        make_run(
+            tmp_path / name, {"base": 1.0}, experiment__direction="backward", implementation__router="switch"
+        )
         for name in "ab"
     ]
     (change,) = compare_runs(*runs).changes
@@ -200,13 +204,13 @@ def test_of_many_only_the_like_are_compared(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder, threads in zip(folders, ((1, 2), (1,)), strict=True):
         for number in threads:
-            make_run(folder, {"base": 1.0}, protocol__threads=number)
+            make_run(folder, {"base": 1.0}, experiment__threads=number)
     comparison = compare_runs(*folders)
     assert len(comparison.changes) == 1 and len(comparison.only_a) == 1 and not comparison.only_b
 
 
 def test_two_differences_are_both_named(a: Path, tmp_path: Path) -> None:
-    b = make_run(tmp_path / "b", {"base": 1.0}, environment=OTHER_MACHINE, protocol__threads=2)
+    b = make_run(tmp_path / "b", {"base": 1.0}, environment=OTHER_MACHINE, experiment__threads=2)
     with pytest.raises(ValueError, match="--allow machine --allow threads"):
         compare_runs(a, b)
 
@@ -249,11 +253,11 @@ def test_records_of_two_sessions_are_never_one_run(a: Path) -> None:
 
 
 def test_what_broke_what_was_fixed_and_what_is_missing(a: Path, tmp_path: Path) -> None:
-    make_run(a, {"base": 1.0, "late": "OOM"}, workload__T=64)
-    make_run(a, {"base": 1.0}, workload__T=128)
+    make_run(a, {"base": 1.0, "late": "OOM"}, experiment__T=64)
+    make_run(a, {"base": 1.0}, experiment__T=128)
     b = make_run(tmp_path / "b", {"base": 1.0, "fast": "WRONG_VALUE"})
-    make_run(b, {"base": 1.0, "late": 0.5}, workload__T=64)
-    make_run(b, {"base": 1.0}, workload__T=256)
+    make_run(b, {"base": 1.0, "late": 0.5}, experiment__T=64)
+    make_run(b, {"base": 1.0}, experiment__T=256)
     comparison = compare_runs(a, b)
     assert [(one.status, one.reason) for one in comparison.broken] == [("WRONG_VALUE", "why")]
     assert "fast" in comparison.broken[0].name and comparison.broken[0].repro.endswith("--impl fast")
@@ -298,7 +302,7 @@ def test_folders_with_nothing_to_compare_get_a_sentence(a: Path, tmp_path: Path)
     empty = tmp_path / "empty"
     empty.mkdir()
     strangers = make_run(tmp_path / "b", {"other": 1.0})
-    failures = make_run(tmp_path / "c", {"base": "OOM"}, twin=False, workload__T=7)
+    failures = make_run(tmp_path / "c", {"base": "OOM"}, twin=False, experiment__T=7)
     for folder, named in (
         (tmp_path / "absent", "no results folder"),
         (empty, "no records"),
@@ -321,7 +325,7 @@ def test_the_same_code_is_seldom_called_different(tmp_path: Path) -> None:
                     session,
                     {"base": 1.0, "x": 0.9},
                     seed=1000 * number + cell,
-                    routing__seed=cell,
+                    experiment__seed=cell,
                     drift=drift,
                 )
     changes = [change for change in compare_runs(*folders).changes if change.implementation == "x"]

@@ -38,8 +38,8 @@ def folder(tmp_path: Path) -> Path:
     with Session.start(tmp_path / "results") as session:
         few = {"eager_loop": 1.0, "staged": 0.8, "dense_all_experts": 0.802}
         many = {"eager_loop": 1.0, "staged": 1.3, "dense_all_experts": 4.0}
-        add_cell(session, few, workload__T=4, environment=HERE)
-        add_cell(session, many, workload__T=64, environment=HERE)
+        add_cell(session, few, experiment__T=4, environment=HERE)
+        add_cell(session, many, experiment__T=64, environment=HERE)
     return tmp_path / "results"
 
 
@@ -83,7 +83,7 @@ def test_impl_auto_follows_the_file(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_layer_decides_expert_ffn_unless_the_op_itself_was_measured(tmp_path: Path) -> None:
-    make_run(tmp_path, {"eager_loop": 1.0, "staged": 0.5}, what__span="layer")
+    make_run(tmp_path, {"eager_loop": 1.0, "staged": 0.5}, experiment__span="layer")
     (answer,) = decide(tmp_path).answers
     assert (answer.question.op, answer.contests[0].winner) == ("expert_ffn", "staged")
     make_run(tmp_path, {"eager_loop": 1.0, "staged": 2.0}, created_at="2026-11-14T00:00:00Z")
@@ -97,7 +97,7 @@ def test_layouts_threads_workloads_and_dtypes_are_decided_apart(tmp_path: Path) 
     contenders = {"eager_loop": 1.0, "staged": 3.0, "dense_all_experts": 2.0}
     make_run(tmp_path, contenders, layouts=layouts)
     for number, changes in enumerate(
-        ({"protocol__threads": 2}, {"routing__spec": "uniform"}, {"workload__dtype": "bfloat16"})
+        ({"experiment__threads": 2}, {"experiment__workload": "uniform"}, {"experiment__dtype": "bfloat16"})
     ):
         make_run(tmp_path, {"eager_loop": 1.0, "staged": 0.9 + 0.2 * number}, **changes)
     answers = decide(tmp_path).answers
@@ -110,10 +110,10 @@ def test_layouts_threads_workloads_and_dtypes_are_decided_apart(tmp_path: Path) 
 
 
 OTHERS = (
-    ({"what__direction": "backward"}, "measured backward, not forward"),
-    ({"what__direction": "train"}, "measured train, not forward"),
-    ({"what__router": "switch"}, "measured with the router switch"),
-    ({"what__layer": "chain(iterations=2)"}, "measured in the layer chain(iterations=2)"),
+    ({"experiment__direction": "backward"}, "measured backward, not forward"),
+    ({"experiment__direction": "train"}, "measured train, not forward"),
+    ({"implementation__router": "switch"}, "measured with the router switch"),
+    ({"implementation__layer": "chain(iterations=2)"}, "measured in the layer chain(iterations=2)"),
 )
 
 
@@ -121,11 +121,11 @@ OTHERS = (
 def test_only_the_plain_layer_going_forward_decides(
     tmp_path: Path, other: dict[str, Any], words: str
 ) -> None:
-    newer = {"created_at": "2026-11-16T00:00:00Z", "what__span": "layer", "protocol__cache": "cold"}
+    newer = {"created_at": "2026-11-16T00:00:00Z", "experiment__span": "layer", "experiment__cache": "cold"}
     make_run(tmp_path / "alone", {"eager_loop": 1.0, "staged": 0.5}, **{**newer, **other})
     with pytest.raises(ValueError, match="records not used: " + re.escape(words)):
         decide(tmp_path / "alone")
-    make_run(tmp_path / "a", {"eager_loop": 1.0, "staged": 2.0}, what__span="layer")
+    make_run(tmp_path / "a", {"eager_loop": 1.0, "staged": 2.0}, experiment__span="layer")
     make_run(tmp_path / "a", {"eager_loop": 1.0, "staged": 0.5}, **{**newer, **other})
     decided = decide(tmp_path / "a")  # its cache policy is of no concern either
     (answer,) = decided.answers
@@ -134,36 +134,39 @@ def test_only_the_plain_layer_going_forward_decides(
 
 def test_of_a_cell_with_several_routers_the_default_decides(tmp_path: Path) -> None:
     staged = {"implementation__label": "staged", "implementation__spec": "staged"}
-    each = {"quick": {**staged, "what__router": "switch"}, "slow": {**staged, "what__router": "softmax_topk"}}
-    make_run(tmp_path, {"eager_loop": 1.0, "quick": 0.5, "slow": 2.0}, each=each, what__span="layer")
+    each = {
+        "quick": {**staged, "implementation__router": "switch"},
+        "slow": {**staged, "implementation__router": "softmax_topk"},
+    }
+    make_run(tmp_path, {"eager_loop": 1.0, "quick": 0.5, "slow": 2.0}, each=each, experiment__span="layer")
     (contest,) = decide(tmp_path).answers[0].contests
     assert contest.winner == "eager_loop" and contest.ratios["staged"] == pytest.approx(2, rel=0.01)
 
 
 def test_an_op_is_decided_by_its_own_span_and_a_chain_of_ops_by_none(tmp_path: Path) -> None:
-    make_run(tmp_path, {"index_add": 1.0, "gather_sum": 0.7}, what__span="combine")
-    make_run(tmp_path, {"a+b": 1.0, "c+d": 0.7}, what__span="pack")
+    make_run(tmp_path, {"index_add": 1.0, "gather_sum": 0.7}, experiment__span="combine")
+    make_run(tmp_path, {"a+b": 1.0, "c+d": 0.7}, experiment__span="pack")
     decided = decide(tmp_path)
     assert [(a.question.op, a.contests[0].winner) for a in decided.answers] == [("combine", "gather_sum")]
     assert any("span pack" in note for note in decided.notes)
 
 
 def test_one_that_did_not_pass_everywhere_is_no_choice_for_all(tmp_path: Path) -> None:
-    make_run(tmp_path, {"eager_loop": 1.0, "staged": 0.5}, workload__T=4)
-    make_run(tmp_path, {"eager_loop": 1.0, "staged": "OOM"}, workload__T=64)
+    make_run(tmp_path, {"eager_loop": 1.0, "staged": 0.5}, experiment__T=4)
+    make_run(tmp_path, {"eager_loop": 1.0, "staged": "OOM"}, experiment__T=64)
     decided = decide(tmp_path)
     assert decided.answers[0].overall.implementation == "eager_loop"
     assert decided.regrets["expert_ffn"][1].missing
     # nobody passed everywhere: the fewest holes, and no figure for a regret that has none
-    make_run(tmp_path, {"eager_loop": "OOM", "staged": 1.0}, workload__T=128)
-    make_run(tmp_path, {"eager_loop": "OOM", "staged": 1.0}, workload__T=256)
+    make_run(tmp_path, {"eager_loop": "OOM", "staged": 1.0}, experiment__T=128)
+    make_run(tmp_path, {"eager_loop": "OOM", "staged": 1.0}, experiment__T=256)
     written = entry(decide(tmp_path), tmp_path / "decisions.json")
     assert written["overall"] == "staged" and written["regret_worst"] is written["regret_median"] is None
 
 
 def test_the_choice_for_all_is_the_one_with_the_least_worst_loss(tmp_path: Path) -> None:
     for tokens, factor in ((4, 0.9), (8, 0.9), (16, 2.0)):  # staged has the better median
-        make_run(tmp_path, {"eager_loop": 1.0, "staged": factor}, workload__T=tokens)
+        make_run(tmp_path, {"eager_loop": 1.0, "staged": factor}, experiment__T=tokens)
     assert decide(tmp_path).answers[0].overall.implementation == "eager_loop"
 
 
@@ -175,8 +178,10 @@ def test_exactly_equal_times_are_a_tie(tmp_path: Path) -> None:
 
 
 def test_the_newest_measurement_of_a_size_counts(tmp_path: Path) -> None:
-    make_run(tmp_path, {"eager_loop": 1.0, "staged": 0.5}, routing__seed=0)
-    make_run(tmp_path, {"eager_loop": 1.0, "staged": 2.0}, routing__seed=1, created_at="2026-11-16T00:00:00Z")
+    make_run(tmp_path, {"eager_loop": 1.0, "staged": 0.5}, experiment__seed=0)
+    make_run(
+        tmp_path, {"eager_loop": 1.0, "staged": 2.0}, experiment__seed=1, created_at="2026-11-16T00:00:00Z"
+    )
     decided = decide(tmp_path)
     assert decided.answers[0].contests[0].winner == "eager_loop"
     assert any("a newer" in note for note in decided.notes)
@@ -187,8 +192,8 @@ def test_the_newest_measurement_of_a_size_counts(tmp_path: Path) -> None:
     [
         ({"environment": OTHER_MACHINE}, "mixes machines: laptop, xeon-2-cores"),
         ({"environment": OTHER_TORCH}, r"torch: 2\.13\.0\+cpu, 2\.14\.0"),
-        ({"protocol__view": "cuda events"}, "cuda events, host wall"),
-        ({"protocol__cache": "cold"}, "cold, hot; .*--cache"),
+        ({"experiment__view": "cuda events"}, "cuda events, host wall"),
+        ({"experiment__cache": "cold"}, "cold, hot; .*--cache"),
     ],
 )
 def test_a_mixed_folder_is_refused(tmp_path: Path, other: dict[str, Any], words: str) -> None:
@@ -196,7 +201,7 @@ def test_a_mixed_folder_is_refused(tmp_path: Path, other: dict[str, Any], words:
     make_run(tmp_path, {"eager_loop": 1.0, "staged": 0.5}, **other)
     with pytest.raises(ValueError, match=words):
         decide(tmp_path)
-    if "protocol__cache" in other:
+    if "experiment__cache" in other:
         assert len(decide(tmp_path, cache="cold").answers) == 1
         with pytest.raises(ValueError, match="'warm'"):
             decide(tmp_path, cache="warm")
@@ -242,11 +247,11 @@ def test_changed_samples_decide_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"workload__D": 0},
-        {"what__layout": "no such layout"},
-        {"workload__activation": ""},
-        {"routing__spec": "zipf\u202e(1.2)"},
-        {"workload__dtype": "float\x9b32"},
+        {"experiment__D": 0},
+        {"implementation__layout": "no such layout"},
+        {"experiment__activation": ""},
+        {"experiment__workload": "zipf\u202e(1.2)"},
+        {"experiment__dtype": "float\x9b32"},
     ],
 )
 def test_what_no_decision_can_hold_is_left_out(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def url(tmp_path) -> str:
 def swept(url: str, cells, engine: MadeUp | None = None, **more) -> list[str]:
     store, engine = RemoteStore(url, make=True), engine or MadeUp()
     plan = plan_fleet(cells, store, engine, retry_failed=more.pop("retry_failed", False), resume=True)
-    return [outcome.cell.name for outcome in run_fleet(plan, store, engine, **more)]
+    return [outcome.experiment.title for outcome in run_fleet(plan, store, engine, **more)]
 
 
 def cells_of(folder: Path) -> Counter[str]:
@@ -49,7 +49,7 @@ def cells_of(folder: Path) -> Counter[str]:
 
 
 def contents(folder: Path) -> set[tuple]:
-    return {(r.cell_key, r.contender, r.timing and r.timing.median) for r in iterate(folder)}
+    return {(r.cell_key, r.implementation.title, r.timing and r.timing.median) for r in iterate(folder)}
 
 
 def objects_in(url: str, prefix: str) -> list[Path]:
@@ -77,10 +77,10 @@ def test_cells_that_failed_are_repeated_when_asked_and_the_later_result_counts(u
     cells = made_cells(2)
     swept(url, cells, MadeUp(failing=[101]))
     assert swept(url, cells) == []
-    assert swept(url, cells, retry_failed=True) == [cells[1].name]
+    assert swept(url, cells, retry_failed=True) == [cells[1].title]
     assert swept(url, cells, retry_failed=True) == []
     assert cells_of(mirror(url).folder)[key_of(cells[1])] == 2
-    rows = mrb_json("results", "SELECT status FROM latest", "--folder", url)["rows"]
+    rows = mrb_json("results", "query", "SELECT status FROM latest", "--folder", url)["rows"]
     assert rows == [["PASSED"]] * 4
 
 
@@ -103,8 +103,8 @@ def test_four_workers_claim_every_cell_once(url):
 
 
 def test_a_dead_worker_s_cell_is_taken_when_its_lease_is_over_by_the_waiter_s_own_clock(url):
-    (cell,), store = made_cells(1), RemoteStore(url, make=True)
-    key, seconds = key_of(cell), lease_seconds(cell)
+    (experiment,), store = made_cells(1), RemoteStore(url, make=True)
+    key, seconds = key_of(experiment), lease_seconds(experiment)
     far_ahead = [1e12]
     assert Leases(store.objects, "dead", clock=lambda: far_ahead[0]).take(key, 1, seconds)
     now = [5.0]
@@ -115,7 +115,7 @@ def test_a_dead_worker_s_cell_is_taken_when_its_lease_is_over_by_the_waiter_s_ow
         slept.append(pause)
         now[0] += pause
 
-    assert swept(url, [cell], claim=True, leases=waiter, sleep=sleep) == [cell.name]
+    assert swept(url, [experiment], claim=True, leases=waiter, sleep=sleep) == [experiment.title]
     assert seconds <= sum(slept) <= seconds + 60
     assert not waiter.take(key, 1, seconds), "its own lease holds"
 
@@ -135,19 +135,19 @@ def test_a_lease_nobody_can_read_is_respected_and_one_given_back_is_free(url):
 
 
 def test_a_slow_writer_whose_lease_expired_changes_nothing(url):
-    (cell,), store = made_cells(1), RemoteStore(url, make=True)
+    (experiment,), store = made_cells(1), RemoteStore(url, make=True)
     slow = MadeUp()
-    plan = plan_fleet([cell], store, slow, retry_failed=False, resume=True)
+    plan = plan_fleet([experiment], store, slow, retry_failed=False, resume=True)
 
     class Slow(MadeUp):
         def run(self, cells, **more):
             for outcome in super().run(cells, **more):
-                swept(url, [cell])  # another machine is done in the meantime
+                swept(url, [experiment])  # another machine is done in the meantime
                 yield outcome
 
     assert list(run_fleet(plan, store, Slow())) == []
     assert len(objects_in(url, "parts")) == len(objects_in(url, "commits")) == 1
-    assert cells_of(mirror(url).folder) == {key_of(cell): 1}
+    assert cells_of(mirror(url).folder) == {key_of(experiment): 1}
 
 
 def test_a_commit_whose_answer_was_lost_is_known_as_our_own(url, monkeypatch):
@@ -245,7 +245,7 @@ def test_compaction_twice_beside_writers_and_with_parts_deleted_loses_nothing(ur
     assert len(objects_in(url, "parts")) == 2 and len(objects_in(url, "packs")) == 2
     before = contents(mirror(url).folder)
     assert len(before) == 12
-    assert "2 parts deleted" in mrb("compact", url, "--drop").stdout
+    assert "2 parts deleted" in mrb("results", "compact", url, "--drop").stdout
     monkeypatch.setenv("MRB_HOME", str(tmp_path / "another"))
     again = mirror(url)
     assert contents(again.folder) == before and not again.sentences
@@ -283,13 +283,18 @@ def test_the_commands_read_urls(url, tmp_path, monkeypatch):
     swept(url, made_cells(3))
     swept(url.replace("store", "other"), made_cells(3))
     monkeypatch.chdir(tmp_path)
-    assert mrb_json("results", "SELECT count(*) FROM records", "--folder", url)["rows"] == [[6]]
-    assert len(mrb_json("compare", url, url.replace("store", "other"))["changes"]) > 0
-    mrb("decide", url)
+    assert mrb_json("results", "query", "SELECT count(*) FROM records", "--folder", url)["rows"] == [[6]]
+    assert len(mrb_json("results", "compare", url, url.replace("store", "other"))["changes"]) > 0
+    mrb("tune", "decide", url)
     assert (tmp_path / "decisions.json").exists()
-    assert "native" in mrb("report", url, "--markdown").stdout
-    assert mrb_json("merge", url, url.replace("store", "other"), "--out", tmp_path / "merged")["cells"] == 3
-    mrb("export", url, "--csv", tmp_path / "a.csv")
+    assert "native" in mrb("results", "report", url, "--markdown").stdout
+    assert (
+        mrb_json("results", "merge", url, url.replace("store", "other"), "--out", tmp_path / "merged")[
+            "cells"
+        ]
+        == 3
+    )
+    mrb("results", "export", url, "--csv", tmp_path / "a.csv")
 
 
 def test_mistakes_with_urls_get_a_sentence(url, tmp_path, monkeypatch):

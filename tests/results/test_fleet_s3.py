@@ -90,7 +90,7 @@ def test_four_claiming_workers_and_a_compaction_beside_them(url):
     compact_store(Objects(url))
     compact_store(Objects(url), drop=True)
     assert cells_of(url) == once(cells)
-    assert mrb_json("results", "SELECT count(*) FROM records", "--folder", url)["rows"] == [[80]]
+    assert mrb_json("results", "query", "SELECT count(*) FROM records", "--folder", url)["rows"] == [[80]]
 
 
 def test_damage_on_the_server_is_said_in_a_sentence(url):

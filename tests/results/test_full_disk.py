@@ -7,23 +7,21 @@ import os
 import shutil
 from collections import namedtuple
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from command_line import refused
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.outcome import CellOutcome
-from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.core.whole_files import NotWrittenError, write_whole, written_whole
 from moe_routing_bench.fleet import sweep
 from moe_routing_bench.fleet.executor import LocalExecutor, check_scratch
 from moe_routing_bench.fleet.sweep import run_sweep
 from moe_routing_bench.results.folder import OwnFile, Session, iterate
 from moe_routing_bench.results.record import Record, parse_record
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from sample_records import failed, line
 from sample_runs import add_cell
 
@@ -36,9 +34,9 @@ def refuse(*_: object, **__: object) -> None:
     raise FULL
 
 
-def a_cell() -> Cell:
-    case = BenchCase(name="own/x", span="combine", shape=MoEShape(T=8, D=16, F=16, E=4, K=2))
-    return Cell(case=case, workload="uniform", subjects=(Subject(spec="gather_sum"),))
+def a_cell() -> Experiment:
+    case = Experiment(case="own/x", span="combine", T=8, D=16, F=16, E=4, K=2)
+    return replace(case, workload="uniform", implementations=(ImplementationRef(name="gather_sum"),))
 
 
 def record_of(session: Session) -> Record:
@@ -51,8 +49,8 @@ class Measured:
     name = "made up"
 
     def run(self, cells: Any, **_: Any) -> Iterator[Any]:
-        for cell in cells:
-            yield namedtuple("Outcome", "cell environment")(cell, None)
+        for experiment in cells:
+            yield namedtuple("Outcome", "experiment environment")(experiment, None)
 
 
 def test_a_cell_that_cannot_be_written_is_still_shown(
@@ -159,6 +157,6 @@ def test_a_report_on_a_full_disk_says_so_and_leaves_nothing(
             FULL_DEVICE if ".html" in self.name and "w" in mode else self, mode, *more, **named
         ),
     )  # fmt: skip
-    sentence = refused("report", tmp_path / "results", "-o", tmp_path / "r.html")
+    sentence = refused("results", "report", tmp_path / "results", "-o", tmp_path / "r.html")
     assert "the disk is full" in sentence and "r.html" in sentence and "read" not in sentence
     assert [path.name for path in tmp_path.iterdir()] == ["results"]

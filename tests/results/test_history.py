@@ -102,12 +102,12 @@ def test_a_step_is_put_down_to_something(tmp_path: Path, later: dict[str, Any], 
 
 def test_the_command_shows_draws_and_writes(tmp_path: Path) -> None:
     folder = commits(tmp_path / "r")
-    ran = mrb("history", folder, "--html", tmp_path / "h.html", "-o", tmp_path / "h.png")
+    ran = mrb("results", "history", folder, "--html", tmp_path / "h.html", "-o", tmp_path / "h.png")
     assert "regression" in ran.stdout and "Series: 1, steps: 1" in ran.stdout
     html = (tmp_path / "h.html").read_text()
     assert "Measurements over commits" in html and "<svg" in html and "5abc000000" in html
     assert (tmp_path / "h.png").stat().st_size > 10_000
-    document = mrb_json("history", folder, "--metric", "ms", "--impl", "base")
+    document = mrb_json("results", "history", folder, "--metric", "ms", "--impl", "base")
     assert len(document["series"]) == 1 and len(document["series"][0]["points"]) == 8
 
 
@@ -120,14 +120,14 @@ def test_an_installed_package_has_a_history_by_its_code(tmp_path: Path) -> None:
     found = history(tmp_path / "r")
     ((series, step),) = found.steps
     assert step.at == 4 and step.kind == "regression" and len(series.points) == 8 and found.without == 16
-    assert mrb("history", tmp_path / "r").stdout.count("regression") == 1
+    assert mrb("results", "history", tmp_path / "r").stdout.count("regression") == 1
 
 
 def test_cases_that_differ_in_one_axis_are_two_series(tmp_path: Path) -> None:
     """10 ms without biases and 20 ms with them are not one point of 15 ms."""
     for n, (bias, drift) in enumerate(((False, 1.0), (True, 2.0))):
         with Session.start(tmp_path / "r") as session:
-            add_cell(session, {"base": 1.0, "mine": 1.1}, seed=n, drift=drift, workload__bias=bias)
+            add_cell(session, {"base": 1.0, "mine": 1.1}, seed=n, drift=drift, experiment__bias=bias)
     found = history(tmp_path / "r", "ms")
     assert sorted(round(one.points[0].value / 10) for one in found.series) == [1, 1, 2, 2]
     assert len({(one.where, one.contender) for one in found.series}) == 4
@@ -136,4 +136,4 @@ def test_cases_that_differ_in_one_axis_are_two_series(tmp_path: Path) -> None:
 
 def test_without_times_there_is_no_history(tmp_path: Path) -> None:
     Session.start(tmp_path / "r").close()
-    refused("history", tmp_path / "r")
+    refused("results", "history", tmp_path / "r")

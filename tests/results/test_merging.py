@@ -107,7 +107,7 @@ def test_every_record_is_there_once_however_often_it_is_merged(folders: list[Pat
     assert (len(merged.copied), len(merged.there), merged.refused) == (1, 3, [])
     assert all_lines(out) == all_lines(*folders)
     assert len(list(iterate(out))) == sum(len(list(iterate(folder))) for folder in folders)
-    text = mrb("merge", out, "--out", tmp_path / "again").stdout
+    text = mrb("results", "merge", out, "--out", tmp_path / "again").stdout
     assert text.startswith("3 sessions merged into ") and all_lines(tmp_path / "again") == all_lines(out)
     assert mrb_json("results", "--folder", out)
 
@@ -155,7 +155,7 @@ def test_what_is_not_as_it_was_written_is_refused(
 ) -> None:
     damage(folders[1])
     out = tmp_path / "all"
-    ran = mrb("merge", *folders, "--out", out, code=1)
+    ran = mrb("results", "merge", *folders, "--out", out, code=1)
     assert words in ran.stderr and str(folders[1]) in ran.stderr and PARTS not in ran.stderr
     assert all_lines(out) == all_lines(folders[0], folders[2])
     assert not list(out.glob(f"{PARTS}*"))
@@ -209,8 +209,8 @@ def test_a_wrong_folder_is_said_before_anything_is_written(folders: list[Path], 
     out = tmp_path / "all"
     (tmp_path / "empty").mkdir()
     for name in ("nowhere", "empty"):
-        assert str(tmp_path / name) in refused("merge", folders[0], tmp_path / name, "--out", out)
+        assert str(tmp_path / name) in refused("results", "merge", folders[0], tmp_path / name, "--out", out)
         assert not out.exists()
-    assert "merge into" in refused("merge", folders[0], "--out", folders[0])
+    assert "merge into" in refused("results", "merge", folders[0], "--out", folders[0])
     (tmp_path / "file").write_text("")
-    assert str(tmp_path / "file") in refused("merge", folders[0], "--out", tmp_path / "file")
+    assert str(tmp_path / "file") in refused("results", "merge", folders[0], "--out", tmp_path / "file")

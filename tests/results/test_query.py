@@ -20,7 +20,6 @@ from moe_routing_bench.results.parquet import COLUMNS, compact, quoted
 from moe_routing_bench.results.query import connect, export_csv, export_parquet, run_query
 from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import content_hash
-from moe_routing_bench.workloads.axes import PolicyAxes, axes_of
 from repository import ROOT
 from sample_records import SESSION, document, failed, line
 from timing import in_time
@@ -74,13 +73,17 @@ def test_a_row_says_what_the_record_says(folder: Path, compacted: bool) -> None:
     assert columns == [*(column.name for column in COLUMNS), "machine", "source_commit", "source_dirty"]
     first, second, third = (dict(zip(columns, row, strict=True)) for row in rows)
     given = document()
-    assert (first["impl"], first["span"], first["case"]) == ("fast", "expert_ffn", given["workload"]["case"])
+    assert (first["impl"], first["span"], first["case"]) == (
+        "fast",
+        "expert_ffn",
+        given["experiment"]["case"],
+    )
     assert [first[name] for name in "TDFEKW"] == [32, 1792, 64, 64, 8, 1]
     assert first["median_ms"] == pytest.approx(11.5) and first["p95_ms"] == pytest.approx(12.8)
     assert first["workload"] == "zipf(1.2)" and first["ratio_low"] == 0.88 and first["verdict"] == "FASTER"
     assert first["stage_seconds"] == {"route": 0.001, "grouped_gemm": 0.01} and first["samples"] == 7
     assert first["created_at"].isoformat() == "2026-11-15T02:47:34.123456"
-    assert first["included"] == given["what"]["included"] and first["bias"] is False
+    assert first["included"] == given["included"] and first["bias"] is False
     assert first["machine"] is None and third["machine"] == "xeon-2-cores"
     assert first["source_commit"] is first["source_dirty"] is None
     assert (third["source_commit"], third["source_dirty"]) == ("a1" * 20, True)
@@ -91,7 +94,6 @@ def test_a_row_says_what_the_record_says(folder: Path, compacted: bool) -> None:
     # every column of a whole record has a value, so every path is right. Records written before have no
     # error, and tests/bench/test_stored_runs.py asks for that of a new one
     unknown = {"more_rounds", "throttled", "machine", "source_commit", "source_dirty", "error"}
-    unknown |= {one.name for one, facts in axes_of(PolicyAxes) if facts.since > 2}
     assert {name for name, value in first.items() if value is None} == unknown
 
 
@@ -113,7 +115,9 @@ def test_latest_is_the_newest_of_each_cell_and_implementation(folder: Path) -> N
         write(folder, [line(numbered(second, OTHER, **changes))], OTHER)
     rows = run_query(folder, "SELECT impl, round(median_ms, 1) FROM latest ORDER BY impl")[1]
     assert rows == [("fast", 11.6), ("slow", 11.8), ("staged", None)]
-    for number, change in enumerate(({"what__router": "switch"}, {"what__layer": "chain(iterations=2)"})):
+    for number, change in enumerate(
+        ({"implementation__router": "switch"}, {"implementation__layer": "chain(iterations=2)"})
+    ):
         newer = {"created_at": "2026-11-15T02:48:00Z", "implementation__label": "fast", **change}
         write(folder, [line(numbered(60 + number, OTHER, **newer))], OTHER)
     assert one(folder, "SELECT count(*) FROM latest WHERE impl = 'fast'") == 3
@@ -462,7 +466,7 @@ FORMULAS = ("=1+1", "+1", "-1", "@SUM(A1)", " =1", "\uff1d1", "'=1", "'quoted'")
 
 def test_csv_has_the_same_columns_and_no_formulas(folder: Path) -> None:
     for number, text in enumerate(FORMULAS, start=3):
-        write(folder, [line(numbered(number, workload__case=text, repro=f'{text},"x";\u2028y'))])
+        write(folder, [line(numbered(number, experiment__case=text, repro=f'{text},"x";\u2028y'))])
     target = folder.parent / "it's all.csv"
     assert export_csv(folder, target) == 2 + len(FORMULAS) and not list(folder.parent.glob("*.part*"))
     with target.open(newline="") as file:
@@ -473,7 +477,7 @@ def test_csv_has_the_same_columns_and_no_formulas(folder: Path) -> None:
         assert row["case"] == f"'{text}" and row["repro"] == f"""'{text},"x";\u2028y"""
     first, failed_row = rows[:2]
     assert first["impl"] == "fast" and float(first["median_ms"]) == pytest.approx(11.5) and first["T"] == "32"
-    assert json.loads(first["included"]) == document()["what"]["included"] and first["bias"] == "false"
+    assert json.loads(first["included"]) == document()["included"] and first["bias"] == "false"
     assert json.loads(first["stage_seconds"]) == {"route": 0.001, "grouped_gemm": 0.01}
     assert first["created_at"] == "2026-11-15 02:47:34.123456" and first["router"] == ""
     assert failed_row["status"] == "TIMEOUT" and failed_row["median_ms"] == failed_row["stage_seconds"] == ""
@@ -482,7 +486,7 @@ def test_csv_has_the_same_columns_and_no_formulas(folder: Path) -> None:
 
 
 def test_text_that_only_holds_signs_is_left_alone(folder: Path) -> None:
-    write(folder, [line(numbered(3, workload__case="a=b+c-d@e'", what__router="top_p(p=0.5)"))])
+    write(folder, [line(numbered(3, experiment__case="a=b+c-d@e'", implementation__router="top_p(p=0.5)"))])
     export_csv(folder, folder.parent / "all.csv")
     with (folder.parent / "all.csv").open(newline="") as file:
         (row,) = [row for row in csv.DictReader(file) if row["record_id"].endswith("3")]

@@ -24,6 +24,8 @@ from moe_routing_bench.results.record import (
     log_tail,
     parse_record,
 )
+from moe_routing_bench.workloads.axes import axes_of
+from moe_routing_bench.workloads.experiment import Experiment
 from repository import ROOT
 from sample_records import HASH, SESSION, a_record, document, failed, line
 
@@ -48,19 +50,22 @@ def old_document() -> dict[str, Any]:
     return json.loads((ROOT / "tests" / "data" / "old_record.jsonl").read_bytes())
 
 
-def test_a_record_of_version_1_is_read_as_one_of_version_2() -> None:
+def test_a_record_of_version_1_is_read_as_one_of_version_3() -> None:
     """Measured before there were routers, rates and formats."""
     record = parse_record(line(old_document()))
-    assert (record.what.direction, record.what.router, record.what.layer) == ("forward", "", "")
+    assert (record.experiment.direction, record.implementation.setting[1:]) == (
+        "forward",
+        ("softmax_topk", ""),
+    )
     assert record.work is not None and record.work.bw_2pass and record.work.tokens_per_second is None
-    assert record.what.setting == ("compact", "softmax_topk", "")
-    assert (record.workload.store, record.correctness.error) == ("", None)
-    assert (record.schema_version, record.engine, record.cell_seconds) == (2, "", None)
-    assert parse_record(record.line()) == record and b'"schema_version":2' in record.line()
+    assert record.implementation.setting == ("compact", "softmax_topk", "")
+    assert (record.experiment.store, record.correctness.error) == ("", None)
+    assert (record.schema_version, record.engine, record.cell_seconds) == (3, "", None)
+    assert parse_record(record.line()) == record and b'"schema_version":3' in record.line()
 
 
 def test_records_from_before_roofs_knew_working_sets_are_read_and_their_shares_not_shown() -> None:
-    whole = document(protocol__cache="hot", work__share_of_roof=0.01)
+    whole = document(experiment__cache="hot", work__share_of_roof=0.01)
     assert parse_record(line(whole)).share_of_roof == 0.01
     for name in ("roof_seconds", "roof_busy"):
         del whole["work"][name]
@@ -70,18 +75,60 @@ def test_records_from_before_roofs_knew_working_sets_are_read_and_their_shares_n
     )
     assert old.share_of_roof is None  # with hot caches the bytes of the weights were left out
     assert (
-        parse_record(line({**whole, "protocol": {**whole["protocol"], "cache": "cold"}})).share_of_roof
+        parse_record(line({**whole, "experiment": {**whole["experiment"], "cache": "cold"}})).share_of_roof
         == 0.01
     )
+
+
+def version_2() -> dict[str, Any]:
+    """The sample record as version 2 wrote it."""
+    whole = document(schema_version=2)
+    old, implementation, protocol = (whole[part] for part in ("experiment", "implementation", "protocol"))
+    settings = {name: implementation.pop(name) for name in ("contract_hash", "layout", "router", "layer")}
+    settings |= {name: whole.pop(name) for name in ("included", "excluded")}
+    how = {name: old[name] for name in ("device", "cache", "view", "processes", "threads", "seed")}
+    where = ("case", "scaled_from", *"TDFEKW", "dtype", "store", "activation", "bias", "shared_F", "heads")
+    whole |= {
+        "what": {"span": old["span"], "direction": old["direction"], **settings},
+        "workload": {"model": whole.pop("model"), **{name: old[name] for name in (*where, "sequences")}},
+        "routing": {**whole["routing"], "suite_version": 1, "spec": old["workload"], "seed": old["seed"]},
+        "protocol": {name: value for name, value in protocol.items() if name != "all_threads"} | how,
+    }
+    del whole["experiment"]
+    return whole
+
+
+def test_a_record_of_version_2_is_read_as_one_of_version_3() -> None:
+    record, new = parse_record(line(version_2())), a_record()
+    unknown = {one.name for one, facts in axes_of(Experiment) if facts.since > 2} - {"workload"}
+    assert record == new.model_copy(
+        update={
+            "experiment": new.experiment.model_copy(
+                update={name: None for name in unknown}
+                | {"implementations": new.experiment.implementations[1:]}
+            )
+        }
+    )
+    assert parse_record(record.line()) == record
+    ranks = {**version_2(), "what": {**version_2()["what"], "span": "parallel"}}
+    ranks |= {"workload": {**ranks["workload"], "W": 2}, "protocol": {**ranks["protocol"], "threads": 4}}
+    shared = parse_record(line(ranks))
+    assert (shared.experiment.threads, shared.protocol.all_threads) == (2, 4)
 
 
 @pytest.mark.parametrize("part", ["what", "workload", "implementation", "work", "correctness", ""])
 def test_version_2_must_have_what_version_1_may_lack(part: str) -> None:
     for name in VERSION_1[part]:
-        whole = document()
+        whole = version_2()
         del (whole[part] if part else whole)[name]
         assert name in refusal(whole)
         assert parse_record(line({**whole, "schema_version": 1})) is not None
+
+
+@pytest.mark.parametrize("part", ["what", "workload", "protocol", "routing", "implementation"])
+def test_a_wrong_part_of_version_2_is_refused(part: str) -> None:
+    assert refusal({**version_2(), part: 7}) and refusal({**version_2(), "experiment": {}})
+    assert refusal({**version_2(), part: {**version_2()[part], "brand_new": 7}})
 
 
 @pytest.mark.parametrize("version", [True, 1.0, "1", None, [1], 0, -1])
@@ -99,7 +146,7 @@ def test_a_wrong_record_of_version_1_is_refused() -> None:
 
 @pytest.mark.parametrize("direction", ["forward", "backward", "train"])
 def test_directions(direction: str) -> None:
-    assert a_record(what__direction=direction).what.direction == direction
+    assert a_record(experiment__direction=direction).experiment.direction == direction
 
 
 FAILED = [status for status in Status if status is not Status.PASSED]
@@ -142,16 +189,16 @@ def test_a_frozen_record_stays_as_it_is() -> None:
             {"work__share_of_roof": 1.01},
             "work.share_of_roof",
         ),
-        ({"workload__T": "32"}, "workload.T"),
-        ({"workload__T": True}, "workload.T"),
-        ({"workload__T": -1}, "workload.T"),
-        ({"workload__T": 2**63}, "workload.T"),
-        ({"what__direction": "sideways"}, "what.direction"),
-        ({"what__router": None}, "what.router"),
-        ({"what__layer": "a\x1b[2J"}, "what.layer"),
+        ({"experiment__T": "32"}, "experiment.T"),
+        ({"experiment__T": True}, "experiment.T"),
+        ({"experiment__T": -1}, "experiment.T"),
+        ({"experiment__T": 2**63}, "experiment.T"),
+        ({"experiment__direction": "sideways"}, "experiment.direction"),
+        ({"implementation__router": None}, "implementation.router"),
+        ({"implementation__layer": "a\x1b[2J"}, "implementation.layer"),
         ({"work__tokens_per_second": -1.0}, "work.tokens_per_second"),
-        ({"what__span": "x" * 301}, "what.span"),
-        ({"what__span": "a\x1b[2J"}, "what.span"),
+        ({"experiment__span": "x" * 301}, "experiment.span"),
+        ({"experiment__span": "a\x1b[2J"}, "experiment.span"),
         ({"cell_key": "0" * 63}, "cell_key"),
         ({"cell_key": "0" * 64 + "\n"}, "cell_key"),
         ({"correctness__status": "FINE"}, "correctness.status"),
@@ -168,7 +215,7 @@ def test_a_frozen_record_stays_as_it_is() -> None:
         ({"comparison__low": 0.95}, "comparison"),
         ({"record_id": "other-000001"}, "record_id"),
         ({"log_tail": "x" * 2001}, "log_tail"),
-        ({"schema_version": 3}, "newer version"),
+        ({"schema_version": 4}, "newer version"),
         ({"schema_version": 0}, "schema_version"),
     ],
 )

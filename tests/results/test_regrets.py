@@ -22,7 +22,7 @@ MAKER = runpy.run_path(str(ROOT / "measurements/preferences.py"))
 
 
 def cell(session: Session, name: str, contenders: dict[str, Any], **changes: Any) -> None:
-    add_cell(session, contenders, workload__case=f"regret/{name}", **changes)
+    add_cell(session, contenders, experiment__case=f"regret/{name}", **changes)
 
 
 @pytest.fixture
@@ -31,10 +31,10 @@ def folder(tmp_path: Path) -> Path:
     with Session.start(tmp_path / "results") as session:
         cell(session, "a", {"native": 1.0, "frozen(native)": 0.5, "hf_eager": 1.4})
         cell(session, "b", {"native": 1.0, "staged": 0.8, "hf_eager": 0.9, "frozen(native)": 0.4})
-        cell(session, "c", {"sort": 1.0, "native": 0.999}, what__span="topk")
+        cell(session, "c", {"sort": 1.0, "native": 0.999}, experiment__span="topk")
         cell(session, "d", {"native": "OOM", "staged": 1.0})
         cell(session, "e", {"native": "NO_TIME", "frozen(native)": 1.0, "staged": 1.2, "hf_eager": 1.4})
-        add_cell(session, {"native": 1.0, "staged": 0.1}, workload__case="another suite")
+        add_cell(session, {"native": 1.0, "staged": 0.1}, experiment__case="another suite")
     return tmp_path / "results"
 
 
@@ -63,14 +63,14 @@ def test_the_newest_run_of_a_case_counts(tmp_path: Path) -> None:
 
 
 def test_the_command_says_the_same(folder: Path, tmp_path: Path) -> None:
-    document = json.loads(CliRunner().invoke(app, ["regret", str(folder), "--json"]).stdout)
+    document = json.loads(CliRunner().invoke(app, ["results", "regret", str(folder), "--json"]).stdout)
     assert [one["cells"] for one in document["groups"]][-1] == 5
     assert {"picked", "fastest", "regret", "shown", "over_transformers"} <= document["cells"][0].keys()
-    text = CliRunner().invoke(app, ["regret", str(folder)]).stdout
+    text = CliRunner().invoke(app, ["results", "regret", str(folder)]).stdout
     assert "regret/b" in text and "without a regret: regret/d" in text
     with Session.start(tmp_path / "other") as session:
         add_cell(session, {"native": 1.0, "staged": 0.1})
-    refused = CliRunner().invoke(app, ["regret", str(tmp_path / "other")])
+    refused = CliRunner().invoke(app, ["results", "regret", str(tmp_path / "other")])
     assert refused.exit_code == 2 and "mrb sweep regret" in refused.stderr
 
 

@@ -131,10 +131,10 @@ def test_a_large_copy_is_read_in_place_and_no_query_writes_to_it(url, tmp_path, 
 
 
 def test_commands_that_ask_for_rows_keep_rows_and_the_others_keep_all(url, tmp_path):
-    assert mrb_json("results", "SELECT count(*) FROM records", "--folder", url)["rows"] == [[40]]
-    mrb("export", url, "--csv", str(tmp_path / "all.csv"))
+    assert mrb_json("results", "query", "SELECT count(*) FROM records", "--folder", url)["rows"] == [[40]]
+    mrb("results", "export", url, "--csv", str(tmp_path / "all.csv"))
     (only,) = (home() / "stores").iterdir()
     assert only.name.endswith("-rows")
-    mrb("merge", url, "--out", str(tmp_path / "merged"))
+    mrb("results", "merge", url, "--out", str(tmp_path / "merged"))
     assert len(list((home() / "stores").iterdir())) == 2
     assert mirror_rows(url).folder == mirror(url).folder

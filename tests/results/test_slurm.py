@@ -39,6 +39,6 @@ def test_two_tasks_on_two_nodes_one_of_which_loses_its_daemon(tmp_path):
         assert job.wait(300) == 0, [path.read_text() for path in tmp_path.glob("said-*")]
     parts = sorted(str(path) for path in tmp_path.glob("part-*"))
     assert len(parts) == 2
-    mrb("merge", *parts, "--out", tmp_path / "all")
+    mrb("results", "merge", *parts, "--out", tmp_path / "all")
     keys = Counter(r.cell_key for r in iterate(tmp_path / "all") if r.implementation.role == "baseline")
     assert len(keys) == CELLS and set(keys.values()) == {1}

@@ -13,7 +13,7 @@ from moe_routing_bench.results.decisions import decide
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.history import WHERE
 from moe_routing_bench.results.query import run_query
-from moe_routing_bench.results.remeasure import _case
+from moe_routing_bench.results.remeasure import measurable
 from sample_records import a_record
 from sample_runs import add_cell
 
@@ -23,15 +23,15 @@ TIMES = {"native": 1.0, "native(store=int8)": 0.6}
 def folder_with(path: Path, *stores: str) -> Path:
     with Session.start(path) as session:
         for number, store in enumerate(stores):
-            add_cell(session, TIMES, workload__store=store, correctness__error=0.001, seed=number)
+            add_cell(session, TIMES, experiment__store=store, correctness__error=0.001, seed=number)
     return path
 
 
 def test_the_format_and_the_error_are_in_a_record() -> None:
-    new = a_record(workload__store="int8", correctness__error=0.0017)
+    new = a_record(experiment__store="int8", correctness__error=0.0017)
     assert b'"store":"int8"' in new.line() and b'"error":0.0017' in new.line()
-    case = _case(a_record(workload__store="int8", workload__case="own/x-int8"))
-    assert (case.store, case.name) == ("int8", "own/x-int8")
+    case = measurable(a_record(experiment__store="int8", experiment__view="host_wall").experiment)
+    assert (case.store, case.case) == ("int8", "seed-fused/32x7168~scaled")
 
 
 def test_another_format_is_another_question(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_another_format_is_another_question(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="b is int8; add --allow"):
         compare_runs(plain, int8)
     assert compare_runs(int8, folder_with(tmp_path / "again", "int8"))
-    assert "store" in WHERE  # a series of mrb history has one format
+    assert "store" in WHERE  # a series of mrb results history has one format
 
 
 def test_formats_are_groups_of_their_own_and_decide_nothing(tmp_path: Path) -> None:

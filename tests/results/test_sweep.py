@@ -111,11 +111,11 @@ def test_resume_repeats_nothing_and_nothing_stale_is_used(tmp_path, monkeypatch)
     assert (again.todo, again.done, again.failed) == ((), 2, 0)
     # every field of the key makes a cell new; test_identity.py changes each of them in the cell itself
     for field in (
-        "case",
+        "experiment",
+        "suite",
+        "recorded",
         "contract",
-        "workload",
-        "subjects",
-        "policy",
+        "implementations",
         "harness",
         "versions",
         "machine",

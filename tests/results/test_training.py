@@ -185,7 +185,7 @@ def test_a_study_from_learning_rates_to_findings(tmp_path: Path, corpus: Corpus)
 @pytest.mark.timeout(600)
 def test_a_killed_study_goes_on_to_the_same_losses(tmp_path: Path) -> None:
     words = [
-        "train", "--study", "capacity", "--corpus", "synthetic", "--steps", "40", "--batch", "2",
+        "train", "study", "capacity", "--corpus", "synthetic", "--steps", "40", "--batch", "2",
         "--seeds", "1",
         "--sizes", SIZES, "--jobs", "2", "--rounds", "8", "--only", "dropless",
     ]  # fmt: skip

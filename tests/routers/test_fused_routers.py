@@ -17,16 +17,14 @@ from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.judging import Judge, Judgement
 from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.conformance.router_checks import check_router
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.published import FAMILIES
-from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.moe.presets import ROUTED, router_for
 from moe_routing_bench.ops.score_topk.op import PLAIN, reference
 from moe_routing_bench.ops.score_topk.op import op as score_topk_op
 from moe_routing_bench.routers.router import Router, build
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 pytestmark = pytest.mark.slow
 
@@ -190,14 +188,14 @@ def judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, logits_TE: Tensor | None = None
 ) -> Judgement:
     """What the parent says of a worker's result that was changed."""
-    case = BenchCase(name="own/x", span="score_topk", shape=MoEShape(T=24, D=1, F=1, E=8, K=2))
-    inputs = Inputs(case, "zipf(1.2)")
+    case = Experiment(case="own/x", span="score_topk", T=24, D=1, F=1, E=8, K=2)
+    inputs = Inputs(case)
     if logits_TE is not None:
         monkeypatch.setattr(Call, "logits_TE", logits_TE)
     args = span_named("score_topk").arguments(inputs.at(3, 1, "compact"))
     gate_TK, expert_TK = change(*reference(*args.values()))
     save_file({"0": gate_TK.contiguous(), "1": expert_TK.contiguous()}, tmp_path / "out")
-    subject = Subject(spec="eager")
+    subject = ImplementationRef(name="eager")
     return Judge(span_named("score_topk"), inputs).judge(tmp_path / "out", 3, 1, subject)
 
 
@@ -240,8 +238,8 @@ def test_the_bench_lets_a_choice_differ_by_rounding_alone(
 
 
 def test_the_bench_follows_the_workload_in_float32() -> None:
-    case = BenchCase(name="own/x", span="score_topk", shape=MoEShape(T=64, D=1, F=1, E=32, K=8))
-    inputs = Inputs(case, "zipf(1.2)")
+    case = Experiment(case="own/x", span="score_topk", T=64, D=1, F=1, E=32, K=8)
+    inputs = Inputs(case)
     args = span_named("score_topk").arguments(inputs.at(2, 1, "compact"))
     logits_TE, bias_E, K, rule = args.values()
     assert logits_TE.dtype == torch.float32 and bias_E is None and (K, rule) == (8, PLAIN)

@@ -269,8 +269,8 @@ def test_few_rows_take_the_small_multiply() -> None:
 def test_a_configuration_that_is_not_for_an_architecture_is_a_row_with_a_reason() -> None:
     (row,) = of("grouped_gemm", "triton_ragged(tma=1)", "gfx942")
     assert "no TMA" in row.not_made and not row.wrong
-    words = ("--op", "expert_ffn", "--impl", "triton_decode(pdl=1)", "--configs", *QUICK[3:])
-    out = mrb("compile", *words).output
+    words = ("--op", "expert_ffn", "--impl", "triton_decode(pdl=1)", "--configs", *QUICK[4:])
+    out = mrb("gpu", "compile", *words).output
     assert "triton_decode(pdl=1): not compiled" in out
     assert "0 kernels compiled" in out
 
@@ -326,7 +326,7 @@ def test_what_costs_more_is_told() -> None:
     assert worse_than(after, before) == []
 
 
-QUICK = ("compile", "--op", "dispatch", "--arch", "sm_80", "--model", "qwen3-30b-a3b")
+QUICK = ("gpu", "compile", "--op", "dispatch", "--arch", "sm_80", "--model", "qwen3-30b-a3b")
 
 
 def test_the_command_writes_compares_and_fails_on_more(tmp_path: Path) -> None:
@@ -349,9 +349,9 @@ def test_the_command_writes_compares_and_fails_on_more(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "'sm_75'" in refused("compile", "--arch", "sm_75")
-    assert "'gpt-2'" in refused("compile", "--model", "gpt-2")
-    assert "nothing*" in refused("compile", "--impl", "nothing*")
+    assert "'sm_75'" in refused("gpu", "compile", "--arch", "sm_75")
+    assert "'gpt-2'" in refused("gpu", "compile", "--model", "gpt-2")
+    assert "nothing*" in refused("gpu", "compile", "--impl", "nothing*")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "TRITON_INTERPRET" in refused(*QUICK)
     monkeypatch.delenv("TRITON_INTERPRET")

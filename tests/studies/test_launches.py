@@ -21,12 +21,12 @@ from moe_routing_bench.ops.registry import all_ops, get_op
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
 from moe_routing_bench.ops.targets import TARGETS, Target
-from moe_routing_bench.studies.launches import Launch, ask, launches_of, recording
 from moe_routing_bench.studies.triton_code import compile_kernel
 from repository import ROOT, SOURCE
 
 pytestmark = pytest.mark.slow
 SCRIPT = runpy.run_path(str(ROOT / "measurements" / "gpu" / "launches.py"))
+Launch, ask, launches_of, recording = (SCRIPT[n] for n in ("Launch", "ask", "launches_of", "recording"))
 TRITON = [(op, n) for op in all_ops().values() for n in op.names() if n.startswith("triton_")]
 
 

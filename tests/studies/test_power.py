@@ -6,13 +6,13 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from command_line import mrb, refused
-from moe_routing_bench.bench.cell import Policy
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.ops import registry
@@ -112,7 +112,7 @@ def test_the_order_is_shuffled_by_the_seed() -> None:
 def test_a_study_survives_its_file(tmp_path: Path) -> None:
     study = study_power({0: 3, 5: 3}, take_times=made_up, command="mrb doctor --power")
     assert PowerStudy.from_json(study.to_json()) == study
-    assert study.policy["max_rounds"] == Policy().max_rounds
+    assert study.policy["max_rounds"] == CASE.max_rounds
     assert set(study.weather) >= {"load_before", "load_after", "steal_percent"}
 
 
@@ -179,7 +179,11 @@ def kernels() -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_the_kernel_is_right_at_every_speed() -> None:
-    args = span_named(CASE.span).arguments(Inputs(CASE, "uniform").at(0, 0, CASE.layout)).values()
+    args = (
+        span_named(CASE.span)
+        .arguments(Inputs(replace(CASE, workload="uniform")).at(0, 0, CASE.layout))
+        .values()
+    )
     wanted = combine.get("gather_sum").run(*args)
     for spec in ("slowed(percent=0,role=baseline)", "slowed(percent=8)"):
         assert torch.equal(combine.get(spec)(*args), wanted)
@@ -187,7 +191,11 @@ def test_the_kernel_is_right_at_every_speed() -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_the_spin_is_a_percent_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = span_named(CASE.span).arguments(Inputs(CASE, "uniform").at(0, 0, CASE.layout)).values()
+    args = (
+        span_named(CASE.span)
+        .arguments(Inputs(replace(CASE, workload="uniform")).at(0, 0, CASE.layout))
+        .values()
+    )
     for percent, reads in ((0, 3), (5, 2 + 5), (8, 2 + 8)):
         ready = combine.get(f"slowed(percent={percent})")
         # a clock that stands at 0 at the start, at 100 after the work and goes on by one with each look
@@ -215,12 +223,12 @@ def test_a_picture_that_cannot_be_written_is_told_before_measuring(tmp_path: Pat
 
 @pytest.fixture
 def fake_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(power, "RealTimes", lambda policy, seed: made_up)
+    monkeypatch.setattr(power, "RealTimes", lambda experiment, seed: made_up)
 
 
 @pytest.mark.usefixtures("fake_rounds")
 def test_the_command_shows_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_routing_bench.cli.terminal.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("moe_routing_bench.report.console.LINE_SECONDS", 0.0)
     out = tmp_path / "power.png"
     words = ("doctor", "--power", "--trials", "4", "--out", out)
     ran = mrb(*words)
@@ -247,17 +255,16 @@ def test_mistakes_get_a_sentence(words: list[str], sentence: str) -> None:
 
 def test_ctrl_c_shows_and_writes_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "power.png"
-    monkeypatch.setattr(power, "RealTimes", lambda policy, seed: interrupted(1))
+    monkeypatch.setattr(power, "RealTimes", lambda experiment, seed: interrupted(1))
     words = ("doctor", "--power", "--trials", "4", "--out", out)
     assert "7 of 14" in mrb(*words, code=130).stdout
     assert not PowerStudy.from_json(out.with_suffix(".json").read_bytes()).finished
-    monkeypatch.setattr(power, "RealTimes", lambda policy, seed: interrupted(0))
+    monkeypatch.setattr(power, "RealTimes", lambda experiment, seed: interrupted(0))
     assert "was measured" in mrb(*words, code=2).stderr
 
 
 def test_a_real_study_of_two_trials() -> None:
-    policy = Policy(min_rounds=8, max_rounds=8)
-    study = study_power({0: 1, 300: 1}, policy=policy)
+    study = study_power({0: 1, 300: 1}, experiment=replace(CASE, min_rounds=8, max_rounds=8))
     same, slowed = study.rows
     assert same.median_rounds == slowed.median_rounds == 8, study.trials
     assert slowed.median_ratio is not None and slowed.median_ratio > 1.2

@@ -147,3 +147,16 @@ def test_step_times_of_one_name_do_not_hide_each_other(corpus: Corpus) -> None:
     runs = [(tiny("softmax_topk"), None), (tiny("softmax_topk", learning_rate=1e-3), None)]
     with pytest.raises(ValueError, match="softmax_topk"):
         step_times(runs, corpus, rounds=1)
+
+
+def test_steps_of_runs_are_timed_in_turns(corpus: Corpus) -> None:
+    dense = Rule(name="dense", kind="dense", times=1)
+    runs, done = [(tiny("softmax_topk"), None), (tiny(dense), None)], list[int]()
+    times = step_times(runs, corpus, rounds=2, on_round=done.append)
+    assert {name: len(seconds) for name, seconds in times.seconds.items()} == {"softmax_topk": 2, "dense": 2}
+    assert done == [1, 2, 3, 4], "two rounds are not kept"
+    for name, parts in times.parts.items():
+        assert {len(values) for values in parts.values()} == {2} and name in times.loads
+        assert [sum(values) for values in zip(*parts.values(), strict=True)] == pytest.approx(
+            times.seconds[name]
+        )

@@ -14,13 +14,14 @@ import pytest
 from moe_routing_bench.results.compare import LIKE
 from moe_routing_bench.results.parquet import COLUMNS
 from moe_routing_bench.results.same_case import SAME_CASE, told_apart
-from moe_routing_bench.workloads.axes import CaseAxes, PolicyAxes, axes_of
+from moe_routing_bench.workloads.axes import axes_of
+from moe_routing_bench.workloads.experiment import Experiment
 from repository import SOURCE
 
 DECLARED = (
-    '    fog: int = axis(0, "How thick the fog is.", flag="--fog", asks=True, compare="row", since=3)\n'
+    '    fog: int = _what(0, "How thick the fog is.", flag="--fog", asks=True, compare="row", since=3)\n'
 )
-LAST = '    sequences: int = axis(1, "Sequences in the batch.", compare="row")\n'
+LAST = '    sequences: int = _what(1, "Sequences in the batch.", compare="row")\n'
 BENCH = (
     "bench", "combine", "--tokens", "8", "--width", "16", "--experts", "4", "--topk", "2", "--rounds", "8",
     "--dtype", "float32", "--impl", "gather_sum", "--seconds", "20",
@@ -29,11 +30,11 @@ BENCH = (
 
 def test_every_axis_is_a_column_and_says_how_it_is_compared() -> None:
     columns = {column.name for column in COLUMNS}
-    for declared in (CaseAxes, PolicyAxes):
-        for one, facts in axes_of(declared):
-            assert one.name in columns and facts.help.endswith(".")
-            assert (one.name in SAME_CASE) == (facts.compare != "free")
-            assert (one.name in LIKE) == (facts.compare == "agree") == bool(facts.plural)
+    for one, facts in axes_of(Experiment):
+        name = facts.column or one.name
+        assert name in columns or name in ("implementations", "include")
+        assert (name in SAME_CASE) == (facts.compare != "free") and facts.help.endswith(".")
+        assert (name in LIKE) == (facts.compare == "agree") == bool(facts.plural)
 
 
 def test_rows_of_two_cases_with_one_label_are_told_apart() -> None:
@@ -45,7 +46,7 @@ def test_rows_of_two_cases_with_one_label_are_told_apart() -> None:
 @pytest.mark.slow
 def test_an_axis_is_added_by_editing_one_file(tmp_path: Path) -> None:
     shutil.copytree(SOURCE, tmp_path / "src" / SOURCE.name, ignore=shutil.ignore_patterns("__pycache__"))
-    axes = tmp_path / "src" / SOURCE.name / "workloads" / "axes.py"
+    axes = tmp_path / "src" / SOURCE.name / "workloads" / "experiment.py"
     text = axes.read_text()
     assert text.count(LAST) == 1
     axes.write_text(text.replace(LAST, LAST + DECLARED))
@@ -63,10 +64,10 @@ def test_an_axis_is_added_by_editing_one_file(tmp_path: Path) -> None:
         mrb(*BENCH, "--fog", fog, "--out", folder)
     (session, _) = sorted((tmp_path / "r").glob("session=*"))
     record = json.loads((session / "records.jsonl").read_bytes().splitlines()[0])
-    assert record["workload"]["fog"] == 3 and "--fog 3" in record["repro"]
+    assert record["experiment"]["fog"] == 3 and "--fog 3" in record["repro"]
     select = "SELECT DISTINCT fog, cell_key, contains(repro, '--fog') FROM records ORDER BY fog"
     (clear, clear_key, said), (thick, thick_key, said_thick) = json.loads(
-        mrb("results", select, "--folder", folder, "--json")
+        mrb("results", "query", select, "--folder", folder, "--json")
     )["rows"]
     assert (clear, thick, said, said_thick) == (0, 3, False, True) and clear_key != thick_key
     overview = mrb("results", "--folder", folder)

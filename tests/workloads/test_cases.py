@@ -35,27 +35,27 @@ def test_the_suites_have_their_sizes() -> None:
         *((T, 7168, 256, 256, 8) for T in (1, 2, 4, 8, 16, 32)),
         (32, 8192, 6144, 8, 2), (128, 8192, 6144, 8, 2), (32, 8192, 16384, 8, 2), (128, 8192, 16384, 8, 2),
     ]  # fmt: skip
-    assert [c.name for c in cases("seed-pack/16384x4096-e128-k2")] == ["seed-pack/16384x4096-e128-k2"]
+    assert [c.case for c in cases("seed-pack/16384x4096-e128-k2")] == ["seed-pack/16384x4096-e128-k2"]
     assert all(len(cases(name)) == 15 for name in MODELS)
 
 
 def test_names_are_unique_and_found_by_themselves() -> None:
-    assert len({case.name for case in EVERY}) == len(EVERY)
+    assert len({case.case for case in EVERY}) == len(EVERY)
     for case in EVERY:
-        assert cases(case.name) == [case]
+        assert cases(case.case) == [case]
         Layout.parse(case.layout)
 
 
-@pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: case.case)
 def test_a_twin_fits_and_says_what_it_is(case) -> None:
     twin = scaled(case)
     assert twin.fits_a_laptop
     if case.fits_a_laptop:
         assert twin is case
     else:
-        assert twin.name == f"{case.name}~scaled" and twin.scaled_from == case.name
-        assert twin.shape.K == case.shape.K and twin.span == case.span and twin.dtype == case.dtype
-        assert cases(twin.name) == [twin]
+        assert twin.case == f"{case.case}~scaled" and twin.scaled_from == case.case
+        assert twin.shape.K == case.K and twin.span == case.span and twin.dtype == case.dtype
+        assert cases(twin.case) == [twin]
 
 
 def test_models_are_guessed() -> None:
@@ -88,7 +88,7 @@ def test_a_case_is_made_smaller_only_as_far_as_memory_and_a_minute_demand():
         assert fitted(case, memory_bytes=20 * gib) is case
     (mixtral,) = cases("mixtral-8x7b/prefill-128")
     fewer = fitted(mixtral, memory_bytes=20 * gib)
-    assert fewer.shape.T == 32 and fewer.scaled_from == mixtral.name
+    assert fewer.shape.T == 32 and fewer.scaled_from == mixtral.case
     assert fewer.shape == replace(mixtral.shape, T=32)  # the weights stay as they are
     assert fewer.fewer_tokens and not scaled(mixtral).fewer_tokens
     assert fitted(mixtral, memory_bytes=20 * gib, most_flops=fewer.flops / 2).shape.T == fewer.shape.T // 2

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.spans.span import is_ours
+from moe_routing_bench.bench.spans.span import is_ours, span_named
 from moe_routing_bench.core import cpp
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.routers.router import include_folder
+from moe_routing_bench.workloads.experiment import Experiment
 
 BUILDING = "building"
 SECONDS_PER_BYTE = 1.2e-4  # of sources: 17 s for expert_ffn.native
 
 
-def compile_first(cells: Sequence[Cell], say: Callable[[str], None]) -> None:
+def compile_first(experiments: Sequence[Experiment], say: Callable[[str], None]) -> None:
     """A file that does not compile is not an error here: the trial of its subject says why."""
-    for folder in dict.fromkeys(folder for cell in cells for folder in cell.include):
+    for folder in dict.fromkeys(folder for experiment in experiments for folder in experiment.include):
         include_folder(folder)  # only registers names
-    needed = [one for cell in cells if cell.policy.device == "cpu" for one in _needed(cell, cell.inputs())]
+    here = [experiment for experiment in experiments if experiment.device == "cpu"]
+    needed = [file for experiment in here for file in _needed(experiment)]
     for source, level in dict.fromkeys(needed):
         if not cpp.compiled(source, level):
             size = sum(path.stat().st_size for path in cpp.with_includes(source))
@@ -35,14 +36,14 @@ def compile_first(cells: Sequence[Cell], say: Callable[[str], None]) -> None:
                 continue
 
 
-def _needed(cell: Cell, inputs: Inputs) -> Iterator[tuple[Path, str | None]]:
-    ops = all_ops()
-    for subject in cell.subjects:
-        if not all(map(is_ours, cell.span.origins(subject.spec))):
+def _needed(experiment: Experiment) -> Iterator[tuple[Path, str | None]]:
+    ops, span, inputs = all_ops(), span_named(experiment.span), Inputs(experiment)
+    for one in experiment.implementations:
+        if not all(map(is_ours, span.origins(one.name))):
             continue
         try:
-            parts = [*cell.span.parts(subject.spec)]
-            parts += [ops[op].get(spec) for op, spec in cell.span.resolved(subject, inputs)]
+            parts = [*span.parts(one.name)]
+            parts += [ops[op].get(name) for op, name in span.resolved(one, inputs)]
         except (NotImplementedError, ValueError):  # a library is absent, or the sizes do not fit: no trial
             continue
         for part in parts:

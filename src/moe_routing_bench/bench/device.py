@@ -15,18 +15,6 @@ from torch import Tensor
 
 from moe_routing_bench.bench.clock import Clock, EventClock, HostClock
 
-# the views of each device, the default first
-VIEWS = {"cpu": ("host_wall",), "cuda": ("cuda_events", "host_wall"), "pretend": ("cuda_events",)}
-
-
-def check_place(device: str, view: str, cache: str) -> None:
-    if device not in VIEWS:
-        raise ValueError(f"there is no device {device!r}; there are {', '.join(VIEWS)}")
-    if view not in VIEWS[device]:
-        raise ValueError(f"there is no view {view!r} of {device}; there are {', '.join(VIEWS[device])}")
-    if device != "cpu" and cache != "hot":
-        raise ValueError(f"cache={cache}: the caches of a GPU are not overwritten yet; choose hot")
-
 
 def memory_place(device: str) -> str:
     """The torch device that holds the tensors."""

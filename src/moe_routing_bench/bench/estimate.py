@@ -15,11 +15,10 @@ from functools import cache
 import numpy as np
 import torch
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.series import SAMPLE_OVERHEAD, fewest_rounds
 from moe_routing_bench.core.dtypes import DTYPES
 from moe_routing_bench.core.machine import torch_threads
-from moe_routing_bench.workloads.axes import LONG_CALL
+from moe_routing_bench.workloads.experiment import LONG_CALL, Experiment
 
 START_SECONDS = 1.0  # a cell: workers, hashes of the code, results on disk
 TRIAL_SECONDS = 0.4  # a subject: its kit, its files
@@ -42,44 +41,48 @@ class Speed:
     jitter: float
 
 
-def estimate(cell: Cell) -> float:
-    case, policy, subjects = cell.case, cell.policy, len(cell.subjects)
-    speed = probe(policy.threads, case.dtype)
-    work = {"forward": 1, "backward": 3, "train": 3}[case.direction]
-    moved = case.held_bytes + 6 * case.activation_bytes
-    call = 5e-5 + work * (case.flops / (SHARE_OF_PEAK * speed.flops) + moved / speed.bytes)
-    oracle = work * (8 * case.flops / speed.flops + 5 * moved / speed.bytes)
-    judged = (2 + policy.checked) * len({subject.question for subject in cell.subjects}) * oracle
-    if policy.device != "cpu":
+def estimate(experiment: Experiment) -> float:
+    subjects = len(experiment.implementations)
+    speed = probe(experiment.threads, experiment.dtype)
+    work = {"forward": 1, "backward": 3, "train": 3}[experiment.direction]
+    moved = experiment.held_bytes + 6 * experiment.activation_bytes
+    call = 5e-5 + work * (experiment.flops / (SHARE_OF_PEAK * speed.flops) + moved / speed.bytes)
+    oracle = work * (8 * experiment.flops / speed.flops + 5 * moved / speed.bytes)
+    judged = (2 + experiment.checked) * len({one.question for one in experiment.implementations}) * oracle
+    if experiment.device != "cpu":
         # the oracle is computed on the CPU, for the gate and for every timed result that is judged
-        return GPU_TRIAL_SECONDS * subjects + judged + policy.max_seconds
+        return GPU_TRIAL_SECONDS * subjects + judged + experiment.max_seconds
     long = call >= LONG_CALL
     trials = subjects * (TRIAL_SECONDS + (LONG_TRIAL_CALLS if long else TRIAL_CALLS) * call)
     calls = 1 if long else 1 + max(1.0, MIN_SAMPLE / 2 / call)
     one_round = (subjects + 1) * (calls * call + SAMPLE_OVERHEAD)
-    wanted = (HALF_INTERVAL * max(speed.jitter, USUAL_SCATTER) / policy.target) ** 2
-    rounds = min(max(wanted, policy.min_rounds), policy.max_rounds) * one_round
+    wanted = (HALF_INTERVAL * max(speed.jitter, USUAL_SCATTER) / experiment.target) ** 2
+    rounds = min(max(wanted, experiment.min_rounds), experiment.max_rounds) * one_round
     least = fewest_rounds(subjects) * one_round
     before = START_SECONDS + trials + judged
-    return before + policy.processes * max(
-        least, min(rounds, (policy.max_seconds - before) / policy.processes)
+    return before + experiment.processes * max(
+        least, min(rounds, (experiment.max_seconds - before) / experiment.processes)
     )
 
 
-def share_of_rounds(cells: Sequence[Cell]) -> float:
+def share_of_rounds(experiments: Sequence[Experiment]) -> float:
     """Of the time for these cells, the part for the rounds of the first, which has been tried. On a nominal
     machine, 10^11 operations and 10^10 bytes a second: a probe would cost a second of what is shared."""
-    rounds = [fewest_rounds(len(cell.subjects)) * _round_seconds(cell) for cell in cells]
-    trials = [TRIAL_SECONDS * len(cell.subjects) + 3 * _round_seconds(cell) for cell in cells[1:]]
+    rounds = [fewest_rounds(len(one.implementations)) * _round_seconds(one) for one in experiments]
+    trials = [TRIAL_SECONDS * len(one.implementations) + 3 * _round_seconds(one) for one in experiments[1:]]
     return rounds[0] / (sum(rounds) + sum(trials))
 
 
-def _round_seconds(cell: Cell) -> float:
-    case, work = cell.case, {"forward": 1, "backward": 3, "train": 3}[cell.case.direction]
-    read = case.held_bytes * min(1.0, case.shape.num_pairs / case.shape.E) if case.weights else 0
-    call = 5e-5 + work * (case.flops / 1e11 + (read + 6 * case.activation_bytes) / 1e10)
+def _round_seconds(experiment: Experiment) -> float:
+    work = {"forward": 1, "backward": 3, "train": 3}[experiment.direction]
+    read = (
+        experiment.held_bytes * min(1.0, experiment.shape.num_pairs / experiment.E)
+        if experiment.weights
+        else 0
+    )
+    call = 5e-5 + work * (experiment.flops / 1e11 + (read + 6 * experiment.activation_bytes) / 1e10)
     calls = 1 if call >= LONG_CALL else 1 + max(1.0, MIN_SAMPLE / 2 / call)
-    return (len(cell.subjects) + 1) * (calls * call + SAMPLE_OVERHEAD)
+    return (len(experiment.implementations) + 1) * (calls * call + SAMPLE_OVERHEAD)
 
 
 @cache

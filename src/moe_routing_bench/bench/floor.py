@@ -9,38 +9,39 @@ lower, and the roof is raised for later.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from contextlib import suppress
+from typing import TypeVar
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.clock import last_level_cache_bytes
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs, store_roofs, stored_roofs
-from moe_routing_bench.bench.spans.span import is_ours
-from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.bench.spans.span import all_threads, is_ours, span_named
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 # below the floor by no more than this factor may be noise, since roofs are measured too
 TOLERANCE = 1.05
 # our own code may beat torch's matmul, with which roofs are measured, but not by this much: then the work is
 # counted wrongly, and no roof may be raised by that
 MAX_RAISED = 1.5
+Name = TypeVar("Name", bound=Hashable)  # of a subject
 
 
-def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
+def floor_seconds(experiment: Experiment, cost: Cost, roofs: Roofs | None) -> float | None:
     """The time below which nothing honest can be, under the cell's cache policy. None if the roofs are not
     known: only the CPU's are measured, and those of a busy machine do not count.
 
     With hot caches, only bytes beyond what the caches can hold count. For stored weights nothing but bytes
     does: a table of 16 products takes the place of products of 4 bits.
     """
-    if roofs is None or roofs.busy or not _known(cell, roofs):
+    if roofs is None or roofs.busy or not _known(experiment, roofs):
         return None
-    threads, dtype = cell.all_threads, cell.case.dtype
+    threads, dtype = all_threads(experiment), experiment.dtype
     beyond = max(0, cost.working_set - 2 * last_level_cache_bytes())
-    moved = {"cold": cost.working_set, "weights-cold": cost.weight_bytes, "hot": beyond}[cell.policy.cache]
-    if cell.case.store:
+    moved = {"cold": cost.working_set, "weights-cold": cost.weight_bytes, "hot": beyond}[experiment.cache]
+    if experiment.store:
         return moved / roofs.memory(threads) or None
     products = roofs.gemm_flops[dtype][threads]
     if dtype == "float32":  # three products of bfloat16 parts are one of float32
@@ -48,43 +49,45 @@ def floor_seconds(cell: Cell, cost: Cost, roofs: Roofs | None) -> float | None:
     return max(moved / roofs.memory(threads), cost.useful_flops / products)
 
 
-def roof_seconds(cell: Cell, subject: Subject, cost: Cost, roofs: Roofs | None) -> float | None:
+def roof_seconds(
+    experiment: Experiment, subject: ImplementationRef, cost: Cost, roofs: Roofs | None
+) -> float | None:
     """The best estimate of the least time; people see what share of a time it is. Bytes at the bandwidth of
     the working set under the cell's cache policy, or operations at the peak of the unit that this dtype
     really uses here. None if the roofs are not known; by those of a busy machine it must be marked.
 
     A call that touches 100 MB at 13 GB/s and has 1 GFLOP at 160 GFLOP/s: 7.7 ms.
     """
-    if roofs is None or not _known(cell, roofs):
+    if roofs is None or not _known(experiment, roofs):
         return None
-    threads, cache = cell.all_threads, cell.policy.cache
+    threads, cache = all_threads(experiment), experiment.cache
     far = roofs.memory(threads)
     moved = {"cold": cost.working_set, "weights-cold": cost.weight_bytes, "hot": 0}[cache] / far
     if roofs.ladder:
         moved = max(moved, cost.bytes / roofs.bandwidth(cost.working_set, threads))
     elif cost.working_set > 2 * last_level_cache_bytes():  # torch measured memory alone
         moved = max(moved, cost.bytes / far)
-    peak = roofs.gemm_flops.get(_multiplied(cell, subject), {}).get(threads, math.inf)
+    peak = roofs.gemm_flops.get(_multiplied(experiment, subject), {}).get(threads, math.inf)
     return max(moved, cost.useful_flops / peak) or None
 
 
-def _known(cell: Cell, roofs: Roofs) -> bool:
-    threads, dtype = cell.all_threads, cell.case.dtype
-    return cell.policy.device == "cpu" and threads in roofs.gemm_flops.get(dtype, {})
+def _known(experiment: Experiment, roofs: Roofs) -> bool:
+    threads, dtype = all_threads(experiment), experiment.dtype
+    return experiment.device == "cpu" and threads in roofs.gemm_flops.get(dtype, {})
 
 
-def _multiplied(cell: Cell, subject: Subject) -> str:
+def _multiplied(experiment: Experiment, subject: ImplementationRef) -> str:
     """What is multiplied: numbers of the case's dtype; with stored weights integers, if rows are rounded too.
     What code from outside does with stored weights nobody knows, so integers: the higher roof."""
-    if not cell.case.store:
-        return cell.case.dtype
-    ours = all(map(is_ours, cell.span.origins(subject.spec)))
-    return cell.case.dtype if ours and not subject.int8_rows else "int8"
+    if not experiment.store:
+        return experiment.dtype
+    ours = all(map(is_ours, span_named(experiment.span).origins(subject.name)))
+    return experiment.dtype if ours and not subject.int8_rows else "int8"
 
 
 def too_fast(
-    times: Mapping[int, float], floors: Mapping[int, float | None], outside: Collection[int]
-) -> dict[int, str]:
+    times: Mapping[Name, float], floors: Mapping[Name, float | None], outside: Collection[Name]
+) -> dict[Name, str]:
     """The subjects from outside that are faster than the machine, and that in words."""
     beaten = {index: (floors[index] or 0.0) / seconds for index, seconds in times.items()}
     too_low = max([1.0, *(beaten[index] for index in times if index not in outside)])
@@ -113,17 +116,18 @@ def raise_stored(outcome: CellOutcome) -> None:
     """
     if outcome.environment is not None:  # it ran elsewhere
         return
-    if outcome.cell.case.store:
+    if outcome.experiment.store:
         return
-    cell, threads, dtype = outcome.cell, outcome.cell.all_threads, outcome.cell.case.dtype
-    roofs = stored_roofs(this_machine().name) if cell.policy.device == "cpu" else None
+    experiment, threads, dtype = outcome.experiment, all_threads(outcome.experiment), outcome.experiment.dtype
+    roofs = stored_roofs(this_machine().name) if experiment.device == "cpu" else None
     if roofs is None or threads not in roofs.gemm_flops.get(dtype, {}):
         return
     roof = roofs.gemm_flops[dtype][threads]
     rates = [
         outcome.rates(one).flops_per_second or 0.0
         for one in outcome.subjects
-        if all(map(is_ours, cell.span.origins(one.subject.spec))) and "store=" not in one.subject.spec
+        if all(map(is_ours, span_named(experiment.span).origins(one.subject.name)))
+        and "store=" not in one.subject.name
     ]
     best = max((rate for rate in rates if roof < rate <= MAX_RAISED * roof), default=roof)
     if best > roof:

@@ -20,19 +20,18 @@ from typing import Annotated, Any
 import torch
 from pydantic import BeforeValidator, PlainSerializer
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.sources import PACKAGE, Code, distribution_version, files_in, folder_hash
-from moe_routing_bench.bench.spans.span import Span
-from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.bench.spans.span import Span, check_measurable, span_named
 from moe_routing_bench.core.machine import Machine
 from moe_routing_bench.core.names import base_name
 from moe_routing_bench.ops.registry import BUILT_IN, OURS, all_ops, included_folders
 from moe_routing_bench.workloads.axes import key_values
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from moe_routing_bench.workloads.workload import SUITE_VERSION, file_of, with_file
 
 HARNESS = (
-    "bench/runner.py", "bench/worker.py", "bench/outside/inside_sandbox.py", "bench/outside/adopting.py",
+    "bench/runner.py", "bench/hosts/inside_sandbox.py", "bench/hosts/adopting.py",
 )  # fmt: skip
 LIBRARIES = ("numpy", "scipy", "triton", "nvidia-cutlass-dsl", "quack-kernels")
 # how names of environment variables begin that decide a result or a time, and why
@@ -53,7 +52,7 @@ SETTINGS = {
 }
 # of those, what decides nothing, and why
 SETTINGS_WITHOUT_EFFECT = {
-    "OMP_NUM_THREADS": "a worker uses the threads of its policy, which is in the key (worker.py: settle)",
+    "OMP_NUM_THREADS": "a worker uses the experiment's threads, which are in the key (settle)",
     "MKL_NUM_THREADS": "the same",
     "TORCHINDUCTOR_COMPILE_THREADS": "a worker sets it to 1",
     "TORCHINDUCTOR_CACHE_DIR": "where compiled code is kept; its content is keyed by the source",
@@ -63,11 +62,13 @@ SETTINGS_WITHOUT_EFFECT = {
 }
 
 
-# JSON has no keys but text: pairs of subject and hash
-BySubject = Annotated[
-    Mapping[Subject, str],
-    PlainSerializer(lambda hashes: [[asdict(subject), text] for subject, text in hashes.items()]),
-    BeforeValidator(lambda given: given if isinstance(given, Mapping) else _by_subject(given)),
+# JSON has no keys but text: pairs of implementation and hash
+ByImplementation = Annotated[
+    Mapping[ImplementationRef, str],
+    PlainSerializer(
+        lambda hashes: [[asdict(implementation), text] for implementation, text in hashes.items()]
+    ),
+    BeforeValidator(lambda given: given if isinstance(given, Mapping) else _by_implementation(given)),
 ]
 
 
@@ -76,49 +77,45 @@ class Identity:
     """Hashes of a cell, taken before it is measured.
 
     key        the name of the cell in a sweep
-    contracts  by subject: the code that defines the right result
-    sources    by subject: the code that runs
+    contracts  by implementation: the code that defines the right result
+    sources    by implementation: the code that runs
     """
 
     key: str
     harness: str
-    contracts: BySubject
-    sources: BySubject
+    contracts: ByImplementation
+    sources: ByImplementation
 
 
-def _by_subject(pairs: Any) -> dict[Subject, Any]:
+def _by_implementation(pairs: Any) -> dict[ImplementationRef, Any]:
     try:
-        return {Subject(**subject): text for subject, text in pairs}
+        return {ImplementationRef(**implementation): text for implementation, text in pairs}
     except (TypeError, ValueError):
-        raise ValueError("not pairs of a subject and a hash") from None
+        raise ValueError("not pairs of an implementation and a hash") from None
 
 
-def identify(cell: Cell, machine: Machine) -> Identity:
-    fields = key_fields(cell, machine)
+def identify(experiment: Experiment, machine: Machine) -> Identity:
+    fields = key_fields(experiment, machine)
+    asked, span = experiment.implementations, span_named(experiment.span)
     return Identity(
         key=digest_of(fields),
         harness=fields["harness"],
-        contracts={subject: contract_hash(cell.span, subject) for subject in cell.subjects},
-        sources={s: source for s, (_, source) in zip(cell.subjects, fields["subjects"], strict=True)},
+        contracts={one: contract_hash(span, one) for one in asked},
+        sources={one: source for one, (_, source) in zip(asked, fields["implementations"], strict=True)},
     )
 
 
-def key_fields(cell: Cell, machine: Machine) -> dict[str, Any]:
+def key_fields(experiment: Experiment, machine: Machine) -> dict[str, Any]:
     """The fields of the key, by name; a change in any of them changes the key."""
-    inputs = cell.inputs()
-    sources = {subject: _Source.of(cell.span, subject, inputs) for subject in cell.subjects}
+    check_measurable(experiment)
+    inputs, span = Inputs(experiment), span_named(experiment.span)
+    sources = {one: _Source.of(span, one, inputs) for one in experiment.implementations}
     return {
-        "case": key_values(cell.case),
-        "contract": contract_hash(cell.span, cell.subjects[0]),
-        "workload": {
-            "name": _workload_name(cell.workload),
-            "suite": SUITE_VERSION,
-            "seed": cell.seed,
-            "ranks": cell.W,
-            "recorded": recorded_hash(cell.workload, cell.case.checkpoint),
-        },
-        "subjects": [[s.name, source.hash(cell.span, s)] for s, source in sources.items()],
-        "policy": key_values(cell.policy),
+        "experiment": {**key_values(experiment), "workload": _workload_name(experiment.workload)},
+        "suite": SUITE_VERSION,
+        "recorded": recorded_hash(experiment.workload, experiment.checkpoint),
+        "contract": contract_hash(span, experiment.implementations[0]),
+        "implementations": [[one.title, source.hash(span, one)] for one, source in sources.items()],
         "harness": Code.of(PACKAGE / name for name in HARNESS).hash,
         "versions": {
             **{name: v for source in sources.values() for name, v in source.code.versions.items()},
@@ -135,8 +132,8 @@ def _workload_name(name: str) -> str:
     return name if file is None else with_file(name, file.name)
 
 
-def cell_key(cell: Cell, machine: Machine) -> str:
-    return digest_of(key_fields(cell, machine))
+def cell_key(experiment: Experiment, machine: Machine) -> str:
+    return digest_of(key_fields(experiment, machine))
 
 
 def digest_of(document: Any) -> str:
@@ -175,24 +172,24 @@ def recorded_hash(workload: str, checkpoint: str) -> str:
     return digest_of(parts) if parts else ""
 
 
-def contract_hash(span: Span, subject: Subject) -> str:
+def contract_hash(span: Span, implementation: ImplementationRef) -> str:
     """Hash of the reference code, which defines the right result."""
-    return Code.of([*(Path(all_ops()[name].file) for name in span.ops), *span.roots(subject)]).hash
+    return Code.of([*(Path(all_ops()[name].file) for name in span.ops), *span.roots(implementation)]).hash
 
 
 @dataclass(frozen=True)
 class _Source:
-    """What "auto" picks for a subject, and all code that then runs."""
+    """What "auto" picks for an implementation, and all code that then runs."""
 
     resolved: list[tuple[str, str]]
     code: Code
     folders: tuple[Path, ...] = ()  # from outside: whatever lies there may be loaded
 
     @staticmethod
-    def of(span: Span, subject: Subject, inputs: Inputs) -> _Source:
-        resolved = span.resolved(subject, inputs)
-        ops, files = all_ops(), list(span.roots(subject))
-        for op, spec in [*span.named(subject.spec), *_inside(span, subject.spec), *resolved]:
+    def of(span: Span, implementation: ImplementationRef, inputs: Inputs) -> _Source:
+        resolved = span.resolved(implementation, inputs)
+        ops, files = all_ops(), list(span.roots(implementation))
+        for op, spec in [*span.named(implementation.name), *_inside(span, implementation.name), *resolved]:
             files += [Path(ops[op].file), *ops[op].source_files(base_name(spec))]
         given = {place for path in files for place in (path, path.resolve())}
         folders = [
@@ -201,24 +198,24 @@ class _Source:
         files += [path for folder in folders for path in files_in(folder) if path.suffix == ".py"]
         return _Source(resolved, Code.of(files), tuple(folders))
 
-    def hash(self, span: Span, subject: Subject) -> str:
+    def hash(self, span: Span, implementation: ImplementationRef) -> str:
         """Of its name, what "auto" picks, the code, packages and folders from outside."""
-        parts = [subject.name, self.resolved, self.code.hash, _packages(span, subject)]
+        parts = [implementation.title, self.resolved, self.code.hash, _packages(span, implementation)]
         return digest_of([*parts, *map(folder_hash, self.folders)])
 
 
-def folders_of(span: Span, subject: Subject, inputs: Inputs) -> tuple[Path, ...]:
-    """The folders from outside that a subject's code lies in; all of their files are in its hash."""
-    return _Source.of(span, subject, inputs).folders
+def folders_of(span: Span, implementation: ImplementationRef, inputs: Inputs) -> tuple[Path, ...]:
+    """The folders from outside that its code lies in; all of their files are in its hash."""
+    return _Source.of(span, implementation, inputs).folders
 
 
-def subject_code(span: Span, subject: Subject, inputs: Inputs) -> Code:
-    """All code that runs for a subject: span, operations, and implementations named or picked."""
-    return _Source.of(span, subject, inputs).code
+def code_of(span: Span, implementation: ImplementationRef, inputs: Inputs) -> Code:
+    """All code that runs for an implementation: span, operations, and implementations named or picked."""
+    return _Source.of(span, implementation, inputs).code
 
 
 def _inside(span: Span, spec: str) -> list[tuple[str, str]]:
-    """Implementations inside those of a subject; none for code from outside, which is not loaded here."""
+    """Implementations inside an implementation; none for code from outside, which is not loaded here."""
     if any(origin != BUILT_IN for origin in span.origins(spec)):
         return []
     try:
@@ -228,9 +225,9 @@ def _inside(span: Span, spec: str) -> list[tuple[str, str]]:
     return [(option, str(v)) for part in parts for option, v in part.config.items() if option in all_ops()]
 
 
-def _packages(span: Span, subject: Subject) -> list[str]:
+def _packages(span: Span, implementation: ImplementationRef) -> list[str]:
     """Versions of the packages that implementations from outside come in."""
-    origins = span.origins(subject.spec)
+    origins = span.origins(implementation.name)
     names = [where for source, _, where in (o.partition(" ") for o in origins) if source == "package"]
     return [distribution_version(name) for name in names]
 

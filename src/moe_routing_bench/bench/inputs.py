@@ -30,7 +30,8 @@ from moe_routing_bench.ops.implementation import Implementation, tensors_in
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 from moe_routing_bench.parallel.traffic import Traffic
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.axes import defaults_of
+from moe_routing_bench.workloads.experiment import Experiment
 from moe_routing_bench.workloads.workload import Workload, make_workload
 
 # values are drawn once, and each call reads them from another place; a prime, so that no two rows are equal
@@ -40,14 +41,14 @@ ROUTINGS = 4  # steps of the workload that calls take in turn
 
 
 class Inputs:
-    """Inputs(case, "zipf(1.2)", seed=0).at(7, 0, "compact").x_TD: the tokens of the eighth call.
+    """Inputs(experiment).at(7, 0, "compact").x_TD: the tokens of the eighth call.
 
     They are made on the CPU, so their bits do not depend on the device they are `put` on.
     """
 
-    def __init__(self, case: BenchCase, workload: str, *, seed: int = 0, W: int = 1, put: str = "cpu"):
-        self.case, self.workload_name, self.seed, self.W, self.put = case, workload, seed, W, put
-        self.dtype = DTYPES[case.dtype]
+    def __init__(self, experiment: Experiment, *, put: str = "cpu"):
+        self.experiment, self.seed, self.put = experiment, experiment.seed, put
+        self.dtype = DTYPES[experiment.dtype]
         self._workloads: dict[tuple[int, int], Workload] = {}
         self._frozen: dict[Any, ExpertWeights] = {}
         self._plans: dict[tuple[int, str, int], RoutingPlan] = {}
@@ -62,38 +63,38 @@ class Inputs:
     @property
     def weights_key(self) -> tuple[object, ...]:
         """Inputs for which it is the same have the same weights."""
-        case = self.case
-        plain = replace(case, name="", layout="", scaled_from="", sequences=1, workload="", threads=0)
-        return replace(plain, shape=replace(case.shape, T=1)), self.seed, self.put
+        others = defaults_of(Experiment, "how") | {"case": "", "T": 1, "W": 1, "workload": "", "layout": ""}
+        others |= {"sequences": 1, "scaled_from": "", "implementations": (), "include": ()}
+        return replace(self.experiment, **others), self.put
 
     def at(self, number: int, step: int, layout: str, K: int | None = None) -> Call:
         """What call `number` reads; `step` says which of the routings it uses."""
-        return Call(self, number, step, layout, K or self.case.shape.K)
+        return Call(self, number, step, layout, K or self.experiment.K)
 
     def workload(self, step: int, K: int | None = None) -> Workload:
-        s, K = self.case.shape, K or self.case.shape.K
+        one, K = self.experiment, K or self.experiment.K
         if (step, K) not in self._workloads:
-            if self.checkpoint is not None and not self.workload_name:
+            if self.checkpoint is not None and not one.workload:
                 self._workloads[step, K] = self._by_own_router(step)
             else:
                 self._workloads[step, K] = make_workload(
-                    self.workload_name, T=s.T, E=s.E, K=K, W=self.W, seed=self.seed, step=step
+                    one.workload, T=one.T, E=one.E, K=K, W=one.W, seed=self.seed, step=step
                 )
         return self._workloads[step, K]
 
     def _by_own_router(self, step: int) -> Workload:
         """What the checkpoint's router chooses for random tokens, scaled about like an RMSNorm's output."""
         assert self.checkpoint is not None
-        s = self.case.shape
+        s = self.experiment.shape
         x_TD = self.normal(s.T, s.D, place=step * STRIDE, dtype=torch.float32)
         routing = replace(self.checkpoint.route(x_TD), logits_TE=None)
         return Workload(
-            name="own router", seed=self.seed, step=step, T=s.T, E=s.E, K=s.K, W=self.W, routing=routing,
-            tokens_W=(s.T,),
+            name="own router", seed=self.seed, step=step, T=s.T, E=s.E, K=s.K, W=self.experiment.W,
+            routing=routing, tokens_W=(s.T,),
         )  # fmt: skip
 
     def plan(self, step: int, layout: str, K: int | None = None) -> RoutingPlan:
-        key = (step, layout, K or self.case.shape.K)
+        key = (step, layout, K or self.experiment.K)
         if key not in self._plans:
             routing = self.workload(step, K).routing
             self._plans[key] = make_plan(routing, Layout.parse(layout), impl="counting")
@@ -102,7 +103,8 @@ class Inputs:
     @cached_property
     def checkpoint(self) -> CheckpointLayer | None:
         """The layer of a saved model whose weights are used."""
-        return read_layer(self.case.checkpoint, self.case.layer) if self.case.checkpoint else None
+        one = self.experiment
+        return read_layer(one.checkpoint, one.checkpoint_layer) if one.checkpoint else None
 
     @cached_property
     def weights(self) -> ExpertWeights:
@@ -123,22 +125,22 @@ class Inputs:
     @cached_property
     def drawn(self) -> ExpertWeights | None:
         """In a stored case: the weights before they are stored, for what stores them itself."""
-        return self.placed_weights(self._drawn()) if self.case.store else None
+        return self.placed_weights(self._drawn()) if self.experiment.store else None
 
     @cached_property
     def _stored(self) -> QuantisedExperts | None:
-        if not self.case.store:
+        if not self.experiment.store:
             return None
         given = self.__dict__.get("drawn")  # code from outside is given weights, and draws none
         with torch_threads(1):  # parent and worker do it at once, and threads that wait for a core cost more
-            return QuantisedExperts.of(self._drawn() if given is None else given, self.case.store)
+            return QuantisedExperts.of(self._drawn() if given is None else given, self.experiment.store)
 
     @cached_property
     def _kept(self) -> dict[str, Kept]:
         return {} if self._stored is None else kept_of(self._stored)
 
     def _drawn(self) -> ExpertWeights:
-        return self._expert_weights(self.case.shape.E, self.case.shape.F, place=11)
+        return self._expert_weights(self.experiment.E, self.experiment.F, place=11)
 
     def frozen(self, implementation: Implementation, asked: bool = False) -> ExpertWeights:
         """The weights in the form this implementation likes best, made once, because a cell never changes its
@@ -156,7 +158,7 @@ class Inputs:
     def freeze_of(self, implementation: Implementation, asked: bool) -> Callable[..., ExpertWeights] | None:
         """What packs weights for it; None if it shall read them as they are."""
         plain = implementation.reads_plain and implementation.stored is None and not asked
-        return None if plain or self.case.direction != "forward" else implementation.freeze
+        return None if plain or self.experiment.direction != "forward" else implementation.freeze
 
     def _frozen_once(self, freeze: Callable[..., ExpertWeights], *given: Any) -> ExpertWeights:
         if freeze not in self._frozen:
@@ -168,13 +170,13 @@ class Inputs:
         if self.checkpoint is not None:
             shared = self.checkpoint.shared
             return None if shared is None else self.placed_weights(shared.to(dtype=self.dtype))
-        if not self.case.shared_F:
+        if not self.experiment.shared_F:
             return None
-        return self.placed_weights(self._expert_weights(1, self.case.shared_F, place=17))
+        return self.placed_weights(self._expert_weights(1, self.experiment.shared_F, place=17))
 
     def placed_weights(self, weights: ExpertWeights) -> ExpertWeights:
         weights = placed(weights, self.put)
-        if self.case.direction != "forward":
+        if self.experiment.direction != "forward":
             for tensor in weights.tensors().values():
                 tensor.requires_grad_()
         return weights
@@ -182,14 +184,14 @@ class Inputs:
     @cached_property
     def router_DE(self) -> Tensor:
         """Each expert's logit is one column of x, so x can hold any logits, exactly and in any dtype."""
-        s = self.case.shape
+        s = self.experiment.shape
         router_DE = torch.zeros(s.D, s.E)
         router_DE[self.logit_columns, torch.arange(s.E)] = 1.0
         return router_DE.to(self.put)
 
     @property
     def logit_columns(self) -> Tensor:
-        s = self.case.shape
+        s = self.experiment.shape
         if s.D < s.E:
             raise NotImplementedError(
                 f"D={s.D} below E={s.E}: a router this narrow cannot be made to follow a given workload; "
@@ -198,7 +200,7 @@ class Inputs:
         return torch.arange(s.E) * (s.D // s.E)
 
     def _expert_weights(self, E: int, F: int, place: int) -> ExpertWeights:
-        D, case = self.case.shape.D, self.case
+        D, case = self.experiment.D, self.experiment
         G = 2 * F if case.activation in GATED else F
 
         def matrix(depth: int, columns: int, place: int) -> Tensor:
@@ -326,7 +328,7 @@ class Call:
 
     @property
     def _shape(self) -> MoEShape:
-        return self.inputs.case.shape
+        return self.inputs.experiment.shape
 
     @property
     def _workload(self) -> Workload:
@@ -338,7 +340,7 @@ class Call:
 
     def _put(self, values: Tensor) -> Tensor:
         values = values.to(self.inputs.put)
-        return values.requires_grad_() if self.inputs.case.direction != "forward" else values
+        return values.requires_grad_() if self.inputs.experiment.direction != "forward" else values
 
     def _normal(self, *shape: int, place: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.inputs.normal(*shape, place=place, dtype=dtype)

@@ -25,12 +25,12 @@ from moe_routing_bench.bench.calls import Caller, Result, Wanted, named_tensors,
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs, fingerprint
 from moe_routing_bench.bench.spans.span import Span
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Question, Subject
 from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.core.experts import ExpertWeights
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.workloads.experiment import ImplementationRef, Question
 
 FEW_ELEMENTS = 512
 MAX_DRAWS = 16  # of other data, for a result with few elements
@@ -81,7 +81,7 @@ class Judge:
         self._prints: dict[Key, str] = {}
         self.oracle_seconds = 0.0  # of the last one
 
-    def input_print(self, number: int, step: int, subject: Subject) -> str:
+    def input_print(self, number: int, step: int, subject: ImplementationRef) -> str:
         """The fingerprint the call's arguments must still have afterwards."""
         key = (number, step, subject.question)
         if key not in self._prints:
@@ -93,7 +93,7 @@ class Judge:
         return weights_print(self.span, self.inputs)
 
     def judge(
-        self, path: Path, number: int, step: int, subject: Subject, ties: str = "lower id first"
+        self, path: Path, number: int, step: int, subject: ImplementationRef, ties: str = "lower id first"
     ) -> Judgement:
         """Judge the file a worker wrote for call `number`."""
         try:
@@ -103,7 +103,7 @@ class Judge:
         return self.judge_result(result, number, step, subject, ties)
 
     def judge_result(
-        self, result: Result, number: int, step: int, subject: Subject, ties: str = "lower id first"
+        self, result: Result, number: int, step: int, subject: ImplementationRef, ties: str = "lower id first"
     ) -> Judgement:
         right, args = self.right(number, step, subject), self.arguments(number, step, subject)
 
@@ -127,7 +127,7 @@ class Judge:
         return Judgement(status=Status.PASSED, verdict=verdicts[0] if verdicts else None)
 
     def _judge_gradients(
-        self, result: Result, right: ExpectedOutput, args: Mapping[str, Any], subject: Subject
+        self, result: Result, right: ExpectedOutput, args: Mapping[str, Any], subject: ImplementationRef
     ) -> list[Verdict]:
         verdicts = []
         for name, gradient in result.gradients.items():
@@ -152,7 +152,9 @@ class Judge:
             verdicts += [verdict.of(f"gradient of {name}") for verdict in judged]
         return verdicts
 
-    def same_bits(self, one: Path, other: Path, *, number: int, step: int, subject: Subject) -> bool:
+    def same_bits(
+        self, one: Path, other: Path, *, number: int, step: int, subject: ImplementationRef
+    ) -> bool:
         """Do two judged results of the same call agree in all bits that mean something?"""
         right, args = self.right(number, step, subject), self.arguments(number, step, subject)
         tensors = []
@@ -164,15 +166,15 @@ class Judge:
             torch.equal(_bits(a), _bits(b)) for a, b in zip(*(t.values() for t in tensors), strict=True)
         )
 
-    def arguments(self, number: int, step: int, subject: Subject) -> dict[str, Any]:
+    def arguments(self, number: int, step: int, subject: ImplementationRef) -> dict[str, Any]:
         return self.span.arguments(self.span.call(subject, self.inputs, number, step))
 
-    def _few_rows(self, subject: Subject) -> bool:
+    def _few_rows(self, subject: ImplementationRef) -> bool:
         """Are there fewer rows than pairs, as in Soft-MoE, and so few that their mean error is luck?"""
-        s = self.inputs.case.shape
+        s = self.inputs.experiment.shape
         return self.span.rows(subject, self.inputs) < min(FEW_ROWS, s.num_pairs)
 
-    def _more(self, subject: Subject, n: int) -> list[ExpectedOutput]:
+    def _more(self, subject: ImplementationRef, n: int) -> list[ExpectedOutput]:
         """Results on other data, to know plain torch's usual error when a result has few elements."""
         draws = self._draws(subject, n)
         ready = self._others.setdefault(subject.question, [])
@@ -182,14 +184,14 @@ class Judge:
             ready.append(self._compute(OTHER_DRAWS + place, place % ROUTINGS, subject, wanted))
         return ready[:draws]
 
-    def _draws(self, subject: Subject, n: int) -> int:
+    def _draws(self, subject: ImplementationRef, n: int) -> int:
         telling = min(n, 8 * self.span.rows(subject, self.inputs))
         return min(MAX_DRAWS, -(-FEW_ELEMENTS // telling)) if 0 < telling < FEW_ELEMENTS else 0
 
-    def _wants_draw(self, subject: Subject, place: int, tensor: Tensor) -> bool:
+    def _wants_draw(self, subject: ImplementationRef, place: int, tensor: Tensor) -> bool:
         return place < self._draws(subject, tensor.numel())
 
-    def right(self, number: int, step: int, subject: Subject) -> ExpectedOutput:
+    def right(self, number: int, step: int, subject: ImplementationRef) -> ExpectedOutput:
         """What the reference computes for a call."""
         key = (number, step, subject.question)
         if key not in self._right:
@@ -200,7 +202,7 @@ class Judge:
                 self._right.popitem(last=False)
         return self._right[key]
 
-    def foresee(self, calls: Iterable[tuple[int, int]], subject: Subject) -> None:
+    def foresee(self, calls: Iterable[tuple[int, int]], subject: ImplementationRef) -> None:
         """Compute what is right for calls that will be judged. If that fails, judging them says why."""
         with suppress(Exception):
             for number, step in calls:
@@ -212,13 +214,13 @@ class Judge:
 
     @torch.no_grad()
     def _compute(
-        self, number: int, step: int, subject: Subject, only: Wanted | None = None
+        self, number: int, step: int, subject: ImplementationRef, only: Wanted | None = None
     ) -> ExpectedOutput:
         began = time.perf_counter()
         call = self.span.call(subject, self.inputs, number, step)
         args = self.span.arguments(call)
         results: list[Result] = []
-        forward = self.inputs.case.direction == "forward"
+        forward = self.inputs.experiment.direction == "forward"
         for dtype in (self.inputs.dtype, torch.float64):
             if results and self.span.exact and forward:
                 return ExpectedOutput(oracle=results[0], baseline=results[0])
@@ -234,25 +236,25 @@ class Judge:
         self.oracle_seconds = time.perf_counter() - began
         return ExpectedOutput(oracle=results[1], baseline=results[0], d_out=d_out)
 
-    def _known(self, number: int, step: int, subject: Subject) -> ExpectedOutput | None:
+    def _known(self, number: int, step: int, subject: ImplementationRef) -> ExpectedOutput | None:
         """A result of the same call for subjects with another tolerance: the oracle is the same."""
         asked = (number, step, subject.question[:3])
         return next((right for (n, s, q), right in self._right.items() if (n, s, q[:3]) == asked), None)
 
-    def _caller(self, subject: Subject, dtype: torch.dtype) -> Caller:
+    def _caller(self, subject: ImplementationRef, dtype: torch.dtype) -> Caller:
         key = (subject.question, dtype)
         if key not in self._callers:
             plain = self.span.plain(subject, self.inputs, dtype)
             # gradients need the forward pass too, so the oracle trains
-            direction = "forward" if self.inputs.case.direction == "forward" else "train"
+            direction = "forward" if self.inputs.experiment.direction == "forward" else "train"
             self._callers[key] = Caller(self.span, plain, direction)
         return self._callers[key]
 
     def _wide(self, value: Any) -> Any:
         if value is self.inputs.weights:
-            if self.inputs.case.store:
+            if self.inputs.experiment.store:
                 return self.inputs.exact
-            narrow = self.span.widens and self.inputs.case.direction == "forward"
+            narrow = self.span.widens and self.inputs.experiment.direction == "forward"
             return value if narrow else self._wide_weights
         if isinstance(value, Tensor) and value.is_floating_point():
             if value is self.inputs.weights.w_in_EDG:
@@ -263,7 +265,7 @@ class Judge:
     @cached_property
     def _wide_weights(self) -> ExpertWeights:
         wide = self.inputs.weights.to(dtype=torch.float64)
-        wanted = self.inputs.case.direction != "forward"
+        wanted = self.inputs.experiment.direction != "forward"
         leaves: Any = {n: t.detach().requires_grad_(wanted) for n, t in wide.tensors().items()}
         return replace(wide, **leaves)
 

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import torch
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.device import memory_place
 from moe_routing_bench.bench.identity import digest_of
 from moe_routing_bench.bench.sources import PACKAGE, Code
-from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.conformance.cases import KitCell
 from moe_routing_bench.conformance.check import Outcome, cells_of, check
 from moe_routing_bench.core.machine import this_machine, torch_threads
@@ -28,34 +27,35 @@ from moe_routing_bench.core.names import base_name
 from moe_routing_bench.core.paths import home
 from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 MAX_BYTES = 2**20  # of the file; a fuller one is begun anew
 
 
-def kit_cells(cell: Cell, subject: Subject) -> list[KitCell]:
+def kit_cells(experiment: Experiment, subject: ImplementationRef) -> list[KitCell]:
     """The kit's cells for what the subject names, which is loaded here; none for a whole layer that is not
     ours."""
-    device, layout = memory_place(cell.policy.device), base_name(subject.layout)
+    device, layout = memory_place(experiment.device), base_name(subject.layout)
     return [
         one
-        for part in cell.span.parts(subject.spec)
-        for one in cells_of(part.op, part.label, (cell.case.dtype,), device)
+        for part in span_named(experiment.span).parts(subject.name)
+        for one in cells_of(part.op, part.label, (experiment.dtype,), device)
         # batches are for `mrb check`: they start a second thread, and a worker counts its threads
         if not one.case.batches and (not all_ops()[part.op].has_layout or base_name(one.layout) == layout)
     ]
 
 
-def run_kit(cell: Cell, subject: Subject) -> tuple[int, int, str]:
+def run_kit(experiment: Experiment, subject: ImplementationRef) -> tuple[int, int, str]:
     """Cells passed, cells failed, and the first failure in words. NotImplementedError if an implementation
     supports none of its cells, since then nothing is known about it. In a worker."""
     with torch_threads(1), torch.enable_grad():  # the cases are tiny
-        outcomes = [_check(one) for one in kit_cells(cell, subject)]
+        outcomes = [_check(one) for one in kit_cells(experiment, subject)]
     ran = [outcome for outcome in outcomes if outcome.status != "unsupported"]
     tried, known = ({(one.cell.op, one.cell.spec) for one in some} for some in (outcomes, ran))
     for op, spec in sorted(tried - known):
         raise NotImplementedError(
             f"the kit ran 0 cases of {op}.{spec}: it supports none of the hard cases for "
-            f"{cell.case.dtype} in the layout {subject.layout} (`mrb check`)"
+            f"{experiment.dtype} in the layout {subject.layout} (`mrb check`)"
         )
     failed = [outcome for outcome in ran if outcome.status == "failed"]
     first = [f"{one.cell.case.name}, {one.cell.layout}: {one.sentences[0]}" for one in failed[:1]]
@@ -71,16 +71,16 @@ _passed_here: set[str] = set()  # code from outside, for as long as this process
 
 
 class PassedKits:
-    """Which code has passed: PassedKits(cell, outside=False).knows(subject, source)."""
+    """Which code has passed: PassedKits(experiment, outside=False).knows(subject, source)."""
 
-    def __init__(self, cell: Cell, *, outside: bool):
-        self.cell, self.path = cell, None if outside else home() / "kit.json"
+    def __init__(self, experiment: Experiment, *, outside: bool):
+        self.experiment, self.path = experiment, None if outside else home() / "kit.json"
         self._keys = _passed_here if self.path is None else _read(self.path)
 
-    def knows(self, subject: Subject, source: str) -> bool:
+    def knows(self, subject: ImplementationRef, source: str) -> bool:
         return self._key(subject, source) in self._keys
 
-    def add(self, subject: Subject, source: str) -> None:
+    def add(self, subject: ImplementationRef, source: str) -> None:
         self._keys.add(self._key(subject, source))
         if self.path is None:
             return
@@ -88,10 +88,10 @@ class PassedKits:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps(sorted(self._keys)))
 
-    def _key(self, subject: Subject, source: str) -> str:
+    def _key(self, subject: ImplementationRef, source: str) -> str:
         kit = Code.of([PACKAGE / "conformance" / "check.py"]).hash
-        where = (self.cell.policy.device, this_machine().name, torch.__version__)
-        return digest_of([replace(subject, frozen=False).name, source, kit, self.cell.case.dtype, *where])
+        where = (self.experiment.device, this_machine().name, torch.__version__)
+        return digest_of([replace(subject, frozen=False).title, source, kit, self.experiment.dtype, *where])
 
 
 def _read(path: Path) -> set[str]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.experts import ExpertWeights
 from moe_routing_bench.core.names import parse_spec
 from moe_routing_bench.core.plan import RoutingPlan
@@ -32,6 +31,7 @@ from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.routers.router import Router, build, router_named
+from moe_routing_bench.workloads.experiment import ImplementationRef
 
 ROUTER = "softmax_topk"
 # kinds of layer, with the defaults of their options
@@ -44,7 +44,7 @@ ROUTED_ADAPTERS = {"num_adapters": 4, "K": 2}  # of perft kind R
 SEED = 20  # for routers' own weights, and for rules that draw random numbers in training
 
 
-def layer_kind(subject: Subject) -> tuple[str, dict[str, Any]]:
+def layer_kind(subject: ImplementationRef) -> tuple[str, dict[str, Any]]:
     """("chain", {"iterations": 2}) of the subject's layer; ValueError if there is none of that name."""
     kind, options = parse_spec(subject.layer or "moe")
     if kind not in KINDS:
@@ -53,21 +53,21 @@ def layer_kind(subject: Subject) -> tuple[str, dict[str, Any]]:
     return kind, {**ROUTED_ADAPTERS, **options} if options.get("kind") == "R" else options
 
 
-def choices_of(subject: Subject, inputs: Inputs) -> int:
+def choices_of(subject: ImplementationRef, inputs: Inputs) -> int:
     """K of each router of the subject: some rules fix it, and a chain divides K among its iterations."""
     kind, options = layer_kind(subject)
     name, _ = parse_spec(subject.router or ROUTER)
-    K = inputs.case.shape.K // (options["iterations"] if kind == "chain" else 1)
+    K = inputs.experiment.K // (options["iterations"] if kind == "chain" else 1)
     return router_named(name).fixed_K or max(1, K)
 
 
 def layer_of(
-    subject: Subject, inputs: Inputs, ffn: Implementation, make_plan: Implementation, *, topk: str,
+    subject: ImplementationRef, inputs: Inputs, ffn: Implementation, make_plan: Implementation, *, topk: str,
     dtype: torch.dtype | None = None, fused: bool = True,
 ) -> nn.Module:  # fmt: skip
     """The subject's layer around the inputs' weights, converted if `dtype` is another. fused=False removes
     the router's option `fused`."""
-    s, case, (kind, options) = inputs.case.shape, inputs.case, layer_kind(subject)
+    s, case, (kind, options) = inputs.experiment.shape, inputs.experiment, layer_kind(subject)
     dtype = dtype or inputs.dtype
     name, router_options = parse_spec(subject.router or ROUTER)
     sizes: dict[str, Any] = {
@@ -97,7 +97,7 @@ def layer_of(
     return layer.train(case.direction != "forward")
 
 
-def plain_layer(subject: Subject, inputs: Inputs, dtype: torch.dtype) -> nn.Module:
+def plain_layer(subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> nn.Module:
     """The layer in plain torch, in `dtype`: the ops' references compute everything but the router."""
     layer = layer_of(
         subject, inputs, reference_of(expert_ffn_op), make_plan_op.get("counting"), topk="sort", dtype=dtype,
@@ -155,9 +155,9 @@ def experts_arguments(
     return x_TD, routing, plan, layer.experts.weights()
 
 
-def router_of(subject: Subject, inputs: Inputs, topk: str, fused: bool = True) -> Router:
+def router_of(subject: ImplementationRef, inputs: Inputs, topk: str, fused: bool = True) -> Router:
     """The router, with a projection that reads the columns that hold the logits."""
-    s = inputs.case.shape
+    s = inputs.experiment.shape
     if inputs.checkpoint is not None and not subject.router:
         return inputs.checkpoint.router(topk).to(inputs.put)
     name, options = parse_spec(subject.router or ROUTER)
@@ -171,7 +171,7 @@ def router_of(subject: Subject, inputs: Inputs, topk: str, fused: bool = True) -
     if isinstance(weight, Tensor) and weight.shape == inputs.router_DE.shape:
         put(router, "w_DE", inputs.router_DE, inputs)
     for parameter in router.parameters():
-        parameter.requires_grad_(inputs.case.direction != "forward")
+        parameter.requires_grad_(inputs.experiment.direction != "forward")
     return router.to(inputs.put)
 
 
@@ -190,7 +190,7 @@ def _put_weights(
             weights = _silent(weights, inputs.logit_columns)
             if home is moe.experts and (freeze := inputs.freeze_of(ffn, asked)) is not None:
                 weights = freeze(weights)
-        narrow = dtype == torch.float64 and inputs.case.direction == "forward" and home is moe.experts
+        narrow = dtype == torch.float64 and inputs.experiment.direction == "forward" and home is moe.experts
         if narrow:  # the reference converts one expert at a time: all would need four times the room
             assert isinstance(moe.expert_ffn, Implementation)
             moe.expert_ffn = replace(moe.expert_ffn, run=_with_weights(moe.expert_ffn, weights))
@@ -228,4 +228,4 @@ def _with_adapters(moe: MoE, inputs: Inputs, options: dict[str, Any]) -> Perft:
 
 
 def put(module: nn.Module, name: str, value: Tensor, inputs: Inputs) -> None:
-    setattr(module, name, nn.Parameter(value, requires_grad=inputs.case.direction != "forward"))
+    setattr(module, name, nn.Parameter(value, requires_grad=inputs.experiment.direction != "forward"))

@@ -18,9 +18,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.sources import PACKAGE, PYTHONS_OWN, files_in
 from moe_routing_bench.core.paths import home
+from moe_routing_bench.workloads.experiment import Experiment
 from moe_routing_bench.workloads.workload import file_of
 
 MAX_FILES = 1_000  # that are reported
@@ -57,12 +57,12 @@ class LoadedFiles:
             return False
 
 
-def not_in_the_key(files: Sequence[str], cell: Cell, folders: Sequence[Path]) -> list[str]:
+def not_in_the_key(files: Sequence[str], experiment: Experiment, folders: Sequence[Path]) -> list[str]:
     """Those that no part of the cell's key stands for. folders: all of their files are in the key."""
     hashed = {os.path.realpath(file) for folder in folders for file in files_in(folder)}
-    trace = file_of(cell.workload) if cell.workload else None
+    trace = file_of(experiment.workload) if experiment.workload else None
     known = [str(trace.resolve())] if trace is not None else []
-    known += [str(Path(cell.case.checkpoint).resolve())] if cell.case.checkpoint else []
+    known += [str(Path(experiment.checkpoint).resolve())] if experiment.checkpoint else []
     return [
         name
         for name in files

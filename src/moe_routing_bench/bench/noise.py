@@ -17,7 +17,7 @@ MAX_CORES_OF_OTHERS = 0.15  # what a desktop does by itself
 class NoiseReading:
     """The counters of one moment: load 2.1 on 2 cores is a busy machine.
 
-    Weather(load_1min=0.3, cpu_seconds=2000.0, steal_seconds=40.0, available_gib=18.5, throttle_count=None):
+    NoiseReading(load_1min=0.3, cpu_seconds=2e3, steal_seconds=40.0, available_gib=18.5, throttle_count=None):
     quiet now; since boot, 2 % of the time of all cores went to other guests of the host; this system does
     not report whether the processor ever slowed itself down.
     """
@@ -30,7 +30,7 @@ class NoiseReading:
 
     @property
     def steal_percent(self) -> float:
-        """The share since boot; WeatherSpan has the share during a run."""
+        """The share since boot; NoiseDuring has the share during a run."""
         return 100 * self.steal_seconds / self.cpu_seconds if self.cpu_seconds > 0 else 0.0
 
     def complaints(self, cores: int) -> list[str]:
@@ -48,7 +48,7 @@ class NoiseReading:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseDuring:
-    """What changed between two moments: WeatherSpan(before=weather(), after=weather()) around a run.
+    """What changed between two moments: NoiseDuring(before=noise_now(), after=noise_now()) around a run.
 
     before.steal_seconds = 40.0 and after.steal_seconds = 43.0, with cpu_seconds 2000.0 and 2060.0, is a
     steal_percent of 5.0 for the run, however quiet the machine was before it.
@@ -135,7 +135,7 @@ class Neighbours:
         return sum(times) - waiting - time.process_time(), getattr(times, "steal", 0.0)
 
 
-def weather() -> NoiseReading:
+def noise_now() -> NoiseReading:
     times = psutil.cpu_times()
     # Linux counts the time of guests in user and nice already
     counted_twice = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)

@@ -9,14 +9,14 @@ from typing import Any, Literal, TypeAlias, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.identity import Identity
 from moe_routing_bench.bench.noise import NoiseDuring
+from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.bench.verdict import Comparison
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.text import first_problem
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 MAX_OUTCOME_BYTES = 256 << 20
 Direction: TypeAlias = Literal["forward", "backward", "train"]
@@ -48,18 +48,18 @@ class Wire:
 class SubjectOutcome:
     """One implementation in one cell. samples and comparison are empty unless status is PASSED.
 
-    SubjectOutcome(subject=Subject(spec="index_add"), label="index_add", status=Status.PASSED,
+    SubjectOutcome(subject=ImplementationRef(name="index_add"), label="index_add", status=Status.PASSED,
                    samples=(0.00103, 0.00101, ...), ...): seconds per call, one for each round.
     """
 
-    subject: Subject
+    subject: ImplementationRef
     label: str
     status: Status
     reason: str = ""
     runs: str = ""  # what really ran, if that is more than the label
     origin: str = ""
-    role: str = "candidate"  # baseline, candidate, twin or beside (see rounds.py)
-    beside: Subject | None = None  # with that role: whose baseline it is
+    role: str = "candidate"  # baseline, candidate, twin or beside (see series.py)
+    beside: ImplementationRef | None = None  # with that role: whose baseline it is
     deterministic: bool = True
     host_sync: str = ""
     checks: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ class CellOutcome:
     environment: what the machine it ran on was, as environment_document gives it; None if that is this one.
     """
 
-    cell: Cell
+    experiment: Experiment
     identity: Identity
     outcomes: tuple[SubjectOutcome, ...]
     rounds: int = 0
@@ -115,18 +115,18 @@ class CellOutcome:
 
     @property
     def direction(self) -> Direction:
-        return cast(Direction, self.cell.case.direction)
+        return cast(Direction, self.experiment.direction)
 
     def rates(self, one: SubjectOutcome) -> Rates:
         if not one.samples:
             return Rates()
-        case, seconds = self.cell.case, median(one.samples)
+        case, seconds = self.experiment, median(one.samples)
         forward = self.direction == "forward"  # the conventions only count the forward pass
         return Rates(
-            tokens_per_second=case.shape.T / seconds,
+            tokens_per_second=case.T / seconds,
             flops_per_second=one.cost.useful_flops / seconds or None,
             bytes_per_second=one.cost.bytes / seconds or None,
-            **(self.cell.span.bandwidths(case, seconds) if forward else {}),
+            **(span_named(self.experiment.span).bandwidths(case, seconds) if forward else {}),
         )
 
     @property
@@ -163,12 +163,12 @@ class CellOutcome:
         machine = (outcome.environment or {}).get("machine")
         if not (isinstance(machine, dict) and isinstance(machine.get("name"), str)):
             raise ValueError("this is not an outcome: it does not name the machine it was measured on")
-        asked = set(outcome.cell.subjects)
+        asked = set(outcome.experiment.implementations)
         if asked - outcome.identity.sources.keys() or asked - outcome.identity.contracts.keys():
             raise ValueError("this is not an outcome: an implementation of its cell has no hash")
         if not {one.subject for one in outcome.outcomes} <= asked or outcome.weather is None:
             raise ValueError(
-                "this is not an outcome: it is not that of its cell, or says nothing of the weather"
+                "this is not an outcome: it is not that of its cell, or says nothing of the noise"
             )
         return outcome
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import shlex
 
-from moe_routing_bench.bench.cell import Cell, Policy
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.published import MODELS
-from moe_routing_bench.workloads.axes import option_words
-from moe_routing_bench.workloads.cases import SUITES, BenchCase, cases
+from moe_routing_bench.workloads.axes import defaults_of, option_words, values_of
+from moe_routing_bench.workloads.cases import SUITES, cases
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 
-def repro_command(cell: Cell, subject: Subject) -> str:
-    """`mrb bench ...` for the subject beside the cell's baseline, with every choice spelled out."""
-    case = cell.case
-    words = ["mrb", "bench", case.span, *_sizes(case)]
-    words += ["--direction", case.direction] if case.direction != "forward" else []
-    words += ["--workload", cell.workload] if cell.workload else []
-    words += ["--seed", str(cell.seed)]
-    words += ["--ranks", str(cell.W)] if cell.W > 1 else []
-    shown = dict.fromkeys((cell.subjects[0], subject))
-    for implementation in dict.fromkeys(f"{one.text} @ {one.layout}" for one in shown):
-        words += ["--impl", implementation]
+def repro_command(experiment: Experiment, implementation: ImplementationRef) -> str:
+    """`mrb bench ...` for the implementation beside the baseline, with every choice spelled out."""
+    words = ["mrb", "bench", experiment.span, *_sizes(experiment)]
+    words += ["--direction", experiment.direction] if experiment.direction != "forward" else []
+    words += ["--workload", experiment.workload] if experiment.workload else []
+    words += ["--seed", str(experiment.seed)]
+    words += ["--ranks", str(experiment.W)] if experiment.W > 1 else []
+    shown = dict.fromkeys((experiment.implementations[0], implementation))
+    for name in dict.fromkeys(f"{one.text} @ {one.layout}" for one in shown):
+        words += ["--impl", name]
     for option, names in (
         ("--router", [one.router for one in shown]),
         ("--layer-kind", [one.layer for one in shown]),
@@ -29,20 +27,20 @@ def repro_command(cell: Cell, subject: Subject) -> str:
         for name in dict.fromkeys(names):
             words += [option, name] if name else []
     # the command's default for threads is the machine's
-    words += option_words(cell.policy, beside=Policy(), always=("threads",))
-    for folder in cell.include:
+    words += option_words(experiment, "how", beside=defaults_of(experiment, "how"), always=("threads",))
+    for folder in experiment.include:
         words += ["--include-path", folder]
     return shlex.join(words)
 
 
-def _sizes(case: BenchCase) -> list[str]:
+def _sizes(case: Experiment) -> list[str]:
     """Its sizes, by a name if there is one: fewer options, and the same name in the key."""
     s = case.shape
     if case.checkpoint:
-        return ["--checkpoint", case.checkpoint, "--layer", str(case.layer), "--tokens", str(s.T)]
-    name = _unstored(case.scaled_from if case.fewer_tokens else case.name, case.store)
+        return ["--checkpoint", case.checkpoint, "--layer", str(case.checkpoint_layer), "--tokens", str(s.T)]
+    name = _unstored(case.scaled_from if case.fewer_tokens else case.case, case.store)
     if (known := _known(name)) is not None:
-        words = option_words(case, beside=known)
+        words = option_words(case, "what", beside=values_of(known))
         if known.shape == s:
             return ["--case", name, "--full", *words]
         if case.fewer_tokens:
@@ -50,7 +48,10 @@ def _sizes(case: BenchCase) -> list[str]:
             few = ["--model", model, "--tokens", str(s.T)] if model in MODELS else ["--case", name]
             return [*few, *words]
     sizes = (("tokens", s.T), ("width", s.D), ("hidden", s.F), ("experts", s.E), ("topk", s.K))
-    return [*(word for letter, size in sizes for word in (f"--{letter}", str(size))), *option_words(case)]
+    return [
+        *(word for letter, size in sizes for word in (f"--{letter}", str(size))),
+        *option_words(case, "what"),
+    ]
 
 
 def _unstored(name: str, store: str) -> str:
@@ -58,7 +59,7 @@ def _unstored(name: str, store: str) -> str:
     return name.removesuffix(f"-{store}") if store else name
 
 
-def _known(name: str) -> BenchCase | None:
+def _known(name: str) -> Experiment | None:
     if name.partition("/")[0] not in {*SUITES, *MODELS}:
         return None
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -9,29 +10,29 @@ from statistics import median
 from typing import Any
 
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.compiling import compile_first
 from moe_routing_bench.bench.cores import judging_threads, quiet_cores
 from moe_routing_bench.bench.floor import beaten_roofs, floor_seconds, roof_seconds, too_fast
+from moe_routing_bench.bench.hosts.messages import Described
+from moe_routing_bench.bench.hosts.sandbox import check_sandbox
+from moe_routing_bench.bench.hosts.shared import Reuse, SharedHost
 from moe_routing_bench.bench.identity import Identity, identify
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
-from moe_routing_bench.bench.messages import Described
-from moe_routing_bench.bench.noise import NoiseDuring, weather
-from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
-from moe_routing_bench.bench.outside.sandbox import check_sandbox
+from moe_routing_bench.bench.measure import DECISIVE_ROUNDS, WARM_SAMPLES, BaselineError, measure
+from moe_routing_bench.bench.noise import NoiseDuring, noise_now
+from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome, Wire
 from moe_routing_bench.bench.roofs import Roofs
-from moe_routing_bench.bench.rounds import DECISIVE_ROUNDS, WARM_SAMPLES, BaselineError, measure
-from moe_routing_bench.bench.series import TWIN, Measured, beside, round_seconds, slow_ones
-from moe_routing_bench.bench.spans.span import Load, Span, is_ours
-from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.subject import Question, Subject
-from moe_routing_bench.bench.supervisor import SubjectError
-from moe_routing_bench.bench.trial import Reuse, Setup, Trial, Watch, slow_reason, try_alone
+from moe_routing_bench.bench.series import Measured, Series
+from moe_routing_bench.bench.setup import Setup, Trial, Watch
+from moe_routing_bench.bench.spans.span import Load, Span, all_threads, is_ours, ranked, span_named
+from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.trial import slow_reason, try_alone
 from moe_routing_bench.bench.verdict import (
     DELTA,
     DELTA_APART,
     MIN_ROUNDS,
+    Comparison,
     aa_floor,
     compare,
     compare_cells,
@@ -39,6 +40,7 @@ from moe_routing_bench.bench.verdict import (
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.routers.router import include_folder
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef, Question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +66,14 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
-WorkAndLoad = tuple[Cost, Load]  # for one Subject.question
+WorkAndLoad = tuple[Cost, Load]  # for one ImplementationRef.question
+Floors = Mapping[ImplementationRef, float | None]
 ROUNDS_TO_RANK = 5
 OVER = "the time was over before this case; --seconds gives more"
 
 
 def run_cell(
-    cell: Cell,
+    experiment: Experiment,
     *,
     roofs: Roofs | None = None,
     on_progress: OnProgress = lambda progress: None,
@@ -84,173 +87,181 @@ def run_cell(
     budget: its time, if not the policy's from now on. for_rounds: how much of it is for the rounds, given
     what a decision needs, if others share it. reuse: what the cell before left, and this one leaves.
     """
-    if cell.policy.sandbox:
+    if experiment.sandbox:
         check_sandbox()
-    budget, before = budget or Budget(cell.policy.max_seconds), weather()
+    budget, before = budget or Budget(experiment.max_seconds), noise_now()
     if budget.left <= 0:
         span_of = NoiseDuring(before=before, after=before)
-        return _not_run(cell, identify(cell, this_machine()), Status.NO_TIME, OVER, OVER, span_of)
+        return _not_run(experiment, identify(experiment, this_machine()), Status.NO_TIME, OVER, OVER, span_of)
     on_progress(_progress("preparing", budget))
-    for folder in cell.include:
+    for folder in experiment.include:
         include_folder(folder)  # only registers names; workers load the code
-    span, identity = cell.span, identify(cell, this_machine())
+    span, identity = span_named(experiment.span), identify(experiment, this_machine())
     own = Reuse() if reuse is None else reuse
     try:
-        inputs = cell.inputs()
-        cores = _cores(cell, inputs, own)
+        inputs = Inputs(experiment)
+        cores = _cores(experiment, inputs, own)
         workload = inputs.workload(0)
-        asked = {s.question: s for s in cell.subjects}
+        asked = {s.question: s for s in experiment.implementations}
         facts = {question: work_and_load(span, s, inputs) for question, s in asked.items()}
     except (ValueError, NotImplementedError) as reason:
-        stopped, after = "these sizes cannot have this workload", weather()
+        stopped, after = "these sizes cannot have this workload", noise_now()
         span_of = NoiseDuring(before=before, after=after)
-        return _not_run(cell, identity, Status.UNSUPPORTED, str(reason), stopped, span_of)
-    ours = [all(map(is_ours, span.origins(subject.spec))) for subject in cell.subjects]
+        return _not_run(experiment, identity, Status.UNSUPPORTED, str(reason), stopped, span_of)
+    ours = tuple(s for s in experiment.implementations if all(map(is_ours, span.origins(s.name))))
     setup = Setup(
-        cell=cell,
+        experiment=experiment,
         judge=Judge(span, inputs),
         cores=cores,
         budget=budget,
-        reuse=own,
         watch=watch,
-        outside=frozenset(i for i, mine in enumerate(ours) if not mine),
+        outside=frozenset(experiment.implementations) - frozenset(ours),
         sources=identity.sources,
     )
-    with judging_threads(), closing(own) if reuse is None else nullcontext(), closing(setup):
-        with budget.paused():
-            compile_first([cell], lambda what: on_progress(_progress(what, budget)))
-        floors = {i: floor_seconds(cell, facts[s.question][0], roofs) for i, s in enumerate(cell.subjects)}
-        busy = roofs is not None and bool(roofs.busy)
-        least = {i: roof_seconds(cell, s, facts[s.question][0], roofs) for i, s in enumerate(cell.subjects)}
-        trials = _tried(setup, floors, on_progress)
-        alive = [index for index, trial in trials.items() if trial.passed]
-        if for_rounds is not None:
-            budget.leave(for_rounds(_deciding_seconds(setup, alive, trials)))
-        measured = _rounds(setup, trials, alive, floors, on_progress)
-        setup.leave(
-            {s: trials[i].call_seconds for i, s in enumerate(cell.subjects) if trials[i].call_seconds}
-        )
+    shared = _shared_host(setup, ours, own)
+    with judging_threads(), closing(own) if reuse is None else nullcontext():
+        try:
+            with budget.paused():
+                compile_first([experiment], lambda what: on_progress(_progress(what, budget)))
+            floors = {
+                s: floor_seconds(experiment, facts[s.question][0], roofs) for s in experiment.implementations
+            }
+            _try_all(shared, floors, on_progress)
+            alive = [subject for subject, trial in setup.trials.items() if trial.passed]
+            if for_rounds is not None:
+                budget.leave(for_rounds(_deciding_seconds(setup, alive)))
+            measured = _rounds(shared, alive, floors, on_progress)
+            if not ranked(experiment):
+                shared.leave({s: t.call_seconds for s, t in setup.trials.items() if t.call_seconds})
+        finally:
+            shared.end()
+    outcomes = _outcomes(setup, measured, alive, facts, floors, roofs)
     return CellOutcome(
-        cell=cell,
+        experiment=experiment,
         identity=identity,
-        outcomes=_outcomes(cell, trials, measured, alive, facts, floors, least, busy),
-        rounds=len(measured.samples[TWIN]) if measured else 0,
+        outcomes=outcomes,
+        rounds=sum(measured.rounds_by_process) if measured else 0,
         rounds_by_process=tuple(measured.rounds_by_process) if measured else (),
         stop_reason=measured.stop_reason if measured else "nothing passed its trial",
-        aa_floor=aa_floor(measured.samples[alive[0]], measured.samples[TWIN]) if measured else None,
+        aa_floor=_noise_floor(measured) if measured else None,
         routing_checksum=workload.checksum,
-        weather=NoiseDuring(before=before, after=weather()),
+        weather=NoiseDuring(before=before, after=noise_now()),
         seconds=budget.used,
         notes=(
-            *_notes(cell, trials, alive),
+            *_notes(setup, alive, outcomes),
             *(measured.notes if measured else ()),
-            *([] if busy else _beaten_roofs(cell, measured, alive, least)),
+            *_beaten_roofs(outcomes),
         ),
     )
 
 
-def _cores(cell: Cell, inputs: Inputs, reuse: Reuse) -> tuple[int, ...]:
+def _shared_host(setup: Setup, ours: tuple[ImplementationRef, ...], reuse: Reuse) -> SharedHost:
+    """The host of our own code. That of ranks is loaded by its name: only the key of a cell that has ranks
+    depends on it (ParallelSpan.roots)."""
+    if not ranked(setup.experiment):
+        return SharedHost(setup, ours, reuse)
+    ranks = importlib.import_module("moe_routing_bench.bench.hosts.ranks")
+    host: SharedHost = ranks.RanksHost(setup, ours)
+    return host
+
+
+def _cores(experiment: Experiment, inputs: Inputs, reuse: Reuse) -> tuple[int, ...]:
     """Takes what the cell before left; the cores are then those of its process."""
-    if reuse.fits(cell, inputs) and reuse.worker is not None and reuse.inputs is not None:
+    if reuse.fits(experiment, inputs) and reuse.child is not None and reuse.inputs is not None:
         inputs.take_weights(reuse.inputs)
-        return reuse.worker.cores
-    return quiet_cores(cell.policy.threads)
+        return reuse.child.cores
+    return quiet_cores(all_threads(experiment))
 
 
-def _tried(setup: Setup, floors: Mapping[int, float | None], on_progress: OnProgress) -> dict[int, Trial]:
+def _try_all(shared: SharedHost, floors: Floors, on_progress: OnProgress) -> None:
     """A trial of every subject, as long as those before it can still have their few rounds; of the second,
     as long as there is any time."""
-    trials: dict[int, Trial] = {}
-    for index, subject in enumerate(setup.cell.subjects):
+    setup, trials = shared.setup, shared.setup.trials
+    for index, subject in enumerate(setup.experiment.implementations):
         on_progress(_progress(f"trying {subject.text}", setup.budget))
-        passed = [i for i, trial in trials.items() if trial.passed]
-        if index and _least_seconds(setup, passed[1:] and passed, trials) > setup.budget.left:
+        passed = [s for s, trial in trials.items() if trial.passed]
+        if index and _least_seconds(setup, passed[1:] and passed) > setup.budget.left:
             reason = (
                 f"the trials of {index} others took {setup.budget.used:.0f} s, and what is left is for their "
                 "rounds; --seconds gives more"
             )
-            about = Described(label=subject.text)
-            trials[index] = Trial(status=Status.NO_TIME, reason=reason, about=about)
+            trials[subject] = _no_time(subject, reason)
             continue
-        if setup.too_slow(least := setup.reuse.at_least(subject, setup.cell)):
-            trials[index] = Trial(
-                status=Status.NO_TIME,
-                reason=f"with fewer tokens, {slow_reason(least, setup)}",
-                about=Described(label=subject.text),
-            )
+        if setup.too_slow(least := shared.reuse.at_least(subject, setup.experiment)):
+            trials[subject] = _no_time(subject, f"with fewer tokens, {slow_reason(least, setup)}")
             continue
-        trials[index] = trial = try_alone(setup, index)
+        trials[subject] = trial = try_alone(shared, subject)
         if trial.passed:
             setup.best_seconds = min(setup.best_seconds, trial.call_seconds)
-    _hold_to_the_floor(setup, trials, {i: t.call_seconds for i, t in trials.items() if t.passed}, floors)
-    return trials
+    _hold_to_the_floor(setup, {s: t.call_seconds for s, t in trials.items() if t.passed}, floors)
+
+
+def _no_time(subject: ImplementationRef, reason: str) -> Trial:
+    return Trial(status=Status.NO_TIME, reason=reason, about=Described(label=subject.text))
 
 
 def _rounds(
-    setup: Setup, trials: dict[int, Trial], alive: list[int], floors: Mapping[int, float | None],
-    on_progress: OnProgress,
-) -> Measured | None:  # fmt: skip
+    shared: SharedHost, alive: list[ImplementationRef], floors: Floors, on_progress: OnProgress
+) -> Measured | None:
     """Rounds over `alive`, from which failures are removed; again without the baseline if that fails."""
+    setup = shared.setup
     while alive:
-        _make_room(setup, trials, alive)
+        _make_room(setup, alive)
         try:
             measured = measure(
-                setup, alive, trials,
-                lambda done, now: on_progress(
-                    _progress(f"round {done}", setup.budget, _standing(setup.cell, now, alive))
-                ),
+                setup, shared, alive,
+                lambda done, now: on_progress(_progress(f"round {done}", setup.budget, _standing(now))),
             )  # fmt: skip
         except BaselineError as blame:
-            for index in blame.subjects:
-                _fail(trials, index, blame.failure)
-                alive.remove(index)
+            for subject in blame.subjects:
+                _fail(setup, subject, blame.failure)
+                alive.remove(subject)
             continue
-        for index, failure in measured.failed.items():
-            _fail(trials, index, failure)
-            alive.remove(index)
-        _hold_to_the_floor(setup, trials, {i: median(measured.samples[i]) for i in alive}, floors)
-        alive[:] = [index for index in alive if trials[index].passed]
-        if alive and alive[0] in measured.samples and next(iter(measured.samples)) == alive[0]:
+        for subject, failure in measured.failed.items():
+            _fail(setup, subject, failure)
+            alive.remove(subject)
+        times = {s: median(measured.samples[measured.of(s)].seconds) for s in alive}
+        _hold_to_the_floor(setup, times, floors)
+        alive[:] = [subject for subject in alive if setup.trials[subject].passed]
+        if alive and alive[0] == measured.baseline.implementation:
             return measured
     return None
 
 
-def _make_room(setup: Setup, trials: dict[int, Trial], alive: list[int]) -> None:
+def _make_room(setup: Setup, alive: list[ImplementationRef]) -> None:
     """The slowest give up their place until a few rounds of each fit into the time left."""
-    while len(alive) > 2 and _least_seconds(setup, alive, trials) > setup.budget.left:
-        slowest = max(alive[1:], key=lambda s: trials[s].call_seconds)
+    while len(alive) > 2 and _least_seconds(setup, alive) > setup.budget.left:
+        slowest = max(alive[1:], key=lambda s: setup.trials[s].call_seconds)
         reason = (
-            f"a call takes about {trials[slowest].call_seconds:.2g} s, and there was no time for the rounds "
-            "it needs; --seconds gives more"
+            f"a call takes about {setup.trials[slowest].call_seconds:.2g} s, and there was no time for the "
+            "rounds it needs; --seconds gives more"
         )
-        trials[slowest] = replace(trials[slowest], status=Status.NO_TIME, reason=reason)
+        setup.trials[slowest] = replace(setup.trials[slowest], status=Status.NO_TIME, reason=reason)
         alive.remove(slowest)
 
 
-def _least_seconds(setup: Setup, alive: list[int], trials: Mapping[int, Trial]) -> float:
+def _least_seconds(setup: Setup, alive: list[ImplementationRef]) -> float:
     """About how long the fewest rounds take that give each a place, with a last judged sample."""
     if not alive:
         return 0.0
-    questions = len({setup.cell.subjects[s].question for s in alive})
-    judging = setup.cell.policy.checked * questions * setup.judge.oracle_seconds
-    return (MIN_ROUNDS + 1) * sum(round_seconds(setup, alive, trials).values()) + judging
+    judging = setup.experiment.checked * len({s.question for s in alive}) * setup.judge.oracle_seconds
+    return (MIN_ROUNDS + 1) * sum(setup.round_seconds(alive).values()) + judging
 
 
-def _deciding_seconds(setup: Setup, alive: list[int], trials: Mapping[int, Trial]) -> float:
+def _deciding_seconds(setup: Setup, alive: list[ImplementationRef]) -> float:
     """About how long the rounds take that decide every comparison, and what precedes and follows them. Slow
     ones leave as soon as they have a place."""
-    slow = slow_ones(setup, alive, trials)
-    turns = round_seconds(setup, alive, trials)
+    slow = setup.slow_ones(alive)
+    turns = setup.round_seconds(alive)
     rounds = {s: MIN_ROUNDS if s in slow else DECISIVE_ROUNDS + WARM_SAMPLES for s in alive}
     return (
-        sum((rounds[s] + 1) * turns[s] for s in alive)
-        + setup.cell.policy.checked * setup.judge.oracle_seconds
+        sum((rounds[s] + 1) * turns[s] for s in alive) + setup.experiment.checked * setup.judge.oracle_seconds
     )
 
 
-def _fail(trials: dict[int, Trial], index: int, failure: SubjectError) -> None:
+def _fail(setup: Setup, subject: ImplementationRef, failure: SubjectError) -> None:
     reason = f"{failure.reason} (during the rounds)"
-    trials[index] = replace(trials[index], status=failure.status, reason=reason)
+    setup.trials[subject] = replace(setup.trials[subject], status=failure.status, reason=reason)
 
 
 def _progress(what: str, budget: Budget, standing: tuple[Standing, ...] = ()) -> Progress:
@@ -258,21 +269,27 @@ def _progress(what: str, budget: Budget, standing: tuple[Standing, ...] = ()) ->
     return Progress(what=what, share=share, left=max(0.0, budget.left), standing=standing)
 
 
-def _standing(cell: Cell, measured: Measured, alive: list[int]) -> tuple[Standing, ...]:
+def _standing(measured: Measured) -> tuple[Standing, ...]:
     rows = []
-    for s in alive:
-        if len(times := measured.samples.get(s, [])) >= ROUNDS_TO_RANK:
-            ratio = median(b / a for a, b in zip(measured.against(s), times, strict=True))
-            rows.append(Standing(label=cell.subjects[s].text, seconds=median(times), ratio=ratio))
+    for series, seen in measured.samples.items():
+        if series.role in ("baseline", "candidate") and len(seen.seconds) >= ROUNDS_TO_RANK:
+            ratio = median(b / a for a, b in zip(measured.against(series), seen.seconds, strict=True))
+            label = series.implementation.text
+            rows.append(Standing(label=label, seconds=median(seen.seconds), ratio=ratio))
     return tuple(sorted(rows, key=lambda row: row.ratio))
 
 
 def _not_run(
-    cell: Cell, identity: Identity, status: Status, reason: str, stop_reason: str, weather_span: NoiseDuring
+    experiment: Experiment,
+    identity: Identity,
+    status: Status,
+    reason: str,
+    stop_reason: str,
+    weather_span: NoiseDuring,
 ) -> CellOutcome:
     """The outcome if these sizes cannot have the workload, or the time is over. It must not end a sweep."""
     return CellOutcome(
-        cell=cell,
+        experiment=experiment,
         identity=identity,
         outcomes=tuple(
             SubjectOutcome(
@@ -281,7 +298,7 @@ def _not_run(
                 status=status,
                 reason=reason,
             )
-            for subject in cell.subjects
+            for subject in experiment.implementations
         ),
         stop_reason=stop_reason,
         weather=weather_span,
@@ -289,13 +306,13 @@ def _not_run(
 
 
 def _outcomes(
-    cell: Cell, trials: dict[int, Trial], measured: Measured | None, alive: list[int],
-    facts: Mapping[Question, WorkAndLoad], floors: Mapping[int, float | None],
-    least: Mapping[int, float | None], busy: bool,
+    setup: Setup, measured: Measured | None, alive: list[ImplementationRef],
+    facts: Mapping[Question, WorkAndLoad], floors: Floors, roofs: Roofs | None,
 ) -> tuple[SubjectOutcome, ...]:  # fmt: skip
+    """Of all subjects, then of the further copies of the baseline."""
     outcomes = []
-    for index, subject in enumerate(cell.subjects):
-        trial, (cost, load) = trials[index], facts[subject.question]
+    for subject in setup.experiment.implementations:
+        trial, (cost, load) = setup.trials[subject], facts[subject.question]
         about: dict[str, Any] = {
             "subject": subject,
             "label": trial.about.label,
@@ -306,22 +323,28 @@ def _outcomes(
             "deterministic": trial.about.deterministic,
             "host_sync": trial.about.host_sync,
             "first_call": trial.first_call,
-            "calls_per_sample": measured.calls[index] if measured and index in alive else trial.calls,
+            "calls_per_sample": trial.calls,
             "cost": cost,
             "load": load,
             "peak_rss_bytes": trial.peak_rss_bytes,
             "log_tail": trial.log_tail,
         }
         if trial.passed and measured is not None:
+            series = measured.of(subject)
+            seen = measured.samples[series]
+            least = roof_seconds(setup.experiment, subject, cost, roofs)
+            wire = setup.judge.span.wire(subject, setup.judge.inputs)
             about |= {
-                "role": "baseline" if index == alive[0] else "candidate",
+                "role": series.role,
                 "checks": trial.checks,
-                "checked_timed_calls": measured.checked[index],
-                "samples": tuple(measured.samples[index]),
-                "stages": measured.stage_medians(index),
-                "floor_seconds": floors[index],
-                "roof_seconds": least[index],
-                "roof_busy": busy and least[index] is not None,
+                "calls_per_sample": seen.calls,
+                "checked_timed_calls": seen.checked,
+                "samples": tuple(seen.seconds),
+                "stages": seen.stage_medians(),
+                "floor_seconds": floors[subject],
+                "roof_seconds": least,
+                "roof_busy": least is not None and roofs is not None and bool(roofs.busy),
+                "wire": None if wire is None else Wire(sent=wire[0], least=wire[1]),
             }
             if trial.verdict is not None:
                 about |= {"max_error": trial.verdict.max_error, "max_bound": trial.verdict.max_bound}
@@ -329,44 +352,52 @@ def _outcomes(
         outcomes.append(SubjectOutcome(**about))
     if measured is None:
         return tuple(outcomes)
-    baseline = outcomes[alive[0]]
-    outcomes.append(
-        replace(
-            baseline, role="twin", samples=tuple(measured.samples[TWIN]), stages={}, checked_timed_calls=0
-        )
-    )
-    floor = aa_floor(baseline.samples, outcomes[-1].samples)
-    pairs = {place: measured.against(place) for place in alive[1:]}
-    pairs[len(outcomes) - 1] = measured.samples[alive[0]]
-    isolated = alive[0] in measured.paired  # then the twin is too, and the floor is that of such processes
-    apart = {place: place in measured.paired or (place == len(outcomes) - 1 and isolated) for place in pairs}
-    comparisons = compare_cells(
-        [(against, outcomes[place].samples) for place, against in pairs.items()],
-        aa_floor=[floor if apart[place] == isolated else 0.0 for place in pairs],
-        delta=[DELTA_APART if apart[place] else DELTA for place in pairs],
-        target=cell.policy.target,
-    )
-    for place, comparison in zip(pairs, comparisons, strict=True):
-        outcomes[place] = replace(outcomes[place], comparison=comparison)
-    for s in alive[1:]:
-        if beside(s) in measured.samples:
-            if s not in measured.paired:
-                outcomes[s] = _held_to_both(outcomes[s], baseline, floor)
-            where = "timed as it is" if s in measured.paired else "in its process"
-            reason = f"the baseline beside {outcomes[s].subject.text}, {where}"
-            samples = tuple(measured.samples[beside(s)])
+    by_series = {measured.of(one.subject): one for one in outcomes if one.samples}
+    candidates = [series for series in by_series if series.role == "candidate"]
+    compared = _compared(measured, candidates, setup.experiment.target)
+    baseline = by_series[measured.baseline]
+    for place, one in enumerate(outcomes):
+        series = measured.of(one.subject)
+        if one.samples and series in compared:
+            outcomes[place] = replace(one, comparison=compared[series])
+            if measured.partner(series) != measured.baseline and not measured.samples[series].isolated:
+                outcomes[place] = _held_to_both(outcomes[place], baseline, _noise_floor(measured))
+    for series, seen in measured.samples.items():
+        if series.role in ("twin", "beside") and (series.beside is None or series.beside in alive):
+            where = "timed as it is" if seen.isolated else "in its process"
             outcomes.append(
                 replace(
                     baseline,
-                    role="beside",
-                    beside=outcomes[s].subject,
-                    reason=reason,
-                    samples=samples,
+                    role=series.role,
+                    beside=series.beside,
+                    reason=f"the baseline beside {series.beside.text}, {where}" if series.beside else "",
+                    samples=tuple(seen.seconds),
                     stages={},
                     checked_timed_calls=0,
+                    comparison=compared.get(series),
                 )
             )
     return tuple(outcomes)
+
+
+def _compared(measured: Measured, candidates: list[Series], target: float) -> dict[Series, Comparison]:
+    """The candidates and the twin, each with the baseline timed as it is. The twin's distance counts only for
+    those in processes like its own."""
+    floor, twin = _noise_floor(measured), measured.twin
+    alike = measured.samples[twin].isolated
+    pairs = [*candidates, twin]
+    isolated = [measured.samples[series].isolated for series in pairs]
+    comparisons = compare_cells(
+        [(measured.against(series), measured.samples[series].seconds) for series in pairs],
+        aa_floor=[floor if one == alike else 0.0 for one in isolated],
+        delta=[DELTA_APART if one else DELTA for one in isolated],
+        target=target,
+    )
+    return dict(zip(pairs, comparisons, strict=True))
+
+
+def _noise_floor(measured: Measured) -> float:
+    return aa_floor(*(measured.samples[one].seconds for one in (measured.baseline, measured.twin)))
 
 
 def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -> SubjectOutcome:
@@ -381,47 +412,60 @@ def _held_to_both(one: SubjectOutcome, baseline: SubjectOutcome, floor: float) -
     return replace(one, comparison=replace(comparison, verdict="UNDECIDED", more_rounds=None, reason=reason))
 
 
-def work_and_load(span: Span, subject: Subject, inputs: Inputs) -> WorkAndLoad:
+def work_and_load(span: Span, subject: ImplementationRef, inputs: Inputs) -> WorkAndLoad:
     """Cost and load of a subject; empty if it cannot exist, and its trial says why."""
     try:
         cost, load = span.facts(subject, inputs)
     except (ValueError, NotImplementedError):
         return Cost(), {}
     # backward has twice the products of forward and moves about as much; the floor must not be too high
-    flops, moved = {"forward": (1, 1), "backward": (2, 1), "train": (3, 2)}[inputs.case.direction]
+    flops, moved = {"forward": (1, 1), "backward": (2, 1), "train": (3, 2)}[inputs.experiment.direction]
     return cost.times(flops=flops, bytes=moved), load
 
 
-def _hold_to_the_floor(
-    setup: Setup, trials: dict[int, Trial], times: Mapping[int, float], floors: Mapping[int, float | None]
-) -> None:
-    for index, reason in too_fast(times, floors, setup.outside).items():
-        trials[index] = replace(trials[index], status=Status.SUSPECT, reason=reason)
+def _hold_to_the_floor(setup: Setup, times: Mapping[ImplementationRef, float], floors: Floors) -> None:
+    for subject, reason in too_fast(times, floors, setup.outside).items():
+        setup.trials[subject] = replace(setup.trials[subject], status=Status.SUSPECT, reason=reason)
 
 
-def _beaten_roofs(
-    cell: Cell, measured: Measured | None, alive: list[int], least: Mapping[int, float | None]
-) -> list[str]:
-    if measured is None:
-        return []
-    return beaten_roofs({cell.subjects[i].text: (median(measured.samples[i]), least[i]) for i in alive})
+def _beaten_roofs(outcomes: tuple[SubjectOutcome, ...]) -> list[str]:
+    timed = [one for one in outcomes if one.samples and one.role in ("baseline", "candidate")]
+    return beaten_roofs(
+        {one.subject.text: (median(one.samples), one.roof_seconds) for one in timed if not one.roof_busy}
+    )
 
 
-def _notes(cell: Cell, trials: dict[int, Trial], alive: list[int]) -> tuple[str, ...]:
-    notes = cell.span.notes(cell.case)
-    if cell.case.fewer_tokens:
+def _notes(
+    setup: Setup, alive: list[ImplementationRef], outcomes: tuple[SubjectOutcome, ...]
+) -> tuple[str, ...]:
+    experiment, trials = setup.experiment, setup.trials
+    notes = span_named(experiment.span).notes(experiment)
+    if experiment.fewer_tokens:
         notes.append(
-            f"{cell.case.scaled_from} takes too long here: {cell.case.shape.T} tokens were measured instead, "
+            f"{experiment.scaled_from} takes too long here: {experiment.T} tokens were measured instead, "
             "with weights of the full size (--full insists, and --seconds gives more time)"
         )
-    elif cell.case.scaled_from:
+    elif experiment.scaled_from:
         notes.append(
-            f"{cell.case.scaled_from} is too big for this machine or for a minute; {cell.case.shape} was "
+            f"{experiment.scaled_from} is too big for this machine or for a minute; {experiment.shape} was "
             "measured instead, which says nothing about the full size (--full insists)"
         )
-    if alive and alive[0] != 0:
+    first = experiment.implementations[0]
+    if alive and alive[0] != first:
         notes.append(
-            f"{cell.subjects[0].text} was to be the baseline but is {trials[0].status}; "
-            f"{cell.subjects[alive[0]].text} is the baseline instead"
+            f"{first.text} was to be the baseline but is {trials[first].status}; "
+            f"{alive[0].text} is the baseline instead"
         )
+    if ranked(experiment):
+        notes.append(
+            f"{experiment.W} ranks are processes on one machine, joined by Gloo over the loopback, "
+            f"with {all_threads(experiment)} threads in all"
+        )
+    wires = [
+        f"{one.subject.name} {one.wire.sent / 1e6:.3g} MB, {one.wire.sent / one.wire.least:.2f} of the least"
+        for one in outcomes
+        if one.wire is not None and one.role != "twin" and one.wire.least
+    ]
+    if wires:
+        notes.append(f"rows that leave their rank in a forward pass, both ways: {'; '.join(wires)}")
     return tuple(notes)

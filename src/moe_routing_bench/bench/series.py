@@ -1,91 +1,135 @@
-"""Series of samples: what the rounds collect, and about what they will cost.
+"""Series of samples: which take part in the rounds, in which order, and what the rounds collect.
 
-A series is a subject, the baseline's TWIN, or the baseline beside a subject from outside (beside(s)).
+An implementation is one series. The baseline is several: its twin says how much the same code differs from
+itself, and code from outside is compared with a copy of the baseline that is timed as it is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Literal, TypeAlias
 
-from moe_routing_bench.bench.supervisor import SubjectError
-from moe_routing_bench.bench.trial import Setup, Trial
+from moe_routing_bench.bench.status import SubjectError
+from moe_routing_bench.workloads.experiment import ImplementationRef
 
-TWIN = -1
-NEAR = 4.0
-SLOW = 5.0  # so many times the best time, a subject leaves early
-SAMPLE_OVERHEAD = 2e-3  # making inputs and asking, beside the calls
+Role: TypeAlias = Literal["baseline", "candidate", "twin", "beside"]
+SAMPLE_OVERHEAD = 2e-3  # seconds for making inputs and asking, beside the calls
+
+
+@dataclass(frozen=True)
+class Series:
+    """One sample of it is taken in every round.
+
+    Series("candidate", mine)
+    Series("twin", baseline)            the baseline again
+    Series("beside", baseline, mine)    the baseline again, timed as `mine` is
+    """
+
+    role: Role
+    implementation: ImplementationRef  # what runs
+    beside: ImplementationRef | None = None
+
+    @property
+    def owner(self) -> ImplementationRef:
+        """The implementation that gets no time if this series fails."""
+        return self.beside or self.implementation
+
+
+def lineup_of(
+    implementations: Sequence[ImplementationRef], outside: Collection[ImplementationRef]
+) -> list[Series]:
+    """All series of these implementations, of which the first is the baseline."""
+    baseline, *others = implementations
+    alone = [one for one in others if one in outside or baseline in outside]
+    return [
+        Series("baseline", baseline),
+        *(Series("candidate", one) for one in others),
+        Series("twin", baseline),
+        *(Series("beside", baseline, one) for one in alone),
+    ]
+
+
+def in_turn(lineup: Sequence[Series], dice: random.Random) -> list[Series]:
+    """A new order in which a series and the baseline beside it are neighbours: what disturbs one then
+    disturbs both."""
+    groups: dict[tuple[bool, ImplementationRef], list[Series]] = {}
+    for series in dice.sample(lineup, len(lineup)):
+        groups.setdefault((series.role == "twin", series.owner), []).append(series)
+    return [series for group in groups.values() for series in group]
+
+
+def take_rounds(
+    lineup: Sequence[Series], dice: random.Random, take: Callable[[Series, int], None],
+    is_over: Callable[[int], bool],
+) -> None:  # fmt: skip
+    """The only loop over rounds: every series of the lineup takes its turn, in a new order each time.
+
+    lineup: may lose members meanwhile. take(series, round); is_over(rounds so far).
+    """
+    done = 0
+    while not (done and is_over(done)):
+        for series in in_turn(lineup, dice):
+            if series in lineup:  # else it was dropped in this round
+                take(series, done)
+        done += 1
+
+
+@dataclass(kw_only=True)
+class Samples:
+    """What the rounds saw of one series: seconds per call, a number for each round.
+
+    isolated: timed by the parent, in a process of its own
+    """
+
+    calls: int = 1  # in a sample
+    seconds: list[float] = field(default_factory=list)
+    stages: list[dict[str, float]] = field(default_factory=list)
+    checked: int = 0  # calls that were judged
+    isolated: bool = False
+
+    def stage_medians(self) -> dict[str, float]:
+        names = self.stages[0] if self.stages else ()
+        return {name: median(times.get(name, 0.0) for times in self.stages) for name in names}
 
 
 @dataclass(kw_only=True)
 class Measured:
-    """Seconds per call by series, a list with one number for each round; TWIN is the baseline again.
+    """What all rounds gave, the baseline first. Who left early has the samples of the first rounds; who
+    failed has none."""
 
-    A subject that left early has fewer: those of the first rounds.
-    """
-
-    samples: dict[int, list[float]]  # beside(s): the baseline beside a subject s from outside
-    calls: dict[int, int]  # in each sample
-    stages: dict[int, list[dict[str, float]]] = field(default_factory=dict)
-    checked: dict[int, int] = field(default_factory=dict)
-    failed: dict[int, SubjectError] = field(default_factory=dict)
+    samples: dict[Series, Samples]
+    failed: dict[ImplementationRef, SubjectError] = field(default_factory=dict)
     rounds_by_process: list[int] = field(default_factory=list)
-    paired: set[int] = field(default_factory=set)  # timed by the parent, as the baseline beside them
     notes: list[str] = field(default_factory=list)
     stop_reason: str = ""
 
-    def against(self, s: int) -> list[float]:
-        """What a subject is compared with: the baseline in the same process and rounds."""
-        series = beside(s) if s >= 0 and beside(s) in self.samples else next(iter(self.samples))
-        return self.samples[series][: len(self.samples[s])]
+    @property
+    def baseline(self) -> Series:
+        return next(iter(self.samples))
 
-    def stage_medians(self, subject: int) -> dict[str, float]:
-        seen = self.stages.get(subject, [])
-        return {name: median(times.get(name, 0.0) for times in seen) for name in seen[0]} if seen else {}
+    @property
+    def twin(self) -> Series:
+        return Series("twin", self.baseline.implementation)
 
+    def of(self, implementation: ImplementationRef) -> Series:
+        mine = Series("candidate", implementation)
+        return mine if mine in self.samples else self.baseline
 
-def beside(s: int) -> int:
-    """The series of the baseline in the process of subject s."""
-    return -2 - s
+    def partner(self, series: Series) -> Series:
+        """What it is compared with: the baseline timed the same way."""
+        beside = Series("beside", self.baseline.implementation, series.implementation)
+        return beside if beside in self.samples else self.baseline
 
-
-def calls_of(alive: list[int], trials: Mapping[int, Trial]) -> dict[int, int]:
-    """Calls in a sample: the baseline's number, unless a subject is several times slower or faster.
-
-    The first call of a sample is slower than the rest, so the times of the same code with 16 and with 4
-    calls differ by up to a tenth.
-    """
-    baseline = trials[alive[0]]
-
-    def calls(trial: Trial) -> int:
-        near = 1 / NEAR <= trial.call_seconds / baseline.call_seconds <= NEAR
-        return baseline.calls if near else trial.calls
-
-    return {s: calls(trials[s]) for s in alive}
+    def against(self, series: Series) -> list[float]:
+        """The partner's samples in the same rounds."""
+        return self.samples[self.partner(series)].seconds[: len(self.samples[series].seconds)]
 
 
 def fewest_rounds(subjects: int) -> int:
     """n rounds all on one side have the p-value 2 / 2^n, which must reach 1 % after the correction for so
     many comparisons."""
     return math.ceil(math.log2(200 * max(1, subjects)))
-
-
-def slow_ones(setup: Setup, alive: list[int], trials: Mapping[int, Trial]) -> set[int]:
-    """Subjects so much slower than the best that a few rounds show it; none with the policy's `all`."""
-    best = min(trials[s].call_seconds for s in alive)
-    keep = setup.cell.policy.all
-    return set() if keep else {s for s in alive[1:] if trials[s].call_seconds > SLOW * best}
-
-
-def round_seconds(setup: Setup, alive: list[int], trials: Mapping[int, Trial]) -> dict[int, float]:
-    """About how long each subject's part of a round takes: its sample, and the call before it that fills the
-    caches; the baseline's twin counts as the baseline's."""
-    calls, seconds = calls_of(alive, trials), {}
-    for s in alive:
-        before = 0 if trials[s].long and s not in setup.outside else 1
-        sample = (calls[s] + before) * trials[s].call_seconds + SAMPLE_OVERHEAD
-        copies = 2 if s == alive[0] or s in setup.outside else 1
-        seconds[s] = copies * sample
-    return seconds

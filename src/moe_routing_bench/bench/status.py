@@ -31,3 +31,14 @@ class Status(StrEnum):
     NO_TIME = "NO_TIME", "the time was over before it could be timed"
     CRASHED = "CRASHED", "its process died"
     SUSPECT = "SUSPECT", "its time or behaviour is not believable, so no time is kept"
+
+
+class SubjectError(Exception):
+    """Why an implementation gets no time: a status and a sentence.
+
+    series: the one that failed, if it may be another than the one whose turn it is
+    """
+
+    def __init__(self, status: Status, reason: str, series: object = None):
+        super().__init__(reason)
+        self.status, self.reason, self.series = status, reason, series

@@ -5,24 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from moe_routing_bench import api
-from moe_routing_bench.api import bench_cells, roofs_here
+from moe_routing_bench.api import roofs_here, saving_folder
 from moe_routing_bench.bench.budget import command_start
-from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.choosing import (
+    MeasureOptions,
+    SizeOptions,
+    WhatOptions,
+    bench_experiments,
+    split_all,
+)
 from moe_routing_bench.bench.cores import core_count
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.spans.span import span_named, span_names
+from moe_routing_bench.bench.status import Status
 from moe_routing_bench.cli.balance import balance_command
-from moe_routing_bench.cli.choosing import end, saving_folder, stopped, where_saved
-from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, include_all, with_options
-from moe_routing_bench.cli.tables import outcome_document, show_outcome, show_summary
-from moe_routing_bench.cli.terminal import Json, console, fail, show, show_json, user_mistakes
+from moe_routing_bench.cli.options import (
+    Json,
+    fail,
+    include_all,
+    show_json,
+    user_mistakes,
+    with_options,
+)
+from moe_routing_bench.core.names import short_label
+from moe_routing_bench.core.paths import default_results
+from moe_routing_bench.report.console import console, say, show
+from moe_routing_bench.report.outcome_tables import outcome_document, show_outcome, show_summary
+from moe_routing_bench.workloads.experiment import Experiment
 
 
 class SpanCommands(TyperGroup):
@@ -84,12 +100,12 @@ def _command(span: str) -> Callable[..., None]:
         include_all(what.include_path)
         with user_mistakes():
             try:
-                cells = bench_cells(span, sizes, what, measure)
+                experiments = bench_experiments(span, sizes, what, measure)
             except NotImplementedError as reason:
                 fail(str(reason))
-            roofs = roofs_here(cells, progress=True)
+            roofs = roofs_here(experiments, progress=True)
             folder = saving_folder(out, save=save)
-        threads, cores = cells[0].policy.threads, core_count()
+        threads, cores = experiments[0].threads, core_count()
         if measure.threads is None and threads < cores:
             busy = cores - threads
             console(stderr=True).print(
@@ -97,9 +113,9 @@ def _command(span: str) -> Callable[..., None]:
                 f"others are measured on; --threads {cores} insists."
             )
         shown = None if as_json else partial(show_outcome, repro=repro, roofs=roofs)
-        seconds = measure.seconds_for(cells)
+        seconds = measure.seconds_for(experiments)
         suite = sizes.case or sizes.model or ""
-        outcomes = measured(cells, folder, suite=suite, seconds=seconds, roofs=roofs, show=shown)
+        outcomes = measured(experiments, folder, suite=suite, seconds=seconds, roofs=roofs, show=shown)
         if as_json:
             show_json([outcome_document(outcome) for outcome in outcomes])
         else:
@@ -113,7 +129,7 @@ def _command(span: str) -> Callable[..., None]:
 
 
 def measured(
-    cells: Sequence[Cell], out: Path | None, *, suite: str, seconds: float, roofs: Roofs | None,
+    experiments: Sequence[Experiment], out: Path | None, *, suite: str, seconds: float, roofs: Roofs | None,
     show: Callable[[CellOutcome], None] | None = None,
 ) -> list[CellOutcome]:  # fmt: skip
     """The outcomes of all cells; Ctrl-C ends the command with what there is."""
@@ -127,10 +143,48 @@ def measured(
     try:
         with user_mistakes():
             api.measure(
-                cells, out, suite=suite, seconds=seconds, roofs=roofs, began=command_start(), progress=True,
-                on_outcome=done,
+                experiments, out, suite=suite, seconds=seconds, roofs=roofs, began=command_start(),
+                progress=True, on_outcome=done,
             )  # fmt: skip
     except KeyboardInterrupt:
         saved = where_saved(out) if out is not None and outcomes else "Nothing was saved."
-        stopped(len(outcomes), len(cells), f"{saved} The same command measures all of it again.")
+        stopped(len(outcomes), len(experiments), f"{saved} The same command measures all of it again.")
     return outcomes
+
+
+NOT_TIMED, STOPPED = 1, 130  # exit codes; 2 is a mistake in the command
+# of what nobody named: it cannot run here, or its turn did not come
+EXCUSED = (Status.UNSUPPORTED, Status.NO_TIME)
+
+
+def where_saved(folder: Path) -> str:
+    """The last line: where results are and how to read them."""
+    named = "" if folder == default_results() else f" --folder {folder}"
+    return f"Saved in {folder}; `mrb results{named}` shows what is there."
+
+
+def end(outcomes: Sequence[CellOutcome], what: WhatOptions) -> None:
+    """Exit with NOT_TIMED and a sentence if something that was asked for has no time.
+
+    Whatever --impl names was asked for. What nobody named may be EXCUSED.
+    """
+    named = [word for word in split_all(what.impl) if word != "all"]
+    missing: dict[str, Status] = {}
+    for outcome in outcomes:
+        for one in outcome.subjects:
+            if not one.samples and (named or one.status not in EXCUSED):
+                missing.setdefault(f"{short_label(one.label)} @ {one.subject.layout}", one.status)
+    nothing = [outcome for outcome in outcomes if not any(one.samples for one in outcome.subjects)]
+    if missing:
+        names = ", ".join(f"{name} ({status})" for name, status in missing.items())
+        say(f"asked for and not timed: {names}")
+    elif nothing:
+        say(f"nothing was timed in {nothing[0].experiment.title}")
+    if missing or nothing:
+        raise typer.Exit(NOT_TIMED)
+
+
+def stopped(done: int, experiments: int, advice: str) -> NoReturn:
+    """After Ctrl-C."""
+    say(f"stopped; {done} of {experiments} cells {'is' if done == 1 else 'are'} measured. {advice}")
+    raise typer.Exit(STOPPED)

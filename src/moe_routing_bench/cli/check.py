@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from moe_routing_bench.api import CheckReport
-from moe_routing_bench.cli.checking import show_legend_of_maps, show_map, show_rows
-from moe_routing_bench.cli.options import IncludePath
-from moe_routing_bench.cli.terminal import Json, MistakeError, fail, show_json, user_mistakes
+from moe_routing_bench.cli.options import IncludePath, Json, fail, show_json, user_mistakes
 from moe_routing_bench.core.dtypes import DTYPES
+from moe_routing_bench.core.names import MistakeError
+from moe_routing_bench.report.check_tables import show_legend_of_maps, show_map, show_rows
 
 
 def check_command(

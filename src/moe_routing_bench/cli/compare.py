@@ -1,8 +1,7 @@
-"""mrb compare and mrb gate: two results folders side by side, for people and for CI."""
+"""mrb results compare and mrb results gate: two results folders side by side, for people and for CI."""
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -11,14 +10,21 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from moe_routing_bench.bench.verdict import OPEN
-from moe_routing_bench.cli.results import at_hand, left_out_json, reading, show_left_out, table_of
-from moe_routing_bench.cli.terminal import Json, show, show_json
+from moe_routing_bench.cli.options import Json, reading, show_json
 from moe_routing_bench.core.text import printable
-from moe_routing_bench.results.compare import LIKE, Change, RunComparison, Turned, compare_runs
+from moe_routing_bench.report.console import show
+from moe_routing_bench.report.finding import at_hand
+from moe_routing_bench.report.overview import left_out_json, show_left_out
+from moe_routing_bench.report.result_tables import (
+    COLOURS,
+    changes_table,
+    comparison_summary,
+    show_comparison,
+    show_rest,
+    show_turned,
+)
+from moe_routing_bench.results.compare import LIKE, RunComparison, compare_runs
 
-COLOURS = {"FASTER": "green", "SLOWER": "red", "SAME": ""} | dict.fromkeys(OPEN, "yellow")
-MAX_NAMES = 20
 LISTS = ("changes", "broken", "fixed", "apart")
 
 Allow = Annotated[
@@ -45,10 +51,10 @@ def compare_command(
 
     \b
     Examples:
-      mrb compare results/monday results/tuesday
-      mrb compare results/monday results/tuesday --html changes.html
-      mrb compare results/laptop results/server --allow machine
-      mrb compare old new --json | jq '.changes[] | select(.verdict == "SLOWER")'
+      mrb results compare results/monday results/tuesday
+      mrb results compare results/monday results/tuesday --html changes.html
+      mrb results compare results/laptop results/server --allow machine
+      mrb results compare old new --json | jq '.changes[] | select(.verdict == "SLOWER")'
     """
     with reading() as doing:
         runs = compare_runs(
@@ -62,21 +68,12 @@ def compare_command(
             from moe_routing_bench.cli.report import write_page
             from moe_routing_bench.report.two_runs import two_runs
 
-            write_page(two_runs(runs, str(a), str(b), f"mrb compare {a} {b} --html {html}"), html)
+            write_page(two_runs(runs, str(a), str(b), f"mrb results compare {a} {b} --html {html}"), html)
     if as_json:
         show_json({"a": str(a), "b": str(b), **_document(runs)})
         return
     show_comparison(runs)
     show_left_out(runs.left_out)
-
-
-def show_comparison(runs: RunComparison) -> None:
-    if runs.changes:
-        show(_table(runs.changes), "")
-    _show_turned("PASSED in A and not in B", runs.broken)
-    _show_turned("PASSED in B and not in A", runs.fixed)
-    _show_rest(runs)
-    show(_summary(runs))
 
 
 def gate_command(
@@ -95,8 +92,8 @@ def gate_command(
 
     \b
     Examples:
-      mrb gate --baseline results/main results/branch
-      mrb gate --baseline results/main results/branch --max-regression 5%
+      mrb results gate --baseline results/main results/branch
+      mrb results gate --baseline results/main results/branch --max-regression 5%
 
     Only a confirmed slow-down fails: a ratio above the limit and above the noise
     of both runs, a 99 % interval that excludes 1, and p at most 1 % after
@@ -117,13 +114,13 @@ def gate_command(
         show_json({"baseline": str(baseline), "current": str(current), **judged, **document})
     else:
         if regressions:
-            show(f"Slower by more than {100 * limit:g} %:", _table(regressions))
+            show(f"Slower by more than {100 * limit:g} %:", changes_table(regressions))
             for change in regressions:
                 show(Text(printable(f"  {change.repro}"), "dim"))
             show("")
-        _show_turned("PASSED in the baseline and not now", runs.broken)
-        _show_rest(runs)
-        show(_summary(runs))
+        show_turned("PASSED in the baseline and not now", runs.broken)
+        show_rest(runs)
+        show(comparison_summary(runs))
         why = f"{len(regressions)} slower, {len(runs.broken)} broken"
         if missing:
             why += f", {len(runs.only_a) + len(runs.unreadable)} missing"
@@ -154,85 +151,3 @@ def _document(runs: RunComparison) -> dict[str, Any]:
         **{name: list(getattr(runs, name)) for name in ("only_a", "only_b", "unreadable", "notes")},
         "left_out": left_out_json(runs.left_out),
     }
-
-
-def _table(changes: tuple[Change, ...]) -> Any:
-    rows = [
-        (
-            change.where,
-            change.contender,
-            f"{change.ratio:.3f}",
-            "-" if change.interval is None else f"{change.interval[0]:.3f} to {change.interval[1]:.3f}",
-            Text(change.verdict, COLOURS[change.verdict]),
-            change.kind if change.confirmed else "",
-            change.method,
-        )
-        for change in changes
-    ]
-    return table_of(
-        ("case", "implementation", "B / A", "99 % interval", "verdict", "kind", "by"),
-        rows,
-        words=("case", "implementation", "kind", "by"),
-    )
-
-
-def _show_turned(title: str, turned: tuple[Turned, ...]) -> None:
-    if not turned:
-        return
-    show(f"{title}:")
-    for one in turned[:MAX_NAMES]:
-        show(Text.assemble("  ", (one.status, "red"), printable(f" {one.name}: {one.reason}")))
-        show(Text(printable(f"    {one.repro}"), "dim"))
-    if len(turned) > MAX_NAMES:
-        show(f"  and {len(turned) - MAX_NAMES:,} more; all of them: --json")
-    show("")
-
-
-def _show_rest(runs: RunComparison) -> None:
-    apart = [f"{one.name}: {'; '.join(one.differences)}" for one in runs.apart]
-    undecided = [f"{one.where}: {one.contender}: {one.reason}" for one in runs.changes if one.verdict in OPEN]
-    for title, names in (
-        ("Undecided", undecided),
-        ("Measured unlike, so without a ratio", apart),
-        ("Only in A", runs.only_a),
-        ("Only in B", runs.only_b),
-        ("Not compared, because samples cannot be read", runs.unreadable),
-        ("Note", runs.notes),
-    ):
-        if not names:
-            continue
-        show(f"{title}:")
-        for name in names[:MAX_NAMES]:
-            show(Text(printable(f"  {name}")))
-        if len(names) > MAX_NAMES:
-            show(f"  and {len(names) - MAX_NAMES:,} more; all of them: --json")
-        show("")
-
-
-def _summary(runs: RunComparison) -> Text:
-    if runs.geometric_mean is None:
-        return Text("Nothing passed in both, so no times were compared.")
-    counts = ", ".join(f"{runs.count(verdict)} {verdict}" for verdict in COLOURS)  # type: ignore[arg-type]
-    growth = f"geometric mean of {len(runs.changes)} ratios {runs.geometric_mean:.3f}"
-    lines = [f"{counts}; {growth}."]
-    raw = sum(change.method == "times" for change in runs.changes)
-    lines.append("The two runs were not interleaved, so samples of A and B are not paired.")
-    if raw:
-        lines.append(
-            f"{raw} by times alone, which also show what changed on the machine: unchanged code there is "
-            "never called FASTER or SLOWER."
-        )
-    moved = sum(change.same_code and change.verdict in ("FASTER", "SLOWER") for change in runs.changes)
-    if moved:
-        lines.append(
-            f"{moved} of the FASTER and SLOWER have the same source in both runs: look at what they call."
-        )
-    drift = [
-        math.log(change.ratio) for change in runs.changes if change.same_code and change.method == "times"
-    ]
-    if drift:
-        ratio = math.exp(math.fsum(drift) / len(drift))
-        lines.append(
-            f"Unchanged source took {ratio:.3f} times as long in B (geometric mean of {len(drift)})."
-        )
-    return Text("\n".join(lines))

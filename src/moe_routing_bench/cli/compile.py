@@ -1,4 +1,4 @@
-"""mrb compile: compiles every GPU kernel, in Triton and in CuTe DSL, without a GPU."""
+"""mrb gpu compile: compiles every GPU kernel, in Triton and in CuTe DSL, without a GPU."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from moe_routing_bench.cli.options import IncludePath, include_all
-from moe_routing_bench.cli.terminal import Json, console, fail, fitted, pick_all, show, show_json, spinner
-from moe_routing_bench.conformance.check import matches
+from moe_routing_bench.cli.options import (
+    IncludePath,
+    Json,
+    fail,
+    include_all,
+    pick_all,
+    show_json,
+    user_mistakes,
+)
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.core.whole_files import write_whole
-from moe_routing_bench.ops.catalog import find_all
-from moe_routing_bench.ops.registry import all_ops
-from moe_routing_bench.ops.targets import TARGETS, Target
+from moe_routing_bench.ops.targets import TARGETS
+from moe_routing_bench.report.console import console, fitted, show, spinner
 
 if TYPE_CHECKING:
     from moe_routing_bench.studies.compiled import Compiled
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "gfx942")  # of the table that is compared
-FAMILIES = {"cute": "our CuTe kernels", "quack": "QuACK's GEMMs, about three minutes"}
 DEFAULT_MODELS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3")
 
 
@@ -59,11 +61,11 @@ def compile_command(
 
     \b
     Examples:
-      mrb compile --arch sm_90a --model qwen3-30b-a3b
-      mrb compile --op grouped_gemm --json
-      mrb compile --impl "triton_fused*" --configs --arch sm_90a
-      mrb compile --out tests/data/compile.json
-      mrb compile --against tests/data/compile.json
+      mrb gpu compile --arch sm_90a --model qwen3-30b-a3b
+      mrb gpu compile --op grouped_gemm --json
+      mrb gpu compile --impl "triton_fused*" --configs --arch sm_90a
+      mrb gpu compile --out tests/data/compile.json
+      mrb gpu compile --against tests/data/compile.json
 
     Fails (exit code 1) if a kernel spills registers, needs more shared memory
     than the GPU has, lacks what it promises (tensor cores, 128-bit loads, loads
@@ -77,16 +79,25 @@ def compile_command(
     architectures = pick_all("architecture", arch, TARGETS)
     models = pick_all("model", model, MODELS)
     before = None if against is None else _read(against)
-    rows = _compile_all(architectures, models, op, impl, configs)
+    from moe_routing_bench.studies.compiling import (  # it needs triton
+        as_lines,
+        compared,
+        compile_all,
+        document_of,
+    )
+
+    with spinner("compiling") as doing:
+        rows = compile_all(architectures, models, op, impl, configs=configs, doing=doing)
     if not rows:
         fail(f"no GPU implementation matches --op {op} --impl {impl}")
-    document = _document(rows)
+    document = document_of(rows)
     table = _tables(rows)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, _as_lines(document))
+        write_whole(out, as_lines(document))
         write_whole(out.with_suffix(".txt"), _as_text(_tables(rows, room=1000), document))
-    worse = [] if before is None else _compared(before, rows, document)
+    with user_mistakes():
+        worse = [] if before is None else compared(before, rows, document)
     if as_json:
         show_json({**document, "worse": worse})
     else:
@@ -98,95 +109,13 @@ def compile_command(
         raise typer.Exit(1)
 
 
-def _compile_all(
-    architectures: list[str], models: list[str], op: str, impl: str, configs: bool
-) -> list[Compiled]:
-    from moe_routing_bench.studies.triton_code import compile_implementation
-
-    rows: list[Compiled] = []
-    with spinner("compiling") as doing:
-        for operation in all_ops().values():
-            if not matches(operation.name, op):
-                continue
-            for entry in find_all(operation, configs=configs):
-                if entry.implementation is None or not matches(entry.spec, impl):
-                    continue
-                for name in models:
-                    for architecture in architectures:
-                        doing(f"compiling {operation.name}.{entry.spec} for {architecture}, {name}")
-                        target = Target.named(architecture)
-                        rows += compile_implementation(entry.implementation, name, target)
-        for family, architecture in product(FAMILIES, architectures):
-            doing(f"compiling {FAMILIES[family]} for {architecture}")
-            rows += _of_cute(family, architecture, models, op, impl)
-    return rows
-
-
-def _of_cute(family: str, architecture: str, models: list[str], op: str, impl: str) -> list[Compiled]:
-    from moe_routing_bench.studies import cute_code
-    from moe_routing_bench.studies.compiled import Compiled
-
-    wanted = [
-        (name, implementation)
-        for name, _, implementation in (full.partition(".") for full in cute_code.implementations(family))
-        if matches(name, op) and matches(implementation, impl)
-    ]
-    if not wanted:
-        return []
-    if (reason := cute_code.why_not(family, architecture)) is not None:
-        about: dict[str, Any] = {
-            "kernel": "",
-            "model": cute_code.ANY_MODEL,
-            "arch": architecture,
-            "not_made": reason,
-        }
-        return [Compiled(op=name, impl=implementation, **about) for name, implementation in wanted]
-    rows = map(cute_code.as_compiled, cute_code.compile_all(family, architecture, models))
-    return [row for row in rows if (row.op, row.impl) in wanted]
-
-
-def _document(rows: list[Compiled]) -> dict[str, Any]:
-    import triton
-
-    return {
-        "what": "compiled ahead of time, not run: see docs/gpu.md",
-        "triton": triton.__version__,
-        "kernels": [asdict(row) for row in rows],
-    }
-
-
-def _as_lines(document: dict[str, Any]) -> str:
-    """JSON with a line for each kernel, so that changes show in a diff; without what is 0 or empty."""
-    head = {name: value for name, value in document.items() if name != "kernels"}
-    kernels = [{name: value for name, value in row.items() if value} for row in document["kernels"]]
-    lines = ",\n".join(json.dumps({"kernel": "", **row}, separators=(",", ":")) for row in kernels)
-    return f'{json.dumps(head)[:-1]}, "kernels": [\n{lines}\n]}}\n'
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
         assert isinstance(document["triton"], str) and isinstance(document["kernels"], list)
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        fail(f"{path} is not a file that `mrb compile --out` wrote: {type(error).__name__} {error}")
+        fail(f"{path} is not a file that `mrb gpu compile --out` wrote: {type(error).__name__} {error}")
     return document
-
-
-def _compared(before: dict[str, Any], rows: list[Compiled], document: dict[str, Any]) -> list[str]:
-    from moe_routing_bench.studies.compiled import Compiled, worse_than
-
-    if before["triton"] != document["triton"]:
-        fail(
-            f"the file was made with triton {before['triton']}, this is {document['triton']}, so their code "
-            "cannot be compared; write another file with --out"
-        )
-    known = [Compiled(**{**row, "wrong": tuple(row.get("wrong", ()))}) for row in before["kernels"]]
-    by_key = {row.key: row for row in known}
-    return [
-        f"{row.key}: {'; '.join(reasons)}"
-        for row in rows
-        if row.key in by_key and (reasons := worse_than(by_key[row.key], row))
-    ]
 
 
 COLUMNS: dict[str, Callable[[Compiled], str]] = {

@@ -1,6 +1,6 @@
-"""mrb decide: which implementation for which size, and the file that impl="auto" follows.
+"""mrb tune decide: which implementation for which size, and the file that impl="auto" follows.
 
-mrb regret: how much slower impl="auto" is than the fastest that can run.
+mrb results regret: how much slower impl="auto" is than the fastest that can run.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import typer
 from rich.text import Text
 
 from moe_routing_bench.bench.verdict import Regret
-from moe_routing_bench.cli.results import at_hand, left_out_json, reading, show_left_out, table_of
-from moe_routing_bench.cli.terminal import Json, show, show_json
+from moe_routing_bench.cli.options import Json, reading, show_json
 from moe_routing_bench.core.paths import default_results
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.fleet.objects import url_of
 from moe_routing_bench.ops.auto import VARIABLE
+from moe_routing_bench.report.console import show
+from moe_routing_bench.report.finding import at_hand
+from moe_routing_bench.report.overview import left_out_json, show_left_out, table_of
 from moe_routing_bench.results.decisions import Decided, SizeDecision, decide, write_decisions
 from moe_routing_bench.results.regrets import NOTABLE, CellRegret, GroupRegret, read_regrets
 
@@ -41,8 +43,8 @@ def decide_command(
 
     \b
     Examples:
-      mrb decide
-      mrb decide results -o decisions.json
+      mrb tune decide
+      mrb tune decide results -o decisions.json
       MRB_DECISIONS=decisions.json mrb explain expert_ffn --tokens 16
     """
     folder = default_results() if folder is None else folder
@@ -150,8 +152,8 @@ def regret_command(
     \b
     Examples:
       mrb sweep regret --out regret --seconds 20 --target 0.02
-      mrb regret regret
-      mrb regret regret --json
+      mrb results regret regret
+      mrb results regret regret --json
 
     A regret of 1.10 means: auto takes 1.10 times as long as the fastest. Within
     the noise it counts as measured, and the table says how many these are.
@@ -189,7 +191,7 @@ def _row(group: GroupRegret) -> tuple[Any, ...]:
 
 
 def _cell(one: CellRegret) -> tuple[str, ...]:
-    case = f"{one.record.workload.case}{' frozen' if one.group.endswith(' frozen') else ''}"
+    case = f"{one.record.experiment.case}{' frozen' if one.group.endswith(' frozen') else ''}"
     shown = "" if one.shown else "undecided"
     return case, one.picked, one.contest.winner, f"{one.regret:.2f}", shown
 
@@ -197,7 +199,7 @@ def _cell(one: CellRegret) -> tuple[str, ...]:
 def _regret_document(one: CellRegret) -> dict[str, Any]:
     return {
         "group": one.group,
-        "case": one.record.workload.case,
+        "case": one.record.experiment.case,
         "picked": one.picked,
         "fastest": one.contest.winner,
         "regret": one.regret,

@@ -1,70 +1,36 @@
 """mrb doctor: what this machine is, how fast it can be at most, and what cannot run on it.
 
-mrb doctor --device cuda: the smallest case of every GPU kernel against the oracle.
-
-Each implementation runs in a process of its own: a kernel that reads where it must not spoils all that its
-process computes afterwards. `pretend` takes the same steps on the CPU, in
-Triton's interpreter.
+mrb doctor --device cuda: the smallest case of every GPU kernel against the oracle. `pretend` takes the same
+steps on the CPU, in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from rich.text import Text
 
 from moe_routing_bench.bench.device import memory_place
-from moe_routing_bench.bench.noise import NoiseReading, weather
+from moe_routing_bench.bench.noise import NoiseReading, noise_now
 from moe_routing_bench.bench.roofs import Roofs, roofs_path, stored_roofs, take_roofs
-from moe_routing_bench.cli import doctor as self_test
-from moe_routing_bench.cli.options import IncludePath, include_all
-from moe_routing_bench.cli.terminal import (
-    Json,
-    bar,
-    fail,
-    fitted,
-    show,
-    show_json,
-    spinner,
-    two_columns,
-    user_mistakes,
-)
-from moe_routing_bench.conformance.cases import CASES, Case, KitCell, layouts_for
-from moe_routing_bench.conformance.check import check, matches
-from moe_routing_bench.core.dtypes import DTYPES
+from moe_routing_bench.cli.options import IncludePath, Json, fail, include_all, show_json, user_mistakes
+from moe_routing_bench.conformance.self_test import Tried, try_all
 from moe_routing_bench.core.machine import Machine, this_machine
 from moe_routing_bench.core.topology import Topology, nodes_in_use, system_nodes
 from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.ops.catalog import find_all
-from moe_routing_bench.ops.registry import BUILT_IN, all_ops, get_op
+from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.ops.targets import target_of
+from moe_routing_bench.report.console import bar, fitted, show, spinner, two_columns
 from moe_routing_bench.report.pictures import check_picture_path, draw_power
 from moe_routing_bench.studies.power import PowerStudy, plan_trials, study_power
-
-GPU_KERNELS = ("triton_*", "cute_*", "quack_*")
-SECONDS = 600  # of one implementation, with compiling
-PLAIN = next(case for case in CASES if case.name == "plain")
-# for kernels that read whole tiles alone
-WHOLE_TILES = Case(name="whole_tiles", guards=PLAIN.guards, D=64, F=64, ragged=False)
-
-
-class Tried(NamedTuple):
-    """Tried(name="combine.triton_gather_sum", answer="right", reason="9 cells: ...")"""
-
-    name: str
-    answer: Literal["right", "wrong", "not tried"]
-    reason: str
-
 
 STYLES = {"right": "green", "wrong": "red", "not tried": "yellow"}
 
@@ -84,56 +50,6 @@ def must_exist(device: str) -> None:
         )
 
 
-def try_all(device: str, pattern: str) -> Iterator[Tried]:
-    for op in all_ops().values():
-        for entry in find_all(op, configs=True, only=BUILT_IN):
-            if any(matches(entry.spec, kernels) for kernels in GPU_KERNELS) and matches(entry.spec, pattern):
-                name = f"{op.name}.{entry.spec}"
-                if entry.implementation is None:
-                    yield Tried(name, "not tried", entry.reason)
-                else:
-                    yield _tried_apart(op.name, entry.spec, device)
-
-
-def _tried_apart(op: str, spec: str, device: str) -> Tried:
-    name = f"{op}.{spec}"
-    code = f"from {__name__} import answer; answer({op!r}, {spec!r}, {device!r})"
-    try:
-        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return Tried(name, "wrong", f"it did not end within {SECONDS} s")
-    try:
-        return Tried(name, *json.loads(ran.stdout.splitlines()[-1]))
-    except (IndexError, ValueError, TypeError):
-        words = " ".join(ran.stderr.split())[-300:]
-        return Tried(name, "wrong", f"its process ended with code {ran.returncode}: {words}")
-
-
-def answer(op: str, spec: str, device: str) -> None:
-    """Runs in the process of one implementation; the last line is the answer."""
-    torch.set_num_threads(1)
-    print(json.dumps(tried(op, spec, device)[1:]))
-
-
-def tried(op: str, spec: str, device: str) -> Tried:
-    name, right = f"{op}.{spec}", 0
-    reasons: list[str] = []
-    for case in (PLAIN, WHOLE_TILES):
-        for layout in layouts_for(get_op(op), case):
-            for dtype in DTYPES:
-                cell = KitCell(
-                    op=op, spec=spec, case=case, layout=layout, dtype=dtype, device=memory_place(device)
-                )
-                outcome = check(cell)
-                if outcome.status == "failed":
-                    return Tried(name, "wrong", f"{dtype}, {layout}: {outcome.sentences[0]}")
-                right += outcome.status == "passed"
-                reasons += outcome.sentences[:1]
-        if right:
-            return Tried(name, "right", f"{right} small cells, forward and backward where it has one")
-    return Tried(name, "not tried", reasons[-1])
-
-
 def show_all(device: str, pattern: str) -> list[Tried]:
     """Prints what is tried as it comes, after what is known about the device."""
     place = torch.device(memory_place(device))
@@ -145,7 +61,7 @@ def show_all(device: str, pattern: str) -> list[Tried]:
     if target.unlisted:
         show(Text(target.unlisted, "yellow"))
     tried = []
-    for one in try_all(device, pattern):
+    for one in try_all(str(place), pattern):
         tried.append(one)
         row = two_columns(16)
         row.add_row(Text(one.answer, STYLES[one.answer]), f"{one.name}: {one.reason}")
@@ -246,7 +162,7 @@ def doctor_command(
     if trials is not None or out is not None:
         fail("--trials and --out belong to --power; add it, or leave them out")
     include_all(include_path)
-    machine, now = this_machine(), weather()
+    machine, now = this_machine(), noise_now()
     with user_mistakes():
         roofs, nodes = stored_roofs(machine.name), Nodes(Topology(system_nodes()), nodes_in_use())
     if again or roofs is None or roofs.stale:
@@ -260,14 +176,14 @@ def doctor_command(
 
 
 def _try_kernels(device: str, impl: str, as_json: bool) -> None:
-    self_test.must_exist(device)
-    tried = list(self_test.try_all(device, impl)) if as_json else self_test.show_all(device, impl)
+    must_exist(device)
+    tried = list(try_all(memory_place(device), impl)) if as_json else show_all(device, impl)
     if not tried:
         fail(f"no GPU kernel matches --impl {impl}")
     if as_json:
         show_json({"device": device, "tried": [one._asdict() for one in tried]})
     else:
-        self_test.show_summary(tried)
+        show_summary(tried)
     raise typer.Exit(int(any(one.answer == "wrong" for one in tried)))
 
 
@@ -290,7 +206,7 @@ def _show(machine: Machine, now: NoiseReading, roofs: Roofs, cannot: dict[str, s
     facts.add_row("GPUs", ", ".join(machine.gpus) or "none; nothing here is timed on a GPU")
     facts.add_row("software", f"{machine.system}, Python {machine.python}, torch {machine.torch}")
     complaints = now.complaints(machine.cores)
-    for label, text in zip(["weather"] + [""] * len(complaints), complaints or ["quiet"], strict=False):
+    for label, text in zip(["noise"] + [""] * len(complaints), complaints or ["quiet"], strict=False):
         facts.add_row(label, Text(text, "yellow" if complaints else "green"))
     show(facts, "")
     table = two_columns(16)

@@ -1,4 +1,4 @@
-"""mrb formats: what 8 and 4 bits lose, and what the kernel adds."""
+"""mrb model formats: what 8 and 4 bits lose, and what the kernel adds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from moe_routing_bench.cli.terminal import Json, fitted, show, show_json, user_mistakes
+from moe_routing_bench.cli.options import Json, show_json, user_mistakes
 from moe_routing_bench.core.shapes import MoEShape
+from moe_routing_bench.report.console import fitted, show
 from moe_routing_bench.studies.format_losses import layer_losses, trained_losses
 from moe_routing_bench.train.text import read_texts
 
@@ -32,9 +33,9 @@ def formats_command(
 
     \b
     Examples:
-      mrb formats                                        a layer of Qwen3-30B-A3B's width
-      mrb formats --width 2880 --hidden 2880             of gpt-oss's
-      mrb formats --text book.txt --steps 600            held-out loss by format too
+      mrb model formats                                        a layer of Qwen3-30B-A3B's width
+      mrb model formats --width 2880 --hidden 2880             of gpt-oss's
+      mrb model formats --text book.txt --steps 600            held-out loss by format too
 
     weights, layer: error of the stored weights and of a layer's result with
     them, against float32. kernel: what expert_ffn.native adds to that in

@@ -1,4 +1,4 @@
-"""mrb history: a metric over commits, with the commits at which it steps."""
+"""mrb results history: a metric over commits, with the commits at which it steps."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
+from moe_routing_bench.cli.options import Json, pick, reading, show_json
 from moe_routing_bench.cli.report import write_page
-from moe_routing_bench.cli.results import at_hand, left_out_json, reading, show_left_out, table_of
-from moe_routing_bench.cli.terminal import Json, pick, show, show_json
-from moe_routing_bench.core.text import printable
 from moe_routing_bench.report.drawing import style
-from moe_routing_bench.report.over_commits import draw, over_commits, series_table, steps_table
+from moe_routing_bench.report.finding import at_hand
+from moe_routing_bench.report.over_commits import draw, over_commits
+from moe_routing_bench.report.overview import left_out_json, show_left_out
 from moe_routing_bench.report.pictures import check_picture_path
-from moe_routing_bench.results.history import METRICS, History, history
-
-MAX_SHOWN = 40
+from moe_routing_bench.report.result_tables import show_history
+from moe_routing_bench.results.history import METRICS, history
 
 
 def history_command(
@@ -39,9 +37,9 @@ def history_command(
 
     \b
     Examples:
-      mrb history results
-      mrb history results --case "*olmoe*" --impl "native*" --html history.html
-      mrb history results --metric ms -o history.png
+      mrb results history results
+      mrb results history results --case "*olmoe*" --impl "native*" --html history.html
+      mrb results history results --metric ms -o history.png
 
     A step is called a regression or an improvement only if nothing else
     changed there: not the machine's torch, not the way of measuring.
@@ -55,7 +53,9 @@ def history_command(
             lambda where, name: fnmatchcase(where, f"*{case}*") and fnmatchcase(name, impl + "*"),
         )  # fmt: skip
         if html is not None:
-            write_page(over_commits(past, f"mrb history {folder} --metric {metric} --html {html}"), html)
+            write_page(
+                over_commits(past, f"mrb results history {folder} --metric {metric} --html {html}"), html
+            )
         if out is not None:
             picture = draw(past)
             if picture is None:
@@ -69,23 +69,3 @@ def history_command(
         return
     show_history(past)
     show_left_out(past.left_out)
-
-
-def show_history(past: History) -> None:
-    series, steps = series_table(past.series), steps_table(past)
-    if steps.rows:
-        show("Steps:", table_of(steps.head, steps.rows[:MAX_SHOWN], words=steps.head[:2]), "")
-    show(table_of(series.head, series.rows[:MAX_SHOWN], words=series.head[:3]))
-    if len(past.series) > MAX_SHOWN:
-        show(f"and {len(past.series) - MAX_SHOWN:,} more series; all of them: --json")
-    single = sum(len(one.points) < 2 for one in past.series)
-    lines = [
-        f"Series: {len(past.series):,}, steps: {len(past.steps):,}. {METRICS[past.metric].capitalize()}."
-    ]
-    lines += [f"{single:,} series have one commit only."] if single else []
-    lines += (
-        [f"{past.without:,} records name no commit: their version and code stand for it."]
-        if past.without
-        else []
-    )
-    show("", Text(printable("\n".join(lines)), "dim"))

@@ -14,9 +14,16 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from moe_routing_bench.bench.choosing import (
+    MeasureOptions,
+    SizeOptions,
+    WhatOptions,
+    made_experiments,
+    suite_cases,
+)
 from moe_routing_bench.bench.estimate import estimate
-from moe_routing_bench.cli.choosing import made_cells, suite_cases
-from moe_routing_bench.cli.describing import (
+from moe_routing_bench.cli.options import IncludePath, Json, pick, show_json, user_mistakes
+from moe_routing_bench.conformance.describe import (
     ROUTER_SIZES,
     ImplementationRow,
     OpRow,
@@ -26,23 +33,16 @@ from moe_routing_bench.cli.describing import (
     describe_router,
     described,
 )
-from moe_routing_bench.cli.options import (
-    ROUTERS,
-    IncludePath,
-    MeasureOptions,
-    Outside,
-    SizeOptions,
-    WhatOptions,
-    found_outside,
-    routers_found,
-)
-from moe_routing_bench.cli.terminal import Json, heading, pick, show, show_json, two_columns, user_mistakes
+from moe_routing_bench.conformance.outside import ROUTERS, Outside, found_outside
 from moe_routing_bench.core.names import base_name
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
+from moe_routing_bench.report.console import heading, show, two_columns
 from moe_routing_bench.results.folder import measured_cases
-from moe_routing_bench.routers.router import GROUPS
-from moe_routing_bench.workloads.cases import SUITES, BenchCase, cases, scaled
+from moe_routing_bench.routers.router import GROUPS, all_routers
+from moe_routing_bench.workloads.axes import values_of
+from moe_routing_bench.workloads.cases import SUITES, cases, scaled
+from moe_routing_bench.workloads.experiment import Experiment
 from moe_routing_bench.workloads.families import FAMILIES
 from moe_routing_bench.workloads.workload import (
     ALIASES,
@@ -62,10 +62,10 @@ def describe_suites() -> list[dict[str, Any]]:
     measured = measured_cases()
     rows = []
     for name, suite in SUITES.items():
-        cells = made_cells(
+        cells = made_experiments(
             suite_cases(name, SizeOptions(full=True), WhatOptions()),
             WhatOptions(),
-            MeasureOptions().policy(name),
+            MeasureOptions().settled(name),
             own_threads=True,
         )
         rows.append(
@@ -74,7 +74,7 @@ def describe_suites() -> list[dict[str, Any]]:
                 "document": ORIGINAL_PLAN if name.startswith("seed-") else None,
                 "purpose": inspect.getdoc(suite) or "",
                 "cells": len(cells),
-                "measured": None if measured is None else len({one.name for one in cases(name)} & measured),
+                "measured": None if measured is None else len({one.case for one in cases(name)} & measured),
                 "minutes": round(sum(map(estimate, cells)) / 60, 1),
             }
         )
@@ -124,7 +124,7 @@ def list_command(
     if "ops" in kinds:
         document["ops"] = _ops(outside)
     if "routers" in kinds:
-        document["routers"] = {name: describe_router(rule) for name, rule in routers_found().items()}
+        document["routers"] = {name: describe_router(rule) for name, rule in all_routers().items()}
         document["routers"] |= {
             file.name: described(file, outside, RouterRow) for file in outside.of(ROUTERS)
         }
@@ -221,8 +221,9 @@ def _describe_workload(family: str) -> dict[str, Any]:
     return description
 
 
-def _describe_case(case: BenchCase) -> dict[str, Any]:
-    return {**asdict(case), "fits_a_laptop": case.fits_a_laptop, "twin": asdict(scaled(case).shape)}
+def _describe_case(case: Experiment) -> dict[str, Any]:
+    sizes = {"shape": vars(case.shape), "twin": vars(scaled(case).shape), "fits_a_laptop": case.fits_a_laptop}
+    return {"name": case.case, **values_of(case), **sizes}
 
 
 def _op_table(op: dict[str, Any]) -> Table:

@@ -1,6 +1,7 @@
 """mrb parallel plan: how many ranks should share the experts of a model, and what would a step cost?
 
-mrb place: would another placement of experts on ranks pay? mrb cache: which experts to keep in memory?
+mrb parallel place: would another placement of experts on ranks pay?
+mrb parallel cache: which experts to keep in memory?
 """
 
 from __future__ import annotations
@@ -13,17 +14,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from moe_routing_bench.cli.terminal import (
-    Json,
-    fitted,
-    heading,
-    pick_all,
-    show,
-    show_json,
-    spinner,
-    two_columns,
-    user_mistakes,
-)
+from moe_routing_bench.cli.options import Json, pick_all, show_json, user_mistakes
 from moe_routing_bench.core.experts import GATED
 from moe_routing_bench.core.names import option_numbers
 from moe_routing_bench.core.published import model as published_model
@@ -33,12 +24,13 @@ from moe_routing_bench.planner.fabric import Fabric, read_fabric, shipped
 from moe_routing_bench.planner.placements import PAYS, PlacementStudy, Tried, study_placements
 from moe_routing_bench.planner.plans import CLOSE, MAX_TOKENS, Option, ParallelPlan, Question, answer
 from moe_routing_bench.planner.step import PARTS, LayerSize
+from moe_routing_bench.report.console import fitted, heading, show, spinner, two_columns
 from moe_routing_bench.report.parallel_pictures import draw_plan
 from moe_routing_bench.report.pictures import check_picture_path
 from moe_routing_bench.workloads.trace import read_trace
 from moe_routing_bench.workloads.workload import check_name
 
-File = Annotated[Path, typer.Argument(metavar="TRACE", help="A file that `mrb trace record` wrote.")]
+File = Annotated[Path, typer.Argument(metavar="TRACE", help="A file that `mrb model trace record` wrote.")]
 Model = Annotated[
     str | None, typer.Option(help="Whose experts are moved, for bytes: a name from `mrb list models`.")
 ]
@@ -60,11 +52,11 @@ def place_command(
 
     \b
     Examples:
-      mrb place t.safetensors --ranks 8 --replicas 0,8,16
-      mrb place t.safetensors --ranks 64 --ranks-per-node 8 --tokens 16384 --model deepseek-v3
+      mrb parallel place t.safetensors --ranks 8 --replicas 0,8,16
+      mrb parallel place t.safetensors --ranks 64 --ranks-per-node 8 --tokens 16384 --model deepseek-v3
     """
     with user_mistakes():
-        extra = option_numbers("--replicas", replicas, "0,16,32")
+        extra = option_numbers("replicas", replicas, "0,16,32")
         for name, value in (("--ranks", ranks), ("--windows", windows), ("--tokens", tokens)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -148,8 +140,8 @@ def cache_command(
 
     \b
     Examples:
-      mrb cache t.safetensors --slots 32
-      mrb cache t.safetensors --slots 16 --policy lru,belady --model qwen3-30b-a3b --bits 4.5
+      mrb parallel cache t.safetensors --slots 32
+      mrb parallel cache t.safetensors --slots 16 --policy lru,belady --model qwen3-30b-a3b --bits 4.5
     """
     names = pick_all("policy", policy, POLICIES)
     with user_mistakes():
@@ -193,14 +185,7 @@ def _expert_bytes(name: str, bits: float) -> float:
 
 SHOWN = 8  # ways with one degree
 
-parallel_app = typer.Typer(
-    no_args_is_help=True,
-    help="Experts on many GPUs: what would it cost?",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
-
-@parallel_app.command("fabrics")
 def fabrics_command() -> None:
     """The fabrics that are shipped. Another one is a TOML file with the same entries."""
     table = two_columns()
@@ -209,7 +194,6 @@ def fabrics_command() -> None:
     show(table)
 
 
-@parallel_app.command("plan")
 def plan_command(
     model: Annotated[str, typer.Option(help="A name from `mrb list models`.")],
     gpus: Annotated[int, typer.Option(help="How many you have.")],
@@ -261,7 +245,7 @@ def plan_command(
         )  # fmt: skip
         question = Question(
             size=size, gpus=gpus, tokens=tokens, fabric=places, workload=workload,
-            layers=layers or one.layers, spare=tuple(option_numbers("--spare", spare, "0,1,2")),
+            layers=layers or one.layers, spare=tuple(option_numbers("spare", spare, "0,1,2")),
             drop=drop, memory=memory_share * places.device.memory_gb * 1e9,
         )  # fmt: skip
         with spinner("counting") as doing:

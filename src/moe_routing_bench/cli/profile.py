@@ -1,4 +1,4 @@
-"""mrb profile: where the time of a MoE block goes, beside Transformers' block and a hand-ordered path."""
+"""mrb model profile: where the time of a MoE block goes, beside Transformers' and a hand-ordered path."""
 
 from __future__ import annotations
 
@@ -13,35 +13,33 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moe_routing_bench.bench.cell import Cell
+from moe_routing_bench.bench.choosing import (
+    MeasureOptions,
+    SizeOptions,
+    WhatOptions,
+    chosen_cases,
+    made_experiments,
+)
+from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import stored_roofs
 from moe_routing_bench.bench.spans.span import span_named
-from moe_routing_bench.cli.bench import measured
-from moe_routing_bench.cli.choosing import chosen_cases, end, made_cells
-from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, include_all, with_options
-from moe_routing_bench.cli.tables import outcome_document, show_outcome
-from moe_routing_bench.cli.terminal import Json, fail, fitted, heading, show, show_json, user_mistakes
+from moe_routing_bench.cli.bench import end, measured
+from moe_routing_bench.cli.options import Json, fail, include_all, show_json, user_mistakes, with_options
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.report.block_pictures import draw_shares
+from moe_routing_bench.report.console import fitted, heading, show
+from moe_routing_bench.report.outcome_tables import outcome_document, show_outcome
 from moe_routing_bench.report.pictures import check_picture_path
 from moe_routing_bench.studies.profiles import SHARES, SUBJECTS, Profile, profile, profiled
+from moe_routing_bench.workloads.experiment import Experiment
 
 CASE = "seed-qwen/e64"
-profile_app = typer.Typer(
-    no_args_is_help=True, help="Where the time of a MoE block goes, operation by operation."
-)
 
 
-@profile_app.callback()
-def _top() -> None:
-    """Where the time of a MoE block goes, operation by operation."""
-
-
-@profile_app.command("block")
 @with_options
-def profile_block_command(
+def profile_command(
     sizes: SizeOptions,
     what: WhatOptions,
     measure: MeasureOptions,
@@ -63,9 +61,9 @@ def profile_block_command(
 
     \b
     Examples:
-      mrb profile block                        128 tokens through a Qwen MoE block
-      mrb profile block seed-qwen --full --dtype float32
-      mrb profile block olmoe-1b-7b --tokens 512 --chrome t.json --picture t.png
+      mrb model profile                        128 tokens through a Qwen MoE block
+      mrb model profile seed-qwen --full --dtype float32
+      mrb model profile olmoe-1b-7b --tokens 512 --chrome t.json --picture t.png
 
     --impl takes transformers(eager|grouped_mm|batched_mm), hand-ordered, auto
     and every implementation of expert_ffn. The first table has the times of
@@ -84,18 +82,20 @@ def profile_block_command(
         asked, what = what, replace(what, impl=what.impl or list(SUBJECTS))
         try:
             chosen = chosen_cases(span_named("layer"), sizes, what)
-            cells = made_cells(chosen, what, measure.policy())
+            experiments = made_experiments(chosen, what, measure.settled())
         except NotImplementedError as reason:
             fail(str(reason))
-        if picture is not None and len(cells) > 1:
-            raise ValueError(f"{name} is {len(cells)} cases; a picture shows one, such as {chosen[0].name}")
+        if picture is not None and len(experiments) > 1:
+            several = f"{name} is {len(experiments)} cases"
+            raise ValueError(f"{several}; a picture shows one, such as {chosen[0].case}")
         ranges = _nvtx() if nvtx else None
         if measure.device not in (None, "cpu") and not torch.cuda.is_available():
             raise ValueError(f"there is no {measure.device} here; leave out --device")
     documents = []
     with user_mistakes():
         roofs = stored_roofs(this_machine().name)
-    outcomes = measured(cells, out, suite=name or "", seconds=measure.seconds_for(cells), roofs=roofs)
+    seconds = measure.seconds_for(experiments)
+    outcomes = measured(experiments, out, suite=name or "", seconds=seconds, roofs=roofs)
     for outcome in outcomes:
         profiles = _profiles(outcome, calls=calls, chrome=chrome, nvtx=ranges)
         documents.append({**outcome_document(outcome), "profiles": _documents(profiles)})
@@ -111,15 +111,15 @@ def profile_block_command(
 def _profiles(outcome: CellOutcome, *, calls: int, chrome: Path | None, nvtx: Any) -> dict[str, Profile]:
     """Profiles everything that passed, in this process, with as many threads as were measured."""
     before = torch.get_num_threads()
-    torch.set_num_threads(outcome.cell.policy.threads)
+    torch.set_num_threads(outcome.experiment.threads)
     try:
-        inputs = outcome.cell.inputs()
+        inputs = Inputs(outcome.experiment)
         return {
             one.subject.text: profile(
                 profiled(one.subject, inputs, nvtx),
                 inputs,
                 calls=calls,
-                chrome=None if chrome is None else _named_file(chrome, outcome.cell, one.subject.text),
+                chrome=None if chrome is None else _named_file(chrome, outcome.experiment, one.subject.text),
             )
             for one in outcome.subjects
             if one.samples
@@ -138,8 +138,8 @@ def _nvtx() -> Any:
     return torch.cuda.nvtx
 
 
-def _named_file(chrome: Path, cell: Cell, name: str) -> Path:
-    words = re.sub(r"[^\w.-]+", "-", f"{cell.case.name.replace('/', '-')}.{name}").strip("-")
+def _named_file(chrome: Path, experiment: Experiment, name: str) -> Path:
+    words = re.sub(r"[^\w.-]+", "-", f"{experiment.case.replace('/', '-')}.{name}").strip("-")
     return chrome.with_name(f"{chrome.stem}.{words}.json")
 
 

@@ -1,4 +1,4 @@
-"""mrb report: one page from results folders, its figures as files, a table for a pull request."""
+"""mrb results report: one page from results folders, its figures as files, a table for a pull request."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Annotated
 
 import typer
 
-from moe_routing_bench.cli.results import at_hand, reading, show_left_out
-from moe_routing_bench.cli.terminal import fail, say, show
+from moe_routing_bench.cli.options import fail, reading
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.core.whole_files import write_whole
+from moe_routing_bench.report.console import say, show
 from moe_routing_bench.report.drawing import save
 from moe_routing_bench.report.explorer import explorer
-from moe_routing_bench.report.finding import results_folders
+from moe_routing_bench.report.finding import at_hand, results_folders
 from moe_routing_bench.report.markdown import markdown
+from moe_routing_bench.report.overview import show_left_out
 from moe_routing_bench.report.page import Page, make_page
 from moe_routing_bench.report.reading import read
 
@@ -45,11 +46,11 @@ def report_command(
 
     \b
     Examples:
-      mrb report results
-      mrb report results training -o report.html --figures figures
-      mrb report measurements/records measurements/training -o report.html
-      mrb report results --markdown
-      mrb report results --plotly explore.html
+      mrb results report results
+      mrb results report results training -o report.html --figures figures
+      mrb results report measurements/records measurements/training -o report.html
+      mrb results report results --markdown
+      mrb results report results --plotly explore.html
 
     Timing and training records may be mixed. Results of unlike machines stand
     in chapters of their own and are never compared.
@@ -68,7 +69,7 @@ def report_command(
         if out is not None or figures is not None or not as_markdown:
             doing("drawing")
             tell = say if as_markdown else show
-            page = make_page(material, f"mrb report {shlex.join(map(str, folders))}")
+            page = make_page(material, f"mrb results report {shlex.join(map(str, folders))}")
             if out is not None or not as_markdown:
                 target = write_page(page, out or Path("report.html"))
                 size = target.stat().st_size / 1e6

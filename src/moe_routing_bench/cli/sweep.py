@@ -8,17 +8,18 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from moe_routing_bench.api import PlannedSweep, sweep_cells
+from moe_routing_bench.api import PlannedSweep
+from moe_routing_bench.bench.choosing import MeasureOptions, SizeOptions, WhatOptions, sweep_experiments
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.cli.choosing import NOT_TIMED, end, stopped
-from moe_routing_bench.cli.options import MeasureOptions, SizeOptions, WhatOptions, include_all, with_options
-from moe_routing_bench.cli.tables import outcome_document
-from moe_routing_bench.cli.terminal import Json, show, show_json, user_mistakes
+from moe_routing_bench.cli.bench import NOT_TIMED, end, stopped
+from moe_routing_bench.cli.options import Json, include_all, show_json, user_mistakes, with_options
 from moe_routing_bench.core.names import short_label
 from moe_routing_bench.fleet.engines import ENGINES
 from moe_routing_bench.fleet.objects import url_of
 from moe_routing_bench.fleet.sweep import SweepPlan
+from moe_routing_bench.report.console import show
+from moe_routing_bench.report.outcome_tables import outcome_document
 from moe_routing_bench.workloads.cases import SUITES
 
 
@@ -63,7 +64,7 @@ def sweep_command(
       mrb sweep layer --tokens 128,512 --experts 32,64 --topk 1,2 --out results
       mrb sweep seed-grid~scaled --out results --layout "compact,block(64)"
       mrb sweep gpu-quick --out gpu           needs a GPU; takes under 15 minutes
-      mrb sweep seed-grid --out part1 --shard 1/2        then `mrb merge`
+      mrb sweep seed-grid --out part1 --shard 1/2        then `mrb results merge`
       mrb sweep seed-grid --out s3://bucket/runs --claim    on any number of machines
       mrb sweep seed-grid --out results --engine "ray(gpu=h100)"
 
@@ -73,17 +74,17 @@ def sweep_command(
     include_all(what.include_path)
     name = url_of(out) or out
     with user_mistakes():
-        cells = sweep_cells(suite, sizes, what, measure)
+        experiments = sweep_experiments(suite, sizes, what, measure)
         planned = PlannedSweep.of(
-            cells, out, resume=resume, retry_failed=retry_failed, shard=shard, claim=claim, engine=engine,
-            dry_run=dry_run,
+            experiments, out, resume=resume, retry_failed=retry_failed, shard=shard, claim=claim,
+            engine=engine, dry_run=dry_run,
         )  # fmt: skip
         plan = planned.plan
     if dry_run:
         _show_plan(plan, as_json)
         return
     with user_mistakes():
-        roofs = planned.roofs(cells, progress=True)
+        roofs = planned.roofs(experiments, progress=True)
     if not as_json:
         show(_sentence(plan))
     outcomes: list[CellOutcome] = []
@@ -102,7 +103,7 @@ def sweep_command(
     if as_json:
         show_json({**_numbers(plan), "cells": [outcome_document(one) for one in outcomes]})
     else:
-        show(f"Results are in {name}: `mrb results --folder {name}`, `mrb decide {name}`.")
+        show(f"Results are in {name}: `mrb results --folder {name}`, `mrb tune decide {name}`.")
     end(outcomes, what)
     if plan.failed and not retry_failed:
         raise typer.Exit(NOT_TIMED)  # the first sentence said so
@@ -110,11 +111,11 @@ def sweep_command(
 
 def _show_plan(plan: SweepPlan, as_json: bool) -> None:
     if as_json:
-        show_json({**_numbers(plan), "todo": [cell.name for cell in plan.todo]})
+        show_json({**_numbers(plan), "todo": [experiment.title for experiment in plan.todo]})
         return
     show(_sentence(plan))
-    for cell in plan.todo:
-        show(Text(f"  {cell.name}: {len(cell.subjects)} implementations", "dim"))
+    for experiment in plan.todo:
+        show(Text(f"  {experiment.title}: {len(experiment.implementations)} implementations", "dim"))
 
 
 def _numbers(plan: SweepPlan) -> dict[str, float]:
@@ -132,7 +133,7 @@ def _line(outcome: CellOutcome) -> Text:
     """A cell in one line: the best implementation, its ratio to the baseline, and what went wrong."""
     passed = [one for one in outcome.subjects if one.samples]
     broken = [one for one in outcome.subjects if one.status not in (Status.PASSED, Status.UNSUPPORTED)]
-    text = Text(f"{outcome.cell.name}: ")
+    text = Text(f"{outcome.experiment.title}: ")
     if passed:
         best = min(passed, key=lambda one: 1.0 if one.comparison is None else one.comparison.ratio)
         ratio = 1.0 if best.comparison is None else best.comparison.ratio

@@ -1,6 +1,6 @@
-"""mrb trace record and mrb trace show: write the routing of a real model into a file, and look at it.
+"""mrb model trace record and show: write the routing of a real model into a file, and look at it.
 
-mrb trace import, check and diff: routes that serving engines captured, their faults, their
+mrb model trace import, check and diff: routes that serving engines captured, their faults, their
 disagreement.
 """
 
@@ -22,21 +22,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from moe_routing_bench.cli.terminal import (
-    Json,
-    bar,
-    fail,
-    heading,
-    show,
-    show_json,
-    two_columns,
-    user_mistakes,
-)
+from moe_routing_bench.cli.options import Json, fail, show_json, user_mistakes
 from moe_routing_bench.core.dtypes import DTYPES
 from moe_routing_bench.core.names import option_numbers
 from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.models.tracing import ModelTrace, pieces, record_trace
+from moe_routing_bench.report.console import bar, heading, show, two_columns
 from moe_routing_bench.report.pictures import check_picture_path
 from moe_routing_bench.report.trace_pictures import draw_trace
 from moe_routing_bench.train.records import SETTINGS, load_model
@@ -76,15 +68,16 @@ def import_command(
 
     \b
     Examples:
-      mrb trace import vllm.json --experts 128 --out r.safetensors
-      mrb trace import sglang.json --experts 256 --num-layers 61 --choices 8 --layers 3-60 --out r.safetensors
+      mrb model trace import vllm.json --experts 128 --out r.safetensors
+      mrb model trace import sglang.json --experts 256 --num-layers 61 --choices 8 \\
+        --layers 3-60 --out r.safetensors
 
     Engines return no gates: the trace has 1 / K for each.
     """
     with user_mistakes():
         recording = _recording(file, experts, layers, num_layers, choices, start)
         if faults := check(recording):
-            more = f" (and {len(faults) - 1} more: mrb trace check)" if len(faults) > 1 else ""
+            more = f" (and {len(faults) - 1} more: mrb model trace check)" if len(faults) > 1 else ""
             raise ValueError(f"{file} was not captured well: {faults[0].sentence}{more}")
         if not out.parent.is_dir():
             raise ValueError(f"{out.parent} is not a folder; make it first")
@@ -92,7 +85,8 @@ def import_command(
             raise ValueError(f"--first-layer is {first_layer}; it must be between 0 and 9,999")
         _write(recording, file, out, first_layer)
     show(
-        f"{_file_sizes(recording)}: {out.stat().st_size:,} bytes in {out}. `mrb trace show {out}` shows them."
+        f"{_file_sizes(recording)}: {out.stat().st_size:,} bytes in {out}. "
+        f"`mrb model trace show {out}` shows them."
     )
 
 
@@ -109,8 +103,8 @@ def check_command(
 
     \b
     Examples:
-      mrb trace check r.safetensors
-      mrb trace check vllm.json --experts 128
+      mrb model trace check r.safetensors
+      mrb model trace check vllm.json --experts 128
     """
     with user_mistakes():
         if _is_trace(file):
@@ -134,7 +128,9 @@ def check_command(
 
 
 def diff_command(
-    a: Annotated[Path, typer.Argument(help="A trace, best one with scores (mrb trace record --scores).")],
+    a: Annotated[
+        Path, typer.Argument(help="A trace, best one with scores (mrb model trace record --scores).")
+    ],
     b: Annotated[Path, typer.Argument(help="A trace of the same tokens.")],
     as_json: Json = False,
 ) -> None:
@@ -142,7 +138,7 @@ def diff_command(
 
     \b
     Examples:
-      mrb trace diff rollout.safetensors trainer.safetensors
+      mrb model trace diff rollout.safetensors trainer.safetensors
     """
     with user_mistakes():
         difference = diff(read_trace(a), read_trace(b))
@@ -214,7 +210,7 @@ def _file_notes(difference: TraceDiff) -> list[str]:
 
 
 def read_layers(text: str) -> list[int]:
-    return option_numbers("--layers", text, "0,4,8-11", most=9_999)
+    return option_numbers("layers", text, "0,4,8-11", most=9_999)
 
 
 def _is_trace(file: Path) -> bool:
@@ -258,7 +254,7 @@ def _write(recording: Recording, file: Path, out: Path, first_layer: int) -> Non
     write_trace(
         out,
         *(Routing(expert_TK=one, gate_TK=gate_TK, num_experts=E, ragged=False) for one in experts),
-        source=f"mrb trace import {file.name}: experts of a serving engine; no gates (1 / K each)",
+        source=f"mrb model trace import {file.name}: experts of a serving engine; no gates (1 / K each)",
         layer_T=(first_layer + torch.tensor(layers)).repeat_interleave(T),
         position_T=position_T.repeat(len(layers)),
         document_T=document_T.repeat(len(layers)),
@@ -304,15 +300,17 @@ def record_command(
     dtype: Annotated[str, typer.Option(help="auto: the checkpoint's; float32, bfloat16, float16.")] = "auto",
     scores: Annotated[
         bool,
-        typer.Option("--scores", help="Keep the routers' scores too, for the margins of mrb trace diff."),
+        typer.Option(
+            "--scores", help="Keep the routers' scores too, for the margins of mrb model trace diff."
+        ),
     ] = False,
 ) -> None:
     """Run a model over texts and write down what every MoE layer chose, with gates, positions and documents.
 
     \b
     Examples:
-      mrb trace record --model ./Qwen3-30B-A3B --text a.txt --out t.safetensors
-      mrb trace record --model ./OLMoE-1B-7B --text law.txt --text code.txt \\
+      mrb model trace record --model ./Qwen3-30B-A3B --text a.txt --out t.safetensors
+      mrb model trace record --model ./OLMoE-1B-7B --text law.txt --text code.txt \\
           --tokens 65536 --layers 0,7,15 --out olmoe.safetensors
 
     Replay it in any benchmark: --workload "trace(t.safetensors,layer=3)".
@@ -345,7 +343,7 @@ def record_command(
 
 @trace_app.command("show")
 def show_command(
-    file: Annotated[Path, typer.Argument(help="A file that `mrb trace record` wrote.")],
+    file: Annotated[Path, typer.Argument(help="A file that `mrb model trace record` wrote.")],
     picture: Annotated[Path | None, typer.Option(help="Also draw it into this .png, .svg or .pdf.")] = None,
     layer: Annotated[
         int | None, typer.Option(help="The layer whose pairs of experts are drawn. Default: the middle one.")
@@ -357,8 +355,8 @@ def show_command(
 
     \b
     Examples:
-      mrb trace show t.safetensors
-      mrb trace show t.safetensors --document 1 --picture t.png --layer 3
+      mrb model trace show t.safetensors
+      mrb model trace show t.safetensors --document 1 --picture t.png --layer 3
     """
     with _mistakes():
         if picture is not None:
@@ -484,8 +482,9 @@ def _source(
     model: str, tokenizer: str | None, dtype: str, names: list[str], batch: int, sequence: int
 ) -> str:
     source = (
-        f"mrb trace record --model {model} --tokenizer {tokenizer or model} --dtype {dtype} --batch {batch} "
-        f"--sequence {sequence}; texts {', '.join(names)}; {_library(model)}torch {torch.__version__}"
+        f"mrb model trace record --model {model} --tokenizer {tokenizer or model} --dtype {dtype} "
+        f"--batch {batch} --sequence {sequence}; texts {', '.join(names)}; {_library(model)}"
+        f"torch {torch.__version__}"
     )
     return printable(source, MAX_LETTERS)
 
@@ -502,7 +501,7 @@ def _written(trace: ModelTrace, out: Path) -> str:
     K = next(iter(trace.expert_TK.values())).shape[1]
     return (
         f"{trace.num_tokens:,} tokens in {len(trace.names)} layers, {trace.num_experts} experts, {K} per "
-        f"token: {out.stat().st_size:,} bytes in {out}. `mrb trace show {out}` shows them."
+        f"token: {out.stat().st_size:,} bytes in {out}. `mrb model trace show {out}` shows them."
     )
 
 

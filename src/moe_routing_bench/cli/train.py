@@ -1,53 +1,30 @@
-"""mrb train: language models that differ in their routing rule alone, and what each rule costs.
-
-Training runs as a function returns them: mrb.train(["switch", "softmax_topk"], steps=100).runs
-"""
+"""mrb train: language models that differ in their routing rule alone, and what each rule costs."""
 
 from __future__ import annotations
 
 import json
-import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import RenderableType
 
 from moe_routing_bench.bench.cores import core_count
-from moe_routing_bench.bench.fork_server import without_main_module
-from moe_routing_bench.cli.results import Displayed, Table, temporary_folder
-from moe_routing_bench.cli.terminal import (
-    Bar,
-    Json,
-    bar,
-    fail,
-    fitted,
-    minutes,
-    say,
-    show,
-    show_json,
-    user_mistakes,
-)
-from moe_routing_bench.core.machine import torch_threads
-from moe_routing_bench.core.names import did_you_mean, one_of, parse_spec
+from moe_routing_bench.cli.options import Json, fail, show_json, user_mistakes, with_options
 from moe_routing_bench.core.whole_files import write_whole
+from moe_routing_bench.report.console import bar, fitted, minutes, say, show
+from moe_routing_bench.report.result_tables import pareto_table, show_runs, show_step, show_study
 from moe_routing_bench.report.training_figures import draw_study
 from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.train.loop import Evaluated, Event, Stepped
-from moe_routing_bench.train.model import Decoder
 from moe_routing_bench.train.pareto import Pareto, pareto, sentences
 from moe_routing_bench.train.predicting import predicted
-from moe_routing_bench.train.records import execute, load_model, run_folder
+from moe_routing_bench.train.records import execute, run_folder
 from moe_routing_bench.train.settings import Rule, Run, Size
-from moe_routing_bench.train.study import TIMES, Ongoing, StudyRun, said_step
-from moe_routing_bench.train.study_rules import RATES, rule_for, studies
+from moe_routing_bench.train.study import TIMES, StudyRun
+from moe_routing_bench.train.study_rules import RATES, rule_named, studies
 from moe_routing_bench.train.text import Corpus, read_corpus, read_dataset, read_texts, synthetic
 
 SYNTHETIC = "synthetic"
@@ -58,25 +35,7 @@ QUICK = {
     "sizes": "layers=1,D=64,F=64,sequence=64",
 }  # fmt: skip
 
-train_app = typer.Typer(
-    invoke_without_command=True,
-    no_args_is_help=True,
-    help="""Train small language models that differ in one thing, and say what it cost.
-
-\b
-Examples:
-  mrb train --router switch --steps 20 --out first
-  mrb train --study routers --quick --out look
-  mrb train --study routers --seeds 3 --out routers
-  mrb train pareto routers
-  mrb train --study capacity --text a.txt --text b.txt --out capacity
-
-A study chooses a learning rate for each rule, trains every rule with every seed on the same bytes from the
-same weights, then times the steps of all rules in turns. Stop it at any time: the same command goes on.
-Without --text, --corpus or --dataset the text is made up (two languages of 40 words), the same everywhere.
-""",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+Out = Annotated[Path, typer.Option(help="The folder for runs and results; they go on from there.")]
 
 
 def _quick(context: typer.Context, given: bool) -> bool:
@@ -85,49 +44,32 @@ def _quick(context: typer.Context, given: bool) -> bool:
     return given
 
 
-@train_app.callback()
-def train_command(
-    context: typer.Context,
-    study: Annotated[str | None, typer.Option(help=f"One of {', '.join(studies())}.")] = None,
-    router: Annotated[
-        str | None, typer.Option(help='One run with this router: switch, "top_p(p=0.5)", dense.')
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder for runs and results.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each rule in a study.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="The seed of a run; in a study the first one.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, max=10_000_000, help="Optimiser steps of a run.")] = 600,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 4,
-    evaluations: Annotated[int, typer.Option(min=1, help="Times the held-out loss is taken.")] = 8,
-    pieces: Annotated[int, typer.Option(min=1, help="Sequences of held-out text it is taken on.")] = 48,
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How a model is trained, on which text."""
+
+    seed: Annotated[int, typer.Option(min=0, help="The seed of a run; in a study the first one.")] = 0
+    steps: Annotated[int, typer.Option(min=1, max=10_000_000, help="Optimiser steps of a run.")] = 600
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 4
+    evaluations: Annotated[int, typer.Option(min=1, help="Times the held-out loss is taken.")] = 8
+    pieces: Annotated[int, typer.Option(min=1, help="Sequences of held-out text it is taken on.")] = 48
     text: Annotated[
         list[Path] | None, typer.Option(help="A text to learn; its end is held out. Repeatable.")
-    ] = None,
+    ] = None
     corpus: Annotated[
         str | None, typer.Option(help=f"A folder of texts, or `{SYNTHETIC}`, which is the default.")
-    ] = None,
+    ] = None
     dataset: Annotated[
         str | None, typer.Option(help="A dataset of the Hugging Face Hub with a column `text`.")
-    ] = None,
+    ] = None
     sizes: Annotated[
         str, typer.Option(help="Other sizes of the model: layers=2,D=64,F=64,E=4,sequence=128.")
-    ] = "",
-    jobs: Annotated[
-        int | None,
-        typer.Option(min=1, max=64, help="Runs side by side, one thread each. Default: all cores."),
-    ] = None,
+    ] = ""
     rate: Annotated[
         float | None,
         typer.Option(help="The learning rate; in a study that of every rule, and none is chosen."),
-    ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Only this rule of the study. Repeatable.")] = None,
-    autocast: Annotated[bool, typer.Option("--autocast", help="Matrix products in bfloat16.")] = False,
-    sees_future: Annotated[
-        bool, typer.Option("--sees-future", help="Accept a router that looks at later tokens.")
-    ] = False,
-    rounds: Annotated[int, typer.Option(min=8, help="Rounds in which steps are timed.")] = 30,
-    sink: Annotated[
-        str | None, typer.Option(help="Also send losses of a single run to trackio or wandb.")
-    ] = None,
+    ] = None
+    autocast: Annotated[bool, typer.Option("--autocast", help="Matrix products in bfloat16.")] = False
     quick: Annotated[
         bool,
         typer.Option(
@@ -136,46 +78,97 @@ def train_command(
             callback=_quick,
             help="A first look in about a minute: a small model, 100 steps, one seed.",
         ),
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    if context.invoked_subcommand is not None:
-        return
-    with user_mistakes():
-        if (study is None) == (router is None):
-            raise ValueError("give --study NAME for a whole study, or --router NAME for one run")
-        if out is None:
-            raise ValueError("give --out FOLDER: runs are kept there, and go on from there")
-        learnt = _corpus(text, corpus, dataset)
-        like = Run(
-            rule=Rule(name="like"), size=_sizes(sizes, study), steps=steps, batch=batch, autocast=autocast,
-            warmup=min(40, max(1, steps // 5)), evaluations=evaluations, pieces=pieces, seed=seed,
+    ] = False
+
+    def learnt(self) -> Corpus:
+        if sum(given is not None for given in (self.text or None, self.corpus, self.dataset)) > 1:
+            raise ValueError("--text, --corpus and --dataset each name the text; give one of them")
+        if self.text:
+            return read_texts(self.text)
+        if self.dataset is not None:
+            return read_dataset(self.dataset)
+        return synthetic() if self.corpus in (None, SYNTHETIC) else read_corpus(Path(self.corpus))
+
+    def run(self, study: str | None = None) -> Run:
+        return Run(
+            rule=Rule(name="like"), size=_sizes(self.sizes, study), steps=self.steps, batch=self.batch,
+            autocast=self.autocast, warmup=min(40, max(1, self.steps // 5)), evaluations=self.evaluations,
+            pieces=self.pieces, seed=self.seed,
         )  # fmt: skip
 
-    def say_text() -> None:
-        if not text and corpus is None and dataset is None:
+    def say_text(self) -> None:
+        if not self.text and self.corpus is None and self.dataset is None:
             say(f"text: the corpus `{SYNTHETIC}`, made up; --text FILE or --corpus FOLDER for a real one")
 
-    if study is not None:
-        with user_mistakes():
-            work = StudyRun(
-                study, learnt, out, like=like, seeds=seeds, jobs=jobs or core_count(), only=tuple(only or ()),
-                rates=RATES if rate is None else (rate,),
-            )  # fmt: skip
-        say_text()
-        _study(work, rounds, as_json)
-    else:
-        assert router is not None
-        with user_mistakes():
-            run = replace(
-                like, rule=rule_named(router, like.size), learning_rate=rate or 3e-3, sees_future=sees_future,
-                corpus=learnt.hash[:16],
-            )  # fmt: skip
-        say_text()
-        _one(run, learnt, out, sink, as_json)
+
+@with_options
+def run_command(
+    router: Annotated[str, typer.Argument(help='A router, such as switch or "top_p(p=0.5)"; or dense.')],
+    out: Out,
+    how: TrainOptions,
+    sees_future: Annotated[
+        bool, typer.Option("--sees-future", help="Accept a router that looks at later tokens.")
+    ] = False,
+    sink: Annotated[str | None, typer.Option(help="Also send losses to trackio or wandb.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train one small language model. Stop it at any time: the same command goes on.
+
+    \b
+    Examples:
+      mrb train run switch --steps 20 --out first
+      mrb train run "top_p(p=0.5)" --text a.txt --text b.txt --out mine
+
+    Without --text, --corpus or --dataset the text is made up (two languages of
+    40 words), the same everywhere.
+    """
+    with user_mistakes():
+        corpus, like = how.learnt(), how.run()
+        run = replace(
+            like, rule=rule_named(router, like.size), learning_rate=how.rate or 3e-3, sees_future=sees_future,
+            corpus=corpus.hash[:16],
+        )  # fmt: skip
+    how.say_text()
+    _one(run, corpus, out, sink, as_json)
 
 
-@train_app.command("pareto")
+@with_options
+def study_command(
+    study: Annotated[str, typer.Argument(help=f"One of {', '.join(studies())}.")],
+    out: Out,
+    how: TrainOptions,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each rule.")] = 3,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Runs side by side, one thread each. Default: all cores."),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only this rule of the study. Repeatable.")] = None,
+    rounds: Annotated[int, typer.Option(min=8, help="Rounds in which steps are timed.")] = 30,
+    as_json: Json = False,
+) -> None:
+    """Train small language models that differ in one thing, and say what it cost.
+
+    \b
+    Examples:
+      mrb train study routers --quick --out look
+      mrb train study routers --seeds 3 --out routers
+      mrb train study capacity --text a.txt --text b.txt --out capacity
+
+    A study chooses a learning rate for each rule, trains every rule with every
+    seed on the same bytes from the same weights, then times the steps of all
+    rules in turns. Stop it at any time: the same command goes on.
+    Without --text, --corpus or --dataset the text is made up (two languages of
+    40 words), the same everywhere.
+    """
+    with user_mistakes():
+        work = StudyRun(
+            study, how.learnt(), out, like=how.run(study), seeds=seeds, jobs=jobs or core_count(),
+            only=tuple(only or ()), rates=RATES if how.rate is None else (how.rate,),
+        )  # fmt: skip
+    how.say_text()
+    _study(work, rounds, as_json)
+
+
 def pareto_command(
     folder: Annotated[Path, typer.Argument(help="The folder of a study.")],
     out: Annotated[Path | None, typer.Option(help="Where pictures and JSON go. Default: FOLDER.")] = None,
@@ -191,11 +184,10 @@ def pareto_command(
     if as_json:
         show_json(reached.to_dict())
         return
-    show(*table(reached), "", *sentences(reached), "", *_notes(reached))
+    show(*pareto_table(reached), "", *sentences(reached), "", *_notes(reached))
     show(f"Written: {', '.join(str(target / name) for name in ('pareto.json', *drawn))}")
 
 
-@train_app.command("predict")
 def predict_command(
     folder: Annotated[Path, typer.Argument(help="The folder of a study.")],
     layers: Annotated[Path, typer.Option(help="A results folder of mrb bench layer --direction train.")],
@@ -218,7 +210,6 @@ def predict_command(
     show(*fitted({"rule": [one.rule for one in rows]}, numbers))
 
 
-@train_app.command("show")
 def show_command(
     folder: Annotated[Path, typer.Argument(help="A folder that mrb train wrote.")], as_json: Json = False
 ) -> None:
@@ -229,21 +220,6 @@ def show_command(
         show_json([one.model_dump(mode="json") for one in runs])
         return
     show_runs(runs)
-
-
-def show_runs(runs: Sequence[Training]) -> None:
-    words = {"rule": [one.rule for one in runs], "study": [one.study for one in runs]}
-    numbers = {
-        "seed": [str(one.seed) for one in runs],
-        "steps": [str(one.steps) for one in runs],
-        "rate": [f"{one.learning_rate:g}" for one in runs],
-        "held-out": [f"{one.loss:.4f}" for one in runs],
-        "training": [f"{one.training_loss:.4f}" for one in runs],
-        "ms/step": [f"{1e3 * one.step_seconds:.0f}" for one in runs],
-        "tokens/s": [f"{one.tokens_per_second:,.0f}" for one in runs],
-        "MiB": [f"{one.peak_bytes / 2**20:.0f}" for one in runs],
-    }
-    show(*fitted(words, numbers))
 
 
 def _study(work: StudyRun, rounds: int, as_json: bool) -> None:
@@ -293,16 +269,6 @@ def _one(run: Run, corpus: Corpus, out: Path, sink: str | None, as_json: bool) -
     _show_run(record, out)
 
 
-def show_study(shown: Bar, ongoing: Ongoing) -> None:
-    shown.update(ongoing.share, 1, phase=ongoing.phase, now="; ".join(ongoing.now))
-
-
-def show_step(shown: Bar, run: Run, event: Stepped) -> None:
-    rate = run.batch * run.size.sequence / sum(event.seconds.values())
-    now = f"{said_step(event.step, run.steps, event.loss)}, {rate:,.0f} tokens/s"
-    shown.update(event.step, run.steps, phase="training", now=now)
-
-
 def _show_run(one: Training, out: Path) -> None:
     show(
         f"{one.rule}, seed {one.seed}: held-out loss {one.loss:.4f} nats per byte "
@@ -315,31 +281,6 @@ def _show_run(one: Training, out: Path) -> None:
         f"{one.flops_per_token / 1e6:.2f} MFLOP a token forward; {one.peak_bytes / 2**20:.0f} MiB at most",
         *(f"collapsed: {sentence}" for sentence in one.collapsed),
         f"Kept in {run_folder(out, one.key)}; `mrb train show {out}` lists all runs there.",
-    )
-
-
-def table(reached: Pareto) -> list[RenderableType]:
-    rows = reached.standings
-    numbers = {
-        "held-out": [one.loss.said() for one in rows],
-        f"from {reached.baseline}": [
-            "-" if one.rule == reached.baseline else one.difference.said("+") for one in rows
-        ],
-        "equal seconds": [f"{one.at_equal_seconds.mean:.3f}" for one in rows],
-        "ms/step": [f"{1e3 * one.step_seconds:.0f}" for one in rows],
-        "ratio": [f"{one.step_ratio:.2f}" for one in rows],
-        "MFLOP": [f"{one.flops_per_token / 1e6:.2f}" for one in rows],
-        "params": [f"{one.parameters / 1e6:.2f} M" for one in rows],
-        "MiB": [f"{one.peak_bytes / 2**20:.0f}" for one in rows],
-        "experts": [f"{one.experts_per_token:.2f}" if one.max_violation is not None else "-" for one in rows],
-        "max vio": ["-" if one.max_violation is None else f"{one.max_violation:.2f}" for one in rows],
-        "rate": [f"{one.learning_rate:g}" for one in rows],
-        "decode 8": [f"{one.decode[8]:,.0f}" if 8 in one.decode else "-" for one in rows],
-    }
-    return fitted(
-        {"rule": [one.title for one in rows]},
-        numbers,
-        spare=("rate", "MiB", "max vio", "experts", "decode 8", "MFLOP"),
     )
 
 
@@ -358,14 +299,6 @@ def _notes(reached: Pareto) -> list[str]:
     ]
 
 
-def rule_named(text: str, size: Size) -> Rule:
-    """A router by name with options, as in mrb bench; `dense` is the control as wide as K experts."""
-    if text == "dense":
-        return Rule(name="dense", kind="dense", times=size.K)
-    name, options = parse_spec(text)
-    return rule_for(name, options, size, name=text)
-
-
 def _sizes(text: str, study: str | None) -> Size:
     size = studies()[study].size if study in studies() else Size()
     changes = {}
@@ -377,16 +310,6 @@ def _sizes(text: str, study: str | None) -> Size:
             )
         changes[name.strip()] = int(value)
     return replace(size, **changes)
-
-
-def _corpus(text: list[Path] | None, corpus: str | None, dataset: str | None) -> Corpus:
-    if sum(given is not None for given in (text or None, corpus, dataset)) > 1:
-        raise ValueError("--text, --corpus and --dataset each name the text; give one of them")
-    if text:
-        return read_texts(text)
-    if dataset is not None:
-        return read_dataset(dataset)
-    return synthetic() if corpus in (None, SYNTHETIC) else read_corpus(Path(corpus))
 
 
 def _sink(name: str | None, run: Run) -> Any:
@@ -401,70 +324,3 @@ def _sink(name: str | None, run: Run) -> Any:
         fail(f"--sink {name} needs the package; pip install {name}")
     tracker.init(project="moe-routing-bench", name=f"{run.rule.name}-{run.seed}", config=run.to_dict())
     return lambda values, step: tracker.log({**values, "step": step})
-
-
-class Trainings(Displayed):
-    """Finished training runs, one for each rule and seed; `folder` keeps them."""
-
-    def __init__(self, runs: Sequence[Training], folder: Path, keeps: ExitStack):
-        self.runs, self.folder = list(runs), folder
-        weakref.finalize(self, keeps.close)
-
-    def pareto(self) -> Pareto:
-        """What each rule of a study reached and what it cost."""
-        return pareto(self.folder)
-
-    def model(self, rule: str, seed: int = 0) -> Decoder:
-        """The trained model of a rule."""
-        named = {one.rule: one for one in self.runs if one.seed == seed}
-        home = run_folder(self.folder, named[one_of("rule", rule, named)].key)
-        with torch.random.fork_rng(devices=()):  # a new model draws weights
-            return load_model(home)
-
-    def to_pandas(self) -> Any:
-        documents = [one.model_dump(mode="json") for one in self.runs]
-        rows = [tuple(document.values()) for document in documents]
-        return Table(list(documents[0]) if documents else [], rows).to_pandas()
-
-    def _show(self) -> None:
-        show_runs(self.runs)
-
-
-def trained(
-    routers: str | Sequence[str], study: str, *, text: Sequence[Path], out: Path | None, steps: int,
-    seeds: int, quiet: bool, settings: dict[str, Any],
-) -> Trainings:  # fmt: skip
-    """See `train` in api.py."""
-    of_run = {one.name for one in fields(Run)} - {"rule", "size", "steps", "sources", "begin", "corpus"}
-    known = [*of_run, *(one.name for one in fields(Size))]
-    if unknown := next((name for name in settings if name not in known), None):
-        hint = did_you_mean(unknown, known)
-        raise TypeError(f"train has no setting {unknown!r}; {hint}there are {', '.join(sorted(known))}")
-    corpus = read_texts(text) if text else synthetic()
-    size = studies()[study].size if study in studies() else Size()
-    size = replace(size, **{name: settings.pop(name) for name in list(settings) if name not in of_run})
-    warmup = {"warmup": min(40, max(1, steps // 5))}
-    like = Run(
-        rule=Rule(name="like"), size=size, steps=steps, **{**warmup, **settings}, corpus=corpus.hash[:16]
-    )
-    with ExitStack() as stack, torch_threads(torch.get_num_threads()), torch.random.fork_rng(devices=()):
-        folder = temporary_folder(stack) if out is None else out
-        if study:
-            rates = (like.learning_rate,) if "learning_rate" in settings else RATES
-            work = StudyRun(study, corpus, folder, like=like, seeds=seeds, jobs=core_count(), rates=rates)
-            with bar(f"study {study}", quiet=quiet) as shown, without_main_module():
-                work.run(partial(show_study, shown))
-            return Trainings(read_trainings(folder), folder, stack.pop_all())
-        runs = []
-        for router, seed in product(
-            [routers] if isinstance(routers, str) else routers, range(like.seed, like.seed + seeds)
-        ):
-            run = replace(like, rule=rule_named(router, size), seed=seed)
-            with bar(run.rule.name, quiet=quiet) as shown:
-
-                def on_event(event: Event, run: Run = run, shown: Bar = shown) -> None:
-                    if isinstance(event, Stepped):
-                        show_step(shown, run, event)
-
-                runs.append(execute(run, corpus, folder, on_event=on_event))
-        return Trainings(runs, folder, stack.pop_all())

@@ -1,4 +1,4 @@
-"""From a hard case to the arguments of an operation: fresh, seeded, on any device."""
+"""Makes the arguments of an operation from a hard case: fresh, seeded, on any device."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from moe_routing_bench.parallel.traffic import Traffic
 class HardArguments:
     """The arguments of a hard case by name: HardArguments(case, "compact", "bfloat16").x_TD
 
-    Each is drawn from the case's name, its own name and the seed, so which others are asked for does not
-    matter. An operation is given those it has parameters for (`Op.arguments`).
+    Each is drawn from the case's name, its own name and the seed, so it does not matter which others are
+    used. An operation gets those it has parameters for (`Op.arguments`).
     """
 
     def __init__(self, case: Case, layout: str, dtype: str, seed: int = 0):
@@ -91,7 +91,7 @@ class HardArguments:
     def x_TD(self) -> Tensor:
         T, D = self.case.T, self.case.D
         if self.case.beyond_int32:
-            # row t starts at element t: T * D logical elements in T + D of memory
+            # row t starts at element t, so T * D logical elements take T + D of memory
             return self._floats("x_TD", T + D).as_strided((T, D), (1, 1))
         return self._poisoned(self._floats("x_TD", T, D, scale=self.case.x_scale), torch.arange(T))
 
@@ -106,7 +106,7 @@ class HardArguments:
         plan, gate_TK = self.plan, self.gate_TK
         y_RD = self._floats("y_RD", plan.num_rows, self.case.D)
         if self.case.cancelling:
-            # the second row nearly undoes the first: what is left is of the size of one rounding
+            # the second row nearly cancels the first: the rest is as small as one rounding
             first_T, second_T = plan.row_TK[:, 0], plan.row_TK[:, 1]
             ratio_T1 = (gate_TK[:, 0].double() / gate_TK[:, 1].double()).unsqueeze(1)
             y_RD[second_T] = (-y_RD[first_T].double() * ratio_T1).to(self.dtype)
@@ -115,7 +115,7 @@ class HardArguments:
         return y_RD.masked_fill_((plan.pair_R < 0).unsqueeze(1), float("nan"))
 
     def _poisoned(self, values: Tensor, token: Tensor) -> Tensor:
-        """NaN in the rows of token 1, if the case wants it."""
+        """Puts NaN into the rows of token 1, if the case asks for it."""
         return values.masked_fill_((token == 1).unsqueeze(1), float("nan")) if self.case.nan_token else values
 
     @property
@@ -217,19 +217,19 @@ def _plan(case: Case, layout: str, dtype: str, seed: int) -> RoutingPlan:
 
 
 def arguments(op: str, case: Case, layout: str, dtype: str, seed: int = 0) -> dict[str, Any]:
-    """The op's arguments by name, fresh."""
+    """Returns fresh arguments of the op by name."""
     return get_op(op).arguments(HardArguments(case, layout, dtype, seed))
 
 
 def upstream(op: str, case: Case, shape: torch.Size, args: Mapping[str, Any]) -> Tensor:
-    """The gradient that comes back to the result, in float64, for args on the host."""
+    """Returns the upstream gradient of the result, in float64, for args on the host."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{case.name} backward".encode()))
     return get_op(op).upstream(torch.randn(shape, generator=generator, dtype=torch.float64), args)
 
 
 def _strided(values: Tensor, step: int = 1) -> Tensor:
-    """The same values with gaps in memory along the first and last dimension; the latter's numbers are `step`
-    from each other."""
+    """Returns the same values with gaps in memory along the first and last dimension; numbers of the last one
+    are `step` elements apart."""
     *outer, last = values.shape
     wide = step * last + 3
     roomy = torch.full((2 * outer[0], *outer[1:], wide) if outer else (wide,), 77).to(values.dtype)
@@ -250,8 +250,9 @@ def fresh_arguments(
     seed: int = 0,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """The arguments anew, on a device; with_grad makes every floating tensor and weight a leaf that wants a
-    gradient. Adapters learn in place of the weights they stand on, and are found by leaves_of."""
+    """Returns new arguments on a device. with_grad makes every floating tensor and weight a leaf that
+    requires a gradient. With adapters, the adapters are trained instead of the weights; leaves_of finds
+    them."""
 
     def leaf(tensor: Tensor) -> Tensor:
         if case.adapters and tensor.ndim == 3:
@@ -260,16 +261,17 @@ def fresh_arguments(
         return tensor.requires_grad_(with_grad and tensor.is_floating_point())
 
     def _adapted(weight: Tensor) -> Tensor:
-        """w + (down @ up) / 2 for each expert, kept in the case's order; `weight` is E x inputs x outputs."""
+        """Returns w + (down @ up) / 2 for each expert, in the case's order; `weight` is E x inputs x
+        outputs."""
         (E, inputs, outputs), rank = weight.shape, 3
         draws = torch.Generator().manual_seed(zlib.crc32(f"{case.name} {inputs} {outputs}".encode()) + seed)
         sizes = ((E, inputs, rank), (E, rank, outputs))
         down, up = (torch.randn(size, generator=draws) / size[1] ** 0.5 for size in sizes)
         if case.adapters == "output first":
-            weight, down, up = (one.transpose(1, 2).contiguous() for one in (weight, down, up))
+            weight, down, up = (w.transpose(1, 2).contiguous() for w in (weight, down, up))
         kind = torch.float64 if double else weight.dtype
         # rounded first, so that all precisions start from the same numbers
-        down, up = (one.to(weight.dtype).to(device, kind).requires_grad_(with_grad) for one in (down, up))
+        down, up = (w.to(weight.dtype).to(device, kind).requires_grad_(with_grad) for w in (down, up))
         delta = torch.bmm(down, up) if case.adapters == "input first" else torch.bmm(up, down)
         adapted = weight.to(device, kind) + 0.5 * delta
         adapted = adapted if case.adapters == "input first" else adapted.transpose(1, 2)
@@ -293,13 +295,13 @@ def fresh_arguments(
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """All the memory behind a tensor, once: a view may repeat elements or leave gaps."""
+    """Returns all memory behind a tensor once; a view may repeat elements or leave gaps."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.detach().as_strided((size,), (1,), 0)
 
 
 def on_device(tensor: Tensor, device: str) -> Tensor:
-    """A copy with the same strides; Tensor.to() would close the gaps of a view."""
+    """Returns a copy with the same strides; Tensor.to() would close the gaps of a view."""
     moved = memory_of(tensor).to(device, copy=True)
     return moved.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -308,9 +310,9 @@ def leaves_of(args: Mapping[str, Any]) -> dict[str, Tensor]:
     leaves: dict[str, Tensor] = {}
     for name, value in args.items():
         tensors = value.tensors() if isinstance(value, ExpertWeights) else {name: value}
-        for one, tensor in tensors.items():
+        for key, tensor in tensors.items():
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
                 continue
             adapters = getattr(tensor, "adapters", None)
-            leaves |= {one: tensor} if adapters is None else {f"{one}.{n}": t for n, t in adapters.items()}
+            leaves |= {key: tensor} if adapters is None else {f"{key}.{n}": t for n, t in adapters.items()}
     return leaves

@@ -1,6 +1,6 @@
-"""Does a token's result depend on its batch? Tokens alone, among others, elsewhere, under another load.
+"""Checks whether a token's result depends on its batch: alone, among others, moved, under another load.
 
-What `BATCH_INVARIANT = True` promises (DESIGN.md, "The same bits in every batch") is tried here.
+This tests what `BATCH_INVARIANT = True` promises (DESIGN.md, "The same bits in every batch").
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from moe_routing_bench.ops.make_plan.op import reference as make_plan
 from moe_routing_bench.ops.registry import get_op
 
 SEEDS = (0, 1)
-# around the widths of vectors and tiles
+# sizes near the widths of vectors and tiles
 SIZES = (2, 3, 5, 8, 9, 16, 17, 33, 65)
 
 
 def batch_dependence(implementation: Implementation, cell: KitCell) -> str | None:
-    """How a token's bits depend on its batch, in words; None if they do not, for any batch that is tried."""
+    """Returns a sentence that says how a token's bits depend on its batch; None if no tried batch shows
+    it."""
     for threads in (1, 2):
         for seed in SEEDS[:1] if threads == 2 else SEEDS:
             with torch_threads(threads):
@@ -37,7 +38,7 @@ def batch_dependence(implementation: Implementation, cell: KitCell) -> str | Non
 
 
 def _ways(implementation: Implementation, cell: KitCell) -> list[str]:
-    """An implementation may take another path with gradients, and with frozen weights."""
+    """Lists the ways to run: an implementation may take another path with gradients or frozen weights."""
     ways = ["without gradients"]
     if get_op(cell.op).differentiable and not implementation.forward_only:
         ways.append("with gradients")
@@ -76,7 +77,8 @@ def _first_difference(implementation: Implementation, cell: KitCell, way: str, s
 
 
 def _batches(T: int) -> Iterator[tuple[str, Tensor, bool]]:
-    """Other batches of the same tokens: what it is, which tokens, and whether most of them change experts."""
+    """Yields other batches of the same tokens: a name, the tokens, and whether most of them change
+    experts."""
     everyone = torch.arange(T)
     for token in (0, T // 2, T - 1):
         yield "a batch of 1", torch.tensor([token]), False
@@ -90,8 +92,8 @@ def _batches(T: int) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def batch(args: Mapping[str, Any], token_t: Tensor, crowded: bool = False) -> dict[str, Any]:
-    """The arguments for these tokens of a batch, by the letters of their names. crowded: of three tokens two
-    go where the first one goes, so that few experts get nearly all rows."""
+    """Returns the arguments for these tokens of a batch, by the letters of their names. crowded: two of three
+    tokens take the experts of the first token, so that few experts get nearly all rows."""
     made = dict(args)
     plan: RoutingPlan | None = args.get("plan")
     row_tK = None
@@ -118,7 +120,7 @@ def batch(args: Mapping[str, Any], token_t: Tensor, crowded: bool = False) -> di
 
 
 def _other_bits(a: Tensor, b: Tensor) -> int:
-    """How many tokens differ."""
+    """Returns how many tokens differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return len(a)
     a_Tb, b_Tb = (t.contiguous().view(torch.uint8).reshape(len(t), -1) for t in (a, b))

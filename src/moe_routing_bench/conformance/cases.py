@@ -1,4 +1,4 @@
-"""The hard cases: sizes, routing, layout and data chosen so that a plausible bug shows itself."""
+"""The hard cases: sizes, routing, layout and data that make a plausible bug visible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_routing_bench.core.dtypes import DTYPES
 from moe_routing_bench.ops.registry import Op
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
 
-NO_LAYOUT = "-"  # of an op that knows none
+NO_LAYOUT = "-"  # for an op without layouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One hard case. `guards` says what must hold, as the end of the sentence "... must hold: <guards>".
+    """One hard case. `guards` completes the sentence "Must hold: <guards>".
 
-    Case(name="one_token", guards="a batch of one token works", T=1) takes the sizes below for the rest.
+    Case(name="one_token", guards="a batch of one token works", T=1) takes its other sizes from the defaults.
     """
 
     name: str
@@ -58,20 +58,20 @@ class Case:
     activation: str = "swiglu"
     bias: bool = False
     strided: bool = False
-    column_step: int = 1  # of strided inputs: 2 has a gap after every number
+    column_step: int = 1  # of strided inputs; 2 leaves a gap after every number
     float32_gates: bool = False
     equal_gates: bool = False
     cancelling: bool = False
-    adapters: str = ""  # "input first", "output first": low-rank adapters that learn, on weights kept so
+    adapters: str = ""  # "input first", "output first": trained low-rank adapters on weights in that order
     nan_token: bool = False  # one token is NaN
-    nan_gates: bool = False  # where there is no expert
+    nan_gates: bool = False  # gates without an expert are NaN
     x_scale: float = 1.0  # of expert_ffn
     rule: ScoreRule = PLAIN  # of score_topk
-    far_logits: float = 0.0  # their middle: around -60 scores underflow, around 100 exp(z) overflows
+    far_logits: float = 0.0  # mean of the logits: near -60 scores underflow, near 100 exp(z) overflows
     beyond_int32: bool = False  # x_TD has more than 2^31 elements, in overlapping memory; forward only
-    batches: bool = False  # also: do a token's bits depend on its batch?
+    batches: bool = False  # also check whether a token's bits depend on its batch
     heads: Heads = Heads()  # of attention
-    ops: tuple[str, ...] = ()  # those it is hard for; none named: every op of an MoE layer
+    ops: tuple[str, ...] = ()  # the ops it is hard for; (): every op of an MoE layer
     dtypes: tuple[str, ...] = tuple(DTYPES)
 
     def rows(self, op: str) -> int:
@@ -85,7 +85,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class KitCell:
-    """One implementation on one case: what a line of `mrb check` sums up.
+    """One implementation on one case. A line of `mrb check` summarises several of these.
 
     KitCell(op="combine", spec="index_add", case=<plain>, layout="block(4)", dtype="bfloat16")
     """
@@ -190,7 +190,7 @@ CASES = (
         ops=("grouped_gemm", "expert_ffn"),
     ),
     Case(
-        name="deep",  # with tiles of 64, sums rounded at every step have six times the error: 64 steps
+        name="deep",  # with tiles of 64 there are 64 steps; sums rounded at each have six times the error
         guards="sums are kept in at least float32 from the first step of the depth to the last",
         T=8,
         D=4096,
@@ -198,7 +198,7 @@ CASES = (
         E=2,
         K=1,
         layouts=("block(4)",),
-        ops=("grouped_gemm",),  # interpreted, a minute of expert_ffn
+        ops=("grouped_gemm",),  # expert_ffn would take a minute in the interpreter
         dtypes=("bfloat16",),
     ),
     Case(
@@ -428,8 +428,8 @@ CASES = (
         heads=Heads(N=30, M=70),
         ops=("attention",),
     ),
-    # odd, silu, sigmoid, sqrtsoftplus: torch has two formulas, in vectors and at their end
-    # wide: long sums, and enough numbers for torch to share them among threads
+    # odd, silu, sigmoid, sqrtsoftplus: torch has one formula for full vectors and one for their end
+    # wide: long sums, and enough numbers for torch to use several threads
     *(
         Case(name=f"any_batch{name}", guards=ANY_BATCH, ragged=False, batches=True, **sizes)  # type: ignore[arg-type]
         for name, sizes in (

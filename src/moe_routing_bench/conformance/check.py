@@ -1,7 +1,8 @@
-"""Run one implementation on one hard case and say in words what is wrong with it.
+"""Runs one implementation on one hard case and says in sentences what is wrong with it.
 
-Results against the oracle (accuracy.judge), gradients against those of the oracle, inputs unchanged, memory
-from torch.empty filled with NaN, two runs with the same bits, earlier results left alone.
+It compares results and gradients with the oracle's (accuracy.judge). It also checks that inputs are
+unchanged, that two runs give the same bits and that earlier results stay intact, with memory from torch.empty
+full of NaN.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ class Outcome:
     cell: KitCell
     status: Literal["passed", "failed", "unsupported"]
     sentences: tuple[str, ...] = ()
-    # of one that does not say BATCH_INVARIANT: could it, as far as this cell shows? None: not looked at
+    # if it does not declare BATCH_INVARIANT: could it, as far as this cell shows? None: not checked
     could_say_invariant: bool | None = None
 
 
 def cells(
     ops: str = "*", specs: str = "*", dtypes: Sequence[str] = tuple(DTYPES), device: str = "cpu"
 ) -> list[KitCell]:
-    """All cells whose op and implementation match; the patterns are as in a shell. Configurations that a
-    tuner may try are implementations too."""
+    """Returns all cells whose op and implementation match; patterns are those of a shell. Configurations that
+    a tuner may try count as implementations."""
     return [
         cell
         for op in all_ops().values()
@@ -72,7 +73,7 @@ def cells_of(op: str, spec: str, dtypes: Sequence[str] = tuple(DTYPES), device: 
 
 
 def matches(spec: str, pattern: str) -> bool:
-    """A pattern for the name alone also takes the name with any options."""
+    """Returns whether the pattern matches the whole spec, or the name without its options."""
     return fnmatchcase(spec, pattern) or fnmatchcase(base_name(spec), pattern)
 
 
@@ -85,7 +86,7 @@ def check(cell: KitCell) -> Outcome:
 
 
 def check_implementation(implementation: Implementation, cell: KitCell) -> Outcome:
-    """As check(), for an implementation that need not be installed."""
+    """Does the same as check() for an implementation that need not be registered."""
     could_say: bool | None = None
     try:
         with_grad = asks_for_gradients(cell.op, cell.case) and not implementation.forward_only
@@ -111,13 +112,13 @@ def check_implementation(implementation: Implementation, cell: KitCell) -> Outco
 
 
 def _asks_for_batches(implementation: Implementation, cell: KitCell) -> bool:
-    """Interpreted, only who promises it is asked: a hundred calls take minutes."""
+    """In the interpreter only implementations that promise it are checked: a hundred calls take minutes."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return cell.case.batches and (implementation.batch_invariant or not interpreted)
 
 
 def _right_interpreter() -> AbstractContextManager[None]:
-    """Triton's interpreter, where it is in use, with its own mistakes repaired."""
+    """Repairs the mistakes of Triton's interpreter while it is in use."""
     if os.environ.get("TRITON_INTERPRET") != "1" or "triton" not in sys.modules:
         return nullcontext()
     from moe_routing_bench.conformance.interpreting import repaired
@@ -157,7 +158,7 @@ def _whats_wrong(implementation: Implementation, cell: KitCell, args: Mapping[st
     other_bits = "a second run on the same input gave other bits; say DETERMINISTIC = False?"
     if implementation.deterministic and not _all_same_bits(kept, run_again(with_grad=wants_grad)):
         wrong.append(other_bits)
-    # without gradients an implementation may take another path, which is judged too
+    # an implementation may take another path without gradients, so that is judged too
     plain = run_again(with_grad=False) if wants_grad else kept
     if wants_grad and not _all_same_bits(kept, plain):
         wrong += judge_output(implementation, cell, plain, host_args)
@@ -180,7 +181,7 @@ def _whats_wrong(implementation: Implementation, cell: KitCell, args: Mapping[st
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Inside, torch fills memory it allocates without values with NaN, integers with their maximum."""
+    """Inside, torch fills uninitialised memory with NaN, and integers with their maximum."""
     # use_deterministic_algorithms does the same, but imports all of torch.compile: 1 to 3 s in every worker
     before = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -202,7 +203,7 @@ def _fresh(cell: KitCell, *, with_grad: bool = False, seed: int = 0) -> dict[str
 
 
 def _on_host(out: Any) -> Any:
-    """A copy of the values on the host; what is no result at all stays as it is, for the judge."""
+    """Copies the values to the host. Anything that is not a result stays as it is, for the judge."""
     if isinstance(out, Tensor):
         return out.detach().to("cpu", copy=True)
     if isinstance(out, tuple):
@@ -221,8 +222,8 @@ def _names_of_tensors(args: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def _all_same_bits(one: Any, other: Any) -> bool:
-    return all(_same_bits(a, b) for a, b in zip(tensors_in(one), tensors_in(other), strict=True))
+def _all_same_bits(first: Any, second: Any) -> bool:
+    return all(_same_bits(a, b) for a, b in zip(tensors_in(first), tensors_in(second), strict=True))
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What tokens choose in the hard cases: drawn for a case's T, K and E."""
+"""Draws the choices of tokens in the hard cases, for a case's T, K and E."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Sizes(Protocol):
-    """What of a case they look at."""
+    """The sizes of a case that these functions use."""
 
     @property
     def T(self) -> int: ...

@@ -1,14 +1,15 @@
 """Checks every load and store of an interpreted Triton kernel, with its programs in any order.
 
-The interpreter runs programs one after the other and reads whatever an address holds, so a kernel that reads
-past its tensor, or whose programs overwrite each other, gives right numbers there and garbage on a GPU.
-Inside `instrumented` these raise instead:
+The interpreter runs programs one after the other and reads any address. A kernel that reads past its tensor,
+or whose programs overwrite each other, gives right numbers there and garbage on a GPU. Inside `instrumented`
+such kernels raise instead:
 
-  OutOfBoundsError    a lane touches memory that is no element of an argument; gaps of a strided view included
-  RaceError           two programs use one address and one of them writes it (atomics among themselves may);
-                      a program writes an address twice, or reads what it wrote: its threads are not in step
+  OutOfBoundsError    a lane uses memory that is not an element of an argument, or a gap of a strided view
+  RaceError           two programs use one address and one of them writes it (atomics may meet atomics); or a
+                      program writes an address twice or reads what it wrote, though its threads are not in
+                      step
   UninitialisedError  a lane reads memory from torch.empty that nothing has written
-  OrderError          floats are added atomically: the sum depends on which program comes first
+  OrderError          floats are added atomically, so the sum depends on the order of programs
 
     with instrumented(order="random", seed=1) as seen:
         kernel[grid](...)
@@ -56,7 +57,7 @@ class OrderError(KernelMemoryError):
 
 
 class _Region:
-    """One stretch of memory that arguments share: for every byte, whether it is theirs and who used it."""
+    """One range of memory that arguments share: for every byte, whether it is theirs and who used it."""
 
     def __init__(self, start: int, stop: int):
         size = stop - start
@@ -78,12 +79,12 @@ class Seen:
     lanes: int = 0
     order: Order = "random"
     seed: int = 0
-    # addresses of memory from torch.empty, to which bytes of it nobody has written
+    # address of memory from torch.empty -> which of its bytes were never written
     empty: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 class _Watch:
-    """The state of one launch, and the checks."""
+    """The state and the checks of one launch."""
 
     def __init__(self, seen: Seen, tensors: list[Tensor], kernel: str):
         self.seen, self.kernel = seen, kernel
@@ -93,7 +94,7 @@ class _Watch:
         self.starts = np.array([region.start for region in self.regions], dtype=np.int64)
 
     def place(self, grid: tuple[int, int, int], x: int, y: int, z: int) -> tuple[int, int, int]:
-        """Which program runs now, instead of (x, y, z)."""
+        """Returns the program that runs now, instead of (x, y, z)."""
         nx, ny, nz = grid
         linear = (x * ny + y) * nz + z
         if self.seen.order == "reversed":
@@ -204,13 +205,13 @@ def _regions(tensors: list[Tensor], empty: dict[int, np.ndarray]) -> list[_Regio
         width = tensor.element_size()
         here = region.valid[start - region.start : stop - region.start]
         if tensor.numel() * width >= here.size:
-            here[:] = True  # no gaps; elements may share memory, and there may be billions of them
+            here[:] = True  # no gaps; there may be billions of elements that share memory
         else:
             strides = (*(stride * width for stride in tensor.stride()), 1)
             np.lib.stride_tricks.as_strided(here, shape=(*tensor.shape, width), strides=strides)[...] = True
         memory = tensor.untyped_storage()
         if (unwritten := empty.get(memory.data_ptr())) is not None and unwritten.size == memory.nbytes():
-            # a view of the one map, so that what one launch writes is known in the next
+            # a view of one map, so that the next launch knows what this one wrote
             offset = region.start - memory.data_ptr()
             if offset >= 0 and offset + region.valid.size <= unwritten.size:
                 region.unwritten = unwritten[offset : offset + region.valid.size]
@@ -218,7 +219,7 @@ def _regions(tensors: list[Tensor], empty: dict[int, np.ndarray]) -> list[_Regio
 
 
 class _Allocations(TorchDispatchMode):
-    """Which memory comes from torch.empty, and which of it torch itself has written since."""
+    """Tracks which memory comes from torch.empty, and which of it torch has written since."""
 
     def __init__(self, empty: dict[int, np.ndarray]):
         super().__init__()
@@ -245,7 +246,7 @@ class _Allocations(TorchDispatchMode):
         if argument.alias_info is not None and argument.alias_info.is_write:
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Tensor):
-                    # a slice counts as the whole: rather miss a fault than see one that is not there
+                    # a slice counts as the whole tensor: better to miss a fault than to report a false one
                     self.empty.pop(leaf.untyped_storage().data_ptr(), None)
 
 
@@ -254,7 +255,7 @@ _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 
 @contextlib.contextmanager
 def instrumented(*, order: Order = "random", seed: int = 0) -> Iterator[Seen]:
-    """Every Triton kernel launched inside is watched and its programs run in this order."""
+    """Watches every Triton kernel launched inside, and runs its programs in this order."""
     seen = Seen(order=order, seed=seed)
     with repaired(), _Allocations(seen.empty), contextlib.ExitStack() as stack:
         for owner, functions in _watched(seen).items():
@@ -297,7 +298,7 @@ def _watched(seen: Seen) -> dict[Any, dict[str, Any]]:
     def launch(self: Any, *args: Any, **named: Any) -> Any:
         seen.launches += 1
         now.append(_Watch(seen, list(_tensors([*args, *named.values()])), self.fn.__name__))
-        # what the launch itself does with torch (copies of arguments onto themselves) is not the kernel's
+        # the launch itself copies arguments onto themselves with torch, which is not the kernel's doing
         with torch.utils._python_dispatch._disable_current_modes():
             try:
                 return call(self, *args, **named)

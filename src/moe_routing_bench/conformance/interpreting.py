@@ -1,10 +1,9 @@
-"""Triton's CPU interpreter repaired: bfloat16 as numbers, and TF32 where a kernel asks for it.
+"""Repairs Triton's CPU interpreter: bfloat16 as numbers, and TF32 where a kernel asks for it.
 
 The stock interpreter (3.7.1 and 3.9.0) keeps bfloat16 as 16-bit integers and computes with the integers, so
-a product of 1.5 and 2 is nonsense; float32 becomes bfloat16 by cutting, not by rounding (triton-lang/triton
-issue 11584). And its float32 products are exact where a GPU would use TF32 unless asked for
-`input_precision="ieee"`, so a kernel that forgets it looks better than it is.
-Needs TRITON_INTERPRET=1 before triton is imported.
+1.5 * 2 is nonsense. It cuts float32 to bfloat16 instead of rounding (triton-lang/triton issue 11584). Its
+float32 products are exact, where a GPU uses TF32 unless the kernel asks for `input_precision="ieee"`; a
+kernel that forgets to ask looks better than it is. TRITON_INTERPRET=1 must be set before triton is imported.
 
     with repaired():
         kernel[grid](...)
@@ -28,7 +27,7 @@ def as_float32(bits: np.ndarray) -> np.ndarray:
 
 
 def as_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The bits of the nearest bfloat16, of two equally near ones the even one."""
+    """Returns the bits of the nearest bfloat16, rounding ties to even."""
     values = np.ascontiguousarray(values, dtype=np.float32)
     bits = values.view(np.uint32)
     rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
@@ -36,7 +35,7 @@ def as_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def as_tf32(values: np.ndarray) -> np.ndarray:
-    """float32 with 10 bits of mantissa, as tensor cores read it."""
+    """Rounds float32 to 10 bits of mantissa, as tensor cores read it."""
     values = np.ascontiguousarray(values, dtype=np.float32)
     bits = values.view(np.uint32)
     rounded = (bits + (np.uint32(0x0FFF) + ((bits >> 13) & 1))) & np.uint32(0xFFFFE000)
@@ -45,7 +44,7 @@ def as_tf32(values: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def replaced(owner: Any, **functions: Any) -> Iterator[None]:
-    """Attributes of a class replaced for a while; those that were not there are gone again afterwards."""
+    """Replaces attributes of a class inside `with`; those that did not exist are removed afterwards."""
     before = {name: owner.__dict__.get(name) for name in functions}
     for name, function in functions.items():
         setattr(owner, name, function)
@@ -61,7 +60,7 @@ def replaced(owner: Any, **functions: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def repaired() -> Iterator[None]:
-    """Numbers are right inside. NaN and overflow pass without numpy's warnings, as on a GPU."""
+    """Inside, numbers are right, and NaN and overflow give no warnings of numpy, as on a GPU."""
     if InterpreterBuilder.create_dot.__module__ == __name__:
         yield  # they are already
         return
@@ -74,8 +73,8 @@ def repaired() -> Iterator[None]:
 
 
 class _PatchedOnce:
-    """The language patched once a launch: the stock interpreter does it anew for every device function,
-    tl.sum and tl.zeros too, which is a quarter of its time."""
+    """Patches the language once a launch. The stock interpreter does it again for every device function, such
+    as tl.sum, which takes a quarter of its time."""
 
     def __init__(self, stock: Callable[[Any], Any]):
         self.stock, self.scope = stock, None
@@ -162,7 +161,7 @@ def _builder_functions(stock: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _reduce(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Reductions and scans: in float32, rounded once at the end, each result as its input was."""
+    """Makes reductions and scans compute in float32 and round once at the end to the input's dtype."""
 
     def apply(self: Any, given: Any) -> Any:
         if not isinstance(given, tuple):

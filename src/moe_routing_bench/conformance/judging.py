@@ -1,4 +1,4 @@
-"""Results and gradients of one operation against its oracle, in words. Everything here is on the host."""
+"""Compares results and gradients of an operation with its oracle's. Everything here is on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_routing_bench.ops.registry import get_op
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What the reference gives for one case: in float64 (oracle), and in the dtype itself (baseline)."""
+    """The reference's results for one case: in float64 (oracle) and in the case's dtype (baseline)."""
 
     oracle: Any
     baseline: Any
@@ -32,13 +32,13 @@ def differentiable(op: str, case: Case) -> bool:
 
 
 def asks_for_gradients(op: str, case: Case) -> bool:
-    """Cases of batches ask for a result's bits alone."""
+    """Cases about batches compare only the bits of results, without gradients."""
     return differentiable(op, case) and not case.batches
 
 
 def reference_of(cell: KitCell, seed: int = 0, implementation: Implementation | None = None) -> Reference:
-    """Computed once for all implementations and devices. An implementation that stores its weights in another
-    type has its own, computed with those weights."""
+    """Returns the reference, computed once for all implementations and devices. An implementation that stores
+    weights in a format has its own, computed with the stored weights."""
     if implementation is None or implementation.stored is None:
         return _reference(cell.op, cell.case, cell.layout, cell.dtype, seed)
     plain = fresh_arguments(cell.op, cell.case, cell.layout, cell.dtype, seed=seed)
@@ -93,7 +93,7 @@ def judge_output(
     right = reference_of(cell, implementation=implementation)
 
     def more(n: int) -> list[tuple[Any, Any]]:
-        return [(one.oracle, one.baseline) for one in _others(cell, n, implementation)]
+        return [(other.oracle, other.baseline) for other in _others(cell, n, implementation)]
 
     expected = Expected(oracle=right.oracle, baseline=right.baseline, more=more, ties=implementation.ties)
     return _sentences(get_op(cell.op).judge(out, expected, args))
@@ -113,7 +113,7 @@ def judge_gradients(
             continue
 
         def more(n: int, name: str = name) -> list[tuple[Any, Any]]:
-            return [(one.oracle_grads[name], one.baseline_grads[name]) for one in _others(cell, n)]
+            return [(other.oracle_grads[name], other.baseline_grads[name]) for other in _others(cell, n)]
 
         of = GradientOf(name=name, args=args, out=out, d_out=d_out)
         verdicts = op.judge_gradient(of, got, Expected(oracle=oracle, baseline=baseline, more=more))
@@ -122,10 +122,12 @@ def judge_gradients(
 
 
 def _others(cell: KitCell, n: int, implementation: Implementation | None = None) -> list[Reference]:
-    """The same case on other data, for results of so few elements that the baseline's error is luck."""
-    # the largest of 128 errors is about 2.7 standard deviations, and luck passes twice that 1 time in 10^7;
-    # with 18 numbers honest implementations were rejected in 14 of 31,057 cells. The errors of one pair are
-    # correlated, so a gradient of many numbers that comes from one token is luck as well
+    """Returns references of the same case on other data: with few elements the baseline's error is luck."""
+    # the largest of 128 errors is about 2.7 standard deviations; chance exceeds twice that once in 10^7. With
+    # 18
+    # numbers, honest implementations were rejected in 14 of 31,057 cells. Errors within a pair are
+    # correlated,
+    # so a gradient of many numbers from one token is luck as well
     independent = min(n, 8 * cell.case.rows(cell.op))
     enough = min(63, 128 // independent) if independent else 0
     return [reference_of(cell, seed, implementation) for seed in range(1, 1 + enough)]

@@ -1,9 +1,9 @@
-"""Checks one router against its contract and says in words what it breaks.
+"""Checks one router against its contract and says in sentences what it breaks.
 
-Validity, gate sums, dtypes, gradients (against slopes in float64 too, and where all tokens or all scores are
-the same), no tokens and one token, masks, losses, the order of tokens, and the leak test: the flags
-`causal` and `batch_dependent` are promises about which tokens may influence which, so tokens are changed
-and the others are watched.
+It checks validity, gate sums, dtypes, gradients (also against slopes in float64, and with equal tokens or
+equal scores), empty and one-token batches, masks, losses and the order of tokens. The leak test checks the
+flags `causal` and `batch_dependent`, which promise which tokens may influence which: it changes tokens and
+compares the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Make = Callable[..., Router]
 
 
 def check_router(router: str | type[Router], **options: Any) -> list[str]:
-    """What is wrong with a router (a name or a class, with options), in sentences; empty if it conforms."""
+    """Returns what is wrong with a router (a name or a class, with options), in sentences; empty if
+    nothing."""
     rule = router_named(router) if isinstance(router, str) else router
     declared = ("causal", "batch_dependent", "paper", "gate_sum")
     if missing := [name for name in declared if not hasattr(rule, name)]:
@@ -42,7 +43,7 @@ def check_router(router: str | type[Router], **options: Any) -> list[str]:
             torch.manual_seed(0)
             try:
                 wrong += check(make)
-            except Exception as error:  # whatever a router raises is reported
+            except Exception as error:  # anything a router raises is reported
                 wrong.append(f"checking {check.__name__[1:]}: it raised {type(error).__name__}: {error}")
     return list(dict.fromkeys(wrong))
 
@@ -157,7 +158,7 @@ def _backward(router: Router, x_TD: Tensor, info: TokenInfo, where: str) -> Iter
 
 
 def _extremes(make: Make) -> Iterator[str]:
-    """Where derivatives tend to be 0 / 0: equal logits, equal tokens, one expert far ahead of the others."""
+    """Checks where derivatives tend to be 0 / 0: equal logits, equal tokens, one expert far ahead."""
     _, info = _tokens()
     flat, same, sure = make(), make(), make()
     with torch.no_grad():
@@ -187,12 +188,12 @@ def _slopes(make: Make) -> Iterator[str]:
 
 
 def _gradient_is_slope(router: Router) -> bool:
-    """Gradients against differences in float64. x is random, so no choice is near its edge."""
+    """Compares gradients with differences in float64. x is random, so no choice is near a tie."""
     x_TD, info = _tokens(6)
     parameters, buffers = dict(router.named_parameters()), dict(router.named_buffers())
 
     def results(x_TD: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        # copies, for a rule may add to its balance state
+        # copies, because a rule may add to its balance state
         state = {name: buffer.clone() for name, buffer in buffers.items()}
         state.update(zip(parameters, values, strict=True))
         with torch.random.fork_rng(devices=[]):
@@ -214,7 +215,7 @@ def _order(make: Make) -> Iterator[str]:
 
 
 def permutes(router: Router, *, training: bool) -> bool:
-    """Whether permuted tokens give permuted rows. It need not hold for a batch-dependent rule, but may."""
+    """Returns whether permuted tokens give permuted rows. A batch-dependent rule need not do so, but may."""
     x_TD, info = _tokens()
     order_T = torch.randperm(T)
     moved = _run(router, x_TD[order_T], replace(info, token_id_T=_ids(info)[order_T]), training=training)
@@ -305,7 +306,7 @@ def _leaks(make: Make) -> Iterator[str]:
 
 
 def _matters(router: Router, x_TD: Tensor, info: TokenInfo, changed_T: Tensor, *, training: bool) -> bool:
-    """Whether new contents in the changed tokens, or masking them, or removing them moves the rest."""
+    """Returns whether changing, masking or removing the changed tokens changes the routing of the others."""
     keep_T = ~changed_T
     before = _rows(_run(router, x_TD, info, training=training), keep_T)
     new_TD, new_info = _tokens(T)
@@ -316,7 +317,7 @@ def _matters(router: Router, x_TD: Tensor, info: TokenInfo, changed_T: Tensor, *
     if not _same(before, _rows(replaced, keep_T)) or not _same(before, _rows(masked, keep_T)):
         return True
     if training or info.num_sequences > 1:
-        return False  # with fewer tokens the noise would be another, and the sequences unequal
+        return False  # fewer tokens would draw other noise, and sequences would be unequal
     removed = _run(router, x_TD[keep_T], TokenInfo(token_id_T=_ids(info)[keep_T]), training=False)
     return not _same(before, _rows(removed), tolerance=1e-5)
 
@@ -335,7 +336,7 @@ def _ids(info: TokenInfo) -> Tensor:
 def _run(
     router: Router, x_TD: Tensor, info: TokenInfo, *, training: bool, seed: int = 0
 ) -> Routing | SoftRouting:
-    """On a copy and with a fixed seed, so that neither state nor noise passes from run to run."""
+    """Runs a copy with a fixed seed, so that neither state nor noise passes from run to run."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return copy.deepcopy(router).train(training)(x_TD, info)
@@ -346,7 +347,8 @@ def _gates(routing: Routing | SoftRouting) -> Tensor:
 
 
 def _rows(routing: Routing | SoftRouting, keep_T: Tensor | slice = slice(None)) -> list[Tensor]:
-    """What was decided for each token: ids (-1 for none) and gates, or its row of dispatch and of combine."""
+    """Returns the decision for each token: ids (-1 for none) and gates, or its rows of dispatch and
+    combine."""
     if isinstance(routing, SoftRouting):
         rows = [routing.dispatch_BNS.flatten(0, 1), routing.combine_BNS.flatten(0, 1)]
     else:

@@ -1,9 +1,9 @@
-"""Bias by the sign of the gap, minus the mean change: the sum of all biases stays what it was.
+"""Bias by the sign of the gap, minus the mean change, so that the sum of all biases does not change.
 
     d_e = rate * sign(mean(c) - c_e)       b_e += d_e - mean(d)
 
-torchtitan's update ("not exactly the same" as arXiv:2408.15664, says its code). Before rounding it chooses
-like sign_bias, whose biases drift when more experts are below the mean than above it.
+This is torchtitan's update (its code says "not exactly the same" as arXiv:2408.15664). Before rounding it
+makes the same choices as sign_bias, whose biases drift if more experts are below the mean than above it.
 """
 
 from __future__ import annotations

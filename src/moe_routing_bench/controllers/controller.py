@@ -1,13 +1,14 @@
-"""Controller: what moves a router's balance state between steps, and how controllers are found.
+"""Controller: moves a router's balance state between steps; and how controllers are found.
 
-A controller is a file `controllers/<name>.py` that defines one subclass of Controller. It is called once an
+A controller is a file `controllers/<name>.py` that defines one subclass of Controller. It is called once per
 optimiser step, never by forward:
 
     controller = controller_for(router)
-    counts = Counts.of(routing)  # of more micro-batches: counts = counts + Counts.of(routing)
+    counts = Counts.of(routing)  # for more micro-batches: counts = counts + Counts.of(routing)
     controller.step(counts)
 
-On several ranks every rank calls step with its own counts and `reduce=all_reduce_sum()`; all then move alike.
+On several ranks every rank calls step with its own counts and `reduce=all_reduce_sum()`. Then all move
+equally.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ Reduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What a controller sees of a batch. T=3, K=2, E=4, expert_TK = [[0, 2], [2, -1], [-1, -1]], and the last
-    token is masked:
+    """What a controller knows about a batch. T=3, K=2, E=4, expert_TK = [[0, 2], [2, -1], [-1, -1]], and the
+    last token is masked:
       count_E    = [1, 0, 2, 0]   tokens that chose each expert
       num_tokens = 2              tokens that exist, whether they chose an expert or not
 
-    Both are int64 on the routing's device. Two micro-batches are counted together by `+`.
+    Both are int64 on the routing's device. `+` adds the counts of two micro-batches.
     """
 
     count_E: Tensor
@@ -43,7 +44,7 @@ class Counts:
 
     @staticmethod
     def of(routing: Routing, mask_T: Tensor | None = None) -> Counts:
-        """No host synchronisation. mask_T: False where there is no token, as in TokenInfo."""
+        """Does not wait for the device. mask_T: False where there is no token, as in TokenInfo."""
         device = routing.expert_TK.device
         num_tokens = (
             torch.full((), routing.num_tokens, dtype=torch.int64, device=device)
@@ -57,11 +58,11 @@ class Counts:
 
 
 class Controller:
-    """Moves buffers of one router that is already on its device. Subclasses name them in `moves` and fill in
+    """Moves buffers of one router that is already on its device. Subclasses name them in `moves` and define
     `update`.
 
-    The router saves what is moved. What the controller itself remembers (the integral of a PI controller)
-    stands in `memory`; state_dict and load_state_dict save it.
+    The router saves these buffers. The controller's own state (the integral of a PI controller) is in
+    `memory`; state_dict and load_state_dict save it.
     """
 
     moves: ClassVar[tuple[str, ...]]  # buffers of the router; they must exist
@@ -80,7 +81,8 @@ class Controller:
 
     @torch.no_grad()
     def step(self, counts: Counts) -> None:
-        """Once an optimiser step, with the counts of all its micro-batches. No host synchronisation."""
+        """Call it once per optimiser step, with the counts of all micro-batches. It does not wait for the
+        device."""
         if counts.count_E.shape != (self.router.E,):
             raise ValueError(
                 f"counts of {counts.count_E.numel()} experts for a router with E={self.router.E}; "
@@ -89,20 +91,20 @@ class Controller:
         for name in self.moves:
             if (dtype := self.router.get_buffer(name).dtype) not in (torch.float32, torch.float64):
                 raise ValueError(
-                    f"{name} is {dtype}, in which small steps are lost; after casting a model, bring the "
-                    "buffers of its routers back to float32"
+                    f"{name} is {dtype}, which loses small steps; after casting a model, convert the buffers "
+                    "of its routers back to float32"
                 )
         self.update(counts)
 
     def update(self, counts: Counts) -> None:
-        """Called without gradients. counts are this rank's own: what is used goes through `total` first."""
+        """Called without gradients. counts are those of this rank; use `total` to sum over ranks."""
         raise NotImplementedError
 
     def total(self, *tensors: Tensor) -> list[Tensor]:
-        """The sums over all ranks, in one reduction; without `reduce` the tensors as they are."""
+        """The sums over all ranks, in one reduction; without `reduce` the tensors unchanged."""
         if self.reduce is None:
             return list(tensors)
-        # cat copies, so reduce may overwrite what it is given
+        # cat copies, so reduce may overwrite its input
         sums = self.reduce(torch.cat([tensor.flatten() for tensor in tensors]))
         parts = sums.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
@@ -125,20 +127,20 @@ class Controller:
 
 
 class BiasController(Controller):
-    """Moves a router's bias_E by `rate` in a step."""
+    """Moves a router's bias_E by `rate` per step."""
 
     moves = ("bias_E",)
 
     def __init__(self, router: Router, *, rate: float = 1e-3, **options: Any):
         super().__init__(router, **options)
         if not rate > 0:
-            raise ValueError(f"rate is what a bias moves by in a step; it must be above 0, not {rate}")
+            raise ValueError(f"rate is how far a bias moves per step; it must be above 0, not {rate}")
         self.rate = rate
 
     def towards_mean_E(self, counts: Counts) -> Tensor:
-        """rate for an expert below the mean load, -rate for one above it, in the dtype of the bias."""
+        """rate for an expert below the mean load, -rate for an expert above it, in the dtype of the bias."""
         count_E = self.total_counts(counts).count_E
-        # whole numbers: a mean in float32 would lose the sign of small gaps past 2^24 tokens
+        # whole numbers, because a float32 mean would lose the sign of small gaps above 2^24 tokens
         gap_E = count_E.sum() - self.router.E * count_E
         return self.rate * torch.sign(gap_E).to(self.router.get_buffer("bias_E").dtype)
 
@@ -167,7 +169,7 @@ def all_controllers() -> dict[str, type[Controller]]:
 
 
 def controller_for(router: Router, name: str | None = None, **options: Any) -> Controller:
-    """The controller called `name`, or the one the router was published with.
+    """Builds the controller `name`, by default the one that was published with the router.
 
     controller_for(router, "sign_bias", rate=1e-3, reduce=all_reduce_sum())
 
@@ -194,7 +196,7 @@ def name_of(controller: type[Controller]) -> str:
 
 
 def _who_has(buffers: list[str]) -> str:
-    """Routers whose own controller moves one of these buffers: found without building any."""
+    """The routers whose own controller moves one of these buffers; no router is built."""
     movers = {name for name, controller in all_controllers().items() if set(controller.moves) & set(buffers)}
     routers = sorted(name for name, rule in all_routers().items() if rule.controller in movers)
     if not routers:

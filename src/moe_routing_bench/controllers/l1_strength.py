@@ -3,8 +3,8 @@
     sparsity = 1 - sum_e c_e / (T E)
     strength *= factor  if sparsity < 1 - K / E  else  strength /= factor        factor 1.2, strength_0 1e-8
 
-ReMoE's code keeps one strength for all layers and compares the mean sparsity of all of them; here every
-router has its own. With no tokens at all nothing moves.
+ReMoE's code has one strength for all layers and compares their mean sparsity; here every router has its own
+strength. Without tokens nothing moves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class L1Strength(Controller):
     def __init__(self, router: Router, *, factor: float = 1.2, **options: Any):
         super().__init__(router, **options)
         if not factor > 1:
-            raise ValueError(f"factor multiplies the strength in a step; it must be above 1, not {factor}")
+            raise ValueError(f"factor multiplies the strength per step; it must be above 1, not {factor}")
         self.factor = factor
 
     def update(self, counts: Counts) -> None:

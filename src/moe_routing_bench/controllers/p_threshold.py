@@ -1,14 +1,14 @@
-"""The probability that top-p collects: a PI controller holds the mean number of experts per token at K.
+"""Moves the p of top-p: a PI controller keeps the mean number of experts per token at K.
 
     error_n = (K - mean experts per token) / E
     p_n = p_{n-1} + gain * (error_n - error_{n-1}) + integral_gain * error_n,  kept within 0 .. 1
 
-which is DTop-p's p_0 + gain * error_n + integral_gain * (error_1 + ... + error_n) as long as no bound is hit;
-in this form the sum does not run on while p stands at a bound. The error in shares of E is DTop-p's too: for
-a router without preferences the experts per token are p E, so the error moves one to one with p, whatever E.
-The gains are ours. DTop-p has one p for all layers and compares the mean over all of them (its variant by
-layer is what is done here), and it brings the logits to mean 0 and deviation 1 times a learned scale of the
-layer, which is a matter of the router. With no tokens at all nothing moves.
+This is DTop-p's p_0 + gain * error_n + integral_gain * (error_1 + ... + error_n) as long as p is inside its
+bounds; in this form the sum does not grow while p is at a bound. The error as a share of E is also from
+DTop-p: for a router without preferences a token has p E experts, so the error changes one to one with p for
+any E. The gains are ours. DTop-p has one p for all layers and compares their mean; its variant by layer is
+what is done here. It also scales the logits to mean 0 and deviation 1 times a learned scale, which belongs to
+the router. Without tokens nothing moves.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Quantile balancing: the offsets that would have balanced the batches just seen serve the next ones.
+"""Quantile balancing: the offsets that would have balanced the last batches are used for the next ones.
 
     beta = ema * beta + (1 - ema) * seen_beta / seen_batches,  then  beta -= mean(beta)       ema 0 (Megatron)
 
-forward adds each batch's offsets to seen_beta_E and 1 to seen_batches; this clears both. Experts are chosen
-by z - beta, so taking the mean off changes no choice. Megatron averages the means of the ranks; here sums are
-divided by sums, which is the same if all ranks saw equally many batches. If no batch was seen nothing moves.
+forward adds each batch's offsets to seen_beta_E and 1 to seen_batches; this controller sets both to zero.
+Experts are chosen by z - beta, so subtracting the mean changes no choice. Megatron averages the means of the
+ranks; here a sum is divided by a sum, which is the same if all ranks saw the same number of batches. Without
+a batch nothing moves.
 """
 
 from __future__ import annotations

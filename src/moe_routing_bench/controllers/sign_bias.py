@@ -2,8 +2,9 @@
 
     b_e += rate * sign(mean(c) - c_e)      c_e tokens that chose e in the whole batch, over all ranks
 
-The update of Loss-Free Balancing (rate 0.001 there) and of Megatron. torchtitan also takes the mean off the
-change (centred_bias). The choice is by score + b, so both choose alike until b is rounded: this one drifts.
+This is the update of Loss-Free Balancing (with rate 0.001) and of Megatron. torchtitan also subtracts the
+mean of the change (centred_bias). Experts are chosen by score + b, so both make the same choices until b is
+rounded; here b drifts.
 """
 
 from __future__ import annotations

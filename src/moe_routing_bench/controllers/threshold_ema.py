@@ -1,11 +1,12 @@
-"""Thresholds of experts as a running mean of the thresholds that would have filled them.
+"""Moves the experts' thresholds: a running mean of the thresholds that would have filled the experts.
 
     raw = decay * raw + (1 - decay) * seen_threshold / seen_batches,   threshold = raw / (1 - decay^n)
 
-n counts the steps: dividing by 1 - decay^n takes out the zeros that raw starts from, so the first step sets
-the thresholds at once. Decay (0.99) and correction are those of the authors' code. raw is not kept: written
-for threshold alone, the old one keeps the share (decay - decay^n) / (1 - decay^n). forward adds each batch's
-thresholds to seen_threshold_E and 1 to seen_batches; this clears both. If no batch was seen nothing moves.
+n counts the steps. Dividing by 1 - decay^n removes the effect of the zeros that raw starts from, so the first
+step sets the thresholds at once. Decay (0.99) and correction are from the authors' code. raw is not stored:
+in terms of threshold, the old value keeps the share (decay - decay^n) / (1 - decay^n). forward adds each
+batch's thresholds to seen_threshold_E and 1 to seen_batches; this controller sets both to zero. Without a
+batch nothing moves.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Values and helpers that every other room uses; torch alone."""
+"""Values and helpers that every other folder uses. They need only torch."""

@@ -1,9 +1,8 @@
-"""What counts as correct: one judge for tests and benchmark.
+"""Decides what counts as correct; tests and benchmark use the same judge.
 
 The error of a result against a float64 oracle may be at most twice that of plain torch in the same dtype,
-plus a floor. This bounds both the largest error, which shows a single wrong element, and the root mean
-square, which shows a loss of precision spread over all elements. Integers and pure data movement must be
-equal.
+plus a floor. This bounds the largest error, which shows a single wrong element, and the root mean square,
+which shows a loss of precision in all elements. Integers and copies must be equal.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ import torch
 from torch import Tensor
 
 FACTOR = 2.0
-# the floor, in units of the dtype's eps times the oracle's size: a correctly rounded result errs up to
-# 0.5 eps per element and at most 0.29 eps in root mean square, even where plain torch happens to be exact;
-# sums in another order err a little more, and a floor of 1.0 sometimes rejected a matmul in place of a sum
+# The floor, in units of the dtype's eps times the oracle's size. A correctly rounded result has an error of
+# up to 0.5 eps per element and 0.29 eps in root mean square, even where plain torch happens to be exact. Sums
+# in another order have a little more: a floor of 1.0 sometimes rejected a matmul in place of a sum.
 FLOOR_MAX = 2.0
 FLOOR_RMS = 0.5
-# with 2 elements, 2 % of right results exceed the bound of the mean square; with 32, fewer than 1 in 10^9
+# with 2 elements, 2 % of correct results exceed the bound of the mean square; with 32, fewer than 1 in 10^9
 RMS_ELEMENTS = 32
-LARGE = 1 << 18  # elements from which a result is first looked at piece by piece
+LARGE = 1 << 18  # a result with this many elements is first checked piece by piece
 PIECE = 1 << 17
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """passed, and the numbers behind it. `sentence` says what is wrong in words; empty if nothing is.
+    """Whether a result passed, and the numbers behind that. `sentence` says what is wrong, or is empty.
 
-    out off by 0.5 in one of four elements, float32, plain torch exact:
+    A float32 result that is wrong by 0.5 in one of four elements, where plain torch is exact:
       Verdict(passed=False, fault="value", max_error=0.5, max_bound=4.8e-07, rms_error=0.25, rms_bound=6e-08,
               sentence="largest error 0.5 at [3] (got 2.5, oracle 2), allowed 4.8e-07; wrong in 1 of 4 ...")
     """
@@ -50,7 +49,7 @@ class Verdict:
         return self.rms_error / self.rms_true if self.rms_true else None
 
     def of(self, what: str) -> Verdict:
-        """The same verdict with the sentence about a named part of a result."""
+        """The same verdict; its sentence names the part of the result that it is about."""
         return self if self.passed else replace(self, sentence=f"{what}: {self.sentence}")
 
 
@@ -66,11 +65,11 @@ class Expected:
     baseline: Any
     more: Callable[[int], Sequence[tuple[Any, Any]]] = lambda n: ()
     ties: str = "lower id first"
-    few_rows: bool = False  # so few that their mean square error is luck: the largest error alone is judged
+    few_rows: bool = False  # so few that their mean square error is chance: only the largest error is judged
 
 
 def judge_result(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
-    """The judge of an operation whose result is one tensor in which every element matters."""
+    """Judges an operation whose result is one tensor in which every element matters."""
     more = expected.more(out.numel()) if isinstance(out, Tensor) else ()
     return [judge(out, expected.oracle, expected.baseline, more, few_rows=expected.few_rows)]
 
@@ -89,7 +88,7 @@ class GradientOf:
 
 
 def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
-    """The judge of a gradient in which every element matters."""
+    """Judges a gradient in which every element matters."""
     more = expected.more(gradient.numel())
     return [judge(gradient, expected.oracle, expected.baseline, more, few_rows=expected.few_rows)]
 
@@ -102,10 +101,10 @@ def judge(
     out: Tensor, oracle: Tensor, baseline: Tensor, more: Sequence[tuple[Tensor, Tensor]] = (), *,
     few_rows: bool = False,
 ) -> Verdict:  # fmt: skip
-    """out: what to judge. oracle: the same in float64. baseline: plain torch in the dtype out should have.
+    """Judges `out` by the oracle, the same in float64, and the baseline, plain torch in the dtype of `out`.
 
-    more: (oracle, baseline) of the same computation on other data. A result of few elements needs it,
-    because plain torch's error on few elements may be small by luck.
+    more: (oracle, baseline) of the same computation on other data. A result with few elements needs it,
+    because plain torch's error on few elements may be small by chance.
 
     >>> oracle = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     >>> verdict = mrb.judge(oracle.float() + 0.5, oracle, oracle.float())
@@ -130,7 +129,7 @@ def judge(
             sentence=f"{got[tuple(place)].item()} at {place} in {_share(broken)} where the oracle is finite: "
             "memory that was never written, or padding that should not have been read",
         )
-    # where the true result overflows the dtype, infinities and NaN must be those of plain torch
+    # where the true result overflows the dtype, infinities and NaN must be the same as in plain torch
     if not torch.equal(got[~finite].nan_to_num(0.5), plain[~finite].nan_to_num(0.5)):
         return Verdict(
             passed=False, fault=_fault(out), sentence="not the same infinities or NaN as plain torch"
@@ -167,7 +166,7 @@ def judge(
         )
         return Verdict(passed=False, fault="value", sentence=sentence, **numbers)
     if numbers["rms_error"] > numbers["rms_bound"] and error.numel() >= RMS_ELEMENTS and not few_rows:
-        # in a narrow dtype sums belong into float32; in float32 itself one long chain loses as much
+        # narrow dtypes must be summed in float32; in float32 itself one long chain loses as much precision
         how = f"in {out.dtype}" if torch.finfo(out.dtype).bits < 32 else "one after another in one long chain"
         sentence = (
             f"precision is lost everywhere: root mean square error {numbers['rms_error']:.3g}, allowed "
@@ -180,7 +179,7 @@ def judge(
 def _bounds(
     dtype: torch.dtype, plain_error: Tensor, plain_rms: Tensor, size: Tensor, size_rms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What the largest error and the root mean square may be: twice plain torch's, and the floor."""
+    """The largest error and the root mean square that are allowed: twice plain torch's, plus the floor."""
     info = torch.finfo(dtype)
     smallest = info.smallest_normal * info.eps
     return (
@@ -190,9 +189,9 @@ def _bounds(
 
 
 def _clearly_right(out: Tensor, oracle: Tensor, baseline: Tensor) -> Verdict | None:
-    """The verdict on a large result that is finite everywhere and within all bounds; None: look closely.
+    """The verdict on a large result that is finite and within all bounds; None if it needs a closer look.
 
-    Piece by piece, so that everything but the tensors themselves stays in the cache: ten times as fast.
+    It works piece by piece, so that temporary values stay in the cache: 10x faster.
     """
     parts = (x.detach().to("cpu").reshape(-1).split(PIECE) for x in (out, oracle, baseline))
     highest, squares = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
@@ -215,7 +214,7 @@ def _clearly_right(out: Tensor, oracle: Tensor, baseline: Tensor) -> Verdict | N
 
 
 def judge_exact(out: Tensor, expected: Tensor) -> Verdict:
-    """For structure and data movement: all elements must be equal. The sentence shows the first wrong one."""
+    """Judges structure and copies: all elements must be equal. The sentence shows the first wrong one."""
     if (mismatch := _type_mismatch(out, expected)) is not None:
         return mismatch
     same = (out == expected) | ((out != out) & (expected != expected))
@@ -259,7 +258,7 @@ def _share(wrong: Tensor) -> str:
 
 
 def _common_ratio(got: Tensor, true: Tensor) -> str:
-    """A factor common to most elements hints at the bug: 0.5 if one of two pairs is missing, 2 if doubled."""
+    """A factor that most elements share is a hint: 0.5 if one of two pairs is missing, 2 if it is doubled."""
     large = true.abs() > 0.1 * true.abs().max()
     ratio = got[large] / true[large]
     middle = ratio.median()

@@ -2,15 +2,15 @@
 
 The cost of each operation is in its op.py.
 
-Useful work counts pairs; executed work counts the rows that spans own, padding included. Bytes count each
-tensor once, and only the weights of experts with pairs: an expert that no token chose is not loaded. All
-rates are computed from this, so it models the work, not an implementation; `dense_all_experts` executes more.
-Reads counts on the host, so it is for benchmarks, not for the hot path.
+Useful work counts pairs. Executed work counts the rows of all spans, with padding. Bytes count each tensor
+once, and only the weights of experts with pairs, because an expert that no token chose is not loaded. All
+rates use this cost, so it models the work and not an implementation; `dense_all_experts` executes more work.
+It reads counts on the host, so it is for benchmarks and not for every call.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from moe_routing_bench.core.plan import RoutingPlan
 
@@ -32,7 +32,7 @@ class Cost:
     executed_flops: int = 0
     weight_bytes: int = 0
     activation_bytes: int = 0
-    again_bytes: int = 0  # of the activations, those that were written and are read back
+    again_bytes: int = 0  # the part of the activations that is written and then read back
 
     @property
     def bytes(self) -> int:
@@ -40,36 +40,26 @@ class Cost:
 
     @property
     def working_set(self) -> int:
-        """Bytes that are different ones."""
+        """Bytes without those that are counted twice because they are read back."""
         return self.bytes - self.again_bytes
 
     @property
     def intensity(self) -> float:
-        """Useful operations per byte: below the machine balance memory limits, above it arithmetic."""
+        """Useful operations per byte. Below the machine's balance memory is the limit, above it
+        arithmetic."""
         return self.useful_flops / self.bytes if self.bytes else 0.0
 
     def times(self, *, flops: int, bytes: int) -> Cost:
         """The cost multiplied, as for a backward pass."""
-        return Cost(
-            useful_flops=flops * self.useful_flops,
-            executed_flops=flops * self.executed_flops,
-            weight_bytes=bytes * self.weight_bytes,
-            activation_bytes=bytes * self.activation_bytes,
-            again_bytes=bytes * self.again_bytes,
-        )
+        factor = {"useful_flops": flops, "executed_flops": flops}
+        return Cost(**{name: number * factor.get(name, bytes) for name, number in asdict(self).items()})
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            useful_flops=self.useful_flops + other.useful_flops,
-            executed_flops=self.executed_flops + other.executed_flops,
-            weight_bytes=self.weight_bytes + other.weight_bytes,
-            activation_bytes=self.activation_bytes + other.activation_bytes,
-            again_bytes=self.again_bytes + other.again_bytes,
-        )
+        return Cost(**{name: number + getattr(other, name) for name, number in asdict(self).items()})
 
 
 def pack_bytes(convention: str, T: int, K: int, D: int, element_size: int) -> int:
-    """Bytes of dispatch and combine together by the two conventions in use, by name:
+    """Bytes of dispatch and combine together, by one of the two usual conventions:
     bw_2pass    2 * K * D per token: K rows written, K rows read
     bw_strict   2 * (K + 1) * D per token: also the token read and the result written
     """

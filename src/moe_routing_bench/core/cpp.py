@@ -1,10 +1,10 @@
-"""Compiles C++ files on first use for this processor, keeps the libraries and loads them.
+"""Compiles C++ files for this processor at their first use, stores the libraries and loads them.
 
-They are kept in <MRB_HOME>/compiled, or where TORCH_EXTENSIONS_DIR says, and may be deleted at any time.
+The libraries are in <MRB_HOME>/compiled, or in TORCH_EXTENSIONS_DIR. You can delete them at any time.
 
-torch's extension loader builds each one in its own folder, and the finished library is moved into place, so a
-process killed while building leaves nothing that another would wait for. Without a compiler, implementations
-are unsupported; that is not an error. Compiling takes seconds, so stderr says so, once for each file.
+torch's extension loader builds each file in its own folder, and the finished library is then moved. So a
+process that is killed while it builds leaves nothing that another process waits for. Without a compiler these
+implementations are unsupported, which is not an error. Compiling takes seconds, so a line on stderr says so.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from moe_routing_bench.core.paths import home
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# AMX's code with each instruction of a tile computed in plain C++ (ops/pretended_tiles.h): for tests on
-# processors without AMX, and very slow. Only who names it gets it.
+# The code for AMX with each tile instruction computed in plain C++ (ops/pretended_tiles.h). It is for tests
+# on processors without AMX and very slow, and used only if it is named.
 PRETENDED = "amx_pretended"
 # best first: the flags of /proc/cpuinfo that the processor must have, the options for the compiler
 LEVELS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
@@ -63,7 +63,7 @@ FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno
 
 @cache  # reading /proc takes 0.2 ms
 def best_level() -> str | None:
-    """The best level that processor and system support; None without AVX2, dot products of NEON or Linux."""
+    """The best level of this processor and system; None without Linux and AVX2 or NEON dot products."""
     has = set(this_machine().instructions) if sys.platform == "linux" else set()
     fits = [name for name, (needs, _) in LEVELS.items() if needs <= has and name != PRETENDED]
     return next((name for name in fits if name != "amx" or _tiles_granted()), None)
@@ -80,8 +80,8 @@ def missing_tool() -> str | None:
 def other_dtypes(x: torch.dtype, weights: torch.dtype) -> str:
     """Why kernels that multiply do not take these dtypes.
 
-    On a core with AMX and AVX512-FP16 torch's matmul reaches 160 GFLOP/s in float16, 160 in float32, 1,190 in
-    bfloat16 (`mrb doctor`); AVX512-FP16 would also sum in float16, which the contract does not allow.
+    On a core with AMX and AVX512-FP16 torch's matmul reaches 160 GFLOP/s in float16, 160 in float32 and 1,190
+    in bfloat16 (`mrb doctor`). AVX512-FP16 would also sum in float16, which is not allowed here.
     """
     if x == weights == torch.float16:
         return (
@@ -92,7 +92,7 @@ def other_dtypes(x: torch.dtype, weights: torch.dtype) -> str:
 
 
 def why_not() -> str | None:
-    """Why C++ cannot be compiled and run here, in words; None if it can."""
+    """Why C++ cannot be compiled and run here; None if it can."""
     if best_level() is None:
         return "it is written for x86 processors with AVX2 or better and ARM with asimddp, on Linux"
     return None if missing_tool() is None else f"it is compiled on first use and {missing_tool()}"
@@ -103,12 +103,12 @@ def compiler() -> str | None:
 
 
 def unsupported(source: Path, level: str | None, *tensors: Tensor) -> str | None:
-    """Why the file cannot work on these tensors here, in words; None if it can, and then it was loaded."""
+    """Why the file cannot work on these tensors here; None if it can, and then it has been loaded."""
     return why_not_plain(*tensors) or _why_not_loaded(source, level)
 
 
 def why_not_plain(*tensors: Tensor) -> str | None:
-    """Why C++ cannot read these tensors, in words; None if it can."""
+    """Why C++ cannot read these tensors; None if it can."""
     if is_dynamo_compiling():  # other tracers give tensors of another type
         return "it calls C++ by address, which torch.compile cannot trace"
     if _are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -123,8 +123,11 @@ def why_not_plain(*tensors: Tensor) -> str | None:
 
 
 def differentiable_once(backward: Callable[P, R]) -> Callable[P, R]:
-    """For the backward of a torch.autograd.Function. torch's once_differentiable raises only if its own node
-    is reached: torch.autograd.grad bypasses it, and second derivatives are silently wrong."""
+    """Makes the backward of a torch.autograd.Function raise if second derivatives are asked for.
+
+    torch's once_differentiable raises only if its own node is reached. torch.autograd.grad bypasses it, and
+    then second derivatives are wrong without an error.
+    """
 
     @wraps(backward)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -138,7 +141,7 @@ def differentiable_once(backward: Callable[P, R]) -> Callable[P, R]:
 
 
 def why_not_cast(dtype: torch.dtype) -> str | None:
-    """Why torch.autocast forbids a product of matrices of this dtype, in words; None if it does not."""
+    """Why torch.autocast forbids a matrix product in this dtype; None if it does not."""
     if is_autocast_enabled("cpu") and (wanted := torch.get_autocast_dtype("cpu")) != dtype:
         return f"torch.autocast asks for {wanted}, but it computes in the dtype of its tensors, {dtype}"
     return None
@@ -154,8 +157,8 @@ def _why_not_loaded(source: Path, level: str | None) -> str | None:
 
 
 def load(source: Path, level: str | None = None) -> ctypes.CDLL:
-    """The library compiled for `level`, by default the best of this processor. NotImplementedError with the
-    reason if that is impossible."""
+    """Loads the library for `level`, by default the best of this processor. Raises NotImplementedError with
+    the reason if that is impossible."""
     if (reason := why_not()) is not None:
         raise NotImplementedError(reason)
     library = _load(source, _granted(level))
@@ -164,16 +167,27 @@ def load(source: Path, level: str | None = None) -> ctypes.CDLL:
     return library
 
 
-def function(source: Path, level: str | None, name: str, fields: int) -> Callable[..., int]:
-    """A function of the library that takes one pointer to a struct of so many addresses and int64 numbers; it
-    is called with those. Packing them takes 0.6 us, ctypes 2 us to convert eleven arguments."""
-    call, pack = load(source, level)[name], struct.Struct(f"{fields}q").pack
-    call.argtypes, call.restype = [ctypes.c_char_p], ctypes.c_int
-    return lambda *values: call(pack(*values))
+class Function:
+    """A function of a C++ file that takes one pointer to a struct of addresses and int64 numbers.
+
+    Function(source, "mrb_topk", fields=9)(level, *values) compiles at the first call and passes the nine
+    values. Packing them takes 0.6 us; ctypes would need 2 us to convert eleven arguments.
+    """
+
+    def __init__(self, source: Path, name: str, fields: int):
+        self.source, self.name, self.pack = source, name, struct.Struct(f"{fields}q").pack
+        self.by_level: dict[str, Callable[[bytes], int]] = {}
+
+    def __call__(self, level: str, *values: int) -> int:
+        if (call := self.by_level.get(level)) is None:
+            call = load(self.source, level)[self.name]
+            call.argtypes, call.restype = [ctypes.c_char_p], ctypes.c_int
+            self.by_level[level] = call
+        return call(self.pack(*values))
 
 
 def compiled(source: Path, level: str | None = None) -> bool:
-    """Is there nothing to compile? Also True if it cannot be compiled here: `load` says why."""
+    """True if there is nothing to compile, also if it cannot be compiled here; `load` says why."""
     try:
         return why_not() is not None or _library(source, _granted(level)).exists()
     except NotImplementedError:
@@ -205,7 +219,7 @@ def _tiles_granted() -> bool:
     return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
-@cache  # failures too: a build takes seconds
+@cache  # failures are cached too, because a build takes seconds
 def _load(source: Path, level: str) -> ctypes.CDLL | str:
     """The library, or why there is none."""
     flags = [*FLAGS, *LEVELS[level][1]]
@@ -223,7 +237,7 @@ def _load(source: Path, level: str) -> ctypes.CDLL | str:
 
 
 def _library(source: Path, level: str) -> Path:
-    """Where the compiled file is kept; its name changes with everything it is built from."""
+    """The path of the compiled file. Its name changes with everything it is built from."""
     texts = [path.read_text() for path in with_includes(source)]
     built_from = (texts, [*FLAGS, *LEVELS[level][1]], torch.__version__, compiler())
     digits = hashlib.sha256(repr(built_from).encode()).hexdigest()[:16]

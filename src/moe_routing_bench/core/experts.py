@@ -1,4 +1,4 @@
-"""The weights of E experts in one documented layout, their activations, and converters from Transformers."""
+"""Weights of E experts in one documented layout, their activations, and converters from Transformers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,8 @@ from moe_routing_bench.core import position_invariant as steady
 from moe_routing_bench.formats.named import INT8_ROWS, INT8_ROWS_ERROR, quantise, rounding
 from moe_routing_bench.formats.stored import Stored
 
-# gpt-oss: both numbers are its config's swiglu_alpha and swiglu_limit, and constants in OpenAI's own code
+# gpt-oss: swiglu_alpha and swiglu_limit of its config, which are constants in OpenAI's own code
 OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
-
-
-def _relu2(h_RF: Tensor) -> Tensor:
-    return F.relu(h_RF).square()
-
-
-def _swiglu(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
-    return F.silu(gate_RF) * up_RF
-
-
-def _geglu(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
-    return F.gelu(gate_RF) * up_RF
 
 
 def _swiglu_oai(
@@ -42,16 +30,16 @@ def _swiglu_oai(
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "relu": F.relu,
-    "relu2": _relu2,
+    "relu2": lambda h_RF: F.relu(h_RF).square(),
     "silu": F.silu,
 }
 GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "swiglu": _swiglu,
-    "geglu": _geglu,
+    "swiglu": lambda gate_RF, up_RF: F.silu(gate_RF) * up_RF,
+    "geglu": lambda gate_RF, up_RF: F.gelu(gate_RF) * up_RF,
     "swiglu_oai": _swiglu_oai,
 }
 ACTIVATIONS = (*PLAIN, *GATED)
-# the same with bits that do not depend on where a number lies
+# the same functions, with bits that do not depend on the place of a number in memory
 STEADY: dict[str, Callable[..., Tensor]] = {
     "gelu": steady.gelu,
     "silu": steady.silu,
@@ -62,8 +50,8 @@ STEADY: dict[str, Callable[..., Tensor]] = {
 
 
 def activate(h_RG: Tensor, activation: str, *, batch_invariant: bool = False) -> Tensor:
-    """h_RG -> h_RF. Gated: the first half of the columns is the gate, the second what it weighs. GELU is the
-    exact (erf) form. batch_invariant: by the functions of position_invariant.py.
+    """Applies the activation: h_RG -> h_RF. If it is gated, the first half of the columns is the gate and the
+    second half is multiplied by it. GELU is the exact (erf) form. batch_invariant: use position_invariant.py.
     """
     functions: dict[str, Callable[..., Tensor]]
     functions = {**PLAIN, **GATED, **STEADY} if batch_invariant else {**PLAIN, **GATED}
@@ -79,8 +67,8 @@ class ExpertWeights:
     E=2 experts, D=3, F=4, swiglu, so G=8:
       w_in_EDG   2 x 3 x 8    columns 0-3 are the gate, columns 4-7 the up projection
       w_out_EFD  2 x 4 x 3
-    Indices are logical: a transposed view is as good as a contiguous tensor, so the weights of a
-    Transformers model (stored output-first) are used without a copy.
+    A transposed view is as good as a contiguous tensor, so the weights of a Transformers model, which are
+    stored output-first, are used without a copy.
 
     >>> weights = mrb.ExpertWeights(w_in_EDG=torch.randn(2, 3, 8), w_out_EFD=torch.randn(2, 4, 3))
     >>> weights.num_experts, weights.D, weights.F
@@ -124,8 +112,9 @@ class ExpertWeights:
         return replace(self, **moved)
 
     def error_stored(self, store: str) -> float:
-        """About the error of results with these weights in a format: root mean square, relative to the right
-        ones. The matrices are rounded independently of each other, so squares of their errors add up."""
+        """Estimates the error of results if these weights are stored in a format: root mean square, relative
+        to the exact results. The matrices are rounded independently, so the squares of their errors add
+        up."""
         name, rows = store.removesuffix(INT8_ROWS), INT8_ROWS_ERROR if store.endswith(INT8_ROWS) else 0.0
         into = [rounding(self.w_in_EDG, name)] * (2 if self.gated else 1)
         return math.hypot(*into, rounding(self.w_out_EFD, name), rows)
@@ -156,8 +145,8 @@ class QuantisedExperts:
     """ExpertWeights as a checkpoint stores them in 8 or 4 bits: both matrices in one format.
 
     A layer of gpt-oss-20b: w_in and w_out are MXFP4 of size (32, 2880, 5760) and (32, 2880, 2880), columns
-    0-2879 of w_in the gate and the others the up projection, activation="swiglu_oai", store "mxfp4".
-    Implementations take it frozen: native.freeze_stored(experts, torch.bfloat16).
+    0-2879 of w_in are the gate and the others the up projection, activation="swiglu_oai", store "mxfp4".
+    Implementations need it frozen: native.freeze_stored(experts, torch.bfloat16).
     """
 
     w_in: Stored
@@ -168,7 +157,7 @@ class QuantisedExperts:
 
     @classmethod
     def of(cls, weights: ExpertWeights, name: str) -> QuantisedExperts:
-        """The nearest that a format can store, by its name in formats/named.py; biases as they are."""
+        """Rounds the matrices to a format, given by its name in formats/named.py. Biases are not changed."""
         w_in, w_out = (quantise(w.detach(), name) for w in (weights.w_in_EDG, weights.w_out_EFD))
         return cls(
             w_in=w_in, w_out=w_out, b_in_EG=weights.b_in_EG, b_out_ED=weights.b_out_ED,
@@ -180,7 +169,7 @@ class QuantisedExperts:
         return self.w_in.name
 
     def dequantised(self, dtype: torch.dtype = torch.float64) -> ExpertWeights:
-        """The same with plain weights; exact in float64, so it is the oracle's side of what is stored."""
+        """The same with plain weights. They are exact in float64, so the oracle can use them."""
         b_in_EG, b_out_ED = (None if b is None else b.to(dtype) for b in (self.b_in_EG, self.b_out_ED))
         return ExpertWeights(
             w_in_EDG=self.w_in.decoded().weights(dtype), w_out_EFD=self.w_out.decoded().weights(dtype),
@@ -197,7 +186,7 @@ class QuantisedExperts:
         return self
 
     def described(self, dtype: torch.dtype) -> ExpertWeights:
-        """Sizes and activation, matrices without numbers (device meta) and without biases."""
+        """The sizes and the activation: matrices on the device meta, no biases."""
         w_in, w_out = (
             torch.empty(stored.size, dtype=dtype, device="meta") for stored in (self.w_in, self.w_out)
         )
@@ -214,11 +203,11 @@ def from_transformers(
     is_transposed: bool = False,
     is_concatenated: bool = True,
 ) -> ExpertWeights:
-    """Weights as Transformers 5 keeps them in an experts module; the flags are its own names.
+    """Takes weights as Transformers 5 keeps them in an experts module. The flags have its names.
 
-    Default        gate_up_proj (E, 2F, D), down_proj (E, D, F)    most models; zero-copy views here
-    is_transposed  gate_up_proj (E, D, 2F), down_proj (E, F, D)    zero-copy
-    not is_concatenated: gate and up columns alternate (gpt-oss); these are copied into halves.
+    default        gate_up_proj (E, 2F, D), down_proj (E, D, F)    most models; views, no copy
+    is_transposed  gate_up_proj (E, D, 2F), down_proj (E, F, D)    views, no copy
+    not is_concatenated: gate and up columns alternate (gpt-oss); they are copied into halves.
     For experts without a gate pass `up_proj` as gate_up_proj and a plain activation.
 
     >>> weights = mrb.from_transformers(torch.randn(2, 8, 3), torch.randn(2, 3, 4), activation="swiglu")
@@ -244,7 +233,7 @@ def from_transformers(
 def to_transformers(
     weights: ExpertWeights, *, is_transposed: bool = False, is_concatenated: bool = True
 ) -> dict[str, Tensor]:
-    """The inverse of from_transformers: its keyword names to tensors, views where nothing is reordered.
+    """The inverse of from_transformers: tensors by its keyword names; views where nothing is reordered.
 
     >>> given = mrb.to_transformers(mrb.Experts(D=3, F=4, E=2).weights())
     >>> given["gate_up_proj"].shape
@@ -267,8 +256,8 @@ def to_transformers(
 def from_expert_list(
     gate: Sequence[Tensor] | None, up: Sequence[Tensor], down: Sequence[Tensor], *, activation: str
 ) -> ExpertWeights:
-    """Weights of older models, one nn.Linear weight (outputs x inputs) per expert and projection: Mixtral's
-    w1 (gate), w3 (up), w2 (down). gate=None for experts without a gate. Copies.
+    """Copies the weights of older models, which have one nn.Linear weight (outputs x inputs) per expert and
+    projection: Mixtral's w1 (gate), w3 (up), w2 (down). gate=None is for experts without a gate.
 
     >>> up, down = [torch.randn(4, 3)] * 2, [torch.randn(3, 4)] * 2  # two experts, D=3, F=4
     >>> mrb.from_expert_list(up, up, down, activation="swiglu").w_in_EDG.shape

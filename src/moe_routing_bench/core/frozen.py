@@ -1,8 +1,8 @@
-"""Frozen: weights that exist only as a kernel packed them, so that no copy can grow old.
+"""Frozen: weights that exist only in the form a kernel packed them, so that no copy can become outdated.
 
-A kernel that likes its weights packed cannot cheaply notice every change of the originals: torch counts no
-writes through `.data`, numpy or a flat buffer. So packing is asked for by name, `freeze()`, and the packed
-form takes the place of the parameter. There is nothing else left to write to, and no memory is used twice.
+A kernel with packed weights cannot cheaply notice every change of the originals: torch does not count writes
+through `.data`, numpy or a flat buffer. So the user calls `freeze()`, and the packed form replaces the
+parameter. Nothing else is left to write to, and no memory is used twice.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How weights are packed, and what they were: Form(kernel="native", size=(64, 2048, 2048),
-    dtype=torch.bfloat16, gated=True).
+    """How weights are packed and what they were before:
+    Form(kernel="native", size=(64, 2048, 2048), dtype=torch.bfloat16, gated=True).
 
     size          experts, depth, columns
-    store         the narrower type that values were rounded to, here or by a checkpoint
+    store         the narrower format that values were rounded to, here or in a checkpoint
     output_first  the parameter has columns before depth
-    alternating   the parameter's gate and up columns alternate; packed they are halves
+    alternating   the parameter's gate and up columns alternate; the packed ones are halves
     """
 
     kernel: str
@@ -49,15 +49,15 @@ class Form:
         return self.kernel if self.store is None else f"{self.kernel}(store={self.store})"
 
 
-# by the kernel's name: panels and their form to a plain tensor, experts x depth x columns
+# for each kernel: a function from panels and their form to a plain tensor, experts x depth x columns
 UNPACK: dict[str, Callable[[Tensor, Form], Tensor]] = {}
 
 
 class Frozen(Tensor):
     """A parameter whose values are in `panels` and nowhere else.
 
-    It has the shape, dtype and device of the parameter it replaces. clone() and pickling give the plain
-    values; reading in any other way, and every write, raises. Copies share the panels, which nobody changes.
+    It has the shape, dtype and device of the parameter it replaces. clone() and pickling give plain values.
+    Any other read, and every write, raises an error. Copies share the panels, which never change.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -73,7 +73,7 @@ class Frozen(Tensor):
         return made
 
     def plain(self) -> Tensor:
-        """The values as a tensor of their own."""
+        """The values as a plain tensor."""
         if self.form.store is not None:
             raise NotImplementedError(f"these weights exist as {self.form.store} alone; load the originals")
         if self.form.kernel not in UNPACK:
@@ -120,7 +120,7 @@ class Frozen(Tensor):
     def is_shared(self) -> bool:
         return self.panels.is_shared()
 
-    # torch's own would hand out an address where there is nothing
+    # torch's own methods would return an address without memory behind it
     def data_ptr(self) -> NoReturn:
         _refuse("address")
 
@@ -151,10 +151,10 @@ class Freezing:
 
     Freezing(label="native(store=int8)", before=302_000_000, after=76_000_000, error=0.03)
 
-    before, after  bytes of the matrices, plain and frozen; None: they are inside another library
-    error          about the root mean square error of a layer's results, relative to the right ones, because
-                   weights were rounded (ExpertWeights.error_stored); of several layers the largest. 0:
-                   nothing was rounded when it was frozen
+    before, after  bytes of the matrices, plain and frozen; after is None if another library holds them
+    error          estimated root mean square error of a layer's results, relative to the exact results,
+                   because weights were rounded (ExpertWeights.error_stored). With several layers it is the
+                   largest. 0: freezing rounded nothing
     """
 
     label: str
@@ -178,21 +178,21 @@ class Freezing:
 
 
 def freezing(module: nn.Module) -> Freezing | None:
-    """What freezing did to all inside this module; None if nothing is frozen."""
-    if not (frozen := [one for one in module.parameters() if isinstance(one, Frozen)]):
+    """What freezing did to this module and all modules in it; None if nothing is frozen."""
+    if not (frozen := [weight for weight in module.parameters() if isinstance(weight, Frozen)]):
         return None
-    inside = any(hasattr(one.panels, "holder") for one in frozen)
+    elsewhere = any(hasattr(weight.panels, "holder") for weight in frozen)
     return Freezing(
-        label=", ".join(sorted({one.form.label for one in frozen})),
-        before=sum(one.numel() * one.dtype.itemsize for one in frozen),
-        after=None if inside else sum(one.panels.nbytes for one in frozen),
-        error=max(getattr(one.panels, "error", 0.0) for one in frozen),
+        label=", ".join(sorted({weight.form.label for weight in frozen})),
+        before=sum(weight.numel() * weight.dtype.itemsize for weight in frozen),
+        after=None if elsewhere else sum(weight.panels.nbytes for weight in frozen),
+        error=max(getattr(weight.panels, "error", 0.0) for weight in frozen),
     )
 
 
 def held_by(holder: object, weights: ExpertWeights, kernel: str, store: str | None = None) -> ExpertWeights:
-    """These weights where both matrices are inside an object of another library and nowhere else, which lives
-    as long as they do: holder_of(weights)."""
+    """Weights whose matrices exist only in an object of another library. holder_of(weights) returns this
+    object, which lives as long as the weights."""
     inside = torch.empty(0, dtype=weights.w_in_EDG.dtype)
     inside.holder = holder  # type: ignore[attr-defined]
 
@@ -211,7 +211,7 @@ def holder_of(weights: ExpertWeights) -> Any:
 
 def _refuse(what: object) -> NoReturn:
     raise RuntimeError(
-        f"these weights are frozen: they exist only as a kernel packed them, without {what}. thaw() makes "
+        f"these weights are frozen: they exist only in a kernel's packed form, without {what}. thaw() makes "
         "them plain parameters again; clone() gives a plain copy"
     )
 
@@ -221,12 +221,12 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def as_experts(tensor: Tensor) -> Tensor:
-    """The same panels, experts x depth x columns, in halves."""
+    """The same panels as experts x depth x columns, gate and up in halves."""
     return as_parameter(tensor, output_first=False, alternating=False)
 
 
 def as_parameter(tensor: Tensor, *, output_first: bool, alternating: bool) -> Tensor:
-    """The same panels, in the shape that a module keeps its weights in."""
+    """The same panels, with the shape in which a module keeps its weights."""
     if not isinstance(tensor, Frozen):
         raise RuntimeError("only one of the two matrices is frozen; thaw() the model")
     form = replace(tensor.form, output_first=output_first, alternating=alternating)
@@ -234,39 +234,40 @@ def as_parameter(tensor: Tensor, *, output_first: bool, alternating: bool) -> Te
 
 
 def take_place(module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
-    """Put frozen weights in the place of a module's parameters. RuntimeError, with the module as it was, if
-    somebody else could still write to the memory of one of them, because that would no longer be seen."""
+    """Replaces a module's parameters by frozen weights. Raises RuntimeError and leaves the module unchanged
+    if other code could still write to the memory of a parameter, because nobody would notice that."""
     for name in frozen:
         if _is_foreign(getattr(module, name).untyped_storage()):
             raise RuntimeError(
-                f"{name} is in memory that others may write to (numpy, another process); freeze a deepcopy"
+                f"other code may write to the memory of {name} (numpy, another process); freeze a deepcopy"
             )
     left = {name: _Left(getattr(module, name)) for name in frozen}
     for name, tensor in frozen.items():
         setattr(module, name, nn.Parameter(tensor, requires_grad=False))
-    if any(one.is_held() for one in left.values()):
+    if any(old.is_held() for old in left.values()):
         gc.collect()
-    if held := [name for name, one in left.items() if one.is_held()]:
-        for name, one in left.items():
-            setattr(module, name, one.parameter())
+    if held := [name for name, old in left.items() if old.is_held()]:
+        for name, old in left.items():
+            setattr(module, name, old.parameter())
         raise RuntimeError(
-            f"something else holds {' and '.join(held)} too (an optimizer, a result with gradients, a "
-            "state_dict, a flat buffer, a numpy view, another module), and what it writes later would not be "
-            "seen; let it go first, or freeze a deepcopy"
+            f"something else also uses {' and '.join(held)} (an optimizer, a result with gradients, a "
+            "state_dict, a flat buffer, a numpy view, another module), and its later writes would be lost; "
+            "delete it first, or freeze a deepcopy"
         )
     left.clear()
     give_back()
 
 
 def give_back() -> None:
-    """Freed memory goes to the system; the C library would keep what packing used, more than it made."""
+    """Returns freed memory to the system. The C library would keep what packing used, more than the
+    result."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
         trim(0)
 
 
 class _Left:
-    """A parameter that its module gives up: does anybody else still have it, or its memory?"""
+    """A parameter that its module gives up. is_held() says whether other code still has it or its memory."""
 
     def __init__(self, parameter: Tensor):
         self.memory, self.wanted = parameter.untyped_storage(), parameter.requires_grad
@@ -281,7 +282,7 @@ class _Left:
         return sys.getrefcount(self.memory) > sys.getrefcount(nobodys.memory)
 
     def parameter(self) -> Tensor:
-        """The parameter again, a new one if nobody else has it."""
+        """The parameter again; a new one if no other code has it."""
         if (seen := self.seen()) is not None:
             return seen
         tensor = torch.empty(0, dtype=self.dtype).set_(self.memory, *self.place)
@@ -289,7 +290,7 @@ class _Left:
 
 
 def _is_foreign(storage: torch.UntypedStorage) -> bool:
-    """Is this memory not torch's own? Private pages of a file, as of a checkpoint, are as good as its own."""
+    """True if this memory is not torch's own. Private pages of a file, such as a checkpoint, count as own."""
     if storage.is_shared():
         return True
     if storage.resizable() or storage.nbytes() == 0:
@@ -304,7 +305,7 @@ def _is_foreign(storage: torch.UntypedStorage) -> bool:
 
 
 def thaw(module: nn.Module) -> None:
-    """Plain parameters in the place of frozen ones, in this module and all inside it."""
+    """Replaces frozen parameters by plain ones, in this module and all modules in it."""
     for inner in module.modules():
         for name, parameter in list(inner.named_parameters(recurse=False)):
             if isinstance(parameter, Frozen):

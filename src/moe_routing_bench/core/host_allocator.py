@@ -1,8 +1,8 @@
-"""Recycled memory for large results on the CPU: it is reused when their tensors are gone.
+"""Recycled memory for large results on the CPU: it is used again after their tensors are deleted.
 
-The system zeroes every new page first: writing 600 MB into a fresh tensor took 680 to 960 ms, into recycled
-memory 160 to 310 ms (2-core Xeon VM). Unused memory is marked free (MADV_FREE), so the system may take it
-back when it is short of memory; release() gives it back at once.
+The system zeroes every new page. Writing 600 MB took 680 to 960 ms into a new tensor and 160 to 310 ms into
+recycled memory (2-core Xeon VM). Unused memory is marked free (MADV_FREE), so the system may take it back
+when it is short of memory; release() returns it at once.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ CAN_RECYCLE = hasattr(mmap, "MADV_FREE") and hasattr(mmap, "MADV_HUGEPAGE")
 
 
 class Recycled:
-    """recycled.empty(4096, 2048, dtype=torch.float32) is torch.empty(4096, 2048), in memory used before.
+    """recycled.empty(4096, 2048, dtype=torch.float32) is torch.empty(4096, 2048) in recycled memory.
 
-    A tensor and its views own the memory as long as any of them lives. Memory in use and kept is never more
-    than was in use at once. Safe under threads, which all share the memory.
+    A tensor and its views own the memory as long as one of them exists. The memory in use plus the memory
+    kept is never more than the most that was in use at one time. Threads can share it safely.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # filled by finalizers, which take no lock because they may run inside any allocation
+        # finalizers fill it; they take no lock, because they may run during any allocation
         self._returned: deque[mmap.mmap] = deque()
         self._free: list[mmap.mmap] = []
         self._in_use = self._most = 0
@@ -47,7 +47,7 @@ class Recycled:
     def _take(self, size: int) -> mmap.mmap:
         with self._lock:
             self._collect()
-            # only blocks of nearly the same size, so that a small result does not hold a large block
+            # only blocks of nearly the same size, so that a small result does not keep a large block
             fits = [block for block in self._free if size <= len(block) <= size + size // 4]
             best = min(fits, key=len, default=None)
             if best is not None:
@@ -55,7 +55,7 @@ class Recycled:
             self._in_use += size if best is None else len(best)
             self._most = max(self._most, self._in_use)
             while sum(map(len, self._free)) + self._in_use > self._most:
-                del self._free[0]  # the one unused for longest
+                del self._free[0]  # unused for the longest time
         if best is None:
             best = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             best.madvise(mmap.MADV_HUGEPAGE)
@@ -67,7 +67,7 @@ class Recycled:
             self._in_use -= len(self._free[-1])
 
     def release(self) -> None:
-        """Give all memory that no tensor uses back to the system."""
+        """Returns all memory that no tensor uses to the system."""
         with self._lock:
             self._collect()
             self._free.clear()

@@ -30,8 +30,8 @@ class LoadStatistics:
       padded_rows        = 8       spans of 8 + 4 + 4 + 0 rows hold 8 pairs
       tile_efficiency    = 0.5     pairs over rows in spans
 
-    The load counts what was chosen, before any drop. A routing without pairs is perfectly even: max_over_mean
-    and tile_efficiency are 1, all else 0 but zero_experts.
+    The load counts the choices, before any are dropped. A routing without pairs is perfectly even:
+    max_over_mean and tile_efficiency are 1, zero_experts is E, and all other numbers are 0.
     """
 
     active_experts: Tensor
@@ -54,8 +54,8 @@ class LoadStatistics:
         num_ranks: int = 1,
         placement: Placement | None = None,
     ) -> LoadStatistics:
-        """No host synchronisation. Without a placement, rank w holds experts w * E / W up to (w + 1) * E / W.
-        Copies share an expert's pairs equally."""
+        """Does not wait for the device. Without a placement, rank w holds the experts from w * E / W to
+        (w + 1) * E / W. Copies of an expert share its pairs equally."""
         E, W = routing.num_experts, num_ranks
         if placement is None and (W < 1 or E % W):
             raise ValueError(
@@ -93,7 +93,7 @@ class LoadStatistics:
         )
 
     def to_dict(self) -> dict[str, int | float | None]:
-        """Plain numbers, for a record. Reads values on the host."""
+        """Plain numbers, for a record. It reads values on the host."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: None if value is None else value.item() for name, value in values.items()}
 

@@ -1,4 +1,4 @@
-"""What this machine is, and a name for it that stays the same from run to run."""
+"""Facts about this machine, and a name for it that does not change between runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-# instruction sets that change which kernels can run, in the words of /proc/cpuinfo
+# instruction sets that decide which kernels can run, with their names in /proc/cpuinfo
 NOTABLE = (
     "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd",
     "asimddp", "sve", "bf16",
 )  # fmt: skip
-# noted after machines had their names, which must not change: resuming and comparing go by them
+# added later; they are not part of names, which must not change because resuming and comparing use them
 NOT_IN_NAMES = ("avx512_vnni", "asimddp")
 
 
@@ -28,11 +28,12 @@ class Machine:
     """Facts that decide whether two measurements may be compared.
 
     Machine(cpu="Intel(R) Xeon(R) Processor", cores=2, memory_gib=24, instructions=("avx2", "amx_bf16"), ...)
-    has the name "xeon-2-cores-24-gib-1f3a9c02"; the digits are a hash of what cannot change while it runs.
+    has the name "xeon-2-cores-24-gib-1f3a9c02". The digits are a hash of facts that cannot change at run
+    time.
     """
 
     cpu: str
-    cores: int  # this process may use
+    cores: int  # that this process may use
     memory_gib: int
     instructions: tuple[str, ...]
     gpus: tuple[str, ...]
@@ -69,7 +70,7 @@ def this_machine() -> Machine:
 
 @contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Inside, torch computes on so many threads."""
+    """Inside the context, torch computes with this number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -88,7 +89,7 @@ def _cpuinfo() -> tuple[set[str], str]:
 
 
 def _memory_bytes() -> int:
-    """What the system has in all; 0 where it does not tell this way."""
+    """All memory of the system; 0 if sysconf does not know it."""
     names = getattr(os, "sysconf_names", {})
     if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= set(names):
         return 0

@@ -1,22 +1,22 @@
-"""What people write: names, the hint for one that does not exist, names with options, lists of numbers."""
+"""Reads what people write: names, names with options, lists of numbers; suggests names that exist."""
 
 from __future__ import annotations
 
 import ast
 import difflib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'gather_sum'? ` for "gathersum", or nothing if no known name is close."""
+    """`did you mean 'gather_sum'? ` for "gathersum"; empty if no known name is similar."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}? " if close else ""
 
 
 def one_of(what: str, name: str, choices: Iterable[str]) -> str:
-    """`name` if it is one of the choices; else ValueError with all of them and the nearest."""
+    """Returns `name` if it is one of the choices; else raises ValueError with all of them and the nearest."""
     choices = list(choices)
     if name not in choices:
         raise no_such(what, name, choices)
@@ -29,15 +29,9 @@ def no_such(what: str, name: str, known: Iterable[str]) -> ValueError:
     return ValueError(f"there is no {what} {name!r}; {did_you_mean(name, known)}there are {', '.join(known)}")
 
 
-def check_option(what: str, value: str, choices: Collection[str]) -> None:
-    """ValueError in a sentence if it is none of the choices."""
-    if value not in choices:
-        raise ValueError(f"{what} {value!r} is unknown; there are {', '.join(choices)}")
-
-
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """A name with options: "top_p(p=0.8,most=4)" is ("top_p", {"p": 0.8, "most": 4}). A value that is no
-    Python literal is text: "staged(combine=native(level=avx2))" has the option combine "native(level=avx2)".
+    """Reads a name with options: "top_p(p=0.8,most=4)" is ("top_p", {"p": 0.8, "most": 4}). A value that is
+    not a Python literal is text: in "staged(combine=native(level=avx2))", combine is "native(level=avx2)".
     """
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", spec)
     if match is None:
@@ -62,7 +56,7 @@ def base_name(spec: str) -> str:
 
 
 def split_words(text: str) -> list[str]:
-    """Split at commas outside brackets, whatever their depth: "a,b(x=1,y=2)" is a and b(x=1,y=2)."""
+    """Splits at commas outside all brackets: "a,b(x=1,y=2)" is a and b(x=1,y=2)."""
     found, depth = [""], 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
@@ -74,7 +68,7 @@ def split_words(text: str) -> list[str]:
 
 
 def read_numbers(text: str, most: int = 999_999) -> list[int]:
-    """ "0,4,8-11" or "0,4,8..11" is 0, 4, 8, 9, 10, 11; no text is no numbers."""
+    """ "0,4,8-11" or "0,4,8..11" is 0, 4, 8, 9, 10, 11. An empty text gives no numbers."""
     number = rf"\s*([0-9]{{1,{len(str(most))}}})\s*"
     found: list[int] = []
     for word in text.split(",") if text else []:
@@ -88,14 +82,15 @@ def read_numbers(text: str, most: int = 999_999) -> list[int]:
     return found
 
 
-def option_numbers(option: str, text: str, example: str, most: int = 999_999) -> list[int]:
-    """The same for an option of a command, which needs at least one number."""
+def option_numbers(argument: str, text: str, example: str, most: int = 999_999) -> list[int]:
+    """The same for an argument, which needs at least one number."""
     try:
         if found := read_numbers(text, most):
             return found
         raise ValueError("it names no number")
     except ValueError as why:
-        raise ValueError(f"cannot read {option} {text[:80]!r}: {why}; write {example}") from None
+        sentence = f"cannot read {{{argument}}} {text[:80]!r}: {why}; write {example}"
+        raise ArgumentError(sentence, argument) from None
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -116,16 +111,36 @@ def by_numbers(text: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def short_label(label: str) -> str:
-    """The label without parts that are defaults: staged(combine=gather_sum,...) is plain staged."""
+    """The label without the parts that are defaults: staged(combine=gather_sum,...) becomes staged."""
     for default in ("combine=gather_sum", "dispatch=index_select", "grouped_gemm=expert_loop"):
         label = label.replace(f"{default},", "").replace(f",{default}", "").replace(f"({default})", "")
     return label
 
 
 def slots_of(router: str, *, T: int, E: int, K: int, sequences: int) -> str:
-    """What Soft-MoE computes instead of K experts for each token, so that its time is not read alone:
-    "128 slots, 25 % of the pairs" of soft_moe(slots_per_expert=8) with T=256, E=16, K=2. Else ""."""
+    """What Soft-MoE computes instead of K experts for each token, to be shown beside its time:
+    "128 slots, 25 % of the pairs" for soft_moe(slots_per_expert=8) with T=256, E=16, K=2. Empty for
+    others."""
     if (match := re.match(r"soft_moe\b(?:.*\bslots_per_expert=(\d{1,9})\b)?", router)) is None:
         return ""
     slots = sequences * E * int(match[1] or 1)
     return f"{slots:,} slots, {100 * slots / max(1, T * K):.3g} % of the pairs"
+
+
+class ArgumentError(ValueError):
+    """A mistake in arguments, whose names Python and the command line spell differently:
+    ArgumentError("give either {model} or {case}", "model", "case")"""
+
+    def __init__(self, sentence: str, *names: str):
+        self.sentence, self.names = sentence, names
+        super().__init__(self.spelled(str))
+
+    def spelled(self, spell: Callable[[str], str]) -> str:
+        text = self.sentence
+        for name in self.names:
+            text = text.replace(f"{{{name}}}", spell(name))
+        return text
+
+
+class MistakeError(ValueError):
+    """A sentence about the user's input, from code that may also raise ValueErrors of its own."""

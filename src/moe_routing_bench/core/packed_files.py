@@ -1,13 +1,13 @@
-"""Packed weights kept on disk: packed once, then mapped by every process that freezes the same weights.
+"""Stores packed weights on disk. They are packed once; every process that freezes the same weights maps them.
 
     <folder>/<sha256>.safetensors     one matrix of all experts of a layer
 
-The name is a hash of the weights' values, of how they are packed and by which code, so no file grows old:
-other weights have another name. A file is written under a name with ".part-", synced and renamed; a kill
-leaves nothing else. It is mapped read-only, so processes share its memory, and from byte 4096 on, so the
-kernels' vectors are aligned. Every freeze checks size, header and a CRC of all bytes, because a disk can lose
-some. That is no defence: whoever can write to the folder is believed. Files may be deleted at any time, also
-while they are used.
+The name is a hash of the weights, of the packed form and of the code that packs, so no file becomes outdated:
+other weights have another name. A file is written under a name with ".part-", synced and renamed; a killed
+process leaves nothing else. It is mapped read-only, so processes share its memory. The panels begin at byte
+4096, so the kernels' vectors are aligned. Every freeze checks the size, the header and a CRC of all bytes,
+because a disk can lose some. This does not protect against an attacker who can write to the folder. You can
+delete the files at any time, even while they are used.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from moe_routing_bench.core.whole_files import written_whole
 
 HEADER = 4096  # bytes before the panels, a page
 TYPES = {"U8": torch.uint8, **IN_SAFETENSORS}
-LEFT_OVER = 3600  # seconds after which a part belongs to a process that was killed
+LEFT_OVER = 3600  # seconds; an older part is from a process that was killed
 
 
 class PackedFiles:
-    """A folder of packed weights, <MRB_HOME>/packed unless another is named; bytes mapped and written."""
+    """A folder of packed weights, by default <MRB_HOME>/packed. It counts the bytes mapped and written."""
 
     def __init__(self, folder: Path | str | None = None):
         self.folder = home() / "packed" if folder is None else Path(folder)
@@ -47,13 +47,13 @@ class PackedFiles:
 
     @staticmethod
     def asked(keep_packed: bool | Path | str) -> PackedFiles | None:
-        """True is the usual folder, False none."""
+        """True means the default folder, False means no folder."""
         if isinstance(keep_packed, bool):
             return PackedFiles() if keep_packed else None
         return PackedFiles(keep_packed)
 
     def panels(self, how: object, source: Iterable[Tensor], pack: Callable[[], Tensor]) -> Tensor:
-        """What pack() makes of the source, from its file if there is one. how: what else it follows from."""
+        """Returns the packed source, from its file if there is one. how: other inputs of the file's name."""
         content = repr((how, torch.__version__, [_content(tensor) for tensor in source]))
         path = self.folder / f"{hashlib.sha256(content.encode()).hexdigest()}.safetensors"
         try:
@@ -75,10 +75,10 @@ class PackedFiles:
         return _mapped(path)
 
     def say(self) -> None:
-        """What was done, in a line on stderr."""
+        """Prints on stderr how many bytes were mapped and written."""
         print(
             f"moe_routing_bench: packed weights in {self.folder}: {self.mapped / 1e9:.3g} GB mapped, "
-            f"{self.written / 1e9:.3g} GB written; may be deleted at any time",
+            f"{self.written / 1e9:.3g} GB written; you can delete them at any time",
             file=sys.stderr,
         )
 
@@ -94,7 +94,7 @@ class PackedFiles:
 
 
 def _mapped(path: Path) -> Tensor:
-    """ValueError in a sentence if it is not the whole file that was written under this name."""
+    """Maps a file. Raises ValueError if it is not exactly the file that was written under this name."""
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # ValueError if it is empty
     try:
@@ -110,7 +110,7 @@ def _mapped(path: Path) -> Tensor:
 
 
 def _header(path: Path, panels: Tensor) -> bytes:
-    """As safetensors has it: its length in 8 bytes, JSON, spaces up to the data."""
+    """A header of safetensors: its length in 8 bytes, JSON, spaces up to the data."""
     dtype = next(name for name, dtype in TYPES.items() if dtype == panels.dtype)
     about = {"name": path.stem, "crc32": f"{zlib.crc32(repr(_each(panels, zlib.crc32)).encode()):08x}"}
     entry = {"dtype": dtype, "shape": list(panels.shape), "data_offsets": [0, panels.nbytes]}
@@ -119,7 +119,7 @@ def _header(path: Path, panels: Tensor) -> bytes:
 
 
 def _content(tensor: Tensor) -> tuple[object, ...]:
-    """Type, sizes and a hash of the values of each expert, read in the order in which they lie in memory."""
+    """The type, the sizes and a hash of each expert's values, read in the order they have in memory."""
     order = [0, *sorted(range(1, tensor.ndim), key=tensor.stride, reverse=True)]
     return tensor.dtype, tuple(tensor.shape), order, _each(tensor.detach().permute(order), _sha256)
 

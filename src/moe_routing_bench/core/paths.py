@@ -1,4 +1,4 @@
-"""Where this user's measurements and compiled kernels are kept: MRB_HOME, or a folder in the user's cache."""
+"""The folder for measurements and compiled kernels: MRB_HOME, or a folder in the user's cache."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def home() -> Path:
 
 
 def default_results() -> Path:
-    """Where `mrb bench` writes and `mrb results` reads unless a folder is named."""
+    """The folder that `mrb bench` writes and `mrb results` reads if no other is named."""
     return home() / "results"

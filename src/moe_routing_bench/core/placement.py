@@ -1,4 +1,4 @@
-"""Which rank holds which expert: Placement. It is data; `placing.py` makes good ones."""
+"""Placement: which rank holds which expert. This is the data; `parallel/placing.py` finds good placements."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MAX_RANKS, MAX_EXPERTS = 65_536, 65_536  # of a file
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The experts of each rank; an expert may have copies on several ranks, which share its tokens.
+    """The experts of each rank. An expert may have copies on several ranks, which share its tokens.
 
     Four experts on two nodes of two ranks, expert 0 on three of them:
       experts_W      = ((0, 1), (0, 2), (0, 3), (1,))
       ranks_per_node = 2
       ranks_E        = ((0, 1, 2), (0, 3), (1,), (2,))
-      places         = 2                          most experts on one rank: what its memory must hold
+      places         = 2                          the most experts on one rank: its memory must hold them
       rank_load([6, 2, 1, 1]) = [3, 3, 3, 1]      copies take equal shares: 6 / 3 + 2 / 2, 6 / 3 + 1, ...
 
-    Within a rank experts are in ascending order, and their weights are stacked in that order.
+    The experts of a rank are in ascending order, and their weights are stacked in that order.
     """
 
     experts_W: tuple[tuple[int, ...], ...]
@@ -45,8 +45,8 @@ class Placement:
                 raise ValueError(f"rank {rank} must list different experts in ascending order: {experts}")
             if experts and not (0 <= experts[0] and experts[-1] < self.num_experts):
                 raise ValueError(f"rank {rank} holds {experts}, but experts are 0 .. {self.num_experts - 1}")
-        if homeless := [e for e, ranks in enumerate(self.ranks_E) if not ranks]:
-            raise ValueError(f"no rank holds the experts {homeless[:20]}; each needs at least one place")
+        if missing := [e for e, ranks in enumerate(self.ranks_E) if not ranks]:
+            raise ValueError(f"no rank holds the experts {missing[:20]}; each needs at least one place")
 
     @property
     def num_ranks(self) -> int:
@@ -73,18 +73,18 @@ class Placement:
         return max(map(len, self.ranks_E))
 
     def rank_load(self, load_E: Sequence[float] | Tensor) -> list[float]:
-        """Pairs that each rank computes if copies share an expert's pairs equally."""
+        """The number of pairs that each rank computes, if copies share an expert's pairs equally."""
         load_W: list[float] = self.load_W(torch.as_tensor(load_E, dtype=torch.float64)).tolist()
         return load_W
 
     def load_W(self, load_E: Tensor) -> Tensor:
-        """The same as a tensor, on the device of the load and without a host synchronisation."""
+        """rank_load as a tensor on the device of the load; it does not wait for the device."""
         if load_E.numel() != self.num_experts:
             raise ValueError(f"a load of {load_E.numel()} experts, placed are {self.num_experts}")
         return self.tables(load_E.device).load_SW(load_E.unsqueeze(0)).squeeze(0)
 
     def tables(self, device: torch.device | str = "cpu") -> PlacementTables:
-        """The same as tensors, for choosing ranks without a host synchronisation."""
+        """The placement as tensors, for choosing ranks without waiting for the device."""
         rank_EC = torch.full((self.num_experts, self.most_copies), -1)
         for expert, ranks in enumerate(self.ranks_E):
             rank_EC[expert, : len(ranks)] = torch.tensor(ranks)
@@ -94,7 +94,7 @@ class Placement:
         return PlacementTables(rank_EC=rank_EC.to(device), place_WE=place_WE.to(device))
 
     def moved(self, other: Placement) -> int:
-        """How many copies of experts must be sent to get from this placement to the other."""
+        """How many copies of experts must be sent to change from this placement to the other."""
         return sum(
             len(set(there) - set(here)) for here, there in zip(self.experts_W, other.experts_W, strict=True)
         )
@@ -110,7 +110,7 @@ class Placement:
 
     @staticmethod
     def from_json(text: str) -> Placement:
-        """What to_json wrote; ValueError with a sentence for anything else."""
+        """Reads what to_json wrote; raises ValueError for anything else."""
         try:
             given = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -124,9 +124,9 @@ class Placement:
 
     @staticmethod
     def from_eplb(physical_to_logical: Sequence[int], *, ranks: int, ranks_per_node: int = 0) -> Placement:
-        """One layer of DeepSeek EPLB's first map: the expert in each physical place, rank by rank.
+        """Reads one layer of DeepSeek EPLB's first map: the expert in each physical place, rank by rank.
 
-        EPLB may put two copies of an expert on one rank, where the second serves nothing: it is left out.
+        EPLB may put two copies of an expert on one rank. The second one is useless and is left out.
         """
         places = [_whole(expert, "physical_to_logical") for expert in physical_to_logical]
         if ranks < 1 or not places or len(places) % ranks:
@@ -136,8 +136,8 @@ class Placement:
         return Placement(experts_W=experts_W, num_experts=1 + max(places), ranks_per_node=ranks_per_node)
 
     def to_eplb(self) -> tuple[list[int], list[list[int]], list[int]]:
-        """EPLB's three maps of one layer: the expert of each place, the places of each expert (-1: none), the
-        number of copies. Every rank must hold equally many experts."""
+        """EPLB's three maps of one layer: the expert of each place, the places of each expert (-1: none) and
+        the number of copies. Every rank must hold the same number of experts."""
         if any(len(experts) != self.places for experts in self.experts_W):
             raise ValueError("EPLB's maps need equally many experts on every rank")
         physical_to_logical = [expert for experts in self.experts_W for expert in experts]
@@ -151,14 +151,14 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementTables:
-    """rank_EC: the ranks with a copy of each expert, then -1. place_WE: where an expert is stacked on a rank,
-    -1 if it is not there."""
+    """rank_EC: the ranks with a copy of each expert, then -1. place_WE: the place of an expert on a rank, -1
+    if it is not there."""
 
     rank_EC: Tensor
     place_WE: Tensor
 
     def load_SW(self, load_SE: Tensor) -> Tensor:
-        """Pairs that each rank computes in each step, if copies share an expert's pairs equally."""
+        """The pairs that each rank computes in each step, if copies share an expert's pairs equally."""
         there_EC = self.rank_EC >= 0
         share_SE = load_SE.double() / there_EC.sum(1)
         load_SW = share_SE.new_zeros(load_SE.shape[0], self.place_WE.shape[0])
@@ -167,8 +167,8 @@ class PlacementTables:
         return load_SW
 
     def rank_TK(self, expert_TK: Tensor, first_token: int = 0) -> Tensor:
-        """The rank that computes each pair; -1 where no expert was chosen. Copies take turns by the number of
-        the token, so that each gets an equal share without anybody asking."""
+        """The rank that computes each pair; -1 if no expert was chosen. Copies take turns by the number of
+        the token, so that each gets an equal share without any communication."""
         E = self.rank_EC.shape[0]
         chosen_TK = (expert_TK >= 0) & (expert_TK < E)
         rank_TKC = self.rank_EC[torch.where(chosen_TK, expert_TK, 0)]
@@ -191,4 +191,4 @@ def _rows(value: Any, name: str) -> tuple[tuple[int, ...], ...]:
         or not all(isinstance(row, list) for row in value)
     ):
         raise ValueError(f"{name} is a list of lists, one for each of at most {MAX_RANKS} ranks")
-    return tuple(tuple(_whole(one, name) for one in row) for row in value)
+    return tuple(tuple(_whole(expert, name) for expert in row) for row in value)

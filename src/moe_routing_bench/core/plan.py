@@ -1,4 +1,4 @@
-"""Where every (token, choice) pair lands: Layout (the rule) and RoutingPlan (the numbers)."""
+"""The row of every (token, choice) pair: Layout is the rule, RoutingPlan the numbers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+TENSORS = ("row_TK", "pair_R", "offset_E1", "count_E", "dropped_E")  # of a RoutingPlan
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How rows are assigned to experts. The weights are the same for all three.
+    """How rows are assigned to experts. All three kinds use the same weights.
 
     With loads [3, 0, 1] over three experts:
       Layout.compact()            spans [3, 0, 1]   no padding, nothing dropped
@@ -22,8 +24,8 @@ class Layout:
       Layout.block(2)             spans [4, 0, 2]   each span rounded up to a multiple of 2
 
     `capacity_factor` gives capacity = ceil(T * K / E * factor), Megatron's formula. Dropping by `position`
-    keeps the first pairs in (token, choice) order: causal, but a token then depends on those before it.
-    Dropping by `probs` keeps the largest gates, so a token depends on later ones too.
+    keeps the first pairs in (token, choice) order: this is causal, but a token depends on earlier tokens.
+    Dropping by `probs` keeps the largest gates, so a token also depends on later tokens.
 
     >>> mrb.Layout.parse("padded(capacity_factor=1.25)").capacity_for(T=128, K=2, E=8)
     40
@@ -34,7 +36,7 @@ class Layout:
     capacity_factor: float | None = None
     drop: Literal["position", "probs"] = "position"
     block_rows: int | None = None
-    # capacity_factor as a fraction, made once: torch.compile cannot trace Fraction
+    # capacity_factor as a fraction, computed once because torch.compile cannot trace Fraction
     _factor: tuple[int, int] = field(init=False, repr=False, compare=False, default=(0, 1))
 
     @staticmethod
@@ -131,8 +133,8 @@ class Layout:
         return -(-T * K * above // (E * below))
 
     def num_rows(self, T: int, K: int, E: int) -> int:
-        """R, from sizes alone: the most rows any routing of this size can need. Reading the exact number
-        would need a host synchronisation. Rows beyond the last span belong to no expert."""
+        """R, the most rows that a routing of this size can need. It depends only on the sizes, because
+        reading the exact number would make the host wait. Rows after the last span belong to no expert."""
         pairs = T * K
         if self.kind == "compact":
             return pairs
@@ -145,8 +147,8 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingPlan:
-    """Where every (token, choice) pair lands. The three layouts differ only in these numbers, so every
-    operation downstream is written once.
+    """The row of every (token, choice) pair. The three layouts differ only in these numbers, so each
+    operation is written once for all of them.
 
     T=3, K=2, E=3, expert_TK = [[0, 2], [2, 0], [2, -1]], Layout.block(2):
       count_E   = [2, 0, 3]                      pairs kept
@@ -155,8 +157,8 @@ class RoutingPlan:
       pair_R    = [0, 3, 1, 2, 4, -1, -1, -1]    t * K + k; pairs first and in order, then padding (-1)
       row_TK    = [[0, 2], [3, 1], [4, -1]]      -1: no expert was chosen, or the pair was dropped
 
-    Row 5 is padding inside expert 2's span; rows 6 and 7 belong to no expert, because R is fixed by the
-    sizes alone (Layout.num_rows). All numbers are int64: a row times D can pass 2^31.
+    Row 5 is padding inside expert 2's span. Rows 6 and 7 belong to no expert, because R depends only on the
+    sizes (Layout.num_rows). All numbers are int64, because a row times D can exceed 2^31.
 
     >>> expert_TK = torch.tensor([[0, 2], [2, 0], [2, -1]])
     >>> routing = mrb.Routing(expert_TK=expert_TK, gate_TK=torch.ones(3, 2), num_experts=3)
@@ -170,7 +172,7 @@ class RoutingPlan:
     count_E: Tensor
     dropped_E: Tensor
     layout: Layout
-    filled: bool = False  # promises that every row holds a pair, so that operations may skip masks
+    filled: bool = False  # every row holds a pair, so operations need no masks
 
     @property
     def num_tokens(self) -> int:
@@ -189,34 +191,28 @@ class RoutingPlan:
         return self.count_E.shape[0]
 
     def token_R(self) -> Tensor:
-        """The token in each row; -1 if the row holds none."""
+        """The token in each row; -1 if the row is empty."""
         token_R = torch.div(self.pair_R, max(self.num_choices, 1), rounding_mode="floor")
         return token_R if self.filled else torch.where(self.pair_R >= 0, token_R, -1)
 
     def expert_R(self) -> Tensor:
-        """The expert that owns each row; num_experts if none does."""
+        """The expert that owns each row; num_experts if the row belongs to none."""
         row_R = torch.arange(self.num_rows, device=self.offset_E1.device)
         return torch.searchsorted(self.offset_E1[1:], row_R, right=True)
 
     def expert_TK(self) -> Tensor:
-        """The expert that computes each pair; -1 if none does."""
+        """The expert that computes each pair; -1 if the pair has no row."""
         expert_TK = torch.searchsorted(self.offset_E1[1:], self.row_TK.contiguous(), right=True)
         return expert_TK if self.filled else torch.where(self.row_TK >= 0, expert_TK, -1)
 
     def to(self, device: torch.device | str) -> RoutingPlan:
-        return replace(
-            self,
-            row_TK=self.row_TK.to(device),
-            pair_R=self.pair_R.to(device),
-            offset_E1=self.offset_E1.to(device),
-            count_E=self.count_E.to(device),
-            dropped_E=self.dropped_E.to(device),
-        )
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in TENSORS}
+        return replace(self, **moved)
 
     def validate(self) -> RoutingPlan:
-        """Raise ValueError with a sentence if the numbers contradict each other. Reads values on the host."""
+        """Raises ValueError if the numbers contradict each other. It reads values on the host."""
         T, K, R, E = self.num_tokens, self.num_choices, self.num_rows, self.num_experts
-        for name in ("row_TK", "pair_R", "offset_E1", "count_E", "dropped_E"):
+        for name in TENSORS:
             if (dtype := getattr(self, name).dtype) != torch.int64:
                 raise ValueError(f"{name} is {dtype}; a plan is int64 throughout")
         if self.offset_E1.shape != (E + 1,):

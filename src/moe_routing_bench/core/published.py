@@ -1,14 +1,14 @@
-"""Published models: sizes of the MoE layer, routing, attention, and what Transformers calls their parts.
+"""Published models: sizes of the MoE layer, routing, attention, and the names of their parts in Transformers.
 
-Data alone, nothing is downloaded. Sizes are those of each model's config.json, which was looked up in
+This is data; nothing is downloaded. The sizes are from each model's config.json, which was looked up in
 
     deepseek        inference/configs of github.com/deepseek-ai/DeepSeek-V3: 16B and 236B are V2's
     glm-4.5-air     huggingface.co/PrimeIntellect/INTELLECT-3-Base, trained from it with the same config
     switch-base-8   huggingface.co/emre/switch-base-8-finetuned-samsum, likewise
     llama-4-scout   Transformers' Llama4TextConfig; its shared expert in Megatron-Bridge's Llama4ModelProvider
 
-Heads of the others: Qwen3 as in Megatron-LM's and slime's model scripts, Granite and Phi from huggingface.co,
-else the defaults of Transformers' config classes.
+The heads of the others are from Megatron-LM's and slime's model scripts (Qwen3), from huggingface.co
+(Granite, Phi), else the defaults of Transformers' config classes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from moe_routing_bench.core.shapes import MoEShape
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Names in the config.json and checkpoints of one model_type; without a name for F they are not read."""
+    """Names in the config.json and checkpoints of one model_type. Without a name for F they cannot be
+    read."""
 
     model_type: str
-    E: tuple[str, ...] = ()  # the first that is there counts
+    E: tuple[str, ...] = ()  # the first name that exists is used
     F: str = ""
     module: str = "mlp"  # the MoE layer's
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
     router_bias: str = ""
     score: str = "softmax"
-    renormalises: bool = False  # always; else norm_topk_prob in config.json says it
+    renormalises: bool = False  # True: always; False: norm_topk_prob in config.json decides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,8 @@ class PublishedRouting:
 
     rule: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
-    note: str = ""  # where the layer around the router differs from ours
-    missing: str = ""  # why no rule here does it
+    note: str = ""  # how the layer around the router differs from ours
+    missing: str = ""  # why no rule here can do it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,8 @@ class AttentionShape:
     qk_norm: bool = False
     bias: bool = False
     theta: float = 10_000.0
-    note: str = ""  # what the model has and our decoder block has not
-    missing: str = ""  # why our decoder block cannot stand for the model at all
+    note: str = ""  # what the model has and our decoder block does not have
+    missing: str = ""  # why our decoder block cannot represent the model at all
 
     def scaled(self, factor: float) -> AttentionShape:
         """Fewer heads of the same width, for a decoder block of `factor` times the width."""
@@ -75,7 +76,7 @@ class PublishedModel:
     F: int
     E: int
     K: int
-    layers: int  # with experts
+    layers: int  # layers with experts
     shared_F: int = 0
     activation: str = "swiglu"
     bias: bool = False
@@ -132,8 +133,8 @@ LATENT = (
 )
 
 MODELS = {
-    one.name: one
-    for one in (
+    published.name: published
+    for published in (
         PublishedModel(
             name="qwen3-30b-a3b", family="qwen3-moe", D=2048, F=768, E=128, K=8, layers=48, routing=QWEN3,
             attention=AttentionShape(heads=32, kv_heads=4, head_dim=128, qk_norm=True, theta=1e6),

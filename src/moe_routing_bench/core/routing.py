@@ -1,9 +1,10 @@
-"""What a router chose: Routing (each token picks experts) and SoftRouting (each slot mixes tokens)."""
+"""What a router chose: Routing (each token has experts) and SoftRouting (each slot mixes tokens)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class TokenInfo:
-    """What a router may know about tokens beyond their vectors. Everything is optional.
+    """What a router may know about tokens besides their vectors. Everything is optional.
 
-    Two sequences of three tokens each, the last token of the second one being padding:
+    Two sequences of three tokens each, where the last token is padding:
       num_sequences = 2                        tokens 0-2 and 3-5 belong together
       token_id_T    = [17, 4, 9, 17, 4, 0]     the vocabulary ids, for hash routing
-      mask_T        = [1, 1, 1, 1, 1, 0]       False: route this token nowhere, ignore it in losses
+      mask_T        = [1, 1, 1, 1, 1, 0]       False: send this token nowhere, ignore it in losses
 
     >>> info = mrb.TokenInfo(mask_T=torch.tensor([True, False]))
     >>> mrb.all_routers()["switch"](D=8, E=4, K=1)(torch.randn(2, 8), info).expert_TK[1].tolist()
@@ -30,16 +31,16 @@ class TokenInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Which experts each token goes to, and with what weight.
+    """The experts that each token goes to, and their weights.
 
-    T=3, K=2, E=4; token 1 uses a single expert (a ragged row), token 2 none:
+    T=3, K=2, E=4. Token 1 uses one expert (a ragged row), token 2 uses none:
       expert_TK = [[0, 2], [3, -1], [-1, -1]]
       gate_TK   = [[0.75, 0.25], [1.0, 0.0], [0.0, 0.0]]
       load_E()  = [1, 0, 1, 1]
 
     An id below 0 or >= num_experts means "no expert"; its gate is ignored. The experts of one token are
-    distinct. With `ragged=False` the router promises that every id is a real expert, so later stages skip
-    masks without a host synchronisation.
+    distinct. With `ragged=False` the router promises that every id is a real expert, so later stages need no
+    masks.
 
     >>> expert_TK = torch.tensor([[0, 2], [3, -1], [-1, -1]])
     >>> mrb.Routing(expert_TK=expert_TK, gate_TK=torch.rand(3, 2), num_experts=4).load_E().tolist()
@@ -67,14 +68,14 @@ class Routing:
         return (self.expert_TK >= 0) & (self.expert_TK < self.num_experts)
 
     def load_E(self) -> Tensor:
-        """How many tokens chose each expert, before any are dropped. No host synchronisation."""
+        """How many tokens chose each expert, before any are dropped. It does not wait for the device."""
         chosen_TK = self.chosen_TK()
         target_TK = torch.where(chosen_TK, self.expert_TK, 0)
         load_E = torch.zeros(self.num_experts, dtype=torch.int64, device=self.expert_TK.device)
         return load_E.scatter_add(0, target_TK.flatten(), chosen_TK.flatten().to(torch.int64))
 
     def masked(self, mask_T: Tensor | None) -> Routing:
-        """The same routing with the tokens where mask_T is False sent nowhere."""
+        """The same routing, but tokens where mask_T is False go nowhere."""
         if mask_T is None:
             return self
         keep_T1 = mask_T.bool().unsqueeze(1)
@@ -86,17 +87,10 @@ class Routing:
         )
 
     def to(self, device: torch.device | str) -> Routing:
-        return replace(
-            self,
-            expert_TK=self.expert_TK.to(device),
-            gate_TK=self.gate_TK.to(device),
-            logits_TE=None if self.logits_TE is None else self.logits_TE.to(device),
-            losses={name: loss.to(device) for name, loss in self.losses.items()},
-            aux_loss=None if self.aux_loss is None else self.aux_loss.to(device),
-        )
+        return replace(self, **_moved(self, device))
 
     def validate(self) -> Routing:
-        """Raise ValueError with a sentence if this is not a routing. Reads values on the host."""
+        """Raises ValueError if this is not a valid routing. It reads values on the host."""
         if self.num_experts < 1:
             raise ValueError(f"num_experts is {self.num_experts}; there must be at least one expert")
         if self.expert_TK.ndim != 2 or self.expert_TK.dtype != torch.int64:
@@ -155,16 +149,10 @@ class SoftRouting:
         return self.dispatch_BNS.shape[2] // self.num_experts
 
     def to(self, device: torch.device | str) -> SoftRouting:
-        return replace(
-            self,
-            dispatch_BNS=self.dispatch_BNS.to(device),
-            combine_BNS=self.combine_BNS.to(device),
-            losses={name: loss.to(device) for name, loss in self.losses.items()},
-            aux_loss=None if self.aux_loss is None else self.aux_loss.to(device),
-        )
+        return replace(self, **_moved(self, device))
 
     def validate(self) -> SoftRouting:
-        """Raise ValueError with a sentence if this is not a soft routing. Reads values on the host."""
+        """Raises ValueError if this is not a valid soft routing. It reads values on the host."""
         if self.dispatch_BNS.ndim != 3 or self.dispatch_BNS.shape != self.combine_BNS.shape:
             raise ValueError(
                 f"dispatch_BNS {tuple(self.dispatch_BNS.shape)} and combine_BNS "
@@ -178,8 +166,14 @@ class SoftRouting:
             ("combine", self.combine_BNS, 2),
         ):
             total = weights.detach().double().sum(dim)
-            # zero belongs to a masked token, or to a slot of a sequence whose tokens are all masked
+            # a masked token has the sum 0, and so has a slot of a sequence whose tokens are all masked
             if not bool((((total - 1).abs() < 1e-2) | (total == 0)).all()):
                 who = "slot" if dim == 1 else "token"
                 raise ValueError(f"the {name} weights of a {who} must sum to 1, or to 0 if it is masked")
         return self
+
+
+def _moved(routing: Routing | SoftRouting, device: torch.device | str) -> dict[str, Any]:
+    """All its tensors, also those of the losses, on another device."""
+    tensors = {name: value.to(device) for name, value in vars(routing).items() if isinstance(value, Tensor)}
+    return {**tensors, "losses": {name: loss.to(device) for name, loss in routing.losses.items()}}

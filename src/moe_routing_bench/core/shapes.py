@@ -1,7 +1,7 @@
 """The letters, and the five numbers that size a Mixture-of-Experts layer.
 
-A tensor's name ends in the letters of its dimensions, outermost first: `x_TD` has T rows of D numbers.
-A capital names a logical dimension whatever the sharding; counts of things are `num_things`.
+A tensor's name ends with the letters of its dimensions, outermost first: `x_TD` has T rows of D numbers.
+A capital is a logical dimension, independent of sharding. A count of things is called `num_things`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text from files, records, kernels and other programs, as terminals, messages and figures may show it."""
+"""Makes text from files, records, kernels and other programs safe for terminals, messages and figures."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 import signal
 from typing import Any
 
-SHORT = 120  # letters of a value inside a sentence
+SHORT = 120  # the most letters of a value in a sentence
 
 
 def printable(text: object, limit: int | None = None, bad: str = "?", keep: str = "") -> str:
-    """Letters that could steer a terminal become `bad`, unless they are in `keep`. Text longer than `limit`
-    is cut and ends in "...".
+    """Replaces letters that could control a terminal by `bad`, unless they are in `keep`. Text longer than
+    `limit` is cut and ends in "...".
     """
     whole = str(text)
     shown = "".join(letter if letter.isprintable() or letter in keep else bad for letter in whole[:limit])
@@ -19,7 +19,7 @@ def printable(text: object, limit: int | None = None, bad: str = "?", keep: str 
 
 
 def short(value: object) -> str:
-    """A value from a file as it may stand in a sentence."""
+    """A value from a file, made safe and short for a sentence."""
     return printable(value, SHORT)
 
 
@@ -30,7 +30,7 @@ def first_problem(error: Any) -> str:
 
 
 def one_line(text: str, most: int = 2_000) -> str:
-    """Any text as a field of a record takes it: what cannot be printed becomes a space, what is too long is
+    """Makes any text fit a field of a record: letters that cannot be printed become spaces, long text is
     cut."""
     line = re.sub(r"\n+", " ", printable(encodable(text), bad="\n")).strip()
     return line if len(line) <= most else line[: most - 3] + "..."
@@ -45,5 +45,5 @@ def ending(code: int) -> str:
 
 
 def encodable(text: str) -> str:
-    """Without halves of surrogate pairs, which UTF-8 cannot write."""
+    """The text without halves of surrogate pairs, which UTF-8 cannot write."""
     return text.encode("utf-8", "replace").decode()

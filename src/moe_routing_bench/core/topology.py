@@ -1,11 +1,11 @@
-"""Topology: which processors are near which memory, and whether kernels are to mind it.
+"""Topology: which processors are near which memory, and whether kernels use that.
 
-    MRB_NODES=off                               the default: nothing is asked, nothing changes
-    MRB_NODES=auto                              the NUMA nodes that Linux names
-    MRB_NODES="0-15,32-47;16-31,48-63"          processors by node, as somebody says
-    MRB_NODES="auto pinned"                     threads also stay on their node while a kernel runs
+    MRB_NODES=off                               the default: kernels see one machine
+    MRB_NODES=auto                              the NUMA nodes that Linux reports
+    MRB_NODES="0-15,32-47;16-31,48-63"          the processors of each node, given by the user
+    MRB_NODES="auto pinned"                     a kernel's threads also stay on their node
 
-use_nodes(text) says the same inside a program. One node is as good as off.
+use_nodes(text) does the same inside a program. One node has the same effect as off.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MAX_CPUS = 1024  # a cpu_set_t of the C library
 MAX_NODES = 64
 MAX_TEXT = 10_000
 PINNED = "pinned"
-# with one of these OpenMP has bound the thread that asks, so its processors are not those of the process
+# if one of these is set, OpenMP has bound this thread, so its processors are not those of the process
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 
 @dataclass(frozen=True)
 class Node:
-    """Node((0, 1), memory=0): processors 0 and 1, and the number by which the system knows the memory near
-    them; None if it is not one node's."""
+    """Node((0, 1), memory=0): processors 0 and 1, and the system's number of the memory near them; None if
+    that is not one node's memory."""
 
     cpus: tuple[int, ...]
     memory: int | None = None
@@ -38,10 +38,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes among which work is shared out.
+    """The nodes that share the work.
 
     Topology.parse("0-2,8;4-5 pinned") is Topology((Node((0, 1, 2, 8)), Node((4, 5))), pinned=True), and its
-    text is "0-2,8;4-5 pinned" again. Beside system=system_nodes() each node also has its memory.
+    text is "0-2,8;4-5 pinned" again. With system=system_nodes() each node also has its memory.
     """
 
     nodes: tuple[Node, ...]
@@ -49,14 +49,14 @@ class Topology:
 
     @staticmethod
     def parse(text: str, system: tuple[Node, ...] = ()) -> Topology:
-        """Processors by node; a processor may stand in several nodes only if threads are pinned, which are
-        then shared out by number. That is how a topology is pretended."""
+        """Reads the processors of each node. A processor may be in several nodes only if threads are pinned;
+        threads then go to nodes by their number. Tests simulate a topology this way."""
         if len(text) > MAX_TEXT:
             raise ValueError(f"nodes are at most {MAX_TEXT} letters, not {len(text)}")
         listed, _, word = text.strip().partition(" ")
         try:
             if word.strip() not in ("", PINNED):
-                raise ValueError(f"behind them may stand {PINNED}, nothing else")
+                raise ValueError(f"only {PINNED} may follow them")
             nodes = tuple(
                 _node(tuple(read_numbers(part, MAX_CPUS - 1)), system) for part in listed.split(";")
             )
@@ -64,7 +64,7 @@ class Topology:
                 raise ValueError(f"there are at most {MAX_NODES}")
             twice = [cpu for cpu, n in Counter(cpu for node in nodes for cpu in node.cpus).items() if n > 1]
             if twice and not word:
-                raise ValueError(f"processor {twice[0]} is in two of them; {PINNED} behind allows it")
+                raise ValueError(f"processor {twice[0]} is in two of them, which needs {PINNED}")
         except ValueError as why:
             raise ValueError(
                 f'nodes are off, auto or processors as in "0-15,32-47;16-31,48-63", not {text[:80]!r}: {why}'
@@ -77,7 +77,7 @@ class Topology:
 
 
 def system_nodes(folder: Path = SYSTEM) -> tuple[Node, ...]:
-    """The nodes with processors, as Linux names them; none where it does not."""
+    """The nodes with processors that Linux reports; none on other systems."""
     if not (folder / "online").exists():
         return ()
     with_memory = _read(folder / "has_memory") if (folder / "has_memory").exists() else ()
@@ -92,8 +92,8 @@ _asked: str | None = None
 
 
 def use_nodes(text: str | None) -> Topology | None:
-    """From now on in this process, as MRB_NODES would say; None: as MRB_NODES says. Place weights by freezing
-    them afterwards. The result is what is then in use; ValueError if there are no such nodes."""
+    """Overrides MRB_NODES for this process; None returns to MRB_NODES. Freeze weights afterwards to place
+    them on the nodes. Returns the topology now in use; raises ValueError if there are no such nodes."""
     global _asked
     topology = _of(text, os.getpid()) if text is not None else None
     _asked = text
@@ -105,7 +105,7 @@ def nodes_in_use() -> Topology | None:
     return _of(os.environ.get("MRB_NODES", "off") if _asked is None else _asked, os.getpid())
 
 
-@cache  # by process: a worker that was forked may have fewer processors
+@cache  # for each process, because a forked worker may have fewer processors
 def _of(text: str, process: int) -> Topology | None:
     words = text.split()
     if words in ([], ["off"]):
@@ -121,7 +121,7 @@ def _of(text: str, process: int) -> Topology | None:
 
 
 def _allowed() -> set[int] | None:
-    """Processors of this process; None: nobody knows, so all."""
+    """The processors of this process; None if unknown, and then all are used."""
     if any(name in os.environ for name in BINDING) or not hasattr(os, "sched_getaffinity"):
         return None
     return os.sched_getaffinity(0)
@@ -129,13 +129,13 @@ def _allowed() -> set[int] | None:
 
 def _node(cpus: tuple[int, ...], system: tuple[Node, ...]) -> Node:
     if not cpus:
-        raise ValueError("one of them has no processor")
+        raise ValueError("a node has no processor")
     if len(set(cpus)) < len(cpus):
-        raise ValueError("a processor stands twice in one of them")
+        raise ValueError("a node has a processor twice")
     near = [[node.memory for node in system if cpu in node.cpus] for cpu in cpus] if system else []
     if [] in near:
         raise ValueError(f"this machine has no processor {cpus[near.index([])]} in use")
-    memory = {one for several in near for one in several}
+    memory = {number for numbers in near for number in numbers}
     return Node(cpus, memory.pop() if len(memory) == 1 else None)
 
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written beside their place and renamed, never left half."""
+"""Writes files completely or not at all: first under another name, then renamed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ NO_SPACE = os.strerror(errno.ENOSPC)
 
 
 class NotWrittenError(OSError, ValueError):
-    """str(error): "cannot write report.html: the disk is full". A ValueError too: a sentence for the user."""
+    """str(error): "cannot write report.html: the disk is full". It is also a ValueError: the user can fix
+    it."""
 
     def __str__(self) -> str:
         why = "the disk is full" if self.errno in FULL else self.strerror
@@ -23,9 +24,9 @@ class NotWrittenError(OSError, ValueError):
 
 @contextmanager
 def written_whole(path: Path, *, sync: bool = False) -> Iterator[Path]:
-    """A place to write to, in the same folder. At the end it is renamed to `path`; if anything fails it is
-    removed, and `path` is as before. Two writers never share a place. sync: the file is on the disk when this
-    returns.
+    """Gives a path in the same folder to write to. At the end it is renamed to `path`. If anything fails, it
+    is removed and `path` is unchanged. Two writers never share a path. sync: the file is on the disk when
+    this returns.
 
     with written_whole(target) as part: part.write_text(text)
     """
@@ -41,7 +42,7 @@ def written_whole(path: Path, *, sync: bool = False) -> Iterator[Path]:
         except NotWrittenError:
             raise
         except Exception as error:
-            if NO_SPACE in str(error):  # also of writers with errors of their own: safetensors, DuckDB
+            if NO_SPACE in str(error):  # also in errors of other writers: safetensors, DuckDB
                 raise NotWrittenError(errno.ENOSPC, NO_SPACE, str(path)) from None
             if not isinstance(error, OSError) or error.filename not in (None, str(part), part):
                 raise

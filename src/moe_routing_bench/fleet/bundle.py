@@ -1,12 +1,12 @@
-"""A bundle: the results of a folder in one zip file that others can check without trusting its maker.
+"""A bundle is a results folder in one zip file. Others can check it without trusting its author.
 
     manifest.json                             format, version, size and sha256 of each file, a summary
     session=<id>/records.jsonl, samples.f64   as in a results folder; every time must have its samples
-    environments/<sha256>.json                the machines
+    environments/<sha256>.json                descriptions of the machines
     power.json                                optional: `mrb doctor --power` on that machine
 
 The summary (machines, A/A comparisons, sources) is computed again from the records by whoever opens the
-bundle, so it cannot say more than they do. docs/fleet.md has the format for other writers.
+bundle, so it cannot say more than they do. Other writers follow `Manifest` below.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ KEPT = re.compile(rf"{TIMED}|{re.escape(POWER)}")
 MAX_FILES = 20_000
 MAX_MANIFEST_BYTES = 8 << 20
 MAX_BYTES = 4 << 30  # unpacked, all files together
-MAX_RATIO = 100  # lines shrink about tenfold
+MAX_RATIO = 100  # unpacked to packed; records compress about tenfold
 PIECE = 1 << 20
-BEGINNING = (1980, 1, 1, 0, 0, 0)  # of the zip calendar: the same results make the same bytes
+BEGINNING = (1980, 1, 1, 0, 0, 0)  # the earliest date of a zip file: equal results give equal bytes
 
 
 class File(Part):
@@ -54,10 +54,10 @@ class File(Part):
 
 
 class OneMachine(Part):
-    """How well its comparisons can be trusted. aa: the baseline against a copy of itself, in every cell.
+    """How reliable the comparisons of a machine are. aa: the baseline against a copy of itself.
 
     OneMachine(name="xeon-...", records=120, cells=40, aa_cells=40, aa_called_different=1, aa_median=0.002,
-               aa_worst=0.013, seen=0.011): half of all comparisons would see a difference of 1.1 %.
+               aa_worst=0.013, seen=0.011): half of all comparisons can detect a difference of 1.1 %.
     """
 
     name: Name
@@ -81,7 +81,7 @@ class Manifest(Part):
 
 
 def make_bundle(folder: Path, target: Path, *, made_by: str, power: bytes | None = None) -> Manifest:
-    """ValueError if a record of the folder would be refused by whoever opens the bundle."""
+    """Writes a bundle. Raises ValueError if `opened_bundle` would refuse a record of the folder."""
     names = {ENVIRONMENTS + f"/{name}.json" for name, _, _ in environments(folder)}
     for place in session_folders(folder).values():
         names |= {f"{place.name}/{name}" for name in (RECORDS, SAMPLES) if is_plain_file(place / name)}
@@ -90,7 +90,7 @@ def make_bundle(folder: Path, target: Path, *, made_by: str, power: bytes | None
         for name in sorted(names, key=lambda name: (name.endswith(SAMPLES), name)):
             (copy / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(folder / name, copy / name, follow_symlinks=False)
-            if name.endswith(RECORDS):  # a line cut off while it was written is not of the bundle
+            if name.endswith(RECORDS):  # leaves out a last line that is not complete
                 os.truncate(copy / name, end_of_last_line(copy / name, (copy / name).stat().st_size))
         if power is not None:
             (copy / POWER).write_bytes(power)
@@ -112,8 +112,8 @@ def make_bundle(folder: Path, target: Path, *, made_by: str, power: bytes | None
 
 @contextmanager
 def opened_bundle(path: Path) -> Iterator[tuple[Path, Manifest]]:
-    """A results folder with what the bundle holds, gone afterwards. ValueError, in a sentence, unless every
-    byte, every record and the summary hold."""
+    """Unpacks a bundle into a temporary results folder. Raises ValueError unless every byte, every record and
+    the summary are correct."""
     with tempfile.TemporaryDirectory(prefix="mrb-bundle-") as scratch:
         folder = Path(scratch)
         try:
@@ -131,7 +131,7 @@ def opened_bundle(path: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def _unpack(archive: zipfile.ZipFile, folder: Path) -> Manifest:
-    """Only files whose names a results folder has, never more bytes than the manifest says."""
+    """Unpacks only files with names of a results folder, and never more bytes than the manifest states."""
     entries = archive.infolist()
     if len(entries) > MAX_FILES + 1:
         raise ValueError(f"the bundle has {len(entries):,} files, over the limit of {MAX_FILES:,}")
@@ -179,7 +179,7 @@ def _unpack(archive: zipfile.ZipFile, folder: Path) -> Manifest:
 
 
 def _summary(folder: Path) -> dict[str, object]:
-    """Machines, sources and harnesses, from records of which every one holds."""
+    """Returns machines, sources and harnesses. Raises ValueError if a record is not valid."""
     left_out = LeftOut()
     machines: dict[str, list[tuple[str, str, float | None, float | None, bool]]] = defaultdict(list)
     sources: dict[str, str] = {}
@@ -211,7 +211,7 @@ def _summary(folder: Path) -> dict[str, object]:
         described[key] = OneMachine(
             name=names[key],
             records=len(rows),
-            cells=len({cell for cell, *_ in rows}),
+            cells=len({experiment for experiment, *_ in rows}),
             aa_cells=len(aa),
             aa_called_different=sum(different for *_, different in rows),
             aa_median=median(aa) if aa else None,

@@ -1,7 +1,7 @@
-"""A sweep into a store on a URL, alone or beside others: what one machine does of it.
+"""Runs the part of one machine in a sweep whose results go to a store on a URL.
 
 Results are first written into a folder here, as those of any sweep, then published cell by cell. If the store
-cannot be reached any more, that folder stays and `mrb merge` takes it.
+cannot be reached any more, that folder stays and `mrb results merge` takes it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.core.machine import this_machine
@@ -31,26 +31,28 @@ from moe_routing_bench.fleet.store import RemoteStore
 from moe_routing_bench.fleet.sweep import FINE, SweepPlan
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.writing import record_outcome
+from moe_routing_bench.workloads.experiment import Experiment
 
-PAUSE_SECONDS = (1.0, 15.0)  # between looks at cells that others are at work on
+PAUSE_SECONDS = (1.0, 15.0)  # between two looks at cells that other machines are measuring
 LISTED_AT_ONCE, MIN_LISTED = 1000, 20_000  # commits in one request
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetPlan(SweepPlan):
-    """attempts: by resume key, the number of the measurement that each cell to do would be."""
+    """attempts: by resume key, the number that the next measurement of the cell gets."""
 
     attempts: dict[str, int] = field(default_factory=dict)
-    by_key: dict[str, Cell] = field(default_factory=dict)
+    by_key: dict[str, Experiment] = field(default_factory=dict)
 
 
 def plan_fleet(
-    cells: Sequence[Cell], store: RemoteStore, executor: Executor, *, retry_failed: bool, resume: bool
-) -> FleetPlan:
+    experiments: Sequence[Experiment], store: RemoteStore, executor: Executor, *, retry_failed: bool,
+    resume: bool,
+) -> FleetPlan:  # fmt: skip
     known = store.attempts()
-    todo: list[Cell] = []
+    todo: list[Experiment] = []
     attempts, by_key, done, failed = {}, {}, 0, 0
-    for cell, keys in zip(cells, executor.keys(cells), strict=True):
+    for experiment, keys in zip(experiments, executor.keys(experiments), strict=True):
         measured = [key for key in keys if key in known]
         if measured and resume:
             commit = store.commit_of(measured[0], known[measured[0]]) if retry_failed else None
@@ -58,9 +60,9 @@ def plan_fleet(
                 done += 1
                 continue
             failed += 1
-        todo.append(cell)
+        todo.append(experiment)
         for key in keys:
-            attempts[key], by_key[key] = known.get(key, 0) + 1, cell
+            attempts[key], by_key[key] = known.get(key, 0) + 1, experiment
     return FleetPlan(todo=tuple(todo), done=done, failed=failed, attempts=attempts, by_key=by_key)
 
 
@@ -72,22 +74,23 @@ def run_fleet(
     suite: str = "",
     claim: bool = False,
     roofs: Roofs | None = None,
-    on_progress: OnCellProgress = lambda cell, progress: None,
+    on_progress: OnCellProgress = lambda experiment, progress: None,
     leases: Leases | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[CellOutcome]:
-    """Measure what is to do; each outcome is in the store before it is yielded. One that another machine
-    published first is not yielded. With claim, the call ends when every cell has a result, whoever's."""
+    """Measures the cells of the plan. Each outcome is in the store before it is yielded. An outcome that
+    another machine published first is not yielded. With claim, the call ends when every cell has a result, of
+    any machine."""
     if not plan.todo:
         return
     writer = _Writer(store, plan, suite, roofs)
-    run = {"roofs": roofs, "on_progress": on_progress, "watch": writer.watch}
+    run = partial(executor.run, roofs=roofs, on_progress=on_progress, watch=writer.watch)
     if claim:
         worker = f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(4)}"
         leases = leases or Leases(store.objects, worker)
-        outcomes = _claimed(plan, store, leases, lambda cell: next(iter(executor.run([cell], **run))), sleep)  # type: ignore[arg-type]
+        outcomes = _claimed(plan, store, leases, lambda one: next(iter(run([one]))), sleep)
     else:
-        outcomes = executor.run(plan.todo, **run)  # type: ignore[arg-type]
+        outcomes = run(plan.todo)
     with writer:
         for outcome in outcomes:
             if writer.publish(outcome):
@@ -98,10 +101,10 @@ def _claimed(
     plan: FleetPlan,
     store: RemoteStore,
     leases: Leases,
-    measure: Callable[[Cell], CellOutcome],
+    measure: Callable[[Experiment], CellOutcome],
     sleep: Callable[[float], None],
 ) -> Iterator[CellOutcome]:
-    """Take cells that nobody is at work on, in an order of our own, until all have results."""
+    """Measures cells that no other machine is measuring, in a random order, until all have results."""
     waiting = list(plan.by_key)
     random.Random(leases.worker).shuffle(waiting)
     pause, longest = PAUSE_SECONDS
@@ -109,18 +112,18 @@ def _claimed(
         done, left, rest = store.attempts(), [], iter(waiting)
         took = False
         for key in rest:
-            attempt, cell = plan.attempts[key], plan.by_key[key]
+            attempt, experiment = plan.attempts[key], plan.by_key[key]
             if done.get(key, 0) >= attempt:
                 continue
-            if not leases.take(key, attempt, lease_seconds(cell)):
+            if not leases.take(key, attempt, lease_seconds(experiment)):
                 left.append(key)
                 if LISTED_AT_ONCE * len(left) > max(len(done), MIN_LISTED):
-                    break  # to look on would take more requests than a new list of what is done
+                    break  # to continue would take more requests than a new list of the results
                 continue
             took = True
             try:
                 if store.commit_of(key, attempt) is None:
-                    yield measure(cell)
+                    yield measure(experiment)
             except BaseException:
                 with suppress(OSError):
                     leases.give_back(key, attempt)
@@ -134,7 +137,7 @@ def _claimed(
 
 
 class _Writer:
-    """Writes outcomes here, then publishes them."""
+    """Writes outcomes to a local folder, then publishes them."""
 
     def __init__(self, store: RemoteStore, plan: FleetPlan, suite: str, roofs: Roofs | None):
         self.store, self.plan, self.suite = store, plan, suite
@@ -162,7 +165,7 @@ class _Writer:
             record_outcome(outcome, session, suite=self.suite, environment=environment)
         except OSError as error:
             raise ValueError(
-                f"the records of {outcome.cell.name} could not be written into {self.folder}: "
+                f"the records of {outcome.experiment.title} could not be written into {self.folder}: "
                 f"{error.strerror or error}. Cells before it are in the store; the same command goes on"
             ) from None
         records, samples = session.since(before)
@@ -176,8 +179,8 @@ class _Writer:
             samples=len(samples),
             samples_at=before[1],
         )
-        failed = any(one.status not in FINE for one in outcome.outcomes)
-        # a machine that could not be asked when the plan was made has a key of its own
+        failed = any(ended.status not in FINE for ended in outcome.outcomes)
+        # a machine that could not be reached when the plan was made has its own key
         attempt = self.plan.attempts.get(header.cell_key, 1)
         try:
             self.store.put_environment(document)
@@ -185,8 +188,8 @@ class _Writer:
         except OSError as error:
             self.unsent = True
             raise ValueError(
-                f"{error}. The results of {outcome.cell.name} are in {self.folder}; the same command goes on "
-                "when the store is there again"
+                f"{error}. The results of {outcome.experiment.title} are in {self.folder}; the same command "
+                "goes on when the store is there again"
             ) from None
 
     def __enter__(self) -> _Writer:

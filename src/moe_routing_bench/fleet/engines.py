@@ -1,4 +1,4 @@
-"""The engines by name: what may run the cells of a sweep."""
+"""The engines that can run the cells of a sweep, by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENGINES: dict[str, Callable[..., Executor]] = {"local": LocalExecutor, "ray": Ra
 
 
 def engine_named(spec: str) -> Executor:
-    """engine_named("ray(gpu=h100)"): Ray's nodes with that label."""
+    """engine_named("ray(gpu=h100)") uses the Ray nodes with that label."""
     name, labels = parse_spec(spec)
     if name not in ENGINES:
         raise no_such("engine", name, ENGINES)

@@ -1,9 +1,10 @@
-"""Leases: which machine is at work on which cell, so that no two do the same work.
+"""Leases say which machine is measuring which cell, so that no two machines do the same work.
 
-A lease is an object that is put only if it is not there: leases/<cell key>-<attempt>/<n>.json. It holds for
-the seconds it names, and no two clocks are ever compared: whoever wants the cell looks at the lease, waits so
-long by its own clock, and if there is still no result puts lease n + 1. A machine that was only slow may then
-end after all; leases save work, and the commit alone decides what counts.
+A lease is an object leases/<cell key>-<attempt>/<n>.json that is written only if it does not exist. It is
+valid for the seconds it states. Clocks of two machines are never compared: a machine that wants the cell sees
+the lease, waits that long by its own clock, and if there is still no result it writes lease n + 1. The first
+machine may only have been slow and may still finish. Leases save work; only the commit decides which result
+counts.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.fleet.objects import Objects
 from moe_routing_bench.results.record import Name, Part
+from moe_routing_bench.workloads.experiment import Experiment
 
 START_SECONDS = 120.0  # compiling, starting workers, a slow store
-UNREADABLE_SECONDS = 3600.0  # how long a lease is respected that nobody can read
+UNREADABLE_SECONDS = 3600.0  # how long a lease that cannot be read is respected
 
 
 class Terms(Part):
@@ -29,23 +30,25 @@ class Terms(Part):
     seconds: Annotated[float, Field(gt=0, le=1e6)]
 
 
-def lease_seconds(cell: Cell) -> float:
+def lease_seconds(experiment: Experiment) -> float:
     """Twice what a cell may take, and the start."""
-    return START_SECONDS + 2 * cell.policy.processes * cell.policy.max_seconds
+    return START_SECONDS + 2 * experiment.processes * experiment.max_seconds
 
 
 class Leases:
-    """leases.take("0f3a...", 1, 300.0) -> True: the cell is ours to measure for five minutes."""
+    """leases.take("0f3a...", 1, 300.0) -> True: this machine may measure the cell for five minutes."""
 
     def __init__(self, objects: Objects, worker: str, clock: Callable[[], float] = time.monotonic):
         self.objects, self.worker, self.clock = objects, worker, clock
-        self._seen: dict[str, tuple[float, float]] = {}  # lease -> when it was first seen here, its seconds
+        self._seen: dict[
+            str, tuple[float, float]
+        ] = {}  # lease -> when it was first seen by this process, its seconds
         self._mine: dict[tuple[str, int], str] = {}
 
     def take(self, cell_key: str, attempt: int, seconds: float) -> bool:
-        """False if another machine is at work on it, as far as can be seen."""
+        """Returns False if another machine holds a valid lease."""
         home = f"leases/{cell_key}-{attempt:04d}"
-        last = max((one.name for one in self.objects.list(f"{home}/")), default=None)
+        last = max((listed.name for listed in self.objects.list(f"{home}/")), default=None)
         number = 1
         if last is not None:
             if not self._is_over(last):
@@ -59,7 +62,7 @@ class Leases:
         return True
 
     def give_back(self, cell_key: str, attempt: int) -> None:
-        """The cell was not measured after all: others need not wait."""
+        """Deletes the lease of a cell that was not measured, so that others do not wait."""
         if name := self._mine.pop((cell_key, attempt), None):
             self.objects.delete([name])
 

@@ -1,11 +1,11 @@
-"""A copy here of a store on a URL, so that everything which reads a results folder reads a store.
+"""Keeps a local copy of a store on a URL, so that all code that reads a results folder can read a store.
 
-    <MRB_HOME>/stores/<hash of the URL>/         a results folder, and index.sqlite: which commits are in it
+    <MRB_HOME>/stores/<hash of the URL>/         a results folder, and index.sqlite with its commits
     <MRB_HOME>/stores/<hash of the URL>-rows/    its rows alone, for queries (rows.py)
 
-Only commits that are not in the copy yet are fetched. Each part is held to the size and sha256 of its commit,
-and each record to its samples, as in any folder: when it is read, or when it becomes a row. What
-does not hold is left out with a sentence. A copy may be deleted at any time.
+Only commits that are not in the copy yet are fetched. Each part must have the size and sha256 of its commit,
+and each record must agree with its samples, as in any folder. What does not is left out, and a sentence says
+why. A copy may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CREATE TABLE IF NOT EXISTS sessions (session TEXT PRIMARY KEY, records INTEGER) 
 
 @dataclass
 class Mirror:
-    """The folder to read, and what was left out or looks wrong, in sentences."""
+    """The folder to read, and sentences about what was left out or looks wrong."""
 
     folder: Path
     fetched: int = 0
@@ -57,12 +57,13 @@ Fetched = list[tuple[str, str, Contents]]  # name of the commit, its etag, what 
 
 
 def mirror(place: Path | str, on_progress: Watch = lambda done, of: None) -> Mirror:
-    """All of the store. ValueError if there is no store or nothing in it, StoreError if it cannot be read."""
+    """Copies all of the store. Raises ValueError if it does not exist or is empty, StoreError if it cannot be
+    read."""
     return _copied(place, "", TABLES, _add, lambda folder, index: None, on_progress)
 
 
 def mirror_rows(place: Path | str, on_progress: Watch = lambda done, of: None) -> Mirror:
-    """What queries need: the whole copy if there is one, else rows alone."""
+    """Copies what queries need: the rows. If there is a whole copy already, that is brought up to date."""
     if (_place(Objects(place), "") / INDEX).is_file():
         return mirror(place, on_progress)
     return _copied(place, "-rows", ROWS_TABLES, _add_rows, forget_changed, on_progress)
@@ -80,14 +81,16 @@ def _copied(
     mend: Callable[[Path, sqlite3.Connection], None],
     on_progress: Watch,
 ) -> Mirror:
-    """The copy of a kind, brought up to date."""
+    """Brings one kind of copy up to date."""
     objects = Objects(place)
     here = Mirror(_place(objects, kind))
     here.folder.mkdir(parents=True, exist_ok=True)
     with _alone(here.folder), closing(sqlite3.connect(here.folder / INDEX)) as index:
         index.executescript(tables)
         mend(here.folder, index)
-        listed = {one.name: one.etag for one in objects.list("commits/") if COMMIT.fullmatch(one.name)}
+        listed = {
+            commit.name: commit.etag for commit in objects.list("commits/") if COMMIT.fullmatch(commit.name)
+        }
         known = dict(index.execute("SELECT name, etag FROM commits"))
         if not listed and not known:
             raise ValueError(f"there are no results in {objects.url}; mrb sweep --out {objects.url}")
@@ -109,7 +112,7 @@ def _copied(
 
 
 def _all_contents(objects: Objects, new: list[str], sentences: list[str]) -> Iterator[tuple[str, Contents]]:
-    """From packs what they hold, the rest part by part."""
+    """Reads packs first, then the remaining parts one by one."""
     missing = set(new)
     for name, contents in packed(objects, missing, sentences):
         missing.discard(name)
@@ -124,7 +127,7 @@ def _all_contents(objects: Objects, new: list[str], sentences: list[str]) -> Ite
                     gone[name] = part
                 else:
                     yield name, part[2]
-    # a compaction may have put it into a pack meanwhile
+    # a compaction may have moved it into a pack meanwhile
     for name, contents in packed(objects, set(gone), sentences) if gone else ():
         del gone[name]
         yield name, contents
@@ -132,8 +135,8 @@ def _all_contents(objects: Objects, new: list[str], sentences: list[str]) -> Ite
 
 
 def _add(folder: Path, index: sqlite3.Connection, some: Fetched) -> None:
-    """Lines are appended behind those that are noted, so what a killed reader left half written is written
-    over."""
+    """Appends lines after those that the index knows. So what a killed reader left half written is
+    overwritten."""
     sizes = dict(index.execute("SELECT session, records FROM sessions"))
     _write(folder, sizes, some)
     with index:
@@ -148,8 +151,9 @@ def _add_rows(folder: Path, index: sqlite3.Connection, some: Fetched) -> None:
 
 
 def _write(folder: Path, sizes: dict[str, int], some: Fetched) -> None:
-    """Samples go where the records say, lines behind the first `sizes[session]` bytes, which then grows."""
-    for _, _, contents in sorted(some, key=lambda one: (one[2].header.session, one[2].header.number)):
+    """Writes samples where the records say, and lines after the first `sizes[session]` bytes; updates
+    `sizes`."""
+    for _, _, contents in sorted(some, key=lambda part: (part[2].header.session, part[2].header.number)):
         session = contents.header.session
         place = folder / f"session={session}"
         place.mkdir(exist_ok=True)
@@ -168,20 +172,20 @@ def _write(folder: Path, sizes: dict[str, int], some: Fetched) -> None:
 
 def _fetch_environments(objects: Objects, here: Mirror) -> None:
     (here.folder / ENVIRONMENTS).mkdir(exist_ok=True)
-    for one in objects.list(f"{ENVIRONMENTS}/"):
-        target = here.folder / one.name
-        if not re.fullmatch(rf"{ENVIRONMENTS}/[0-9a-f]{{64}}\.json", one.name) or target.exists():
+    for listed in objects.list(f"{ENVIRONMENTS}/"):
+        target = here.folder / listed.name
+        if not re.fullmatch(rf"{ENVIRONMENTS}/[0-9a-f]{{64}}\.json", listed.name) or target.exists():
             continue
-        data = objects.get(one.name) if one.size <= MAX_ENVIRONMENT_BYTES else b""
+        data = objects.get(listed.name) if listed.size <= MAX_ENVIRONMENT_BYTES else b""
         if hashlib.sha256(data).hexdigest() != target.stem:
-            here.sentences.append(f"{one.name} was changed: its sha256 is another")
+            here.sentences.append(f"{listed.name} was changed: its sha256 is another")
             continue
         write_whole(target, data)
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time brings the copy up to date."""
+    """Lets one process at a time bring the copy up to date."""
     with (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,8 +1,8 @@
-"""Objects behind a URL: a folder (file://), S3 (s3://), Google (gs://) or Azure (az://), by obstore.
+"""Reads and writes objects at a URL with obstore: file://, S3 (s3://), Google (gs://) or Azure (az://).
 
-Four calls are all that the store above needs: put what is not there yet, get, list, delete. Whose keys are
-used, and which server, is said by the environment, as each provider documents it: AWS_ACCESS_KEY_ID, ...
-obstore reads it, and refuses a server without https unless AWS_ALLOW_HTTP=true.
+A store needs four calls: put an object that does not exist yet, get, list, delete. obstore reads the server
+and the keys from the environment, with the names of each provider (AWS_ACCESS_KEY_ID, ...). It refuses a
+server without https unless AWS_ALLOW_HTTP=true.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class StoreError(OSError, ValueError):
-    """A server that cannot be reached, or refuses: nobody's mistake here, and one sentence."""
+    """A server cannot be reached or refuses a request."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Listed:
 
 
 def url_of(place: Path | str) -> str | None:
-    """The URL, if it is one: url_of(Path("s3://bucket/runs")) -> "s3://bucket/runs"."""
+    """Returns the URL, or None if it is not one: url_of(Path("s3://bucket/runs")) -> "s3://bucket/runs"."""
     if not (address := ADDRESS.fullmatch(str(place))):
         return None
     scheme, rest = address.groups()
@@ -48,8 +48,8 @@ def url_of(place: Path | str) -> str | None:
 class Objects:
     """Objects("s3://bucket/runs").put_new("a/b", b"...") -> False if a/b is there already.
 
-    StoreError if the server cannot be reached or refuses; FileNotFoundError if an object is not
-    there. A server that has answered once is waited for, RETRY_SECONDS long.
+    Raises StoreError if the server cannot be reached or refuses, FileNotFoundError if there is no such
+    object. If a server has answered once, calls are repeated for RETRY_SECONDS.
     """
 
     def __init__(self, place: Path | str, *, make: bool = False):
@@ -67,18 +67,18 @@ class Objects:
             ) from None
         self.url, self._obstore, self._exists, self._errors = url, obstore, AlreadyExistsError, BaseError
         self._passing, self._answered = GenericError, False
-        more: dict[str, Any] = {"retry_config": {"max_retries": 0}}  # see _again
+        options: dict[str, Any] = {"retry_config": {"max_retries": 0}}  # see _again
         if url.startswith("file:"):
             if not make and not Path(url.removeprefix("file://")).is_dir():
                 raise ValueError(f"there is no store at {url}; mrb sweep --out {url} makes one")
-            more = {"mkdir": make}
+            options = {"mkdir": make}
         try:
-            self._store = from_url(url, **more)
+            self._store = from_url(url, **options)
         except (BaseError, ValueError, OSError) as error:
             raise ValueError(f"{url} cannot be opened: {_first_words(error)}") from None
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Whole or not at all, and only if there is no such object: the first writer wins."""
+        """Writes all of it or nothing, and only if there is no such object. Returns False if there is one."""
 
         def put() -> bool:
             try:
@@ -90,7 +90,7 @@ class Objects:
         return self._again("write", name, put)
 
     def get(self, name: str, *, first: int | None = None) -> bytes:
-        """All of it, or its first bytes."""
+        """Returns all of an object, or its first bytes."""
 
         def get() -> bytes:
             if first is not None:
@@ -103,12 +103,12 @@ class Objects:
         return self._again("read", name, get)
 
     def list(self, prefix: str) -> Sequence[Listed]:
-        """In the order of their names."""
+        """Returns the objects sorted by name."""
 
         def listed() -> Sequence[Listed]:
             pages = self._obstore.list(self._store, prefix)
-            listed = [Listed(one["path"], one["size"], one["e_tag"] or "") for page in pages for one in page]
-            return sorted(listed, key=lambda one: one.name)
+            listed = [Listed(o["path"], o["size"], o["e_tag"] or "") for page in pages for o in page]
+            return sorted(listed, key=lambda found: found.name)
 
         return self._again("list", prefix, listed)
 
@@ -118,8 +118,9 @@ class Objects:
                 self._again("delete", name, lambda name=name: self._obstore.delete(self._store, name))  # type: ignore[misc]
 
     def _again(self, what: str, name: str, call: Callable[[], T]) -> T:
-        """Until it works, if the server has answered before: it may be started again. Every call may be
-        repeated, because what a put that was carried out after all leaves behind is known by its content."""
+        """Repeats a call until it succeeds, if the server has answered before: it may be restarting. Every
+        call may be repeated, because callers recognise an object that an earlier put has written by its
+        content."""
         pause, deadline = 0.1, time.monotonic() + RETRY_SECONDS
         while True:
             try:
@@ -138,7 +139,7 @@ class Objects:
 
 
 def _first_words(error: Exception) -> str:
-    """A server's answer may be a page; its first sentence says enough."""
+    """Shortens a server's answer, which may be a whole page, to its first sentence."""
     words = one_line(re.split(r"Debug source|<\?xml|\n\n", str(error))[0], 300)
     if "http://" in words and "builder error" in words:  # all that obstore says
         words += "; a server without https is used only with AWS_ALLOW_HTTP=true in the environment"

@@ -1,10 +1,10 @@
-"""Packs: many parts in one object, so that reading a store takes few requests.
+"""A pack is an object with many parts, so that reading a store takes few requests.
 
     packs/<sha256 of the header>-<its bytes>     header in JSON, then the parts, byte for byte
 
-The header holds every commit with the place of its part, and a commit holds the part's sha256, so a pack is
-checked by its own name. The same commits make the same pack: compaction may run twice, be killed, or run
-beside writers and other compactions. A commit in two packs is read from the first that holds.
+The header contains every commit, and a commit contains the sha256 of its part, so the name of a pack is
+enough to check it. Equal commits give equal packs: compaction may run twice, be killed, or run at the same
+time as writers and other compactions. A commit in two packs is read from the first that is correct.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_routing_bench.fleet.parts import COMMIT, Commit, Contents, opened, pars
 from moe_routing_bench.results.record import Part
 
 PACK = re.compile(r"packs/([0-9a-f]{64})-([0-9]{1,9})")
-PACK_BYTES = 64 << 20  # of parts in a pack; its memory, twice this, is what compaction needs
+PACK_BYTES = 64 << 20  # of parts in a pack; compaction needs twice this much memory
 PACK_PARTS = 10_000
 REQUESTS = 16
 
@@ -40,26 +40,26 @@ class PackHeader(Part):
 
 
 def headers(objects: Objects, sentences: list[str]) -> Iterator[tuple[str, PackHeader]]:
-    for one in objects.list("packs/"):
-        if not (name := PACK.fullmatch(one.name)) or int(name[2]) > one.size:
+    for listed in objects.list("packs/"):
+        if not (name := PACK.fullmatch(listed.name)) or int(name[2]) > listed.size:
             continue
-        data = objects.get(one.name, first=int(name[2]))
+        data = objects.get(listed.name, first=int(name[2]))
         if hashlib.sha256(data).hexdigest() != name[1]:
-            sentences.append(f"{one.name} was changed: its header does not have the sha256 in its name")
+            sentences.append(f"{listed.name} was changed: its header does not have the sha256 in its name")
             continue
         try:
             header = PackHeader.model_validate_json(data)
         except ValidationError as error:
-            sentences.append(f"{one.name} is no pack: {error.errors(include_url=False)[0]['msg']}")
+            sentences.append(f"{listed.name} is no pack: {error.errors(include_url=False)[0]['msg']}")
             continue
-        if int(name[2]) + sum(member.body.bytes for member in header.members) != one.size:
-            sentences.append(f"{one.name} has {one.size:,} bytes, which is not what its header says")
+        if int(name[2]) + sum(member.body.bytes for member in header.members) != listed.size:
+            sentences.append(f"{listed.name} has {listed.size:,} bytes, which is not what its header says")
             continue
-        yield one.name, header
+        yield listed.name, header
 
 
 def packed(objects: Objects, wanted: set[str], sentences: list[str]) -> Iterator[tuple[str, Contents]]:
-    """What packs hold of the wanted commits, one pack in memory at a time."""
+    """Yields the wanted commits that are in packs, with one pack in memory at a time."""
     missing = set(wanted)
     for name, header in headers(objects, sentences) if missing else ():
         if missing.isdisjoint(member.commit for member in header.members):
@@ -79,7 +79,7 @@ def packed(objects: Objects, wanted: set[str], sentences: list[str]) -> Iterator
 
 
 def fetch_part(objects: Objects, commit: str) -> tuple[Member, bytes, Contents] | str:
-    """A part by its commit, checked; or a sentence that says what is wrong with it."""
+    """Returns the checked part of a commit, or a sentence that says what is wrong with it."""
     try:
         body = parse_commit(objects.get(commit), commit)
         data = objects.get(body.part)
@@ -93,15 +93,15 @@ def fetch_part(objects: Objects, commit: str) -> tuple[Member, bytes, Contents] 
 
 
 def compact_store(objects: Objects, *, drop: bool = False) -> tuple[int, int, list[str]]:
-    """(parts packed, parts deleted, what was left as it is and why).
+    """Returns the number of parts packed, the number of parts deleted, and sentences about what was skipped.
 
-    drop deletes the parts that an earlier call packed. A reader that looks for one finds it in the pack.
+    drop: also delete the parts that an earlier call packed. Readers find them in the packs.
     """
     sentences: list[str] = []
     before = {
         member.commit: member.body for _, header in headers(objects, sentences) for member in header.members
     }
-    listed = [one.name for one in objects.list("commits/") if COMMIT.fullmatch(one.name)]
+    listed = [commit.name for commit in objects.list("commits/") if COMMIT.fullmatch(commit.name)]
     todo = sorted(name for name in listed if name not in before)
 
     count, size = 0, 0
@@ -122,9 +122,9 @@ def compact_store(objects: Objects, *, drop: bool = False) -> tuple[int, int, li
         count += _put_pack(objects, held)
     dropped = 0
     if drop:
-        there = {one.name for one in objects.list("parts/")}
+        there = {part.name for part in objects.list("parts/")}
         twice = {name for name, body in before.items() if body.part in there}
-        # only what can be read from a pack, byte for byte
+        # only parts that can be read from a pack, byte for byte
         safe = [name for name, _ in packed(objects, twice, sentences)]
         objects.delete(before[name].part for name in safe)
         dropped = len(safe)

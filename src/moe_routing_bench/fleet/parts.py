@@ -1,10 +1,10 @@
-"""Parts and commits: the two kinds of object that a store on a URL is made of.
+"""Parts and commits: the two main kinds of object in a store on a URL.
 
-    parts/<session>-<number>-<random>     records and samples of one cell; never changed, never read unless a
-                                          commit names it
-    commits/<cell key>-<attempt>.json     one for each measured cell: which part, its size and its sha256
+    parts/<session>-<number>-<random>     records and samples of one cell; never changed, and only read
+                                          if a commit names it
+    commits/<cell key>-<attempt>.json     one for each measured cell: the part, its size and its sha256
 
-A commit is put only if it is not there, so a cell has one result however many machines measured it.
+A commit is only written if it does not exist, so a cell has one result even if many machines measured it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Bytes = Annotated[int, Field(ge=0, le=MAX_PART_BYTES)]
 
 
 class Header(Part):
-    """The first line of a part; behind it so many bytes of lines, then so many of samples.
+    """The first line of a part. `records` bytes of lines follow it, then `samples` bytes of samples.
 
-    samples_at: where in the session's samples.f64 they belong, as its records say.
+    samples_at: their position in the session's samples.f64, which the records refer to.
     """
 
     format: Literal["mrb part"] = "mrb part"
@@ -73,7 +73,7 @@ def parse_commit(data: bytes, name: str) -> Commit:
 
 
 def opened(data: bytes, commit: Commit, name: str) -> Contents:
-    """ValueError, in a sentence, if these are not the bytes that were committed."""
+    """Reads a part. Raises ValueError if these are not the bytes that were committed."""
     if len(data) != commit.bytes:
         how = "was cut off or written over" if len(data) < commit.bytes else "was written over"
         raise ValueError(f"{commit.part} has {len(data):,} bytes of {commit.bytes:,}: it {how}")

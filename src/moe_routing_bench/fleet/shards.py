@@ -1,5 +1,5 @@
 """Shard: the part of a sweep that one of several machines measures. Shards share nothing: each takes every
-N-th cell of the same list, and `mrb merge` (results/merge.py) brings their folders together."""
+N-th cell of the same list, and `mrb results merge` (results/merge.py) brings their folders together."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, environment: Mapping[str, str]) -> Shard:
-        """ "2/8"; or "auto" in a Slurm array, "auto/8" in an indexed job of Kubernetes: which of them this is
-        stands in the environment."""
+        """Reads "2/8", or "auto" in a Slurm array, or "auto/8" in an indexed job of Kubernetes; for auto the
+        environment says which one this is."""
         if written := re.fullmatch(r"(\d{1,9})/(\d{1,9})", text):
             return cls(number=int(written[1]), of=int(written[2]))
         if not (asked := re.fullmatch(r"auto(?:/(\d{1,9}))?", text)):
@@ -59,7 +59,7 @@ class Shard:
         here, first, last, count = (
             _number(f"SLURM_ARRAY_TASK_{name}", environment) for name in ("ID", "MIN", "MAX", "COUNT")
         )
-        # an array written as a list, 0,3,17, has gaps that no task knows
+        # an array written as a list, 0,3,17, has gaps that a task cannot know
         step, rest = divmod(last - first, max(1, count - 1))
         if rest or (here - first) % max(1, step) or not first <= here <= last:
             raise ValueError(

@@ -1,8 +1,8 @@
-"""What a cell names by a path, sent to machines that do not have it: folders of code and recorded traces.
+"""Sends files that a cell refers to by path to other machines: folders of code and recorded traces.
 
-A parcel is known by its content. The machine that gets it keeps it in <MRB_HOME>/shipped/<sha256>/<name>,
-looks at every byte again before it is used, and measures a copy of the cell that names the new place. Keys
-hold contents and no folders, so they are the same on all machines.
+A parcel is identified by its content. The machine that receives it keeps it in
+<MRB_HOME>/shipped/<sha256>/<name>, checks every byte again before each use, and measures a copy of the cell
+with the new path. Keys contain hashes of contents and no paths, so they are equal on all machines.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.sources import files_in
 from moe_routing_bench.core.paths import home
+from moe_routing_bench.workloads.experiment import Experiment
 from moe_routing_bench.workloads.workload import file_of, with_file
 
 MAX_BYTES, MAX_FILES = 256 << 20, 2_000
@@ -24,15 +24,15 @@ MAX_BYTES, MAX_FILES = 256 << 20, 2_000
 
 @dataclass(frozen=True)
 class Parcel:
-    """Parcel("kernels", (("combine/mine.py", b"..."), ("combine/mine.cpp", b"..."))): a folder, or a file if
-    its one name is that of the parcel."""
+    """Parcel("kernels", (("combine/mine.py", b"..."), ("combine/mine.cpp", b"..."))): a folder, or a single
+    file if its only name is that of the parcel."""
 
     name: str
     files: tuple[tuple[str, bytes], ...]
 
     @staticmethod
     def of(path: Path) -> Parcel:
-        """ValueError if it is too large to be sent."""
+        """Reads a file or a folder. Raises ValueError if it is too large to be sent."""
         files: list[tuple[str, bytes]] = []
         size = 0
         for file in [path] if path.is_file() else files_in(path):
@@ -54,8 +54,8 @@ class Parcel:
         return digest.hexdigest()
 
     def unpacked(self) -> Path:
-        """Where it lies on this machine, put there if it is not. What is there already is read again: files
-        that were added, changed or removed are put right by a fresh copy."""
+        """Returns its path on this machine, and writes it there if needed. Existing files are checked: if
+        some were added, changed or removed, a new copy replaces them."""
         shelf = home() / "shipped" / self.sha256
         if (place := shelf / self.name).exists() and Parcel.of(place) == self:
             return place
@@ -80,14 +80,16 @@ class Parcel:
         return place
 
 
-def named_by(cell: Cell) -> dict[str, Path]:
+def named_by(experiment: Experiment) -> dict[str, Path]:
     """By the text in the cell, the path that another machine may lack."""
-    trace = file_of(cell.workload) if cell.workload else None
-    return {text: Path(text).resolve() for text in (*cell.include, *([str(trace)] if trace else []))}
+    trace = file_of(experiment.workload) if experiment.workload else None
+    return {text: Path(text).resolve() for text in (*experiment.include, *([str(trace)] if trace else []))}
 
 
-def moved(cell: Cell, places: Mapping[str, Path]) -> Cell:
+def moved(experiment: Experiment, places: Mapping[str, Path]) -> Experiment:
     """The cell with other paths."""
-    trace = file_of(cell.workload) if cell.workload else None
-    workload = with_file(cell.workload, places[str(trace)]) if trace else cell.workload
-    return replace(cell, workload=workload, include=tuple(str(places[text]) for text in cell.include))
+    trace = file_of(experiment.workload) if experiment.workload else None
+    workload = with_file(experiment.workload, places[str(trace)]) if trace else experiment.workload
+    return replace(
+        experiment, workload=workload, include=tuple(str(places[text]) for text in experiment.include)
+    )

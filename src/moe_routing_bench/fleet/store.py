@@ -1,12 +1,12 @@
-"""A results store on a URL that many machines write at once, without a server of ours.
+"""A results store on a URL that many machines can write at the same time, without a server of this project.
 
-    environments/<sha256>.json            what a machine was
+    environments/<sha256>.json            description of a machine
     parts/..., commits/...                see parts.py
     packs/<sha256>-<bytes>                many parts in one object, made by compaction
     leases/<cell key>-<attempt>/<n>.json  see leases.py
 
-Objects are never changed. A writer puts a part under a name of its own, then one commit that names it. If it
-dies in between, nobody ever reads that part. Reading is mirror.py's.
+Objects are never changed. A writer puts a part under a unique name, then a commit that names it. If it dies
+in between, the part is never read. mirror.py reads stores.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from moe_routing_bench.results.record import canonical_json, content_hash
 
 
 class RemoteStore:
-    """store = Shared("s3://bucket/runs")
-    store.attempts() -> {"0f3a...": 2, ...}     cells that have results, and how often they were measured
+    """store = RemoteStore("s3://bucket/runs")
+    store.attempts() -> {"0f3a...": 2, ...}     cells with results, and how often they were measured
     """
 
     def __init__(self, place: Path | str, *, make: bool = False):
@@ -32,10 +32,10 @@ class RemoteStore:
         self._environments: set[str] = set()
 
     def attempts(self) -> dict[str, int]:
-        """From names alone: one request for a thousand cells."""
+        """Returns how often each cell was measured, from names only: one request for a thousand cells."""
         known: dict[str, int] = {}
-        for one in self.objects.list("commits/"):
-            if name := COMMIT.fullmatch(one.name):
+        for listed in self.objects.list("commits/"):
+            if name := COMMIT.fullmatch(listed.name):
                 known[name[1]] = max(known.get(name[1], 0), int(name[2]))
         return known
 
@@ -54,10 +54,10 @@ class RemoteStore:
         return name
 
     def publish(self, header: Header, records: bytes, samples: bytes, *, attempt: int, failed: bool) -> bool:
-        """The results of a cell, for all to see; False if another machine was first, and nothing is changed.
+        """Publishes the results of a cell. Returns False, and changes nothing, if another machine was first.
 
-        A request may have been carried out though its answer was lost. The part's name is ours alone, so a
-        commit that names it is ours too.
+        A request may have succeeded although its answer was lost. Only this call knows the name of the part,
+        so a commit with that name is its own.
         """
         data = sealed(header, records, samples)
         part = f"parts/{header.session}-{header.number:06d}-{secrets.token_hex(4)}"

@@ -1,8 +1,8 @@
-"""Sweeps: many cells into one results folder, stopped and resumed at will.
+"""Sweeps measure many cells into one results folder. They can be stopped and resumed.
 
-What is already there is not measured again: a cell is known by the hash of everything that could change its
-answer (bench/identity.py). Its records are written together, in one synced write, so whatever happens at most
-the cell in flight is lost.
+A cell is identified by the hash of everything that could change its result (bench/identity.py), and one that
+has results is not measured again. The records of a cell are written together, in one synced write, so a crash
+loses only the cell that is running.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_routing_bench.bench.cell import Cell
 from moe_routing_bench.bench.estimate import estimate
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
@@ -23,50 +22,51 @@ from moe_routing_bench.fleet.host import environment_document
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.query import views
 from moe_routing_bench.results.writing import record_outcome
+from moe_routing_bench.workloads.experiment import Experiment
 
 FINE = frozenset({Status.PASSED, Status.UNSUPPORTED})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """What there is to do: SweepPlan(todo=(...,), done=12, failed=1) with 13 cells measured already, one of
-    them with a subject that did not pass."""
+    """SweepPlan(todo=(...,), done=12, failed=1): 12 cells have been measured, one of them did not pass."""
 
-    todo: tuple[Cell, ...]
+    todo: tuple[Experiment, ...]
     done: int
     failed: int
 
     @property
     def seconds(self) -> float:
         """About how long it will take (bench/estimate.py)."""
-        return sum(estimate(cell) for cell in self.todo)
+        return sum(estimate(experiment) for experiment in self.todo)
 
 
 def plan_sweep(
-    cells: Sequence[Cell], folder: Path, *, retry_failed: bool = False, executor: Executor | None = None
-) -> SweepPlan:
+    experiments: Sequence[Experiment], folder: Path, *, retry_failed: bool = False,
+    executor: Executor | None = None,
+) -> SweepPlan:  # fmt: skip
     """A cell is done if it was measured on a machine like one of those that the executor runs cells on, and
     there was time for all of it."""
     known = latest_states(folder)
     todo, done, failed = [], 0, 0
-    for cell, keys in zip(cells, (executor or LocalExecutor()).keys(cells), strict=True):
+    for experiment, keys in zip(experiments, (executor or LocalExecutor()).keys(experiments), strict=True):
         measured = [known[key] for key in keys if key in known]
         measured = [states for states in measured if Status.NO_TIME not in states]
         if not measured:
-            todo.append(cell)
+            todo.append(experiment)
             continue
-        states = min(measured, key=lambda one: not one <= FINE)
+        states = min(measured, key=lambda found: not found <= FINE)
         if not states <= FINE:
             failed += 1
             if retry_failed:
-                todo.append(cell)
+                todo.append(experiment)
                 continue
         done += 1
     return SweepPlan(todo=tuple(todo), done=done, failed=failed)
 
 
 def latest_states(folder: Path) -> dict[str, set[Status]]:
-    """cell_key -> how its implementations ended when it was last measured."""
+    """Returns by cell key how its implementations ended when it was last measured."""
     if not folder.is_dir() or not any(folder.glob("session=*")):
         return {}
     states: dict[str, set[Status]] = {}
@@ -79,21 +79,21 @@ def latest_states(folder: Path) -> dict[str, set[Status]]:
 
 
 def run_sweep(
-    cells: Sequence[Cell],
+    experiments: Sequence[Experiment],
     folder: Path,
     executor: Executor,
     *,
     suite: str = "",
     roofs: Roofs | None = None,
-    on_progress: Callable[[Cell, Progress], None] = lambda cell, progress: None,
+    on_progress: Callable[[Experiment, Progress], None] = lambda experiment, progress: None,
     on_session: Callable[[str], None] = lambda session: None,
 ) -> Iterator[CellOutcome]:
-    """Measure the cells; each outcome is on disk before it is yielded. on_session gets the session's id.
+    """Measures the cells. Each outcome is on disk before it is yielded. on_session gets the session's id.
 
-    ValueError if the folder cannot be written to, before anything is measured; if that shows only later,
-    after the outcome has been yielded: nobody shall wait for a cell and never see it.
+    Raises ValueError before anything is measured if the folder cannot be written to. If a later write fails,
+    the outcome is yielded first and ValueError is raised after it.
     """
-    if not cells:
+    if not experiments:
         return
     try:
         session = Session.start(folder)
@@ -109,7 +109,7 @@ def run_sweep(
             session.repair()
             return f"{touched} while it ran; no other process may write there"
 
-        for outcome in executor.run(cells, roofs=roofs, on_progress=on_progress, watch=watch):
+        for outcome in executor.run(experiments, roofs=roofs, on_progress=on_progress, watch=watch):
             failure: OSError | None = None
             try:
                 there = environment
@@ -121,6 +121,6 @@ def run_sweep(
             yield outcome
             if failure is not None:
                 raise ValueError(
-                    f"the records of {outcome.cell.name} could not be written into {folder}: "
+                    f"the records of {outcome.experiment.title} could not be written into {folder}: "
                     f"{failure.strerror or failure}. Cells before it are there; the same command goes on"
                 )

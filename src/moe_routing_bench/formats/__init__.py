@@ -1,1 +1,1 @@
-"""Formats for expert weights of 8 and 4 bits: one file a format, `named.py` for all of them."""
+"""Formats for expert weights with 8 and 4 bits: one file per format; `named.py` finds them by name."""

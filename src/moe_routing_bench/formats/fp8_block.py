@@ -1,13 +1,14 @@
-"""fp8_block as DeepSeek stores it: float8 (e4m3) with a scale for every 128 x 128 weights."""
+"""fp8_block as DeepSeek stores it: float8 (e4m3), and a scale for every 128 x 128 weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from moe_routing_bench.formats.stored import Coding, Decoded, check, groups_of, positive
+from moe_routing_bench.formats.stored import Coding, Decoded, check, check_tensor, groups_of, positive
 
 BLOCK = 128
 LARGEST = 448.0  # of e4m3
@@ -24,12 +25,9 @@ class FP8Block:
     code 1.5 at column 130 with scale_Enk[0, 1, 0] = 0.25 is the weight 0.375.
     """
 
+    name: ClassVar[str] = "fp8_block"
     code_ENK: Tensor
     scale_Enk: Tensor
-
-    @property
-    def name(self) -> str:
-        return "fp8_block"
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -38,17 +36,12 @@ class FP8Block:
 
     def decoded(self) -> Decoded:
         E, K, N = self.size
-        wanted = E, -(-N // BLOCK), -(-K // BLOCK)
         check(
             self.code_ENK.dtype == torch.float8_e4m3fn, f"codes are float8_e4m3fn, not {self.code_ENK.dtype}"
         )
-        check(
-            tuple(self.scale_Enk.shape) == wanted,
-            f"fp8 of {E} experts, {N} columns of depth {K} needs scales {wanted}, "
-            f"not {tuple(self.scale_Enk.shape)}",
-        )
+        check_tensor(self, "scales", self.scale_Enk, (E, -(-N // BLOCK), -(-K // BLOCK)))
         code_ENK = self.code_ENK.contiguous().view(torch.uint8)
-        check(not bool((code_ENK & 127 == 127).any()), "a float8 weight is no number")
+        check(not bool((code_ENK & 127 == 127).any()), "a float8 weight is not a number")
         scale_ENk = self.scale_Enk.double().repeat_interleave(BLOCK, dim=1)[:, :N]
         return Decoded(coding=CODING, code_ENK=code_ENK, scale_ENg=scale_ENk)
 

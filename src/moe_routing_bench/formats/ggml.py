@@ -1,8 +1,9 @@
-"""Q8_0 and Q4_K as GGUF files store them: blocks of bytes along a column, scales inside."""
+"""Q8_0 and Q4_K as GGUF files store them: blocks of bytes along a column, with their scales inside."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,22 +18,25 @@ Q4_K_CODING = Coding(code="nibble", group=32, numbers=tuple(float(i) for i in ra
 
 
 @dataclass(frozen=True, kw_only=True)
-class Q8_0:  # noqa: N801 - its published name
-    """A block is 34 bytes: a float16 scale, 32 codes of int8. One column of depth 32:
-
-    block_ENbB   [[[[0x00, 0x38, 1, 0xFF, 0, .. 0]]]]    0x3800 is 0.5: the weights are .5, -.5, 0, ..
-    """
+class _Blocks:
+    """Experts x columns x blocks x bytes, and the number of codes of a column that are used."""
 
     block_ENbB: Tensor
     depth: int
 
     @property
-    def name(self) -> str:
-        return "q8_0"
-
-    @property
     def size(self) -> tuple[int, int, int]:
         return self.block_ENbB.shape[0], self.depth, self.block_ENbB.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Q8_0(_Blocks):  # noqa: N801 - its published name
+    """A block has 34 bytes: a float16 scale and 32 codes of int8. One column of depth 32:
+
+    block_ENbB   [[[[0x00, 0x38, 1, 0xFF, 0, .. 0]]]]    0x3800 is 0.5: the weights are .5, -.5, 0, ..
+    """
+
+    name: ClassVar[str] = "q8_0"
 
     def decoded(self) -> Decoded:
         _check_blocks(self.name, self.block_ENbB, self.depth, Q8_0_BLOCK, Q8_0_BYTES)
@@ -42,27 +46,19 @@ class Q8_0:  # noqa: N801 - its published name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Q4_K:  # noqa: N801 - its published name
-    """A block is 144 bytes for 256 codes in 8 groups of 32: float16 d and dmin, 8 scales and 8 minima of
+class Q4_K(_Blocks):  # noqa: N801 - its published name
+    """A block has 144 bytes for 256 codes in 8 groups of 32: float16 d and dmin, 8 scales and 8 minima of
     6 bits in 12 bytes, 128 bytes of codes. w = d * scale * code - dmin * minimum.
 
-    Byte i of the 12, for groups 0 .. 3: scales in 0-3, minima in 4-7, both in the lower 6 bits. For groups
-    4 .. 7: the lower 4 bits of scale and minimum in byte 8 + i, their upper 2 bits above those of 0-3, 4-7.
-    32 bytes of codes hold two groups: the first in the lower halves, the second in the upper ones.
+    The 12 bytes: for groups 0 .. 3 the scales are in bytes 0-3 and the minima in bytes 4-7, in the lower 6
+    bits. For groups 4 .. 7 the lower 4 bits of scale and minimum are in bytes 8-11, and their upper 2 bits
+    are the upper 2 bits of bytes 0-3 and 4-7. 32 bytes of codes hold two groups: the first in the lower
+    halves, the second in the upper halves.
 
     d 0.5, dmin 0.25, scale 3, minimum 2, code 5: 0.5 * 3 * 5 - 0.25 * 2 = 7
     """
 
-    block_ENbB: Tensor
-    depth: int
-
-    @property
-    def name(self) -> str:
-        return "q4_k"
-
-    @property
-    def size(self) -> tuple[int, int, int]:
-        return self.block_ENbB.shape[0], self.depth, self.block_ENbB.shape[1]
+    name: ClassVar[str] = "q4_k"
 
     def decoded(self) -> Decoded:
         _check_blocks(self.name, self.block_ENbB, self.depth, Q4_K_BLOCK, Q4_K_BYTES)
@@ -91,8 +87,8 @@ def quantise_q8_0(w_EKN: Tensor) -> Q8_0:
 
 
 def quantise_q4_k(w_EKN: Tensor) -> Q4_K:
-    """From the least (at most 0) to the largest weight of a group in 15 steps. llama.cpp searches for steps
-    with a smaller error; what it stores is read the same way."""
+    """15 steps from the smallest weight of a group (at most 0) to the largest. llama.cpp searches for steps
+    with a smaller error; its files are read the same way."""
     blocks = []
     for w_eNbi in groups_of(w_EKN, Q4_K_BLOCK):
         w_eNb8i = w_eNbi.unflatten(-1, (8, 32))
@@ -117,7 +113,7 @@ def quantise_q4_k(w_EKN: Tensor) -> Q4_K:
 
 def _halves(byte: Tensor) -> Tensor:
     half = byte.contiguous().view(torch.float16)
-    check(bool(half.isfinite().all()), "a scale in a GGUF block is no number")
+    check(bool(half.isfinite().all()), "a scale in a GGUF block is not a number")
     return half.double()
 
 

@@ -1,4 +1,4 @@
-"""int4: codes 0 .. 15 in groups of a column, with a scale, and a zero point if asymmetric."""
+"""int4: codes 0 .. 15 in groups of a column, each with a scale and, if asymmetric, a zero point."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from moe_routing_bench.formats.stored import (
     Coding,
     Decoded,
     check,
+    check_tensor,
     from_nibbles,
     groups_of,
     nibbles,
@@ -27,7 +28,7 @@ class Int4:
     zero_ENg    None                    so the weights are -4, 3.5, 0, 0.5
     zero_ENg    [[[1]]]                 would make them -0.5, 7, 3.5, 4
 
-    depth is how many codes of a column count: an odd depth leaves half a byte over.
+    depth is the number of codes of a column that are used: an odd depth does not use the last half byte.
     """
 
     code_ENH: Tensor
@@ -47,17 +48,12 @@ class Int4:
 
     def decoded(self) -> Decoded:
         E, K, N = self.size
-        wanted = E, N, -(-K // self.group)
         check(self.code_ENH.dtype == torch.uint8, f"int4 codes are bytes, not {self.code_ENH.dtype}")
         check(self.code_ENH.shape[2] == -(-K // 2), f"depth {K} is {-(-K // 2)} bytes of int4, not "
               f"{self.code_ENH.shape[2]}")  # fmt: skip
         for what, tensor in (("scales", self.scale_ENg), ("zero points", self.zero_ENg)):
             if tensor is not None:
-                check(
-                    tuple(tensor.shape) == wanted,
-                    f"{self.name} of {E} experts, {N} columns of depth {K} needs {what} {wanted}, "
-                    f"not {tuple(tensor.shape)}",
-                )
+                check_tensor(self, what, tensor, (E, N, -(-K // self.group)))
         scale_ENg = self.scale_ENg.double()
         return Decoded(
             coding=coding(self.group, self.zero_ENg is not None),
@@ -75,8 +71,8 @@ def coding(group: int, asymmetric: bool) -> Coding:
 
 
 def quantise(w_EKN: Tensor, group: int, *, asymmetric: bool = False) -> Int4:
-    """Symmetric: the largest weight of a group is 7.5 scales, as in compressed-tensors. Asymmetric: from the
-    least (at most 0) to the largest (at least 0) in 15 steps. Scales are bfloat16."""
+    """Symmetric: the largest weight of a group is 7.5 scales, as in compressed-tensors. Asymmetric: 15 steps
+    from the smallest (at most 0) to the largest (at least 0). Scales are bfloat16."""
     K = w_EKN.shape[1]
     codes, scales, zeros = [], [], []
     for w_eNgi in groups_of(w_EKN, group):

@@ -1,4 +1,4 @@
-"""int8: a code in -127 .. 127 for every weight, a scale for every column, or for every group of a column."""
+"""int8: a code in -127 .. 127 for every weight, and a scale for every column or every group of a column."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_routing_bench.formats.stored import Coding, Decoded, check, groups_of, positive
+from moe_routing_bench.formats.stored import Coding, Decoded, check, check_tensor, groups_of, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,7 @@ class Int8:
         E, K, N = self.size
         groups = 1 if self.group is None else -(-K // self.group)
         check(self.code_ENK.dtype == torch.int8, f"int8 codes are int8, not {self.code_ENK.dtype}")
-        check(
-            tuple(self.scale_ENg.shape) == (E, N, groups),
-            f"{self.name} of {E} experts, {N} columns of depth {K} needs scales {(E, N, groups)}, "
-            f"not {tuple(self.scale_ENg.shape)}",
-        )
+        check_tensor(self, "scales", self.scale_ENg, (E, N, groups))
         return Decoded(coding=coding(self.group), code_ENK=self.code_ENK, scale_ENg=self.scale_ENg.double())
 
 
@@ -49,7 +45,7 @@ def coding(group: int | None) -> Coding:
 
 
 def rounded_rows(x_RK: Tensor) -> Tensor:
-    """Each row to 255 steps, its largest number 127 of them: what kernels with int8 rows multiply."""
+    """Rounds each row as kernels with int8 rows do: 255 steps, where the largest number is 127 steps."""
     x = x_RK if x_RK.dtype == torch.float64 else x_RK.float()
     scale_R1 = positive(x.abs().amax(dim=-1, keepdim=True) / 127)
     return (x.div(scale_R1).round_().clamp_(-127, 127) * scale_R1).to(x_RK.dtype)

@@ -1,4 +1,4 @@
-"""The formats by name, as in native(store=int4_g32). A number behind _g is the size of a group."""
+"""Formats by name, as in native(store=int4_g32). The number after _g is the size of a group."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from torch import Tensor
 from moe_routing_bench.formats import fp8_block, ggml, int4, int8, mxfp4
 from moe_routing_bench.formats.stored import Coding, Stored, check
 
-# what tables and the kit show; any other group that is a multiple of 32 has a name too
+# the names in tables and in the kit; other group sizes that are multiples of 32 work too
 NAMES = (
     "int8", "int8_g128", "int4_g32", "int4_g128", "int4_g32_asym", "int4_g128_asym", "mxfp4", "fp8_block",
     "q8_0", "q4_k",
 )  # fmt: skip
-# ends the name of a format whose kernel rounds rows to int8 as well: int4_g32_a8 is W4A8
+# the end of a name if the kernel also rounds rows to int8: int4_g32_a8 is W4A8
 INT8_ROWS = "_a8"
-# about what that adds to a layer's error, by `mrb formats`: inputs decide it, not weights
+# how much that adds to a layer's error (`mrb model formats`); it depends on inputs, not on weights
 INT8_ROWS_ERROR = 0.0285
 SAMPLED = 128  # first and last columns
+# formats without a group size in their name
+FIXED: dict[str, tuple[Coding, Callable[[Tensor], Stored]]] = {
+    "int8": (int8.coding(None), int8.quantise),
+    "mxfp4": (mxfp4.CODING, mxfp4.quantise),
+    "fp8_block": (fp8_block.CODING, fp8_block.quantise),
+    "q8_0": (ggml.Q8_0_CODING, ggml.quantise_q8_0),
+    "q4_k": (ggml.Q4_K_CODING, ggml.quantise_q4_k),
+}
 GROUPED = re.compile(r"(int8|int4)_g([1-9]\d{0,4})(_asym)?")
 
 
@@ -33,15 +41,11 @@ def _grouped(name: str) -> tuple[str, int, bool] | None:
     return match[1], int(match[2]), match[3] is not None
 
 
-@lru_cache(maxsize=256)  # asked in every call of a kernel, and at one token that is seen
+@lru_cache(maxsize=256)  # every call of a kernel needs it, and with one token its time matters
 def coding_of(name: str) -> Coding:
-    """ValueError with all names for one that is unknown."""
-    fixed = {
-        "int8": int8.coding(None), "mxfp4": mxfp4.CODING, "fp8_block": fp8_block.CODING,
-        "q8_0": ggml.Q8_0_CODING, "q4_k": ggml.Q4_K_CODING,
-    }  # fmt: skip
-    if name in fixed:
-        return fixed[name]
+    """The coding of a format. Raises ValueError with all names if the name is unknown."""
+    if name in FIXED:
+        return FIXED[name][0]
     if (grouped := _grouped(name)) is None:
         raise ValueError(f"there is no format {name!r}; there are {', '.join(NAMES)}")
     kind, group, asymmetric = grouped
@@ -49,8 +53,8 @@ def coding_of(name: str) -> Coding:
 
 
 def rounding(w_EKN: Tensor, name: str) -> float:
-    """How far a format, or bfloat16, is from these weights: root mean square, relative to theirs. By the
-    first and the last expert, and of them by the first and last columns."""
+    """The rounding error of these weights in a format or in bfloat16: root mean square, relative to theirs.
+    It uses only the first and last columns of the first and the last expert."""
     E, N = w_EKN.shape[0], w_EKN.shape[2]
     column_n = [n for n in range(N) if min(n, N - 1 - n) < SAMPLED]
     w_ekn = w_EKN.detach()[[0, E - 1]][..., column_n].float()
@@ -60,14 +64,10 @@ def rounding(w_EKN: Tensor, name: str) -> float:
 
 
 def quantise(w_EKN: Tensor, name: str) -> Stored:
-    """Experts x depth x columns to the nearest that the format can store."""
+    """Rounds weights, experts x depth x columns, to the nearest numbers of the format."""
     check(w_EKN.numel() > 0, "there are no experts, or no weights in them, to store")
-    fixed: dict[str, Callable[[Tensor], Stored]] = {
-        "int8": int8.quantise, "mxfp4": mxfp4.quantise, "fp8_block": fp8_block.quantise,
-        "q8_0": ggml.quantise_q8_0, "q4_k": ggml.quantise_q4_k,
-    }  # fmt: skip
-    if name in fixed:
-        return fixed[name](w_EKN)
+    if name in FIXED:
+        return FIXED[name][1](w_EKN)
     coding_of(name)
     kind, group, asymmetric = _grouped(name) or ("", 0, False)
     if kind == "int8":

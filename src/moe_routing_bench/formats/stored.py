@@ -1,10 +1,10 @@
-"""What all formats have in common: codes of 8 or 4 bits, and numbers for each group of them along the depth.
+"""Common to all formats: codes of 8 or 4 bits, and a scale for each group of codes along the depth.
 
 Weights are stored output first, as checkpoints are: expert, column n, depth k. In every format
 
     w[e, k, n] = number(code[e, n, k]) * scale[e, n, k // group] + offset[e, n, k // group]
 
-and a format says what its numbers, groups and offsets are.
+and a format defines its numbers, groups and offsets.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 @dataclass(frozen=True, kw_only=True)
 class Coding:
-    """How codes become numbers: what a kernel must know of a format.
+    """How codes become numbers: all that a kernel must know about a format.
 
     MXFP4: Coding(code="nibble", group=32, numbers=E2M1, scale="exponent")
     Q4_K:  Coding(code="nibble", group=32, numbers=(0, 1, .. 15), offsets=True)
     """
 
     code: Literal["int8", "e4m3", "nibble"]
-    group: int | None = None  # how many of one column share a scale; None: all of them
-    numbers: tuple[float, ...] = ()  # nibble: what each of the 16 codes stands for
+    group: int | None = None  # how many codes of a column share a scale; None: all of them
+    numbers: tuple[float, ...] = ()  # nibble: the number of each of the 16 codes
     offsets: bool = False
-    scale: Literal["float32", "float16", "exponent"] = "float32"  # the narrowest that holds every scale
+    scale: Literal["float32", "float16", "exponent"] = "float32"  # the narrowest type for every scale
 
     @property
     def bits(self) -> int:
@@ -48,12 +48,12 @@ class Decoded:
     """
 
     coding: Coding
-    code_ENK: Tensor  # int8 of int8 codes, uint8 of the others; one code in a byte
-    scale_ENg: Tensor  # float64, as exact as what is stored
+    code_ENK: Tensor  # int8 for int8 codes, else uint8; one code per byte
+    scale_ENg: Tensor  # float64, exactly as stored
     offset_ENg: Tensor | None = None
 
     def weights(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """What is stored, experts x depth x columns; exact in float64, within an ulp of float32 in others."""
+        """The stored weights, experts x depth x columns: exact in float64, else within one ulp of float32."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         w_ENK = torch.empty(self.code_ENK.shape, dtype=dtype)
         for e in some_experts(self.code_ENK):
@@ -79,7 +79,7 @@ class Decoded:
 
 
 class Stored(Protocol):
-    """One matrix of E experts in a format: a frozen dataclass of the tensors as they are published."""
+    """One matrix of E experts in a format: a frozen dataclass with the tensors as they are published."""
 
     @property
     def name(self) -> str: ...
@@ -91,16 +91,16 @@ class Stored(Protocol):
 
 
 def bytes_per_weight(stored: Stored) -> float:
-    """All tensors of the format by the number of weights: 0.53125 for MXFP4."""
+    """The bytes of all tensors of the format divided by the number of weights: 0.53125 for MXFP4."""
     E, K, N = stored.size
     return sum(tensor.nbytes for _, tensor in _tensors(stored)) / (E * K * N)
 
 
 def joined(parts: Sequence[Stored], *, columns: bool = False) -> Stored:
-    """Matrices of one format as one: of more experts, or of more columns."""
+    """Joins matrices of one format into one, along the experts or along the columns."""
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
-        if tensors[0].dtype == torch.float8_e4m3fn:  # torch joins bytes, not these
+        if tensors[0].dtype == torch.float8_e4m3fn:  # torch cannot join these, only bytes
             return join([tensor.view(torch.uint8) for tensor in tensors]).view(torch.float8_e4m3fn)
         return torch.cat(list(tensors), dim=1 if columns else 0)
 
@@ -111,14 +111,14 @@ def joined(parts: Sequence[Stored], *, columns: bool = False) -> Stored:
 
 
 def side_by_side(experts: Sequence[Sequence[Stored]]) -> Stored:
-    """For each expert matrices of one format, as one matrix of all their columns; copied once."""
+    """Joins, for each expert, matrices of one format into one matrix with all their columns; copied once."""
     each, first = len(experts[0]), joined([part for parts in experts for part in parts])
     tensors = {name: tensor.unflatten(0, (-1, each)).flatten(1, 2) for name, tensor in _tensors(first)}
     return cast(Stored, replace(cast(Any, first), **tensors))
 
 
 def experts_of(stored: Stored, e: slice) -> Stored:
-    """Some of its experts, in the same memory."""
+    """Some of the experts, in the same memory."""
     return cast(Stored, replace(cast(Any, stored), **{name: tensor[e] for name, tensor in _tensors(stored)}))
 
 
@@ -129,22 +129,22 @@ def _tensors(stored: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def some_experts(w_Exx: Tensor) -> list[slice]:
-    """All experts, a few at a time: all of them in a wider type may not fit in memory."""
+    """Slices of a few experts at a time, because all of them in a wider type may not fit in memory."""
     E = w_Exx.shape[0]
     step = max(1, (1 << 20) // max(1, w_Exx[0].numel())) if E else 1
     return [slice(e, e + step) for e in range(0, max(E, 1), step)]
 
 
 def groups_of(w_EKN: Tensor, group: int) -> Iterator[Tensor]:
-    """For a few experts at a time: output first, the depth cut into groups, e x N x groups x group, float32,
-    with zeros behind the end."""
+    """A few experts at a time, output first, with the depth divided into groups: e x N x groups x group in
+    float32, with zeros after the end."""
     for e in some_experts(w_EKN):
         w_eNK = w_EKN[e].detach().transpose(1, 2).contiguous().float()
         yield torch.nn.functional.pad(w_eNK, (0, -w_eNK.shape[2] % group)).unflatten(2, (-1, group))
 
 
 def positive(scale: Tensor) -> Tensor:
-    """A group of zeros has scale 1."""
+    """The scale, or 1 for a group of zeros."""
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
@@ -162,3 +162,13 @@ def from_nibbles(byte: Tensor) -> Tensor:
 def check(condition: bool, sentence: str) -> None:
     if not condition:
         raise ValueError(sentence)
+
+
+def check_tensor(stored: Stored, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless a tensor of the format has this shape."""
+    E, K, N = stored.size
+    check(
+        tuple(tensor.shape) == shape,
+        f"{stored.name} of {E} experts, {N} columns of depth {K} needs {what} {shape}, "
+        f"not {tuple(tensor.shape)}",
+    )

@@ -1,1 +1,1 @@
-"""Layouts as functions: shape:stride, the algebra of CuTe, and what it proves about tiles and copies."""
+"""Layouts as functions: shape:stride, CuTe's algebra, and checks of tiles and copies with it."""

@@ -1,7 +1,7 @@
-"""New layouts from old ones, defined where CuTe defines them, ValueError elsewhere.
+"""Makes new layouts from others. A result is defined where CuTe defines it; else ValueError is raised.
 
-Held to CuTe itself (nvidia-cutlass-dsl) by measurements/gpu/layout_fuzz.py: the same functions on all
-coordinates, and undefined for the same arguments.
+measurements/gpu/layout_fuzz.py compares it with CuTe itself (nvidia-cutlass-dsl): the results are equal at
+all coordinates, and undefined for the same arguments.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any, TypeAlias
 
 from moe_routing_bench.layouts.layout import Layout, Nested, join, leaves, text
 
-# what cuts a layout: one layout or number for all of it, or a sequence with one for each mode
+# divides a layout: one layout or number for all of it, or a sequence with one for each mode
 Tiler: TypeAlias = "int | Layout | Sequence[Tiler]"
 
 
 def coalesce(layout: Layout) -> Layout:
     """The same function with as few modes as possible.
 
-    (2,(1,6)):(1,(6,2)) -> 12:1      12 places in a row, whatever they were called
-    (4,8):(8,1)         -> (4,8):(8,1)      a row-major matrix is not one run of places
+    (2,(1,6)):(1,(6,2)) -> 12:1      12 consecutive places
+    (4,8):(8,1)         -> (4,8):(8,1)      the coordinates of a row-major matrix are not consecutive places
     """
     return _layout(_merged(layout.flat()))
 
@@ -33,38 +33,38 @@ def composition(outer: Layout, inner: Tiler) -> Layout:
     A sequence of layouts composes each with one mode of `outer`: composition((8,6):(6,1), [2:2, 3:1]) takes
     rows 0 and 2 and columns 0 to 2, (2,3):(12,1). Modes without a layout are dropped, as in CuTe.
 
-    Undefined (ValueError) where CuTe finds no layout: 3:2 visits coordinates 0, 2 and 4 of (4,6):(6,1), which
-    lie at 0, 12 and 1, and no single step leads from 0 to 12 and from 12 to 1.
+    Raises ValueError where CuTe finds no layout: 3:2 visits coordinates 0, 2 and 4 of (4,6):(6,1), which are
+    at places 0, 12 and 1, and no single step goes from 0 to 12 and from 12 to 1.
 
-    Where CuTe answers, so do we, because its kernels will use the answer; but it does not always hold:
-      4:3 on (4,4):(1,9)          (2,2):(3,9), though coordinate 6 lies at 11: 3 does not divide 4
-      (2,2):(1,1) on (2,2):(3,0)  (2,2):(3,3), though coordinate 2 lies at 0: each mode is composed by itself
-    So tiles.py looks at places and takes no layout's word.
+    Where CuTe gives a result this gives the same, because kernels use it; but the result is not always right:
+      4:3 on (4,4):(1,9)          (2,2):(3,9), but coordinate 6 is at 11: 3 does not divide 4
+      (2,2):(1,1) on (2,2):(3,0)  (2,2):(3,3), but coordinate 2 is at 0: each mode is composed separately
+    So tiles.py checks the places themselves.
     """
     if isinstance(inner, int):
         inner = Layout(inner, int(inner > 1))
     if not isinstance(inner, Layout):
         return _by_mode(composition, outer, inner, rest=False)
     modes = outer.flat() or [(1, 0)]
-    # the last mode goes on past its size, so it stays even if it has one place
+    # the last mode continues after its size, so it is kept even if it has one place
     modes[-1] = (max(modes[-1][0], 2), modes[-1][1])
     return _compose(_merged(modes), inner, outer)
 
 
 def complement(layout: Layout, target: Nested) -> Layout:
-    """What a layout leaves out of `target` places: the starts at which copies of it are to be put.
+    """The starts of copies of a layout that together fill `target` places.
 
     complement(4:2, 32) -> (2,4):(1,8)     4:2 has 0, 2, 4, 6; moved by 0 or 1 and by 0, 8, 16, 24 it fills 32
     A target that is a shape is rounded up mode by mode: complement(2:1, (35,2)) -> 36:2, not 35:2.
 
-    Undefined (ValueError) for a layout that has a place twice.
+    Raises ValueError for a layout that has a place twice.
     """
     if any(size < 1 for size in leaves(target)):
         raise ValueError(f"a complement fills at least one place, not {text(target)}")
     missing, filled = [], 1
     for stride, size in sorted((stride, size) for size, stride in layout.flat() if size > 1 and stride > 0):
         if stride < filled:
-            raise ValueError(f"{layout} has a place more than once, so nothing is its complement")
+            raise ValueError(f"{layout} has a place more than once, so it has no complement")
         missing.append((stride // filled, filled))
         filled = stride * size
     copies, left = 1, filled
@@ -75,11 +75,12 @@ def complement(layout: Layout, target: Nested) -> Layout:
 
 
 def logical_divide(layout: Layout, tiler: Tiler) -> Layout:
-    """(tile, rest): the layout cut into tiles; the first mode runs in a tile, the second over the tiles.
+    """(tile, rest): the layout divided into tiles; the first mode goes over a tile, the second over the
+    tiles.
 
     logical_divide(32:1, 4:2) -> (4,(2,4)):(2,(1,8))     a tile is every second of 8 places
-    A sequence cuts mode by mode: logical_divide((8,16):(1,8), [4, 8]) -> ((4,2),(8,2)):((1,4),(8,64)).
-    A tail counts as a whole tile: 10:1 by 4 is (4,3):(1,4), and 10 and 11 are places past the end.
+    A sequence divides mode by mode: logical_divide((8,16):(1,8), [4, 8]) -> ((4,2),(8,2)):((1,4),(8,64)).
+    The last tile is always whole: 10:1 by 4 is (4,3):(1,4), and 10 and 11 are places after the end.
     """
     if isinstance(tiler, int):
         tiler = Layout(tiler, int(tiler > 1))
@@ -98,7 +99,7 @@ def zipped_divide(layout: Layout, tiler: Tiler) -> Layout:
 
 
 def logical_product(block: Layout, tiler: Tiler) -> Layout:
-    """(block, copies): the block repeated as `tiler` says, each copy where the others leave room.
+    """(block, copies): the block repeated by `tiler`, each copy in places that the others do not use.
 
     logical_product((2,2):(1,2), (3,4):(1,3)) -> ((2,2),(3,4)):((1,2),(4,12))
     """
@@ -112,7 +113,7 @@ def logical_product(block: Layout, tiler: Tiler) -> Layout:
 def right_inverse(layout: Layout) -> Layout:
     """The longest layout with layout(result(i)) = i: (4,8):(8,1) -> (8,4):(4,1).
 
-    8 places in a row are 4 coordinates apart. It tells how many numbers one access may take.
+    8 consecutive places are 4 coordinates apart. This gives how many numbers one access can take.
     """
     modes, start = [], 1
     for size, stride in _merged(layout.flat()):
@@ -128,13 +129,15 @@ def right_inverse(layout: Layout) -> Layout:
 
 
 def thread_values(threads: Layout, values: Layout) -> tuple[tuple[int, ...], Layout]:
-    """The tile's sides, and (thread, value) -> place in the tile, its first side fastest.
+    """The tile's sides, and (thread, value) -> place in the tile, first side fastest.
 
     `threads` gives every place of a small tile a thread, `values` every place of a thread's own tile a value.
     thread_values((4,32):(32,1), (1,8):(8,1)) -> (4, 256), ((32,4),8):((32,1),4)
-    4 rows of 256 numbers; thread 1 begins at place 32, column 8 of row 0; its next number is one column on.
+    4 rows of 256 numbers; thread 1 begins at place 32, column 8 of row 0; its next number is in the next
+    column.
 
-    ValueError unless both number their places from 0 without gaps (CuTe demands it and does not look).
+    Raises ValueError unless both number their places from 0 without gaps (CuTe needs this but does not check
+    it).
     """
     for name, layout in (("threads", threads), ("values", values)):
         if sorted(layout.places()) != list(range(layout.size)):
@@ -145,7 +148,7 @@ def thread_values(threads: Layout, values: Layout) -> tuple[tuple[int, ...], Lay
 
 
 def raked_product(block: Layout, tiler: Layout) -> Layout:
-    """logical_product with each side of the result as (tiler, block): copies of the block lie interleaved.
+    """logical_product with each side of the result as (tiler, block): copies of the block are interleaved.
 
     raked_product(2:1, 3:1) -> (3,2):(2,1)     its numbers are 0 2 4 1 3 5
     """
@@ -165,7 +168,7 @@ def _by_mode(function: Any, layout: Layout, tilers: Sequence[Tiler], rest: bool 
 
 
 def _merged(modes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Modes of one place gone, neighbours that continue one another made one."""
+    """Removes modes of one place and joins neighbouring modes that continue each other."""
     merged: list[tuple[int, int]] = []
     for size, stride in modes:
         if size == 1:

@@ -1,11 +1,11 @@
-"""Triton's encodings, as TTGIR prints them, read as layouts of ours.
+"""Reads Triton's encodings, as TTGIR prints them, as our layouts.
 
     registers("#ttg.blocked<{sizePerThread = [1, 8], threadsPerWarp = [1, 32], warpsPerCTA = [1, 4],
       order = [1, 0]}>", (4, 1024))  ->  ((32,4),(8,4)):((32,1024),(4,1))
     shared("#ttg.swizzled_shared<{vec = 8, perPhase = 1, maxPhase = 8, order = [1, 0]}>", (64, 64), 16)
       ->  S<3,3,3> o 0 o (64,64):(64,1)
 
-Sides are powers of two, as Triton's are. An encoding that is not read here is a NotImplementedError.
+Sides are powers of two, as in Triton. NotImplementedError is raised for other encodings.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Modes = list[tuple[int, int]]
 def registers(encoding: str, shape: Sequence[int]) -> Layout:
     """The thread-value layout of a tensor in registers: (thread, value) -> place, first side fastest.
 
-    Threads that are left over, because the tensor is smaller than all of them together, hold the same numbers
-    as others: a mode of stride 0.
+    If the tensor is smaller than all threads together, extra threads hold the same numbers as others: a mode
+    of stride 0.
     """
     kind, fields = _read(encoding)
     if kind == "blocked":
@@ -38,15 +38,15 @@ def registers(encoding: str, shape: Sequence[int]) -> Layout:
 
         threads, values = modes("lane") + modes("warp"), modes("register")
     else:
-        raise NotImplementedError(f"the places of #ttg.{kind} are not read here")
+        raise NotImplementedError(f"#ttg.{kind} is not supported here")
     return Layout((_sizes(threads), _sizes(values)), (_strides(threads), _strides(values)))
 
 
 def shared(encoding: str, shape: Sequence[int], item_bits: int) -> Layout | Swizzled:
-    """Where a tensor's numbers lie in shared memory: coordinates -> place, in numbers."""
+    """The places of a tensor's numbers in shared memory: coordinates -> place, in numbers."""
     kind, fields = _read(encoding)
     if len(shape) != 2:
-        raise NotImplementedError(f"shared memory of {len(shape)} dimensions is not read here")
+        raise NotImplementedError(f"shared memory of {len(shape)} dimensions is not supported here")
     if kind == "swizzled_shared":
         inner, outer = fields["order"]
         row, vec, per_phase = shape[inner], fields["vec"], fields["perPhase"]
@@ -58,19 +58,19 @@ def shared(encoding: str, shape: Sequence[int], item_bits: int) -> Layout | Swiz
         inner = 0 if fields["transposed"] else 1
         rows, row, panel = shape[1 - inner], shape[inner], wide * 8 // item_bits
         if row % panel:
-            raise NotImplementedError(f"rows of {row} numbers in panels of {panel} are not read here")
-        # panels of `wide` bytes one after another; inside one, 8 rows are turned against each other
+            raise NotImplementedError(f"rows of {row} numbers in panels of {panel} are not supported here")
+        # panels of `wide` bytes one after another; in a panel, 8 rows are swizzled against each other
         across, along = Layout((panel, row // panel), (1, rows * panel)), Layout(rows, panel)
         sides = (across, along) if inner == 0 else (along, across)
         layout = Layout(tuple(s.shape for s in sides), tuple(s.stride for s in sides))
         return _turned(layout, 128 // item_bits, panel * 128 // wide, wide // 16)
-    raise NotImplementedError(f"the places of #ttg.{kind} are not read here")
+    raise NotImplementedError(f"#ttg.{kind} is not supported here")
 
 
 def matrix_reads(shape: Sequence[int], inner: int) -> Layout:
     """How one warp reads a tile of 16-bit numbers by ldmatrix: 8 lanes have 8 rows of 16 bytes each.
 
-    `inner` is the side that lies in rows. With phases of 8 lanes, a phase is one matrix of 8 x 8.
+    `inner` is the contiguous side. With phases of 8 lanes, a phase is one matrix of 8 x 8.
     """
     steps, outer = _steps(shape), 1 - inner
     chunks, rows = shape[inner] // 8, shape[outer] // 8
@@ -115,14 +115,14 @@ def _turned(layout: Layout, vec: int, phase_length: int, phases: int) -> Layout 
 def _read(encoding: str) -> tuple[str, dict[str, Any]]:
     match = re.fullmatch(r"#ttg\.(\w+)<\{(.*)\}>", encoding.strip(), re.DOTALL)
     if match is None:
-        raise NotImplementedError(f"{encoding!r} is no encoding that is read here")
+        raise NotImplementedError(f"{encoding!r} is not an encoding that is supported here")
     kind, inside = match.groups()
     fields: dict[str, Any] = {}
     for name, value in re.findall(r"(\w+) = (\[\[.*?\]\]|\[.*?\]|\w+)", inside, re.DOTALL):
         if value in ("true", "false"):
             fields[name] = value == "true"
         elif value.startswith("[["):
-            fields[name] = [_numbers(one) for one in re.findall(r"\[([^\[\]]*)\]", value)]
+            fields[name] = [_numbers(basis) for basis in re.findall(r"\[([^\[\]]*)\]", value)]
         else:
             fields[name] = _numbers(value) if value.startswith("[") else int(value)
     return kind, fields

@@ -1,7 +1,8 @@
-"""A layout: a function from coordinates to places in memory, written shape:stride as CuTe writes it.
+"""A layout: a function from coordinates to places in memory, written shape:stride as in CuTe.
 
-Not to be confused with plan.Layout, the rule that gives rows to experts; rows.py writes that rule in these.
-Pure Python. Sizes and strides are known numbers, sizes at least 1, strides not negative.
+This is not plan.Layout, the rule that assigns rows to experts; rows.py expresses that rule with these
+layouts. It is pure Python. Sizes and strides are known numbers; sizes are at least 1 and strides are not
+negative.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ Nested: TypeAlias = int | tuple["Nested", ...]
 class Layout:
     """A function from coordinates to places.
 
-    Layout((4, 8), (8, 1)) is a row-major matrix of 4 rows and 8 columns; its (2, 3) lies at 2 * 8 + 3 = 19.
-    Without strides the first mode runs fastest: Layout((4, 8)) is (4,8):(1,4).
-    A mode may be cut into modes of its own: ((2,2),8):((8,16),1) is the same matrix with its rows in pairs,
-    and takes the coordinates ((0, 1), 3), (2, 3) and 14 alike. A number for several modes counts the first
-    mode fastest: 14 = 2 + 4 * 3 is row 2 of column 3. Past its size the last mode simply goes on, as in CuTe.
+    Layout((4, 8), (8, 1)) is a row-major matrix of 4 rows and 8 columns; its (2, 3) is at 2 * 8 + 3 = 19.
+    Without strides the first mode is the fastest: Layout((4, 8)) is (4,8):(1,4).
+    A mode may consist of modes: ((2,2),8):((8,16),1) is the same matrix with its rows in pairs, and takes the
+    coordinates ((0, 1), 3), (2, 3) and 14. A number for several modes counts the first mode fastest: 14 = 2 +
+    4 * 3 is row 2 of column 3. After its size the last mode simply continues, as in CuTe.
     """
 
     shape: Nested
@@ -46,7 +47,7 @@ class Layout:
 
     @staticmethod
     def parse(written: str) -> Layout:
-        """Read what str(layout) writes: `(4,8):(8,1)`, `((2,2),8):((8,16),1)`, `8:1`, or a shape alone."""
+        """Reads what str(layout) writes: `(4,8):(8,1)`, `((2,2),8):((8,16),1)`, `8:1`, or only a shape."""
         if not re.fullmatch(r"[\d,() ]+(:[\d,() ]+)?", written):
             raise ValueError(f"{written!r} is not a layout; write (4,8):(8,1)")
         shape, _, stride = written.partition(":")
@@ -70,18 +71,18 @@ class Layout:
         return len(self.shape) if isinstance(self.shape, tuple) else 1
 
     def flat(self) -> list[tuple[int, int]]:
-        """All modes as (size, stride), in order, nesting taken away."""
+        """All modes as (size, stride), in order, without nesting."""
         return list(zip(leaves(self.shape), leaves(self.stride), strict=True))
 
     def modes(self) -> list[Layout]:
-        """The outermost modes; a layout that is a single number is its own only mode."""
+        """The outermost modes; a layout with a single number is its own only mode."""
         if isinstance(self.shape, int):
             return [self]
         assert isinstance(self.stride, tuple)
         return [Layout(shape, stride) for shape, stride in zip(self.shape, self.stride, strict=True)]
 
     def __call__(self, coordinate: Any) -> int:
-        """The place of a coordinate: a number, or numbers nested like the shape as far as they go."""
+        """The place of a coordinate: a number, or numbers nested like the shape."""
         return _place(coordinate, self.shape, self.stride)
 
     def places(self) -> list[int]:
@@ -93,8 +94,8 @@ class Layout:
 
 
 def join(*layouts: Layout) -> Layout:
-    """Layouts side by side as the modes of one: 4:1 and 8:4 make (4,8):(1,4)."""
-    return Layout(tuple(one.shape for one in layouts), tuple(one.stride for one in layouts))
+    """Makes layouts the modes of one layout: 4:1 and 8:4 make (4,8):(1,4)."""
+    return Layout(tuple(mode.shape for mode in layouts), tuple(mode.stride for mode in layouts))
 
 
 def column_major(shape: Nested, first: int = 1) -> Nested:
@@ -109,7 +110,7 @@ def column_major(shape: Nested, first: int = 1) -> Nested:
 
 
 def row_major(*sizes: int) -> Layout:
-    """The layout of a contiguous tensor as torch has it: row_major(4, 8) is (4,8):(8,1)."""
+    """The layout of a contiguous tensor of torch: row_major(4, 8) is (4,8):(8,1)."""
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
     return Layout(tuple(sizes), tuple(strides))
 
@@ -118,11 +119,11 @@ def leaves(nested: Nested) -> list[int]:
     return [nested] if isinstance(nested, int) else [leaf for part in nested for leaf in leaves(part)]
 
 
-def congruent(one: Nested, other: Nested) -> bool:
-    """Whether two are nested alike."""
-    if isinstance(one, int) or isinstance(other, int):
-        return isinstance(one, int) and isinstance(other, int)
-    return len(one) == len(other) and all(map(congruent, one, other))
+def congruent(left: Nested, right: Nested) -> bool:
+    """True if both have the same nesting."""
+    if isinstance(left, int) or isinstance(right, int):
+        return isinstance(left, int) and isinstance(right, int)
+    return len(left) == len(right) and all(map(congruent, left, right))
 
 
 def text(nested: Nested) -> str:
@@ -166,9 +167,9 @@ def _nested(given: Any) -> Nested:
 
 
 def _read(written: str) -> Nested:
-    """Numbers in brackets, where (8) and ((4,2)) are tuples of one, as CuTe prints them."""
+    """Reads numbers in brackets, where (8) and ((4,2)) are tuples of one element, as CuTe prints them."""
     try:
-        # a comma before each closing bracket makes Python read them so
+        # a comma before each closing bracket makes Python read tuples
         return _nested(ast.literal_eval(re.sub(r"(?<=[\d)])\s*\)", ",)", re.sub(r"\s", "", written))))
     except (SyntaxError, ValueError):
         raise ValueError(f"cannot read {written!r}; write 8, (4,8) or ((2,2),8)") from None

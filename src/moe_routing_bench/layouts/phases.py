@@ -1,12 +1,13 @@
-"""A ring of stages in shared memory: can its threads wait for ever, is a stage overwritten or read too soon?
+"""Checks a ring of stages in shared memory: can threads wait forever, is a stage overwritten or read too
+early?
 
-A kernel that loads ahead has S stages and for each a barrier `full`, on which those who fill it arrive, and
-a barrier `empty`, on which those who read it arrive. A barrier counts arrivals; when all of a phase have
-come, the phase is over and the next begins. A wait names the parity of a phase and passes when that phase is
-over. Threads that do the same are one `Agent` here, with as many arrivals as they make in a turn.
+A kernel that loads ahead has S stages. Each has a barrier `full`, on which the threads that fill it arrive,
+and a barrier `empty`, on which the threads that read it arrive. A barrier counts arrivals; when all arrivals
+of a phase have come, the next phase begins. A wait names the parity of a phase and passes when that phase is
+over. Threads that do the same are one `Agent` here, with as many arrivals as they make per turn.
 
-`faults_of` tries every order in which the agents can take their steps, by a search over all states. There are
-43,440 of them for 5 stages, 2 + 2 agents and 11 turns; each agent more multiplies them by the stages.
+`faults_of` tries every order of the agents' steps, by a search over all states. There are 43,440 states for 5
+stages, 2 + 2 agents and 11 turns; each additional agent multiplies them by the stages.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class Agent:
-    """Threads that do the same: Agent(arrivals=128) arrives 128 times a turn.
+    """Threads that do the same: Agent(arrivals=128) arrives 128 times per turn.
 
-    first_parity: what it waits for in its first round over the stages; who fills a ring begins with 1, the
-    phase before the first, so that it need not wait for an empty stage. skips: it goes on without waiting.
+    first_parity: the parity it waits for in its first round over the stages. A filler begins with 1, the
+    phase before the first, so that it does not wait for an empty stage. skips: it does not wait at all.
     """
 
     arrivals: int = 1
@@ -46,7 +47,7 @@ class Ring:
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.full < 1 or self.empty < 1 or not self.fillers or not self.readers:
-            raise ValueError("a ring has stages, arrivals, somebody who fills it and somebody who reads it")
+            raise ValueError("a ring needs stages, arrivals, at least one filler and at least one reader")
 
     @property
     def last_turn(self) -> int:
@@ -54,13 +55,13 @@ class Ring:
 
 
 T = TypeVar("T")
-# of a barrier: the parity of its phase, and how many arrivals that still needs
+# the parity of a barrier's phase, and the number of arrivals that are still missing
 Barrier = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class State:
-    """turn: the stage an agent is at, counted on; step: 0 waits, 1 works, 2 arrives."""
+    """turn: how many stages an agent has finished; step: 0 waits, 1 works, 2 arrives."""
 
     turn: tuple[int, ...]
     step: tuple[int, ...]
@@ -69,7 +70,7 @@ class State:
 
 
 def faults_of(ring: Ring) -> list[str]:
-    """What can go wrong, in words, each once; empty if nothing can."""
+    """Everything that can go wrong, in words; empty if nothing can."""
     agents = len(ring.fillers) + len(ring.readers)
     start = State(
         (0,) * agents, (0,) * agents, ((0, ring.full),) * ring.stages, ((0, ring.empty),) * ring.stages
@@ -122,7 +123,7 @@ def _moves(ring: Ring, state: State) -> Iterator[tuple[State, str]]:
 
 
 def _overwrites(ring: Ring, state: State, turn: int) -> str:
-    """Has every reader read what lies in the stage that is filled now?"""
+    """A fault if a reader has not yet read the stage that is being filled."""
     before = turn - ring.stages
     fillers = len(ring.fillers)
     late = [
@@ -134,7 +135,7 @@ def _overwrites(ring: Ring, state: State, turn: int) -> str:
 
 
 def _reads_wrong(ring: Ring, state: State, turn: int) -> str:
-    """Has every filler filled the stage for this turn?"""
+    """A fault if a filler has not yet filled the stage for this turn."""
     early = [who for who in range(len(ring.fillers)) if (state.turn[who], state.step[who]) < (turn, 2)]
     return f"turn {turn} is read before it is filled" if early else ""
 

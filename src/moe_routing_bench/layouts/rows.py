@@ -1,4 +1,4 @@
-"""The rows of a routing plan and the tiles of its stages, written as layouts.
+"""The rows of a routing plan and the tiles of its stages, expressed as layouts.
 
 Compact, padded and block differ in where an expert's rows begin and how many there are:
 
@@ -6,8 +6,8 @@ Compact, padded and block differ in where an expert's rows begin and how many th
     block     one layout for each expert, from its first row on: (block_rows,blocks):(1,block_rows)
     compact   the same with blocks of one row
 
-Where a span begins in compact and block is data, not shape: no shape:stride layout has it, so a Span has it
-beside its layout. That is why a grouped GEMM reads offset_E1 and a batched one does not.
+In compact and block the start of a span is data, not shape: no shape:stride layout contains it, so a Span
+stores it beside its layout. That is why a grouped GEMM reads offset_E1 and a batched GEMM does not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def padded_rows(E: int, C: int) -> Layout:
 
 
 def spans(offset_E1: Sequence[int], block_rows: int = 1) -> list[Span]:
-    """Each expert's rows, as (place in a block, block), from where spans begin: block, or compact with 1.
+    """Each expert's rows as (place in a block, block), from the starts of spans; block_rows=1 is compact.
 
     spans([0, 4, 4, 6], 2) -> [Span(0, (2,2):(1,2)), Span(4, None), Span(4, (2,1):(1,0))]
     """
@@ -64,19 +64,19 @@ def tiles(rows: int, columns: int, tall: int, wide: int, pitch: int | None = Non
                     w      tiles(D, G, BLOCK_K, BLOCK_N), of one expert
                     y      tiles(C, G, BLOCK_M, BLOCK_N), from the same row
       combine       y_TD   tiles(T, D, BLOCK_T, BLOCK_D)
-    A tile past an edge counts whole: the kernel masks.
+    A tile at an edge is whole; the kernel masks the rest.
     """
     whole = Layout((rows, columns), (columns if pitch is None else pitch, 1))
     return zipped_divide(whole, [tall, wide])
 
 
 def programs(tiles_m: int, tiles_n: int) -> Layout:
-    """(row tile, column tile) -> program, columns fastest, as dispatch and combine number them."""
+    """(row tile, column tile) -> program, columns fastest, as in dispatch and combine."""
     return row_major(tiles_m, tiles_n)
 
 
 def blocks(R: int, block_rows: int) -> Layout:
-    """(place in a block, block) -> row, over all R rows; no block has rows of two experts."""
+    """(place in a block, block) -> row, over all R rows. No block has rows of two experts."""
     if R % block_rows:
         raise ValueError(f"{R} rows are not whole blocks of {block_rows}")
     return logical_divide(Layout(R), block_rows)

@@ -1,4 +1,4 @@
-"""Swizzles: rows of shared memory turned against each other, so that a column does not lie in one bank."""
+"""Swizzles: each row of shared memory is permuted differently, so that a column uses several banks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from moe_routing_bench.layouts.layout import Layout
 
 @dataclass(frozen=True)
 class Swizzle:
-    """CuTe's Swizzle<bits, base, shift>: `bits` bits of a place, from base + shift on, change (xor)
-    those from base on.
+    """CuTe's Swizzle<bits, base, shift>: `bits` bits of a place, beginning at base + shift, are combined by
+    xor with the bits beginning at base.
 
     Swizzle(3, 3, 3) on rows of 64 16-bit numbers: the 8 groups of 8 numbers (16 bytes) of row i are
     exchanged by i % 8. Place 64 = row 1, group 0 -> 72 = row 1, group 1.

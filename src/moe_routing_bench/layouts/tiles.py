@@ -1,13 +1,14 @@
-"""A copy of a tile: every number once? How wide, how many sectors, which banks? Found by looking at all.
+"""Checks the copy of a tile by looking at every number: is it copied once, how wide, which sectors and banks?
 
     sides, tv = thread_values(Layout((4, 32), (32, 1)), Layout((1, 8), (8, 1)))   # 128 threads, 4 x 256
     copied = look_at_copy(tv, sides, row_major(4, 256), item_bits=16)
     copied.width_bits, copied.sectors, faults(copied)       ->  128, 16, []
 
-A thread-value layout gives (thread, value) -> place in the tile, the first side fastest; so does CuTe's
-make_layout_tv, and `Layout.parse(str(tv))` reads it. `memory` says where the tile's numbers lie: a Layout, or
-a Swizzled one in shared memory; place 0 is aligned to 16 bytes. The hardware is NVIDIA's: 32 lanes, sectors
-of 32 bytes, 32 banks of 4 bytes; a phase is the lanes that are served together: 8 of 128 bits, 16 of 64.
+A thread-value layout gives (thread, value) -> place in the tile, first side fastest, as in CuTe's
+make_layout_tv; `Layout.parse(str(tv))` reads that one. `memory` gives the places of the tile's numbers: a
+Layout, or a Swizzled layout in shared memory; place 0 is aligned to 16 bytes. The hardware is NVIDIA's: 32
+lanes, sectors of 32 bytes, 32 banks of 4 bytes. A phase is the lanes that are served together: 8 of 128 bits,
+16 of 64.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ class Copy:
     threads: int
     values: int  # of each thread
     missing: int  # places of the tile that no thread has
-    outside: int  # values that are no place of the tile
-    holders: tuple[int, int]  # the fewest and the most values at one place that has any
-    width_bits: int  # of one access, the widest that all threads can make; 0 if some lie outside
+    outside: int  # values that are outside the tile
+    holders: tuple[int, int]  # the fewest and the most values at a place that has any
+    width_bits: int  # of the widest access that all threads can make; 0 if some are outside
     accesses: int  # of each thread
-    sectors: int  # of the access of a warp that has most to spare (global memory)
-    least_sectors: int  # as many as that access needs for its bytes
-    passes: int  # the most that the banks need for one phase; 1 is free of conflicts (shared memory)
+    sectors: int  # of the access of a warp with the most unneeded sectors (global memory)
+    least_sectors: int  # how many sectors that access needs for its bytes
+    passes: int  # the most passes that a phase needs; 1 means no bank conflicts (shared memory)
     space: Literal["global", "shared"]
 
     @property
@@ -70,7 +71,7 @@ def look_at_copy(
     space: Literal["global", "shared"] = "global",
     lanes: int = 32,
 ) -> Copy:
-    """All that is known of the copy of one tile. `tv` has two modes, threads and values."""
+    """All facts about the copy of one tile. `tv` has two modes, threads and values."""
     size = math.prod(sides)
     if tv.rank != 2:
         raise ValueError(f"a thread-value layout has two modes, threads and values, not {tv}")
@@ -103,10 +104,10 @@ def look_at_copy(
 
 
 def faults(copy: Copy, *, width_bits: int = WIDEST, copies: int = 1) -> list[str]:
-    """What is wrong with a copy, in sentences; nothing if it is as good as can be.
+    """What is wrong with a copy, in sentences; empty if it could not be better.
 
-    `copies`: how many threads are meant to hold each place; Triton lets several hold the same if threads are
-    left over, and stores from one of them.
+    `copies`: how many threads should hold each place. With extra threads, Triton lets several hold the same
+    place and stores from one of them.
     """
     wrong = []
     if copy.missing:
@@ -120,14 +121,14 @@ def faults(copy: Copy, *, width_bits: int = WIDEST, copies: int = 1) -> list[str
     if copy.space == "global" and copy.sectors > copy.least_sectors:
         wrong.append(f"an access of a warp touches {copy.sectors} sectors; {copy.least_sectors} would do")
     if copy.space == "shared" and copy.passes > 1:
-        wrong.append(f"lanes of one phase meet in a bank: {copy.passes} passes, not 1")
+        wrong.append(f"lanes of one phase use the same bank: {copy.passes} passes, not 1")
     return wrong
 
 
 def coordinate_layout(*sizes: int) -> Layout:
-    """A tensor whose places tell the coordinates: (4, 8) is (4,8):(1,2^20), and 3 + 2 * 2^20 is (3, 2).
+    """A tensor whose places encode the coordinates: (4, 8) is (4,8):(1,2^20), and 3 + 2 * 2^20 is (3, 2).
 
-    Divide it into tiles to see which coordinates a tile has, those past the edge too.
+    Divide it into tiles to see the coordinates of a tile, also coordinates outside the edge.
     """
     return Layout(tuple(sizes), tuple(FAR**i for i in range(len(sizes))))
 
@@ -136,7 +137,7 @@ def tile_faults(tiles: Layout, sizes: Sequence[int], *, guarded: bool = True) ->
     """What is wrong with a division of coordinate_layout(*sizes) into (place in a tile, tile).
 
     tile_faults(zipped_divide(coordinate_layout(10, 8), [4, 8]), (10, 8)) -> []
-    `guarded`: the kernel masks coordinates past the edge; else they are a fault.
+    `guarded`: the kernel masks coordinates outside the edge; else they are a fault.
     """
     seen: Counter[tuple[int, ...]] = Counter()
     beyond = 0
@@ -152,7 +153,7 @@ def tile_faults(tiles: Layout, sizes: Sequence[int], *, guarded: bool = True) ->
     if twice := sum(count > 1 for count in seen.values()):
         wrong.append(f"{twice} places are in more than one tile")
     if beyond and not guarded:
-        wrong.append(f"{beyond} places of tiles lie past the edge, and nothing masks them")
+        wrong.append(f"{beyond} places of tiles are outside the edge, and nothing masks them")
     return wrong
 
 
@@ -179,14 +180,14 @@ def _warp_accesses(address: list[list[int]], step: int, lanes: int) -> Iterator[
 
 
 def _passes(starts: list[int], width: int) -> int:
-    """The most passes of one phase: distinct words of one bank; lanes that want the same word share it.
+    """The most passes of one phase: distinct words of one bank. Lanes that need the same word share it.
 
-    Accesses are aligned to their width, so two of them meet in all of their banks or in none.
+    Accesses are aligned to their width, so two of them share all of their banks or none.
     """
     unit = max(width, BANK)
     phase = BANKS * BANK // unit
     most = 1
     for first in range(0, len(starts), phase):
         wanted = {start // unit for start in starts[first : first + phase]}
-        most = max(most, *Counter(one % phase for one in wanted).values())
+        most = max(most, *Counter(word % phase for word in wanted).values())
     return most

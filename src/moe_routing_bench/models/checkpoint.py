@@ -1,9 +1,9 @@
-"""One MoE layer from a checkpoint in safetensors shards: the weights of its experts, and how it routes.
+"""Reads one MoE layer from a checkpoint in safetensors shards: the weights of its experts, and how it routes.
 
     layer = read_layer("Qwen3-30B-A3B", 12);  layer.weights -> ExpertWeights;  layer.route(x_TD) -> Routing
 
-A folder holds config.json and model.safetensors, or model.safetensors.index.json and shards. Files are mapped
-into memory and only the layer's tensors are read. Their names, after model.layers.{i}.:
+A folder holds config.json and model.safetensors, or model.safetensors.index.json and shards. The reader maps
+the files into memory and reads only the layer's tensors. After model.layers.{i}. their names are:
 
     qwen3_moe, olmoe, deepseek_v3   mlp.experts.{e}.gate_proj|up_proj|down_proj.weight, mlp.gate.weight
     mixtral                         block_sparse_moe.experts.{e}.w1|w3|w2.weight, block_sparse_moe.gate.weight
@@ -11,7 +11,7 @@ into memory and only the layer's tensors are read. Their names, after model.laye
                                     (E, F, D), both with biases, mlp.router.weight and bias
     any, as in Transformers 5       mlp.experts.gate_up_proj (E, 2F, D), down_proj (E, D, F)
 
-A checkpoint is untrusted: nothing in it is executed or unpickled, names of files may not leave the folder,
+A checkpoint is not trusted: nothing in it is executed or unpickled, names of files may not leave the folder,
 and every shape and type is compared with config.json before memory is allocated.
 """
 
@@ -64,7 +64,8 @@ class CheckpointLayer:
     shared: ExpertWeights | None = None
 
     def route(self, x_TD: Tensor) -> Routing:
-        """What the model's router chooses for these tokens, in float32; ties as in our topk."""
+        """Returns what the model's router chooses for these tokens, in float32; ties are broken as in our
+        topk."""
         logits_TE, bias_E = F.linear(x_TD.float(), self.router_ED.float()), self.bias_E
         if bias_E is not None and self.rule.score == "softmax":
             logits_TE, bias_E = logits_TE + bias_E.float(), None
@@ -73,7 +74,7 @@ class CheckpointLayer:
         return Routing(expert_TK=expert_TK, gate_TK=gate_TK, num_experts=E, ragged=False, logits_TE=logits_TE)
 
     def router(self, topk: str = "auto") -> Router:
-        """The model's router as one of our rules, with its weights."""
+        """Builds the model's router as one of our rules, with its weights."""
         rule, (E, D) = self.rule, self.router_ED.shape
         options: dict[str, Any] = {"topk": topk}
         if rule.score == "sigmoid":
@@ -95,8 +96,8 @@ class CheckpointLayer:
 
 
 def read_layer(folder: Path | str, layer: int) -> CheckpointLayer:
-    """Raises ValueError in one sentence if the folder is damaged, hostile or no checkpoint, and
-    NotImplementedError with the reason if it is stored in a way that is not read here."""
+    """Raises ValueError in one sentence if the folder is damaged, hostile or not a checkpoint, and
+    NotImplementedError with the reason if we cannot read the way it is stored."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give the folder that holds the checkpoint's config.json")
@@ -114,7 +115,7 @@ def read_layer(folder: Path | str, layer: int) -> CheckpointLayer:
 
 
 class About:
-    """What config.json says about the layer, each number within bounds."""
+    """What config.json says about the layer. Each number was checked against its bounds."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], layer: int):
         self.path, self.config, self.layer = folder / "config.json", config, layer
@@ -173,9 +174,9 @@ class About:
 
 
 class Tensors:
-    """The tensors of all shards by name: shapes and types at once, numbers when they are sliced.
+    """The tensors of all shards by name. Shapes and types are known at once; numbers are read from a slice.
 
-    asked: the names of all that were sliced.
+    asked: the names of all tensors that were sliced.
     """
 
     def __init__(self, folder: Path, shard_of: Mapping[str, str] | None, stack: ExitStack):
@@ -190,12 +191,12 @@ class Tensors:
         return name in self._keys(ONE_FILE)
 
     def names(self) -> set[str]:
-        """All tensors in all files, also those that the index does not name."""
+        """Returns all tensors in all files, including those that the index does not name."""
         shards = {ONE_FILE} if self._shard_of is None else set(self._shard_of.values())
         return set(self._shard_of or ()).union(*(self._keys(shard) for shard in sorted(shards)))
 
     def type_of(self, name: str) -> str | None:
-        """As safetensors calls it, for example BF16; None if there is no such tensor."""
+        """Returns safetensors' name of the type, for example BF16; None if there is no such tensor."""
         shard = ONE_FILE if self._shard_of is None else self._shard_of.get(name)
         if shard is None or name not in self._keys(shard):
             return None
@@ -203,14 +204,15 @@ class Tensors:
 
     @contextmanager
     def again(self) -> Iterator[Tensors]:
-        """The same files mapped anew: what is read there leaves memory at the end."""
+        """Maps the same files again. What is read from them leaves memory at the end of `with`."""
         with ExitStack() as stack:
             yield Tensors(self.folder, self._shard_of, stack)
 
     def slice(
         self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = tuple(IN_SAFETENSORS)
     ) -> Any:
-        """The tensor in its file, not yet read; raises if it has another shape or type than expected."""
+        """Returns the tensor in its file, not yet read. Raises if its shape or type is not the expected
+        one."""
         self.asked.add(name)
         shard = ONE_FILE if self._shard_of is None else self._shard_of.get(name)
         if shard is None:
@@ -307,7 +309,7 @@ class _Reader:
         )
 
     def _separate(self) -> ExpertWeights:
-        """Three matrices for each expert, copied into two for all."""
+        """Copies the three matrices of each expert into two for all experts."""
         about = self.about
         names = [f"{self.block}.experts.{e}" for e in range(about.E)]
         return self._stacked(names, about.F)
@@ -326,7 +328,7 @@ class _Reader:
             {part: self.tensors.slice(f"{name}.{part}.weight", shape) for part, shape in shapes.items()}
             for name in experts
         ]
-        dtype = self._one_dtype([one for parts in slices for one in parts.values()])
+        dtype = self._one_dtype([tensor for parts in slices for tensor in parts.values()])
         gate_up_EGD, down_EDF = torch.empty(E, 2 * F, D, dtype=dtype), torch.empty(E, D, F, dtype=dtype)
         for e, parts in enumerate(slices):
             gate_up_EGD[e, :F] = parts[gate][:]
@@ -348,13 +350,13 @@ class _Reader:
         slices = {part: self.tensors.slice(f"{home}.{part}", shape) for part, shape in shapes.items()}
         self._one_dtype(list(slices.values()))
         # copies: the weights outlive the mapped file and start at an aligned address
-        tensors = {part: one[:].clone() for part, one in slices.items()}
+        tensors = {part: tensor[:].clone() for part, tensor in slices.items()}
         return from_transformers(
             **tensors, activation=about.activation, is_transposed=oss, is_concatenated=not oss
         )
 
     def _one_dtype(self, slices: list[Any]) -> torch.dtype:
-        dtypes = {one.get_dtype() for one in slices}
+        dtypes = {part.get_dtype() for part in slices}
         if len(dtypes) > 1:
             names = ", ".join(sorted(dtypes))
             raise ValueError(f"the experts in {self.tensors.folder} have mixed types: {names}")

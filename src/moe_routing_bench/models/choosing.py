@@ -1,9 +1,9 @@
-"""The place where a router of Transformers chooses: torch.topk of its scores, inside the block of the
-experts.
+"""Watches the place where a router of Transformers chooses: torch.topk of its scores, inside the experts'
+block.
 
 Routers differ in what they do before (softmax, sigmoid, bias, groups) and after (gates, renormalised or not),
-but they choose by one topk over all experts. A torch function mode sees it, and may answer in its place: the
-router's own code then makes the gates, with their gradient."""
+but each chooses by one topk over all experts. A torch function mode sees that call and may replace its
+result. The router's own code then makes the gates, with their gradient."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 
 class Chosen(NamedTuple):
-    """What topk answers."""
+    """The result of topk."""
 
     values: Tensor
     indices: Tensor
 
 
-# of a layer: its number, the scores ... x E, how many are chosen, and topk itself
+# gets the number of the layer, the scores (... x E), how many are chosen, and topk itself
 OnTopK = Callable[[int, Tensor, int, Callable[[], Any]], Any]
 
 
@@ -34,7 +34,8 @@ def at_topk(
     on_topk: OnTopK,
     before: Callable[[int], None] = lambda layer: None,
 ) -> Iterator[None]:
-    """Inside `with`, on_topk(layer, scores, k, topk) answers the topk over all experts in these layers.
+    """Inside `with`, on_topk(layer, scores, k, topk) gives the result of topk over all experts in these
+    layers.
 
     layers  as in tracing.moe_layers: {3: ("model.layers.3.mlp.experts", module), ...}
     before  is called with the layer before its block runs

@@ -1,18 +1,18 @@
-"""MoE blocks of a model replaced by our MoE layer with the same numbers, and back.
+"""Replaces a model's MoE blocks by our MoE layer with the same weights, and puts the blocks back.
 
     convert(model)   every MoE block becomes a ConvertedBlock around our MoE; a model with a block that cannot
                      be converted is left as it is, with the reason
     revert(model)    the model's own blocks again, with the weights as they are now
 
-For models that the plug-in (models/transformers.py) cannot serve: older or remote code with a list of
-experts. The weights of Transformers 5 are used as they lie in memory; those of a list are copied into one
-tensor, and the list is emptied meanwhile. Parameters are other objects afterwards, under other names: make
-the optimizer after converting, and revert before saving. For inference, freeze() of a layer or of the plug-in
-packs the weights once. What a model records by hooks on its own router
-(output_router_logits in Transformers 5) it cannot record from ours.
+This is for models that the plug-in (models/transformers.py) cannot serve: older or remote code with a list of
+experts. Weights of Transformers 5 are used where they lie in memory. Weights of a list are copied into one
+tensor, and the list is empty until revert. Parameters are then other objects with other names: make the
+optimizer after converting, and revert before saving. For inference, freeze() of a layer or of the plug-in
+packs the weights once. A model cannot record our router by hooks on its own (output_router_logits in
+Transformers 5).
 
-Routers compute in float32 here. A model in bfloat16 rounds its logits, so near ties it may choose other
-experts.
+Our routers compute in float32. A model in bfloat16 rounds its logits, so it may choose other experts near
+ties.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from moe_routing_bench.core.experts import ExpertWeights, from_expert_list, to_transformers
 from moe_routing_bench.models.reading import GATED_BY, plain_activation, read, weights_of, where
 from moe_routing_bench.moe.layer import MoE
-from moe_routing_bench.routers.router import all_routers
 
 # gate, up and down of one expert of a list: Qwen, OLMoE, DeepSeek; Mixtral
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -38,7 +37,7 @@ ROUGH = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a block is made of: Parts(weights=..., K=8, router="softmax_topk", options={"order": ...},
+    """The parts of a block: Parts(weights=..., K=8, router="softmax_topk", options={"order": ...},
     w_DE=..., returns_logits=False)."""
 
     weights: ExpertWeights
@@ -53,8 +52,8 @@ class Parts:
 
 
 class ConvertedBlock(nn.Module):
-    """In the place of a model's MoE block: hidden states in, hidden states out, with the router's logits if
-    the block gave them too. `moe` is our layer, `shared` the model's own shared experts."""
+    """Takes the place of a model's MoE block: hidden states in, hidden states out, and the router's logits if
+    the block returned them. `moe` is our layer; `shared` holds the model's own shared experts."""
 
     def __init__(self, original: nn.Module, parts: Parts, moe: MoE):
         super().__init__()
@@ -70,7 +69,7 @@ class ConvertedBlock(nn.Module):
 
 
 def convert(module: nn.Module, *, impl: str = "auto", layout: str = "compact") -> nn.Module:
-    """Replace every MoE block inside, or the module itself if it is one; answers what stands there now.
+    """Replaces every MoE block inside, or the module itself if it is one. Returns the module to use now.
 
     impl: an implementation of expert_ffn; "auto" as everywhere (ops/auto.py).
     """
@@ -100,7 +99,7 @@ def convert(module: nn.Module, *, impl: str = "auto", layout: str = "compact") -
 
 
 def revert(module: nn.Module) -> nn.Module:
-    """Put the model's own blocks back, with the weights as they are now; answers what stands there then."""
+    """Puts the model's own blocks back, with the weights as they are now. Returns the module to use then."""
     for path, block in list(module.named_modules()):
         if isinstance(block, ConvertedBlock):
             original, give_back = block.original
@@ -114,8 +113,8 @@ def revert(module: nn.Module) -> nn.Module:
 
 
 def parts_of(block: nn.Module) -> Parts | None:
-    """What an MoE block is made of; None if it is not one. NotImplementedError with the reason if it is one
-    that cannot be converted."""
+    """Returns the parts of an MoE block, or None if the module is not one. Raises NotImplementedError with
+    the reason if it is a block that cannot be converted."""
     if (known := _BLOCKS.get(where(type(block)))) is not None:
         return known(block)
     experts, gate = getattr(block, "experts", None), getattr(block, "gate", None)
@@ -141,8 +140,6 @@ def _softmax(block: Any) -> Parts:
 
 
 def _deepseek_v3(block: Any) -> Parts:
-    if "sigmoid_bias" not in all_routers():
-        raise NotImplementedError("its router needs routers/sigmoid_bias.py, which is not here")
     gate = block.gate
     options = {
         "score": "sigmoid",
@@ -167,7 +164,7 @@ _BLOCKS: dict[str, Callable[[Any], Parts]] = {
 
 
 def _registered(block: Any, router: str, options: dict[str, Any], **more: Any) -> Parts:
-    """A block of Transformers 5, whose experts are one module. Nothing is copied either way."""
+    """Handles a block of Transformers 5, whose experts are one module. Nothing is copied either way."""
     experts = block.experts
     reading = read(experts)
     if reading.activation is None:
@@ -202,7 +199,7 @@ def _list_block(block: Any) -> Parts:
     names = next((n for n in PROJECTIONS if all(hasattr(block.experts[0], name) for name in n)), None)
     lists = {name: [getattr(expert, name, None) for expert in block.experts] for name in names or ()}
     if names is None or not all(
-        isinstance(one, nn.Linear) and one.bias is None for each in lists.values() for one in each
+        isinstance(linear, nn.Linear) and linear.bias is None for each in lists.values() for linear in each
     ):
         wanted = " or ".join(", ".join(n) for n in PROJECTIONS)
         raise NotImplementedError(f"its experts are not Linears without bias called {wanted}")
@@ -210,14 +207,14 @@ def _list_block(block: Any) -> Parts:
     if plain not in GATED_BY:
         raise NotImplementedError(f"its activation {block.experts[0].act_fn} is not one of ours")
     K = getattr(block, "top_k", None) or getattr(block, "num_experts_per_tok", None)
-    # Mixtral always divides by the sum; of others only their own word tells
+    # Mixtral always divides by the sum; other blocks say it in norm_topk_prob
     renormalise = True if names == PROJECTIONS[1] else getattr(block, "norm_topk_prob", None)
     if not K or renormalise is None:
         raise NotImplementedError("it has no top_k or no norm_topk_prob to read")
-    weights = [[one.weight for one in lists[name]] for name in names]
+    weights = [[linear.weight for linear in lists[name]] for name in names]
 
     def give_back(moe: MoE) -> None:
-        # each a tensor of its own: files of weights hold no two views of one memory
+        # each is a tensor of its own, because a file of weights may not hold two views of one memory
         w_in_EDG, w_out_EFD = moe.experts.w_in_EDG, moe.experts.w_out_EFD
         each = (*w_in_EDG.chunk(2, dim=-1), w_out_EFD)
         for name, w_E in zip(names, each, strict=True):
@@ -247,8 +244,8 @@ def _returns_logits(block: Any) -> bool:
 
 @torch.no_grad()
 def _check_numbers(block: Any, parts: Parts) -> None:
-    """A list is recognised by its shape, and code of another meaning may have the same: ask it for
-    numbers."""
+    """Compares numbers: a list of experts is recognised by its attributes, and other code may have the
+    same."""
     D, dtype = parts.w_DE.shape[0], parts.weights.w_in_EDG.dtype
     generator = torch.Generator().manual_seed(D)
     x = torch.randn(1, 16, D, generator=generator).to(parts.w_DE)
@@ -260,7 +257,7 @@ def _check_numbers(block: Any, parts: Parts) -> None:
     if parts.returns_logits:
         theirs, ours = theirs[0], ours[0]
     error_T = (theirs - ours).abs().amax(-1).flatten() / theirs.abs().max()
-    # a rounding may choose another expert for a token now and then
+    # rounding may choose another expert for a few tokens
     if error_T.median() > TOLERANCE.get(dtype, ROUGH):
         raise NotImplementedError("it looks like a list of experts, but computes something else than they do")
 
@@ -297,7 +294,7 @@ def _parameter(tensor: Tensor, like: Tensor) -> nn.Parameter:
 
 
 def _strip(block: Any) -> None:
-    """The original keeps its shape and gives up its memory until revert."""
+    """Frees the memory of the original block until revert; its modules stay."""
     for module in (*block.experts.modules(), block.gate):
         for name, parameter in list(module.named_parameters(recurse=False)):
             empty = nn.Parameter(

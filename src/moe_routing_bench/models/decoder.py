@@ -6,8 +6,8 @@ attention  q, k, v = x Wq, x Wk, x Wv in heads of width A: H of q, J of k and v,
            qk_norm: q and k are normalised over A (Qwen3)
            rotary: the pair (j, j + A/2) of a head at position n is turned by the angle n * theta^(-2j/A)
            softmax(q k^T / sqrt(A)) over the tokens up to n, times v, times Wo
-The method "sdpa" is torch's scaled_dot_product_attention; "naive", its yardstick, repeats k and v for every
-head of q and writes the N x N matrix.
+The method "sdpa" is torch's scaled_dot_product_attention. "naive" is what it is compared with: it repeats k
+and v for every head of q and writes the N x N matrix.
 
 Rotary pairs here are halves of a head, as in Llama, Qwen and Transformers; the paper and GPT-J pair
 neighbours, which is the same up to the order of columns in Wq and Wk.
@@ -35,8 +35,8 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def rotary(N: int, A: int, theta: float, like: Tensor, *, start: int = 0) -> Rotary:
-    """cos_NA and sin_NA of the positions from `start` on, in the dtype and on the device of `like`.
-    Angles are computed in float32 at least: in bfloat16 position 257 would be position 256."""
+    """Returns cos_NA and sin_NA of the positions from `start` on, in the dtype and on the device of `like`.
+    Angles are computed in float32 or wider, because in bfloat16 position 257 would be position 256."""
     wide = torch.promote_types(like.dtype, torch.float32)
     pair = torch.arange(0, A, 2, device=like.device, dtype=wide)
     position_N = torch.arange(start, start + N, device=like.device, dtype=wide)
@@ -52,7 +52,7 @@ def turned(x_BHNA: Tensor, by: Rotary) -> Tensor:
 
 
 def naive_attention(q_BHNA: Tensor, k_BJNA: Tensor, v_BJNA: Tensor) -> Tensor:
-    """Causal attention with everything written out; the softmax in float32 at least."""
+    """Causal attention, written out. The softmax is computed in float32 or wider."""
     repeats, N = q_BHNA.shape[1] // k_BJNA.shape[1], q_BHNA.shape[2]
     k_BHNA, v_BHNA = (t.repeat_interleave(repeats, dim=1) for t in (k_BJNA, v_BJNA))
     score_BHNN = q_BHNA @ k_BHNA.transpose(2, 3) * q_BHNA.shape[-1] ** -0.5
@@ -63,11 +63,11 @@ def naive_attention(q_BHNA: Tensor, k_BJNA: Tensor, v_BJNA: Tensor) -> Tensor:
 
 
 class Cache:
-    """Keys and values of the tokens read so far, for one layer: room for `most` tokens of B sequences.
+    """Keys and values of the tokens read so far, for one layer. It has room for `most` tokens of B sequences.
 
     cache = Cache(B=1, kv_heads=2, most=512, head_dim=16, like=weight)
     attention(x_1ND, cache=cache)    reads N tokens, cache.length = N
-    attention(x_11D, cache=cache)    the next token, which sees all before it
+    attention(x_11D, cache=cache)    reads the next token, which sees all earlier ones
     """
 
     def __init__(self, B: int, kv_heads: int, most: int, head_dim: int, like: Tensor):
@@ -76,7 +76,7 @@ class Cache:
         self.length = 0
 
     def extend(self, k_BJNA: Tensor, v_BJNA: Tensor) -> Rotary:
-        """Keep these; returns the keys and values of all tokens so far."""
+        """Adds keys and values, and returns those of all tokens so far."""
         end = self.length + k_BJNA.shape[2]
         if end > self.k_BJMA.shape[2]:
             raise ValueError(f"the cache has room for {self.k_BJMA.shape[2]} tokens, not {end}")
@@ -86,7 +86,7 @@ class Cache:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention on whole sequences, or with a cache on what follows; no padding mask.
+    """Causal grouped-query attention on whole sequences, or on the next tokens with a cache. No padding mask.
 
     state_dict: q_proj, k_proj, v_proj, o_proj, and q_norm, k_norm with qk_norm: the names of Transformers.
     """
@@ -127,7 +127,7 @@ class Attention(nn.Module):
         v_BJNA = v_BNJA.transpose(1, 2)
         if cache is not None:
             k_BJNA, v_BJNA = cache.extend(k_BJNA, v_BJNA)
-        if before:  # a token sees all that were read before, and those of this call up to itself
+        if before:  # a token sees all earlier tokens, and those of this call up to itself
             seen_NM = torch.ones(N, before + N, dtype=torch.bool, device=x_BND.device).tril(before)
             y_BHNA = F.scaled_dot_product_attention(
                 q_BHNA, k_BJNA, v_BJNA, attn_mask=seen_NM, enable_gqa=self.heads != self.kv_heads
@@ -179,7 +179,7 @@ class DecoderBlock(nn.Module):
         token_id_BN: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Any]:
-        """token_id_BN: for routers that read vocabulary ids. The second result is what the layer chose."""
+        """token_id_BN is for routers that read vocabulary ids. The second result is the layer's routing."""
         h_BND = x_BND + self.attention(self.input_norm(x_BND), by, cache)
         ids_T = None if token_id_BN is None else token_id_BN.reshape(-1)
         info = TokenInfo(num_sequences=x_BND.shape[0], token_id_T=ids_T)
@@ -188,7 +188,7 @@ class DecoderBlock(nn.Module):
 
 
 def why_not_transformers(moe: MoE) -> str | None:
-    """Why Transformers' Qwen3-MoE block cannot compute this layer; None if it can."""
+    """Returns why Transformers' Qwen3-MoE block cannot compute this layer; None if it can."""
     if (reason := why_not(moe.experts.weights())) is not None:
         return reason
     if moe.shared is not None:
@@ -201,8 +201,9 @@ def why_not_transformers(moe: MoE) -> str | None:
 
 
 def transformers_moe(moe: MoE, *, experts: str = "grouped_mm") -> Any:
-    """Transformers' own Qwen3MoeSparseMoeBlock with the weights of `moe`: (B, N, D) -> (B, N, D). `experts`
-    names its experts function. Weights are in the layout of a loaded model, copied if ours is another."""
+    """Returns Transformers' own Qwen3MoeSparseMoeBlock with the weights of `moe`: (B, N, D) -> (B, N, D).
+    `experts` names its experts function. Weights have the layout of a loaded model, copied if ours
+    differs."""
     if (reason := why_not_transformers(moe)) is not None:
         raise NotImplementedError(reason)
     modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
@@ -301,7 +302,7 @@ def _config(modeling: Any, moe: MoE, experts: str, **sizes: Any) -> Any:
 
 
 def _put(module: nn.Module, name: str, value: Tensor) -> None:
-    """A parameter is shared, so that both blocks train it; anything else becomes a contiguous parameter."""
+    """Shares a parameter, so that both blocks train it. Any other tensor becomes a contiguous parameter."""
     if not isinstance(value, nn.Parameter):
         value = nn.Parameter(value.detach().contiguous(), requires_grad=value.requires_grad)
     setattr(module, name, value)

@@ -1,6 +1,6 @@
-"""What may stand behind attention in a decoder block: one small protocol, and the dense network as a control.
+"""The protocol of feed-forward layers in a decoder block, and the dense network as a control.
 
-MoE, ChainOfExperts, Perft and DenseFeedForward fit. A block asks nothing else of them.
+MoE, ChainOfExperts, Perft and DenseFeedForward follow it. A block uses nothing else of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ Chosen = Routing | SoftRouting | Routings | None
 
 
 class FeedForward(Protocol):
-    """y, chosen = feed_forward(x, info): x and y are (..., D); `chosen` is None where nothing is chosen."""
+    """y, chosen = feed_forward(x, info): x and y are (..., D); `chosen` is None if the layer has no
+    router."""
 
     @property
     def D(self) -> int: ...
@@ -31,7 +32,7 @@ class FeedForward(Protocol):
 
     @property
     def like(self) -> Tensor:
-        """One of its matrices: norms and attention beside it get the same dtype and device."""
+        """One of its matrices. Norms and attention in the block get the same dtype and device."""
 
     def __call__(self, x: Tensor, info: TokenInfo = ...) -> tuple[Tensor, Any]: ...
 
@@ -58,7 +59,7 @@ class DenseFeedForward(nn.Module):
 
 
 def routings_of(chosen: Chosen) -> tuple[Routing | SoftRouting, ...]:
-    """The routings of one layer, in the order in which its routers ran."""
+    """Returns the routings of one layer, in the order in which its routers ran."""
     if chosen is None:
         return ()
     return tuple(chosen) if isinstance(chosen, Routings) else (chosen,)

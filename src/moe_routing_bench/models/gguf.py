@@ -1,8 +1,8 @@
-"""The experts of one layer out of a GGUF file, Q8_0 or Q4_K, as they are stored.
+"""Reads the experts of one layer from a GGUF file, Q8_0 or Q4_K, as they are stored.
 
     experts = read_gguf("model.gguf", 3)   blk.3.ffn_gate_exps.weight, ffn_up_exps, ffn_down_exps
 
-A file is untrusted: every count, length and place is held against the file's size before anything is read.
+A file is not trusted: every count, length and offset is compared with the file's size before it is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_routing_bench.core.experts import QuantisedExperts
 from moe_routing_bench.formats import ggml
 from moe_routing_bench.formats.stored import Stored, joined
 
-# ggml's number of a type: what we make of it, codes and bytes of a block
+# ggml's number of a type -> our class, and the codes and bytes of a block
 TYPES: dict[int, tuple[type[ggml.Q8_0] | type[ggml.Q4_K], int, int]] = {
     8: (ggml.Q8_0, ggml.Q8_0_BLOCK, ggml.Q8_0_BYTES),
     12: (ggml.Q4_K, ggml.Q4_K_BLOCK, ggml.Q4_K_BYTES),
@@ -31,8 +31,8 @@ ALIGNMENT = 32  # unless general.alignment says another
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """A tensor of the file: Entry(size=(2048, 768, 128), type=12, at=4096), the depth first, at this byte of
-    the file."""
+    """A tensor of the file: TensorEntry(size=(2048, 768, 128), type=12, at=4096). The depth comes first in
+    `size`; `at` is the byte where the tensor starts."""
 
     size: tuple[int, ...]
     type: int
@@ -40,7 +40,7 @@ class TensorEntry:
 
 
 class _Head:
-    """Reads numbers front to back, never past the end."""
+    """Reads the numbers of the header in order, never past the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap):
         self.path, self.data, self.at = path, data, 0
@@ -67,7 +67,7 @@ class _Head:
         return self.data[at : at + n].decode("utf-8", errors="replace")
 
     def value(self, kind: int, *, inside: bool = False) -> int | None:
-        """Skips a value; answers it if it is one whole number of 32 bits."""
+        """Skips a value. Returns it if it is one whole number of 32 bits."""
         if kind == 8:
             self.skip(self.count("Q", MAX_TEXT, "letters in a text"))
         elif kind == 9 and not inside:
@@ -88,7 +88,7 @@ class _Head:
 
 
 def entries(path: Path, data: mmap.mmap) -> dict[str, TensorEntry]:
-    """All tensors of the file by name."""
+    """Returns all tensors of the file by name."""
     head = _Head(path, data)
     if data[:4] != b"GGUF":
         raise ValueError(f"{path} is not a GGUF file")
@@ -117,8 +117,8 @@ def entries(path: Path, data: mmap.mmap) -> dict[str, TensorEntry]:
 
 
 def read_gguf(path: Path | str, layer: int, *, activation: str = "swiglu") -> QuantisedExperts:
-    """ValueError if the file is damaged or has no such experts, NotImplementedError if they are stored in a
-    way that is not read here. GGUF does not say how experts are activated."""
+    """Raises ValueError if the file is damaged or has no such experts, and NotImplementedError if we cannot
+    read the way they are stored. GGUF does not name the activation of experts."""
     path = Path(path)
     if not path.is_file() or path.stat().st_size < 24:
         raise ValueError(f"{path} is not a GGUF file")

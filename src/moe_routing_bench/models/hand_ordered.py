@@ -1,4 +1,4 @@
-"""hand_ordered: a MoE layer as a careful person writes it in torch; kernels are measured against it."""
+"""hand_ordered: a MoE layer as a careful person would write it in torch. Kernels are compared with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Stage = Callable[[str], AbstractContextManager]
 
 
 def hand_ordered(layer: MoE, x_TD: Tensor, stage: Stage = lambda name: nullcontext()) -> Tensor:
-    """One sort, rows in the order of experts, a matmul for each expert, index_add; each in stage(name)."""
+    """Sorts the pairs, gathers rows by expert, multiplies expert by expert and adds up; each in
+    stage(name)."""
     weights, router = layer.experts.weights(), layer.router
     E, K, w_DE = router.E, router.K, router.get_parameter("w_DE")
     with stage("route"):

@@ -1,12 +1,12 @@
-"""A folder in the format of Hugging Face's `kernels`: our operations as a package that needs torch alone.
+"""Writes our operations as a folder in the format of Hugging Face's `kernels`, which needs only torch.
 
     build/<variant>/__init__.py      what a user calls: moe_experts, register, freeze, thaw
     build/<variant>/metadata.json    id, name, version, license, backend, sha256 of every file
     build/<variant>/...              the files of this package that they need, with relative imports
 
 Variants: torch-cpu (plain torch, C++ that is compiled on first use), torch-cuda and torch-rocm (the Triton
-files too). Transformers is imported by `register` and `freeze` alone. kernels.get_kernel loads it,
-from a disk if LOCAL_KERNELS names it.
+files too). Only `register` and `freeze` import Transformers. kernels.get_kernel loads the folder, from disk
+if LOCAL_KERNELS names it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ VARIANTS: dict[str, dict[str, object]] = {
     "torch-rocm": {"type": "rocm", "archs": ["gfx942"]},
 }
 ROOTS = ("models/transformers.py", "models/running.py")
-# they need packages that the format does not allow
+# files that need packages the format does not allow
 LEFT_OUT = ("hf_*.py", "vllm_cpu.py", "llama_cpp.py", "cute_*.py", "quack_*.py")
 KERNELS, TRANSFORMERS = ("0.17.2", "0.18"), ("5.16", "6")  # from, and below
 
 PUBLIC = '''"""Mixture-of-Experts kernels of moe-routing-bench. `moe_experts` computes a layer's experts;
-`register` gives them to every Mixture-of-Experts model of Transformers. Written by `mrb export kernels`."""
+`register` gives them to every Mixture-of-Experts model of Transformers. Written by `mrb model kernels`."""
 
 import sys
 
@@ -97,7 +97,8 @@ __all__ = ["freeze", "moe_experts", "register", "thaw"]
 
 
 def export_folder(target: Path) -> dict[str, int]:
-    """Write all variants below `target`, which must be new or empty; answers the files of each variant."""
+    """Writes all variants below `target`, which must be new or empty. Returns how many files each variant
+    has."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder; name another")
     return {variant: _write(target / "build" / variant, variant) for variant in VARIANTS}
@@ -138,7 +139,7 @@ def repr_words(words: tuple[str, ...]) -> str:
 
 
 def _for_older(module: str) -> str:
-    """Older versions of `kernels` import build/<variant>/<name>; the format asks for it."""
+    """Text of the module that older versions of `kernels` import: build/<variant>/<name>."""
     return f'''"""For older versions of `kernels`: the same names as in the folder above."""
 
 import importlib.util
@@ -156,7 +157,7 @@ __all__ = list(_module.__all__)
 
 
 def _needed(triton: bool) -> list[Path]:
-    """What the roots import, all implementations of the operations, and C++ with its headers."""
+    """Lists what the roots import, all implementations of the operations, and C++ with its headers."""
     ours = [path for path in PACKAGE.glob("ops/*/*") if path.suffix in (".py", ".cpp")]
     kept = [path for path in ours if not any(path.match(name) for name in LEFT_OUT)]
     queue = [*(PACKAGE / root for root in ROOTS), *PACKAGE.glob("ops/*.h"), *kept]
@@ -186,7 +187,7 @@ def _imported(path: Path) -> list[Path]:
 
 
 def _relative(text: str, depth: int, name: str) -> str:
-    """Imports of this package become relative, names of torch operators those of this build."""
+    """Makes imports of this package relative, and gives torch operators the names of this build."""
     dots = "." * depth
     text = re.sub(rf"^(\s*)from {OURS}\.", rf"\1from {dots}", text, flags=re.M)
     text = re.sub(rf"^(\s*)from {OURS} import", rf"\1from {dots} import", text, flags=re.M)

@@ -1,21 +1,20 @@
-"""A quantised checkpoint as a Transformers model whose routed experts stay as they are stored.
+"""Loads a quantised checkpoint as a Transformers model whose routed experts keep their stored codes.
 
     model = load_stored("gpt-oss-20b")          plugin.load is this, with our kernels named to the model
 
-Codes go from the files into frozen panels (native.freeze_stored), one layer at a time: no expert is ever
-bfloat16, no weight is rounded again. Everything else is what from_pretrained makes of the folder: quantised
-linear layers of attention and shared experts in the model's dtype, rotary tables, tied embeddings, generation
-settings. Transformers itself does that part: it gets a state dict in which experts are tensors of one number
-that is repeated, so they take no memory, and the panels take their place afterwards.
+Codes go from the files into frozen panels (native.freeze_stored), one layer at a time. No expert is ever
+bfloat16, and no weight is rounded again. Everything else is what from_pretrained makes of the folder:
+quantised linear layers of attention and shared experts in the model's dtype, rotary tables, tied embeddings,
+generation settings. Transformers itself does that part. We give it a state dict whose experts repeat one
+number, so that they take no memory, and put the panels in their place afterwards.
 
-Read are qwen3_moe, olmoe, mixtral, deepseek_v3 and gpt_oss, stored as stored_layers.py says. Before a number
-is read, every tensor's name, shape and type is compared with the model that config.json describes. A tensor
-too few, too many or of another shape is a ValueError; what Transformers leaves out of a model by itself
-(DeepSeek's layer for speculation) is said on stderr.
+This reads qwen3_moe, olmoe, mixtral, deepseek_v3 and gpt_oss in the formats of stored_layers.py. Before it
+reads a number, it compares every tensor's name, shape and type with the model that config.json describes. A
+missing, additional or wrongly shaped tensor is a ValueError. It prints on stderr which tensors Transformers
+leaves out of the model by itself (DeepSeek's layer for speculation).
 
-Cost: time grows with the bytes of the checkpoint, each of which is read once, and with the number of tensors
-(a look at each: the 90,000 of DeepSeek-V3 should be seconds). Memory is that of the result, and once or twice
-the codes of one layer while it is read and packed. That grows with experts and widths, not with layers.
+Time grows with the bytes of the checkpoint, each read once, and with the number of tensors. Memory is that of
+the result, plus once or twice the codes of one layer while it is read and packed.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from moe_routing_bench.models.reading import experts_modules, read, tensors_of
 from moe_routing_bench.models.stored_layers import layer_of, linear_of, quantisation
 from moe_routing_bench.ops.expert_ffn import native
 
-# what configs and models raise when config.json holds values of the wrong kind: any of these, as it happens
+# what configs and models may raise when config.json holds values of the wrong kind
 NO_MODEL = (
     StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
     RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-# of config.json: we dequantise, and which code runs is not a file's to choose
+# entries of config.json that we ignore: we dequantise, and a file may not choose which code runs
 NOT_READ = ("quantization_config", "attn_implementation", "experts_implementation", "fusion_config")
 FEW = 4  # names in a message
 
@@ -66,7 +65,7 @@ class Folder:
     described: Any  # the model without numbers
 
     def experts(self) -> Iterator[tuple[str, nn.Module, About]]:
-        """The experts modules: path, module, and what config.json says of its layer."""
+        """Yields each experts module: its path, the module, and what config.json says about its layer."""
         for path, module in experts_modules(self.described):
             yield path, module, About(self.path, self.config, int(path.split(".")[2]))
 
@@ -78,7 +77,7 @@ def load_stored(
     dtype: torch.dtype | None = None,
     kept: PackedFiles | None = None,
 ) -> Any:
-    """The model, in evaluation mode, without gradients; its experts module runs in no kernel but ours.
+    """Returns the model in evaluation mode, without gradients. Only our kernel can run its experts modules.
 
     store: the checkpoint's format, perhaps with _a8 behind it (docs/formats.md).
     dtype: of activations and of what is not stored in a format, float32 or bfloat16; else config.json's.
@@ -90,7 +89,7 @@ def load_stored(
         _compare_all(checkpoint, tensors)
         frozen = {}
         for place, module, about in checkpoint.experts():
-            # mapped for this layer alone, or all that was read would stay in memory
+            # mapped for this layer alone, so that what was read leaves memory
             with tensors.again() as mapped:
                 stored = layer_of(about, mapped)()
             frozen[place] = _frozen(module, stored, checkpoint.dtype, store, kept)
@@ -127,27 +126,27 @@ def _describe(path: Path, config: dict[str, Any], tensors: Tensors, dtype: torch
     plain = {name: value for name, value in config.items() if name not in NOT_READ and name[:1] != "_"}
     try:
         settings = CONFIG_MAPPING[about.model_type].from_dict(plain)
-        said: Any = settings.dtype or IN_SAFETENSORS.get(str(tensors.type_of("model.embed_tokens.weight")))
-        dtype = dtype or said
+        stored = IN_SAFETENSORS.get(str(tensors.type_of("model.embed_tokens.weight")))
+        asked = dtype or settings.dtype or stored
         with torch.device("meta"):
-            described = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+            described = AutoModelForCausalLM.from_config(settings, dtype=asked)
     except NO_MODEL as error:
         raise ValueError(f"Transformers makes no model of {path / 'config.json'}: {short(error)}") from None
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(asked, torch.dtype):
         raise ValueError(f"{path} does not say its dtype, neither in config.json nor by its embeddings")
-    if (reason := native.why_not_freeze(dtype, None)) is not None:
+    if (reason := native.why_not_freeze(asked, None)) is not None:
         raise NotImplementedError(
-            f"the experts of {path} cannot be frozen in {dtype}: {reason}; dtype=torch.bfloat16 or "
+            f"the experts of {path} cannot be frozen in {asked}: {reason}; dtype=torch.bfloat16 or "
             "torch.float32 may be asked for"
         )
     return Folder(
         path=path, config=config, how=quantisation(path, config), block=about.family.module,
-        dtype=dtype, settings=settings, described=described,
+        dtype=asked, settings=settings, described=described,
     )  # fmt: skip
 
 
 def _compare_all(checkpoint: Folder, tensors: Tensors) -> None:
-    """Every name, shape and type, before a number is read."""
+    """Compares every name, shape and type before a number is read."""
     for _, _, about in checkpoint.experts():
         layer_of(about, tensors)
     _readers(checkpoint, tensors)
@@ -169,7 +168,7 @@ def _few(names: list[str]) -> str:
 
 
 def _readers(checkpoint: Folder, tensors: Tensors) -> dict[str, Callable[[], Tensor]]:
-    """What reads each parameter and persistent buffer that is not an expert's matrix."""
+    """Returns a reader for each parameter and persistent buffer that is not an expert's matrix."""
     model, readers = checkpoint.described, {}
     matrices = {id(w) for _, module in experts_modules(model) for w in tensors_of(module)[:2]}
     for name, like in model.state_dict(keep_vars=True).items():
@@ -184,7 +183,7 @@ def _readers(checkpoint: Folder, tensors: Tensors) -> dict[str, Callable[[], Ten
 
 
 def _repeated(like: Tensor) -> Callable[[], Tensor]:
-    """A tensor of this shape with no memory, for a parameter that panels will replace."""
+    """Makes a tensor of this shape that takes no memory, for a parameter that panels will replace."""
     return lambda: torch.zeros(1, dtype=like.dtype).expand(like.shape)
 
 
@@ -196,7 +195,7 @@ def _reader(checkpoint: Folder, tensors: Tensors, name: str, shape: tuple[int, .
         if linear is not None:
             return lambda: linear(checkpoint.dtype)
     plain = tensors.slice(name, shape)
-    # never narrower than it is stored: which parameters stay float32 is Transformers' to say
+    # never narrower than it is stored: Transformers decides which parameters stay float32
     dtype = torch.promote_types(IN_SAFETENSORS[plain.get_dtype()], checkpoint.dtype)
     return lambda: plain[:].to(dtype, copy=True)
 
@@ -222,7 +221,7 @@ def _made(checkpoint: Folder, state: dict[str, Tensor]) -> Any:
 def _frozen(
     module: Any, stored: QuantisedExperts, dtype: torch.dtype, store: str | None, kept: PackedFiles | None
 ) -> dict[str, Tensor]:
-    """Panels in the shape of the module's parameters, by their names."""
+    """Returns panels in the shape of the module's parameters, by name."""
     reading = read(module)
     if reading.activation != stored.activation:
         raise NotImplementedError(

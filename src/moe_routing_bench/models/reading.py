@@ -1,4 +1,4 @@
-"""Reads Transformers' experts modules: which of our activations one computes, its weights as ExpertWeights.
+"""Reads Transformers' experts modules: which of our activations they compute, and their weights.
 
 Transformers 5 keeps all experts of a layer in one module. Flags (is_transposed, has_bias, has_gate,
 has_post_expert_norm) and the functions `_apply_gate` and `act_fn` say what it computes. Models replace these
@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from moe_routing_bench.core.experts import OAI_ALPHA, OAI_LIMIT, ExpertWeights
 from moe_routing_bench.core.frozen import Frozen, as_experts
 
-# a gated expert's name for  act(gate) * up
+# an activation -> our name for the gated form, act(gate) * up
 GATED_BY = {"silu": "swiglu", "gelu": "geglu"}
 FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
-# by module and name, so that Transformers need not be imported; GELUActivation is the exact form in both
-# of its spellings
+# by module and name, so that Transformers need not be imported; GELUActivation is always the exact form
 DEFAULT_GATE = "transformers.integrations.moe._default_apply_gate"
 CLASSES = {
     "torch.nn.modules.activation.SiLU": "silu",
@@ -35,8 +34,8 @@ CLASSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Overridden:
-    """A model's own `_apply_gate` that we know: gpt-oss's has alpha and limit as attributes of the module,
-    and reads gate and up from alternating columns."""
+    """A model's own `_apply_gate` that we know. For example gpt-oss keeps alpha and limit as attributes of
+    the module, and gate and up in alternating columns."""
 
     alpha: str
     limit: str
@@ -69,9 +68,9 @@ class Reading:
 
 
 def read(module: nn.Module) -> Reading:
-    """What an experts module computes, in our words; activation=None if we have no name for it.
+    """Returns what an experts module computes; activation is None if we have no name for it.
 
-    torch.compile guards every value read here: one graph may serve many layers.
+    torch.compile guards every value read here, so one graph may serve many layers.
     """
     m: Any = module
     if getattr(m, "has_post_expert_norm", False):
@@ -95,7 +94,7 @@ def read(module: nn.Module) -> Reading:
 
 
 def plain_activation(act_fn: Any) -> str | None:
-    """Our name for a model's activation function; None if we have none."""
+    """Returns our name for a model's activation function; None if we have none."""
     if isinstance(act_fn, nn.GELU):
         return "gelu" if type(act_fn) is nn.GELU and act_fn.approximate == "none" else None
     if isinstance(act_fn, nn.Module):
@@ -105,7 +104,7 @@ def plain_activation(act_fn: Any) -> str | None:
 
 @torch.compiler.assume_constant_result
 def where(cls: type, attribute: str = "") -> str:
-    """Where a class, or a function of it, was defined: module and name."""
+    """Returns where a class or one of its functions was defined: module and name."""
     thing = getattr(cls, attribute) if attribute else cls
     return f"{thing.__module__}.{thing.__qualname__}"
 
@@ -115,14 +114,14 @@ def _name(act_fn: Any) -> str:
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every experts module that Transformers' registry serves, with its path."""
+    """Yields every experts module that Transformers' registry serves, with its path."""
     for path, module in model.named_modules():
         if hasattr(module, "_apply_gate") and hasattr(module, "is_concatenated"):
             yield path, module
 
 
 def tensors_of(module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """First and second projection and their biases, as the module keeps them."""
+    """Returns the first and second projection and their biases, as the module keeps them."""
     m: Any = module
     first = "gate_up_proj" if m.has_gate else "up_proj"
     if not m.has_bias:
@@ -140,8 +139,8 @@ def make_weights(
     is_transposed: bool,
     interleaved: bool,
 ) -> ExpertWeights:
-    """The module's tensors as ExpertWeights: views, except that alternating columns are copied into halves at
-    every call, unless they are frozen."""
+    """Returns the module's tensors as ExpertWeights. They are views; only alternating columns that are not
+    frozen are copied into halves, at every call."""
     if isinstance(w_in, Frozen) or isinstance(w_out, Frozen):
         w_in, w_out = as_experts(w_in), as_experts(w_out)
     elif not is_transposed:
@@ -160,7 +159,7 @@ def weights_of(module: nn.Module, reading: Reading) -> ExpertWeights:
     m: Any = module
     return make_weights(
         *tensors_of(module),
-        activation=reading.activation or "silu",  # not read if we have no name for it
+        activation=reading.activation or "silu",  # unused if we have no name for it
         is_transposed=m.is_transposed,
         interleaved=reading.interleaved,
     )

@@ -1,11 +1,11 @@
-"""Routing replay: a model of Transformers takes recorded choices, and its own router still makes the gates.
+"""Replays routing: a Transformers model takes recorded choices, and its own router still makes the gates.
 
     with replay(model, trace):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()                              # reaches the router through the gates
 
-The choices replace those of torch.topk (choosing.py); whether they arrived at the experts is looked at in
-every call, so a router that chooses otherwise is refused, not passed over."""
+The choices replace those of torch.topk (choosing.py). Every call checks that they arrived at the experts, so
+a router that chooses in another way is refused."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.models.choosing import Chosen, at_topk
-from moe_routing_bench.models.tracing import ModelTrace, listening, moe_layers
+from moe_routing_bench.models.tracing import ModelTrace, listening, moe_layers, some_numbers
 from moe_routing_bench.routers.router import Router
 
 Missing = Literal["error", "live"]
-LIVE = -1  # in place of an id: the router's own choice
+LIVE = -1  # stands for the router's own choice
 
 
 class Recorded(Protocol):
-    """A trace file that was read (workloads.trace.Trace)."""
+    """A trace that was read from a file (workloads.trace.Trace)."""
 
     def by_layer(self) -> ModelTrace: ...
 
@@ -42,20 +42,20 @@ def replay(
 ) -> Iterator[None]:
     """Inside `with`, the MoE layers choose what the trace says, call after call.
 
-    documents  None: a call takes as many rows as it has tokens, in the order of the trace: its own batches
-               again, or one sequence, whole or step by step in generation. [4, 0]: a call has two sequences,
-               of the documents 4 and 0 from position 0 on, and the next call goes on behind them; padding, on
-               the right, counts as tokens
-    missing    what a token without a row gets. "error": ValueError. "live": the router's own choice; for the
-               token sampled last, which engines have no row for, for padding, for a prompt that was left out
+    documents  None: a call takes as many rows as it has tokens, in the order of the trace. That fits the
+               recorded batches, or one sequence, whole or step by step in generation. [4, 0]: a call has two
+               sequences, documents 4 and 0 from position 0 on, and the next call continues them. Padding on
+               the right counts as tokens
+    missing    what a token without a row gets. "error": ValueError. "live": the router's own choice, for the
+               last sampled token (engines record no row for it), for padding, or for a prompt left out
 
-    ValueError if trace and model differ in layers, experts, choices or number of tokens, and at the end of
-    `with` if recorded rows were left over. With gradient checkpointing call backward() inside `with`.
+    Raises ValueError if trace and model differ in layers, experts, choices or number of tokens, and at the
+    end of `with` if recorded rows are left. With gradient checkpointing, call backward() inside `with`.
     """
     recorded = trace if isinstance(trace, ModelTrace) else trace.by_layer()
     if missing not in ("error", "live"):
         raise ValueError(f'missing is {missing!r}; it must be "error" or "live"')
-    if hasattr(model, "_orig_mod") or any(one._compiled_call_impl is not None for one in model.modules()):
+    if hasattr(model, "_orig_mod") or any(m._compiled_call_impl is not None for m in model.modules()):
         raise NotImplementedError("a compiled model keeps its own choices; replay before torch.compile")
     layers = moe_layers(model)
     _check_layers(recorded, layers)
@@ -79,8 +79,8 @@ def replay(
 
 
 def _checkpoints(model: nn.Module) -> bool:
-    """Whether layers run again in the backward pass. Transformers 5.23 has a new name for it and warns of
-    the old one."""
+    """Returns whether layers run again in the backward pass. Transformers 5.23 has a new name for it and
+    warns about the old one."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     return bool(next((getattr(model, name) for name in names if hasattr(type(model), name)), False))
 
@@ -93,28 +93,23 @@ def _check_layers(trace: ModelTrace, layers: dict[int, tuple[str, nn.Module]]) -
         )
     if set(trace.names) != set(layers):
         raise ValueError(
-            f"the trace has the layers {_numbers(trace.names)}, the model MoE layers {_numbers(layers)}; "
-            "record all "
-            "of them, or number them as the model does (mrb trace import --first-layer)"
+            f"the trace has the layers {some_numbers(trace.names)}, the model MoE layers "
+            f"{some_numbers(layers)}; record all of them, or number them as the model does "
+            "(mrb model trace import --first-layer)"
         )
     for name, module in layers.values():
         if module.num_experts != trace.num_experts:
             raise ValueError(
-                f"{name} has {module.num_experts} experts, the trace {trace.num_experts}: it is of another "
-                "model"
+                f"{name} has {module.num_experts} experts, the trace {trace.num_experts}: "
+                "it is of another model"
             )
-
-
-def _numbers(layers: Any) -> str:
-    numbers = [str(layer) for layer in sorted(layers)]
-    return ", ".join([*numbers[:8], f"... {numbers[-1]}"] if len(numbers) > 9 else numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """Which rows of the trace a call takes: place_BN is the row of every sequence and position, LIVE if none.
+    """Which rows of the trace a call takes: place_BN is the row of each sequence and position, or LIVE.
 
-    In the order of the trace it is one sequence of all rows.
+    Without documents it is one sequence of all rows.
     """
 
     place_BN: Tensor
@@ -130,28 +125,28 @@ class _Rows:
         known = set(trace.document_T.tolist())
         if not documents:
             raise ValueError("documents is empty; name one for each sequence of a batch")
-        if unknown := [one for one in documents if one not in known]:
-            raise ValueError(f"the trace has no document {unknown[0]}; it has {_numbers(known)}")
-        longest = max(int(trace.position_T[trace.document_T == one].max()) for one in documents) + 1
+        if unknown := [document for document in documents if document not in known]:
+            raise ValueError(f"the trace has no document {unknown[0]}; it has {some_numbers(known)}")
+        longest = max(int(trace.position_T[trace.document_T == d].max()) for d in documents) + 1
         if longest > 1 << 24:
             raise ValueError(f"positions go up to {longest - 1:,}; at most {1 << 24:,} are replayed")
         place_BN = torch.full((len(documents), longest), LIVE)
-        for b, one in enumerate(documents):
-            row = (trace.document_T == one).nonzero().squeeze(1)
+        for b, document in enumerate(documents):
+            row = (trace.document_T == document).nonzero().squeeze(1)
             place_BN[b, trace.position_T[row]] = row
         return _Rows(
             place_BN=place_BN, missing=missing, what=f"the documents {', '.join(map(str, documents))}"
         )
 
     def tables(self, trace: ModelTrace) -> Iterator[Tensor]:
-        """Of each layer the ids, and after them a row for tokens that have none."""
+        """Yields the ids of each layer, and after them a row for tokens without recorded ids."""
         for ids in (trace.expert_TK[layer] for layer in sorted(trace.names)):
             yield torch.cat((ids.long(), torch.full((1, ids.shape[1]), LIVE)))
 
 
 @dataclass(kw_only=True)
 class _Feed:
-    """The rows of one layer, handed out call by call."""
+    """Hands out the rows of one layer, call by call."""
 
     name: str
     ids: Tensor
@@ -169,7 +164,7 @@ class _Feed:
         self.repeating = torch._C._current_graph_task_id() != -1
 
     def choices(self, scores: Tensor, k: int, topk: Callable[[], Any]) -> Tensor | None:
-        """The recorded ids for these scores; None if this topk is not the choice of experts."""
+        """Returns the recorded ids for these scores; None if this topk does not choose experts."""
         K = self.ids.shape[1]
         if k != K:
             return None
@@ -194,8 +189,7 @@ class _Feed:
         if tokens % B:
             raise ValueError(
                 f"{self.name} was called with {tokens} tokens for {B} documents; give each sequence of the "
-                "batch a "
-                "document, and all the same length"
+                "batch a document, and all the same length"
             )
         first, self.done = self.done, self.done + tokens // B
         place = self.rows.place_BN[:, first : self.done]
@@ -205,11 +199,8 @@ class _Feed:
             b, n = (place == LIVE).nonzero()[0].tolist()
             raise ValueError(
                 f"{self.name} was called with {tokens // B} tokens from place {first} on, but "
-                f"{self.rows.what} has no "
-                f"row for place {first + n}"
-                + (f" of sequence {b}" if B > 1 else "")
-                + "; call the model with the "
-                'tokens that were recorded, or say missing="live" for the router\'s own choice there'
+                f"{self.rows.what} has no row for place {first + n}{f' of sequence {b}' if B > 1 else ''}; "
+                'call the model with the recorded tokens, or pass missing="live" for the router\'s own choice'
             )
         ids = self.ids[place.flatten()]  # LIVE is the last row, which has no ids
         if self.again:
@@ -220,8 +211,7 @@ class _Feed:
         if len(self.waiting) != 1:
             raise NotImplementedError(
                 f"{self.name} runs again in backward (gradient checkpointing) after {len(self.waiting)} "
-                "calls; call "
-                "the model once before each backward(), in training mode"
+                "calls; call the model once before each backward(), in training mode"
             )
         return self.waiting.pop()
 
@@ -229,22 +219,19 @@ class _Feed:
         if routing.num_choices != self.ids.shape[1]:
             raise ValueError(
                 f"{self.name} takes {routing.num_choices} experts for each token, the trace has "
-                f"{self.ids.shape[1]}: "
-                "it is of another model"
+                f"{self.ids.shape[1]}: it is of another model"
             )
         if self.expected is None or not torch.equal(routing.expert_TK.long(), self.expected):
             raise NotImplementedError(
                 f"the router before {self.name} does not choose by torch.topk over all experts, so its "
-                "choices "
-                "cannot be replaced"
+                "choices cannot be replaced"
             )
         assert self.ruled_out is not None
         gate_TK = routing.gate_TK.detach()
         if bool((self.ruled_out & ((gate_TK == 0) | ~gate_TK.isfinite())).any()):
             raise NotImplementedError(
-                f"the router before {self.name} rules out groups of experts and makes its gates of what is "
-                "left, so an "
-                "expert that was recorded and is now ruled out has no gate"
+                f"the router before {self.name} rules out groups of experts and makes its gates of the rest, "
+                "so an expert that was recorded and is now ruled out has no gate"
             )
 
     def end(self) -> None:
@@ -252,12 +239,10 @@ class _Feed:
         if self.done < N:
             raise ValueError(
                 f"{self.name} was called with {self.done} tokens, but {N} were recorded for "
-                f"{self.rows.what}; replay "
-                "all of them, or only that part of the trace"
+                f"{self.rows.what}; replay all of them, or only that part of the trace"
             )
         if self.waiting:
             raise ValueError(
-                "gradient checkpointing runs the layers again in backward, where they would choose anew; "
-                "call "
-                "backward() inside `with replay(...)`"
+                "gradient checkpointing runs the layers again in backward, where they would choose again; "
+                "call backward() inside `with replay(...)`"
             )

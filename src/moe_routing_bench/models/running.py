@@ -1,4 +1,4 @@
-"""Experts of a model run by our operations, compiled or not."""
+"""Runs the experts of a model by our operations, compiled or not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYOUT = Layout.compact()
 
 
 def make_plan(expert_TK: Tensor, gate_TK: Tensor, weights: ExpertWeights) -> tuple[Tensor, RoutingPlan]:
-    """The plan, and the gates with 0 where no expert is named: there Transformers' may be anything."""
+    """Returns the gates, 0 where no expert is named (Transformers' may be anything there), and the plan."""
     E = weights.num_experts
     routing = Routing(
         expert_TK=expert_TK.long(), gate_TK=gate_TK, num_experts=E, ragged=_some_are_absent(expert_TK, E)
@@ -36,8 +36,9 @@ def make_plan(expert_TK: Tensor, gate_TK: Tensor, weights: ExpertWeights) -> tup
 
 
 def _some_are_absent(expert_TK: Tensor, E: int) -> bool:
-    """Ids of E and more are Transformers' sign for "not on this rank". On a CPU a look at them costs 5 us and
-    masks for them a fifth of a training step; elsewhere the look would stop the device, so there may be."""
+    """Returns whether some ids name no expert: Transformers uses ids of E and more for "not on this rank". On
+    a CPU looking costs 5 us, and masks a fifth of a training step. Elsewhere looking would stop the device,
+    so the answer is True."""
     if expert_TK.device.type != "cpu" or expert_TK.numel() == 0:
         return True
     low, high = expert_TK.aminmax()
@@ -52,8 +53,8 @@ def run_experts(
 
 
 def stages(impl: str) -> dict[str, str]:
-    """The implementations of dispatch, grouped_gemm and combine for a module whose activation we have no name
-    for, so that it must be called between them."""
+    """Returns the implementations of dispatch, grouped_gemm and combine for a module whose activation we have
+    no name for: the module's function is called between them."""
     names = ("dispatch", "grouped_gemm", "combine")
     if impl == "auto":
         return dict.fromkeys(names, "auto")
@@ -87,14 +88,14 @@ def run_around(
     activation: Callable[[Tensor], Tensor],
     after: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """dispatch, grouped_gemm, the model's own function, grouped_gemm, combine; `after` is applied to what an
-    expert gives."""
+    """Runs dispatch, grouped_gemm, the model's own function, grouped_gemm and combine. `after` is applied to
+    the experts' results."""
     gate_TK, plan = make_plan(expert_TK, gate_TK, weights)
     dispatch, grouped_gemm, combine = (
         resolve(op, name, lambda: weights)
         for op, name in zip((dispatch_op, grouped_gemm_op, combine_op), stages(impl).values(), strict=True)
     )
-    # rows of no expert hold anything; a function with parameters would make NaN gradients of them
+    # rows without an expert may hold any value; a function with parameters would make NaN gradients of them
     holds_R1 = (plan.pair_R >= 0).unsqueeze(1)
 
     def gemm(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -116,7 +117,7 @@ def experts_op(
     w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None,
     activation: str, is_transposed: bool, interleaved: bool, impl: str,
 ) -> Tensor:  # fmt: skip
-    """The experts of a model without gradients, for torch.compile."""
+    """Runs the experts of a model without gradients, for torch.compile."""
     weights = make_weights(
         w_in, w_out, b_in, b_out,
         activation=activation, is_transposed=is_transposed, interleaved=interleaved,
@@ -136,7 +137,7 @@ def frozen_experts_op(
     b_in: Tensor | None, b_out: Tensor | None, size_in: list[int], size_out: list[int],
     kernel: str, store: str, activation: str, interleaved: bool, impl: str,
 ) -> Tensor:  # fmt: skip
-    """The same with frozen weights, which reach it as the plain tensors inside."""
+    """Does the same with frozen weights, which arrive as the plain tensors inside them."""
 
     def frozen(panels: Tensor, size: list[int], gated: bool) -> Frozen:
         form = Form(

@@ -1,15 +1,15 @@
-"""The experts of one layer as a quantised checkpoint stores them: no weight is rounded or unpacked.
+"""Reads the experts of one layer as a quantised checkpoint stores them. No weight is rounded or unpacked.
 
     experts = read_stored("gpt-oss-20b", 3);  experts -> QuantisedExperts;  native.freeze_stored(experts)
 
-What is read, by quant_method in config.json; names come after model.layers.{i}.mlp.experts.:
+It reads, by quant_method in config.json (names come after model.layers.{i}.mlp.experts.):
 
     mxfp4               gate_up_proj_blocks and _scales, the same of down_proj, both with biases (gpt-oss)
     fp8                 {e}.gate_proj.weight in float8 with weight_scale_inv, blocks of 128 x 128 (DeepSeek)
     compressed-tensors  {e}.gate_proj.weight in int8 with weight_scale (int-quantized), or weight_packed in
                         int32 with weight_scale, perhaps weight_zero_point (pack-quantized), 4 or 8 bits
 
-A checkpoint is untrusted: what checkpoint.py says about bounds holds here too.
+A checkpoint is not trusted: the bounds of checkpoint.py hold here too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ READ = (
 )
 
 
-# what a checkpoint may have beside the weight of a matrix, or in its place
+# what a checkpoint may have beside a matrix's weight, or instead of it
 PARTS = ("weight_packed", "weight_scale", "weight_scale_inv")
 NARROW = ("F8_E4M3", "I8")
 
@@ -47,8 +47,8 @@ NARROW = ("F8_E4M3", "I8")
 class Matrices(NamedTuple):
     """How a checkpoint stores matrices of N columns and depth K.
 
-    slices(name, N, K)        the tensors of one, with shapes and types compared, not yet read
-    stored(N, K, *tensors)    what they hold, as one expert
+    slices(name, N, K)        checks the shapes and types of a matrix's tensors and returns them unread
+    stored(N, K, *tensors)    makes one expert of the tensors
     """
 
     slices: Callable[[str, int, int], tuple[Any, ...]]
@@ -56,8 +56,8 @@ class Matrices(NamedTuple):
 
 
 def read_stored(folder: Path | str, layer: int) -> QuantisedExperts:
-    """ValueError in one sentence if the folder is damaged or no checkpoint, NotImplementedError with the
-    reason if it is stored in a way that is not read here."""
+    """Raises ValueError in one sentence if the folder is damaged or not a checkpoint, and NotImplementedError
+    with the reason if we cannot read the way it is stored."""
     folder = Path(folder)
     config = read_json(folder / "config.json", MAX_CONFIG_BYTES)
     quantisation(folder, config)
@@ -67,7 +67,7 @@ def read_stored(folder: Path | str, layer: int) -> QuantisedExperts:
 
 
 def quantisation(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The quantization_config, if its quant_method is read here."""
+    """Returns the quantization_config if we read its quant_method."""
     how = config.get("quantization_config")
     method = how.get("quant_method") if isinstance(how, dict) else None
     if not isinstance(how, dict) or str(method) not in METHODS:
@@ -78,8 +78,8 @@ def quantisation(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def layer_of(about: About, tensors: Tensors) -> Callable[[], QuantisedExperts]:
-    """The experts of a layer. Names, shapes and types are compared now, numbers are read by calling what it
-    answers, while the files are open."""
+    """Checks names, shapes and types of a layer's experts, and returns a function that reads their numbers
+    while the files are open."""
     how = quantisation(about.path.parent, about.config)
     read = METHODS[str(how["quant_method"])](about, tensors, how)
     return lambda: read().validate()
@@ -88,8 +88,8 @@ def layer_of(about: About, tensors: Tensors) -> Callable[[], QuantisedExperts]:
 def linear_of(
     path: Path, tensors: Tensors, how: Mapping[str, Any], name: str, shape: tuple[int, int]
 ) -> Callable[[torch.dtype], Tensor] | None:
-    """The weight of one linear layer, for example of attention, in a dtype: rounded as Transformers rounds
-    it. None if it is not quantised. Compared and read like layer_of."""
+    """Returns a function that reads the weight of one linear layer, for example of attention, in a dtype,
+    rounded as Transformers rounds it; None if it is not quantised. Checks now, like layer_of."""
     parts = (f"{name}.{part}" in tensors for part in PARTS)
     if not any(parts) and tensors.type_of(f"{name}.weight") not in NARROW:
         return None
@@ -102,7 +102,7 @@ def linear_of(
     its = slices(name, *shape)
 
     def read(dtype: torch.dtype) -> Tensor:
-        tensors_read = [one[:] for one in its]
+        tensors_read = [part[:] for part in its]
         decoded = stored(*shape, *tensors_read).decoded()
         # the product is rounded once: fp8 in float32, compressed-tensors in the dtype of its scales; a zero
         # point is subtracted before it, which float64 does not round
@@ -131,7 +131,7 @@ def _mxfp4(about: About, tensors: Tensors, how: Mapping[str, Any]) -> Callable[[
     def read() -> QuantisedExperts:
         made, biases = {}, {}
         for part, (block, exponent, bias) in slices.items():
-            # gate and up alternate; ours are halves. A copy of each either way
+            # gate and up alternate in the file and are halves here
             order = torch.arange(D) if part == "down_proj" else _halves(2 * F)
             made[part] = MXFP4(
                 block_ENgB=block[:][:, order], exponent_ENg=exponent[:][:, order], depth=sizes[part][1]
@@ -212,9 +212,9 @@ def _compressed_matrices(path: Path, tensors: Tensors, how: Mapping[str, Any]) -
             tensors.slice(f"{name}.weight_scale", (N, groups)),
         )
         if last == "weight_packed" and f"{name}.weight_shape" in tensors:
-            said = tensors.slice(f"{name}.weight_shape", (2,), ("I64", "I32"))[:].tolist()
-            if said != [N, K]:
-                raise ValueError(f"{name}.weight_shape says {said}; config.json calls for {[N, K]}")
+            written = tensors.slice(f"{name}.weight_shape", (2,), ("I64", "I32"))[:].tolist()
+            if written != [N, K]:
+                raise ValueError(f"{name}.weight_shape says {written}; config.json calls for {[N, K]}")
         if symmetric:
             return parts
         zeros = -(-N * bits // 32), groups
@@ -236,23 +236,23 @@ def _compressed_matrices(path: Path, tensors: Tensors, how: Mapping[str, Any]) -
 
 
 def _weights_of(path: Path, how: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What compressed-tensors says about the weights; one way for all layers is read."""
+    """Returns what compressed-tensors says about the weights; all layers must be stored in one way."""
     groups = how.get("config_groups")
-    one = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
-    weights = one.get("weights") if isinstance(one, dict) else None
+    group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
+    weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise NotImplementedError(f"{path} does not have one config_group with weights, as is read here")
     return weights
 
 
 def from_words(word_Nw: Tensor, bits: int) -> Tensor:
-    """Words of 32 bits to codes, the first in the lowest bits: 0x21 -> 1, 2, 0, .. for 4 bits."""
+    """Unpacks words of 32 bits to codes, the first in the lowest bits: 0x21 -> 1, 2, 0, .. for 4 bits."""
     shift = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((word_Nw.unsqueeze(-1) >> shift) & ((1 << bits) - 1)).flatten(-2).to(torch.uint8)
 
 
 def _of_experts(about: About, matrices: Matrices) -> Callable[[], QuantisedExperts]:
-    """Three matrices for each expert. All shapes and types are compared before a number is read."""
+    """Reads three matrices for each expert. All shapes and types are checked before a number is read."""
     D, F = about.D, about.F
     sizes = dict(zip(about.family.parts, ((F, D), (F, D), (D, F)), strict=True))
     home = f"{home_of(about)}.experts"
@@ -263,7 +263,7 @@ def _of_experts(about: About, matrices: Matrices) -> Callable[[], QuantisedExper
 
     def read() -> QuantisedExperts:
         gate, up, down = (
-            [matrices.stored(*sizes[part], *(one[:] for one in expert[part])) for expert in experts]
+            [matrices.stored(*sizes[part], *(tensor[:] for tensor in expert[part])) for expert in experts]
             for part in sizes
         )
         w_in = side_by_side(list(zip(gate, up, strict=True)))
@@ -276,5 +276,5 @@ METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "compressed-tensors": _compressed}
 
 
 def home_of(about: About) -> str:
-    """model.layers.3.mlp: the block of the experts, as the checkpoint calls it."""
+    """Returns the checkpoint's name of the experts' block: model.layers.3.mlp."""
     return f"model.layers.{about.layer}.{about.family.module}"

@@ -3,9 +3,9 @@
     --override.imports moe_routing_bench.models.torchtitan.experts
     --override.imports 'moe_routing_bench.models.torchtitan.experts={"impl": "triton_ragged"}'
 
-Without `impl` it is "auto" as everywhere: on a CPU the C++ kernel; on a GPU name one, because none of ours
-has been timed there. Parameters, their names and sharding stay torchtitan's, and so do the cast to bfloat16
-and the order of rows: checkpoints fit. Experts of another class (MXFP8) are left alone.
+Without `impl` it is "auto" as everywhere, which on a CPU is the C++ kernel. On a GPU name an implementation,
+because none of ours has been timed there. Parameters, their names, their sharding, the cast to bfloat16 and
+the order of rows stay torchtitan's, so checkpoints fit. Experts of another class (MXFP8) are not changed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
 
 
 class Experts(GroupedExperts):
-    """torchtitan's experts with another grouped product."""
+    """torchtitan's experts with our grouped product."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -44,15 +44,15 @@ class Experts(GroupedExperts):
         super().__init__(config)
         self.impl = config.impl
         if self.impl != "auto":
-            grouped_gemm_op.get(self.impl)  # says in words what is wrong with it
+            grouped_gemm_op.get(self.impl)  # raises if there is none of that name
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         return grouped_gemm(A, B_t, plan_of(A.shape[0], offs), impl=self.impl)
 
 
 def plan_of(R: int, end_E: Tensor) -> RoutingPlan:
-    """The plan of R rows that are sorted by expert already, expert e's ending before row end_E[e]; what is
-    behind the last belongs to nobody. Reads no values on the host."""
+    """Returns the plan of R rows that are sorted by expert: those of expert e end before row end_E[e], and
+    rows after the last expert's have no expert. It reads no values on the host."""
     offset_E1 = torch.cat((end_E.new_zeros(1), end_E)).long()
     row_R = torch.arange(R, device=end_E.device)
     row_R = torch.where(row_R < offset_E1[-1], row_R, -1)

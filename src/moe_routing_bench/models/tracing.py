@@ -1,8 +1,8 @@
-"""Traces of a model: what its MoE layers choose while it reads text.
+"""Records what a model's MoE layers choose while it reads text.
 
-The choices are read in two places. Transformers calls its experts modules with (hidden_states, top_k_index,
-top_k_weights), whatever the router is and whichever function computes the experts; our routers return a
-Routing. Hooks read these and change nothing.
+There are two sources. Transformers calls its experts modules with (hidden_states, top_k_index,
+top_k_weights), for every router and every experts function. Our routers return a Routing. Hooks read these
+and change nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ OnRouting = Callable[[int, Routing], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """B pieces of text of N tokens each, and where they stand in their documents.
+    """B pieces of text of N tokens each, and their places in their documents.
 
     "Hi! Ho!" as bytes, document 0 in pieces of three:
       token_BN   = [[72, 105, 33], [32, 72, 111]]
       document_B = [0, 0]
       start_B    = [0, 3]                            where in the document a piece begins
-    The last byte follows as Pieces of its own: token_BN [[33]], start_B [6].
+    The last byte is in another Pieces: token_BN [[33]], start_B [6].
     """
 
     token_BN: Tensor
@@ -53,7 +53,7 @@ class ModelTrace:
       position_T  = [0, 1, 2]
       document_T  = [0, 0, 0]
       num_experts = 4
-      score_TE    = {}                               or what the choices were made of, float32
+      score_TE    = {}                               or the scores that were compared, float32
     """
 
     names: Mapping[int, str]
@@ -77,11 +77,11 @@ class ModelTrace:
         )
 
     def routings(self) -> list[Routing]:
-        """The routings of all layers, in the order of `labels`."""
+        """Returns the routings of all layers, in the order of `labels`."""
         return [self.routing(layer) for layer in self.names]
 
     def labels(self) -> dict[str, Tensor]:
-        """layer_T, position_T and document_T of the routings one after another, as write_trace takes them."""
+        """Returns layer_T, position_T and document_T of all routings in order, as write_trace takes them."""
         T, L = self.num_tokens, len(self.names)
         return {
             "layer_T": torch.tensor([*self.names]).repeat_interleave(T),
@@ -90,14 +90,14 @@ class ModelTrace:
         }
 
     def scores(self) -> Tensor | None:
-        """score_TE of the routings one after another; None if they were not recorded."""
+        """Returns score_TE of all routings in order; None if scores were not recorded."""
         return torch.cat([self.score_TE[layer] for layer in self.names]) if self.score_TE else None
 
 
 def pieces(documents: Sequence[Tensor], *, batch: int, sequence: int) -> Iterator[Pieces]:
-    """Documents (1-dimensional token ids) cut into pieces of `sequence` tokens, `batch` of them together.
+    """Cuts documents (1-dimensional token ids) into pieces of `sequence` tokens, `batch` of them together.
 
-    The rest at the end of a document is a shorter piece in a batch of its own: nothing is padded or lost.
+    The rest at the end of a document is a shorter piece in its own batch. Nothing is padded or lost.
     """
     if batch < 1 or sequence < 1:
         raise ValueError(f"batch={batch} and sequence={sequence}; both must be at least 1")
@@ -140,10 +140,16 @@ def moe_layers(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
     return dict(zip(numbers, modules, strict=True))
 
 
+def some_numbers(numbers: Iterable[int]) -> str:
+    """Lists numbers in words: some_numbers(range(48)) is "0, 1, 2, 3, 4, 5, 6, 7, ... 47"."""
+    words = [str(number) for number in sorted(numbers)]
+    return ", ".join([*words[:8], f"... {words[-1]}"] if len(words) > 9 else words)
+
+
 def _is_experts(module: nn.Module) -> bool:
     if not isinstance(getattr(module, "num_experts", None), int):
         return False
-    # some, such as DBRX, keep the weights in a module of their own inside
+    # some models, such as DBRX, keep the weights in a separate module inside
     weights = [getattr(module, name, None) for name in ("gate_up_proj", "up_proj")]
     return type(module).__name__.endswith("Experts") or any(
         isinstance(weight, nn.Parameter) and weight.ndim == 3 for weight in weights
@@ -185,8 +191,9 @@ def _hook(layer: int, name: str, module: nn.Module, on_routing: OnRouting) -> An
 
     def before_experts(experts: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         given = [*arguments, *keywords.values()]
-        ids = [one for one in given[1:] if isinstance(one, Tensor) and not one.is_floating_point()]
-        gates = [one for one in given[1:] if isinstance(one, Tensor) and one.is_floating_point()]
+        tensors = [value for value in given[1:] if isinstance(value, Tensor)]
+        ids = [tensor for tensor in tensors if not tensor.is_floating_point()]
+        gates = [tensor for tensor in tensors if tensor.is_floating_point()]
         if len(ids) != 1 or len(gates) != 1 or ids[0].ndim != 2 or ids[0].shape != gates[0].shape:
             raise NotImplementedError(
                 f"{name} ({type(experts).__name__}) is not called with (hidden_states, top_k_index, "
@@ -211,13 +218,13 @@ def record_trace(
     on_tokens: Callable[[int], None] = lambda tokens: None,
     scores: bool = False,
 ) -> ModelTrace:
-    """Run the model over the pieces and keep what its MoE layers chose, of the first max_tokens tokens.
+    """Runs the model over the pieces and keeps what its MoE layers chose for the first max_tokens tokens.
 
-    layers     by number as in moe_layers; None: all
-    max_bytes  of the trace file this would become, checked when the first sizes are known
-    call       how the model is given token_BN; None: model(token_BN), for Transformers without cache
+    layers     numbers as in moe_layers; None: all
+    max_bytes  limit of the trace file, checked when the first sizes are known
+    call       calls the model with token_BN; None: model(token_BN), for Transformers without cache
     on_tokens  is called with the number of tokens kept so far
-    scores     keep also the scores that were compared, 4 bytes for each expert, token and layer
+    scores     also keep the scores that were compared, 4 bytes for each expert, token and layer
 
     The model runs in evaluation mode, without gradients, and is left as it was. All layers must have the same
     number of experts and of choices; record layers of different sizes one size at a time.
@@ -246,7 +253,7 @@ def record_trace(
         with torch.no_grad(), listening(model, collect, layers=layers) as names, ExitStack() as stack:
             if scores:
                 known = moe_layers(model)
-                stack.enter_context(at_topk(model, {one: known[one] for one in names}, compare))
+                stack.enter_context(at_topk(model, {layer: known[layer] for layer in names}, compare))
             for batch in batches:
                 calls.clear()
                 compared.clear()
@@ -296,7 +303,7 @@ def _call(model: nn.Module, token_BN: Tensor) -> Any:
     known = inspect.signature(model.forward).parameters
     if "input_ids" not in known:
         return model(token_BN)
-    # the logits of a whole vocabulary for every token would outweigh everything else
+    # logits of the whole vocabulary for every token would take more memory than everything else
     saving = {"use_cache": False, "logits_to_keep": 1}
     return model(input_ids=token_BN, **{name: value for name, value in saving.items() if name in known})
 
@@ -315,7 +322,7 @@ def _only(calls: list[Routing], name: str, tokens: int) -> Routing:
 
 
 def _check_sizes(routings: Mapping[int, Routing], max_tokens: int, max_bytes: int, scores: bool) -> int:
-    """The number of experts. Raises if layers differ in size, or if their file would be too large."""
+    """Returns the number of experts. Raises if layers differ in size, or if their file would be too large."""
     layers: dict[tuple[int, int], list[int]] = {}
     for layer, routing in routings.items():
         layers.setdefault((routing.num_experts, routing.num_choices), []).append(layer)
@@ -346,7 +353,7 @@ def _compact(routing: Routing, name: str, take: int) -> tuple[Tensor, Tensor]:
             "trace holds K real experts for every token"
         )
     small = torch.int16 if routing.num_experts < 2**15 else torch.int32
-    # copies: a view would keep the whole batch, and the model may write to its own tensors again
+    # copies, because a view would keep the whole batch, and the model may write to its tensors again
     return (
         expert_TK.to(small),
         routing.gate_TK[:take].detach().to("cpu", torch.float32, copy=True),

@@ -11,18 +11,18 @@
         model(input_ids)
 
 "moe_routing_bench" is impl="auto" as everywhere (ops/auto.py). "moe_routing_bench:<impl>" is that
-implementation of expert_ffn, or an error: "moe_routing_bench:native". What stores weights must be frozen.
-Built-in names and their listed options are registered here;
+implementation of expert_ffn, or an error: "moe_routing_bench:native". Implementations that store weights in a
+format need freeze. Built-in names and their listed options are registered here;
 register("staged(combine=index_add,dispatch=native)") adds others.
 
-Without freeze the weights are read as they are at every call, however they were changed. After it they exist
-only packed, in as much memory as before; changing them raises, and thaw(model) makes them plain again. Save
-before freezing, or thaw. Models published in MXFP4, FP8 or compressed-tensors are bfloat16 after
-from_pretrained on a CPU; load(folder) keeps their codes, and freeze(model, "mxfp4") brings back MXFP4's.
-Experts that stay quantised (FP8 on a GPU) have another registry and are not served.
+Without freeze every call reads the weights as they are then, however they were changed. After freeze they
+exist only in packed form, in as much memory as before. Changing them raises, and thaw(model) makes them plain
+again. Save before freezing, or thaw. Models published in MXFP4, FP8 or compressed-tensors are bfloat16 after
+from_pretrained on a CPU; load(folder) keeps their codes, and freeze(model, "mxfp4") restores MXFP4's. Experts
+that stay quantised (FP8 on a GPU) have another registry, which we do not serve.
 
-torch.compile: without gradients the experts are one node of the graph, also with fullgraph=True; with them
-the graph breaks there.
+Under torch.compile without gradients the experts are one node of the graph, also with fullgraph=True. With
+gradients the graph breaks there.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ NAME = "moe_routing_bench"
 
 
 def register(impl: str = "auto", *, batch_invariant: bool = False) -> str:
-    """Make an implementation of expert_ffn known to Transformers; answers the name to give it there.
+    """Makes an implementation of expert_ffn known to Transformers. Returns the name to use there.
 
-    batch_invariant=True: one that promises it, so a token's bits in the experts do not depend on its batch;
-    ValueError if `impl` does not. The model's own router, attention and shared experts are not covered.
+    batch_invariant=True takes an implementation whose results for a token do not depend on its batch, to the
+    bit. It raises ValueError if `impl` does not promise that. The model's own router, attention and shared
+    experts are not covered.
     """
     if batch_invariant:
         promising = invariant_names(expert_ffn_op)
@@ -77,7 +78,7 @@ def register(impl: str = "auto", *, batch_invariant: bool = False) -> str:
         impl = promising[0] if impl == "auto" else impl
         resolve(expert_ffn_op, impl, batch_invariant=True)
     if impl != "auto":
-        expert_ffn_op.get(impl)  # says in words what is wrong with it
+        expert_ffn_op.get(impl)  # raises if there is none of that name
     name = NAME if impl == "auto" else f"{NAME}:{impl}"
     ALL_EXPERTS_FUNCTIONS.register(name, partial(experts_forward, impl=impl))
     return name
@@ -91,7 +92,7 @@ def experts_forward(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """What Transformers calls in place of an experts module's forward; argument names are its own."""
+    """Transformers calls this instead of an experts module's forward; the argument names are its own."""
     m: Any = module
     if torch.is_autocast_enabled(hidden_states.device.type):
         # autocast would round what plain torch operations multiply; these compute in the weights' dtype
@@ -122,8 +123,8 @@ def experts_forward(
 
 
 def _alternates(m: Any, reading: Reading, impl: str) -> bool:
-    """Are plain weights best left in their alternating order, with the model's own function between products?
-    Halves would be a copy of the whole matrix in every call."""
+    """Returns whether plain weights stay in their alternating order, with the model's own function between
+    the products. Making halves would copy the whole matrix in every call."""
     if not reading.interleaved or isinstance(m.down_proj, Frozen) or torch.compiler.is_compiling():
         return False
     return impl == "auto" or expert_ffn_op.get(impl).name in ("native", "staged")
@@ -169,7 +170,7 @@ class Implementations(tuple[Running, ...]):
 
 
 def implementations(model: nn.Module, tokens: int = 1) -> Implementations:
-    """What runs in each experts module of a model when it is called with this many tokens."""
+    """Returns what runs in each experts module of a model when it is called with this many tokens."""
     return Implementations(_running(path, module, tokens) for path, module in experts_modules(model))
 
 
@@ -210,7 +211,7 @@ def _running(path: str, module: nn.Module, tokens: int) -> Running:
 
 @torch.no_grad()
 def _choice(module: nn.Module, reading: Reading, impl: str, tokens: int = 1, *, now: bool = False) -> Choice:
-    """now: with the weights as they are, not as freezing would make them."""
+    """now: choose for the weights as they are, not as freezing would make them."""
     weights = weights_of(module, reading)
     K = min(getattr(module.config, "num_experts_per_tok", 1), weights.num_experts)
     args = tuple(expert_ffn_op.arguments(StandIns(weights, K, LAYOUT, tokens)).values())
@@ -228,19 +229,20 @@ def freeze(
     batch_invariant: bool = False,
     keep_packed: bool | Path | str = False,
 ) -> Freezing | None:
-    """For inference: our kernels in every experts module, with the weights packed once; also in our own
-    layers inside, as from models.convert. Answers how many bytes that saved and what error to expect; None
-    if nothing was packed.
+    """For inference: puts our kernels into every experts module and packs the weights once, also in our own
+    layers inside (models.convert). Returns how many bytes that saved and what error to expect; None if
+    nothing was packed.
 
     impl: "auto", an implementation, or a format: "int8" is "native(store=int8)" (docs/formats.md).
 
-    The packed form takes the place of the parameters: no memory is used twice, and writing to them raises.
-    RuntimeError if something else (an optimizer, a state_dict) can still write to one of them. No parameter
-    of the model requires gradients afterwards. batch_invariant: see register.
+    The packed form replaces the parameters: no memory is used twice, and writing to them raises. Raises
+    RuntimeError if something else (an optimizer, a state_dict) can still write to one of them. Afterwards no
+    parameter of the model requires gradients. batch_invariant: see register.
 
-    keep_packed: the packed form is in files too, in <MRB_HOME>/packed or in this folder. Whoever freezes the
-    same weights again maps them instead of packing, and processes share their memory (packed_files.py). It
-    takes as much of the disk as the packed weights; a line on stderr says how much and where.
+    keep_packed also keeps the packed form in files, in <MRB_HOME>/packed or in this folder. A process that
+    freezes the same weights later maps the files instead of packing, and processes share that memory
+    (packed_files.py). The files take as much disk as the packed weights; a line on stderr says how much and
+    where.
     """
     kept = PackedFiles.asked(keep_packed)
     asked = with_format(impl, batch_invariant=batch_invariant)
@@ -265,10 +267,10 @@ def _freeze(module: Any, impl: str, kept: PackedFiles | None) -> None:
         packed = all(isinstance(w, Frozen) for w in matrices)
     else:
         packed = expert_ffn_op.get(impl).has_packed(*matrices)
-    del matrices  # they must be the module's alone
+    del matrices  # nothing else may refer to them
     if reading.activation is None or packed:
         return
-    thaw(module)  # one of them may be frozen, or both for another
+    thaw(module)  # one of them may be frozen, or both for another implementation
     implementation = _choice(module, reading, impl).implementation
     if implementation.freeze is None:
         return
@@ -293,14 +295,14 @@ def load(
     batch_invariant: bool = False,
     keep_packed: bool | Path | str = False,
 ) -> Any:
-    """A quantised checkpoint as a Transformers model for inference: the codes of its routed experts go into
-    our kernels as they are stored, never as bfloat16 (models/loading.py says what is read).
+    """Loads a quantised checkpoint as a Transformers model for inference. The codes of its routed experts go
+    into our kernels as they are stored, never as bfloat16 (models/loading.py says what it reads).
 
-    impl: "auto" runs the experts as stored, "native(store=mxfp4_a8)" rounds rows to 8 bits too. A format that
-    is not the checkpoint's is refused.
-    dtype: of everything else and of activations, float32 or bfloat16; else config.json's.
+    impl: "auto" runs the experts as stored; "native(store=mxfp4_a8)" also rounds rows to 8 bits. Another
+    format than the checkpoint's is refused. dtype: of everything else and of activations, float32 or
+    bfloat16; None takes config.json's.
 
-    The others are as in freeze. thaw() and saving raise: the plain weights were never there.
+    The other options are as in freeze. thaw() and saving raise, because the plain weights never existed.
     """
     named = None if impl == "auto" else expert_ffn_op.get(impl)
     if named is not None and named.name != "native":

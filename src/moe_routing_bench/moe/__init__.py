@@ -1,1 +1,1 @@
-"""The layer and what is built around it."""
+"""The layer MoE and modules built on it."""

@@ -4,10 +4,10 @@
     x_c = sum over the K / C experts chosen by router c of gate * E(x_(c-1))  +  x_(c-1)      c = 1 .. C
     y   = x_C
 
-The last term, the inner residual, can be switched off. Shared experts are part of every iteration and read
-its input, as in the authors' code (ZihanWang314/coe). With the inner residual y contains x, the output of the
-norm, and their decoder layer adds no residual of its own around the block. Their configuration gives the
-experts per iteration; K here is the sum over all iterations, as in the paper. Their gates are probabilities
+The last term, the inner residual, can be turned off. Shared experts are part of every iteration and read its
+input, as in the authors' code (ZihanWang314/coe). With the inner residual y contains x, the output of the
+norm, and the authors' decoder layer adds no other residual around the block. Their configuration gives the
+experts per iteration; here K is the sum over all iterations, as in the paper. Their gates are probabilities
 that are not renormalised: router_options={"order": "softmax_then_topk"}.
 """
 
@@ -25,10 +25,10 @@ from moe_routing_bench.routers.router import build
 class ChainOfExperts(nn.Module):
     """y, routings = ChainOfExperts(D=64, F=128, E=8, K=4, iterations=2)(x): two experts, then two more.
 
-    Takes the arguments of MoE; `router` must be a name, because every iteration builds its own router.
-    With iterations=1 and inner_residual=False it equals MoE, to the bit.
+    It takes the arguments of MoE; `router` must be a name, because every iteration builds its own router.
+    With iterations=1 and inner_residual=False its results have the same bits as MoE.
 
-    state_dict: layer.* as in MoE (its router is the first one), later_routers.0.* for the second, and so on.
+    state_dict: layer.* as in MoE (with the first router), later_routers.0.* for the second, and so on.
 
     >>> y, routings = mrb.ChainOfExperts(D=64, F=128, E=8, K=4, iterations=2)(torch.randn(3, 64))
     >>> [tuple(routing.expert_TK.shape) for routing in routings]
@@ -57,7 +57,7 @@ class ChainOfExperts(nn.Module):
                 f"make K a multiple of {iterations}"
             )
         if not isinstance(router, str):
-            raise ValueError("give the router by name: a chain builds one for each iteration")
+            raise ValueError("give the router by name, because a chain builds one for each iteration")
         self.inner_residual = inner_residual
         self.layer = MoE(D, F, E, K // iterations, router=router, router_options=router_options, **options)
         first = self.layer.router
@@ -77,7 +77,7 @@ class ChainOfExperts(nn.Module):
 
     @property
     def carries_input(self) -> bool:
-        """With the inner residual a block adds none of its own, as in the authors' decoder layer."""
+        """With the inner residual a block adds no other residual, as in the authors' decoder layer."""
         return self.inner_residual
 
     @property

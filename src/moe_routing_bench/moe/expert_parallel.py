@@ -1,4 +1,4 @@
-"""ParallelMoE: the layer MoE with its experts on many ranks."""
+"""ParallelMoE: the layer MoE with its experts on several ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from moe_routing_bench.parallel.faults import differing, watched
 from moe_routing_bench.parallel.ranks import Ranks
 from moe_routing_bench.parallel.traffic import Traffic, settle, tie
 
-EXPERTS = "experts."  # what a state_dict calls the weights that are sharded
+EXPERTS = "experts."  # the prefix of sharded weights in a state_dict
 
 
 @dataclass(kw_only=True)
 class Part:
-    """Some of a rank's tokens, and what becomes known of them on the way."""
+    """Some of a rank's tokens, with the plan and the traffic that are made for them."""
 
     x_TD: Tensor
     routing: Routing
@@ -40,20 +40,20 @@ class Part:
 class ParallelMoE(MoE):
     """One rank's part of a layer:  y, routing = ParallelMoE(D=64, F=128, E=8, K=2, ranks=ranks)(x).
 
-    Every rank passes its own tokens, also if it has none, and gets their results. The router, shared and free
-    experts are on every rank; of the E experts a rank holds those that `ranks` places on it, stacked in
-    ascending order. Options are MoE's. The layout is that of the experts' own computation; a capacity factor
-    counts the tokens that arrive.
+    Every rank passes its own tokens, even if it has none, and gets their results. The router, shared experts
+    and free experts are on every rank. Of the E experts a rank holds those that `ranks` places on it, stacked
+    in ascending order. The options are those of MoE. The layout is for the experts' own computation; a
+    capacity factor counts the tokens that arrive.
 
-    send_layout   compact: exactly the rows that are needed, and the host waits for their numbers;
-                  padded(capacity_factor=2): as many for each expert from each rank, the host waits for
-                  nothing, and pairs beyond are dropped (`dropped`)
+    send_layout   compact: exactly the rows that are needed; the host waits for their numbers.
+                  padded(capacity_factor=2): the same number for each expert from each rank; the host does not
+                  wait, and pairs above it are dropped (`dropped`)
     dispatch_impl, combine_impl   implementations of ep_dispatch and ep_combine
-    chunks        cut the tokens into so many parts; rows of one travel while the experts compute another, in
-                  the forward pass. Nothing else changes, so layouts that drop are refused
-    check_finite  RankError on every rank if one of them has a token with NaN or infinity: the host waits
+    chunks        divide the tokens into this many parts; in the forward pass the rows of one part are sent
+                  while the experts compute another. Results do not change, so layouts that drop are refused
+    check_finite  raise RankError on every rank if one has a token with NaN or infinity; the host waits
 
-    state_dict has MoE's keys with this rank's experts; full_state_dict() is MoE's own.
+    state_dict has MoE's keys with this rank's experts; full_state_dict() is that of MoE.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ParallelMoE(MoE):
     ):  # fmt: skip
         if ranks.placement.num_experts != E:
             raise ValueError(f"{E} experts, but the placement is of {ranks.placement.num_experts}")
-        self.ranks = ranks  # before the rest, which asks for the experts of this rank
+        self.ranks = ranks  # first, because the rest needs the experts of this rank
         super().__init__(D, F, E, K, **options)
         self.ep_dispatch = resolve(ep_dispatch_op, dispatch_impl)
         self.ep_combine = resolve(ep_combine_op, combine_impl)
@@ -71,11 +71,11 @@ class ParallelMoE(MoE):
         self.chunks, self.check_finite = chunks, check_finite
         if chunks < 1 or (chunks > 1 and "padded" in (self.layout.kind, self.send_layout.kind)):
             raise ValueError(
-                f"chunks={chunks}: at least 1, and more than 1 only where nothing is dropped, because a "
-                "capacity would be of each chunk; use compact or block"
+                f"chunks={chunks}: at least 1, and more than 1 only if nothing is dropped, because "
+                "each chunk would have its own capacity; use compact or block"
             )
-        self.dropped: Tensor | None = None  # pairs of this rank's last call that found no room on the way
-        self.split_WW: Tensor | None = None  # rows from each rank to each in the last call (its last chunk)
+        self.dropped: Tensor | None = None  # pairs of this rank's last call that were dropped when sent
+        self.split_WW: Tensor | None = None  # rows from each rank to each rank in the last chunk
         self._begin_alike()
 
     def held_experts(self, E: int) -> Sequence[int]:
@@ -83,7 +83,7 @@ class ParallelMoE(MoE):
 
     @torch.no_grad()
     def _begin_alike(self) -> None:
-        """What is on every rank is rank 0's; an expert's first weights follow from its number."""
+        """Copies common weights from rank 0. An expert's first weights depend on its number."""
         self._fit_together()
         seed = torch.randint(2**62, (1,))
         for replicas, group in ((False, self.ranks.group), (True, self.ranks.replicas)):
@@ -94,7 +94,7 @@ class ParallelMoE(MoE):
             self.experts.reset_parameters([int(seed) + expert for expert in self.ranks.experts])
 
     def _fit_together(self) -> None:
-        """RankError on every rank if their layers differ: later that would be rows in wrong places."""
+        """Raises RankError on every rank if their layers differ, because rows would go to wrong places."""
         if self.ranks.group is None:
             return
         experts = {name: (p.dtype, p.shape[1:]) for name, p in self.experts.named_parameters()}
@@ -121,7 +121,7 @@ class ParallelMoE(MoE):
 
     def chosen_computed(self, x_TD: Tensor, routing: Routing, plan: RoutingPlan | None) -> Tensor:
         if plan is not None:
-            raise ValueError("a plan over all experts is of no use to one rank; leave it out")
+            raise ValueError("one rank cannot use a plan over all experts; leave it out")
         routing = routing if self.free is None else self.free.for_kernels(routing)
         parts = [
             Part(
@@ -138,19 +138,19 @@ class ParallelMoE(MoE):
                 strict=True,
             )
         ]
-        y_TD = self._one(parts[0]) if self.chunks == 1 else self._overlapped(parts)
+        y_TD = self._computed(parts[0]) if self.chunks == 1 else self._overlapped(parts)
         self.dropped = torch.stack([part.sent.dropped_E.sum() for part in parts]).sum()
         self.split_WW = parts[-1].traffic.split_WW
         return y_TD
 
-    def _one(self, part: Part) -> Tensor:
+    def _computed(self, part: Part) -> Tensor:
         return self.given_back(part, self.experts_computed(part, self._there(part, part.x_TD)))
 
     def _overlapped(self, parts: list[Part]) -> Tensor:
-        """All exchanges are made by one other thread, in one order on every rank:  there 0, there 1, back 0,
-        there 2, back 1, ...  `tie` makes the backward pass keep that order, the other way round."""
+        """One other thread makes all exchanges, in the same order on every rank:  there 0, there 1, back 0,
+        there 2, back 1, ...  `tie` makes the backward pass use the reverse order."""
         if parts[0].x_TD.is_cuda:
-            raise NotImplementedError("chunks: on a GPU exchanges need a stream of their own; not written")
+            raise NotImplementedError("chunks are not implemented on a GPU, where exchanges need a stream")
         grad, last = torch.is_grad_enabled(), None
 
         def in_turn(step: Callable[..., Tensor], part: Part, rows: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class ParallelMoE(MoE):
     # the stages of a call, which `mrb bench parallel` times one by one
 
     def settle(self, part: Part, x_TD: Tensor) -> None:
-        """Who sends how many rows to whom."""
+        """Finds out how many rows each rank sends to each rank."""
         part.sent = make_plan(self.ranks.to_slots(part.routing), self.send_layout)
         part.traffic = settle(part.sent, self.ranks, x_TD, check_finite=self.check_finite)
 
@@ -201,13 +201,13 @@ class ParallelMoE(MoE):
         self, x_TD: Tensor, routing: Routing | SoftRouting, plan: RoutingPlan | None = None
     ) -> Tensor:
         if isinstance(routing, SoftRouting):
-            raise NotImplementedError("Soft-MoE mixes all experts' slots; it has no rows to send")
+            raise NotImplementedError("Soft-MoE mixes the slots of all experts and has no rows to send")
         return super().compute(x_TD, routing, plan)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sum gradients over ranks: of what every rank has, of experts with copies, and all over replicas.
-        After backward, by every rank."""
+        """Sums gradients over ranks: of common weights, of experts with copies, and of all over replicas.
+        Every rank calls it after backward."""
         for parameter in self.parameters():
             if parameter.requires_grad and parameter.grad is None and self.ranks.groups:
                 parameter.grad = torch.zeros_like(parameter)
@@ -239,7 +239,7 @@ class ParallelMoE(MoE):
                 parameter.grad[place] = total[row]
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks and replicas, in place: controller_for(layer.router, reduce=layer.total)."""
+        """Sums over ranks and replicas, in place: controller_for(layer.router, reduce=layer.total)."""
         for replicas, group in ((False, self.ranks.group), (True, self.ranks.replicas)):
             if group is not None:
                 with watched(self.ranks, "a sum over ranks", self.split_WW, replicas=replicas):
@@ -248,7 +248,7 @@ class ParallelMoE(MoE):
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The state_dict of the same layer on one rank. Every rank calls it, and every rank gets it."""
+        """The state_dict of the same layer on one rank. Every rank must call it, and every rank gets it."""
         state = {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
         placement = self.ranks.placement
         if self.ranks.group is None:
@@ -268,7 +268,7 @@ class ParallelMoE(MoE):
         return state
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's part of a whole layer's state_dict, made with whatever number of ranks."""
+        """Loads this rank's part of a whole layer's state_dict, made with any number of ranks."""
         held = list(self.ranks.experts)
         E = self.ranks.placement.num_experts
         mine = dict(state)

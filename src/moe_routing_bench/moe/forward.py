@@ -2,7 +2,7 @@
 
 A router gives each token to K of E experts, and each expert is a small feed-forward network. The layer is two
 matrix products for each expert between two changes of order: tokens are sorted by expert, and sorted back.
-`MoE` in layer.py computes the same with faster kernels; `tests/test_forward.py` holds both to this page.
+`MoE` in layer.py computes the same with faster kernels; `tests/test_forward.py` compares the two.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from moe_routing_bench.routers.router import Router
 def moe_forward(
     x_TD: Tensor, router: Router, experts: ExpertWeights, layout: Layout | str = "compact"
 ) -> Tensor:
-    """Send each token through the experts that the router chooses for it, step by step.
+    """Sends each token through the experts that the router chooses for it, step by step.
 
     The end of a name gives the shape: x_TD has T tokens of width D. E experts, K choices for each token,
     R rows (one for each token and choice, and padding), F the hidden width of an expert, G = 2F if it is
-    gated. Each operation has several implementations; those named here are plain torch and easy to read.
+    gated. Each operation has several implementations; the ones used here are plain torch and easy to read.
 
     >>> layer = mrb.MoE(D=8, F=16, E=4, K=2, layout="block(16)", impl="staged")
     >>> x_TD = torch.randn(5, 8)

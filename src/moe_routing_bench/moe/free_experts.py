@@ -1,20 +1,20 @@
-"""Experts that cost nothing (MoE++, arXiv:2410.07348): discard a token, copy it, or add a learned vector.
+"""Experts without cost (MoE++, arXiv:2410.07348): discard a token, copy it, or add a learned vector.
 
     zero       E(x) = 0
     copy       E(x) = x
     constant   E(x) = a x + b v,   (a, b) = softmax(x W),  v a learned vector, W of D x 2
 
-The router chooses among the E experts and these; for kernels an id of E or more means "no expert", so a plan
-has no rows for them. The loss weighs experts and free experts differently: with f and P as in switch_loss,
+The router chooses among the E experts and these. For kernels an id of E or more means "no expert", so a plan
+has no rows for them. The loss weights experts and free experts differently: with f and P as in switch_loss,
 
     L = N sum_e eta_e f_e P_e,   eta_e = 1 for an expert, tau for a free one,   N = E + free ones
 
 which is switch_loss if tau = 1; the paper omits the factor N / K. tau < 1 sends more tokens to free experts.
 
-Public variants. The authors' code (SkyworkAI/MoE-plus-plus) orders ids as experts, constant, copy, zero;
-gives the gate of a zero expert to the token's other choices (`zero_keeps_gate=False` here; the formula of
-the paper keeps it); multiplies the layer's input by K; and adds a map of the previous layer's logits to
-this layer's, which is not done here. LongCat-Flash's "zero experts" are copies.
+The authors' code (SkyworkAI/MoE-plus-plus) orders ids as experts, constant, copy, zero. It gives the gate of
+a zero expert to the token's other choices (`zero_keeps_gate=False` here; the paper's formula keeps it). It
+multiplies the layer's input by K, and adds a map of the previous layer's logits to this layer's logits; this
+is not done here. LongCat-Flash's "zero experts" are copies.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from moe_routing_bench.routers.losses import switch_loss
 
 @dataclass(frozen=True, kw_only=True)
 class FreeExperts:
-    """How many of each kind a layer has, and how they are balanced.
+    """How many free experts of each kind a layer has, and how they are balanced.
 
-    FreeExperts(zero=1, copy=1, constant=2) in a layer of E=8 experts; the router chooses among 12:
+    FreeExperts(zero=1, copy=1, constant=2) in a layer of E=8 experts. The router chooses among 12:
       ids 0-7 experts, 8 zero, 9 copy, 10 and 11 constant
-    loss_weight=0.01 adds the loss above to routing.losses["free"] and its hundredth to routing.aux_loss.
+    With loss_weight=0.01 the loss above is in routing.losses["free"], and 0.01 times it in routing.aux_loss.
 
     >>> free = mrb.FreeExperts(zero=1, copy=1, constant=2)
     >>> mrb.MoE(D=8, F=16, E=8, K=2, free_experts=free).router.E
@@ -52,7 +52,9 @@ class FreeExperts:
         if min(self.zero, self.copy, self.constant) < 0 or self.total == 0:
             raise ValueError("give at least one of zero, copy and constant, and none below 0")
         if self.tau <= 0:
-            raise ValueError(f"tau weighs the free experts in the loss, so it is above 0, not {self.tau}")
+            raise ValueError(
+                f"tau is the weight of free experts in the loss and must be above 0, not {self.tau}"
+            )
 
     @property
     def total(self) -> int:
@@ -60,9 +62,9 @@ class FreeExperts:
 
 
 class FreeExpertPart(nn.Module):
-    """What FreeExperts add to a layer of E experts.
+    """The part of a layer that computes its free experts.
 
-    state_dict, with constant experts only: v_eD, one vector each, and w_2De, their W as two D x e matrices
+    state_dict, only with constant experts: v_eD, one vector each, and w_2De, their W as two D x e matrices
     (e: the constant experts).
     """
 
@@ -87,7 +89,7 @@ class FreeExpertPart(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        # as the authors: v from N(0, 1), W as nn.Linear
+        # as in the authors' code: v from N(0, 1), W as in nn.Linear
         if self.v_eD is not None and self.w_2De is not None:
             self.v_eD.normal_()
             bound = self.w_2De.shape[1] ** -0.5
@@ -99,7 +101,7 @@ class FreeExpertPart(nn.Module):
             zero_TK = (routing.expert_TK >= self.E) & (routing.expert_TK < self.first_copy)
             left_TK = torch.where(zero_TK, 0.0, routing.gate_TK)
             before_T1, after_T1 = routing.gate_TK.sum(1, keepdim=True), left_TK.sum(1, keepdim=True)
-            # a token that chose only zero experts has no other choice to give the gate to
+            # a token with only zero experts has no other choice that could get the gate
             gate_TK = left_TK * before_T1 / torch.where(after_T1 > 0, after_T1, 1.0)
             routing = replace(routing, gate_TK=gate_TK)
         if self.free.loss_weight is None:
@@ -115,7 +117,7 @@ class FreeExpertPart(nn.Module):
         return replace(routing, losses={**routing.losses, "free": loss}, aux_loss=aux_loss)
 
     def for_kernels(self, routing: Routing) -> Routing:
-        """The same routing among the E experts alone."""
+        """The same routing for kernels, which know only the E experts."""
         return replace(routing, num_experts=self.E, ragged=True)
 
     def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:

@@ -1,4 +1,4 @@
-"""MoE: route, plan, expert_ffn, shared experts. The layer people put into a model."""
+"""MoE: route, plan, expert_ffn, shared experts. This is the layer for models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Routings:
 
     @property
     def aux_loss(self) -> Tensor | None:
-        """The sum over the routers that have one."""
+        """The sum over the routers that have a loss."""
         losses = [routing.aux_loss for routing in self.each if routing.aux_loss is not None]
         return torch.stack(losses).sum() if losses else None
 
@@ -87,16 +87,16 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seeds: Sequence[int] = ()) -> None:
-        """As nn.Linear: uniform within 1 / sqrt(inputs). seeds: one for each expert, whose weights then
-        follow from it alone, whatever other experts there are."""
+        """Draws weights as nn.Linear does: uniform within 1 / sqrt(inputs). With one seed per expert, the
+        weights of an expert depend only on its seed."""
         dice = [torch.Generator(self.w_in_EDG.device).manual_seed(seed) for seed in seeds]
         for weight, bias in ((self.w_in_EDG, self.b_in_EG), (self.w_out_EFD, self.b_out_ED)):
             bound = 1 / math.sqrt(weight.shape[1])
             for tensor in (weight,) if bias is None else (weight, bias):
                 if not dice:
                     tensor.uniform_(-bound, bound)
-                for one, own in zip(tensor, dice, strict=False):
-                    one.uniform_(-bound, bound, generator=own)
+                for expert, own in zip(tensor, dice, strict=False):
+                    expert.uniform_(-bound, bound, generator=own)
 
     def weights(self) -> ExpertWeights:
         return ExpertWeights(
@@ -108,7 +108,7 @@ class Experts(nn.Module):
         )
 
     def on_every_token(self, x_TD: Tensor, ffn: Implementation | Auto | None = None) -> Tensor:
-        """A single expert as a feed-forward network, in plain torch or by `ffn`: no routing, no gate."""
+        """A single expert as a feed-forward network, in plain torch or with `ffn`: no routing, no gate."""
         assert self.w_in_EDG.shape[0] == 1
         if ffn is not None:
             gate_T1 = torch.ones(len(x_TD), 1, device=x_TD.device)
@@ -119,11 +119,11 @@ class Experts(nn.Module):
         return y_TD if self.b_out_ED is None else y_TD + self.b_out_ED[0]
 
     def freeze(self, implementation: Implementation, kept: PackedFiles | None = None) -> None:
-        """Hold the matrices only in the form that this implementation likes best; see MoE.freeze."""
+        """Replaces the matrices by the form that this implementation reads fastest; see MoE.freeze."""
         names = ("w_in_EDG", "w_out_EFD")
         if implementation.has_packed(*(getattr(self, name) for name in names)):
             return
-        thaw(self)  # one of them may be frozen, or both for another
+        thaw(self)  # one of them may be frozen, or both for another implementation
         if implementation.freeze is None:
             return
         frozen = implementation.frozen(self.weights(), kept).tensors()
@@ -131,7 +131,7 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights: ExpertWeights) -> None:
-        """Copy values in, for instance from experts.from_transformers(...)."""
+        """Copies values into the parameters, for instance from experts.from_transformers(...)."""
         mine = self.weights()
         if weights.activation != mine.activation or weights.tensors().keys() != mine.tensors().keys():
             raise ValueError(
@@ -147,8 +147,8 @@ class Experts(nn.Module):
 
 
 def with_format(impl: str, *, batch_invariant: bool = False) -> str:
-    """What `impl` names for freezing: an implementation, or a format alone: "int8_a8" is
-    "native(store=int8_a8)". ValueError with all formats if it is neither."""
+    """The implementation that `impl` means for freezing. It is an implementation, or a format: "int8_a8"
+    means "native(store=int8_a8)". Raises ValueError with all formats if it is neither."""
     if "(" in impl or impl in ("auto", *expert_ffn_op.names()):
         return impl
     if impl != "bfloat16":
@@ -157,14 +157,14 @@ def with_format(impl: str, *, batch_invariant: bool = False) -> str:
         except ValueError:
             raise ValueError(
                 f"there is no format and no implementation of expert_ffn {impl!r}; formats are bfloat16, "
-                f"{', '.join(NAMES)}, and these with {INT8_ROWS} behind for rows of 8 bits too; "
+                f"{', '.join(NAMES)}, and these with {INT8_ROWS} at the end for rows of 8 bits; "
                 f"implementations are {', '.join(expert_ffn_op.names())}"
             ) from None
     return f"native({'batch_invariant=True,' * batch_invariant}store={impl})"
 
 
 def _one_expert(x_TD: Tensor) -> RoutingPlan:
-    """The plan that gives every token to the only expert there is."""
+    """The plan that gives every token to a single expert."""
     expert_T1 = torch.zeros(len(x_TD), 1, dtype=torch.int64, device=x_TD.device)
     gate_T1 = torch.ones(len(x_TD), 1, device=x_TD.device)
     routing = Routing(expert_TK=expert_T1, gate_TK=gate_T1, num_experts=1, ragged=False)
@@ -172,7 +172,7 @@ def _one_expert(x_TD: Tensor) -> RoutingPlan:
 
 
 def _invariant_product(x_TD: Tensor, w_DN: Tensor, b_N: Tensor | None = None) -> Tensor:
-    """x w + b with the same bits for a token in every batch, which torch's product has not."""
+    """x w + b with the same bits for a token in every batch, which torch's product does not promise."""
     multiply = Auto(grouped_gemm_op, batch_invariant=True)
     b_1N = None if b_N is None else b_N.unsqueeze(0)
     return multiply(x_TD, w_DN.unsqueeze(0), _one_expert(x_TD), b_1N)
@@ -186,17 +186,17 @@ class MoE(nn.Module):
     router       a name (`mrb list routers`) or a Router; router_options go to the named router
     layout       compact (default), padded(capacity_factor=1.25), block(64), or a Layout
     impl         an implementation of expert_ffn (`mrb list ops`): a name, a name with options such as
-                 "staged(grouped_gemm=padded_bmm)", or "auto": chosen at every call (ops/auto.py), so also
-                 after .bfloat16() or .cuda(). `implementation` says what runs, and why. On a CPU it may be
-                 `native`, which is compiled at the first call, and faster after freeze().
+                 "staged(grouped_gemm=padded_bmm)", or "auto": chosen at every call (ops/auto.py), so it is
+                 right after .bfloat16() or .cuda(). `implementation` says what runs, and why. On a CPU it may
+                 be `native`, which is compiled at the first call, and is faster after freeze().
     plan_impl    the same for make_plan
     shared_F     hidden width of the expert that every token passes through (0: none); n shared experts of
                  width F are one of width n * F
-    shared_gate  weigh the shared experts by sigmoid(x w), as Qwen2-MoE and Qwen3-Next do
+    shared_gate  multiply the shared experts by sigmoid(x w), as in Qwen2-MoE and Qwen3-Next
     free_experts zero, copy and constant experts (see FreeExperts); the router chooses among E and these
     batch_invariant   a token's result has the same bits in every batch: only implementations that promise
-                 it, also for the router's projection and the shared experts. ValueError for what cannot be
-                 so: a rule or a layout that looks at the batch, free experts
+                 this run, also for the router's projection and the shared experts. ValueError for a rule or
+                 a layout that depends on the batch, and for free experts
     dtype        of the experts; a router stores and computes in float32 unless its own dtype option differs
 
     state_dict: router.* (the router's own), experts.* and shared.* (see Experts; shared has E = 1),
@@ -266,13 +266,14 @@ class MoE(nn.Module):
             self.make_batch_invariant()
 
     def make_batch_invariant(self) -> None:
-        """Router and shared experts too; the routed experts are as their implementation is."""
+        """Makes the router and the shared experts batch-invariant. The routed experts are so by their
+        implementation."""
         if self.layout.batch_dependent:
             raise ValueError(
-                f"layout {self.layout}: what is dropped depends on the batch; use compact or block"
+                f"layout {self.layout}: the dropped pairs depend on the batch; use compact or block"
             )
         if self.free is not None:
-            raise ValueError("free experts are plain products, which are not batch-invariant; leave them out")
+            raise ValueError("free experts use plain products, which are not batch-invariant; leave them out")
         self.router.make_batch_invariant(_invariant_product)
         self.shared_ffn = Auto(expert_ffn_op, batch_invariant=True)
 
@@ -282,7 +283,7 @@ class MoE(nn.Module):
 
     @property
     def implementation(self) -> str:
-        """What runs now, with the present dtype, device and grad mode; for "auto" also why.
+        """What runs with the current dtype, device and grad mode; for "auto" also why.
 
         "make_plan.native (auto: preferred on amx (decisions are off): ...) + expert_ffn.staged(...)"
         """
@@ -291,7 +292,7 @@ class MoE(nn.Module):
 
     @property
     def like(self) -> Tensor:
-        """A matrix of its experts, for the dtype and device of what stands beside it."""
+        """A matrix of its experts; other parts of a model take their dtype and device from it."""
         return self.experts.w_in_EDG
 
     @property
@@ -305,9 +306,9 @@ class MoE(nn.Module):
         return self.router.batch_dependent or self.layout.batch_dependent
 
     def train_only(self, part: str) -> MoE:
-        """Freeze the rest: "router" trains only the router, "experts" everything but the router.
+        """Trains only a part: "router", or "experts" for everything except the router, or "all".
 
-        No implementation computes gradients of frozen parameters. "all" trains everything again.
+        No implementation computes gradients of the other parameters.
         """
         if part not in TRAINABLE:
             raise ValueError(f"train_only takes {', '.join(TRAINABLE)}, not {part!r}")
@@ -318,14 +319,15 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def freeze(self, impl: str | PackedFiles | None = None, kept: PackedFiles | None = None) -> MoE:
-        """For inference: the experts' matrices are packed once, and the packed form takes their place.
+        """For inference: packs the experts' matrices once and replaces them by the packed form.
 
-        impl: a format ("int8", "int4_g128_a8": docs/formats.md) or another implementation from now on; else
-        the layer's own. `frozen` says how many bytes that saved and what error to expect.
+        impl: a format ("int8", "int4_g128_a8": docs/formats.md) or another implementation, which then runs;
+        by default the layer's own. `frozen` says how many bytes this saved and what error to expect.
 
-        No memory is used twice, and nothing can change the weights behind the layer's back: writing to a
-        frozen parameter raises, and so does freezing one that something else can write to. Nothing requires
-        gradients afterwards. What packs nothing leaves them as they are. kept: see packed_files.py.
+        No memory is used twice, and no other code can change the weights unnoticed: writing to a frozen
+        parameter raises an error, and so does freezing a parameter that other code can write to. No parameter
+        requires gradients afterwards. An implementation without a packed form leaves the weights unchanged.
+        kept: see packed_files.py.
         """
         if isinstance(impl, PackedFiles):
             impl, kept = None, impl
@@ -345,11 +347,11 @@ class MoE(nn.Module):
 
     @property
     def frozen(self) -> Freezing | None:
-        """What freeze() did: bytes before and after, and what error to expect; None if nothing is frozen."""
+        """What freeze() did: bytes before and after, and the expected error; None if nothing is frozen."""
         return freezing(self)
 
     def thaw(self) -> MoE:
-        """Plain parameters again; train_only("all") makes them require gradients."""
+        """Makes plain parameters again; train_only("all") makes them require gradients."""
         thaw(self)
         return self
 
@@ -359,7 +361,7 @@ class MoE(nn.Module):
         return self.compute(x_TD, routing).view(x.shape), routing
 
     def tokens(self, x: Tensor) -> Tensor:
-        """x of shape (..., D) as x_TD, checked."""
+        """x of shape (..., D) as x_TD. Raises ValueError for a wrong width or dtype."""
         if x.shape[-1] != self.D:
             raise ValueError(f"x has width {x.shape[-1]}, the layer {self.D}")
         dtype = self.experts.w_in_EDG.dtype
@@ -368,7 +370,7 @@ class MoE(nn.Module):
         return x.reshape(-1, self.D)
 
     def route(self, router: Router, x_TD: Tensor, info: TokenInfo) -> Routing | SoftRouting:
-        """The routing by `router`, which is this layer's or another of the same sizes."""
+        """The routing of `router`, which is this layer's router or another of the same sizes."""
         routing = router(x_TD, info)
         if self.free is None:
             return routing
@@ -377,13 +379,13 @@ class MoE(nn.Module):
         return self.free.settle(routing, info.mask_T)
 
     def plan(self, routing: Routing) -> RoutingPlan:
-        """The rows of all pairs of the E experts; free experts have no rows."""
+        """The plan for the pairs of the E experts; free experts have no rows."""
         return self.make_plan(routing if self.free is None else self.free.for_kernels(routing), self.layout)
 
     def compute(
         self, x_TD: Tensor, routing: Routing | SoftRouting, plan: RoutingPlan | None = None
     ) -> Tensor:
-        """The layer's result for a routing; `plan` is plan(routing), if it exists already."""
+        """The layer's result for a routing; `plan` is plan(routing), if it was already made."""
         if isinstance(routing, SoftRouting):
             y_TD = self.written_back(self.slots_computed(self.mixed(x_TD, routing), routing), routing)
         else:
@@ -401,12 +403,12 @@ class MoE(nn.Module):
         return y_TD
 
     def chosen_computed(self, x_TD: Tensor, routing: Routing, plan: RoutingPlan | None) -> Tensor:
-        """What the chosen experts give."""
+        """The result of the chosen experts."""
         plan = self.plan(routing) if plan is None else plan
         return self.expert_ffn(x_TD, routing.gate_TK, plan, self.experts.weights())
 
     def slots(self, routing: SoftRouting) -> tuple[Routing, Layout]:
-        """Soft-MoE's slots as tokens with one choice each, by expert, in a layout that drops none of them."""
+        """Soft-MoE's slots as tokens with one choice each, sorted by expert, and a layout that drops none."""
         E, rows = routing.num_experts, routing.dispatch_BNS.shape[0] * routing.slots_per_expert
         one_each = Routing(
             expert_TK=torch.arange(E, device=routing.combine_BNS.device).repeat_interleave(rows).unsqueeze(1),
@@ -418,26 +420,26 @@ class MoE(nn.Module):
         return one_each, Layout.padded(capacity=rows) if self.layout.kind == "padded" else self.layout
 
     def mixed(self, x_TD: Tensor, routing: SoftRouting) -> Tensor:
-        """The slots as rows, by expert: each a weighted mean of the tokens of its sequence."""
+        """The slots as rows, sorted by expert: each is a weighted mean of the tokens of its sequence."""
         B, N, _ = routing.dispatch_BNS.shape
         E, s = routing.num_experts, routing.slots_per_expert
         slot_BSD = routing.dispatch_BNS.transpose(1, 2).to(x_TD.dtype) @ x_TD.view(B, N, self.D)
         return slot_BSD.view(B, E, s, self.D).transpose(0, 1).reshape(E * B * s, self.D)
 
     def slots_computed(self, slot_TD: Tensor, routing: SoftRouting) -> Tensor:
-        """What the experts make of the slots, which are tokens with one choice each."""
+        """The result of the experts for the slots, which are tokens with one choice each."""
         one_each, layout = self.slots(routing)
         plan = self.make_plan(one_each, layout)
         return self.expert_ffn(slot_TD, one_each.gate_TK, plan, self.experts.weights())
 
     def written_back(self, slot_TD: Tensor, routing: SoftRouting) -> Tensor:
-        """The tokens: each a weighted mean of the slots of its sequence."""
+        """The tokens: each is a weighted mean of the slots of its sequence."""
         B, _, S = routing.combine_BNS.shape
         E, s = routing.num_experts, routing.slots_per_expert
         y_BSD = slot_TD.view(E, B, s, self.D).transpose(0, 1).reshape(B, S, self.D)
         return (routing.combine_BNS.to(slot_TD.dtype) @ y_BSD).view(-1, self.D)
 
     def extra_repr(self) -> str:
-        # not `implementation`, which may have to compile to say why
+        # not `implementation`, which may compile C++ to find out what runs
         parts = f"layout={self.layout}, make_plan={self.make_plan.label}, expert_ffn={self.expert_ffn.label}"
         return parts if self.frozen is None else f"{parts}\n{self.frozen}"

@@ -1,4 +1,4 @@
-"""PERFT (arXiv:2411.08212): small adapters trained beside a frozen MoE layer, in four arrangements.
+"""PERFT (arXiv:2411.08212): small adapters that are trained beside a frozen MoE layer, in four kinds.
 
     kind "R"  routed    y = MoE(x) + sum over top-K of g_j(x) A_j(x)       g: a router of their own, trained
     kind "E"  embedded  y = sum_e gate_e(x) (E_e(x) + A_e(x))              one per expert, the frozen gates
@@ -8,10 +8,10 @@
     adapter "lora"      A(x) = alpha / rank * (x U) V                      U: D x rank,  V: rank x D
     adapter "parallel"  A(x) = silu(x U) V
 
-V starts at 0, so a new Perft computes exactly what the frozen layer computes; U starts at U(-1, 1) / sqrt(D),
-as in LoRA's own code. In the authors' code (liuyilun2000/PERFUME) V starts at 1e-6 N(0, 1) and U at
-N(0, 2 / rank); alpha is twice the rank; the gates of "R" are renormalised after top-k for Mixtral, for OLMoE
-only if its configuration says so (here `router_options={"order": ...}`); there is dropout, which is not here.
+V starts at 0, so a new Perft computes exactly what the frozen layer computes. U starts at U(-1, 1) / sqrt(D),
+as in LoRA's own code. In the authors' code (liuyilun2000/PERFUME) V starts at 1e-6 N(0, 1) and U at N(0, 2 /
+rank), and alpha is twice the rank. The gates of "R" are renormalised after top-k for Mixtral, and for OLMoE
+if its configuration says so (here `router_options={"order": ...}`). It has dropout, which is not here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.plan import Layout, RoutingPlan
 from moe_routing_bench.core.routing import Routing, SoftRouting, TokenInfo
 from moe_routing_bench.moe.layer import MoE, Routings
@@ -38,12 +38,12 @@ ADAPTERS = ("lora", "parallel")
 class Adapters(nn.Module):
     """E adapters of width F = rank. state_dict: down_EDF (U above) and up_EFD (V above)."""
 
-    def __init__(self, like: Tensor, E: int, rank: int, *, silu: bool, scale: float, grouped_gemm: str):
+    def __init__(self, w_in_EDG: Tensor, E: int, rank: int, *, silu: bool, scale: float, grouped_gemm: str):
         super().__init__()
-        D = like.shape[1]
+        D = w_in_EDG.shape[1]
         self.silu, self.scale = silu, scale
-        self.down_EDF = nn.Parameter(like.new_empty(E, D, rank))
-        self.up_EFD = nn.Parameter(like.new_zeros(E, rank, D))
+        self.down_EDF = nn.Parameter(w_in_EDG.new_empty(E, D, rank))
+        self.up_EFD = nn.Parameter(w_in_EDG.new_zeros(E, rank, D))
         nn.init.uniform_(self.down_EDF, -(D**-0.5), D**-0.5)
         self.dispatch = resolve(dispatch_op, "auto")
         self.grouped_gemm = resolve(grouped_gemm_op, grouped_gemm)
@@ -70,18 +70,18 @@ class Perft(nn.Module):
     adapter       "lora" or "parallel"
     num_adapters  for R and D; E has one per expert, S one
     K             adapters per token, for R
-    alpha         for LoRA; None: no scaling, like alpha = rank
+    alpha         for LoRA; None: no scaling, which is alpha = rank
     router        for R: a name, with router_options, or a Router
     grouped_gemm  an implementation of grouped_gemm, for the adapters
 
     The parameters of `moe` are frozen; only the new ones train. routings[0] is the frozen router's choice,
     routings[1] that of R's own router.
 
-    state_dict: moe.* as in MoE, adapters.* (see Adapters), router.* with R. adapter_state_dict() is the new
-    part alone.
+    state_dict: moe.* as in MoE, adapters.* (see Adapters), router.* with R. adapter_state_dict() has only the
+    new part.
 
     >>> layer = mrb.Perft(mrb.MoE(D=8, F=16, E=4, K=2), kind="R", rank=2, num_adapters=4, K=2)
-    >>> sorted({name.split(".")[0] for name, one in layer.named_parameters() if one.requires_grad})
+    >>> sorted({name.split(".")[0] for name, weight in layer.named_parameters() if weight.requires_grad})
     ['adapters', 'router']
     """
 
@@ -102,8 +102,8 @@ class Perft(nn.Module):
         grouped_gemm: str = "auto",
     ):
         super().__init__()
-        check_option("kind", kind, KINDS)
-        check_option("adapter", adapter, ADAPTERS)
+        one_of("kind", kind, KINDS)
+        one_of("adapter", adapter, ADAPTERS)
         if adapter == "parallel" and alpha is not None:
             raise ValueError("alpha scales LoRA; a parallel adapter has none")
         if rank < 1:
@@ -173,7 +173,7 @@ class Perft(nn.Module):
         return y_TD.view(x.shape), Routings(routings)
 
     def adapter_state_dict(self) -> dict[str, Tensor]:
-        """Only the new parameters: what to save after fine-tuning."""
+        """Only the new parameters, to be saved after fine-tuning."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith("moe.")}
 
     def load_adapter_state_dict(self, state: Mapping[str, Tensor]) -> None:

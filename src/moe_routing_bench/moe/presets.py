@@ -1,14 +1,14 @@
-"""Routing as published models do it: router_for("deepseek-v3"), and weights from Transformers' modules.
+"""Routing of published models: router_for("deepseek-v3"), and weights from Transformers' modules.
 
-Rules, options and sizes stand in published.py. In float32 the choices are those of Transformers' own router
-with the same weights, in the same order where it promises one, and the gates are its weights within rounding.
+Rules, options and sizes are in core/published.py. In float32 the choices are those of Transformers' own
+router with the same weights, in the same order if it promises one, and the gates are the same up to rounding.
 
-Ties: of equal scores the lower expert id wins here. Transformers calls torch.topk, which promises nothing
-(of 64 equal logits torch 2.13 on a CPU takes expert 44 first); topk="torch_topk" makes the same call.
+Ties: of equal scores the lower expert id is chosen here. Transformers calls torch.topk, which promises no
+order (of 64 equal logits torch 2.13 on a CPU takes expert 44 first); topk="torch_topk" makes the same call.
 
-16 bit: the routers of DeepSeek and GLM compute in float32 as ours do. Those of Qwen, Mixtral, OLMoE, Granite
-and gpt-oss round logits to the model's dtype; logits_dtype=torch.bfloat16 does the same here. Switch (rounds
-probabilities) and Llama 4 (rounds logits) are reproduced for float32 models alone.
+16 bit: the routers of DeepSeek and GLM compute in float32, like ours. The routers of Qwen, Mixtral, OLMoE,
+Granite and gpt-oss round logits to the model's dtype; logits_dtype=torch.bfloat16 does the same here. Switch
+(rounds probabilities) and Llama 4 (rounds logits) are reproduced only for float32 models.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from moe_routing_bench.core.published import MODELS, model
 from moe_routing_bench.routers.router import Router, build
 
-# a family stands for its first model
-ROUTED = {one.family: one for one in reversed(MODELS.values())} | MODELS
+# a family means its first model
+ROUTED = {published.family: published for published in reversed(MODELS.values())} | MODELS
 
 
 def router_for(
@@ -38,19 +38,21 @@ def router_for(
     >>> mrb.router_for("deepseek-v3", D=64, E=16, K=2)(torch.randn(5, 64)).expert_TK.shape
     torch.Size([5, 2])
     """
-    one = model(name, ROUTED)
-    if one.routing.missing:
-        raise NotImplementedError(f"the routing of {name} is not here: {one.routing.missing}")
-    sizes = [own if given is None else given for given, own in ((D, one.D), (E, one.E), (K, one.K))]
-    return build(one.routing.rule, *sizes, **{**one.routing.options, **overrides})
+    published = model(name, ROUTED)
+    routing = published.routing
+    if routing.missing:
+        raise NotImplementedError(f"the routing of {name} is not here: {routing.missing}")
+    pairs = ((D, published.D), (E, published.E), (K, published.K))
+    sizes = [own if given is None else given for given, own in pairs]
+    return build(routing.rule, *sizes, **{**routing.options, **overrides})
 
 
 @torch.no_grad()
 def load_router(router: Router, module: nn.Module) -> Router:
-    """Copy the weights of a Transformers router module into ours; returns the router.
+    """Copies the weights of a Transformers router module into ours and returns the router.
 
-    weight (E x D) goes to w_DE transposed, bias to b_E, e_score_correction_bias to bias_E. For
-    Switch Transformers the module holds them in `classifier`.
+    weight (E x D) goes to w_DE transposed, bias to b_E, e_score_correction_bias to bias_E. In Switch
+    Transformers they are in the module's `classifier`.
 
     >>> router, theirs = mrb.router_for("qwen3-30b-a3b", D=8, E=4, K=2), torch.nn.Linear(8, 4, bias=False)
     >>> torch.equal(mrb.load_router(router, theirs).w_DE, theirs.weight.T)
@@ -75,7 +77,9 @@ def load_router(router: Router, module: nn.Module) -> Router:
                 raise ValueError(f"the router has {name}, but {type(module).__name__} has nothing for it")
             continue
         if name not in mine:
-            raise ValueError(f"{type(module).__name__} has weights for {name}, which the router has not")
+            raise ValueError(
+                f"{type(module).__name__} has weights for {name}, which the router does not have"
+            )
         if mine[name].shape != value.shape:
             raise ValueError(
                 f"{name} is {tuple(mine[name].shape)} here, {tuple(value.shape)} in {type(module).__name__}"

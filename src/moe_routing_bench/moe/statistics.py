@@ -1,4 +1,4 @@
-"""What a routing looks like, in numbers: RoutingStatistics."""
+"""RoutingStatistics: numbers about the balance and specialisation of a routing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moe_routing_bench.core.load import LoadStatistics
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.core.routing import Routing
 
-# so many tokens are looked at together: 10^6 tokens of 512 experts would otherwise need 2 GB at once
+# tokens that are processed together; 10^6 tokens with 512 experts would need 2 GB at once
 CHUNK = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingStatistics:
-    """The vocabulary of balance and specialisation, each a tensor on the routing's device.
+    """Numbers about balance and specialisation, each a tensor on the routing's device.
 
     T=4, K=2, E=3, expert_TK = [[0, 1], [0, 1], [0, 2], [2, -1]], logits_TE = [[log 2, 0, 0]] * 4, a padded
     plan of capacity 2, `previous` with expert_TK = [[1, 0], [0, 2], [0, 2], [1, -1]], label_T = [0, 0, 1, 1]:
@@ -34,10 +34,10 @@ class RoutingStatistics:
       label_bits        = 0.5917            mutual information of expert and label over the pairs, in bits:
                                             counts [[2, 1], [2, 0], [0, 2]] of 7; None without labels
       label_share       = 0.6005            label_bits over the entropy of the label (0.9852 bits): 0 if the
-                                            experts know nothing of the label, 1 if they determine it
+                                            experts are independent of the label, 1 if they determine it
 
-    Tokens without an expert, now and before, do not enter agreement. Chance alone gives about
-    (E - 1)(L - 1) / (2 ln 2 * pairs) label_bits for L labels: compare only figures of equally many pairs.
+    Tokens without an expert in both routings do not count for agreement. By chance there are about
+    (E - 1)(L - 1) / (2 ln 2 * pairs) label_bits for L labels: compare only numbers from equally many pairs.
 
     >>> expert_TK = torch.tensor([[0, 1], [0, 1], [0, 2], [2, -1]])
     >>> routing = mrb.Routing(expert_TK=expert_TK, gate_TK=torch.ones(4, 2), num_experts=3)
@@ -66,9 +66,9 @@ class RoutingStatistics:
         mask_T: Tensor | None = None,
         num_ranks: int = 1,
     ) -> RoutingStatistics:
-        """No host synchronisation. O(T K^2 + T E) time, O(E^2 + E L) memory beside a chunk of tokens.
+        """Does not wait for the device. O(T K^2 + T E) time, O(E^2 + E L) memory besides a chunk of tokens.
 
-        previous: another routing of the same tokens, such as that of the step before.
+        previous: another routing of the same tokens, for instance of the previous step.
         label_T: a label 0 .. num_labels - 1 for each token (its domain, its position); others are ignored.
         mask_T: False where there is no token, as in TokenInfo.
         """
@@ -96,7 +96,7 @@ class RoutingStatistics:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists, for a record. Reads values on the host."""
+        """Plain numbers and lists, for a record. It reads values on the host."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             name: value.to_dict()
@@ -130,16 +130,16 @@ def _chunks(T: int) -> list[slice]:
 
 
 def _ids_and_chosen(routing: Routing, rows: slice) -> tuple[Tensor, Tensor]:
-    """The choices of some tokens, with E for an absent one, and whether each is present."""
+    """The choices of some tokens, with E for an absent expert, and whether each is present."""
     expert_tK = routing.expert_TK[rows]
     chosen_tK = replace(routing, expert_TK=expert_tK).chosen_TK()
     return torch.where(chosen_tK, expert_tK, routing.num_experts), chosen_tK
 
 
 def _co_EE(routing: Routing) -> Tensor:
-    """By pairs of choices, K (K + 1) / 2 for each token: E x E for each token would be too many."""
+    """Counts pairs of choices, K (K + 1) / 2 per token; E x E per token would be too many."""
     E = routing.num_experts
-    # one more place, for pairs in which one expert is absent
+    # one extra place, for pairs in which an expert is absent
     count = torch.zeros(E * E + 1, dtype=torch.int64, device=routing.expert_TK.device)
     for rows in _chunks(routing.num_tokens):
         expert_tK, chosen_tK = _ids_and_chosen(routing, rows)
@@ -166,7 +166,7 @@ def _agreement(now: Routing, before: Routing) -> Tensor:
     tokens = torch.zeros((), dtype=torch.int64, device=now.expert_TK.device)
     for rows in _chunks(now.num_tokens):
         (now_tK, chosen_tK), (before_tK, used_tK) = _ids_and_chosen(now, rows), _ids_and_chosen(before, rows)
-        # a place for each expert and one for absent choices, so that one look-up a choice finds what both use
+        # a place for each expert and one for absent choices; one look-up per choice finds what both use
         used_tE1 = used_tK.new_zeros(used_tK.shape[0], now.num_experts + 1).scatter_(1, before_tK, True)
         both_t = (used_tE1.gather(1, now_tK) & chosen_tK).sum(1)
         either_t = chosen_tK.sum(1) + used_tK.sum(1) - both_t
@@ -186,6 +186,6 @@ def _label_information(routing: Routing, label_T: Tensor, num_labels: int) -> tu
     share_EL = count_EL / count_EL.sum().clamp(min=1).double()
     marginals = (share_EL.sum(1), share_EL.sum(0), share_EL)
     of_expert, of_label, of_both = (torch.special.entr(share).sum() / math.log(2) for share in marginals)
-    # rounded sums may leave the bounds: information is between 0 and the entropy of the label
+    # rounding may leave the bounds: the information is between 0 and the entropy of the label
     bits = torch.minimum((of_expert + of_label - of_both).clamp(min=0), of_label)
     return bits, torch.where(of_label > 0, bits / torch.where(of_label > 0, of_label, 1.0), 0.0)

@@ -1,15 +1,15 @@
-"""What impl="auto" means: which implementation runs these arguments, and why. The candidates are, in order:
+"""impl="auto": chooses the implementation for a call, and says why. The candidates are, in this order:
 
-1. The measured winner, if decisions are on and were made for this machine, torch and these sizes.
-2. What the op prefers on this class of machine (`ops/<op>/preferences.py`), and last its default.
+1. the measured winner, if decisions are on and were made for this machine, torch and these sizes
+2. what the op prefers on this class of machine (`ops/<op>/preferences.py`), then the op's default
 
-The first candidate that can run the arguments is chosen, at every call, because tokens, dtype, device and the
-need for gradients may change from call to call. `Choice.why` names the candidates that could not run.
-Decisions are off unless the environment variable MRB_DECISIONS=<file> or use_decisions(<file>) turns them on;
-no file is looked for anywhere else. The variable and its file are read once, at the first choice.
+Every call takes the first candidate that can run its arguments, because tokens, dtype, device and the need
+for gradients may change from call to call. `Choice.why` names the candidates that could not run. Decisions
+are off unless the environment variable MRB_DECISIONS=<file> or use_decisions(<file>) turns them on. The
+variable and its file are read once, at the first choice.
 
-A call looks up rows that were ranked before, compares the sizes with the conditions of a row, and asks the
-chosen implementation whether it can run: about 2 us on a CPU.
+A call finds rows that were ranked before, compares the sizes with the conditions of a row, and asks the
+chosen implementation whether it can run. This takes about 2 us on a CPU.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from moe_routing_bench.ops.tracing import while_tracing
 
 VARIABLE = "MRB_DECISIONS"
 MANY = 2**40  # more tokens than any call has
-PROBED = tuple(2**n for n in range(13))  # tokens for which `describe` looks at what runs
+PROBED = tuple(2**n for n in range(13))  # numbers of tokens that `describe` tries
 
 
 class Choice(NamedTuple):
@@ -61,14 +61,15 @@ class Choice(NamedTuple):
 
     implementation: Implementation
     why: str
-    warning: str | None = None  # for the caller to issue: what was expected cannot run
+    warning: str | None = None  # for the caller to show: the expected implementation cannot run
 
 
 class Auto:
-    """impl="auto" of one op. It is called like an Implementation, and chooses at every call.
+    """impl="auto" of one op. It is called like an Implementation and chooses at every call.
 
-    `weights` returns the weights of its layer, for an op that does not take them: their sizes select the
-    measured decision. batch_invariant=True: only those that promise it, and one for every number of tokens.
+    `weights` returns the weights of the layer, for an op that does not take them; their sizes select the
+    measured decision. With batch_invariant=True it chooses only implementations that promise this, and the
+    same one for every number of tokens.
     """
 
     label = "auto"
@@ -87,12 +88,13 @@ class Auto:
     def __call__(self, *args: Any) -> Any:
         choice = self.choice(*args) if self.batch_invariant else _choose(self.op, args, self.weights)
         if choice.warning is not None:
-            _say(choice.warning)
+            _warn_once(choice.warning)
         return choice.implementation.run(*args)
 
 
 def describe(part: Implementation | Auto, weights: ExpertWeights, K: int, layout: Layout) -> str:
-    """What runs in a layer of these sizes; for "auto" also why, and for how many tokens if that matters."""
+    """What runs in a layer of these sizes; for "auto" also why, and for how many tokens if it depends on
+    that."""
     if isinstance(part, Implementation):
         return f"{part.op}.{part.label}"
     op = part.op
@@ -104,7 +106,7 @@ def describe(part: Implementation | Auto, weights: ExpertWeights, K: int, layout
     def label(T: int) -> str:
         return at(T).implementation.label
 
-    edges = []  # the last T before another one runs
+    edges = []  # the last T before another implementation runs
     for few, many in pairwise(PROBED):
         if label(few) != label(many):
             changed = [label(T) != label(few) for T in range(few, many)]
@@ -122,55 +124,57 @@ def _span(first: int, last: int) -> str:
 def resolve(
     op: Op, impl: str, weights: Callable[[], ExpertWeights] | None = None, *, batch_invariant: bool = False
 ) -> Implementation | Auto:
-    """The implementation called `impl`, or an Auto. ValueError if it must be batch-invariant and is not."""
+    """Returns the implementation `impl`, or an Auto. Raises ValueError if it must be batch-invariant and is
+    not."""
     if impl == "auto":
         return Auto(op, weights, batch_invariant=batch_invariant)
     named = op.get(impl)
     if batch_invariant and not named.batch_invariant:
-        those = ", ".join(invariant_names(op))
-        raise ValueError(f"{op.name}.{named.label} is not batch-invariant; these are: {those}")
+        others = ", ".join(invariant_names(op))
+        raise ValueError(f"{op.name}.{named.label} is not batch-invariant; these are: {others}")
     return named
 
 
 def invariant_names(op: Op) -> list[str]:
-    """The implementations that say BATCH_INVARIANT, with the configurations a tuner may try."""
-    entries = ((entry.spec, entry.implementation) for entry in find_all(op, configs=True))
-    return [spec for spec, one in entries if one is not None and one.batch_invariant]
+    """The batch-invariant implementations, with the configurations that a tuner may try."""
+    entries = find_all(op, configs=True)
+    return [e.spec for e in entries if e.implementation is not None and e.implementation.batch_invariant]
 
 
 def _made_invariant(op: Op, spec: str) -> Implementation:
-    plain = op.get(spec)  # and the options that make it batch-invariant
+    """`spec` with the options that make it batch-invariant."""
+    plain = op.get(spec)
     return op.get(replace(plain, config={**plain.config, **plain.invariant_with}).label)
 
 
 @cache  # listing the folders takes milliseconds
 def _promising(op: Op, machine: str) -> dict[str, Implementation]:
     order = [spec for row in preferences(op, machine) if row.always for spec in row.order]
-    preferred = [one for one in (_made_invariant(op, spec) for spec in order) if one.batch_invariant]
-    return {one.label: one for one in (*preferred, *map(op.get, invariant_names(op)))}
+    preferred = [impl for impl in (_made_invariant(op, spec) for spec in order) if impl.batch_invariant]
+    return {impl.label: impl for impl in (*preferred, *map(op.get, invariant_names(op)))}
 
 
 def _choose_invariant(op: Op, args: tuple[Any, ...]) -> Choice:
-    """Decisions are not followed: they may differ by the number of tokens, and then so would the bits."""
+    """The first that can run. Decisions are ignored, because they may depend on the number of tokens."""
     for value in args:
         if isinstance(value, ExpertWeights) and isinstance(value.w_in_EDG, Frozen):
             return _frozen(op, args, _made_invariant(op, value.w_in_EDG.form.label))
     machine, passed = machine_of(leading(args).device), ""
-    for spec, one in _promising(op, machine).items():
-        if (reason := one.why_not(*args)) is None:
+    for spec, implementation in _promising(op, machine).items():
+        if (reason := implementation.why_not(*args)) is None:
             why = f"the first on {machine} that is batch-invariant, for any number of tokens{passed}"
-            return Choice(one, why)
+            return Choice(implementation, why)
         passed += f"; {spec} cannot run: {reason}"
-    raise NotImplementedError(f"{op.name}: nothing that is batch-invariant can run this{passed}")
+    raise NotImplementedError(f"{op.name}: no batch-invariant implementation can run this{passed}")
 
 
 def pick(op: Op, impl: str, args: tuple[Any, ...], weights: ExpertWeights | None = None) -> Choice:
     """What runs these arguments for `impl`, a name or "auto", and why. Raises NotImplementedError with the
-    reason if nothing does."""
+    reason if nothing can."""
     if impl == "auto":
         choice = choose(op, args, weights)
         if choice.warning is not None:
-            _say(choice.warning)
+            _warn_once(choice.warning)
         return choice
     named = op.get(impl)
     if (reason := named.why_not(*args)) is not None:
@@ -179,8 +183,8 @@ def pick(op: Op, impl: str, args: tuple[Any, ...], weights: ExpertWeights | None
 
 
 def choose(op: Op, args: tuple[Any, ...], weights: ExpertWeights | None = None) -> Choice:
-    """What "auto" picks for these arguments, and why. Issues no warning. Without weights, given or among the
-    arguments, no measured decision can be found."""
+    """What "auto" chooses for these arguments, and why. It shows no warning. Without weights, given or among
+    the arguments, it cannot find a measured decision."""
     return _choose(op, args, None if weights is None else lambda: weights)
 
 
@@ -193,7 +197,7 @@ def _choose(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] 
             break
     passed, tracing = "", is_dynamo_compiling()
     for spec, choice in row.candidates:
-        # torch.compile follows an implementation only if the op holds it
+        # torch.compile traces an implementation only if it is an attribute of the op
         implementation = op.get(spec) if tracing else choice.implementation
         if (reason := implementation.why_not(*args)) is None:
             if not passed and not tracing:
@@ -201,11 +205,11 @@ def _choose(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] 
             warning = _passed_over(op, passed) if passed and row.measured else choice.warning
             return Choice(implementation, choice.why + passed, warning)
         passed += f"; {spec} cannot run: {reason}"
-    raise NotImplementedError(f"{op.name}: nothing can run this{passed}")
+    raise NotImplementedError(f"{op.name}: no implementation can run this{passed}")
 
 
 def _frozen(op: Op, args: tuple[Any, ...], implementation: Implementation) -> Choice:
-    """Frozen weights exist only as one implementation packed them."""
+    """Only the implementation that packed frozen weights can read them."""
     if (reason := implementation.why_not(*args)) is not None:
         label = implementation.label
         raise NotImplementedError(
@@ -216,13 +220,13 @@ def _frozen(op: Op, args: tuple[Any, ...], implementation: Implementation) -> Ch
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """The candidates for some calls, in order: by the name in the table, each with its reason."""
+    """The candidates for some calls, in order: the name in the table, and the choice with its reason."""
 
-    most_tokens: int | None  # the next measured number of tokens is nearer
+    most_tokens: int | None  # with more tokens another measured number of tokens is nearer
     preference: Preference
     candidates: tuple[tuple[str, Choice], ...]
-    measured: bool  # the first is a measured winner
-    always: bool  # it has no condition
+    measured: bool  # the first candidate is a measured winner
+    always: bool  # the row has no condition
 
 
 def _fits(row: _Row, args: tuple[Any, ...]) -> bool:
@@ -231,7 +235,7 @@ def _fits(row: _Row, args: tuple[Any, ...]) -> bool:
 
 @dataclass
 class _State:
-    """The decisions in use, and what was ranked with them."""
+    """The decisions in use, and the rows that were ranked with them."""
 
     known: bool = False  # use_decisions was called, or the environment was read
     decisions: Decisions | None = None
@@ -244,8 +248,8 @@ _state = _State()
 
 
 def use_decisions(path: Path | str | None) -> None:
-    """From now on impl="auto" follows this file, written by `mrb decide`; None: only the ops' preferences,
-    whatever MRB_DECISIONS says. A forward that torch.compile has compiled keeps its choices.
+    """Makes impl="auto" follow this file, which `mrb tune decide` wrote; None: only the preferences, even
+    if MRB_DECISIONS is set. A forward that torch.compile has already compiled keeps its choices.
 
     >>> mrb.use_decisions(None)
     """
@@ -257,7 +261,7 @@ def use_decisions(path: Path | str | None) -> None:
 
 
 def _rows(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | None) -> tuple[_Row, ...]:
-    """The candidates by size of call; the last row is for any."""
+    """The candidates for each size of call; the last row fits every call."""
     first = leading(args)
     if first.is_cpu and not is_dynamo_compiling() and (rows := _state.on_cpu.get(op.name)) is not None:
         return rows
@@ -289,7 +293,7 @@ def _ranked(op_name: str, device: torch.device, sizes: tuple[int | str, ...] | N
 
 
 @while_tracing
-def _say(warning: str) -> None:
+def _warn_once(warning: str) -> None:
     if warning not in _state.warned:
         _state.warned.add(warning)
         warnings.warn(warning, UserWarning, stacklevel=4)
@@ -304,8 +308,8 @@ def _rank(
         if (mismatch := _mismatch(decisions)) is not None:
             because = mismatch
             warning = (
-                f'{mismatch}, so impl="auto" goes by the preferences of the ops; make decisions here with '
-                f"`mrb decide`, or switch these off (unset {VARIABLE}, or use_decisions(None))"
+                f'{mismatch}, so impl="auto" uses the preferences of the ops; make decisions on this machine '
+                f"with `mrb tune decide`, or turn these off (unset {VARIABLE}, or use_decisions(None))"
             )
         elif facts is not None and (entry := decisions.find(op.name, facts, threads)) is None:
             because = f"no measured decision for these sizes ({facts})"
@@ -314,14 +318,14 @@ def _rank(
     tool = cpp.missing_tool() if device.type == "cpu" else None
     if tool is not None and next(preferences(op, timed_level() or PLAIN)).order != table[0].order:
         because = f"{because}; {tool}"
-        warning = warning or f'impl="auto" would run compiled C++ here; until then plain torch: {tool}'
+        warning = warning or f'impl="auto" would run compiled C++ here, but runs plain torch: {tool}'
 
     rows = []
     for edge, preferred in product((*(entry.bounds if entry else ()), None), table):
         wanted = _winner(op, decisions, entry, edge or MANY) if decisions and entry else {}
         for spec in preferred.order:
             wanted.setdefault(spec, f"preferred on {machine} ({because}): {preferred.evidence}")
-        wanted.setdefault(op.default, f"the last resort of {op.name} ({because})")
+        wanted.setdefault(op.default, f"the default of {op.name} ({because})")
         found, passed = {}, ""
         for spec, why in wanted.items():
             try:
@@ -329,12 +333,12 @@ def _rank(
             except NotImplementedError as absent:
                 passed += f"; {spec} cannot run: {str(absent).partition(': ')[2]}"
         lost = entry is not None and next(iter(found)) != next(iter(wanted))
-        said = _passed_over(op, passed) if lost else warning
+        shown = _passed_over(op, passed) if lost else warning
         rows.append(
             _Row(
                 most_tokens=edge,
                 preference=preferred,
-                candidates=tuple((spec, Choice(*one, said)) for spec, one in found.items()),
+                candidates=tuple((spec, Choice(*chosen, shown)) for spec, chosen in found.items()),
                 measured=entry is not None and not lost,
                 always=edge is None and preferred.always,
             )
@@ -343,16 +347,16 @@ def _rank(
 
 
 def _winner(op: Op, decisions: Decisions, entry: DecisionEntry, tokens: int) -> dict[str, str]:
-    """The measured winner, and the measurement behind it."""
+    """The measured winner, and a sentence about its measurement."""
     spec, measured_T = entry.winner(tokens)
     try:
         op.get(spec)
     except NotImplementedError:
-        pass  # it exists, but a library it needs is absent
+        pass  # it exists, but a library it needs is not installed
     except ValueError as error:
         raise ValueError(
             f"the decisions in {decisions.path} name {op.name}.{spec}, which cannot be used: {error}; "
-            "make them anew with `mrb decide`"
+            "make them anew with `mrb tune decide`"
         ) from None
     at = "over all measured T" if measured_T is None else f"at T={measured_T}"
     threads = "1 thread" if entry.threads == 1 else f"{entry.threads} threads"
@@ -361,7 +365,7 @@ def _winner(op: Op, decisions: Decisions, entry: DecisionEntry, tokens: int) -> 
 
 
 def _passed_over(op: Op, passed: str) -> str:
-    return f"{op.name}: the measured winner is passed over{passed}"
+    return f"{op.name}: the measured winner is not used{passed}"
 
 
 def _mismatch(decisions: Decisions) -> str | None:
@@ -385,7 +389,7 @@ def _tokens(args: tuple[Any, ...]) -> int:
 
 
 def _sizes(args: tuple[Any, ...], weights: ExpertWeights | None) -> tuple[int | str, ...] | None:
-    """Facts as a plain tuple, which torch.compile treats as constant; None if not all are known."""
+    """The Facts as a plain tuple, which torch.compile treats as a constant; None if not all are known."""
     K = layout = None
     for value in args:
         if isinstance(value, ExpertWeights):
@@ -398,7 +402,6 @@ def _sizes(args: tuple[Any, ...], weights: ExpertWeights | None) -> tuple[int | 
             K, layout = value.num_choices, value.layout
     if weights is None or K is None:
         return None
-    like = weights.w_in_EDG
-    dtype = name_of(like.dtype)
+    w_in = weights.w_in_EDG
     sizes = (weights.D, weights.F, weights.num_experts, K)
-    return (*sizes, dtype, str(layout), weights.activation, like.device.type)
+    return (*sizes, name_of(w_in.dtype), str(layout), weights.activation, w_in.device.type)

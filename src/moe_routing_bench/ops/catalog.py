@@ -1,4 +1,4 @@
-"""All implementations, also those that cannot be loaded: for listings, checks and benchmarks."""
+"""Lists all implementations, also those that cannot be loaded, for listings, checks and benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_routing_bench.ops.registry import BUILT_IN, Op
 class Listing:
     """One implementation, or one configuration of it, whether or not it can be loaded.
 
-    Entry(spec="mine", origin="file combine/mine.py", state="broken", reason="SyntaxError: invalid syntax")
+    Listing(spec="mine", origin="file combine/mine.py", state="broken", reason="SyntaxError: invalid syntax")
     """
 
     spec: str
@@ -26,8 +26,8 @@ class Listing:
 
 
 def find(op: Op, spec: str, config: Mapping[str, Any] | None = None) -> Listing:
-    """`spec` with `config` on top. Errors in code from outside are reported in the result; errors in built-in
-    code are raised, and so is ValueError for a name that does not exist."""
+    """Finds `spec`, with the options in `config` added. Errors in code from outside are in the result. Errors
+    in built-in code are raised, and so is ValueError for a name that does not exist."""
     try:
         implementation = op.get(spec)
         if config:

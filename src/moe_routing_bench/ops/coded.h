@@ -1,21 +1,21 @@
-// Weights of 8 and 4 bits: codes become numbers in registers, on their way to the sums.
+// Weights of 8 and 4 bits: codes become numbers in registers, just before they are multiplied.
 //
-// A panel has 32 columns, as in tiles.h, and is read front to back. Before the codes of each group of depth stand the
-// group's 32 scales, in the narrowest type that holds all scales of the format, and its 32 offsets in float32 if it has
-// them. Codes of a byte: [depth][32 columns]. Nibbles: [depth / 2][32 columns], the even depth in the lower half.
-// For rows of int8 (int8_rows.h) four of depth stand side by side: [depth / 4][32 columns][4], int8 codes 128 higher;
-// nibbles: [depth / 8][32 columns][4], the first four of eight in the lower halves.
+// A panel has 32 columns, as in tiles.h, and is read front to back. The codes of each group of depth come after the
+// group's 32 scales, in the narrowest type for all scales of the format, and its 32 offsets in float32 if it has them.
+// Codes of a byte: [depth][32 columns]. Nibbles: [depth / 2][32 columns], the even depth in the lower half. For rows of
+// int8 (int8_rows.h) four of depth are adjacent: [depth / 4][32 columns][4], int8 codes plus 128; nibbles:
+// [depth / 8][32 columns][4], the first four of eight in the lower halves.
 #pragma once
 #include "tiles.h"
 
 enum Code { INT8, E4M3, NIBBLE };          // mirrored in coded.py
-enum Scale { FLOAT32, FLOAT16, EXPONENT };  // too; EXPONENT: a byte e for 2^(e - 127)
+enum Scale { FLOAT32, FLOAT16, EXPONENT };  // also mirrored; EXPONENT: a byte e for 2^(e - 127)
 
-struct Coding {  // too
+struct Coding {  // also mirrored
   int64_t code, group, offsets, scale;  // group: a multiple of 32; offsets: 0 or 1
-  float numbers[16];                    // what nibbles stand for
-  int64_t int8_rows, zero;              // int8_rows: 0 or 1; zero: bytes of weights are so much higher than their numbers
-  float unit;                           // of those numbers
+  float numbers[16];                    // the number of each nibble
+  int64_t int8_rows, zero;              // int8_rows: 0 or 1; zero: how much bytes of weights exceed their numbers
+  float unit;                           // of these numbers
   uint8_t table[16];                    // nibbles as such bytes
   int64_t scale_bytes() const { return PANEL * (scale == FLOAT32 ? 4 : scale == FLOAT16 ? 2 : 1); }
 };
@@ -31,8 +31,8 @@ static inline uint16_t float16(float v) {
 #endif
 }
 
-// 32 columns of one expert: code is columns x depth, one in a byte, scale and offset columns x groups. Where order is
-// negative there is no column.
+// Packs 32 columns of one expert: code is columns x depth, one per byte; scale and offset are columns x groups. If order
+// is negative there is no column.
 static inline void pack_panel(uint8_t* to, const uint8_t* code, const float* scale, const float* offset,
                               const int64_t* order, int64_t K, int64_t groups, const Coding& coding) {
   const int64_t depth = packed_depth(K), step = coding.code == NIBBLE ? 2 : 1;
@@ -80,7 +80,7 @@ template <int CODE> struct Coded {
   }
   static Lanes number(const uint8_t* b) {
     if (CODE == INT8) return (Lanes)_mm512_cvtepi32_ps(bits(b));
-    // e4m3 in the place of float16, whose exponents are larger by 8: 256 times too small, which the scales repair
+    // e4m3 is read as float16, whose exponents are larger by 8: 256 times too small, which the scales correct
     const __m256i v = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)b));
     return (Lanes)_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(v, 7), _mm256_set1_epi16((short)0xbfff)));
   }
@@ -140,7 +140,7 @@ template <int CODE> struct Coded {
     return (Lanes)(e == 0 ? 0x400000u + Words{} : e << 23);
   }
 
-  // the numbers that stand before a group; returns where its codes begin
+  // reads the scales and offsets before a group; returns where its codes begin
   static const uint8_t* read_scales(const uint8_t* b, const Coding& coding, Lanes (&scale)[N], Lanes (&offset)[N]) {
     for (int n = 0; n < N; n++)
       scale[n] = coding.scale == FLOAT32   ? *(const Lanes*)((const float*)b + n * WIDE)

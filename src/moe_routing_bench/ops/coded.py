@@ -1,4 +1,4 @@
-"""Stored weights as the panels that coded.h and int8_rows.h multiply with: codes and scales in one stream."""
+"""Packs stored weights into the panels of coded.h and int8_rows.h: codes and scales in one stream."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moe_routing_bench.formats.stored import Coding, Decoded, Stored, experts_of
 
 PANEL, HALF = 32, 16  # columns, as in tiles.h
 CODES = ("int8", "e4m3", "nibble")  # the enum of coded.h
-SCALES = ("float32", "float16", "exponent")  # another one, and the bytes of each
+SCALES = ("float32", "float16", "exponent")  # another enum of coded.h, and the bytes of each
 SCALE_BYTES = dict(zip(SCALES, (4, 2, 1), strict=True))
-E4M3_FACTOR = 256.0  # the kernel reads e4m3 as float16, 256 times too small
+E4M3_FACTOR = 256.0  # the kernel reads e4m3 as float16, which is 256 times too small
 
 
 class CCoding(ctypes.Structure):
@@ -28,7 +28,7 @@ class CCoding(ctypes.Structure):
     )
 
 
-@lru_cache(maxsize=256)  # nobody writes to it
+@lru_cache(maxsize=256)  # the result is never written to
 def for_c(coding: Coding, int8_rows: bool = False) -> CCoding:
     numbers = (ctypes.c_float * 16)(*coding.numbers)
     group = coding.group or 1 << 62
@@ -66,7 +66,7 @@ def panel_bytes(coding: Coding, depth: int) -> int:
 
 
 def pack(decoded: Decoded, gated: bool, library: ctypes.CDLL, int8_rows: bool = False) -> Tensor:
-    """Panels of all experts: E x bytes. library: the compiled coded.h. int8_rows: for rows of 8 bits."""
+    """The panels of all experts, E x bytes. library: the compiled coded.h. int8_rows: for rows of 8 bits."""
     E, N, K = decoded.code_ENK.shape
     panels = _empty(decoded.coding, E, N, K, gated)
     _pack(panels, decoded, gated, library, int8_rows)
@@ -74,8 +74,8 @@ def pack(decoded: Decoded, gated: bool, library: ctypes.CDLL, int8_rows: bool = 
 
 
 def pack_stored(stored: Stored, gated: bool, library: ctypes.CDLL, int8_rows: bool = False) -> Tensor:
-    """The same of weights in a format, decoded a few experts at a time: all of them, a byte for each code,
-    would be more than the panels."""
+    """pack for weights in a format. It decodes a few experts at a time, because all codes with a byte each
+    would need more memory than the panels."""
     E, K, N = stored.size
     panels: Tensor | None = None
     for e in some_experts(torch.empty(stored.size, device="meta")):
@@ -92,26 +92,27 @@ def _empty(coding: Coding, E: int, N: int, K: int, gated: bool) -> Tensor:
 
 def _pack(panels: Tensor, decoded: Decoded, gated: bool, library: ctypes.CDLL, int8_rows: bool) -> None:
     coding, (E, N, K) = decoded.coding, decoded.code_ENK.shape
-    order_n, one = _columns(N, gated), panel_bytes(coding, K)
+    order_n, bytes_each = _columns(N, gated), panel_bytes(coding, K)
     code_ENK = decoded.code_ENK.view(torch.uint8).contiguous()
     scale_ENg = _numbers(decoded.scale_ENg * (E4M3_FACTOR if coding.code == "e4m3" else 1.0))
     offset_ENg = None if decoded.offset_ENg is None else _numbers(decoded.offset_ENg)
     library.mrb_pack_coded(
         panels.data_ptr(), code_ENK.data_ptr(), scale_ENg.data_ptr(),
         None if offset_ENg is None else offset_ENg.data_ptr(), order_n.data_ptr(), E, N, K,
-        scale_ENg.shape[2], len(order_n) // PANEL, one, for_c(coding, int8_rows), torch.get_num_threads(),
+        scale_ENg.shape[2], len(order_n) // PANEL, bytes_each, for_c(coding, int8_rows),
+        torch.get_num_threads(),
     )  # fmt: skip
 
 
 def _numbers(value_ENg: Tensor) -> Tensor:
     if not bool(value_ENg.abs().le(torch.finfo(torch.float32).max).all()):
-        raise ValueError("a scale is too large for float32, or no number")
+        raise ValueError("a scale is too large for float32, or not a number")
     return value_ENg.float().contiguous()
 
 
 def _columns(N: int, gated: bool) -> Tensor:
-    """Which column stands where in the panels, as tiles.h has them; -1 is padding. Gated, N = 4:
-    0, 1 (gate), padding to 16, 2, 3 (up), padding to 32, and a panel of padding."""
+    """The column at each place of the panels, as in tiles.h; -1 is padding. Gated with N = 4: 0, 1 (gate),
+    padding to 16, 2, 3 (up), padding to 32, and a panel of padding."""
     column = torch.arange(_up(N // 2, PANEL) if gated else _up(N, PANEL))
     if not gated:
         return torch.where(column < N, column, -1)

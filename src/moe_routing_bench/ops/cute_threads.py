@@ -1,13 +1,13 @@
-"""What the CuTe DSL kernels share: memory as threads see it, and running one's threads on the CPU, watched.
+"""Shared by the CuTe DSL kernels: memory access of threads, and a watched run of all threads on the CPU.
 
-Needs nvidia-cutlass-dsl (NVIDIA's licence, not an open one). Only `ops/<op>/cute_*.py` import this file.
+It needs nvidia-cutlass-dsl (NVIDIA's licence, which is not open). Only `ops/<op>/cute_*.py` import this file.
 
 A kernel is written as a **body**: a `@cute.jit` function of (block, thread, tensors). On a GPU `@cute.kernel`
 calls it with the hardware's numbers. On a CPU, with MRB_CUTE_ON_CPU=1, a loop calls the same function for
-every block and thread, compiled by CuTe's host JIT; what lies on both sides of a barrier is two bodies. There
-every access goes through `watch`, and a kernel raises KernelMemoryError if a thread leaves its tensor, if an
-element is stored twice or never, if an address is not aligned to the access, or if shared memory is read
-that nobody wrote. On a GPU `watch` is None and these lines do not exist.
+every block and thread, compiled by CuTe's host JIT. A kernel with a barrier has two bodies. On the CPU every
+access goes through `watch`. A kernel raises KernelMemoryError if a thread accesses memory outside its tensor,
+if an element is stored twice or never, if an address is not aligned, or if shared memory is read that was
+never written. On a GPU `watch` is None and these checks do not exist.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 ON_CPU = os.environ.get("MRB_CUTE_ON_CPU") == "1"
 if ON_CPU or not torch.cuda.is_available():
-    os.environ.setdefault("CUTE_DSL_ARCH", "sm_80")  # else importing it looks for a driver
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_80")  # else the import looks for a driver
 
 import cutlass  # noqa: E402
 from cutlass import cute  # noqa: E402
@@ -30,7 +30,7 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr  # noqa: E402
 
 THREADS = 128
 
-import cuda.bindings.driver as cuda  # noqa: E402  # part of cutlass, which our messages ask for
+import cuda.bindings.driver as cuda  # noqa: E402  # part of cutlass, which our messages name
 
 WIDEST = 16  # bytes of one access
 DTYPES = {
@@ -40,8 +40,8 @@ DTYPES = {
     torch.int64: cutlass.Int64,
     torch.int32: cutlass.Int32,
 }
-# the host JIT of cutlass-dsl 4.8.1 fails at bfloat16 with "Symbols not found: [ __truncsfbf2 ]", so there
-# it is bits, converted by integer arithmetic
+# the host JIT of cutlass-dsl 4.8.1 fails at bfloat16 with "Symbols not found: [ __truncsfbf2 ]", so on the
+# CPU it is bits that integer arithmetic converts
 BFLOAT16_ON_CPU = cutlass.Int16
 FAULTS = (
     "loads lie outside their tensor",
@@ -54,11 +54,11 @@ LOAD_OUTSIDE, STORE_OUTSIDE, TWICE, MISALIGNED, UNWRITTEN = range(len(FAULTS))
 
 
 class KernelMemoryError(Exception):
-    """A thread used memory in a way it must not."""
+    """A thread accessed memory in a forbidden way."""
 
 
 def why_not(*tensors: Tensor) -> str | None:
-    """Why a CuTe kernel cannot run on these tensors here, in words; None if it can."""
+    """Why a CuTe kernel cannot run on these tensors here; None if it can."""
     if len({tensor.device for tensor in tensors}) > 1:
         return "its tensors must be on one device"
     if all(tensor.device.type == "cuda" for tensor in tensors):
@@ -66,12 +66,12 @@ def why_not(*tensors: Tensor) -> str | None:
             return "CuTe DSL is for NVIDIA's GPUs"
         return "with MRB_CUTE_ON_CPU=1 it needs CPU tensors" if ON_CPU else None
     if any(tensor.device.type != "cpu" for tensor in tensors) or not ON_CPU:
-        return "it runs on a GPU; on a CPU its threads run one by one, to be tested, with MRB_CUTE_ON_CPU=1"
+        return "it runs on a GPU; MRB_CUTE_ON_CPU=1 runs its threads one by one on a CPU, for tests"
     return None
 
 
 def width_for(D: int, *tensors: Tensor) -> int:
-    """The most numbers of a row that one access can take: 16 bytes if all is a multiple of it."""
+    """How many numbers of a row one access can take: 16 bytes if all sizes are multiples of that."""
     width = WIDEST // tensors[0].element_size()
     while width > 1 and (
         D % width
@@ -86,7 +86,7 @@ def width_for(D: int, *tensors: Tensor) -> int:
 def pointer(
     tensor: Tensor | None, dtype: torch.dtype | None = None, width: int = 1, on_cpu: bool = ON_CPU
 ) -> Any:
-    """A pointer for a kernel; without a tensor one that is only compiled for."""
+    """A pointer for a kernel; without a tensor, a pointer that is only used to compile."""
     kind = dtype or (torch.int32 if tensor is None else tensor.dtype)
     size = torch.empty(0, dtype=kind).element_size()
     address = 0 if tensor is None or tensor.numel() == 0 else tensor.data_ptr()
@@ -96,7 +96,7 @@ def pointer(
 
 @cute.jit
 def matrix(memory: cute.Pointer, rows, columns, stride, column_stride, WIDTH: cutlass.Constexpr):
-    """rows x columns numbers; with WIDTH > 1 a row's lie side by side and rows begin at multiples of it."""
+    """rows x columns numbers. With WIDTH > 1 a row is contiguous and rows begin at multiples of WIDTH."""
     if cutlass.const_expr(WIDTH > 1):
         layout = cute.make_layout((rows, columns), stride=(cute.assume(stride, divby=WIDTH), 1))
         return cute.make_tensor(memory, layout)
@@ -161,7 +161,7 @@ def store(values: cute.Tensor, target: cute.Tensor, row, chunk, watch, stored):
 
 @cute.jit
 def load_shared(into: cute.Tensor, source: cute.Tensor, row, column, watch, stored):
-    """into = source[row, column] of shared memory, behind a barrier."""
+    """into = source[row, column] of shared memory, after a barrier."""
     if cutlass.const_expr(watch is not None):
         if _is_inside(source, row, column, 1):
             if stored[row, column] == 0:
@@ -171,7 +171,7 @@ def load_shared(into: cute.Tensor, source: cute.Tensor, row, column, watch, stor
 
 @cute.jit
 def forget(stored: cute.Tensor):
-    """Shared memory begins unwritten in every block."""
+    """Marks shared memory as unwritten, at the start of every block."""
     rows, columns = stored.shape
     for row in cutlass.range_constexpr(rows):
         for column in cutlass.range_constexpr(columns):
@@ -214,7 +214,7 @@ def widened(values: cute.Tensor):
 
 @cute.jit
 def rounded(wide: cute.Tensor, dtype: cutlass.Constexpr):
-    """float32 values in registers as the nearest of another dtype."""
+    """float32 values in registers, rounded to another dtype."""
     values = piece(cutlass.const_expr(cute.size(wide)), dtype)
     if cutlass.const_expr(dtype is BFLOAT16_ON_CPU):
         bits_of = cute.recast_tensor(wide, cutlass.Uint32)
@@ -230,8 +230,8 @@ def rounded(wide: cute.Tensor, dtype: cutlass.Constexpr):
 
 
 class Watch:
-    """What is counted while a kernel's threads run on the CPU: faults, and the stores to every element of its
-    results. On a GPU there is nothing to count with, and the pointers are null."""
+    """Counts faults, and the stores to every element of the results, while a kernel's threads run on the CPU.
+    On a GPU nothing is counted and the pointers are null."""
 
     def __init__(self, device: torch.device, *results: Tensor):
         watched = device.type == "cpu"
@@ -242,7 +242,8 @@ class Watch:
         return [pointer(self.faults), *map(pointer, self.stored)]
 
     def check(self, kernel: str, whole: bool = True) -> None:
-        """Raise what was seen; `whole` results must have been stored everywhere."""
+        """Raises an error for the faults found. `whole`: every element of the results must have been
+        stored."""
         if self.faults is None:
             return
         counted = [f"{n} {fault}" for n, fault in zip(self.faults.tolist(), FAULTS, strict=True) if n]
@@ -254,9 +255,9 @@ class Watch:
 
 
 class Launch:
-    """A compiled `@cute.jit` function (*arguments, stream, *constants, ON_CPU): with ON_CPU it loops over
-    blocks and threads, else it launches a kernel on the GPU that is here ("gpu"), or is compiled for the one
-    named, which leaves its code in `ptx` and `cubin`."""
+    """A compiled `@cute.jit` function (*arguments, stream, *constants, ON_CPU). With ON_CPU it loops over
+    blocks and threads. Else it launches a kernel on this machine's GPU ("gpu"), or it is compiled for the
+    named architecture, and its code is in `ptx` and `cubin`."""
 
     def __init__(
         self, entry: Callable[..., Any], arguments: Sequence[Any], constants: Sequence[Any], arch: str
@@ -282,7 +283,7 @@ class Launch:
 
 
 def here(device: torch.device) -> str:
-    """What Launch compiles for to run on this device."""
+    """The architecture for Launch, to run on this device."""
     return "gpu" if device.type == "cuda" else "cpu"
 
 

@@ -1,7 +1,7 @@
-"""Decisions: which implementation was measured to be fastest, read from the file that `mrb decide` writes.
+"""Decisions: which implementation was measured to be fastest, read from a file of `mrb tune decide`.
 
 The file comes from outside: its size is limited, every value is checked, and the implementations it names
-must exist here. Nothing in it is run.
+must exist here. Nothing in the file is executed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.core.text import printable
@@ -60,8 +60,8 @@ class Winner:
 class DecisionEntry:
     """The winners of one operation at one size of layer.
 
-    Entry(op="expert_ffn", facts=Facts(D=2048, ...), threads=1, workload="zipf(1.2)", overall="staged",
-          regret_median=0.0, regret_worst=0.04, by_tokens=(Winner(T=16, impl="eager_loop", ...),))
+    DecisionEntry(op="expert_ffn", facts=Facts(D=2048, ...), threads=1, workload="zipf(1.2)",
+                  overall="staged", regret_median=0.0, regret_worst=0.04, by_tokens=(Winner(T=16, ...),))
     Using `overall` for every T instead of each T's winner costs nothing at the median and 4 % at worst.
     """
 
@@ -76,7 +76,7 @@ class DecisionEntry:
 
     @property
     def bounds(self) -> list[int]:
-        """For each measured T but the largest: up to how many tokens it is the nearest one, by ratio."""
+        """For each measured T except the last: the most tokens to which it is nearest, by ratio."""
         measured = sorted(winner.T for winner in self.by_tokens)
         return [math.isqrt(few * many) for few, many in pairwise(measured)]
 
@@ -90,10 +90,10 @@ class DecisionEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """A file of winners, good for one machine and one version of torch.
+    """A file of winners, valid for one machine and one version of torch.
 
     Decisions(path=Path("decisions.json"), machine="xeon-2-cores-24-gib-1f3a9c02", torch="2.13.0+cpu",
-              made_at="2026-11-14T10:00:00Z", source="results/monday", entries=(Entry(op="expert_ffn", ...),))
+              made_at="2026-11-14T10:00:00Z", source="results/monday", entries=(DecisionEntry(...),))
     """
 
     path: Path
@@ -104,18 +104,18 @@ class Decisions:
     entries: tuple[DecisionEntry, ...]
 
     def find(self, op: str, facts: Facts, threads: int) -> DecisionEntry | None:
-        """The entry for exactly these sizes, dtype, layout, activation and device. Of several, measured with
-        different threads or workloads, the first with this many threads, else the first in the file."""
+        """The entry for exactly these sizes, dtype, layout, activation and device. If there are several, with
+        other threads or workloads: the first with this many threads, else the first in the file."""
         fits = [entry for entry in self.entries if entry.op == op and entry.facts == facts]
         return min(fits, key=lambda entry: entry.threads != threads, default=None)
 
 
 def read_decisions(path: Path | str) -> Decisions:
-    """Read and check a file; ValueError with a sentence if anything about it is wrong."""
+    """Reads and checks a file; raises ValueError with a sentence if anything in it is wrong."""
     path = Path(path)
     try:
         if not path.is_file():
-            raise ValueError(f"there is no file of decisions {path}; `mrb decide` writes one")
+            raise ValueError(f"there is no file of decisions {path}; `mrb tune decide` writes one")
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
@@ -126,14 +126,41 @@ def read_decisions(path: Path | str) -> Decisions:
         document = json.loads(content, parse_constant=_no_constant, object_pairs_hook=_once_each)
     except (ValueError, RecursionError):
         raise ValueError(
-            f"{path} is not JSON, or names something twice; make it anew with `mrb decide`"
+            f"{path} is not JSON, or names something twice; make it anew with `mrb tune decide`"
         ) from None
     try:
         return _decisions(path, document)
     except ValueError as error:
         raise ValueError(
-            f"{path} is not a file of decisions: {error}; make it anew with `mrb decide`"
+            f"{path} is not a file of decisions: {error}; make it anew with `mrb tune decide`"
         ) from None
+
+
+# what a field of the file may hold: in words, and as a test
+Check: TypeAlias = tuple[str, Callable[[Any], bool]]
+
+
+def _list_of(most: int) -> Check:
+    return f"a list of at most {most:,}", lambda it: type(it) is list and len(it) <= most
+
+
+# printable, because texts are shown in terminals
+TEXT: Check = "a line of text", lambda it: type(it) is str and 0 < len(it) <= MAX_TEXT and it.isprintable()
+WHOLE: Check = f"a whole number from 1 to {MAX_SIZE:,}", lambda it: type(it) is int and 1 <= it <= MAX_SIZE
+FIGURE: Check = (
+    "a number from 0, or null",
+    lambda it: it is None or (type(it) in (int, float) and 0 <= it <= MAX_SIZE),
+)
+FILE = {**dict.fromkeys(("machine", "torch", "made_at", "from"), TEXT), "entries": _list_of(MAX_ENTRIES)}
+FACTS = {
+    **dict.fromkeys(("D", "F", "E", "K"), WHOLE),
+    **dict.fromkeys(("dtype", "layout", "activation"), TEXT),
+}
+ENTRY = {
+    **FACTS, **dict.fromkeys(("op", "workload", "overall"), TEXT), "threads": WHOLE,
+    "regret_median": FIGURE, "regret_worst": FIGURE, "by_tokens": _list_of(MAX_TOKEN_COUNTS),
+}  # fmt: skip
+WINNER = {"T": WHOLE, "impl": TEXT, "ties": _list_of(MAX_TIES), "ratio": FIGURE}
 
 
 def _decisions(path: Path, document: Any) -> Decisions:
@@ -142,108 +169,46 @@ def _decisions(path: Path, document: Any) -> Decisions:
     version = document.get("version")
     if type(version) is not int or version != VERSION:
         raise ValueError(f"its version is {_short(version)}, and this library reads {VERSION}")
-    known = ("schema", "version", "machine", "torch", "made_at", "from", "entries")
-    _only(document, "the file", known)
-    entries = tuple(
-        _entry(one, f"entry {i}") for i, one in enumerate(_list(document, "entries", "the file", MAX_ENTRIES))
-    )
-    seen: set[object] = set()
-    for i, entry in enumerate(entries):
-        key = (entry.op, entry.facts, entry.threads, entry.workload)
-        if key in seen:
-            raise ValueError(f"entry {i} repeats an earlier one")
-        seen.add(key)
-    return Decisions(
-        path=path,
-        machine=_text(document, "machine", "the file"),
-        torch=_text(document, "torch", "the file"),
-        made_at=_text(document, "made_at", "the file"),
-        source=_text(document, "from", "the file"),
-        entries=entries,
-    )
+    fields = _checked({k: v for k, v in document.items() if k not in ("schema", "version")}, "the file", FILE)
+    entries = tuple(_entry(entry, f"entry {i}") for i, entry in enumerate(fields.pop("entries")))
+    keys = [(entry.op, entry.facts, entry.threads, entry.workload) for entry in entries]
+    if len(set(keys)) < len(keys):
+        raise ValueError("an entry repeats an earlier one")
+    return Decisions(path=path, source=fields.pop("from"), entries=entries, **fields)
 
 
 def _entry(value: Any, where: str) -> DecisionEntry:
-    sizes = ("D", "F", "E", "K")
-    words = ("op", "dtype", "layout", "activation", "workload", "overall")
-    known = (*sizes, *words, "threads", "regret_median", "regret_worst", "by_tokens", "device")
-    _only(value, where, known)
-    given = {name: _text(value, name, where) for name in words}
-    by_tokens = tuple(
-        _winner(one, f"by_tokens {i} of {where}")
-        for i, one in enumerate(_list(value, "by_tokens", where, MAX_TOKEN_COUNTS))
-    )
-    if len({one.T for one in by_tokens}) < len(by_tokens):
+    fields = _checked(value, where, ENTRY, device=TEXT)
+    winners = [
+        _winner(winner, f"by_tokens {i} of {where}") for i, winner in enumerate(fields.pop("by_tokens"))
+    ]
+    if len({winner.T for winner in winners}) < len(winners):
         raise ValueError(f"{where} has two winners for the same T")
-    return DecisionEntry(
-        op=given["op"],
-        facts=Facts(
-            **{letter: _whole(value, letter, where) for letter in sizes},
-            dtype=given["dtype"],
-            layout=str(Layout.parse(given["layout"])),
-            activation=given["activation"],
-            device=_text(value, "device", where) if "device" in value else "cpu",
-        ),
-        threads=_whole(value, "threads", where),
-        workload=given["workload"],
-        overall=given["overall"],
-        regret_median=_figure(value, "regret_median", where),
-        regret_worst=_figure(value, "regret_worst", where),
-        by_tokens=by_tokens,
-    )
+    facts = {name: fields.pop(name) for name in (*FACTS, "device") if name in fields}
+    facts["layout"] = str(Layout.parse(facts["layout"]))
+    return DecisionEntry(facts=Facts(**facts), by_tokens=tuple(winners), **fields)
 
 
 def _winner(value: Any, where: str) -> Winner:
-    _only(value, where, ("T", "impl", "ties", "ratio"))
-    ties = _list(value, "ties", where, MAX_TIES)
-    return Winner(
-        T=_whole(value, "T", where),
-        impl=_text(value, "impl", where),
-        ties=tuple(_text({"ties": one}, "ties", where) for one in ties),
-        ratio=_figure(value, "ratio", where),
-    )
+    fields = _checked(value, where, WINNER)
+    for tie in fields["ties"]:
+        _checked({"ties": tie}, where, {"ties": TEXT})
+    return Winner(**{**fields, "ties": tuple(fields["ties"])})
 
 
-def _only(value: Any, where: str, known: tuple[str, ...]) -> None:
+def _checked(value: Any, where: str, checks: Mapping[str, Check], **optional: Check) -> dict[str, Any]:
+    """The fields of an object of the file, each of which passed its check."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {_short(value)}, not an object")
-    if unknown := [name for name in value if name not in known]:
+    if unknown := [name for name in value if name not in {**checks, **optional}]:
         raise ValueError(f"{where} has an unknown field {_short(unknown[0])}")
-
-
-def _text(value: Mapping[str, Any], name: str, where: str) -> str:
-    def good(it: Any) -> bool:
-        # printable, because it is shown in terminals
-        return type(it) is str and 0 < len(it) <= MAX_TEXT and it.isprintable()
-
-    return _checked(value, name, where, "a line of text", good)
-
-
-def _whole(value: Mapping[str, Any], name: str, where: str) -> int:
-    wanted = f"a whole number from 1 to {MAX_SIZE:,}"
-    return _checked(value, name, where, wanted, lambda it: type(it) is int and 1 <= it <= MAX_SIZE)
-
-
-def _figure(value: Mapping[str, Any], name: str, where: str) -> float | None:
-    def good(it: Any) -> bool:
-        return it is None or (type(it) in (int, float) and 0 <= it <= MAX_SIZE)
-
-    return _checked(value, name, where, "a number from 0, or null", good)
-
-
-def _list(value: Mapping[str, Any], name: str, where: str, most: int) -> list[Any]:
-    wanted = f"a list of at most {most:,}"
-    return _checked(value, name, where, wanted, lambda it: type(it) is list and len(it) <= most)
-
-
-def _checked(
-    value: Mapping[str, Any], name: str, where: str, wanted: str, good: Callable[[Any], bool]
-) -> Any:
-    if name not in value:
-        raise ValueError(f"{where} has no {name}")
-    if not good(value[name]):
-        raise ValueError(f"{name} of {where} is {_short(value[name])}, not {wanted}")
-    return value[name]
+    if missing := [name for name in checks if name not in value]:
+        raise ValueError(f"{where} has no {missing[0]}")
+    for name, field in value.items():
+        wanted, good = {**checks, **optional}[name]
+        if not good(field):
+            raise ValueError(f"{name} of {where} is {_short(field)}, not {wanted}")
+    return dict(value)
 
 
 def _short(value: Any) -> str:

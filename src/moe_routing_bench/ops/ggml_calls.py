@@ -1,7 +1,7 @@
-"""The functions of ggml, llama.cpp's library of tensors, that expert_ffn.llama_cpp calls by address.
+"""The functions of ggml, llama.cpp's tensor library, that expert_ffn.llama_cpp calls by address.
 
-Its libraries are those of the package llama-cpp-python. Enums may change between versions, so names of types
-are compared when they are loaded.
+The libraries are part of the package llama-cpp-python. Enums may change between versions, so the names of
+types are checked when the libraries are loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ POINTER, NUMBER, SIZE = C.c_void_p, C.c_int64, C.c_size_t
 
 
 class Kind(NamedTuple):
-    """A type of ggml: its number in enum ggml_type, its name, weights of a block, rows rounded together."""
+    """A type of ggml: its number in enum ggml_type, its name, the weights of a block, and how many numbers of
+    a row are rounded together."""
 
     number: int
     name: bytes
@@ -51,7 +52,7 @@ class _InitParams(C.Structure):
 
 
 class Ggml:
-    """The functions of libggml that a layer needs, each with the types of its arguments."""
+    """The functions of libggml that a layer needs, with the types of their arguments."""
 
     def __init__(self, folder: Path):
         self.libraries = [
@@ -90,10 +91,10 @@ class Ggml:
         extra = C.CFUNCTYPE(C.POINTER(POINTER), POINTER)(
             address(registered, b"ggml_backend_dev_get_extra_bufts")
         )(self.device)
-        self.own_memory: list[int] = []  # of kinds that repack weights, best first
+        self.own_memory: list[int] = []  # kinds of memory that repack weights, best first
         while extra and (kind := extra[len(self.own_memory)]) is not None:
             self.own_memory.append(kind)
-        self.lock = Lock()  # one backend, and one number of threads
+        self.lock = Lock()  # there is one backend with one number of threads
         name = self._of("ggml_type_name", C.c_char_p, C.c_int)
         if wrong := [kind for kind in KINDS.values() if name(kind.number) != kind.name]:
             raise NotImplementedError(
@@ -111,7 +112,7 @@ class Ggml:
         return function
 
     def context(self) -> int:
-        """For descriptions of tensors and a graph; their data lie elsewhere."""
+        """A context for descriptions of tensors and a graph; their data are elsewhere."""
         return self.init(_InitParams(1 << 21, None, True))
 
     def tensor(self, context: int, kind: object, *sizes: int) -> int:
@@ -132,7 +133,7 @@ class Ggml:
 def loaded() -> Ggml:
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or not spec.submodule_search_locations:
-        raise NotImplementedError("llama_cpp is not a package that is installed")
+        raise NotImplementedError("the package llama_cpp is not installed")
     folder = Path(spec.submodule_search_locations[0]) / "lib"
     try:
         return Ggml(folder)

@@ -1,6 +1,6 @@
-"""What the Triton implementations share: Compilation, reasons why not, and a few device functions.
+"""Shared by the Triton implementations: Compilation, reasons why a kernel cannot run, device functions.
 
-Needs triton. Only the Triton implementations, `ops/<op>/triton_*.py`, import this file.
+It needs triton. Only the Triton implementations, `ops/<op>/triton_*.py`, import this file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_routing_bench.core import experts
 from moe_routing_bench.core.dtypes import FLOATS
 from moe_routing_bench.core.plan import RoutingPlan
+from moe_routing_bench.ops.rows import why_not_gates
 from moe_routing_bench.ops.targets import Target, assumed, target_of, why_too_old
 
 P = ParamSpec("P")
@@ -27,7 +28,7 @@ INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """One kernel with the constants of a model, to be compiled ahead of time by `mrb compile`.
+    """One kernel with the constants of a model, to be compiled ahead of time by `mrb gpu compile`.
 
     Compilation(
         name="gather", kernel=_gather,
@@ -35,24 +36,25 @@ class Compilation:
         constexprs={"D": 2048, "BLOCK": 256}, num_warps=4, num_stages=1, expects=("vector_load",),
     )
     has pointers aligned to 16 bytes (as torch's memory is), an integer of any value, and a multiple of 16.
-    The signature names what is not a constexpr; "i32:1" is an integer that is 1, such as the last stride.
+    The signature names the arguments that are not constexpr; "i32:1" is an integer that is 1, such as the
+    last stride.
     """
 
     name: str
     kernel: Any  # a function decorated with @triton.jit
     signature: Mapping[str, str]
     constexprs: Mapping[str, Any]
-    num_warps: int  # as given to the launch on this target: see Target.launch
+    num_warps: int  # of the launch on this target, see Target.launch
     num_stages: int
     expects: tuple[str, ...] = ()  # keys of EXPECTED in studies/compiled.py
     options: Mapping[str, Any] | None = None  # further launch options, such as matrix_instr_nonkdim
-    # the least work of one program, for the static estimate: operations, bytes to and from device memory
+    # the least work of one program, for the static estimate: operations, and bytes read and written
     flops: int = 0
     bytes: int = 0
 
 
 def why_not(*tensors: Tensor | None) -> str | None:
-    """Why a Triton kernel cannot run on these tensors here, in words; None if it can."""
+    """Why a Triton kernel cannot run on these tensors here; None if it can."""
     given = [tensor for tensor in tensors if tensor is not None]
     if (reason := why_too_old(target_of(given[0].device))) is not None:
         return reason
@@ -72,7 +74,7 @@ def why_not(*tensors: Tensor | None) -> str | None:
 def why_not_layer(
     x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: experts.ExpertWeights
 ) -> str | None:
-    """Why a kernel that is the whole of expert_ffn cannot run on these arguments; None if it can."""
+    """Why a kernel for all of expert_ffn cannot run on these arguments; None if it can."""
     if (reason := why_not(x_TD, gate_TK, plan.pair_R, weights.w_in_EDG)) is not None:
         return reason
     matrices = (weights.w_in_EDG, weights.w_out_EFD)
@@ -80,13 +82,11 @@ def why_not_layer(
         return (
             f"it computes float32, bfloat16 or float16 throughout, not {x_TD.dtype} with {matrices[0].dtype}"
         )
-    if gate_TK.dtype not in (x_TD.dtype, torch.float32):
-        return f"gates are float32 or of the rows' dtype {x_TD.dtype}, not {gate_TK.dtype}"
-    return why_not_spans(*matrices)
+    return why_not_gates(gate_TK, x_TD.dtype) or why_not_spans(*matrices)
 
 
 def why_not_spans(*matrices: Tensor) -> str | None:
-    """Why one expert's matrix is too large, as it lies or as its gradient will; None if it is not."""
+    """Why an expert's matrix, or its gradient, spans too much memory; None if it does not."""
     for w in matrices:
         span = (w.shape[1] - 1) * w.stride(1) + (w.shape[2] - 1) * w.stride(2)
         if max(span, w.shape[1] * w.shape[2]) >= 2**31:
@@ -95,7 +95,7 @@ def why_not_spans(*matrices: Tensor) -> str | None:
 
 
 def why_not_early(device: torch.device) -> str | None:
-    """Why a kernel cannot be launched before the one it waits for has ended; None if it can."""
+    """Why a kernel cannot be launched before the kernel it waits for has ended; None if it can."""
     if INTERPRETING or not target_of(device).pdl:
         return "programmatic dependent launch (pdl=1) needs an NVIDIA GPU from sm_90 on"
     if torch.compiler.is_compiling():
@@ -104,7 +104,7 @@ def why_not_early(device: torch.device) -> str | None:
 
 
 def why_not_tile(tile: int, target: Target) -> str | None:
-    """Why a tile of so many bytes (of both operands) is too large for a GPU; None if it is not."""
+    """Why a tile with this many bytes (of both operands) is too large for a GPU; None if it is not."""
     if tile > target.shared_per_program:
         return (
             f"a tile takes {tile // 1024} KiB of shared memory, and {target.name} has "
@@ -114,8 +114,8 @@ def why_not_tile(tile: int, target: Target) -> str | None:
 
 
 def on_its_device(launcher: Callable[P, R]) -> Callable[P, R]:
-    """Make a launcher launch on the device of its first argument: Triton takes the current one, whatever the
-    tensors say, and on a machine of several GPUs that is another."""
+    """Makes a launcher use the device of its first argument. Triton uses the current device, which may be
+    another one on a machine with several GPUs."""
 
     @functools.wraps(launcher)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -131,14 +131,15 @@ def on_its_device(launcher: Callable[P, R]) -> Callable[P, R]:
 def depth_of(block_k: int, x: Tensor) -> int:
     """The depth of a tile for rows of x: block_k for elements of 2 bytes, a quarter for float32, at least 16.
 
-    float32 is multiplied without tensor cores, from registers: at half the depth 18 of 48 launches of the
-    grouped GEMMs spilled (measurements/gpu/launches.txt shows what they need now).
+    float32 is multiplied without tensor cores, from registers. With half the depth, 18 of 48 launches of the
+    grouped GEMMs spilled registers (measurements/gpu/launches.txt shows what they need now).
     """
     return max(16, block_k if x.element_size() <= 2 else block_k // 4)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """For persistent kernels. Three if interpreted, so that each takes several tiles even in a small case."""
+    """The number of programs of a persistent kernel. It is 3 if interpreted, so that each program takes
+    several tiles even in a small case."""
     if (target := assumed()) is not None:
         return target.units
     if INTERPRETING or device.type != "cuda":
@@ -153,8 +154,8 @@ def check_powers_of_two(**options: int) -> None:
 
 
 def tile_sides(tall: int, wide: int, D: int) -> tuple[int, int]:
-    """Rows and columns of a tile for moving rows. If D is narrower than the tile, the tile gets taller and
-    keeps its size."""
+    """The rows and columns of a tile that moves rows. If D is narrower than the tile, the tile gets taller
+    and keeps its size."""
     narrow = min(wide, triton.next_power_of_2(D))
     return tall * (wide // narrow), narrow
 

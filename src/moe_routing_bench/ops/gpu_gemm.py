@@ -1,7 +1,8 @@
-"""What the Triton grouped GEMMs share: a tile's product, the order of tiles, gradients of weights and biases.
+"""Shared by the Triton grouped GEMMs: the product of a tile, the order of tiles, gradients of weights,
+biases.
 
-Needs triton, like gpu.py. One program sums a tile in float32 over the whole depth, so results do not depend
-on the order in which programs run. float32 is multiplied as float32 ("ieee"), never as TF32.
+It needs triton, like gpu.py. One program sums a tile in float32 over the whole depth, so results do not
+depend on the order in which programs run. float32 is multiplied as float32 ("ieee"), never as TF32.
 """
 
 from __future__ import annotations
@@ -147,14 +148,15 @@ SUM_LAUNCH = {"num_warps": 4, "num_stages": 2}
 
 
 def in_rows(tensor: Tensor) -> Tensor:
-    """The tensor with contiguous rows, as kernels read it; a copy only if necessary."""
+    """The tensor with contiguous rows, which kernels need; copied only if necessary."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
 def rows_too_far_apart(x_RD: Tensor) -> str | None:
-    """Why the rows are too far apart: offsets inside a tile of up to 128 rows have 32 bits."""
+    """Why the rows are too far apart: offsets in a tile of up to 128 rows have 32 bits. None if they are
+    not."""
     if x_RD.stride(1) == 1 and 128 * x_RD.stride(0) >= 2**31:
-        return f"rows {x_RD.stride(0)} elements apart are too far from each other; call contiguous() first"
+        return f"rows are {x_RD.stride(0)} elements apart, which is too far; call contiguous() first"
     return None
 
 
@@ -170,7 +172,7 @@ def weight_gradient(x_RD: Tensor, dy_RF: Tensor, w_EDF: Tensor, offset_E1: Tenso
 def outer_product(upper_RA: Tensor, lower_RB: Tensor, offset_E1: Tensor, count_E: Tensor) -> Tensor:
     E, above, below = count_E.shape[0], upper_RA.shape[1], lower_RB.shape[1]
     out_EAB = torch.empty(E, above, below, dtype=upper_RA.dtype, device=upper_RA.device)
-    # programs of a larger expert take longer, so they start first; in the forward pass all take the same time
+    # programs of a larger expert take longer, so they start first; in the forward pass all are equally long
     order_E = torch.argsort(count_E, descending=True, stable=True)
     tiles = triton.cdiv(above, OUTER["BLOCK_M"]) * triton.cdiv(below, OUTER["BLOCK_N"])
     blocks = {**OUTER, "BLOCK_K": depth_of(OUTER["BLOCK_K"], upper_RA)}
@@ -199,9 +201,9 @@ def bias_gradient(dy_RF: Tensor, offset_E1: Tensor, count_E: Tensor) -> Tensor:
 
 
 def register_gradients(multiply: Any) -> None:
-    """Register the gradients of an op (x_RD, w_EDF, b_EF, offset_E1, count_E, options) -> y_RF.
+    """Registers the gradients of an op (x_RD, w_EDF, b_EF, offset_E1, count_E, options) -> y_RF.
 
-    The gradient of x is the op itself on the transposed weights; the others are the functions above.
+    The gradient of x is the op itself with transposed weights. The functions above compute the others.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Transformers' own experts modules, called as a model calls them: what the hf_* implementations share."""
+"""Calls Transformers' own experts modules as a model calls them, for the hf_* implementations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor
 from moe_routing_bench.core.experts import ExpertWeights
 from moe_routing_bench.core.plan import RoutingPlan
 
-# our names to those of a model's config; both gelus are the exact (erf) form
+# our names and those of a model's config; both gelus are the exact (erf) form
 ACTIVATION = {"swiglu": "silu", "geglu": "gelu"}
 
 
 def freeze(weights: ExpertWeights) -> ExpertWeights:
-    """In a loaded model's layout, gate_up_proj (E, 2F, D) and down_proj (E, D, F), seen as ours: no copy if
-    they are in it already."""
+    """The weights in the layout of a loaded model, gate_up_proj (E, 2F, D) and down_proj (E, D, F), as views
+    with our shapes. There is no copy if they have this layout already."""
     w_in_EDG, w_out_EFD = (_output_first(w.detach()) for w in (weights.w_in_EDG, weights.w_out_EFD))
     return replace(weights, w_in_EDG=w_in_EDG, w_out_EFD=w_out_EFD)
 
@@ -31,13 +31,13 @@ def _output_first(w_EKN: Tensor) -> Tensor:
         return w_EKN
     E, K, N = w_EKN.shape
     w_ENK = w_EKN.new_empty(E, N, K)
-    for to_NK, w_KN in zip(w_ENK, w_EKN, strict=True):  # by expert: four times as fast as all at once
+    for to_NK, w_KN in zip(w_ENK, w_EKN, strict=True):  # one expert at a time is 4x faster than all at once
         to_NK.copy_(w_KN.t())
     return w_ENK.transpose(1, 2)
 
 
 def why_not(weights: ExpertWeights) -> str | None:
-    """Why Transformers cannot compute these experts, in words; None if it can."""
+    """Why Transformers cannot compute these experts; None if it can."""
     if importlib.util.find_spec("transformers") is None:
         return "needs transformers; pip install 'moe-routing-bench[hf]'"
     if weights.activation not in ACTIVATION:
@@ -48,7 +48,7 @@ def why_not(weights: ExpertWeights) -> str | None:
 
 
 def run(name: str, x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
-    """The experts function `name`, on choices read back from a plan."""
+    """Runs the experts function `name` with the choices of a plan."""
     expert_TK = plan.expert_TK()
     if not plan.filled:
         gate_TK = torch.where(expert_TK >= 0, gate_TK, 0.0)
@@ -65,11 +65,11 @@ def experts(
     *,
     absent: bool = False,
 ) -> Tensor:
-    """As a model calls its experts module: ids and gates straight from the router, no plan.
+    """Calls the experts module as a model does: with ids and gates from the router, without a plan.
 
-    absent=True: the id num_experts means no expert, as in Transformers' expert parallelism. It costs passes
-    over the rows, so a model on one machine runs without it. The module works on views of our weights, and is
-    as fast as in a model if they are in its layout (`freeze`).
+    absent=True: the id num_experts means no expert, as in Transformers' expert parallelism. This needs extra
+    passes over the rows, so a model on one machine does not use it. The module works on views of our weights
+    and is as fast as in a model if they have its layout (`freeze`).
     """
     module = _module(name, weights)
     module.gate_up_proj = weights.w_in_EDG.transpose(1, 2)
@@ -86,8 +86,8 @@ def _module(name: str, weights: ExpertWeights) -> Any:
 
 @cache
 def _without_weights(name: str, E: int, D: int, F: int, hidden_act: str) -> Any:
-    """Transformers' own experts module of Qwen3-MoE. On every call it runs the function named by
-    config._experts_implementation."""
+    """Transformers' experts module of Qwen3-MoE, without weights. Every call runs the function that
+    config._experts_implementation names."""
     modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
     config = modeling.Qwen3MoeConfig(
         num_experts=E, hidden_size=D, moe_intermediate_size=F, hidden_act=hidden_act
@@ -95,6 +95,6 @@ def _without_weights(name: str, E: int, D: int, F: int, hidden_act: str) -> Any:
     config._experts_implementation = name
     with torch.device("meta"):
         module = modeling.Qwen3MoeExperts(config)
-    # plain attributes replace them: a view of weights that are trained elsewhere is not a parameter
+    # plain attributes replace them, because a view of weights that are trained elsewhere is not a parameter
     del module.gate_up_proj, module.down_proj
     return module

@@ -1,4 +1,4 @@
-"""What the transports of ep_dispatch and ep_combine share: rows move by a plan, in one hop or in several."""
+"""Shared by the transports of ep_dispatch and ep_combine: rows move by a plan, in one hop or in several."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from moe_routing_bench.parallel.faults import watched
 from moe_routing_bench.parallel.ranks import Ranks
 from moe_routing_bench.parallel.traffic import Traffic, Way, gather, swap, tie
 
-INDEX = torch.int32  # of numbers that travel with rows
-# for tuners: the implementation of dispatch or combine on each rank
+INDEX = torch.int32  # the dtype of numbers that are sent with rows
+# configurations for tuners: the implementation of dispatch or combine on each rank
 DISPATCHES: tuple[dict[str, str], ...] = ({}, {"dispatch": "native"})
 COMBINES: tuple[dict[str, str], ...] = ({}, {"combine": "native"})
 
@@ -46,20 +46,20 @@ class Hop:
 
     def there(self, x_TD: Tensor, dispatch: str = "index_select") -> Tensor:
         x_RD = tie(dispatch_op.get(dispatch).run(x_TD, self.plan), x_TD)
-        # behind the last span are rows of no rank: R is fixed by the sizes alone
+        # rows after the last span belong to no rank, because R depends only on the sizes
         return swap(x_RD[: sum(self.way.send)], self.way)
 
     def numbers_there(self, number_TN: Tensor) -> Tensor:
-        """Whole numbers that belong to tokens; -1 in rows without a token."""
+        """Sends whole numbers that belong to tokens; rows without a token get -1."""
         token_R = self.plan.token_R()[: sum(self.way.send)]
         none_1N = number_TN.new_full((1, number_TN.shape[1]), -1)
         return swap(torch.cat([none_1N, number_TN])[token_R + 1].to(INDEX), self.way).long()
 
     def back(self, y_QD: Tensor, gate_TK: Tensor | None, combine: str) -> Tensor:
-        """The weighted sum over each token's rows; gates of 1 if none are given."""
+        """Sends rows back and returns the weighted sum over each token's rows; without gates they are 1."""
         plan, y_RD = self.plan, swap(y_QD, self.way.back)
         if missing := plan.num_rows - y_RD.shape[0]:
-            # rows of no rank were not sent; nothing reads them
+            # rows of no rank were not sent, and nothing reads them
             y_RD = torch.cat([y_RD, y_RD.new_zeros(missing, y_RD.shape[1])])
         if gate_TK is None:
             gate_TK = torch.ones(plan.row_TK.shape, device=y_RD.device)
@@ -67,22 +67,23 @@ class Hop:
 
 
 def rows_back(y_QD: Tensor, plan: RoutingPlan, traffic: Traffic) -> Tensor:
-    """A stand-in for the rows that come back: y_QD itself on one rank, else contiguous rows."""
+    """A stand-in for the rows that come back: y_QD itself on a single rank, else contiguous rows."""
     alone = traffic.group is None
     return y_QD if alone else y_QD.new_empty(1, y_QD.shape[1]).expand(plan.num_rows, y_QD.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """The hops of a token, and the plan that makes x_QD of the tokens that arrived."""
+    """The hops of a token, and the plan that makes x_QD from the tokens that arrived."""
 
     hops: tuple[Hop, ...]
     arrived: RoutingPlan
 
 
 def by_nodes(plan: RoutingPlan, traffic: Traffic) -> Route:
-    """First one copy of a token for each node it needs, to the rank at this rank's place there; then one for
-    each rank of that node that it needs. Made once for a traffic, by all ranks."""
+    """A route in two hops. First a token is sent once to each node it needs, to the rank with this rank's
+    place there. That rank sends it to each rank of the node that needs it. All ranks make the route together,
+    once for each traffic."""
     if (kept := traffic.kept.get("by_nodes")) is not None:
         assert isinstance(kept, Route)
         return kept
@@ -94,7 +95,7 @@ def by_nodes(plan: RoutingPlan, traffic: Traffic) -> Route:
     C = capacity_of(plan, ranks)
     slot_TK = plan.expert_TK()
     node_TM = _wanted(slot_TK, P * L, M)
-    # a token is sent once to a node, however many of its pairs are there
+    # a token is sent once to a node, even if several of its pairs are there
     to_nodes = _hop(node_TM, traffic, rail, None if C is None else min(plan.num_tokens, L * P * C))
     slot_NK = to_nodes.numbers_there(slot_TK)
     own_node = ranks.rank // L
@@ -111,7 +112,7 @@ def by_nodes(plan: RoutingPlan, traffic: Traffic) -> Route:
 
 
 def by_gathering(plan: RoutingPlan, traffic: Traffic) -> RoutingPlan:
-    """The plan over what `all_tokens` gives. Made once for a traffic, by all ranks."""
+    """The plan over the result of `all_tokens`. All ranks make it together, once for each traffic."""
     if (kept := traffic.kept.get("by_gathering")) is not None:
         assert isinstance(kept, RoutingPlan)
         return kept
@@ -127,7 +128,7 @@ def by_gathering(plan: RoutingPlan, traffic: Traffic) -> RoutingPlan:
 
 
 def all_tokens(mine_TD: Tensor, traffic: Traffic) -> Tensor:
-    """Of every rank, by rank; each fills up with zeros to the most that one has."""
+    """The tokens of all ranks, rank by rank. Each rank adds zeros up to the largest number of tokens."""
     missing = max(traffic.tokens) - mine_TD.shape[0]
     if missing:
         mine_TD = torch.cat([mine_TD, mine_TD.new_zeros(missing, mine_TD.shape[1])])
@@ -139,17 +140,17 @@ def capacity_of(plan: RoutingPlan, ranks: Ranks) -> int | None:
 
 
 def uneven(plan: RoutingPlan, traffic: Traffic) -> str | None:
-    """Why a transport that sends tokens, not pairs, cannot use fixed sizes."""
+    """Why a transport that sends tokens instead of pairs cannot use fixed sizes; None if it can."""
     if plan.layout.kind == "padded" and len(set(traffic.tokens)) > 1:
         return (
-            f"the ranks have {', '.join(map(str, traffic.tokens))} tokens; where sizes are fixed (padded) it "
-            "sends whole tokens and needs equally many on every rank: use all_to_all or the compact layout"
+            f"the ranks have {', '.join(map(str, traffic.tokens))} tokens; with fixed sizes (padded) it "
+            "sends whole tokens and needs the same number on every rank: use all_to_all or the compact layout"
         )
     return None
 
 
 def _wanted(slot_TK: Tensor, each: int, owners: int) -> Tensor:
-    """Owner m in column m of the tokens with a slot there, else -1. An owner has `each` slots in a row."""
+    """Column m is m for tokens that need owner m, else -1. An owner has `each` consecutive slots."""
     owner_TK = torch.where(slot_TK >= 0, slot_TK // each, owners)
     nothing_TM = torch.full((slot_TK.shape[0], owners + 1), -1, device=slot_TK.device)
     return nothing_TM.scatter(1, owner_TK, owner_TK)[:, :owners]
@@ -172,16 +173,16 @@ def _hop(owner_TM: Tensor, traffic: Traffic, group: dist.ProcessGroup | None, ca
     return Hop(plan=plan, way=way)
 
 
-def _source(way: Way, like: Tensor) -> Tensor:
+def _source(way: Way, arrived: Tensor) -> Tensor:
     """The sender of each row that arrived, as its number in the group."""
-    ends = torch.tensor(way.receive, device=like.device).cumsum(0)
-    return torch.searchsorted(ends, torch.arange(like.shape[0], device=like.device), right=True)
+    ends = torch.tensor(way.receive, device=arrived.device).cumsum(0)
+    return torch.searchsorted(ends, torch.arange(arrived.shape[0], device=arrived.device), right=True)
 
 
 def _arrived(
     place_NK: Tensor, here_NK: Tensor, source_N1: Tensor, ranks: Ranks, C: int | None
 ) -> RoutingPlan:
-    """x_QD has rows by source, then by place: a plan with an expert for each of these."""
+    """The plan for x_QD, whose rows are sorted by source and place: each of these pairs is an expert."""
     key_NK = torch.where(here_NK, source_N1 * ranks.places + place_NK, -1)
     layout = Layout.compact() if C is None else Layout.padded(capacity=C)
     gate_NK = torch.ones(key_NK.shape, device=key_NK.device)

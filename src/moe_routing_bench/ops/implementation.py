@@ -16,7 +16,7 @@ from moe_routing_bench.core.packed_files import PackedFiles
 
 
 def supported_everywhere(*_arguments: Any) -> None:
-    """The hook `unsupported` of an implementation that defines none."""
+    """The default of the hook `unsupported`: no reason, so it can run everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,41 +34,41 @@ class Implementation:
     run: Callable[..., Any]
     unsupported: Callable[..., str | None] = supported_everywhere
     config: Mapping[str, Any] = field(default_factory=dict)
-    configs: Sequence[Mapping[str, Any]] = ()  # what a tuner may try
-    forward_only: bool = False  # no gradients; refuses inputs that require them
+    configs: Sequence[Mapping[str, Any]] = ()  # configurations that a tuner may try
+    forward_only: bool = False  # it has no gradients and refuses inputs that require them
     host_sync: str = ""  # why it must read device values on the host
     spreads_nan: str = ""  # why NaN in one token reaches others, or experts it did not choose
     deterministic: bool = True  # same input, same bits
     batch_invariant: bool = False  # a token's bits are the same in every batch
-    invariant_with: Mapping[str, Any] = field(default_factory=dict)  # it would be with these options
-    reuses_output: bool = False  # the result is overwritten by the next call on the same thread
-    # with the option store= it computes with other weights than given: these, which results are judged by
+    invariant_with: Mapping[str, Any] = field(default_factory=dict)  # batch_invariant with these options
+    reuses_output: bool = False  # the next call on the same thread overwrites the result
+    # the weights it computes with if the option store= is set; its results are judged by them
     stored: Callable[..., Any] | None = None
-    # what plain torch with the same roundings gives on those weights; None: the op's reference
+    # plain torch with the same roundings on the stored weights; None: the op's reference
     plain: Callable[..., Any] | None = None
-    # weights in the form it likes best, for weights that do not change any more
+    # weights in the form it reads fastest, for weights that do not change any more
     freeze: Callable[..., Any] | None = None
-    # the same of weights that are stored in a format already: QuantisedExperts, dtype
+    # freeze for weights that are already stored in a format: QuantisedExperts, dtype
     freeze_stored: Callable[..., Any] | None = None
-    reads_plain: bool = False  # with freeze: weights as they are do as well, and are measured unless asked
+    reads_plain: bool = False  # has freeze but also reads plain weights; the benchmark times it with these
     ties: str = "lower id first"  # topk only: "any" if equal scores may be picked in any order
 
     @property
     def label(self) -> str:
-        """The name with its configuration, as records store it."""
+        """The name and its configuration, as in records."""
         if not self.config:
             return self.name
         return f"{self.name}({','.join(f'{k}={v}' for k, v in sorted(self.config.items()))})"
 
     def why_not(self, *args: Any) -> str | None:
-        """Why these arguments cannot be computed here, in words; None if they can."""
+        """Why it cannot compute these arguments here; None if it can."""
         if self.forward_only and torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args)):
             return "it has no backward; call it under torch.no_grad() or choose another implementation"
         return self.unsupported(*args)
 
     def why_not_now(self, *args: Any) -> str | None:
-        """The same for a call by people: what stores weights would round plain ones again in every call,
-        which takes ten times as long as not storing them. The benchmark and the kit call `run`."""
+        """why_not for a user's call: with store= it would round plain weights again in every call, which
+        takes 10x as long as not storing them. The benchmark and the kit call `run` directly."""
         if (reason := self.why_not(*args)) is not None or self.stored is None:
             return reason
         if any(isinstance(tensor, Frozen) for tensor in tensors_in(args)):
@@ -84,13 +84,13 @@ class Implementation:
         return self.run(*args)
 
     def has_packed(self, *matrices: Tensor) -> bool:
-        """Are they frozen, and for this implementation?"""
+        """True if they are frozen for this implementation."""
         mine = self.name, self.config.get("store")
         return all(isinstance(w, Frozen) and (w.form.kernel, w.form.store) == mine for w in matrices)
 
     def frozen(self, weights: Any, kept: PackedFiles | None = None) -> Any:
-        """freeze(weights), with the packed form in files that are used again if kept says where. What error
-        to expect is noted on the panels, for frozen.freezing."""
+        """freeze(weights), with the packed form in files if `kept` names their folder. The expected error is
+        stored on the panels, for frozen.freezing."""
         assert self.freeze is not None
         options: dict[str, Any] = {} if kept is None else {"kept": kept}
         if not options.keys() <= inspect.signature(self.freeze).parameters.keys():
@@ -105,7 +105,7 @@ class Implementation:
     def composed_of(
         self, parts: Mapping[str, Implementation], config: Mapping[str, Any]
     ) -> tuple[Implementation, dict[str, Any]]:
-        """The same with the flags of its parts, and a config that names them, so that the label does too."""
+        """The implementation with the flags of its parts, and a config with their labels."""
         composed = replace(
             self,
             forward_only=self.forward_only or any(part.forward_only for part in parts.values()),
@@ -122,7 +122,7 @@ class Implementation:
         return composed, {**config, **{option: part.label for option, part in parts.items()}}
 
     def configured(self, config: Mapping[str, Any], op_parameters: Sequence[str]) -> Implementation:
-        """The same with its options set; `unsupported` gets the options it takes."""
+        """The implementation with its options set. `unsupported` gets the options that it takes."""
         takes_run, takes_unsupported = (
             set(inspect.signature(function).parameters) - set(op_parameters)
             for function in (self.run, self.unsupported)

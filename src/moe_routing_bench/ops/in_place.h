@@ -1,17 +1,17 @@
-// Rows times weights that are read where they lie, in either order of memory, and nowhere copied: for few rows, where
-// packing takes longer than multiplying. Rows are float32. Nothing beyond the weights is read and nothing is aligned.
+// Rows times weights that are read in place, in either order of memory, without a copy: for few rows, where packing takes
+// longer than multiplying. Rows are float32. Only the weights themselves are read, and nothing needs to be aligned.
 //
-// The order of a sum does not depend on threads. Of columns side by side it is that of Vector in tiles.h, so the bits are
-// those of packed weights; dot products have bits of their own.
+// The order of a sum does not depend on threads. For contiguous columns it is the same as in Vector of tiles.h, so the
+// bits are those of packed weights. Dot products have other bits.
 #pragma once
 #include "tiles.h"
 
 enum { LANES = sizeof(Lanes) / 4, FEW = 24 };  // rows, by trial
 static const int64_t SUMS_BYTES = 1 << 18;  // of one task
 
-// Is an expert of so many rows to be read in place? steady: with the bits of packed weights, or not at all.
+// True if an expert with this many rows is read in place. steady: only if the bits are those of packed weights.
 template <class Engine> static bool in_place(int64_t rows, int64_t sk, int64_t sn, bool steady) {
-  const bool tiles = sizeof(typename Engine::A) == 2;  // AMX multiplies faster: fewer rows, by reckoning, not measured
+  const bool tiles = sizeof(typename Engine::A) == 2;  // AMX multiplies faster, so fewer rows; estimated, not measured
   return rows <= (tiles ? FEW / 2 : FEW) && (sn == 1 ? !(steady && tiles) : sk == 1 && !steady);
 }
 
@@ -19,8 +19,8 @@ struct Task {
   int64_t segment, begin, end;  // panels
 };
 
-// Tasks of so many panels of each segment; IN_PLACE: as wide as leaves enough tasks, since memory is read the faster the
-// longer the stretch; NONE: none
+// Tasks of `width` panels of each segment. IN_PLACE: as wide as possible with enough tasks, because long reads of memory
+// are faster; NONE: no task
 enum { IN_PLACE = 0, NONE = -1 };
 template <class Segment, class Wide>
 static std::vector<Task> cut(const std::vector<Segment>& order, int64_t panels, int64_t enough, Wide width) {
@@ -92,7 +92,7 @@ template <class B> struct InPlace {
       }
       add<M>(s, a + k, lda, w0 + k, w1 + k, w2 + k, w3 + k);
     }
-    if (k < depth) {  // rows are filled up with zeros, weights are not
+    if (k < depth) {  // rows end with zeros, weights do not
       B rest[COLUMNS][LANES] = {};
       for (int n = 0; n < COLUMNS; n++) memcpy(rest[n], w[n] + k, (depth - k) * sizeof(B));
       add<M>(s, a + k, lda, rest[0], rest[1], rest[2], rest[3]);
@@ -107,7 +107,7 @@ template <class B> struct InPlace {
     if constexpr (M > 1) choose_dots<M - 1>(rows, a, lda, w, ahead, depth, c);
   }
 
-  // ---- columns side by side (sn == 1): each weight times one number of a row, added to what the row has so far
+  // ---- contiguous columns (sn == 1): each weight times one number of a row, added to the row's sums
 
   template <int M, int K>  // K of depth
   __attribute__((noinline)) static void spread(const float* a, int64_t lda, const B* w, int64_t sk, int64_t columns, float* c, int64_t ldc) {
@@ -158,7 +158,7 @@ template <class B> struct InPlace {
     if (sn != 1) {
       for (int64_t n0 = 0; n0 < columns; n0 += COLUMNS) {
         const B* at[COLUMNS];
-        for (int n = 0; n < COLUMNS; n++) at[n] = w + std::min(n0 + n, columns - 1) * sn;  // the last again, to be thrown away
+        for (int n = 0; n < COLUMNS; n++) at[n] = w + std::min(n0 + n, columns - 1) * sn;  // extra ones repeat the last; discarded
         for (int64_t r0 = 0; r0 < rows; r0 += each) {
           const int m = (int)std::min(each, rows - r0);
           float sums[ROWS][COLUMNS];

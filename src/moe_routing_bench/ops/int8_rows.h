@@ -1,9 +1,9 @@
 // Rows of 8 bits times weights of 8 and 4 bits: products of integers, summed exactly.
 //
 // A row is int8 codes, padded with zeros to whole tiles, then its scale, then a number for each group of the weights'
-// depth. Weights are unsigned bytes, because that is what vpdpbusd multiplies with signed ones: a code stands `zero`
-// higher than its number, and zero times the sum of the row's codes is taken off again where a group begins. NEON's sdot
-// multiplies signed bytes alone: there zero is taken off the bytes themselves.
+// depth. Weights are unsigned bytes, because vpdpbusd multiplies unsigned by signed bytes. A code is its number plus
+// `zero`, and zero times the sum of the row's codes is subtracted at the start of each group. NEON's sdot multiplies
+// only signed bytes, so there zero is subtracted from the bytes themselves.
 //
 //   sum over k of x_k w_k = scale_x * (scale_w * (sum of code_x * byte_w - zero * sum of code_x) + offset_w * sum of code_x)
 #pragma once
@@ -12,7 +12,7 @@
 static inline int64_t row_groups(int64_t depth, const Coding& coding) {
   return (packed_depth(depth) - 1) / coding.group + 1;
 }
-// bytes from a row to the next; not a multiple of 512, which would put all rows into few sets of the cache
+// bytes from a row to the next; not a multiple of 512, because then all rows would use few sets of the cache
 static inline int64_t int8_row_stride(int64_t depth, const Coding& coding) {
   const int64_t bytes = up_to(packed_depth(depth) + 4 + 4 * row_groups(depth, coding), 64);
   return bytes % 512 ? bytes : bytes + 64;
@@ -45,7 +45,7 @@ static inline void store_codes(int8_t* to, f32x16 v, i32x16& sum) {
 }
 #endif
 
-// n numbers to a row: the largest becomes 127. A row with a NaN or an infinity gets the scale NaN.
+// Rounds n numbers to a row: the largest becomes 127. A row with a NaN or an infinity gets the scale NaN.
 template <class X> static void quantise_row(const X* from, int64_t n, int8_t* to, const Coding& coding) {
   const int64_t depth = packed_depth(n);
   auto numbers = [&](int64_t d) {
@@ -150,7 +150,7 @@ template <int CODE> struct Int8Rows {
     return add(sum, add(pairs(both(w, same(0x00ff00ff)), signed_even(x)), pairs(odd(w), signed_odd(x))));
 #endif
   }
-  // fused: written out. Of a * b + c gcc 12 fuses all but one in a block of rows, so a row's bits depended on its place.
+  // fused explicitly: gcc 12 fuses all a * b + c of a block of rows except one, so a row's bits depended on its place
   static Lanes scaled(Bits sum, Lanes scale, Lanes so_far, bool first) {
     return first ? number(sum) * scale : fused(number(sum), scale, so_far);
   }
@@ -168,8 +168,8 @@ template <int CODE> struct Int8Rows {
   template <int M>
   __attribute__((noinline)) static void block(const int8_t* a, int64_t lda, const uint8_t* b, int64_t depth, float* c,
                                               Ahead& ahead, const Coding& coding) {
-    // A product takes 4 to 5 cycles: the sums of few rows would wait for one another if there were one of each. They
-    // are of integers, so their bits do not depend on how many there are.
+    // A product takes 4 to 5 cycles, so with few rows and one sum each, products would wait for each other. The sums
+    // are integers, so their bits do not depend on the number of chains.
     enum { CHAINS = WIDE < 16 ? 1 : M == 1 ? 4 : M <= 3 ? 2 : 1 };
     const Bits table = less(four(coding.table), coding.zero), low = same(0x0f0f0f0f);
     for (int64_t k0 = 0, g = 0; k0 < depth; g++) {

@@ -1,8 +1,8 @@
 // Rows of 8 bits times weights of 8 and 4 bits on AMX: tiles of 16 rows, 16 columns and 64 of depth, sums of integers.
 //
-// The panels are those of int8_rows.h: four of depth of one column stand side by side, which is a word of a tile of
-// weights, so a half of a panel is a tile with 128 bytes from row to row. Sums are the same integers, and they meet scales
-// and offsets in the same order, so results have the bits of the vectors' code.
+// The panels are those of int8_rows.h: four of depth of one column are adjacent and form a word of a tile of weights, so
+// half of a panel is a tile with 128 bytes from row to row. The sums are the same integers, and scales and offsets are
+// applied in the same order, so results have the same bits as the code for vectors.
 #pragma once
 #include "int8_rows.h"
 
@@ -12,11 +12,11 @@ template <int CODE> struct Int8Tiles {
   typedef uint8_t B;
   typedef Int8Rows<CODE> Vectors;
   typedef typename Vectors::Bits Bits;
-  // Fewer rows are for the vectors: two tiles of weights are 32 lines to load, as long as two rows take there, and
-  // the sums of each group go through memory. By counting; not timed.
+  // Vectors compute fewer rows: two tiles of weights are 32 lines to load, which takes as long as two rows there, and
+  // the sums of each group go through memory. This was counted, not timed.
   enum { FEWEST = 8 };
   enum { STEP = 32, WIDE = Vectors::WIDE, N = Vectors::N };
-  enum { CHUNK = 256 };  // of depth: nibbles become bytes in 8 KB that stay in L1
+  enum { CHUNK = 256 };  // of depth: nibbles become bytes in 8 KB, which fit in L1
 
   static const uint8_t* bytes(const uint8_t* b, int64_t depth, const Coding& coding, uint8_t* room) {
     if (CODE != NIBBLE) return b;
@@ -93,8 +93,8 @@ template <int CODE> struct Int8Tiles {
         }
         keep(sums, both);
       };
-      // A row's scale stands right behind its depth, so a rest of 32 is not read as 64. A new configuration makes all
-      // tiles zero.
+      // A row's scale is directly after its depth, so a rest of 32 must not be read as 64. A new configuration sets all
+      // tiles to zero.
       const int64_t whole = (end - k) / 64 * 64;
       if (whole) {
         Amx::configure(std::min(rows, 16), std::max(rows - 16, 0));

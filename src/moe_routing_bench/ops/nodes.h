@@ -1,8 +1,8 @@
 // Several NUMA nodes: each owns a contiguous share of the panels of every matrix of every expert, and threads take
-// tasks of their own node first. A task is the same wherever it runs, so no bit of a result depends on any of this.
+// tasks of their own node first. A task gives the same result on every thread, so no bit of a result depends on this.
 //
-// A thread whose node has no task left helps the next node: a node may have no thread at all, a thread may be held up,
-// and all wait at the end of the loop. What it then reads comes over the link, as half of everything does without nodes.
+// A thread whose node has no task left helps the next node, because a node may have no thread, a thread may be slow, and
+// all wait at the end of the loop. It then reads over the link, as happens for half of all reads without nodes.
 #pragma once
 #include <omp.h>
 #include <sched.h>
@@ -20,7 +20,7 @@ struct Taken {  // mirrored in nodes.py: one task, for tests
   int64_t loop, thread, home, node, item, begin, end, cpu;  // home: the thread's node; node: that of the panels
 };
 
-struct Nodes {  // too
+struct Nodes {  // also mirrored
   int64_t count, pinned;
   const int64_t *memory, *first_N1, *cpus;  // memory: the system's number, -1: unknown; first_N1: places in cpus
   int64_t refused;                          // the system's last reason not to pin a thread
@@ -30,7 +30,7 @@ struct Nodes {  // too
 
 static inline int64_t share_begin(int64_t panels, int64_t node, int64_t nodes) { return panels * node / nodes; }
 
-struct OnNode {  // where a thread works; pinned, it stays there as long as this lives
+struct OnNode {  // the node of a thread; a pinned thread stays there while this object exists
   int64_t node = 0;
   explicit OnNode(Nodes* nodes) {
     if (nodes) settle(*nodes);
@@ -53,7 +53,7 @@ struct OnNode {  // where a thread works; pinned, it stays there as long as this
       CPU_ZERO(&wanted);
       for (int64_t i = first[node]; i < first[node + 1]; i++) CPU_SET(cpus[i], &wanted);
       moved = !sched_getaffinity(0, sizeof before, &before);
-      CPU_AND(&wanted, &wanted, &before);  // never where it may not be: of an empty set the system says EINVAL
+      CPU_AND(&wanted, &wanted, &before);  // only allowed processors; for an empty set the system returns EINVAL
       moved = moved && !sched_setaffinity(0, sizeof wanted, &wanted);
       if (moved) return;
       __atomic_store_n(&nodes.refused, errno, __ATOMIC_RELAXED);
@@ -67,8 +67,8 @@ struct alignas(64) NextTask {
   std::atomic<int64_t> task{0};
 };
 
-// Loop number `loop` of this parallel region: task(i, begin, end) for every i < items and all strips of panels, each
-// once, by whichever thread; ends in a barrier. Counters are used once, so that nobody has to set them back.
+// Loop number `loop` of this parallel region: calls task(i, begin, end) once for every i < items and each strip of
+// panels, on any thread, and ends with a barrier. Counters are used once, so they need no reset.
 template <class Task>
 __attribute__((noinline)) static void by_node(Nodes& nodes, std::vector<NextTask>& counters, int64_t loop, int64_t home,
                                               int64_t items, int64_t panels, int64_t wide, Task task) {
@@ -90,11 +90,11 @@ __attribute__((noinline)) static void by_node(Nodes& nodes, std::vector<NextTask
 #pragma omp barrier
 }
 
-// Panels of E experts into new memory, every node's share into its own: 0, or the system's error. elsewhere: how many
-// of the shares lie on another node all the same, by a look at the page in their middle.
+// Copies the panels of E experts to new memory, each node's share to its own memory. Returns 0 or the system's error.
+// elsewhere: how many shares are on another node, checked by the page in their middle.
 //
-// A new page comes from the node that the writing thread prefers. To bind the memory itself (mbind) would cut it into
-// a mapping for each expert and node, and a process may have 65,530 mappings in all.
+// A new page comes from the node that the writing thread prefers. Binding the memory itself (mbind) would need a mapping
+// for each expert and node, and a process may have only 65,530 mappings.
 extern "C" int mrb_copy_by_node(char* to, const char* from, int64_t E, int64_t panels, int64_t panel_bytes,
                                 const Nodes* nodes, int64_t* elsewhere) {
   enum { DEFAULT_BITS = 1024, PREFERRED = 1 };  // MPOL_PREFERRED

@@ -1,4 +1,4 @@
-"""Several NUMA nodes for the C++ kernels: what nodes.h is handed, and frozen weights near their threads."""
+"""Several NUMA nodes for the C++ kernels: the struct of nodes.h, and frozen weights near their threads."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def _int64(numbers: list[int]) -> ctypes.Array[ctypes.c_int64]:
 
 
 def placed(panels: Tensor, panel_bytes: int, topology: Topology, library: ctypes.CDLL) -> Tensor:
-    """The same panels, experts x bytes, in memory of the nodes that own them; as they are, with a line on
-    stderr, if the system refuses. library: the compiled nodes.h."""
+    """Copies the panels, experts x bytes, to the memory of the nodes that own them. If the system refuses, it
+    returns them unchanged and prints a line on stderr. library: the compiled nodes.h."""
     if not panels.nbytes:
         return panels
     if any(node.memory is None for node in topology.nodes):
         say_once("some nodes have no memory of their own, so their frozen weights may lie anywhere")
     memory = mmap.mmap(-1, panels.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE)  # one of 2 MiB would hold panels of several nodes
+        memory.madvise(mmap.MADV_NOHUGEPAGE)  # a page of 2 MiB would hold panels of several nodes
     there = torch.frombuffer(memory, dtype=panels.dtype).view(panels.shape)
     elsewhere = ctypes.c_int64()
     number = panels.nbytes // panels.shape[0] // panel_bytes
@@ -64,16 +64,16 @@ def placed(panels: Tensor, panel_bytes: int, topology: Topology, library: ctypes
     if failed:
         say_once(
             f"frozen weights are not placed on NUMA nodes, because the system refuses: {os.strerror(failed)} "
-            "(containers often do; CAP_SYS_NICE allows it)"
+            "(containers often refuse; CAP_SYS_NICE allows it)"
         )
         return panels
     if elsewhere.value:
-        say_once("some frozen weights lie on another NUMA node than asked for: is its memory full?")
+        say_once("some frozen weights are on another NUMA node than requested; its memory may be full")
     return there
 
 
 def say_refused(nodes: CNodes) -> None:
-    """That threads could not be pinned, if so."""
+    """Prints that threads could not be pinned, if that happened."""
     if nodes.refused:
         say_once(f"threads are not pinned to their NUMA nodes: {os.strerror(nodes.refused)}")
 

@@ -95,7 +95,7 @@ float max_of(Vec v) { return vmaxvq_f32(v); }
 void store(uint16_t* p, Vec v, Kind kind) { vst1_u16(p, narrow(v, kind)); }
 #endif
 
-// one type of number in memory; W of them are read and written at any address
+// one type of number in memory; W numbers are read and written at any address
 template <Kind kind>
 struct Numbers {
     using In = uint16_t;
@@ -109,7 +109,7 @@ struct Numbers<FLOAT32> {
     static void put(In* p, Vec v) { store(p, v); }
 };
 
-// the last n < W numbers of a row, filled up with zeros; memory past the row is not touched
+// the last n < W numbers of a row, then zeros; memory after the row is not accessed
 template <Kind kind>
 Vec get_some(const typename Numbers<kind>::In* p, int64_t n) {
     typename Numbers<kind>::In whole[W] = {};

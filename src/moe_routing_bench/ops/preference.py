@@ -1,11 +1,11 @@
-"""What impl="auto" tries on each class of machine, best first, and the evidence for that order.
+"""The implementations that impl="auto" tries on each class of machine, best first, and the evidence.
 
 The table of an operation is `ops/<op>/preferences.py`:
 
     PREFERENCES = (Preference(machines=("amx",), order=("native",), evidence="measurements/..."), ...)
 
-An implementation outside the table runs only by name or by a measured decision. The rows with conditions were
-made from records by measurements/preferences.py.
+An implementation that is not in the table runs only if it is named or if a measured decision names it.
+measurements/preferences.py made the rows with conditions from records.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.registry import OURS, Op
 from moe_routing_bench.ops.targets import TARGETS, target_of
 
-# processors for which C++ is compiled and was timed: amx, vnni, avx512, avx2
+# levels of C++ that were timed: amx, vnni, avx512, avx2
 COMPILED = tuple(level for level in cpp.LEVELS if level not in ("neon", cpp.PRETENDED))
-PLAIN = "plain"  # torch's own operations: other processors and devices, or no compiler
+PLAIN = "plain"  # torch's own operations, for other processors and devices and without a compiler
 GPUS = tuple(TARGETS)
 MACHINES = (*COMPILED, PLAIN, *GPUS)
 NO_GPU = (
@@ -39,19 +39,19 @@ NO_GPU = (
 
 @dataclass(frozen=True, kw_only=True)
 class Preference:
-    """One row. The first of `order` that can run the arguments runs; after the last comes the op's default.
+    """One row of the table. The first of `order` that can run the arguments runs, else the op's default.
 
     Preference(machines=("amx",), order=("native",), evidence="measurements/...", most_rows=2)
-    is for calls with at most 2 rows per expert. Of several rows for a machine, the first that fits counts.
+    is for calls with at most 2 rows per expert. If a machine has several rows, the first that fits is used.
     """
 
     machines: tuple[str, ...]
     order: tuple[str, ...]
-    evidence: str  # the records behind the order, or "not timed: " and the reason for the order
+    evidence: str  # the records for this order, or "not timed: " and the reason for the order
     dtype: torch.dtype | None = None  # of the first argument; None: any
     most_rows: float | None = None  # pairs of token and choice per expert, for an op that takes a plan
     most_elements: int | None = None  # numbers in the first argument: tokens x experts, or rows x width
-    gradients: bool | None = None  # wanted, not wanted; None: both
+    gradients: bool | None = None  # True: with gradients, False: without; None: both
 
     @property
     def always(self) -> bool:
@@ -59,7 +59,8 @@ class Preference:
 
 
 def fits(row: Preference, args: tuple[Any, ...]) -> bool:
-    """Is the row for a call with these arguments? torch.compile could not trace a method of the row."""
+    """True if the row is for a call with these arguments. torch.compile could not trace a method of the
+    row."""
     if row.dtype is not None and leading(args).dtype != row.dtype:
         return False
     if row.most_elements is not None and leading(args).numel() > row.most_elements:
@@ -70,7 +71,7 @@ def fits(row: Preference, args: tuple[Any, ...]) -> bool:
 
 
 def leading(args: tuple[Any, ...]) -> Tensor:
-    """The first tensor that an op is given; of a routing its ids."""
+    """The first tensor among the arguments; of a routing, its ids."""
     first = args[0]
     return first.expert_TK if type(first) is Routing else first
 
@@ -92,7 +93,7 @@ def wants_gradients(args: tuple[Any, ...]) -> bool:
 
 
 def machine_of(device: torch.device) -> str:
-    """The class of machine that computes on a device."""
+    """The class of machine of a device."""
     if device.type == "cpu":
         return PLAIN if cpp.why_not() is not None else timed_level() or PLAIN
     return target_of(device).name if device.type == "cuda" else PLAIN
@@ -103,7 +104,7 @@ def timed_level() -> str | None:
 
 
 def preferences(op: Op, machine: str) -> Iterator[Preference]:
-    """The rows for a machine, in order; the last leaves only the default, for any call."""
+    """The rows for a machine, in order. The last one fits every call and leaves only the op's default."""
     if Path(op.file).with_name("preferences.py").is_file() and op.package.startswith(f"{OURS}."):
         for row in import_module(f"{op.package}.preferences").PREFERENCES:
             if machine in row.machines:

@@ -1,8 +1,8 @@
-// AMX without AMX: each instruction of a tile that we use, computed in plain C++. For tests, and slow.
+// AMX without AMX: the tile instructions that we use, computed in plain C++. This is for tests, and slow.
 //
-// Eight tiles of 16 rows of 64 bytes belong to each thread. As on the processor, an instruction reads and writes the
-// configured rows and bytes alone and leaves zeros in the rest of the tile it writes. What a processor would fault on ends
-// the process with a sentence. Intel's manual, volume 2, has the instructions (LDTILECFG, TILELOADD, TDPBF16PS, ...).
+// Each thread has eight tiles of 16 rows of 64 bytes. As on the processor, an instruction reads and writes only the
+// configured rows and bytes, and sets the rest of the tile it writes to zero. A fault of the processor ends the process
+// with a sentence. Intel's manual, volume 2, describes the instructions (LDTILECFG, TILELOADD, TDPBF16PS, ...).
 #pragma once
 #include <immintrin.h>
 
@@ -87,7 +87,7 @@ static inline void must_fit(int sum, int a, int b, const char* instruction) {
   must(tiles.bytes[sum] == tiles.bytes[b], instruction, "the columns of the sums are not those of the second factor");
 }
 
-static inline void finish(int i) {  // what is not configured becomes zero
+static inline void finish(int i) {  // sets everything that is not configured to zero
   for (int r = 0; r < ROWS; r++) {
     const int kept = r < tiles.rows[i] ? tiles.bytes[i] : 0;
     memset(tiles.data[i][r] + kept, 0, BYTES - kept);
@@ -108,7 +108,7 @@ static inline void dpbsud(int sum, int a, int b) {  // signed bytes times unsign
   finish(sum);
 }
 
-// even and odd places of depth have sums of their own, which are added to one another first
+// even and odd places of depth have separate sums, which are added first
 static __attribute__((noinline)) void add_products_of_bfloat16(int sum, int a, int b) {
   auto number = [](const uint8_t* at) {
     uint16_t bits;

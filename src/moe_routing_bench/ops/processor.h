@@ -1,4 +1,4 @@
-// The vector instructions of the processor that is compiled for: x86 or ARM.
+// The vector instructions of the target processor: x86 or ARM.
 #pragma once
 #ifdef __aarch64__
 #include <arm_neon.h>
@@ -9,7 +9,7 @@
 #include "pretended_tiles.h"
 #endif
 
-// lines streamed past the caches are not ordered with what this thread lets others know afterwards; ARM streams none
+// orders streaming stores before later stores of this thread; ARM does not use streaming stores here
 static inline void after_streaming() {
 #ifdef __x86_64__
   _mm_sfence();

@@ -1,11 +1,11 @@
-"""QuACK's GEMMs as our operations call them: where they run, what they need, their references on a CPU.
+"""Calls QuACK's GEMMs for our operations: where they run, what they need, their references on a CPU.
 
-Needs quack-kernels (Apache-2.0), which needs nvidia-cutlass-dsl (NVIDIA's licence, not an open one). Only
-`ops/<op>/quack_*.py` import this file. Nothing of QuACK is copied: its published functions are called.
+It needs quack-kernels (Apache-2.0), which needs nvidia-cutlass-dsl (NVIDIA's licence, which is not open).
+Only `ops/<op>/quack_*.py` import this file. No code of QuACK is copied; its published functions are called.
 
-On a GPU QuACK's kernels run (sm_90, sm_100). On a CPU, with MRB_QUACK_ON_CPU=1, the plain torch functions run
-that QuACK publishes beside each of them (`gemm_ref`, ...), so that the kit judges all that is ours: indices,
-spans, layouts, the order of calls, gradients. Tensor-core numerics are not seen there.
+On a GPU QuACK's kernels run (sm_90, sm_100). On a CPU, with MRB_QUACK_ON_CPU=1, QuACK's own references in
+plain torch run (`gemm_ref`, ...). So the kit can judge our part: indices, spans, layouts, the order of calls
+and gradients. It does not test the numerics of tensor cores.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from moe_routing_bench.core.plan import RoutingPlan  # noqa: E402
 from moe_routing_bench.ops.targets import assumed, target_of  # noqa: E402
 
 DTYPES = (torch.bfloat16, torch.float16)
-TARGETS = ("sm_90a", "sm_100a")  # what QuACK has varlen GEMMs for and what they were compiled for here
+TARGETS = ("sm_90a", "sm_100a")  # QuACK has varlen GEMMs for these, and they were compiled here
 ALIGNED = 8  # elements of 16 bits: TMA moves rows of 16 bytes
 
 
 def why_not(instead: str, rows: Tensor, *others: Tensor) -> str | None:
-    """Why QuACK cannot compute with these tensors here, in words; None if it can. `instead`: what can."""
+    """Why QuACK cannot compute with these tensors here; None if it can. `instead` names what can."""
     if len({tensor.device for tensor in (rows, *others)}) > 1:
         return "its tensors must be on one device"
     if assumed() is not None or rows.device.type == "cuda":
         target = target_of(rows.device)
         if target.name not in TARGETS:
             why = "QuACK 0.6.5 ends there with 'Gemm Sm80 is not implemented yet'"
-            why = why if target.name == "sm_80" else f"it was compiled for {' and '.join(TARGETS)} alone"
+            why = why if target.name == "sm_80" else f"it was compiled only for {' and '.join(TARGETS)}"
             return f"not on {target.name}: {why}; {instead} runs there"
         if ON_CPU:
             return "with MRB_QUACK_ON_CPU=1 it needs CPU tensors"
     elif rows.device.type != "cpu" or not ON_CPU:
         return "it runs on a GPU; on a CPU QuACK's references run, to be tested, with MRB_QUACK_ON_CPU=1"
     if rows.dtype == torch.float32:
-        return f"QuACK multiplies float32 as TF32, and float32 means float32 here; {instead} does not"
+        return f"QuACK multiplies float32 as TF32, which is not allowed here; {instead} does not"
     if rows.dtype not in DTYPES:
         return f"it computes bfloat16 and float16, not {rows.dtype}"
     if torch.compiler.is_compiling():
-        return "it was not tried under torch.compile"
+        return "it was not tested with torch.compile"
     return None
 
 
@@ -77,19 +77,19 @@ def why_not_plan(plan: RoutingPlan) -> str | None:
 
 
 def spans(plan: RoutingPlan) -> Tensor:
-    """cu_seqlens: where each expert's rows begin and end, made on the device."""
+    """cu_seqlens: where each expert's rows begin and end, computed on the device."""
     return plan.offset_E1.to(torch.int32)
 
 
 def as_stored(w: Tensor) -> Tensor:
-    """The weights with one of their two sides dense and all aligned; a copy only where they are not."""
+    """The weights with one dense side and aligned strides; copied only if they are not so already."""
     dense = 1 in (w.stride(1), w.stride(2))
     aligned = all(stride == 1 or stride % ALIGNED == 0 for stride in w.stride())
     return w if dense and aligned and w.data_ptr() % 16 == 0 else w.contiguous()
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Rows that TMA can read: numbers side by side, rows at multiples of 16 bytes."""
+    """Rows that TMA can read: contiguous numbers, rows at multiples of 16 bytes."""
     fits = x.stride(1) == 1 and x.stride(0) % ALIGNED == 0 and x.stride(0) >= x.shape[1]
     return x if fits and x.data_ptr() % 16 == 0 else x.contiguous()
 
@@ -114,7 +114,8 @@ def gemm(
 def gemm_gated(
     a: Tensor, b: Tensor, activation: str, *, spans_m: Tensor, index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(a @ b, activated): the first has gate and up columns in turn, b has all of gate and then all of up."""
+    """(a @ b, activated). In a @ b the columns of gate and up alternate; b has all of gate, then all of
+    up."""
     named = {"activation": activation, "cu_seqlens_m": spans_m, "A_idx": index, "concat_layout": ("B",)}
     return quack.gemm_gated_ref(a, b, **named) if ON_CPU else quack.gemm_gated(a, b, tuned=False, **named)
 
@@ -127,8 +128,8 @@ def gemm_scaled(a: Tensor, b: Tensor, score_R: Tensor, *, spans_m: Tensor) -> Te
 
 
 def dgated_config(major: int) -> GemmConfig:
-    """Tiles of 128 x 128: with those that QuACK takes untuned this epilogue spills: 1224 loads and stores,
-    128 x 192 on sm_90a, 29 with 256 x 256 on sm_100a. Seen in a run of measurements/gpu/quack_compile.py."""
+    """Tiles of 128 x 128. With QuACK's untuned tiles this epilogue spills registers: 1224 loads and stores
+    with 128 x 192 on sm_90a, 29 with 256 x 256 on sm_100a (measurements/gpu/quack_compile.py)."""
     return GemmConfig(
         tile_m=128, tile_n=128, cluster_m=1, cluster_n=1, pingpong=False, is_dynamic_persistent=False,
         device_capacity=major,
@@ -147,7 +148,7 @@ def gemm_dgated(
             a, b, pre_RG, activation, colvec_scale=score_R, colvec_reduce=True, tuned=False, config=config,
             dynamic_scheduler=False, **named,
         )  # fmt: skip
-    # its reference has neither scale nor sum: rows are scaled first, in float32
+    # its reference has no scale and no sum, so rows are scaled first, in float32
     rows = a if index is None else a[index]
     wide = (rows * score_R.unsqueeze(1), b.float())
     with torch.enable_grad():

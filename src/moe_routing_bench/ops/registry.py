@@ -5,17 +5,19 @@ An implementation is a file `ops/<op>/<name>.py`, an entry point `<op>.<name>` i
 It defines
 
     run(*arguments of the op)                    compute it
-    unsupported(*same arguments) -> str | None   a sentence why it cannot; looks at shapes, dtypes, devices
-                                                 and layouts, never at values. Without it: it always can
+    unsupported(*same arguments) -> str | None   why it cannot run them. It reads shapes, dtypes, devices and
+                                                 layouts, never values. Without it: it can run everything
 
-with its own options, if any, as keywords after the op's arguments (`unsupported` takes those it needs). If it
-is composed of other implementations, it defines `parts(**options) -> {option: Implementation}`; if it has an
-option `store`, a type to keep weights in, `stored(weights, *, store)`: the weights it computes with; if it
-rounds more than these, `plain(*arguments, store)`: the same in plain torch; if it likes weights in another
-form, `freeze(weights)`: the same, made once, for weights that do not change. It may define FORWARD_ONLY,
-CONFIGS, NEEDS, HOST_SYNC, SPREADS_NAN, DETERMINISTIC, BATCH_INVARIANT, REUSES_OUTPUT or TIES (DESIGN.md).
-`mrb list` shows its docstring's first line. There is no fallback: what cannot run raises NotImplementedError
-with the reason.
+Its own options are keywords after the op's arguments; `unsupported` takes the options it needs. It may define
+
+    parts(**options) -> {option: Implementation}   if it is composed of other implementations
+    stored(weights, *, store)                      with the option `store`: the weights it computes with
+    plain(*arguments, store)                       the same computation in plain torch, if it rounds more
+    freeze(weights)                                weights in the form it reads fastest, made once
+
+and FORWARD_ONLY, CONFIGS, NEEDS, HOST_SYNC, SPREADS_NAN, DETERMINISTIC, BATCH_INVARIANT, REUSES_OUTPUT or
+TIES (DESIGN.md). `mrb list` shows the first line of its docstring. There is no fallback: an implementation
+that cannot run raises NotImplementedError with the reason.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import KW_ONLY, dataclass
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -39,7 +41,7 @@ from torch import Tensor
 from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.names import did_you_mean, parse_spec
-from moe_routing_bench.ops.implementation import Implementation, supported_everywhere
+from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.tracing import while_tracing
 
 OURS = __name__.partition(".")[0]
@@ -48,70 +50,56 @@ BUILT_IN = "built in"
 NO_IMPLEMENTATIONS = {"op", "preferences"}  # files of an op's folder that are not implementations
 # parameters of an operation of an MoE layer; the others are those of the layers around it
 ROUTED = frozenset({"score_TE", "logits_TE", "gate_TK", "routing", "plan", "traffic"})
+# functions and constants of a file that become fields of its Implementation
+HOOKS = ("run", "unsupported", "stored", "plain", "freeze", "freeze_stored")
+FLAGS = ("FORWARD_ONLY", "HOST_SYNC", "SPREADS_NAN", "DETERMINISTIC", "REUSES_OUTPUT", "READS_PLAIN")
 _included: list[Path] = []
 
 
 @dataclass(frozen=True)
 class _Source:
     origin: str
-    owner: str  # its top-level package: if a module of it is absent, that is a bug, not a missing library
+    owner: str  # its top-level package; if a module of it is missing, that is a bug and not a missing library
     load: Callable[[], ModuleType]
 
 
 Judge = Callable[[Any, Expected, Mapping[str, Any]], list[Verdict]]
 
 
+def first_line(module: ModuleType) -> str:
+    return (inspect.getdoc(module) or "").partition("\n")[0]
+
+
+@dataclass(eq=False, repr=False)
 class Op:
-    """An operation: what it means, and the ways to compute it.
+    """An operation: what it means, and the ways to compute it."""
 
-    reference       plain torch, any float dtype; the oracle when given float64
-    cost            the least work of a call, from its arguments
-    judge           is a result right? It also gets the arguments, by name
-    judge_gradient  the same for the gradient of one argument
-    upstream        the gradient of the result, as it may arrive in a model
-    meaningful      the part of a result that two runs must agree on
-    by_token        what of a result belongs to each token, tokens first: the same in every batch if an
-                    implementation is BATCH_INVARIANT. None: nothing does, or results are exact
-    weights         the parameter that holds weights, the same in every call; empty if there is none
-    int8_rows       the reference with rows rounded to 8 bits, by which implementations that do so are judged
-    widens          the reference converts weights itself, expert by expert, if x is float64
-    exact           structure or copies: the reference in the dtype itself is the oracle
-    default         runs wherever torch does: the last resort of "auto", the benchmark's baseline
-    usual           what people choose between, measured if nobody names others; empty: all
-    stage           its place in the flow of data, for listings
-    """
+    package: str
+    reference: Callable[..., Any]  # plain torch, any float dtype; the oracle when given float64
+    _: KW_ONLY
+    cost: Callable[..., Cost]  # the least work of a call, from its arguments
+    default: str  # runs wherever torch does: the last choice of "auto", the benchmark's baseline
+    stage: int  # its place in the flow of data, for listings
+    judge: Judge = judge_result  # is a result right? It also gets the arguments, by name
+    judge_gradient: Callable[[GradientOf, Tensor, Expected], list[Verdict]] = judge_gradient
+    # the gradient of the result, as it may arrive in a model
+    upstream: Callable[[Tensor, Mapping[str, Any]], Tensor] = lambda d_out, args: d_out
+    # the part of a result that must be the same in two runs
+    meaningful: Callable[[Any, Mapping[str, Any]], Any] = lambda out, args: out
+    # the part of a result that belongs to each token, tokens first: the same in every batch if an
+    # implementation is BATCH_INVARIANT. None: there is no such part, or results are exact
+    by_token: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    usual: tuple[str, ...] = ()  # what people choose between, measured if none is named; empty: all
+    weights: str = ""  # the parameter that holds weights, the same in every call; empty if there is none
+    int8_rows: Callable[..., Any] | None = None  # the reference with rows rounded to 8 bits
+    widens: bool = False  # if x is float64, the reference converts the weights itself, expert by expert
+    differentiable: bool = True
+    exact: bool = False  # structure or copies: the reference in the dtype itself is the oracle
 
-    def __init__(
-        self,
-        package: str,
-        reference: Callable[..., Any],
-        *,
-        cost: Callable[..., Cost],
-        default: str,
-        stage: int,
-        judge: Judge = judge_result,
-        judge_gradient: Callable[[GradientOf, Tensor, Expected], list[Verdict]] = judge_gradient,
-        upstream: Callable[[Tensor, Mapping[str, Any]], Tensor] = lambda d_out, args: d_out,
-        meaningful: Callable[[Any, Mapping[str, Any]], Any] = lambda out, args: out,
-        by_token: Callable[[Any, Mapping[str, Any]], Any] | None = None,
-        usual: tuple[str, ...] = (),
-        weights: str = "",
-        int8_rows: Callable[..., Any] | None = None,
-        widens: bool = False,
-        differentiable: bool = True,
-        exact: bool = False,
-    ):
-        self.package = package
-        self.stage = stage
-        self.name = package.rpartition(".")[2]
-        self.reference, self.cost = reference, cost
-        self.judge, self.judge_gradient = judge, judge_gradient
-        self.upstream, self.meaningful, self.by_token = upstream, meaningful, by_token
-        self.weights, self.differentiable, self.exact = weights, differentiable, exact
-        self.widens, self.usual, self.int8_rows = widens, usual, int8_rows
-        self.file = inspect.getfile(reference)
-        self.default = default
-        self.summary = (inspect.getdoc(sys.modules[reference.__module__]) or "").partition("\n")[0]
+    def __post_init__(self) -> None:
+        self.name = self.package.rpartition(".")[2]
+        self.file = inspect.getfile(self.reference)
+        self.summary = first_line(sys.modules[self.reference.__module__])
         # not a dict: torch.compile does not see what is added to a dict that it has looked into
         self._ready = SimpleNamespace()
 
@@ -119,15 +107,15 @@ class Op:
         return f"<op {self.name}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return get_op, (self.name,)  # copies and pickles of a layer refer to this very object
+        return get_op, (self.name,)  # copies and pickles of a layer refer to this object
 
     def names(self) -> list[str]:
         return sorted(self._sources())
 
     def get(self, spec: str) -> Implementation:
-        """The implementation called `spec`: a name, or a name with a configuration `name(key=value,...)`.
+        """Returns the implementation `spec`: a name, or a name with options `name(option=value,...)`.
 
-        Raises ValueError for a name that does not exist, NotImplementedError if a library it needs is absent.
+        Raises ValueError for a name that does not exist, NotImplementedError if a library is not installed.
         """
         if torch.compiler.is_dynamo_compiling():
             _load(self.name, spec)
@@ -140,7 +128,7 @@ class Op:
         except ModuleNotFoundError as missing:
             absent = missing.name or "?"
             if absent.partition(".")[0] in (OURS, source.owner):
-                raise  # a bug in that code, not an absent library
+                raise  # a bug in that code, not a library that is not installed
             raise NotImplementedError(f"{self.name}.{name}: needs {absent}, which is not installed") from None
         for absent, install in getattr(module, "NEEDS", {}).items():
             if importlib.util.find_spec(absent) is None:
@@ -154,7 +142,7 @@ class Op:
         return ready
 
     def why_not(self, spec: str, *args: Any) -> str | None:
-        """Why `spec` cannot compute these arguments here, in words; None if it can."""
+        """Why `spec` cannot compute these arguments here; None if it can."""
         try:
             implementation = self.get(spec)
         except NotImplementedError as reason:
@@ -162,11 +150,11 @@ class Op:
         return implementation.why_not(*args)
 
     def origin(self, name: str) -> str:
-        """Where an implementation comes from, even if it cannot be loaded; nothing is loaded."""
+        """Where an implementation comes from. Nothing is loaded."""
         return self._source(name).origin
 
     def source_files(self, name: str) -> list[Path]:
-        """The files of an implementation, without what they load in turn; nothing is loaded."""
+        """The files of an implementation, without the files that they import. Nothing is loaded."""
         source, _, where = self.origin(name).partition(" ")
         if self.origin(name) == BUILT_IN:
             return sorted(Path(self.file).parent.glob(f"{name}.py"))
@@ -184,7 +172,7 @@ class Op:
 
     @property
     def has_layout(self) -> bool:
-        """Does its work depend on where the rows lie?"""
+        """True if it takes a plan or a layout."""
         return not {"plan", "layout"}.isdisjoint(self.parameters())
 
     @property
@@ -193,8 +181,8 @@ class Op:
         return not ROUTED.isdisjoint(self.parameters())
 
     def arguments(self, source: object) -> dict[str, Any]:
-        """Its arguments by name, read from attributes of `source`: a hard case of the kit, a call of the
-        benchmark or shapes of `mrb explain`. So a new operation needs no code in any of them."""
+        """Its arguments by name, read from attributes of `source`: a case of the kit, a call of the benchmark
+        or the shapes of `mrb explain`. So a new operation needs no code in any of them."""
         try:
             return {name: getattr(source, name) for name in self.parameters()}
         except AttributeError as missing:
@@ -228,7 +216,8 @@ class Op:
             package = importlib.import_module(self.package)
             for module in pkgutil.iter_modules(package.__path__):
                 if module.name not in NO_IMPLEMENTATIONS and not module.name.startswith("_"):
-                    add(module.name, _Source(BUILT_IN, OURS, _importer(f"{self.package}.{module.name}")))
+                    load = partial(importlib.import_module, f"{self.package}.{module.name}")
+                    add(module.name, _Source(BUILT_IN, OURS, load))
         for entry in _entry_points():
             op_name, _, name = entry.name.partition(".")
             if op_name == self.name:
@@ -238,17 +227,16 @@ class Op:
             for path in sorted((folder / self.name).glob("[!_]*.py")):
                 if path.stem in NO_IMPLEMENTATIONS:
                     continue
-                add(path.stem, _Source(f"file {path}", "", _file_importer(self.name, path)))
+                add(path.stem, _Source(f"file {path}", "", partial(_load_file, self.name, path)))
         return sources
 
     def _implementation(self, name: str, origin: str, module: ModuleType) -> Implementation:
-        for hook in ("run", "unsupported"):
-            if hook == "unsupported" and not hasattr(module, hook):
-                continue
-            if not callable(getattr(module, hook, None)):
+        needed = self.parameters()
+        found: dict[str, Any] = {hook: getattr(module, hook, None) for hook in HOOKS}
+        for hook in ("run", "unsupported") if hasattr(module, "unsupported") else ("run",):
+            if not callable(found[hook]):
                 raise ValueError(f"{self.name}.{name} ({origin}) must define {hook}(...)")
-            given = list(inspect.signature(getattr(module, hook)).parameters)
-            needed = self.parameters()
+            given = list(inspect.signature(found[hook]).parameters)
             if given[: len(needed)] != needed:
                 raise ValueError(
                     f"{self.name}.{name} ({origin}): {hook} takes ({', '.join(given)}), "
@@ -266,29 +254,19 @@ class Op:
             op=self.name,
             name=name,
             origin=origin,
-            summary=(inspect.getdoc(module) or "").partition("\n")[0],
-            run=module.run,
-            unsupported=getattr(module, "unsupported", supported_everywhere),
+            summary=first_line(module),
             configs=configs,
-            forward_only=getattr(module, "FORWARD_ONLY", False),
-            host_sync=getattr(module, "HOST_SYNC", ""),
-            spreads_nan=getattr(module, "SPREADS_NAN", ""),
-            deterministic=getattr(module, "DETERMINISTIC", True),
             batch_invariant=bool(invariant),
             invariant_with=invariant if isinstance(invariant, Mapping) else {},
-            reuses_output=getattr(module, "REUSES_OUTPUT", False),
-            reads_plain=getattr(module, "READS_PLAIN", False),
-            stored=getattr(module, "stored", None),
-            plain=getattr(module, "plain", None),
-            freeze=getattr(module, "freeze", None),
-            freeze_stored=getattr(module, "freeze_stored", None),
             ties=ties,
+            **{flag.lower(): getattr(module, flag) for flag in FLAGS if hasattr(module, flag)},
+            **{hook: function for hook, function in found.items() if function is not None},
         )
 
 
 def all_ops() -> dict[str, Op]:
-    """Every folder with an op.py in ops/ or in an included folder, by name, in the order in which data flows
-    through them.
+    """Every operation by name, in the order in which data flows through them: each folder with an op.py in
+    ops/ or in an included folder.
 
     >>> "gather_sum" in mrb.all_ops()["combine"].names()
     True
@@ -298,13 +276,16 @@ def all_ops() -> dict[str, Op]:
 
 
 def get_op(name: str) -> Op:
-    """One operation; of the files from outside only its own op.py is loaded."""
-    return _built_in_op(name) if name in built_in_ops() else _outside_op(_ops_outside()[name])
+    """One operation. If it is from outside, only its own op.py is loaded."""
+    if name not in built_in_ops():
+        return _outside_op(_ops_outside()[name])
+    op: Op = importlib.import_module(f"{OURS}.ops.{name}.op").op
+    return op
 
 
 @while_tracing
 def _load(op_name: str, spec: str) -> None:
-    """The first call may be one that torch.compile traces, which cannot import."""
+    """Loads an implementation while torch.compile traces its first call, where an import is not possible."""
     get_op(op_name).get(spec)
 
 
@@ -312,12 +293,6 @@ def _load(op_name: str, spec: str) -> None:
 def built_in_ops() -> tuple[str, ...]:
     package = importlib.import_module(f"{OURS}.ops")
     return tuple(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
-
-
-@cache
-def _built_in_op(name: str) -> Op:
-    op: Op = importlib.import_module(f"{OURS}.ops.{name}.op").op
-    return op
 
 
 def _ops_outside() -> dict[str, Path]:
@@ -332,13 +307,13 @@ def _ops_outside() -> dict[str, Path]:
 
 @cache
 def _outside_op(path: Path) -> Op:
-    """An op.py from outside is loaded and believed, because it defines what is right."""
-    return _file_importer(path.parent.name, path)().op
+    """Loads an op.py from outside. It is trusted, because it defines what is right."""
+    return _load_file(path.parent.name, path).op
 
 
 def include(folder: Path | str) -> None:
-    """Also look for implementations in `<folder>/<op>/<name>.py` and new ops in `<folder>/<op>/op.py`. A
-    folder with nothing but routers is fine too. Nothing is loaded."""
+    """Adds the implementations in `<folder>/<op>/<name>.py` and the new ops in `<folder>/<op>/op.py`. The
+    folder may also contain only routers. Nothing is loaded."""
     path = Path(folder).resolve()
     files_of([*_included, folder])
     if path not in _included:
@@ -354,8 +329,8 @@ def clear_included() -> None:
 
 
 def files_of(folders: Sequence[Path | str]) -> list[Path]:
-    """The files of folders from outside: implementations, an op.py for each new op, and routers; nothing is
-    loaded. ValueError if a folder has none of them."""
+    """The files in folders from outside: implementations, an op.py for each new op, and routers. Nothing is
+    loaded. Raises ValueError if a folder has no such file."""
     paths = [Path(folder).resolve() for folder in folders]
     if (
         no_folder := next((f for f, path in zip(folders, paths, strict=True) if not path.is_dir()), None)
@@ -380,22 +355,15 @@ def _entry_points() -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=GROUP))
 
 
-def _importer(module: str) -> Callable[[], ModuleType]:
-    return lambda: importlib.import_module(module)
-
-
-def _file_importer(op: str, path: Path) -> Callable[[], ModuleType]:
-    def load() -> ModuleType:
-        name = f"{OURS}_included.{op}.{path.stem}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        if path.stem == "op":  # its implementations import it by this name
-            sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except SystemExit as ended:
-            raise RuntimeError(f"it ended the program while it was loaded: SystemExit({ended})") from None
-        return module
-
-    return load
+def _load_file(op: str, path: Path) -> ModuleType:
+    name = f"{OURS}_included.{op}.{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if path.stem == "op":  # its implementations import it by this name
+        sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as ended:
+        raise RuntimeError(f"it ended the program while it was loaded: SystemExit({ended})") from None
+    return module

@@ -1,11 +1,9 @@
-"""The C++ dispatch, combine and rms_norm with a given output buffer: what native and native_reused share."""
+"""The C++ dispatch, combine and rms_norm into a given buffer, for native and native_reused."""
 
 from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,13 +14,15 @@ from moe_routing_bench.core.host_allocator import recycled
 from moe_routing_bench.core.plan import RoutingPlan
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# moving fewer bytes than this takes less time than waking a second thread
+# moving fewer bytes takes less time than waking a second thread
 BYTES_FOR_THREADS = 2**17
-# results this large do not stay in the caches anyway; streaming stores save reading each line first
+# results of this size do not fit in the caches; streaming stores avoid reading each line first
 BYTES_TO_STREAM = 2**23
 DISPATCH, COMBINE, RMS_NORM = (
     Path(__file__).parent / name / "native.cpp" for name in ("dispatch", "combine", "rms_norm")
 )
+_dispatch, _combine = cpp.Function(DISPATCH, "mrb_dispatch", 11), cpp.Function(COMBINE, "mrb_combine", 11)
+_rms_norm = cpp.Function(RMS_NORM, "mrb_rms_norm", 10)
 
 
 class KeptBuffers(threading.local):
@@ -34,24 +34,42 @@ class KeptBuffers(threading.local):
     def __init__(self) -> None:
         self.by_type: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def get(self, rows: int, width: int, like: Tensor) -> Tensor:
-        key = (like.device, like.dtype)
-        if type(like) not in (Tensor, torch.nn.Parameter):
-            # a fake tensor must not be kept: the next real call would get it
-            return like.new_empty(rows, width)
+    def release(self) -> None:
+        """Frees the buffers of the calling thread."""
+        self.by_type.clear()
+
+    def get(self, rows: int, width: int, x: Tensor) -> Tensor:
+        """A buffer with the device and dtype of `x`."""
+        key = (x.device, x.dtype)
+        if type(x) not in (Tensor, torch.nn.Parameter):
+            # a fake tensor must not be kept, because the next real call would get it
+            return x.new_empty(rows, width)
         buffer = self.by_type.get(key)
         if buffer is None or buffer.numel() < rows * width:
-            on_cpu = like.device.type == "cpu"
-            buffer = (recycled.empty if on_cpu else like.new_empty)(rows * width, dtype=like.dtype)
+            on_cpu = x.device.type == "cpu"
+            buffer = (recycled.empty if on_cpu else x.new_empty)(rows * width, dtype=x.dtype)
             self.by_type[key] = buffer
         return buffer[: rows * width].view(rows, width)
 
 
-def dispatch_unsupported(x_TD: Tensor, plan: RoutingPlan, level: str) -> str | None:
+def why_not_dtypes(rows: Tensor, gate_TK: Tensor | None = None) -> str | None:
+    """Why a kernel that moves or sums rows does not take these dtypes; None if it does."""
+    if rows.dtype not in KINDS:
+        return f"it takes bfloat16, float16 and float32, not {rows.dtype}"
+    return None if gate_TK is None else why_not_gates(gate_TK, rows.dtype)
+
+
+def why_not_gates(gate_TK: Tensor, dtype: torch.dtype) -> str | None:
+    if gate_TK.dtype in (dtype, torch.float32):
+        return None
+    return f"gates are float32 or have the rows' dtype {dtype}, not {gate_TK.dtype}"
+
+
+def dispatch_unsupported(x_TD: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
     if (reason := cpp.unsupported(DISPATCH, level, x_TD, plan.row_TK, plan.pair_R)) is not None:
         return reason
-    if x_TD.dtype not in KINDS:
-        return f"it computes in bfloat16, float16 and float32, not {x_TD.dtype}"
+    if x_TD.dtype not in KINDS:  # written out, because a call takes time in every forward
+        return why_not_dtypes(x_TD)
     if not x_TD.is_contiguous() and x_TD.shape[1] > 1 and x_TD.stride(1) != 1:
         return "it needs each token's numbers side by side in memory; call contiguous() first"
     return None
@@ -60,7 +78,8 @@ def dispatch_unsupported(x_TD: Tensor, plan: RoutingPlan, level: str) -> str | N
 def dispatch_into(x_RD: Tensor, x_TD: Tensor, row_TK: Tensor, pair_R: Tensor, level: str) -> Tensor:
     (T, K), (R, D) = row_TK.shape, x_RD.shape
     size = x_TD.element_size()
-    wrong = _dispatch(level)(
+    wrong = _dispatch(
+        level,
         x_TD.data_ptr(),
         D * size if x_TD.is_contiguous() else x_TD.stride(0) * size,
         D * size,
@@ -74,7 +93,9 @@ def dispatch_into(x_RD: Tensor, x_TD: Tensor, row_TK: Tensor, pair_R: Tensor, le
         x_RD.data_ptr(),
     )
     if wrong:
-        raise ValueError(f"the plan's row_TK points past its {R} rows; RoutingPlan.validate() says more")
+        raise ValueError(
+            f"the plan's row_TK has an index outside its {R} rows; RoutingPlan.validate() explains it"
+        )
     return x_RD
 
 
@@ -83,13 +104,11 @@ def check_tokens(x_TD: Tensor, plan: RoutingPlan) -> None:
         raise ValueError(f"x_TD has {x_TD.shape[0]} tokens, but the plan was made for {plan.num_tokens}")
 
 
-def combine_unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str) -> str | None:
+def combine_unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
     if (reason := cpp.unsupported(COMBINE, level, y_RD, gate_TK, plan.row_TK, plan.pair_R)) is not None:
         return reason
-    if y_RD.dtype not in KINDS:
-        return f"it computes in bfloat16, float16 and float32, not {y_RD.dtype}"
-    if gate_TK.dtype not in (y_RD.dtype, torch.float32):
-        return f"gates are float32 or of the rows' dtype {y_RD.dtype}, not {gate_TK.dtype}"
+    if y_RD.dtype not in KINDS or gate_TK.dtype not in (y_RD.dtype, torch.float32):
+        return why_not_dtypes(y_RD, gate_TK)
     if not y_RD.is_contiguous() and y_RD.shape[1] > 1 and y_RD.stride(1) != 1:
         return "it needs each row's numbers side by side in memory; call contiguous() first"
     return None
@@ -99,7 +118,8 @@ def combine_into(y_TD: Tensor, y_RD: Tensor, gate_TK: Tensor, row_TK: Tensor, le
     (T, K), (R, D) = row_TK.shape, y_RD.shape
     if gate_TK.dtype != torch.float32 or not gate_TK.is_contiguous():
         gate_TK = gate_TK.detach().to(torch.float32).contiguous()
-    wrong = _combine(level)(
+    wrong = _combine(
+        level,
         y_RD.data_ptr(),
         D if y_RD.is_contiguous() else y_RD.stride(0),
         KINDS[y_RD.dtype],
@@ -113,7 +133,9 @@ def combine_into(y_TD: Tensor, y_RD: Tensor, gate_TK: Tensor, row_TK: Tensor, le
         y_TD.data_ptr(),
     )
     if wrong:
-        raise ValueError(f"the plan's row_TK points past its {R} rows; RoutingPlan.validate() says more")
+        raise ValueError(
+            f"the plan's row_TK has an index outside its {R} rows; RoutingPlan.validate() explains it"
+        )
     return y_TD
 
 
@@ -136,7 +158,8 @@ def normed_into(y_TD: Tensor, x_TD: Tensor, norm_D: Tensor, eps: float, level: s
     if x_TD.stride(1) != 1 and D > 1:
         x_TD = x_TD.contiguous()
     weight_D = norm_D.detach().float().contiguous()
-    _rms_norm(level)(
+    _rms_norm(
+        level,
         x_TD.data_ptr(),
         x_TD.stride(0),
         KINDS[x_TD.dtype],
@@ -153,18 +176,3 @@ def normed_into(y_TD: Tensor, x_TD: Tensor, norm_D: Tensor, eps: float, level: s
 
 def threads_for(size: int) -> int:
     return torch.get_num_threads() if size >= BYTES_FOR_THREADS else 1
-
-
-@cache
-def _dispatch(level: str) -> Callable[..., int]:
-    return cpp.function(DISPATCH, level, "mrb_dispatch", 11)
-
-
-@cache
-def _combine(level: str) -> Callable[..., int]:
-    return cpp.function(COMBINE, level, "mrb_combine", 11)
-
-
-@cache
-def _rms_norm(level: str) -> Callable[..., int]:
-    return cpp.function(RMS_NORM, level, "mrb_rms_norm", 10)

@@ -1,4 +1,4 @@
-"""Arguments of every operation with real sizes but hardly any memory, to ask what would run."""
+"""Arguments of every operation with real sizes but almost no memory, to find out what would run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def weights_without_values(
     shape: MoEShape, activation: str, *, bias: bool, train: bool, dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> ExpertWeights:  # fmt: skip
-    """Weights of these sizes whose memory nobody has touched."""
+    """Weights of these sizes. Their memory is never written, so the system does not provide it."""
     D, F, E = shape.D, shape.F, shape.E
     G = 2 * F if activation in GATED else F
 
@@ -33,39 +33,40 @@ def weights_without_values(
 
 
 class StandIns:
-    """What a layer with these weights passes to operations, by name: StandIns(weights, K, layout, T).x_TD
+    """The arguments that a layer with these weights passes to operations: StandIns(weights, K, layout,
+    T).x_TD
 
-    Gates and logits are float32, as from routers. With `train` the activations require gradients; the weights
-    are unchanged.
+    Gates and logits are float32, as routers make them. With `train` the activations require gradients; the
+    weights are unchanged.
     """
 
     def __init__(
         self, weights: ExpertWeights, K: int, layout: Layout, T: int, *, train: bool = False,
         rule: object = None,
     ):  # fmt: skip
-        E, D, like = weights.num_experts, weights.D, weights.w_in_EDG
+        E, D, w_in = weights.num_experts, weights.D, weights.w_in_EDG
         R = layout.num_rows(T, K, E)
 
-        def one(dtype: torch.dtype, *size: int) -> Tensor:
+        def row(dtype: torch.dtype, *size: int) -> Tensor:
             """A single row (or number) expanded to `size`."""
-            seen = torch.empty((1, *size[1:]), dtype=dtype, device=like.device).expand(size)
-            return seen.requires_grad_(train and dtype.is_floating_point)
+            expanded = torch.empty((1, *size[1:]), dtype=dtype, device=w_in.device).expand(size)
+            return expanded.requires_grad_(train and dtype.is_floating_point)
 
         self.K, self.layout, self.rule = K, layout, rule
-        self.score_TE, self.logits_TE = one(like.dtype, T, E), one(torch.float32, T, E)
-        self.bias_E = torch.empty(E, device=like.device)
-        self.gate_TK, expert_TK = one(torch.float32, T, K), one(torch.int64, T, K)
+        self.score_TE, self.logits_TE = row(w_in.dtype, T, E), row(torch.float32, T, E)
+        self.bias_E = torch.empty(E, device=w_in.device)
+        self.gate_TK, expert_TK = row(torch.float32, T, K), row(torch.int64, T, K)
         self.routing = Routing(expert_TK=expert_TK, gate_TK=self.gate_TK, num_experts=E, ragged=False)
         self.plan = RoutingPlan(
             row_TK=expert_TK,
-            pair_R=one(torch.int64, R),
-            offset_E1=one(torch.int64, E + 1),
-            count_E=one(torch.int64, E),
-            dropped_E=one(torch.int64, E),
+            pair_R=row(torch.int64, R),
+            offset_E1=row(torch.int64, E + 1),
+            count_E=row(torch.int64, E),
+            dropped_E=row(torch.int64, E),
             layout=layout,
             filled=layout.kind == "compact",
         )
-        self.x_TD, self.x_RD = one(like.dtype, T, D), one(like.dtype, R, D)
+        self.x_TD, self.x_RD = row(w_in.dtype, T, D), row(w_in.dtype, R, D)
         self.y_RD = self.y_QD = self.x_RD
         self.traffic = Traffic(sent=(R,), received=(R,), place_Q=self.plan.pair_R)
         # the first of the two projections

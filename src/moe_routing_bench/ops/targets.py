@@ -1,8 +1,8 @@
-"""Target: the numbers of every GPU architecture, and which one a device is. Imports torch alone.
+"""Target: the numbers of each GPU architecture, and the architecture of a device. It needs only torch.
 
-Target.named("sm_90a").shared_per_program     one of TARGETS, for whatever compiles without a GPU
-target_of(x_TD.device)                         the one a launch is for; unknown GPUs get their family's least
-with as_if(Target.named("gfx942")): ...        inside, every device is one of these: what would run there?
+Target.named("sm_90a").shared_per_program     one of TARGETS, for code that compiles without a GPU
+target_of(x_TD.device)                         the target of a launch; unknown GPUs get their family's minimum
+with as_if(Target.named("gfx942")): ...        inside, every device counts as this one: what would run there?
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 
 from moe_routing_bench.ops.tracing import while_tracing
 
-OLDEST_NVIDIA = (8, 0)  # no tensor-core instruction of ours exists before
+OLDEST_NVIDIA = (8, 0)  # older GPUs do not have the tensor-core instructions that we use
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One GPU architecture, with all numbers about it that a kernel or a check needs.
+    """One GPU architecture, with all its numbers that a kernel or a check needs.
 
     Target.named("sm_90a").launch(num_warps=8, num_stages=4) -> {"num_warps": 8, "num_stages": 4}
     Target.named("gfx942").launch(num_warps=8, num_stages=4) -> {"num_warps": 4, "num_stages": 2,
@@ -35,21 +35,21 @@ class Target:
     backend: str  # triton's name for it, "cuda" or "hip"
     arch: int | str  # triton's name or number for it
     lanes: int  # in one warp (NVIDIA) or wave (AMD)
-    shared_per_program: int  # bytes one program may use
-    shared_per_unit: int  # bytes one multiprocessor (compute unit) has
-    reserved_shared: int  # bytes the system takes for each program
+    shared_per_program: int  # bytes that one program may use
+    shared_per_unit: int  # bytes of one multiprocessor (compute unit)
+    reserved_shared: int  # bytes that the system takes for each program
     registers_per_unit: int  # 32-bit registers of all lanes of one multiprocessor
-    register_granule: int  # registers of one lane are given in multiples of this
+    register_granule: int  # a lane gets registers in multiples of this
     warps_per_unit: int
     programs_per_unit: int
     units: int  # multiprocessors of the usual card: `usual`
-    tma: bool  # tensor descriptors are moved by hardware
-    pdl: bool  # programmatic dependent launch: a kernel may start before the one it waits for has ended
+    tma: bool  # hardware moves tensor descriptors
+    pdl: bool  # programmatic dependent launch: a kernel may start before the kernel it waits for has ended
     e4m3: bool  # Triton reads 8-bit floats of 4 exponent bits
     most_stages: int
     matrix_instruction: str  # how the assembly text spells the tensor-core multiply
     usual: str = ""
-    unlisted: str = ""  # a sentence, if the GPU is not in the table and these are the least of its family
+    unlisted: str = ""  # a sentence, if the GPU is not in the table and this is the minimum of its family
 
     @staticmethod
     def named(name: str) -> Target:
@@ -58,13 +58,13 @@ class Target:
         return TARGETS[name]
 
     def warps(self, num_warps: int) -> int:
-        """The number of warps of this GPU that have as many lanes as `num_warps` warps of 32."""
+        """How many warps of this GPU have as many lanes as `num_warps` warps of 32."""
         return max(1, num_warps * 32 // self.lanes)
 
     def launch(self, *, num_warps: int, num_stages: int, tile: int = 1) -> dict[str, int]:
-        """Triton's launch options for a configuration written for warps of 32 lanes: as many of its stages as
-        fit, where one holds `tile` bytes in shared memory."""
-        # one tile fewer than stages: the last one is on its way into registers, or copied as another is freed
+        """Triton's launch options for a configuration written for warps of 32 lanes, with as many of its
+        stages as fit if each needs `tile` bytes of shared memory."""
+        # one tile fewer than stages: the last is being read into registers, or copied while another is freed
         fitting = max(1, self.shared_per_program // tile + (0 if self.tma else 1))
         options = {
             "num_warps": self.warps(num_warps),
@@ -75,11 +75,11 @@ class Target:
         return options
 
     def moving(self, num_warps: int) -> dict[str, Any]:
-        """Launch options for a kernel without a pipelined matrix product, where stages mean nothing."""
+        """Launch options for a kernel without a pipelined matrix product, where stages have no effect."""
         return {"num_warps": self.warps(num_warps), "num_stages": 1}
 
     def compiled(self, *, rows: int, num_warps: int, num_stages: int, tile: int = 1) -> dict[str, Any]:
-        """Fields of the Compilation of a GEMM with tiles of `rows` rows, and what its code must contain."""
+        """Fields for the Compilation of a GEMM with tiles of `rows` rows, with what its code must contain."""
         options = self.launch(num_warps=num_warps, num_stages=num_stages, tile=tile)
         warps, stages = options.pop("num_warps"), options.pop("num_stages")
         # wgmma and tcgen05 multiply 64 rows or more; fewer rows use sm_80's instruction
@@ -142,7 +142,7 @@ _assumed: ContextVar[Target | None] = ContextVar("assumed", default=None)
 
 @contextmanager
 def as_if(target: Target) -> Iterator[None]:
-    """Inside, target_of says this architecture of every device, here or not."""
+    """Inside the context, target_of returns this architecture for every device."""
     before = _assumed.set(target)
     try:
         yield
@@ -157,8 +157,8 @@ def assumed() -> Target | None:
 
 @while_tracing
 def target_of(device: torch.device) -> Target:
-    """The architecture of a device. If it is absent, or a CPU that interprets, the oldest NVIDIA one; if it
-    is not in the table, the least of its family, with a warning."""
+    """The architecture of a device. For a GPU that is not there, or a CPU that interprets, it is the oldest
+    NVIDIA one; for a GPU that is not in the table, the minimum of its family, with a warning."""
     if (target := assumed()) is not None:
         return target
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -190,13 +190,13 @@ def _of_amd(name: str, lanes: int) -> Target:
     if name in TARGETS:
         return TARGETS[name]
     least = _least([target for target in TARGETS.values() if target.backend == "hip"])
-    # outside the CDNA family nobody promises an MFMA, a wave of 64 or Triton's 8-bit floats
+    # other families may not have an MFMA, a wave of 64 or Triton's 8-bit floats
     least = replace(least, name=name, arch=name, lanes=lanes, e4m3=False)
     return replace(least, unlisted=_sentence(name, least, related=False))
 
 
 def _least(relatives: list[Target]) -> Target:
-    """The least of every limit, and only the features that all of them have."""
+    """The minimum of every limit, and only the features that all of them have."""
     least: dict[str, Any] = {
         name: min(getattr(target, name) for target in relatives)
         for name in (
@@ -210,14 +210,14 @@ def _least(relatives: list[Target]) -> Target:
 def _sentence(name: str, least: Target, related: bool) -> str:
     whose = "its family" if related else "any GPU of its maker"
     return (
-        f"{name} is not among the GPUs known here ({', '.join(TARGETS)}): kernels are launched with the "
-        f"least of {whose}, {least.shared_per_program // 1024} KiB of shared memory; `mrb doctor --device "
-        "cuda` says whether they are right"
+        f"{name} is not one of the known GPUs ({', '.join(TARGETS)}): kernels use the smallest limits of "
+        f"{whose}, {least.shared_per_program // 1024} KiB of shared memory; `mrb doctor --device cuda` "
+        "checks their results"
     )
 
 
 def why_too_old(target: Target) -> str | None:
-    """Why no kernel of ours runs on an architecture; None if it may."""
+    """Why our kernels cannot run on an architecture; None if they may."""
     if isinstance(target.arch, int) and target.arch < 10 * OLDEST_NVIDIA[0] + OLDEST_NVIDIA[1]:
-        return f"{target.name} is too old: NVIDIA's GPUs from sm_80 on, AMD's CDNA 3 and 4"
+        return f"{target.name} is too old; kernels need an NVIDIA GPU from sm_80 on, or AMD's CDNA 3 or 4"
     return None

@@ -1,4 +1,4 @@
-// Work shared by threads: whoever is free takes the next items. One thread alone does not call OpenMP, which takes 1 us.
+// Work shared by threads: a free thread takes the next items. A single thread does not call OpenMP, which takes 1 us.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -6,7 +6,7 @@
 
 namespace {
 
-// body(begin, end) for all of 0 .. n, in pieces of `share` items, at once if there is one thread
+// calls body(begin, end) for all of 0 .. n, in pieces of `share` items; with one thread, once for everything
 template <typename Body>
 void shared_out(int64_t n, int64_t share, int64_t threads, Body body) {
     if (threads <= 1) return body(int64_t(0), n);

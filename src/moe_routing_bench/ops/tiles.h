@@ -1,7 +1,7 @@
-// What the C++ kernels of several operations share: vectors, packed weights, engines that multiply rows by a panel.
+// Shared by the C++ kernels of several operations: vectors, packed weights, engines that multiply rows by a panel.
 //
 // Weights are packed into panels of 32 columns that are read front to back. A panel of a gated first matrix holds 16
-// gate columns and the 16 up columns that belong to them, so the activation meets both halves at once.
+// gate columns and their 16 up columns, so the activation has both halves at the same time.
 #pragma once
 #include "processor.h"
 
@@ -21,13 +21,13 @@ typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
 
 enum { PANEL = 32, HALF = 16 };  // columns
-static const int64_t CACHE_BYTES = [] {  // L2, for rows or weights that are met again soon
-  const int64_t found = sysconf(_SC_LEVEL2_CACHE_SIZE);  // 0 where the system does not say
+static const int64_t CACHE_BYTES = [] {  // L2, for rows or weights that are used again soon
+  const int64_t found = sysconf(_SC_LEVEL2_CACHE_SIZE);  // 0 if unknown
   return found > 0 ? found : 1 << 20;
 }();
 
 static inline int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-// a row of a workspace: whole tiles, and one line more, so that rows do not all fall into one set of the cache
+// a row of a workspace: whole tiles plus one line, so that rows do not all use one set of the cache
 static inline int64_t row_stride(int64_t n, int64_t size) { return up_to(n, PANEL) + 64 / size; }
 
 // ---- numbers
@@ -68,8 +68,8 @@ template <class B> static inline int64_t place(int64_t k, int64_t half) {
   return sizeof(B) != 2 ? k * PANEL + half * HALF : k / 32 * 1024 + half * 512 + k % 32 / 2 * 32 + k % 2;
 }
 
-// 16 vectors: rows to columns, by exchanging halves, quarters, eighths, sixteenths. Which words are exchanged must be
-// known to the compiler: of masks computed in a loop gcc 12 makes memory and vpermt2d.
+// Transposes 16 vectors by exchanging halves, quarters, eighths, sixteenths. The compiler must know which words are
+// exchanged: for masks computed in a loop gcc 12 uses memory and vpermt2d.
 template <int s> static inline void exchange(u32x16 (&v)[16]) {
 #define LOW(j) ((j) & s ? 16 + (j) - s : (j))  // of two vectors laid end to end
 #define HIGH(j) ((j) & s ? 16 + (j) : (j) + s)
@@ -108,7 +108,7 @@ static void pack_block(B* dst, const B* from, int64_t sk, int64_t sn, int64_t de
 #pragma GCC unroll 16
       for (int j = 0; j < 16; j++) {
         v[j] = *(const u32x16*)(from + k + j * sn);
-        __builtin_prefetch(from + k + j * sn + 1024 / sizeof(B), 0, 2);  // 16 streams are more than the processor follows
+        __builtin_prefetch(from + k + j * sn + 1024 / sizeof(B), 0, 2);  // the processor cannot follow 16 streams
       }
       transpose(v);
 #pragma GCC unroll 16
@@ -121,7 +121,7 @@ static void pack_block(B* dst, const B* from, int64_t sk, int64_t sn, int64_t de
   }
 }
 
-// panels begin..end of one expert, in the order in which the source lies in memory
+// packs panels begin..end of one expert, in the memory order of the source
 template <class B>
 static void pack_strip(B* dst, const B* src, int64_t sk, int64_t sn, int64_t depth, int64_t columns, int64_t begin,
                        int64_t end, bool gated) {
@@ -132,7 +132,7 @@ static void pack_strip(B* dst, const B* src, int64_t sk, int64_t sn, int64_t dep
     const int64_t panel = begin + (sn == 1 ? i % wide : i / blocks), k0 = (sn == 1 ? i / wide : i % blocks) * 32;
     for (int64_t half = 0; half < 2; half++) {
       const B* from = source(panel, half);
-      if (sn == 1)  // rows far apart: call those of the next block
+      if (sn == 1)  // rows are far apart: prefetch those of the next block
         for (int64_t k = k0 + 32; k < std::min(k0 + 64, depth); k++) __builtin_prefetch(from + k * sk, 0, 3);
       const int64_t here = std::clamp<int64_t>(F - column(panel, half), 0, HALF);
       pack_block(dst + (panel - begin) * blocks * 32 * PANEL, from, sk, sn, depth, here, half, k0);
@@ -142,8 +142,8 @@ static void pack_strip(B* dst, const B* src, int64_t sk, int64_t sn, int64_t dep
 
 // ---- engines: c = a (rows x depth) times one panel
 
-// Weights to bring into L2 meanwhile. Those that pass by one block of rows only: what is ahead in the stream.
-// Those that meet several blocks: a share of what is needed next.
+// Weights to prefetch into L2. If they are used by one block of rows: the next ones in the stream. If several blocks use
+// them: a share of what is needed next.
 struct Ahead {
   const char* at;
   int64_t each;  // bytes, for every 1024 weights used
@@ -151,7 +151,7 @@ struct Ahead {
   template <class B> static Ahead share(const B* next, int64_t blocks, int64_t bytes = 1024 * sizeof(B)) {
     return {(const char*)next, next && blocks ? up_to(bytes / blocks, 64) : 0};
   }
-  inline void fetch(int64_t parts = 1) {  // one of so many parts: a burst of prefetches would stall the loads behind it
+  inline void fetch(int64_t parts = 1) {  // one of these parts, because many prefetches at once would stall later loads
     for (int64_t i = 0; i < each / parts; i += 64) __builtin_prefetch(at + i, 0, 2);
     at += each / parts;
   }
@@ -168,7 +168,7 @@ typedef float Lanes __attribute__((vector_size(16), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(16), aligned(4)));
 #endif
 
-// One number in all lanes, loaded once and kept in a register: else gcc loads it again with every product.
+// One number in all lanes, loaded once and kept in a register; else gcc loads it again for every product.
 static inline Lanes same(const float* p) {
   Lanes v = *p - Lanes{};
 #ifdef __AVX512F__
@@ -180,15 +180,15 @@ static inline Lanes same(const float* p) {
 #endif
   return v;
 }
-// Weights come from L2, too many bytes for each product to wait for: what is used a little later, into L1.
+// Prefetches weights from L2 into L1 a little before they are used, because products must not wait for them.
 static inline void soon(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 template <class B_> struct Vector {  // any float weights, float32 rows
   typedef float A;
   typedef B_ B;
   enum { WIDE = sizeof(Lanes) / 4, STEP = WIDE == 16 ? 11 : 6 };
-  enum { CHAIN = 256 };  // terms of one running sum: a sum of such sums loses less than one long sum
-  // of M rows at once: as many sums as registers hold beside weights and a number of a row
+  enum { CHAIN = 256 };  // terms of one running sum; a sum of such sums is more precise than one long sum
+  // columns for M rows at once: as many sums as fit in registers besides weights and a number of a row
   static constexpr int columns(int M) { return WIDE == 16 || M <= 2 ? PANEL : HALF; }
 
   template <int M, int N> static inline void add(Lanes (&s)[M][N], const float* a, int64_t lda, const Lanes (&v)[N]) {
@@ -199,7 +199,7 @@ template <class B_> struct Vector {  // any float weights, float32 rows
       for (int n = 0; n < N; n++) s[r][n] += x * v[n];
     }
   }
-  // weights of an even k, or of the next, which of bfloat16 is the other half of the same words
+  // weights of an even k or of the next k, which for bfloat16 is the other half of the same words
   static inline Lanes weights(const float* b, int n, bool odd) {
     b += odd * PANEL + n * WIDE;
     if (n * WIDE % HALF == 0) soon(b + 16 * PANEL);
@@ -223,7 +223,7 @@ template <class B_> struct Vector {  // any float weights, float32 rows
             ahead.fetch(16 * PARTS);
 #pragma GCC unroll 2
             for (int odd = 0; odd < 2; odd++) {
-              asm("" : "+r"(at));  // words of the even k are read again: kept, they would push sums out of registers
+              asm("" : "+r"(at));  // words of the even k are read again; kept, they would displace sums from registers
               Lanes v[N];
 #pragma GCC unroll 8
               for (int n = 0; n < N; n++) v[n] = weights(at, n, odd);
@@ -283,7 +283,7 @@ struct Amx {  // bfloat16 weights and rows, 16 x 16 tiles with float32 sums
     _tile_release();
     configured() = 0;
   }
-  // `other` is work for the vector units, which idle beside the tiles: called once for every 32 of depth
+  // `other` is work for the vector units, which are idle during tile instructions; called once for every 32 of depth
   template <class Other>
   static void times(const uint16_t* a, int64_t lda, int rows, const uint16_t* b, int64_t depth, float* c, Ahead& ahead,
                     Other& other, const void* = nullptr) {
@@ -332,7 +332,7 @@ typedef Vector<uint16_t> Bfloat16;
 #endif
 typedef Vector<float> Float32;
 
-// ---- memory kept between calls, one for each calling thread: nobody else writes to it
+// ---- memory kept between calls, one for each calling thread; only this thread writes to it
 
 struct Workspace {
   char* memory = nullptr;
@@ -351,7 +351,7 @@ struct Workspace {
   ~Workspace() { release(); }
 };
 
-// rows in blocks of nearly equal size: 12 rows are 6 + 6, not 11 + 1; AMX wants whole tiles instead
+// rows in blocks of nearly equal size: 12 rows are 6 + 6, not 11 + 1; AMX needs whole tiles instead
 template <class Engine> static inline int64_t block_rows(int64_t m) {
   const int64_t blocks = (m + Engine::STEP - 1) / Engine::STEP;
   return (int)Engine::STEP == 32 ? (int64_t)Engine::STEP : (m + blocks - 1) / blocks;

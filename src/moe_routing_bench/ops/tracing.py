@@ -1,4 +1,4 @@
-"""What torch.compile must not look into: a function that it calls once and whose answer it keeps."""
+"""Marks functions that torch.compile calls once while tracing instead of tracing into them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ R = TypeVar("R")
 
 
 def while_tracing(function: Callable[P, R]) -> Callable[P, R]:
-    """Make torch.compile call this function while tracing, and keep the result. This sets the same mark as
-    torch.compiler.assume_constant_result, which takes a second to import all of torch.compile."""
+    """Makes torch.compile call this function while tracing and treat the result as a constant. It sets the
+    same mark as torch.compiler.assume_constant_result, which would import all of torch.compile (1 s)."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -1,1 +1,1 @@
-"""Experts of one layer on many ranks: placement, exchange, the parallel layer."""
+"""Experts of one layer on several ranks: placements, groups of processes, exchange of rows, faults."""

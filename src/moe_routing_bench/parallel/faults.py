@@ -1,10 +1,10 @@
-"""What becomes of a fault: every rank that is left gets one sentence that says who failed.
+"""Finds out which rank failed, so that every other rank raises the same sentence about it.
 
-A rank that dies or stalls ends an exchange on the others with an error of torch.distributed, at once or after
-the timeout of the group (`Ranks.limit`). Each of them then leaves a note in the group's store and looks for
-the notes of the others: who leaves none within GRACE seconds is to blame. The first verdict counts, so all
-say the same, also a rank that wakes up later. A group that failed is not used again: what is still on its way
-could be taken for something else.
+If a rank dies or stalls, torch.distributed ends the exchange on the other ranks with an error, at once or
+after the timeout of the group (`Ranks.limit`). Each of them then writes a note to the group's store and looks
+for the notes of the others. A rank that writes none within GRACE seconds is to blame. The first verdict is
+final, so all ranks report the same, even a rank that wakes up later. A group that failed is not used again,
+because data that is still being sent could be mistaken for other data.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from moe_routing_bench.parallel.ranks import RankError, Ranks
 
 GRACE = 5.0  # seconds
 ROWS_SHOWN = 16
-NEVER_SENT = 71_077  # a tag of no message
+NEVER_SENT = 71_077  # a tag that no message has
 
 
 @contextmanager
 def watched(
     ranks: Ranks | None, doing: str, split_WW: Tensor | None = None, replicas: bool = False
 ) -> Iterator[None]:
-    """Around an exchange: its errors become a RankError. replicas: it is among these, who are then blamed."""
+    """Put it around an exchange: its errors become a RankError. replicas: the exchange is between these."""
     group = None if ranks is None else ranks.replicas if replicas else ranks.group
     if ranks is None or group is None:
         yield
@@ -68,16 +68,16 @@ def named(blamed: Sequence[int]) -> str:
 
 def split_sentence(split_WW: Tensor | None) -> str:
     if split_WW is None:
-        return "How many rows each rank was to send was not known yet."
+        return "The numbers of rows to send were not known yet."
     W = split_WW.shape[0]
     shown = f"{split_WW[:ROWS_SHOWN, :ROWS_SHOWN].tolist()}{', ...' if W > ROWS_SHOWN else ''}"
-    return f"The rows from each rank (line) to each (column) were {shown}."
+    return f"The rows from each rank (line) to each rank (column) were {shown}."
 
 
 def differing(
     what: str, value_W: Sequence[object], advice: str, split_WW: Tensor | None = None
 ) -> RankError | None:
-    """The ranks whose value is not that of most; of two ranks that differ, both."""
+    """An error that names the ranks whose value differs from most ranks; if two ranks differ, both."""
     usual = max(set(value_W), key=list(value_W).count)
     blamed = [rank for rank, value in enumerate(value_W) if value != usual]
     if not blamed:
@@ -92,19 +92,20 @@ def differing(
 
 
 def _find_out(ranks: Ranks, group: dist.ProcessGroup, waited: float) -> tuple[tuple[int, ...], str]:
-    """Who is to blame, and how it shows. In a thread, because a store whose keeper stalls answers nobody."""
+    """The ranks to blame, and the evidence. It runs in a thread, because a store may not answer if its owner
+    stalls."""
     causes: list[tuple[tuple[int, ...], str]] = []
     asking = threading.Thread(target=lambda: causes.append(_ask(ranks, group, waited)), daemon=True)
     asking.start()
     asking.join(2 * GRACE)
     if not causes:
-        return (0,), "nobody answers at the store of the group, which rank 0 or the launcher keeps"
+        return (0,), "the store of the group, which rank 0 or the launcher owns, does not answer"
     return causes[0]
 
 
 def _ask(ranks: Ranks, group: dist.ProcessGroup, waited: float) -> tuple[tuple[int, ...], str]:
     here, world = dist.get_rank(group), dist.get_world_size(group)
-    # torchrun starts ranks again with the same store
+    # torchrun restarts ranks with the same store
     notes = f"mrb_failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     silent, until, limit = tuple(range(world)), time.monotonic() + GRACE, ranks.limit.total_seconds()
     try:
@@ -117,19 +118,19 @@ def _ask(ranks: Ranks, group: dist.ProcessGroup, waited: float) -> tuple[tuple[i
             time.sleep(0.02)
         waits = [] if silent else [float(store.get(f"{notes}/{rank}")) for rank in range(world)]
         verdict = store.compare_set(f"{notes}/verdict", "", json.dumps(_judge(silent, waits, limit)))
-        # whoever keeps the store must not end before the others have read it
+        # the owner of the store must not end before the others have read it
         store.set(f"{notes}/read/{here}", "1")
         blamed, how = json.loads(verdict)
         waiting = [f"{notes}/read/{rank}" for rank in range(world) if rank not in blamed]
         while not store.check(waiting) and time.monotonic() < until + GRACE / 2:
             time.sleep(0.02)
     except RuntimeError:
-        return (0,), "the store of the group is gone, which rank 0 or the launcher keeps"
+        return (0,), "the store of the group is gone; rank 0 or the launcher owns it"
     return tuple(blamed), how
 
 
 def _judge(silent: tuple[int, ...], waits: list[float], limit: float) -> tuple[tuple[int, ...], str]:
-    """waits: how long each rank was in the exchange that failed, if all of them said so."""
+    """The blamed ranks, and why. waits: how long each rank was in the failed exchange, if all reported it."""
     if silent:
         return silent, f"it did not say within {GRACE:g} s that it is alive"
     if waits and max(waits) > 0.9 * limit and min(waits) < max(waits) - limit / 2:
@@ -138,8 +139,8 @@ def _judge(silent: tuple[int, ...], waits: list[float], limit: float) -> tuple[t
 
 
 def _break(group: dist.ProcessGroup) -> None:
-    """Whoever waits for this rank in the group learns at once that it will not come. Gloo's abort does not do
-    that (torch 2.13), but it closes all its connections when waiting for one of them times out."""
+    """Makes ranks that wait for this rank fail at once. Gloo's abort does not do that (torch 2.13), but Gloo
+    closes all its connections when a wait on one of them times out."""
     if dist.get_backend(group) != "gloo":
         return
     for rank in range(dist.get_world_size(group)):

@@ -1,14 +1,15 @@
-"""Ways to place experts on ranks, from nothing or from a measured load.
+"""Ways to place experts on ranks, with or without a measured load.
 
     contiguous(64, ranks=8)                     experts 0-7 on rank 0, 8-15 on rank 1, ...
     strided(64, ranks=8)                        expert e on rank e % 8
     greedy(load_E, ranks=8)                     the heaviest first, each to the least loaded rank with room
-    replicated(load_E, ranks=8, extra=16)       16 more copies for the heaviest, then greedy
-    assigned(load_E, ranks=8)                   the least load of the busiest rank, by an integer program
+    replicated(load_E, ranks=8, extra=16)       16 more copies of the heaviest, then greedy
+    assigned(load_E, ranks=8)                   the smallest load of the busiest rank, by an integer program
 
 The load of a rank is the sum over its experts of pairs per copy. The greedy rule is LPT (Graham 1969) with
-equal numbers of places; replication and its hierarchy are what DeepSeek's EPLB does (github.com/deepseek-ai/
-EPLB); the integer program is that of MoETuner (arXiv:2502.06643), one layer at a time.
+equal numbers of places. Replication and its hierarchy are as in DeepSeek's EPLB
+(github.com/deepseek-ai/EPLB). The integer program is that of MoETuner (arXiv:2502.06643), for one layer at a
+time.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ Load = Sequence[float] | Tensor
 
 def contiguous(experts: int, *, ranks: int, ranks_per_node: int = 0) -> Placement:
     """Equal shares in order; if ranks do not divide experts, the first ranks hold one more."""
-    each, more = divmod(experts, _some(ranks))
-    ends = [w * each + min(w, more) for w in range(ranks + 1)]
+    each, rest = divmod(experts, _some(ranks))
+    ends = [w * each + min(w, rest) for w in range(ranks + 1)]
     experts_W = tuple(tuple(range(ends[w], ends[w + 1])) for w in range(ranks))
     return Placement(experts_W=experts_W, num_experts=experts, ranks_per_node=ranks_per_node)
 
 
 def strided(experts: int, *, ranks: int, ranks_per_node: int = 0) -> Placement:
-    """As cards are dealt."""
+    """Expert e is on rank e % ranks, as cards are dealt."""
     experts_W = tuple(tuple(range(w, experts, _some(ranks))) for w in range(ranks))
     return Placement(experts_W=experts_W, num_experts=experts, ranks_per_node=ranks_per_node)
 
@@ -46,11 +47,11 @@ def greedy(load_E: Load, *, ranks: int, ranks_per_node: int = 0) -> Placement:
 def replicated(
     load_E: Load, *, ranks: int, extra: int, ranks_per_node: int = 0, groups: int = 0
 ) -> Placement:
-    """`extra` more copies, each for the expert with the most load per copy, then the greedy rule.
+    """`extra` more copies, each of the expert with the most load per copy, then the greedy rule.
 
-    groups: where a router chooses groups of experts first, whole groups are put on nodes, and copies stay on
-    the node of their expert, so that a token goes to few nodes. It needs as many groups as nodes, or a
-    multiple of them.
+    groups: if a router chooses groups of experts first, whole groups are put on nodes, and copies stay on the
+    node of their expert, so that a token goes to few nodes. The number of groups must be a multiple of the
+    number of nodes.
     """
     load = _loads(load_E)
     experts, per_node = len(load), ranks_per_node or _some(ranks)
@@ -60,7 +61,7 @@ def replicated(
         return Placement(experts_W=everywhere, num_experts=experts, ranks_per_node=per_node)
     if groups % nodes or experts % groups or extra % nodes:
         raise ValueError(
-            f"{groups} groups of {experts} experts and {extra} copies cannot be dealt evenly to {nodes} nodes"
+            f"{groups} groups of {experts} experts and {extra} copies do not divide evenly into {nodes} nodes"
         )
     size = experts // groups
     group_load = [sum(load[g * size : (g + 1) * size]) for g in range(groups)]
@@ -72,9 +73,9 @@ def replicated(
 
 
 def assigned(load_E: Load, *, ranks: int, ranks_per_node: int = 0, seconds: float = 30.0) -> Placement:
-    """The least load of the busiest rank, by integer programming (scipy's HiGHS), one copy of each expert.
+    """The smallest load of the busiest rank, by integer programming (scipy's HiGHS), one copy of each expert.
 
-    After `seconds` the best found so far is taken; ValueError if there is none.
+    After `seconds` it takes the best placement found so far; it raises ValueError if there is none.
     """
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -106,12 +107,12 @@ def assigned(load_E: Load, *, ranks: int, ranks_per_node: int = 0, seconds: floa
     if solution.x is None:
         raise ValueError(f"no placement of {E} experts on {W} ranks within {seconds:g} s: {solution.message}")
     held_EW = solution.x[:-1].reshape(E, W) > 0.5
-    experts_W = tuple(tuple(int(one) for one in np.flatnonzero(held_EW[:, rank])) for rank in range(W))
+    experts_W = tuple(tuple(int(expert) for expert in np.flatnonzero(held_EW[:, rank])) for rank in range(W))
     return Placement(experts_W=experts_W, num_experts=E, ranks_per_node=ranks_per_node)
 
 
 def _spread(load: Sequence[float], experts: list[int], ranks: int, extra: int) -> tuple[tuple[int, ...], ...]:
-    """These experts and `extra` copies of the heaviest of them on ranks."""
+    """Places these experts, and `extra` copies of the heaviest of them, on ranks."""
     if not 0 <= extra <= len(experts) * (ranks - 1):
         raise ValueError(
             f"{extra} more copies of {len(experts)} experts on {ranks} ranks: a rank holds one of each"
@@ -125,17 +126,18 @@ def _spread(load: Sequence[float], experts: list[int], ranks: int, extra: int) -
         if copies[place] < ranks:
             heapq.heappush(heaviest, (-load[experts[place]] / copies[place], place))
     held = _pack([load[e] / n for e, n in zip(experts, copies, strict=True)], copies, ranks)
-    return tuple(tuple(sorted(experts[place] for place in one)) for one in held)
+    return tuple(tuple(sorted(experts[place] for place in places)) for places in held)
 
 
 def _pack(load: Sequence[float], copies: Sequence[int], bins: int) -> list[set[int]]:
-    """Items with copies into bins of equal size: heaviest first, each copy to the least loaded bin with room
-    that does not hold the item yet. Near the end there may be none; then another item makes room."""
+    """Packs items with copies into bins of equal size: the heaviest first, each copy into the least loaded
+    bin with room that does not have the item yet. Near the end there may be none; then another item is
+    moved."""
     room = math.ceil(sum(copies) / bins)
     held: list[set[int]] = [set() for _ in range(bins)]
     total = [0.0] * bins
     free = [(0.0, b) for b in range(bins)]  # a heap of the bins with room
-    # an item with many copies has the fewest choices, so among equals it comes first
+    # an item with many copies has the fewest choices, so of equal items it comes first
     for item in sorted(range(len(load)), key=lambda i: (-load[i], -copies[i], i)):
         taken = []
         for _ in range(copies[item]):
@@ -154,7 +156,7 @@ def _pack(load: Sequence[float], copies: Sequence[int], bins: int) -> list[set[i
 
 
 def _make_room(held: list[set[int]], total: list[float], load: Sequence[float], item: int, room: int) -> int:
-    """Move something from a full bin without the item to one with room, which holds the item."""
+    """Moves another item from a full bin, which does not have this item, to a bin with room, which has it."""
     spare = next(b for b in range(len(held)) if len(held[b]) < room)
     for full in sorted(range(len(held)), key=lambda b: total[b]):
         movable = held[full] - held[spare] if item not in held[full] else set()

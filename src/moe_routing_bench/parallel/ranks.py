@@ -1,4 +1,4 @@
-"""Ranks: a placement, and the processes it is about."""
+"""Ranks: a placement and its processes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moe_routing_bench.core.routing import Routing
 
 
 class RankError(RuntimeError):
-    """One or more ranks failed, or differ from the others; `faults.py` says how it is found.
+    """One or more ranks failed, or differ from the others; `faults.py` finds out which.
 
     RankError("rank 2 failed: ... The rows from each rank (line) to each (column) were [[3, 1, 0], ...]")
-      blamed = (2,)   empty if nobody can be named
+      blamed = (2,)   empty if no rank can be named
     """
 
     def __init__(self, sentence: str, blamed: Sequence[int]):
@@ -29,7 +29,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who computes which experts, seen from one of the ranks.
+    """Which rank computes which experts, from the view of one rank.
 
     On rank 1 of two, experts 0 and 1 on rank 0, experts 2 and 3 on rank 1:
       ranks = Ranks(contiguous(4, ranks=2), group)
@@ -38,8 +38,8 @@ class Ranks:
       ranks.to_slots(routing).expert_TK = [[0, 3], [2, -1]]   of expert_TK = [[0, 3], [2, -1]]
 
     group: a process group of torch.distributed with one process for each rank of the placement; None: a
-    single rank, and no other process.
-    replicas: a second group, of ranks that hold the same experts and have other tokens (data parallel).
+    single rank without other processes.
+    replicas: a second group, of ranks with the same experts and other tokens (data parallel).
     """
 
     placement: Placement
@@ -54,7 +54,7 @@ class Ranks:
 
     @staticmethod
     def on_mesh(placement: Placement, mesh: DeviceMesh, experts: str = "ep", data: str = "dp") -> Ranks:
-        """Of a device mesh: the experts along one dimension, copies of all of them along the other.
+        """From a device mesh: the experts along one dimension, copies of all of them along the other.
 
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "ep"))   8 processes, 4 share the experts
         """
@@ -85,19 +85,19 @@ class Ranks:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Those of this rank, in the order in which their weights are stacked."""
+        """The experts of this rank, in the order in which their weights are stacked."""
         return self.placement.experts_W[self.rank]
 
     @cached_property
     def node(self) -> dist.ProcessGroup | None:
-        """The ranks of this rank's node; None if it is alone there. Made when first asked for, by all."""
+        """The ranks of this rank's node; None if it is alone there. All ranks make the group at first use."""
         per_node = self.placement.ranks_per_node
         first = self.rank // per_node * per_node
         return self._among(range(first, first + per_node))
 
     @cached_property
     def rail(self) -> dist.ProcessGroup | None:
-        """The ranks at this rank's place on every node, node by node; None if there is one node."""
+        """The ranks with this rank's place on every node, node by node; None if there is one node."""
         per_node = self.placement.ranks_per_node
         return self._among(range(self.rank % per_node, self.num_ranks, per_node))
 
@@ -117,7 +117,7 @@ class Ranks:
 
     @property
     def limit(self) -> timedelta:
-        """How long an exchange may take: the timeout the group was made with."""
+        """How long an exchange may take: the timeout of the group."""
         assert self.group is not None
         limit: timedelta = self.group._get_backend(self.group._device_types[0]).options._timeout
         return limit
@@ -127,9 +127,9 @@ class Ranks:
         return {}
 
     def to_slots(self, routing: Routing, rank: int | None = None) -> Routing:
-        """The same choices with slots instead of experts. No host synchronisation.
+        """The same choices with slots instead of experts. It does not wait for the device.
 
-        rank: of the tokens; this one if it is not given. Each rank begins with another copy of an expert, so
+        rank: the rank of the tokens, by default this one. Each rank begins with another copy of an expert, so
         that all copies are equally busy.
         """
         if routing.num_experts != self.placement.num_experts:

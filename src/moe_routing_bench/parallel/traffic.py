@@ -1,4 +1,4 @@
-"""Traffic: how many rows go where. Made once for a plan, by asking the other ranks; then rows move by it."""
+"""Traffic: how many rows go to each rank. The ranks exchange it once for a plan; then rows move by it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Traffic:
     [[0, 2], [3, 1]], rank 1 has token c with [[1, 2]]. Rank 0 sends a, b to itself and a, b to rank 1:
       sent     = (2, 2)             rows to each rank
       received = (2, 1)             rows from each rank: a, b and c
-      place_Q  = [0, 1, 1]          for which of this rank's experts each is; -1: a row without a pair
-      tokens   = (2, 1)             of each rank
-      split_WW = [[2, 2], [1, 1]]   rows from each rank to each; None if nobody asked (padded on a GPU)
+      place_Q  = [0, 1, 1]          which of this rank's experts each row is for; -1: a row without a pair
+      tokens   = (2, 1)             tokens of each rank
+      split_WW = [[2, 2], [1, 1]]   rows from each rank to each rank; None if unknown (padded on a GPU)
 
     Rows arrive by source rank, then by place, then in the order of the source's pairs.
     """
@@ -38,7 +38,7 @@ class Traffic:
     ranks: Ranks | None = None  # None: a single rank
     tokens: tuple[int, ...] = ()
     split_WW: Tensor | None = None
-    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what transports found out
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # a cache of the transports
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -52,7 +52,7 @@ class Traffic:
 
     @staticmethod
     def alone(plan: RoutingPlan) -> Traffic:
-        """Of a single rank: every row of the plan stays where it is."""
+        """For a single rank: every row of the plan stays."""
         expert_R = plan.expert_R()
         place_Q = torch.where(plan.pair_R >= 0, expert_R, -1)
         return Traffic(sent=(plan.num_rows,), received=(plan.num_rows,), place_Q=place_Q)
@@ -60,12 +60,13 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One exchange: rows to and from each rank of a group, in the order of ranks. None: nobody else."""
+    """One exchange: rows to and from each rank of a group, in the order of ranks. group=None: a single
+    rank."""
 
     send: tuple[int, ...]
     receive: tuple[int, ...]
     group: dist.ProcessGroup | None = None
-    ranks: Ranks | None = None  # for the sentence if it fails, as is split_WW
+    ranks: Ranks | None = None  # for the error message, like split_WW
     split_WW: Tensor | None = None
 
     @property
@@ -76,13 +77,13 @@ class Way:
 def settle(
     plan: RoutingPlan, ranks: Ranks, x_TD: Tensor | None = None, *, check_finite: bool = False
 ) -> Traffic:
-    """Ask every rank how many rows it sends here. `plan` is over slots (Ranks.to_slots).
+    """Finds out how many rows every rank sends here. `plan` is over slots (Ranks.to_slots).
 
-    Compact: exact numbers, which the host must know. Padded: every slot has the same capacity in every
-    source, so the host need not wait for anything, and pairs beyond it are dropped (plan.dropped_E).
-    It costs one exchange of P + W + 5 numbers between any two ranks. RankError if ranks do not fit together;
-    padded on a GPU nobody looks, because that would stop it. x_TD: what will be sent, so that its dtype is
-    compared too; check_finite: and RankError on every rank if one has a token that is not finite.
+    Compact: the numbers are exact, and the host waits for them. Padded: every slot has the same capacity from
+    every source, so the host does not wait, and pairs above it are dropped (plan.dropped_E). It costs one
+    exchange of P + W + 5 numbers between any two ranks. It raises RankError if ranks do not fit together;
+    this is not checked for padded on a GPU, where the host would have to wait. x_TD is what will be sent, to
+    compare its dtype. check_finite: raise RankError on every rank if one has a token that is not finite.
     """
     if plan.layout.kind == "block":
         raise ValueError(
@@ -128,13 +129,13 @@ def settle(
 
 
 def _compare(facts: list[list[int]], split_WW: Tensor) -> None:
-    """RankError if calls of the ranks do not fit together, the same on all of them."""
+    """Raises the same RankError on all ranks if their calls do not fit together."""
     choices_W, dtype_W, capacity_W, bad_W = facts
     name_W = [str(DTYPES[dtype]) if dtype >= 0 else "not given" for dtype in dtype_W]
     for what, value_W, advice in (
         ("the number of choices", choices_W, "all must use one routing rule"),
         ("the dtype", name_W, "convert before the layer"),
-        ("the capacity", capacity_W, "give capacity= instead of capacity_factor=, or equally many tokens"),
+        ("the capacity", capacity_W, "use capacity= instead of capacity_factor=, or equally many tokens"),
     ):
         if (error := differing(what, value_W, advice, split_WW)) is not None:
             raise error
@@ -147,11 +148,11 @@ def _refuse_bad(bad_W: list[int], split_WW: Tensor | None) -> None:
         raise RankError(f"NaN or infinity in tokens: {numbers}. {split_sentence(split_WW)}", blamed)
 
 
-def _room(like: Tensor, *shape: int) -> Tensor:
-    """Memory for what arrives; used before, because the system would zero every new page first."""
-    if like.device.type != "cpu" or type(like) is not Tensor:
-        return like.new_empty(shape)
-    return recycled.empty(*shape, dtype=like.dtype)
+def _room(rows: Tensor, *shape: int) -> Tensor:
+    """Memory for arriving rows. It is recycled, because the system would zero every new page."""
+    if rows.device.type != "cpu" or type(rows) is not Tensor:
+        return rows.new_empty(shape)
+    return recycled.empty(*shape, dtype=rows.dtype)
 
 
 class _Swap(torch.autograd.Function):
@@ -210,15 +211,15 @@ class _Tie(torch.autograd.Function):
 
 
 def tie(result: Tensor, source: Tensor) -> Tensor:
-    """The result, whose backward pass always reaches `source`, even if no row of it was used: a rank that
-    left out its part of an exchange would let all others wait for ever."""
+    """The result, whose backward pass always reaches `source`, even if none of its rows was used. A rank that
+    skips its part of an exchange would make all others wait forever."""
     tied: Tensor = _Tie.apply(result, source)
     return tied
 
 
 def swap(rows: Tensor, way: Way) -> Tensor:
-    """The first send[0] rows go to rank 0, the next send[1] to rank 1, ...; what arrives is in the order of
-    ranks. The gradient goes the way back."""
+    """Sends the first send[0] rows to rank 0, the next send[1] to rank 1, ...; rows arrive in the order of
+    ranks. The gradient goes back the same way."""
     if way.group is None:
         return rows
     arrived: Tensor = _Swap.apply(rows, way)
@@ -226,12 +227,12 @@ def swap(rows: Tensor, way: Way) -> Tensor:
 
 
 def gather(mine: Tensor, traffic: Traffic) -> Tensor:
-    """What every rank has, by rank; all of the same shape. The gradient is summed over ranks."""
+    """The tensors of all ranks, rank by rank; all have the same shape. The gradient is summed over ranks."""
     all_W: Tensor = _Gather.apply(mine, traffic)
     return all_W
 
 
 def sum_for_each(each_W: Tensor, traffic: Traffic) -> Tensor:
-    """each_W[w] is for rank w, which gets the sum over ranks: in rank order and in float32, rounded once."""
+    """Rank w gets the sum over ranks of each_W[w], in rank order and in float32, rounded once."""
     mine: Tensor = _SumForEach.apply(each_W, traffic)
     return mine

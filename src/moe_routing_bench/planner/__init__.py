@@ -1,1 +1,1 @@
-"""Fabrics, flows and plans: what a step costs on many machines, predicted."""
+"""Predicts the cost of a step on many machines: fabrics, flows and plans."""

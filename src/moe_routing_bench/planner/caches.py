@@ -1,13 +1,13 @@
-"""When a layer's experts do not fit: which of them to keep, tried on a recorded routing.
+"""Policies for keeping experts in memory if not all of a layer fit, tried on a recorded routing.
 
-Tokens come one after another, as in decoding. A token's experts must all be in the slots when it is computed;
-those that are not there are loaded, and take the place of others. Every layer has slots of its own.
+Tokens come one after another, as in decoding. All experts of a token must be in the slots when it is
+computed. Missing experts are loaded and replace others. Every layer has its own slots.
 
-    lru       the expert that was not used for longest leaves
-    lfu       the one that was used least often so far
-    decayed   the same, with uses that fade: each counts 1/2 after HALF_LIFE tokens
-    static    the most used of the first tenth stay for ever; what is not among them is loaded and dropped
-    belady    the one whose next use is furthest away: nobody knows that, so it is the bound
+    lru       removes the expert that was unused for the longest time
+    lfu       removes the expert that was used least often so far
+    decayed   like lfu, but a use counts 1/2 after HALF_LIFE tokens
+    static    keeps the most used experts of the first tenth; others are loaded and removed again
+    belady    removes the expert whose next use is the latest; this needs the future, so it is the bound
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Cached:
 def study_caches(
     trace: Trace, *, slots: int, policies: Iterable[str], most_tokens: int
 ) -> tuple[list[Cached], int, int]:
-    """Every policy; then the number of layers, and of tokens of each that were used: at most `most_tokens`,
-    the first. About a microsecond for each pair and policy, in plain Python."""
+    """The results of every policy, the number of layers, and the number of tokens used of each: at most the
+    first `most_tokens`. It takes about 1 us per pair and policy, in plain Python."""
     K, E = trace.routing.num_choices, trace.routing.num_experts
     if not K <= slots <= E:
         raise ValueError(
@@ -76,10 +76,10 @@ def _tokens(trace: Trace, most: int) -> list[list[int]]:
 
 
 def _by_worth(tokens: Tokens, slots: int, worth: Callable[[int, int], float]) -> int:
-    """Loads, if the expert of the least worth leaves. worth(expert, token number) is asked when an expert is
-    used, and holds until its next use."""
+    """The number of loads if the expert with the lowest worth is removed. worth(expert, token number) is
+    computed when an expert is used, and is valid until its next use."""
     kept: dict[int, float] = {}
-    waiting: list[tuple[float, int]] = []  # worths in a heap, old ones too
+    waiting: list[tuple[float, int]] = []  # a heap of worths, also outdated ones
     loads = 0
     for number, chosen in enumerate(tokens):
         for expert in chosen:
@@ -90,13 +90,13 @@ def _by_worth(tokens: Tokens, slots: int, worth: Callable[[int, int], float]) ->
         while len(kept) > slots:
             value, expert = heapq.heappop(waiting)
             if kept.get(expert) != value:
-                continue  # it left, or was used since
+                continue  # it was removed, or used since
             if expert in chosen:
                 aside.append((value, expert))  # the token needs it now
                 continue
             del kept[expert]
-        for one in aside:
-            heapq.heappush(waiting, one)
+        for entry in aside:
+            heapq.heappush(waiting, entry)
     return loads
 
 
@@ -120,7 +120,7 @@ def decayed(tokens: Tokens, experts: int, slots: int) -> int:
     def worth(expert: int, number: int) -> float:
         score[expert] = 1 + score[expert] * 0.5 ** ((number - last[expert]) / HALF_LIFE)
         last[expert] = number
-        # all fade alike, so the logarithm of the score plus the time of its making orders them for ever
+        # all scores decay equally, so their logarithm plus the time of the last use gives a fixed order
         return math.log2(score[expert]) + number / HALF_LIFE
 
     return _by_worth(tokens, slots, worth)
@@ -132,7 +132,7 @@ def static(tokens: Tokens, experts: int, slots: int) -> int:
         for expert in chosen:
             uses[expert] += 1
     widest = max(map(len, tokens), default=0)
-    # a token's other experts need slots of their own for a moment
+    # the other experts of a token need slots for a moment
     stay = set(
         sorted(range(experts), key=lambda e: (-uses[e], e))[: slots if slots == experts else slots - widest]
     )

@@ -1,10 +1,10 @@
-"""What connects ranks, and what a rank can do: Fabric, read from a small TOML file.
+"""Fabric: the network between ranks and the speed of a rank, read from a small TOML file.
 
-The time of an exchange is alpha and beta with contention: a constant, a constant for each message of the rank
-that has most of them, and the bytes of the most loaded resource over its rate. Resources are the two ports of
-a rank (inside its node and between nodes; in and out are separate), the links that all ranks of a node share,
-and those that all nodes of a switch share. Resources work at the same time, none is idle before it is done:
-the bound that a fair network comes near to, `measurements/parallel` says how near.
+The time of an exchange is an alpha-beta model with contention: a constant, a constant for each message of the
+rank with most messages, and the bytes of the most loaded resource divided by its rate. Resources are the two
+ports of a rank (inside its node and between nodes; in and out are separate), the links that all ranks of a
+node share, and the links that all nodes of a switch share. All resources work at the same time and are never
+idle. A fair network comes near to this bound; `measurements/parallel` says how near.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Stated(BaseModel):
 
 
 class Link(_Stated):
-    """gb_per_second: of one rank in one direction. exchange_us: of any exchange, however small.
+    """gb_per_second: of one rank in one direction. exchange_us: of any exchange, even a small one.
     message_us: for each rank that a rank sends to."""
 
     gb_per_second: float = Field(gt=0, le=1e6)
@@ -42,14 +42,14 @@ class Link(_Stated):
 
 
 class SharedLink(_Stated):
-    """What several ranks or nodes use together, in each direction."""
+    """A link that several ranks or nodes share, in each direction."""
 
     gb_per_second: float = Field(gt=0, le=1e9)
     nodes: int = Field(default=1, ge=1, le=65_536)
 
 
 class Device(_Stated):
-    """One rank. Rates are those that are reached, not those of a data sheet."""
+    """One rank. Rates are those reached in practice, not those of a data sheet."""
 
     tflops: float = Field(gt=0, le=1e6)
     memory_gb_per_second: float = Field(gt=0, le=1e6)
@@ -61,10 +61,10 @@ class Device(_Stated):
 class Fabric(_Stated):
     """Eight GPUs a node, each with 50 GB/s to other nodes:  read_fabric("h100-400g").between.gb_per_second
 
-    node: what all ranks of a node share to other nodes, if they have less together than each alone.
-    switch: `nodes` nodes share gb_per_second to all others, if the network above them is narrower.
-    waits: the share of the lesser direction that waits for the other, 0 where both go on at once. With Gloo
-    over TCP it was measured near 1; why is not known.
+    node: the link to other nodes that all ranks of a node share, if it is slower than their links together.
+    switch: `nodes` nodes share gb_per_second to all others, if the network above them is slower.
+    waits: the part of the smaller direction that waits for the other, 0 if both run at the same time. With
+    Gloo over TCP it was measured near 1; the reason is not known.
     """
 
     title: Sentence
@@ -75,13 +75,13 @@ class Fabric(_Stated):
     switch: SharedLink | None = None
     waits: float = Field(default=0.0, ge=0, le=1)
     device: Device
-    sources: list[Sentence] = Field(min_length=1, max_length=20)  # where the numbers are from, in sentences
+    sources: list[Sentence] = Field(min_length=1, max_length=20)  # where the numbers come from
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What each rank sends (or receives): rows inside its node and to others, and to how many ranks; with a
-    switch also the rows that leave each of them. What stays on a rank uses no link."""
+    """What each rank sends (or receives): rows inside its node and to other nodes, and to how many ranks;
+    with a switch also the rows that leave each switch. Rows that stay on a rank use no link."""
 
     near_W: Rows
     far_W: Rows
@@ -92,7 +92,9 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """The sums over a matrix of rows that an exchange is judged by. turned: the same rows, the way back."""
+    """The sums over a matrix of rows that decide the time of an exchange. turned: the same rows on the way
+    back.
+    """
 
     out: Side
     into: Side
@@ -114,7 +116,7 @@ class Ports:
 
 @dataclass(frozen=True)
 class Exchange:
-    """How long an exchange takes, and what it waits for:  Exchange(0.0021, "between nodes, in")."""
+    """How long an exchange takes, and what limits it:  Exchange(0.0021, "between nodes, in")."""
 
     seconds: float
     limit: str
@@ -127,13 +129,13 @@ def shipped() -> list[str]:
 
 
 def read_fabric(name: str) -> Fabric:
-    """Of a name that is shipped, or of a file. ValueError with a sentence for anything else."""
+    """Reads a fabric of this package by name, or a file. Raises ValueError for anything else."""
     if name.endswith(".toml") or "/" in name:
         path = Path(name)
         if not path.is_file():
             raise ValueError(f"there is no file {name}; shipped are {', '.join(shipped())}")
         if path.stat().st_size > LARGEST_FILE:
-            raise ValueError(f"{name} has more than {LARGEST_FILE} bytes; a fabric is a page of text")
+            raise ValueError(f"{name} has more than {LARGEST_FILE} bytes, too many for a fabric")
         data = path.read_bytes()
     elif name in shipped():
         data = (resources.files("moe_routing_bench.planner") / "fabrics" / f"{name}.toml").read_bytes()
@@ -148,7 +150,7 @@ def read_fabric(name: str) -> Fabric:
 
 
 def ports(rows_WW: Rows, fabric: Fabric) -> Ports:
-    """Of rows from each rank (first index) to each. O(W * W)."""
+    """The sums for rows from each rank (first index) to each rank. O(W * W)."""
     W, L = len(rows_WW), min(fabric.ranks_per_node, len(rows_WW))
     N = W // L
     node = np.arange(N)
@@ -194,7 +196,7 @@ def exchange(rows: Ports, row_bytes: float, fabric: Fabric) -> Exchange:
 
 
 def _most(name: str, out: Rows, into: Rows, rate: float, waits: float) -> tuple[float, str]:
-    """The rows over the rate of the busiest of some resources, and its name."""
+    """The rows of the busiest resource divided by its rate, and its name."""
     both = np.maximum(out, into) + waits * np.minimum(out, into)
     busiest = int(both.argmax())
     return float(both[busiest]) / rate, f"{name}, {'out' if out[busiest] >= into[busiest] else 'in'}"

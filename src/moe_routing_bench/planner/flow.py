@@ -1,8 +1,8 @@
-"""Which rows go from where to where, counted pair by pair: what Traffic will say, without any process.
+"""Counts, pair by pair, which rows go to which rank: the numbers of Traffic, without any process.
 
-numpy on whole arrays rather than an event simulation (simpy): an exchange on W ranks is W * W messages, 16.8
-million at W = 4096, each at least one event in Python, and a plan tries hundreds of exchanges. Under the
-model of `fabric.py` the end of an exchange follows from sums over the rows and columns of one matrix.
+It uses numpy on whole arrays and not an event simulation (simpy): an exchange on W ranks has W * W messages,
+16.8 million for W = 4096, each at least one event in Python, and a plan tries hundreds of exchanges. With the
+model of `fabric.py` the time of an exchange depends only on sums over the rows and columns of one matrix.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Flow:
         return rows_WW
 
     def padded_rows(self, capacity: int) -> int:
-        """What every rank sends to every rank in the padded layout."""
+        """How many rows every rank sends to every rank in the padded layout."""
         return capacity * self.placement.places
 
     def capacity(self, layout: Layout, K: int) -> int:
-        """As ParallelMoE has it. Ranks must have equally many tokens, or none of them is in step."""
+        """The capacity in ParallelMoE, where all ranks must have the same number of tokens."""
         return layout.capacity_for(int(self.tokens_W.max()), K, self.pairs_WS.shape[1])
 
     @cached_property
@@ -55,18 +55,19 @@ class Flow:
         return np.bincount(self.pairs_WS.ravel())
 
     def dropped(self, capacity: int) -> float:
-        """The share of pairs that find no room."""
+        """The share of pairs that are dropped."""
         pairs = np.arange(len(self._slots_with))
         lost = int(np.maximum(pairs - capacity, 0) @ self._slots_with)
         return lost / max(1, int(pairs @ self._slots_with))
 
     def phases(self, transport: str, capacity: int | None = None) -> list[Rows]:
-        """Rows of each exchange of a transport on its way to the experts; the way back is the same, turned.
+        """The rows of each exchange of a transport on the way to the experts. The way back is the same,
+        turned.
 
         all_to_all     a row for each pair
-        hierarchical   a row for each token and node, to the rank with the sender's place in that node; it
-                       passes on a row for each token and rank
-        all_gather     every token to every rank, as many from each as the one with most has
+        hierarchical   a row for each token and node, to the rank with the sender's place in that node, which
+                       forwards a row for each token and rank
+        all_gather     every token to every rank; each rank sends as many as the rank with most tokens
         """
         W, L = self.placement.num_ranks, self.placement.ranks_per_node
         N = W // L
@@ -82,7 +83,7 @@ class Flow:
         place = np.arange(L)
         first_NLNL[:, place, :, place] = self.nodes_WN.reshape(N, L, N).transpose(1, 0, 2)
         node = np.arange(N)
-        first_NLNL[node, :, node, :] = 0  # inside its node a rank passes on its own tokens
+        first_NLNL[node, :, node, :] = 0  # inside its node a rank forwards its own tokens
         second_NLNL = np.zeros((N, L, N, L), dtype=np.int64)
         second_NLNL[node, :, node, :] = self.to_WW.reshape(N, L, N, L).sum(0).transpose(1, 0, 2)
         return [first_NLNL.reshape(W, W), second_NLNL.reshape(W, W)]
@@ -95,10 +96,10 @@ def count_flow(choices: Callable[[int], Rows], placement: Placement) -> Flow:
     """choices(w): expert_TK of rank w, -1 for no expert. O(pairs + W * slots)."""
     W, L, P = placement.num_ranks, placement.ranks_per_node, placement.places
     tables = placement.tables()
-    # int32 is enough and several times as fast
+    # int32 is enough and several times faster
     rank_EC, place_WE = (table.numpy().astype(np.int32) for table in (tables.rank_EC, tables.place_WE))
     copies_E = (rank_EC >= 0).sum(1, dtype=np.int32)
-    # slot_EC[e, c]: where the c-th copy of expert e stands
+    # slot_EC[e, c]: the slot of the c-th copy of expert e
     slot_EC = np.where(
         rank_EC >= 0, rank_EC * P + place_WE[rank_EC, np.arange(placement.num_experts)[:, None]], -1
     )
@@ -124,7 +125,7 @@ def count_flow(choices: Callable[[int], Rows], placement: Placement) -> Flow:
 
 
 def _tokens(owner_TK: Rows, owners: int) -> Rows:
-    """How many tokens have each owner at least once. Rows are ascending."""
+    """How many tokens have each owner at least once. The rows are in ascending order."""
     again_TK = np.zeros(owner_TK.shape, dtype=bool)
     again_TK[:, 1:] = owner_TK[:, 1:] == owner_TK[:, :-1]
     return np.bincount(owner_TK[~again_TK & (owner_TK >= 0)], minlength=owners)

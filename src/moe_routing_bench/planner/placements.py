@@ -1,9 +1,9 @@
-"""Would another placement of experts pay? Ways of placing, tried on a recorded routing.
+"""Tries ways of placing experts on a recorded routing: would another placement save time?
 
-A trace is cut into windows of equal length. Each way of placing sees the load of one window, and is then held
-to the next one, step by step: a step is the tokens that all ranks route together, and all ranks wait for the
-busiest. So `next` is what a server would see that places anew from what it has just counted; `same` is the
-same in hindsight, which no server can have.
+A trace is divided into windows of equal length. Each way of placing uses the load of one window, and is then
+tried on the next window, step by step. A step is the tokens that all ranks route together, and all ranks wait
+for the busiest. So `next` is what a server would get that places experts by its last counts. `same` is the
+result on the window itself, which no server can get.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from moe_routing_bench.core.placement import Placement
 from moe_routing_bench.parallel.placing import assigned, contiguous, replicated, strided
 from moe_routing_bench.workloads.trace import Trace
 
-PAYS = 0.02  # of the time of experts; less is not worth moving weights for
-MAX_CHOICES = 4096  # experts times ranks: above that the integer program is left out, since it takes minutes
+PAYS = 0.02  # the share of the experts' time; saving less is not worth moving weights
+MAX_CHOICES = 4096  # experts times ranks; above it the integer program would take minutes and is left out
 SOLVER_SECONDS = 5.0
 Way = Callable[[Sequence[float]], Placement]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One way of placing, means over layers and windows.
+    """The result of one way of placing: means over layers and windows.
 
     Tried(way="greedy", replicas=0, same=1.12, next=1.31, saved=0.2, between=(0.15, 0.25), moved=9.5,
-    places=16): in the next window the busiest rank has 1.31 times the mean load, a fifth less than with
-    contiguous placement; 9.5 experts of a layer move between windows, a rank holds 16.
+    places=16): in the next window the busiest rank has 1.31 times the mean load, 20 % less than with
+    contiguous placement; 9.5 experts of a layer move between windows, and a rank holds 16.
 
     between: a 99 % interval of `saved` over layers and windows (Student's t).
     """
@@ -51,8 +51,8 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementStudy:
-    """All ways on one trace; the first is contiguous placement. chance: the busiest rank over the mean if
-    every expert were equally likely, so that no placement is better for long."""
+    """All ways on one trace; the first is contiguous placement. chance: the load of the busiest rank over the
+    mean if all experts were equally likely, where no placement can help."""
 
     ranks: int
     experts: int
@@ -66,11 +66,11 @@ class PlacementStudy:
 
     @property
     def best(self) -> Tried:
-        return min(self.tried, key=lambda one: one.next)
+        return min(self.tried, key=lambda way: way.next)
 
     @property
     def pays(self) -> bool:
-        """Does the best way save enough, and more than chance may have given it?"""
+        """True if the best way saves enough, and more than could be chance."""
         return self.best.saved > PAYS and self.best.between[0] > 0
 
 
@@ -78,14 +78,14 @@ def study_placements(
     trace: Trace, *, ranks: int, replicas: Sequence[int] = (0,), windows: int = 4, step_tokens: int = 1024,
     ranks_per_node: int = 0,
 ) -> PlacementStudy:  # fmt: skip
-    """O(tokens * K) for the loads; each way is then tried on every layer and window but the last."""
+    """O(tokens * K) for the loads; then each way is tried on every layer and window except the last."""
     E = trace.routing.num_experts
     load_LSE = torch.stack([_loads(part, step_tokens) for part in _layers(trace)])
     L, S, _ = load_LSE.shape
     if windows < 2 or S < windows:
         raise ValueError(
-            f"{S} steps of {step_tokens} tokens cannot be cut into {windows} windows, and there must be two; "
-            "record more tokens or give fewer --tokens a step"
+            f"{S} steps of {step_tokens} tokens cannot be divided into {windows} windows, and two are "
+            "needed at least; record more tokens or use fewer --tokens per step"
         )
     steps = S // windows
     window_LNSE = load_LSE[:, : windows * steps].reshape(L, windows, steps, E)
@@ -114,7 +114,7 @@ def _ways(
     if E * ranks <= MAX_CHOICES:
         ways["assigned", 0] = partial(assigned, ranks=ranks, ranks_per_node=per_node, seconds=SOLVER_SECONDS)
     else:
-        left_out.append(f"assigned: an integer program of {E} x {ranks} choices would take minutes a layer")
+        left_out.append(f"assigned: an integer program of {E} x {ranks} choices would take minutes per layer")
     return ways, left_out
 
 
@@ -145,7 +145,7 @@ def _next_windows(place: Way, window_LNSE: Tensor) -> list[float]:
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the mean lies with 99 % confidence; one value tells nothing."""
+    """The 99 % confidence interval of the mean; infinite for one value."""
     from scipy import stats
 
     if len(values) < 2:
@@ -155,14 +155,14 @@ def _interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def busiest(placement: Placement, load_SE: Tensor) -> float:
-    """The load of the busiest rank over the mean, mean over steps."""
+    """The load of the busiest rank over the mean load, averaged over steps."""
     load_SW = placement.tables().load_SW(load_SE)
     mean_S = load_SW.mean(1)
     return float((load_SW.amax(1) / mean_S.clamp(min=1e-12)).where(mean_S > 0, 1.0).mean())
 
 
 def _by_chance(placement: Placement, pairs: int) -> float:
-    """What even routing has, by drawing: 64 steps of so many pairs."""
+    """The result for uniform routing, from 64 random steps with this number of pairs."""
     dice = torch.Generator().manual_seed(0)
     E = placement.num_experts
     draws_SP = torch.randint(E, (64, max(1, pairs)), generator=dice)
@@ -177,12 +177,12 @@ def _layers(trace: Trace) -> Iterator[Trace]:
         parts = [trace.part(layer=layer) for layer in trace.layer_T.unique().tolist()]
         fewest = min(part.routing.num_tokens for part in parts)
         if any(part.routing.num_tokens != fewest for part in parts):
-            raise ValueError("the layers of this trace have different numbers of tokens; record it anew")
+            raise ValueError("the layers of this trace have different numbers of tokens; record it again")
         yield from parts
 
 
 def _loads(trace: Trace, step_tokens: int) -> Tensor:
-    """Pairs of each expert in each whole step."""
+    """The pairs of each expert in each whole step."""
     routing = trace.routing
     S, K, E = routing.num_tokens // step_tokens, routing.num_choices, routing.num_experts
     expert_SP = routing.expert_TK[: S * step_tokens].reshape(S, step_tokens * K)

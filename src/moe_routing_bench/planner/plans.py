@@ -1,8 +1,8 @@
-"""How many ranks should share the experts, with how many copies, and how much room? Tried on a stated fabric.
+"""Chooses how many ranks share the experts, with which copies, transport and layout, for a given fabric.
 
-Every degree of expert parallelism that fits the nodes, with several placements, transports and layouts. The
-GPUs form groups of that many ranks, alike and independent of one another, so one group is counted, pair by
-pair, for a few steps. Placements see the step before the first that is counted.
+It tries every degree of expert parallelism that fits the nodes, with several placements, transports and
+layouts. The GPUs form independent groups of that many ranks, so one group is counted, pair by pair, for a few
+steps. Placements use the load of the step before the first counted step.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from moe_routing_bench.planner.step import PARTS, LayerSize, StepTime, step_time
 from moe_routing_bench.workloads.workload import Workload, make_workload
 
 MAX_GPUS = 65_536
-MAX_TOKENS = 1 << 20  # drawn for a group; ranks beyond use them again
-LOOKED_AT = 1 << 16  # tokens from which a placement is made
-MAX_STEPS, STEP_TOKENS = 4, 1 << 18  # steps counted: as many as have so many tokens together
+MAX_TOKENS = 1 << 20  # drawn for a group; more ranks use the same tokens again
+LOOKED_AT = 1 << 16  # how many tokens decide a placement
+MAX_STEPS, STEP_TOKENS = 4, 1 << 18  # at most this many steps, with this many tokens together
 FACTORS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
-CLOSE = 0.02  # plans within this share of the fastest are as good: the simplest of them is taken
+CLOSE = 0.02  # plans within this share of the fastest count as equal; the simplest of them is taken
 WAYS = ("contiguous", "greedy", "replicated")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """I have 64 GPUs and this layer; each GPU brings 4096 tokens a step, chosen as `workload` says.
+    """The question: 64 GPUs and this layer; each GPU has 4096 tokens per step, routed as in `workload`.
 
     drop: the share of pairs that the padded layout may drop. memory: bytes of a GPU for experts and rows.
-    spare: places for copies on each rank, beyond those that all experts need.
+    spare: places for copies on each rank, in addition to those that all experts need.
     """
 
     size: LayerSize
@@ -54,16 +54,16 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One way to run the layer, means over the steps that were counted.
+    """One way to run the layer; numbers are means over the counted steps.
 
     Option(degree=64, copies=0, way="contiguous", transport="all_to_all", layout="compact", ...)
 
     busiest: pairs of the busiest rank over the mean. dropped: share of pairs. memory: bytes of a rank.
-    sent, between: bytes of one group and step, both ways, that leave their rank and their node.
+    sent, between: bytes of one group and step, in both directions, that leave their rank and their node.
     """
 
     degree: int
-    copies: int  # beyond one of each expert
+    copies: int  # in addition to one of each expert
     places: int
     way: str
     transport: str
@@ -84,7 +84,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """All options, and the one to take: None if none fits the memory."""
+    """All options, and the best one; None if no option fits the memory."""
 
     options: tuple[Option, ...]
     best: Option | None
@@ -94,21 +94,21 @@ class ParallelPlan:
 
     def of(self, degree: int) -> Option:
         """The best with this degree, whether it fits or not."""
-        return _best([one for one in self.options if one.degree == degree])
+        return _best([option for option in self.options if option.degree == degree])
 
     @property
     def degrees(self) -> list[int]:
-        return sorted({one.degree for one in self.options})
+        return sorted({option.degree for option in self.options})
 
 
 def degrees_of(gpus: int, ranks_per_node: int) -> list[int]:
-    """Group sizes that divide the GPUs and fill nodes, or parts of one, evenly."""
+    """Group sizes that divide the GPUs and use whole nodes or equal parts of a node."""
     if not 1 <= gpus <= MAX_GPUS:
-        raise ValueError(f"{gpus} GPUs; ask for 1 to {MAX_GPUS:,}")
+        raise ValueError(f"{gpus} GPUs; use 1 to {MAX_GPUS:,}")
     if gpus > ranks_per_node and gpus % ranks_per_node:
         below = gpus - gpus % ranks_per_node
         raise ValueError(
-            f"{gpus:,} GPUs are not whole nodes of {ranks_per_node}; ask for {below:,} or "
+            f"{gpus:,} GPUs are not whole nodes of {ranks_per_node}; use {below:,} or "
             f"{below + ranks_per_node:,}"
         )
     node = min(gpus, ranks_per_node)
@@ -116,15 +116,15 @@ def degrees_of(gpus: int, ranks_per_node: int) -> list[int]:
 
 
 def answer(question: Question, on_degree: Callable[[int], None] = lambda degree: None) -> ParallelPlan:
-    """`on_degree` hears of each degree before it is tried. The cost is that of counting pairs: at most
-    MOST_TOKENS are drawn for a degree, and W * T * K counted for each placement."""
+    """Answers the question. `on_degree` is called with each degree before it is tried. Most of the time is
+    for counting pairs: at most MAX_TOKENS are drawn per degree, and W * T * K counted for each placement."""
     options: list[Option] = []
     left_out: list[str] = []
     steps: dict[int, int] = {}
     reused = False
     for degree in degrees_of(question.gpus, question.fabric.ranks_per_node):
         on_degree(degree)
-        each = degree * max(question.tokens, degree)  # what counting costs, without K
+        each = degree * max(question.tokens, degree)  # the cost of counting, without K
         counted = max(1, min(MAX_STEPS, STEP_TOKENS // max(1, each)))
         try:
             before, *after = (_drawn(question, degree, step) for step in range(counted + 1))
@@ -135,9 +135,9 @@ def answer(question: Question, on_degree: Callable[[int], None] = lambda degree:
         steps[degree] = counted
         load_E = np.bincount(before.routing.expert_TK[:LOOKED_AT].ravel(), minlength=question.size.E)
         for way, placement in _placements(question, degree, load_E.tolist()):
-            flows = [count_flow(partial(_of_rank, one, question.tokens, degree), placement) for one in after]
+            flows = [count_flow(partial(_of_rank, w, question.tokens, degree), placement) for w in after]
             options += _options(question, way, flows)
-    fitting = [one for one in options if one.fits]
+    fitting = [option for option in options if option.fits]
     return ParallelPlan(
         options=tuple(options), best=_best(fitting) if fitting else None, steps=steps, reused=reused,
         left_out=tuple(left_out),
@@ -173,7 +173,7 @@ def _placements(question: Question, degree: int, load: Sequence[float]) -> Itera
     for spare in question.spare if degree > 1 else ():
         copies = (fewest + spare) * degree - E
         if degree > E and spare:
-            continue  # it has a copy on every rank as it is
+            continue  # every rank already has a copy
         if 0 < copies <= E * (degree - 1):
             yield "replicated", replicated(load, ranks=degree, extra=copies, ranks_per_node=per_node)
     if degree > E:
@@ -210,27 +210,26 @@ def _option(
     placement = flows[0].placement
     size, W = question.size, placement.num_ranks
     weights = placement.places * size.expert_bytes + size.shared_numbers * size.weight_bytes
-    memory = question.layers * weights + max(one.buffers for one in times)
+    memory = question.layers * weights + max(time.buffers for time in times)
     loads = [flow.rows_WW.sum(0) for flow in flows]
     return Option(
         degree=W, copies=sum(map(len, placement.experts_W)) - size.E, places=placement.places, way=way,
         transport=transport, layout=layout,
-        seconds={part: fmean(one.seconds[part] for one in times) for part in PARTS},
+        seconds={part: fmean(time.seconds[part] for time in times) for part in PARTS},
         limits=times[0].limits,
-        sent=fmean(one.sent + one.returned for one in times), between=fmean(one.between for one in times),
+        sent=fmean(time.sent + time.returned for time in times),
+        between=fmean(time.between for time in times),
         memory=memory, busiest=fmean(float(load.max() / max(load.mean(), 1e-12)) for load in loads),
         dropped=dropped, fits=memory <= question.memory,
     )  # fmt: skip
 
 
 def _best(options: Sequence[Option]) -> Option:
-    """The simplest of those that are about as fast as the fastest."""
-    fastest = min(one.total for one in options)
-    close = [one for one in options if one.total <= fastest * (1 + CLOSE)]
-    return min(
-        close,
-        key=lambda one: (
-            one.copies, one.layout != "compact", TRANSPORTS.index(one.transport), WAYS.index(one.way),
-            one.degree,
-        ),
-    )  # fmt: skip
+    """The simplest of the options that are about as fast as the fastest."""
+    fastest = min(option.total for option in options)
+
+    def complexity(option: Option) -> tuple[int, ...]:
+        padded, way = option.layout != "compact", WAYS.index(option.way)
+        return option.copies, padded, TRANSPORTS.index(option.transport), way, option.degree
+
+    return min((option for option in options if option.total <= fastest * (1 + CLOSE)), key=complexity)

@@ -1,7 +1,8 @@
-"""How long one MoE layer takes on many ranks, part by part: StepTime.
+"""StepTime: how long one MoE layer takes on many ranks, part by part.
 
-Each part ends when its last rank does, and the next begins then: nothing overlaps. A rank's own work is the
-larger of operations over the device's rate and bytes over its memory's, and one launch for each operation.
+A part ends when its last rank ends, and then the next part begins: nothing overlaps. The time of a rank's own
+work is the larger of operations over the device's rate and bytes over its memory's rate, plus a launch per
+operation.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ PARTS = ("route", "plan", "send", "compute", "return")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSize:
-    """Sizes of a layer and bytes of its numbers; DeepSeek-V3 with 8-bit weights and rows sent in 8 bits:
-    LayerSize(D=7168, F=2048, E=256, K=8, shared_F=2048, gated=True, weight_bytes=1, send_bytes=1)."""
+    """The sizes of a layer and the bytes of its numbers. DeepSeek-V3 with 8-bit weights and rows sent in 8
+    bits: LayerSize(D=7168, F=2048, E=256, K=8, shared_F=2048, gated=True, weight_bytes=1, send_bytes=1)."""
 
     D: int
     F: int
@@ -47,11 +48,11 @@ class LayerSize:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of each part; sent and returned: bytes that leave their rank, of all ranks; between: those of
-    them that also leave their node, both ways; buffers: bytes of rows on the rank that holds most."""
+    """The seconds of each part. sent, returned: bytes of all ranks that leave their rank. between: the part
+    of them that also leaves its node. buffers: bytes of rows on the rank with most."""
 
     seconds: dict[str, float]
-    limits: dict[str, str]  # what send and return wait for
+    limits: dict[str, str]  # what limits send and return
     sent: float
     returned: float
     between: float
@@ -65,7 +66,8 @@ class StepTime:
 def step_time(
     flow: Flow, size: LayerSize, fabric: Fabric, *, transport: str = "all_to_all", capacity: int | None = None
 ) -> StepTime:
-    """capacity: rows of each slot from each rank (padded); None: exactly the pairs (compact)."""
+    """Predicts a step. capacity: rows of each slot from each rank (padded); None: exactly the pairs
+    (compact)."""
     device, W = fabric.device, flow.placement.num_ranks
     phases = flow.phases(transport, capacity)
     ways = [ports(rows_WW, fabric) for rows_WW in phases]
@@ -74,7 +76,7 @@ def step_time(
     T_W = flow.tokens_W
     kept_WS = flow.pairs_WS if capacity is None else np.minimum(flow.pairs_WS, capacity)
     slot_rows = kept_WS.sum(0).reshape(W, -1)  # by rank and place
-    arrive_W = np.maximum(phases[-1], flow.rows_WW).sum(0)  # a row for each pair is made there at the latest
+    arrive_W = np.maximum(phases[-1], flow.rows_WW).sum(0)  # at the end there is a row for each pair
     leave_W = phases[0].sum(1)
 
     route = _work(device, flops_W=2 * size.D * size.E * T_W, bytes_W=T_W * size.D * 2, launches=2)
@@ -92,19 +94,9 @@ def step_time(
         + 4 * size.D * slot_rows.sum(1),
         launches=3,
     )
-    seconds = dict(
-        zip(
-            PARTS,
-            (
-                route,
-                plan,
-                pack + sum(one.seconds for one in there) + _beside(transport, ways, size, fabric),
-                compute,
-                unpack + sum(one.seconds for one in back),
-            ),
-            strict=True,
-        )
-    )
+    send = pack + sum(hop.seconds for hop in there) + _beside(transport, ways, size, fabric)
+    parts = (route, plan, send, compute, unpack + sum(hop.seconds for hop in back))
+    seconds = dict(zip(PARTS, parts, strict=True))
     rows, far = sum(way.rows for way in ways), sum(way.far_rows for way in ways)
     hidden = size.F * (2 if size.gated else 1)
     buffers = (leave_W + arrive_W) * size.D * (size.send_bytes + size.return_bytes) + arrive_W * hidden * 2
@@ -128,7 +120,9 @@ def _work(device: Device, *, flops_W: Rows | int = 0, bytes_W: Rows | float = 0,
 
 
 def _beside(transport: str, ways: list[Ports], size: LayerSize, fabric: Fabric) -> float:
-    """What a transport sends beside rows: K int32 for each row, and, hop by hop, how many rows will come."""
+    """The time for what a transport sends besides rows: K int32 per row and, for each hop, the numbers of
+    rows.
+    """
     if transport == "all_to_all":
         return 0.0
     seconds = sum(exchange(way, 4 * size.K, fabric).seconds for way in ways)
@@ -138,4 +132,4 @@ def _beside(transport: str, ways: list[Ports], size: LayerSize, fabric: Fabric) 
 
 
 def _limit(exchanges: list[Exchange]) -> str:
-    return max(exchanges, key=lambda one: one.seconds).limit
+    return max(exchanges, key=lambda hop: hop.seconds).limit

@@ -56,9 +56,9 @@ def draw_shares(outcome: CellOutcome, shares: Mapping[str, Mapping[str, float]],
     axes.spines[["top", "right"]].set_visible(False)
     handles = [axes.barh(0, 0, color=COLOURS[name], label=TITLES.get(name, name)) for name in names]
     made.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    case, s = outcome.cell.case, outcome.cell.case.shape
+    case, s = outcome.experiment, outcome.experiment.shape
     axes.set_title(
-        f"{case.name}: T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}, {case.dtype}, {outcome.cell.workload}\n"
+        f"{case.case}: T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}, {case.dtype}, {outcome.experiment.workload}\n"
         f"on {this_machine().name}; {outcome.rounds} interleaved rounds",
         fontsize=10, loc="left",
     )  # fmt: skip

@@ -8,11 +8,13 @@ them short and plain, and nothing in them is read as mathematics. matplotlib is 
 from __future__ import annotations
 
 import io
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from moe_routing_bench.core.text import printable
@@ -27,6 +29,7 @@ INK, GRID, PAPER = "#0b0b0c", "#d9d9de", "#fefefe"
 VARIABLES = {INK: "var(--ink)", GRID: "var(--grid)", PAPER: "var(--paper)"}
 FORMATS = (".png", ".svg", ".pdf")
 MAX_LABEL = 44
+TIMES = (0.5, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 1_000, 10_000)
 MAX_MARKS = 1_500  # more points than this are drawn as pixels, or a page would take seconds to open
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10, "axes.titlesize": 10.5,
@@ -39,16 +42,31 @@ STYLE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picture:
-    """A figure, its name as a file, and what is said below it.
+class Table:
+    """Table(head=("rule", "ms"), rows=(("switch", "1.2"),), words=1): the first `words` columns are words,
+    the others numbers. links: for each row the id of the part of the page that says more."""
 
-    Picture(name="winners-layer-bfloat16", caption="The fastest for each size. ...", figure=...)
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: int = 1
+    title: str = ""
+    note: str = ""
+    links: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A figure and its name as a file. The title states what it shows, the caption how to read it, and the
+    table has its numbers for those who cannot see it.
+
+    Picture(name="winners-layer-bfloat16", title="native wins 9 of 12 cases", caption="...", figure=...)
     """
 
     name: str
     caption: str
     figure: Any
     title: str = ""
+    table: Table | None = None
 
 
 @contextmanager
@@ -103,7 +121,11 @@ def patches(colour: dict[str, str]) -> list[Any]:
 def legend(made: Any, handles: Any, columns: int = 4, *, least: int = 2) -> None:
     """Below the figure; none if there is nothing to tell apart."""
     if len(handles) >= least:
-        made.legend(handles=handles, loc="outside lower center", ncols=min(columns, len(handles)))
+        longest = max(len(one.get_label()) for one in handles)
+        room = int(11.5 * made.get_figwidth() / (longest + 6))  # letters of this size in an inch
+        columns = max(1, min(columns, len(handles), room))
+        made.set_figheight(made.get_figheight() + 0.2 * (math.ceil(len(handles) / columns) - 1))
+        made.legend(handles=handles, loc="outside lower center", ncols=columns)
 
 
 def logarithmic(axis: Any) -> None:
@@ -113,6 +135,19 @@ def logarithmic(axis: Any) -> None:
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def times_axis(axis: Any, low: float, high: float) -> None:
+    """An axis of ratios from low to high, logarithmic if they are far apart: 1x, 1.5x, 2x, 5x."""
+    limits = low - 0.03, high + 0.05 * (high - low)
+    if high / low > 4:
+        logarithmic(axis)
+        few = () if high / low < 15 else (1.5, 3)
+        ticks = [tick for tick in TIMES if low / 1.1 <= tick <= 1.15 * high and tick not in few]
+        axis.set_ticks(ticks, [f"{tick:g}x" for tick in ticks])
+        axis.set_ticks([], minor=True)
+        limits = low / 1.1, high * 1.15
+    axis.axes.set(**{f"{axis.axis_name}lim": limits})
 
 
 def inline(picture: Picture) -> str:
@@ -125,17 +160,25 @@ def inline(picture: Picture) -> str:
     text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text, count=2, flags=re.S)  # page.css has the style
     # its own ids repeat in every figure of a page; those that are referred to are hashes of what they name
     text = re.sub(r' id="[A-Za-z0-9]+_[0-9]+"', "", text)
-    text = re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', text, flags=re.S)
+    # a page shows it a third larger than drawn; on a phone letters stay readable, and a wide figure scrolls
+    width = 72 * picture.figure.get_figwidth()
+    size = f"width:{1.35 * width:.0f}px;min-width:{0.8 * width:.0f}px"
+    role = "group" if "<a " in text else "img"  # what is inside an image cannot be reached by keyboard
+    head = rf'<svg viewBox="\1" role="{role}" style="{size}">'
+    text = re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', head, text, flags=re.S)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
     return text
 
 
-def save(picture: Picture, folder: Path) -> list[Path]:
-    """As SVG, PDF and PNG; the files."""
-    paths = [folder / f"{picture.name}{ending}" for ending in (".svg", ".pdf", ".png")]
+def save(picture: Picture, folder: Path, endings: Sequence[str] = (".svg", ".pdf", ".png")) -> list[Path]:
+    """As files, with the title above the figure; the files."""
+    paths = [folder / f"{picture.name}{ending}" for ending in endings]
     nothing: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with style():
+        letters = int(10.5 * picture.figure.get_figwidth())
+        title = fill(label(picture.title, 4 * letters), letters)
+        picture.figure.suptitle(title, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
         for path in paths:
             picture.figure.savefig(path, facecolor="white", metadata=nothing.get(path.suffix))
     return paths

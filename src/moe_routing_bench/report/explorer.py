@@ -41,7 +41,7 @@ def explorer(material: Material) -> str:
             made.update_layout(
                 title=_text(f"{group.title}; {chapter.title}"), template="plotly_white", height=560
             )
-            tokens = sorted({cell.first.workload.T for cell in group.cells})
+            tokens = sorted({cell.first.experiment.T for cell in group.cells})
             names = [f"{T:,}" for T in tokens]
             made.update_xaxes(title="tokens", type="log", tickvals=tokens, ticktext=names)
             made.update_yaxes(title="milliseconds", type="log", dtick=1)  # powers of ten
@@ -57,7 +57,7 @@ def explorer(material: Material) -> str:
 def _trace(go: Any, name: str, points: list[tuple[Cell, Record]], colour: str) -> Any:
     times = [record.timing.median for _, record in points if record.timing is not None]
     return go.Scatter(
-        x=[cell.first.workload.T for cell, _ in points],
+        x=[cell.first.experiment.T for cell, _ in points],
         y=[1e3 * seconds for seconds in times],
         mode="markers",
         name=_text(label(name, 60)),

@@ -15,11 +15,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_routing_bench.core.text import printable
 from moe_routing_bench.fleet.bundle import SUFFIX as BUNDLE
 from moe_routing_bench.fleet.bundle import TIMED, opened_bundle
+from moe_routing_bench.fleet.objects import url_of
+from moe_routing_bench.report.console import say
 from moe_routing_bench.results.read import TRAININGS, is_plain_file, session_folders
 from moe_routing_bench.train.study import STUDY, TIMES, USED
 
+MAX_SENTENCES = 20  # about objects of a store that cannot be read
 DEPTH = 3  # folders below a path that are looked into
 MAX_UNPACKED_BYTES = 8 << 30
 PACKED = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", BUNDLE)
@@ -100,3 +104,17 @@ def _unpack(archive: Path, folder: Path) -> None:
                     shutil.copyfileobj(source, file)
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ValueError(f"{archive} cannot be unpacked: {error}") from None
+
+
+def at_hand(folder: Path, *, rows: bool = False) -> Path:
+    """The folder, or the copy here of a store on a URL, brought up to date. rows: only what a query needs."""
+    if url_of(folder) is None:
+        return folder
+    from moe_routing_bench.fleet.mirror import mirror, mirror_rows  # most commands read a folder
+
+    copied = mirror_rows(folder) if rows else mirror(folder)
+    for sentence in copied.sentences[:MAX_SENTENCES]:
+        say(printable(f"{url_of(folder)}: {sentence}"))
+    if len(copied.sentences) > MAX_SENTENCES:
+        say(f"and {len(copied.sentences) - MAX_SENTENCES:,} more")
+    return copied.folder

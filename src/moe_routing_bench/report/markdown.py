@@ -7,31 +7,28 @@ import re
 
 from moe_routing_bench.report.page import plain
 from moe_routing_bench.report.reading import Cell, Material
-from moe_routing_bench.report.tables import findings, milliseconds, verdict_of
+from moe_routing_bench.report.tables import study_answer, verdict_of
+from moe_routing_bench.report.winners import answer, decided
 
 MAX_ROWS = 30
-HEAD = ("case", "fastest", "ms", "next", "takes", "shown to be slower")
+HEAD = ("case", "fastest", "ms", "next", "times faster (99 % interval)", "certain")
 
 
 def markdown(material: Material) -> str:
-    """Chapters apart, at most MOST_ROWS cells each."""
+    """Chapters one after another, at most MAX_ROWS cells each; the machine and the commit come last."""
     parts = []
     for chapter in material.chapters:
         parts += [
-            f"**{_text(chapter.title)}**, source {_text(', '.join(chapter.commits) or 'not known')}",
-            "",
+            f"- {_text(f'{group.title}: {answer(group)}', 300)}" for group in chapter.groups if decided(group)
         ]
-        parts += [f"- {_text(line)}" for line in findings(chapter)]
         lines = [_line(cell) for cell in chapter.cells[:MAX_ROWS]]
-        parts += ["", _row(HEAD), _row(["---"] * len(HEAD)), *map(_row, lines)]
+        parts += ["", _row(HEAD), _row(["---"] * len(HEAD)), *map(_row, lines), ""]
         if len(chapter.cells) > MAX_ROWS:
-            parts += ["", f"and {len(chapter.cells) - MAX_ROWS:,} more cells"]
-        parts.append("")
-    for study in material.studies:
-        if study.pareto is not None:
-            best = next((one for one in study.pareto.standings if not one.sees_future), None)
-            said = f"{best.title}: {best.loss.said()} nats per byte" if best else "no rule that can write"
-            parts.append(f"- Study {_text(study.pareto.study)}: lowest held-out loss {_text(said)}")
+            parts += [f"and {len(chapter.cells) - MAX_ROWS:,} more cases", ""]
+        commits = ", ".join(chapter.commits) or "not known"
+        parts += [f"Measured on {_text(chapter.title)}, source {_text(commits)}", ""]
+    studies = [study.pareto for study in material.studies if study.pareto is not None]
+    parts += [f"- {_text(study_answer(reached), 300)}" for reached in studies]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -40,16 +37,12 @@ def _line(cell: Cell) -> list[str]:
     if contest is None:
         why = "; ".join(f"{verdict_of(one)}: {one.correctness.reason}" for one in cell.records[:2])
         return [_text(cell.title), _text(why, 120), "", "", "", ""]
-    first = cell.passed[0]
-    assert first.timing is not None
-    others = sorted((ratio, name) for name, ratio in contest.ratios.items() if name != contest.winner)
-    row = [_text(cell.title), _text(contest.winner), milliseconds(first.timing.median)]
-    if not others:
+    row = [_text(cell.title), _text(contest.winner), cell.winner_ms]
+    if contest.second is None:
         return [*row, "", "", ""]
-    ratio, name = others[0]
-    verdict = contest.against_winner[name].verdict
-    shown = "yes" if verdict == "SLOWER" else f"no ({verdict})"
-    return [*row, _text(name), f"{ratio / contest.ratios[contest.winner]:.2f} times", shown]
+    low, high = contest.lead.interval
+    lead = f"{contest.lead.ratio:.2f}x ({low:.2f}x to {high:.2f}x)"
+    return [*row, _text(contest.second), lead, contest.certain]
 
 
 def _row(cells: list[str] | tuple[str, ...]) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moe_routing_bench.report.drawing import COLOURS, INK, PAPER, Picture, figure, label, style
+from moe_routing_bench.report.drawing import COLOURS, INK, PAPER, Picture, Table, figure, label, style
 from moe_routing_bench.report.page import Page, Section
-from moe_routing_bench.report.tables import Table
 from moe_routing_bench.results.history import METRICS, History, Series
 
 MAX_PANELS, MAX_TICKS, MAX_ROWS = 12, 16, 1_000
@@ -52,7 +51,8 @@ def draw(past: History) -> Picture | None:
         "hollow: the source was changed after the commit. Thick lines are levels between steps. Dashed: "
         "measured in another way from here on. " + (f"{left:,} more series are in the table." if left else "")
     )
-    return Picture(name="history", caption=caption, figure=made)
+    title = f"{len(past.steps):,} step{'s' * (len(past.steps) != 1)} in {len(past.series):,} series"
+    return Picture(name="history", title=title, caption=caption, figure=made)
 
 
 def _panel(axes: Any, one: Series) -> None:
@@ -99,7 +99,7 @@ def over_commits(past: History, command: str) -> Page:
     )
     return Page(
         title="Measurements over commits",
-        summary=(
+        answer=(
             f"Series: {len(past.series):,}, steps: {len(past.steps):,}.",
             f"{METRICS[past.metric].capitalize()}.{without}",
         ),

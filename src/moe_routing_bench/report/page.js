@@ -1,6 +1,6 @@
 "use strict";
-// filter, sort, open rows, hover: over the tables of the page and the JSON block below them. Text is only ever
-// set as text.
+// filter, sort, open rows, links to cases, hover: over the tables of the page and the JSON block below them.
+// Text is only ever set as text.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
@@ -32,6 +32,11 @@
     if (cells.length <= 12) cells.forEach((cell) => (cell.open = true));
   }
 
+  const press = (part, act) => part.addEventListener("keydown", (event) => {
+    if (event.target !== part || (event.key !== "Enter" && event.key !== " ")) return;
+    event.preventDefault();
+    act();
+  });
   const close = (table) => table.querySelectorAll("tr.more").forEach((row) => row.remove());
   const number = (text) => {
     const found = text.replace(/,/g, "").match(/^[-+]?\d+(\.\d+)?(e[-+]?\d+)?/i);
@@ -56,14 +61,16 @@
       body.append(...rows);
     };
     head.addEventListener("click", sort);
-    head.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
+    press(head, sort);
   }
 
   for (const row of document.querySelectorAll("tr[data-row]")) {
     row.tabIndex = 0;
+    row.setAttribute("aria-expanded", "false");
     const toggle = () => {
-      const next = row.nextElementSibling;
-      if (next && next.classList.contains("more")) return next.remove();
+      const next = row.nextElementSibling, open = next && next.classList.contains("more");
+      row.setAttribute("aria-expanded", String(!open));
+      if (open) return next.remove();
       const more = document.createElement("tr"), cell = document.createElement("td");
       const lines = data.rows[Number(row.dataset.row)];
       more.className = "more";
@@ -76,24 +83,43 @@
       row.after(more);
     };
     row.addEventListener("click", toggle);
-    row.addEventListener("keydown", (event) => { if (event.key === "Enter") toggle(); });
+    press(row, toggle);
   }
 
   const tip = document.getElementById("tip");
   for (const [id, text] of Object.entries(data.hovers)) {
-    const part = document.getElementById(id);
+    const part = document.getElementById(id), link = part && part.closest("a");
     if (!part) continue;
-    part.addEventListener("mousemove", (event) => {
+    const show = (x, y) => {
       tip.textContent = text;
       tip.hidden = false;
-      const left = Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8);
-      tip.style.left = `${Math.max(4, left)}px`;
-      tip.style.top = `${Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8)}px`;
+      tip.style.left = `${Math.max(4, Math.min(x + 12, innerWidth - tip.offsetWidth - 8))}px`;
+      tip.style.top = `${Math.min(y + 14, innerHeight - tip.offsetHeight - 8)}px`;
+    };
+    const hide = () => (tip.hidden = true);
+    part.addEventListener("mousemove", (event) => show(event.clientX, event.clientY));
+    part.addEventListener("mouseleave", hide);
+    if (!link) continue;
+    link.setAttribute("aria-label", text);
+    link.addEventListener("blur", hide);
+    link.addEventListener("focus", () => {
+      const box = part.getBoundingClientRect();
+      show(box.left, box.bottom);
     });
-    part.addEventListener("mouseleave", () => (tip.hidden = true));
   }
 
+  const arrive = () => {
+    const cell = location.hash.length > 1 && document.getElementById(location.hash.slice(1));
+    if (!cell || cell.tagName !== "DETAILS") return;
+    cell.hidden = false;
+    cell.open = true;
+    cell.scrollIntoView();
+  };
+  addEventListener("hashchange", arrive);
+  arrive();
+
   addEventListener("beforeprint", () => {
+    document.getElementById("evidence").open = true;
     const cells = document.querySelectorAll(".cell:not([hidden])");
     if (cells.length <= 300) cells.forEach((cell) => (cell.open = true));
   });

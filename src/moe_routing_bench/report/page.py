@@ -1,51 +1,55 @@
-"""A report as one HTML file: sections of figures and tables, with the style and script beside this file.
+"""A report as one HTML file: the answer first, then figures and tables, and the evidence folded at the end.
 
 Every string that reaches the page passes `plain`, then jinja2's autoescape: nothing in a record can become
 markup, script or style, or turn the direction of the text around it. The page asks no network, and its policy
-(CSP) forbids it to. It holds at most MOST_CELLS ranked cells in full; figures and other tables are of all.
+(CSP) forbids it to. It lists at most MAX_CELLS cases in full; figures and other tables are of all.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.report import timing_figures as draw
 from moe_routing_bench.report import training_figures
-from moe_routing_bench.report.drawing import Picture, inline
-from moe_routing_bench.report.reading import Cell, Chapter, Material, Study
+from moe_routing_bench.report.drawing import Picture, Table, inline
+from moe_routing_bench.report.reading import Cell, Chapter, Group, Material, Study
 from moe_routing_bench.report.tables import (
-    Table,
     failures,
-    findings,
     machine_table,
     noise_table,
     ranking,
     regret_table,
+    study_answer,
     study_notes,
     study_table,
     verdict_of,
 )
-from moe_routing_bench.report.winners import MEANING, Hovers, winner_map
+from moe_routing_bench.report.winners import MEANING, Hovers, answer, decided, leads, winner_map
 from moe_routing_bench.results.record import Record
 from moe_routing_bench.train.pareto import sentences
 
 HERE = Path(__file__).parent
 MAX_CELLS = 1_000
 MAX_LETTERS = 4_000
+MAX_ANSWERS = 4
+FASTEST = "Which implementation is fastest, and how sure is that?"
+LEARNS = "Which router learns best, and what does it cost?"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
     """A cell as the page shows it. details: the numbers of its rows in the page's JSON."""
 
+    anchor: str
     title: str
     summary: str
     table: Table
@@ -64,20 +68,32 @@ class Section:
     cells: tuple[Ranked, ...] = ()
 
 
+Chapters: TypeAlias = tuple[tuple[str, tuple[Section, ...]], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """chapters: (title, its sections). data: what the script looks up, by kind and number."""
+    """title: the question. answer: sentences, and the chart of the first screen. chapters: (title, its
+    sections); those of the evidence are folded. data: what the script looks up, by kind and number."""
 
     title: str
-    summary: tuple[str, ...]
-    chapters: tuple[tuple[str, tuple[Section, ...]], ...]
+    answer: tuple[str, ...]
+    chapters: Chapters
     notes: tuple[str, ...]
     command: str
+    chart: Picture | None = None
+    evidence: Chapters = ()
     data: dict[str, Any] = field(default_factory=dict)
 
     @property
     def pictures(self) -> list[Picture]:
-        return [one for _, sections in self.chapters for section in sections for one in section.pictures]
+        drawn = [
+            one
+            for _, sections in (*self.chapters, *self.evidence)
+            for section in sections
+            for one in section.pictures
+        ]
+        return drawn if self.chart is None else [self.chart, *drawn]
 
     def write(self, target: Path) -> Path:
         """As HTML. ValueError if there is no such place, NotImplementedError if jinja2 is absent."""
@@ -92,63 +108,108 @@ class Page:
 def make_page(material: Material, command: str) -> Page:
     """All sections that have data."""
     hovers, details = Hovers(), list[list[str]]()
-    chapters, room = [], MAX_CELLS
-    for chapter in material.chapters:
-        chapters.append((chapter.title, _sections(chapter, hovers, details, room)))
+    chapters, evidence, room = [], [], MAX_CELLS
+    for number, chapter in enumerate(material.chapters, start=1):
+        title = f"Chapter {number}: {chapter.title}" if len(material.chapters) > 1 else chapter.title
+        chapters.append((title, _sections(chapter, hovers, details, room)))
+        evidence.append((title, _evidence(chapter)))
         room = max(0, room - len(chapter.cells))
     trained = [_trained(study) for study in material.studies]
+    groups = _answered(material)
+    chart = leads(groups[0][1], hovers) if groups else None
+    if chart is None and trained:
+        chart = next((one for section in trained for one in section.pictures), None)
+        left = [tuple(one for one in section.pictures if one is not chart) for section in trained]
+        trained = [replace(one, pictures=some) for one, some in zip(trained, left, strict=True)]
     if trained:
         chapters.append(("Training", tuple(trained)))
     return Page(
-        title="Mixture-of-Experts benchmark report",
-        summary=_summary(material),
+        title=FASTEST if material.chapters else LEARNS,
+        answer=_answer(material, groups),
+        chart=chart,
         chapters=tuple(chapters),
+        evidence=tuple(evidence),
         notes=_notes(material),
         command=command,
         data={"rows": details, "hovers": {name: plain(text) for name, text in hovers.texts.items()}},
     )
 
 
+def _answered(material: Material) -> list[tuple[int, Group]]:
+    """The groups that have winners and the numbers of their chapters: whole layers and experts before their
+    parts, then those with most cases first."""
+    found = [
+        (number, group)
+        for number, chapter in enumerate(material.chapters, start=1)
+        for group in chapter.groups
+        if decided(group)
+    ]
+    return sorted(found, key=lambda one: (one[1].span not in draw.WHOLE, -len(decided(one[1]))))
+
+
+def _answer(material: Material, groups: Sequence[tuple[int, Group]]) -> tuple[str, ...]:
+    """A sentence for each group and for each study."""
+    several = len(material.chapters) > 1
+    lines = [
+        f"{group.title}{f' (chapter {number})' if several else ''}: {answer(group)}."
+        for number, group in groups[:MAX_ANSWERS]
+    ]
+    if len(groups) > MAX_ANSWERS:
+        lines.append(f"{len(groups) - MAX_ANSWERS:,} more comparisons are below.")
+    if material.chapters and not groups:
+        lines.append("There is no winner: nothing here compares implementations of the same function.")
+    studies = [study.pareto for study in material.studies if study.pareto is not None]
+    studies.sort(key=lambda reached: -len(reached.standings))
+    lines += [study_answer(reached) for reached in studies[:MAX_ANSWERS]]
+    if len(studies) > MAX_ANSWERS:
+        lines.append(f"{len(studies) - MAX_ANSWERS:,} more studies are below.")
+    return tuple(lines)
+
+
 def _sections(chapter: Chapter, hovers: Hovers, details: list[list[str]], room: int) -> tuple[Section, ...]:
     groups = chapter.groups
-    said = findings(chapter)
     shown = chapter.cells[:room]
     left = len(chapter.cells) - len(shown)
     ranked_text = (
-        "Fastest first. A ratio is to the baseline of the same cell, paired round by round. A row opens to "
-        "show its samples and the command that measures it again."
+        "Fastest first. A ratio is to the baseline of the same case, paired round by round. A row opens to "
+        "show its record, its samples and the command that measures it again."
     )
     if left:
         ranked_text += (
             f" {left:,} of {len(chapter.cells):,} cells are not listed here, though they are in all other "
-            "figures and tables; mrb export DIR --csv FILE writes every one."
+            "figures and tables; mrb results export DIR --csv FILE writes every one."
         )
+    choice = "What it costs to use one implementation everywhere, against the best of each case. It lacks a "
+    choice += "case where it has no time, or drops pairs."
     sections = [
-        Section(title="Machine and roofs", tables=(machine_table(chapter),)),
-        _drawn("Winners", [winner_map(group, hovers) for group in groups], text=(MEANING, *said)),
         _drawn(
-            "One choice everywhere",
-            [],
-            tables=[regret_table(group) for group in groups],
-            text=(
-                "What it costs to use one implementation for all sizes, against the best of each cell. It "
-                "lacks a cell where it has no time, or drops pairs.",
-            ),
+            "Winners over tokens, sizes and skew",
+            [winner_map(group, hovers) for group in groups],
+            text=(MEANING,),
         ),
+        _drawn("One choice everywhere", [], [regret_table(group) for group in groups], (choice,)),
+        _drawn("Time and memory", [draw.memory(group) for group in groups]),
+        _drawn("Layouts", [draw.layouts(group) for group in groups]),
         _drawn("Stages", [draw.stages(group) for group in groups]),
         _drawn("Bandwidth of pack and combine", [draw.bandwidth(group) for group in groups]),
         _drawn("Roofline", [draw.roofline(chapter)]),
-        _drawn("Layouts", [draw.layouts(group) for group in groups]),
         _drawn("Routers", [draw.routers(group) for group in groups]),
-        _drawn("Noise", [draw.noise(chapter)], tables=[noise_table(chapter)]),
-        _drawn("What has no time, and why", [], tables=[failures(chapter.cells)]),
         Section(
-            title="Ranked, cell by cell",
+            title="Every case",
             text=(ranked_text,),
             cells=tuple(_ranked(cell, details) for cell in shown),
         ),
     ]
     return tuple(one for one in sections if one.pictures or one.tables or one.cells)
+
+
+def _evidence(chapter: Chapter) -> tuple[Section, ...]:
+    sections = (
+        Section(title="Machine, versions and commits", tables=(machine_table(chapter),)),
+        _drawn("Rounds and noise", [draw.noise(chapter)], [noise_table(chapter)]),
+        _drawn("Checks that failed, and what was not timed", [], [failures(chapter.cells)]),
+    )
+    return tuple(one for one in sections if one.pictures or one.tables)
 
 
 def _drawn(
@@ -171,6 +232,8 @@ def _ranked(cell: Cell, details: list[list[str]]) -> Ranked:
         summary = cell.why
     elif contest.ties:
         summary = f"{contest.winner}; not shown to be slower: {', '.join(contest.ties)}"
+    elif contest.second is not None:
+        summary = f"{contest.winner}, {contest.lead.ratio:.2f}x faster than {contest.second}"
     else:
         summary = contest.winner
     start = len(details)
@@ -182,6 +245,7 @@ def _ranked(cell: Cell, details: list[list[str]]) -> Ranked:
     )
     verdicts = " ".join(dict.fromkeys(verdict_of(record) for record in cell.records))
     return Ranked(
+        anchor=cell.anchor,
         title=cell.title,
         summary=summary,
         table=table,
@@ -201,10 +265,10 @@ def _details(record: Record) -> list[str]:
         for name in ("least", "p05", "p25", "median", "p75", "p95")
     )
     lines = [
-        f"{record.implementation.runs or record.implementation.label}; {record.what.layout}",
+        f"{record.implementation.runs or record.implementation.label}; {record.implementation.layout}",
         f"ms: {quantiles}; {timing.samples.count} rounds, {record.protocol.stop_reason}",
-        f"{record.created_at:%Y-%m-%d %H:%M} UTC, {record.record_id}; "
-        f"{record.correctness.checked_timed_calls} timed results judged",
+        f"record {record.record_id}, {record.created_at:%Y-%m-%d %H:%M} UTC; "
+        f"{record.correctness.checked_timed_calls} timed results checked",
     ]
     if comparison is not None:
         lines.append(f"against {comparison.baseline}: {comparison.reason}")
@@ -212,54 +276,48 @@ def _details(record: Record) -> list[str]:
 
 
 def _trained(study: Study) -> Section:
-    reached = study.pareto
+    reached, notes = study.pareto, study_notes(study)
     if reached is None:
-        return Section(title=study.source.name, text=tuple(study_notes(study)))
+        return Section(title=study.source.name, text=tuple(notes))
+    try:
+        drawn = training_figures.pictures(reached, study.trainings, study.lines)
+    except (KeyError, TypeError, ValueError, IndexError):
+        drawn = training_figures.pictures(reached, study.trainings, {})
+        notes.append("The lines of its runs do not fit together, so the load of experts is not drawn.")
     return Section(
         title=f"Study {reached.study}",
-        text=(*study_notes(study), *sentences(reached)),
-        pictures=tuple(training_figures.pictures(reached, study.trainings)),
+        text=(*notes, *sentences(reached)),
+        pictures=tuple(drawn),
         tables=(study_table(reached),),
     )
 
 
-def _summary(material: Material) -> tuple[str, ...]:
+def _notes(material: Material) -> tuple[str, ...]:
     cells = [cell for chapter in material.chapters for cell in chapter.cells]
-    lines = []
+    notes = []
     if cells:
         days = sorted(f"{cell.first.created_at:%Y-%m-%d}" for cell in cells)
-        statuses: dict[str, int] = {}
-        for cell in cells:
-            for record in cell.records:
-                name = str(record.correctness.status)
-                statuses[name] = statuses.get(name, 0) + 1
+        statuses = Counter(str(record.correctness.status) for cell in cells for record in cell.records)
         counts = ", ".join(f"{count:,} {name}" for name, count in sorted(statuses.items()))
         when = " to ".join(dict.fromkeys((days[0], days[-1])))
-        lines.append(f"{material.records}.")
-        lines.append(f"{len(cells):,} cells, each in its newest run, measured {when}: {counts}.")
+        notes.append(f"{material.records}.")
+        notes.append(f"{len(cells):,} cases, each in its newest run, measured {when}: {counts}.")
     if material.studies:
         runs = sum(len(study.trainings) for study in material.studies)
-        lines.append(f"{len(material.studies)} folders of training runs, {runs:,} runs.")
+        notes.append(f"{len(material.studies)} folders of training runs, {runs:,} runs.")
     if len(material.chapters) > 1:
-        lines.append(
+        notes.append(
             f"{len(material.chapters)} chapters, one for each machine and way of measuring. Nothing is "
             "compared across chapters."
         )
-    return tuple(lines)
-
-
-def _notes(material: Material) -> tuple[str, ...]:
-    notes = []
     if material.older:
-        notes.append(f"{material.older:,} older runs of the same cells are not shown.")
+        notes.append(f"{material.older:,} older runs of the same cases are not shown.")
     if material.left_out.count:
         notes.append(f"{material.left_out.count:,} lines were left out as invalid:")
         notes += material.left_out.first
     notes += material.left_out.remarks
     notes.append(f"Read from: {', '.join(source.name for source in material.sources)}.")
-    notes.append(
-        "Every number comes from a record that passed its checks; a row of a ranking shows its command."
-    )
+    notes.append("Every number comes from a record that passed its checks.")
     return tuple(notes)
 
 

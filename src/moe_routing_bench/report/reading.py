@@ -8,11 +8,11 @@ are held, about 20 kB each; 10^5 are read in half a minute.
 from __future__ import annotations
 
 import gc
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from moe_routing_bench.bench.status import Status
@@ -25,10 +25,13 @@ from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
 from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.results.winners import Contest, Contested, contested, contests
 from moe_routing_bench.train.pareto import Pareto, pareto
-from moe_routing_bench.train.study import STUDY, TUNING
-from moe_routing_bench.workloads.axes import PolicyAxes, names_of
+from moe_routing_bench.train.study import STUDY, TUNING, curves
+from moe_routing_bench.workloads.axes import names_of
+from moe_routing_bench.workloads.experiment import Experiment
 
 Shared: TypeAlias = tuple[str | None, str | None, str | None]
+Sizes: TypeAlias = tuple[int, int, int, int]
+Lines = dict[str, list[tuple[Training, list[dict[str, Any]]]]]
 SIZES = {(model.D, model.F, model.E, model.K): model.name for model in reversed(MODELS.values())}
 
 
@@ -64,22 +67,44 @@ class Cell:
         return self.cell.workload[0] if self.cell.workload else "routing unknown"
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        w = self.first.workload
-        return w.D, w.F, w.E, w.K
+    def anchor(self) -> str:
+        """Its id in a page: that of its first record, which has letters, digits and dashes only."""
+        return f"c{self.first.record_id}"
+
+    @property
+    def T(self) -> int:
+        return self.first.experiment.T
+
+    @property
+    def sizes(self) -> Sizes:
+        one = self.first.experiment
+        return one.D, one.F, one.E, one.K
+
+    @property
+    def skew(self) -> float:
+        """The load of the busiest expert over the mean; 0 if that is not known."""
+        routing = self.first.routing
+        return routing.max_over_mean if routing is not None else 0.0
 
     @property
     def model(self) -> str:
         """qwen3-30b-a3b, if the case or its sizes say so; else empty."""
-        return self.first.workload.model or SIZES.get(self.sizes, "")
+        return self.first.model or SIZES.get(self.sizes, "")
+
+    @property
+    def winner_ms(self) -> str:
+        """The median of the fastest, in milliseconds."""
+        assert self.contest is not None
+        times = (one.timing for one in self.passed if self.names[one.record_id] == self.contest.winner)
+        return next(milliseconds(timing.median) for timing in times if timing is not None)
 
     @property
     def title(self) -> str:
         """layer train olmoe-1b-7b/prefill-256 bfloat16 zipf(1.2)"""
-        w, what = self.first.workload, self.first.what
-        direction = "" if what.direction == "forward" else f" {what.direction}"
-        dtype = "" if w.case.endswith(w.dtype) else f" {w.dtype}"
-        return f"{what.span}{direction} {w.case}{dtype} {self.routing}"
+        one = self.first.experiment
+        direction = "" if one.direction == "forward" else f" {one.direction}"
+        dtype = "" if one.case.endswith(one.dtype) else f" {one.dtype}"
+        return f"{one.span}{direction} {one.case}{dtype} {self.routing}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +171,14 @@ class Chapter:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A folder of training runs: what quality cost, or why that cannot be said yet."""
+    """A folder of training runs: what quality cost, or why that cannot be said yet. lines: of every run, by
+    rule, if the folder has them."""
 
     source: ResultsFolder
     trainings: tuple[Training, ...]
     pareto: Pareto | None
     why: str = ""
+    lines: Lines = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +196,10 @@ class Material:
 def ratio_of(record: Record) -> float:
     """To the baseline of its cell; the baseline's own is 1."""
     return record.comparison.ratio if record.comparison is not None else 1.0
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.4g}" if seconds < 10 else f"{1e3 * seconds:,.0f}"
 
 
 def read(sources: Sequence[ResultsFolder]) -> Material:
@@ -233,13 +264,13 @@ def _contenders(cell: CellRun) -> list[Record]:
 
 
 def _setting(run: Run, record: Record) -> dict[str, str]:
-    environment, protocol = run.environment(record), record.protocol
+    environment, experiment = run.environment(record), record.experiment
     return {
         "machine": environment.machine,
         "torch": environment.torch,
         "python": environment.python,
         "settings": environment.settings,
-        **{name: str(getattr(protocol, name)) for name in names_of(PolicyAxes, "agree")},
+        **{name: str(getattr(experiment, name)) for name in names_of(Experiment, "how", "agree")},
     }
 
 
@@ -248,11 +279,9 @@ def _question(cell: CellRun, mine: Sequence[Record]) -> tuple[object, ...]:
     question, because they were not timed together."""
     first = mine[0]
     return (
-        first.what.span,
-        first.what.direction,
-        first.workload,
+        *(getattr(first.experiment, name) for name in names_of(Experiment, None, "row", "agree")),
         cell.workload,
-        frozenset((one.implementation.spec, one.what.setting) for one in mine),
+        frozenset((one.implementation.spec, one.implementation.setting) for one in mine),
     )
 
 
@@ -272,8 +301,8 @@ def _groups(given: Iterable[tuple[ResultsFolder, Run, CellRun]]) -> tuple[Group,
     by_group: dict[tuple[str, str, str, str, Shared], list[tuple[ResultsFolder, Run, CellRun]]] = {}
     for one in given:
         mine = _contenders(one[2])
-        what, w = mine[0].what, mine[0].workload
-        key = (what.span, what.direction, w.dtype, w.store, _shared(mine))
+        first = mine[0].experiment
+        key = (first.span, first.direction, first.dtype, first.store, _shared(mine))
         by_group.setdefault(key, []).append(one)
     named = [(key, _names([cell for *_, cell in cells], key[-1]), cells) for key, cells in by_group.items()]
     fields: list[Contested] = []
@@ -309,14 +338,14 @@ def _groups(given: Iterable[tuple[ResultsFolder, Run, CellRun]]) -> tuple[Group,
                 )
             )
         made.sort(key=lambda one: by_numbers(one.title))
-        made.sort(key=lambda one: (one.model or "~", one.sizes, one.first.workload.T))
+        made.sort(key=lambda one: (one.model or "~", one.sizes, one.first.experiment.T))
         about = {"span": span, "direction": direction, "dtype": dtype, "store": store}
         groups.append(Group(**about, shared=shared, cells=tuple(made)))
     return tuple(sorted(groups, key=lambda one: (-len(one.cells), one.title)))
 
 
 def _shared(records: Sequence[Record]) -> Shared:
-    settings = [record.what.setting for record in records]
+    settings = [record.implementation.setting for record in records]
     layout, router, layer = (one[0] if len(set(one)) == 1 else None for one in zip(*settings, strict=True))
     return layout, router, layer
 
@@ -325,7 +354,7 @@ def _names(cells: Sequence[CellRun], shared: Shared) -> dict[str, str]:
     """By record_id: the label, and those of layout, router and layer that contenders differ in."""
     names = {}
     for record in (record for cell in cells for record in _contenders(cell)):
-        layout, router, layer = record.what.setting
+        layout, router, layer = record.implementation.setting
         name = short_label(record.implementation.label)
         name += f" @ {short_layout(layout)}" if shared[0] is None else ""
         more = [router] * (shared[1] is None) + [layer or "plain"] * (shared[2] is None)
@@ -343,12 +372,24 @@ def _study(source: ResultsFolder, left_out: LeftOut) -> Study:
         trainings = [one for one in read_trainings(source.folder, left_out) if not one.study.endswith(TUNING)]
     except ValueError:
         trainings = []
-    reached, why = None, "it is no study, only single runs"
+    reached, why, lines = None, "it is no study, only single runs", Lines()
     if is_plain_file(source.folder / STUDY):
         try:
             reached = pareto(source.folder)
+            lines = study_lines(source.folder, trainings)
         except ValueError as error:
             why = str(error)
-        except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, json.JSONDecodeError):
+        except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError):
             why = "its files do not fit together; mrb train makes them anew"
-    return Study(source=source, trainings=tuple(trainings), pareto=reached, why="" if reached else why)
+    return Study(
+        source=source, trainings=tuple(trainings), pareto=reached, why="" if reached else why, lines=lines
+    )
+
+
+def study_lines(folder: Path, trainings: Sequence[Training]) -> Lines:
+    """The lines of every run by rule, where a folder has them: the load of each layer after so many steps."""
+    lines: Lines = {}
+    for training, events in curves(folder, trainings):
+        if events:
+            lines.setdefault(training.rule, []).append((training, events))
+    return lines

@@ -1,4 +1,4 @@
-"""Figures of timing records: stages, bandwidth, roofline, layouts, routers, noise.
+"""Figures of timing records: time and memory, layouts, stages, bandwidth, roofline, routers, noise.
 
 Each function takes a chapter or a group and gives a picture, or None if there is nothing to show.
 """
@@ -6,6 +6,8 @@ Each function takes a chapter or a group and gives a picture, or None if there i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from statistics import median
 
 from moe_routing_bench.report.drawing import (
     COLOURS,
@@ -13,6 +15,7 @@ from moe_routing_bench.report.drawing import (
     MAX_MARKS,
     PAPER,
     Picture,
+    Table,
     colours,
     figure,
     file_name,
@@ -21,11 +24,15 @@ from moe_routing_bench.report.drawing import (
     logarithmic,
     patches,
     style,
+    times_axis,
 )
-from moe_routing_bench.report.reading import Chapter, Group, ratio_of
+from moe_routing_bench.report.reading import Cell, Chapter, Group, ratio_of
 from moe_routing_bench.results.record import Record
 
 MAX_BARS = 24
+WHOLE = ("layer", "block", "expert_ffn")
+MAX_TABLE = 200
+SAME_MEMORY = 1.05  # peaks of the same code differ so much
 STAGE_COLOURS = {
     "route": "#56B4E9", "plan": "#8878D8", "dispatch": "#E69F00", "grouped_gemm": "#0072B2",
     "expert_ffn": "#0072B2", "experts": "#0072B2", "combine": "#009E73", "write_back": "#009E73",
@@ -33,10 +40,76 @@ STAGE_COLOURS = {
 }  # fmt: skip
 
 
+def numbers(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], words: int = 2) -> Table:
+    """The numbers of a figure, at most MAX_TABLE rows of them."""
+    left = len(rows) - MAX_TABLE
+    note = (
+        f"{left:,} more rows are in the records; mrb results export DIR --csv FILE writes all."
+        if left > 0
+        else ""
+    )
+    return Table(head=head, rows=tuple(rows[:MAX_TABLE]), words=words, note=note)
+
+
+def memory(group: Group) -> Picture | None:
+    """Time against peak memory, each over the least of its cell: the median of every implementation, with the
+    range over cells. Of the parts of a layer, memory says little."""
+    if not group.decides or group.span not in WHOLE:
+        return None
+    points: dict[str, list[tuple[float, float, float]]] = {}
+    for cell in group.cells:
+        compared = cell.contest.ratios if cell.contest is not None else {}  # what drops pairs is not
+        known = [
+            (one, one.peak_rss_bytes)
+            for one in cell.passed
+            if one.peak_rss_bytes and cell.names[one.record_id] in compared
+        ]
+        if len(known) < 2:
+            continue
+        fastest, least = min(ratio_of(one) for one, _ in known), min(size for _, size in known)
+        for one, size in known:
+            point = ratio_of(one) / fastest, size / least, size / 2**20
+            points.setdefault(cell.names[one.record_id], []).append(point)
+    if len(points) < 2:
+        return None
+    middle = {name: [median(some) for some in zip(*of, strict=True)] for name, of in points.items()}
+    ordered = sorted(middle, key=lambda name: middle[name])
+    colour = colours(group.contenders)
+    with style():
+        made = figure(5.6, 3.6)
+        axes = made.add_subplot()
+        for name in ordered:
+            (x, y, _), (xs, ys, _) = middle[name], zip(*points[name], strict=True)
+            axes.plot([min(xs), max(xs)], [y, y], color=colour[name], linewidth=1)
+            axes.plot([x, x], [min(ys), max(ys)], color=colour[name], linewidth=1)
+            axes.plot(x, y, "o", color=colour[name], markersize=8)
+        for place, axis in enumerate((axes.xaxis, axes.yaxis)):
+            times_axis(axis, 0.95, max(1.3, *(point[place] for of in points.values() for point in of)))
+        axes.set_xlabel("time over the fastest in the case")
+        axes.set_ylabel("peak memory over the least")
+        legend(made, patches({name: colour[name] for name in ordered}), 2)
+    small = min(ordered, key=lambda name: (middle[name][1], middle[name][0]))
+    finding = f"{ordered[0]} is the fastest, {small} needs the least memory"
+    if middle[ordered[0]][1] < SAME_MEMORY * middle[small][1]:
+        finding = f"{ordered[0]} is the fastest, and no other needs clearly less memory"
+    rows = [
+        (name, f"{len(points[name]):,}", *(f"{value:.2f}" for value in middle[name][:2]),
+         f"{middle[name][2]:,.0f}", f"{max(size for *_, size in points[name]):,.0f}")
+        for name in ordered
+    ]  # fmt: skip
+    head = ("implementation", "cases", "time over the fastest", "memory over the least", "MiB", "most MiB")
+    return Picture(
+        name=file_name("memory", group.title), title=f"{group.title}: {finding}",
+        caption="Lower and further left is better. Points are medians over cases, lines the range. Memory is "
+        "the peak of the process that ran the implementation, weights included.",
+        figure=made, table=numbers(head, rows, 1),
+    )  # fmt: skip
+
+
 def stages(group: Group) -> Picture | None:
-    """Stacked bars of the contenders whose stages were timed."""
+    """Stacked bars of the implementations whose stages were timed."""
     bars = [
-        (cell, record)
+        (cell, record, record.timing)
         for cell in group.cells
         for record in cell.passed
         if record.timing is not None and record.timing.stages
@@ -44,77 +117,97 @@ def stages(group: Group) -> Picture | None:
     if not bars:
         return None
     shown = bars[:MAX_BARS]
-    names = list(dict.fromkeys(stage for _, record in shown for stage in _stages_of(record)))
+    names = list(dict.fromkeys(stage for *_, timing in shown for stage in timing.stages))
     rest = iter(colour for colour in COLOURS if colour not in STAGE_COLOURS.values())
     colour = {name: STAGE_COLOURS.get(name) or next(rest, "#7F7F7F") for name in names}
     with style():
         made = figure(9.5, 1.2 + 0.5 * len(shown))
         axes = made.add_subplot()
-        for place, (_, record) in enumerate(shown):
+        for place, (_, _, timing) in enumerate(shown):
             start = 0.0
-            for name, seconds in _stages_of(record).items():
+            for name, seconds in timing.stages.items():
                 axes.barh(place, 1e3 * seconds, left=start, color=colour[name], edgecolor=PAPER, height=0.7)
                 start += 1e3 * seconds
-            assert record.timing is not None
-            whole = 1e3 * record.timing.median
+            whole = 1e3 * timing.median
             axes.plot([whole, whole], [place - 0.42, place + 0.42], color=INK, linewidth=1.5)
+            axes.plot([1e3 * timing.p25, 1e3 * timing.p75], [place, place], color=INK, linewidth=1.5)
         ticks = [
-            f"{label(cell.names[record.record_id], 40)}\n{label(cell.first.workload.case, 40)}"
-            for cell, record in shown
+            f"{label(cell.names[record.record_id], 40)}\n{label(cell.first.experiment.case, 40)}"
+            for cell, record, _ in shown
         ]
         axes.set_yticks(range(len(shown)), ticks, fontsize=8.5)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel("milliseconds: stages timed apart, stacked; the line is the whole, timed as one")
+        axes.set_xlabel("milliseconds: stages timed one by one, stacked; black: the whole call")
         legend(made, patches(colour))
-    more = f" {len(bars) - len(shown)} more are in the tables." if len(bars) > len(shown) else ""
-    caption = f"Where the time goes, stage by stage.{more}"
-    return Picture(name=file_name("stages", group.title), title=group.title, caption=caption, figure=made)
-
-
-def _stages_of(record: Record) -> dict[str, float]:
-    return record.timing.stages if record.timing is not None else {}
+    tops = [max(timing.stages.items(), key=lambda item: item[1]) for *_, timing in bars]
+    shares = [
+        100 * most / (sum(timing.stages.values()) or 1)
+        for (_, most), (*_, timing) in zip(tops, bars, strict=True)
+    ]
+    longest = " or ".join(dict.fromkeys(name for name, _ in tops))
+    ends = " to ".join(dict.fromkeys(f"{end:.0f}" for end in (min(shares), max(shares))))
+    rows = [
+        (cell.first.experiment.case, cell.names[record.record_id], f"{1e3 * timing.median:.4g}",
+         *(f"{1e3 * timing.stages[name]:.4g}" if name in timing.stages else "" for name in names))
+        for cell, record, timing in bars
+    ]  # fmt: skip
+    more = f" {len(bars) - len(shown)} more are in the table." if len(bars) > len(shown) else ""
+    return Picture(
+        name=file_name("stages", group.title), title=f"{group.title}: {longest} takes {ends} % of the time",
+        caption=f"The upright line is the median of the whole call, the line across its middle half.{more}",
+        figure=made, table=numbers(("case", "implementation", "ms", *names), rows),
+    )  # fmt: skip
 
 
 def bandwidth(group: Group) -> Picture | None:
     """Bytes a second of packing by both conventions, against T x D; a panel for each, a marker for each K."""
     points = [
-        (cell, record)
+        (cell, record, record.work, record.timing)
         for cell in group.cells
         for record in cell.passed
-        if record.work is not None and record.work.bw_strict is not None
+        if record.work is not None and record.work.bw_strict is not None and record.timing is not None
     ]
     if len(points) < 2:
         return None
     from matplotlib.lines import Line2D
 
     colour = colours(group.contenders)
-    choices = sorted({(cell.first.workload.E, cell.first.workload.K) for cell, _ in points})
-    most = max(
-        max(record.work.bw_2pass or 0, record.work.bw_strict or 0) for _, record in points if record.work
-    )
-    elements = sorted({cell.first.workload.T * cell.first.workload.D for cell, _ in points})
+    choices = sorted({(cell.first.experiment.E, cell.first.experiment.K) for cell, *_ in points})
+    most = max(max(work.bw_2pass or 0, work.bw_strict or 0) for _, _, work, _ in points)
+    elements = sorted({cell.T * cell.first.experiment.D for cell, *_ in points})
     marker = {one: "osD^vP*X<>"[place % 10] for place, one in enumerate(choices)}
+    many = len(points) > MAX_MARKS
+    by_name: dict[str, list[float]] = {}
+    rows = []
+    for cell, record, work, _ in points:
+        name, rates = cell.names[record.record_id], [(work.bw_2pass or 0) / 1e9, (work.bw_strict or 0) / 1e9]
+        by_name.setdefault(name, []).append(rates[1])
+        rows.append((cell.title, name, *(f"{rate:.1f}" for rate in rates)))
     with style():
         made = figure(9.5, 4.2)
         both = made.subplots(1, 2, sharey=True)
-        for axes, name in zip(both, ("bw_2pass", "bw_strict"), strict=True):
+        for axes, field in zip(both, ("bw_2pass", "bw_strict"), strict=True):
             for one in choices:
-                some = [(c, r) for c, r in points if (c.first.workload.E, c.first.workload.K) == one]
-                axes.scatter(
-                    [c.first.workload.T * c.first.workload.D for c, _ in some],
-                    [(getattr(r.work, name) or 0) / 1e9 for _, r in some],
-                    c=[colour[c.names[r.record_id]] for c, r in some], marker=marker[one], s=36, alpha=0.85,
-                    linewidths=0, rasterized=len(points) > MAX_MARKS,
-                )  # fmt: skip
+                some = [each for each in points if (each[1].experiment.E, each[1].experiment.K) == one]
+                x = [cell.T * record.experiment.D for cell, record, *_ in some]
+                y = [(getattr(work, field) or 0) / 1e9 for _, _, work, _ in some]
+                of = [colour[cell.names[record.record_id]] for cell, record, *_ in some]
+                rounds = [[t.median / t.p75, t.median / t.p25] for *_, t in some]
+                low, high = (
+                    [rate * part[end] for rate, part in zip(y, rounds, strict=True)] for end in (0, 1)
+                )
+                axes.vlines(x, low, high, colors=of, linewidth=1, rasterized=many)
+                axes.scatter(x, y, c=of, marker=marker[one], s=36, alpha=0.85, linewidths=0, rasterized=many)
+        for axes, title in zip(both, ("bw_2pass", "bw_strict"), strict=True):
             logarithmic(axes.xaxis)
             if len(elements) <= 8:
                 axes.set_xticks(elements, [f"{one / 1e6:.3g}" for one in elements])
                 axes.set_xlabel("T x D, million elements")
             else:
                 axes.set_xlabel("T x D, elements")
-            axes.set_title(name)
-            axes.set_ylim(0, 1.1 * most / 1e9)
+            axes.set_title(title)
+            axes.set_ylim(0, 1.15 * most / 1e9)
         both[0].set_ylabel("GB/s")
         handles = patches({name: colour[name] for name in group.contenders})
         handles += [
@@ -122,22 +215,26 @@ def bandwidth(group: Group) -> Picture | None:
             for one in choices[:12]
         ]
         legend(made, handles)
-    caption = (
-        "bw_2pass: what dispatch and combine read and write by the usual count, T x K rows in each pass. "
-        "bw_strict: each byte that must move, counted once."
-    )
-    return Picture(name=file_name("bandwidth", group.title), title=group.title, caption=caption, figure=made)
+    best = max(by_name, key=lambda name: median(by_name[name]))
+    finding = f"{best} moves the most, {median(by_name[best]):.1f} GB/s at the median"
+    return Picture(
+        name=file_name("bandwidth", group.title), title=f"{group.title}: {finding}",
+        caption="bw_2pass: what dispatch and combine read and write by the usual count, T x K rows in each "
+        "pass. bw_strict: each byte that must move, counted once. Lines: the middle half of the rounds.",
+        figure=made, table=numbers(("case", "implementation", "bw_2pass, GB/s", "bw_strict, GB/s"), rows),
+    )  # fmt: skip
 
 
 def roofline(chapter: Chapter) -> Picture | None:
     """Useful operations a second against operations per byte, and what was executed, under the roofs that the
-    records were held against."""
+    records were compared with."""
     points = [
-        (group, cell, record)
+        (group, cell, record, record.work, record.timing)
         for group in chapter.groups
         for cell in group.cells
         for record in cell.passed
-        if record.work is not None
+        if record.timing is not None
+        and record.work is not None
         and record.work.useful_flops
         and record.work.weight_bytes + record.work.activation_bytes
     ]
@@ -145,26 +242,27 @@ def roofline(chapter: Chapter) -> Picture | None:
         return None
     from matplotlib.lines import Line2D
 
-    kinds = list(dict.fromkeys((group.span, group.direction, group.dtype) for group, _, _ in points))
+    kinds = list(dict.fromkeys((group.span, group.direction, group.dtype) for group, *_ in points))
     colour = {kind: COLOURS[place % len(COLOURS)] for place, kind in enumerate(kinds)}
     many = len(points) > MAX_MARKS
+    rows, best = [], dict[str, float]()
+    spots: list[tuple[float, float, float, str, bool]] = []  # the last: as fast as the baseline
+    roofs: set[tuple[float, float]] = set()
+    for group, cell, record, work, timing in points:
+        x = work.useful_flops / (work.weight_bytes + work.activation_bytes)
+        useful, executed = (flops / timing.median / 1e9 for flops in (work.useful_flops, work.executed_flops))
+        kind = colour[group.span, group.direction, group.dtype]
+        spots.append((x, useful, executed, kind, ratio_of(record) <= 1))
+        if work.roof_seconds and not work.roof_busy:
+            roofs.add((x, work.useful_flops / work.roof_seconds / 1e9))
+        share = record.share_of_roof
+        if share is not None:
+            best[cell.anchor] = max(best.get(cell.anchor, 0.0), 100 * share)
+        reached = "" if share is None else f"{100 * share:.0f} %"
+        rows.append((cell.title, cell.names[record.record_id], f"{x:.3g}", f"{useful:.4g}", reached))
     with style():
         made = figure(9.5, 5.2)
         axes = made.add_subplot()
-        roofs: set[tuple[float, float]] = set()
-        spots: list[tuple[float, float, float, str, bool]] = []  # the last: as fast as the baseline
-        for group, _, record in points:
-            work, timing = record.work, record.timing
-            assert work is not None and timing is not None
-            x = work.useful_flops / (work.weight_bytes + work.activation_bytes)
-            useful, executed = (
-                work.useful_flops / timing.median / 1e9,
-                work.executed_flops / timing.median / 1e9,
-            )
-            kind = colour[group.span, group.direction, group.dtype]
-            spots.append((x, useful, executed, kind, ratio_of(record) <= 1))
-            if work.roof_seconds and not work.roof_busy:
-                roofs.add((x, work.useful_flops / work.roof_seconds / 1e9))
         padded = [spot for spot in spots if spot[2] > 1.01 * spot[1]]
         axes.vlines(
             [spot[0] for spot in padded], [spot[1] for spot in padded], [spot[2] for spot in padded],
@@ -174,8 +272,8 @@ def roofline(chapter: Chapter) -> Picture | None:
             [spot[0] for spot in padded], [spot[2] for spot in padded], s=20, facecolors="none",
             edgecolors=[spot[3] for spot in padded], rasterized=many,
         )  # fmt: skip
-        for best, alpha in ((False, 0.45), (True, 0.9)):
-            some = [spot for spot in spots if spot[4] is best]
+        for fast, alpha in ((False, 0.45), (True, 0.9)):
+            some = [spot for spot in spots if spot[4] is fast]
             axes.scatter(
                 [spot[0] for spot in some], [spot[1] for spot in some], s=26, c=[spot[3] for spot in some],
                 alpha=alpha, linewidths=0, rasterized=many,
@@ -193,29 +291,37 @@ def roofline(chapter: Chapter) -> Picture | None:
         ]
         hollow = Line2D([], [], marker="o", linestyle="", mfc="none", mec=INK, label="executed, padding too")
         dash = Line2D([], [], marker="_", linestyle="", color=INK, label="roof of a record")
-        legend(made, [*handles, hollow, dash])
-    caption = (
-        "Filled: useful operations (pairs of token and expert); hollow: executed ones, with padding. The "
-        "dash above a point is its roof: the most that this machine could do for that record, by the highest "
-        "rates ever seen on it. Pale: slower than the baseline of its cell."
-    )
-    return Picture(name=file_name("roofline", _place(chapter)), caption=caption, figure=made)
+        legend(made, [*handles, *[hollow] * bool(padded), *[dash] * bool(roofs)])
+    finding = f"The most useful work is {max(spot[1] for spot in spots):,.0f} GFLOP/s; no roof is recorded"
+    if best:
+        shares = best.values()
+        finding = (
+            f"The best of each case reaches {median(shares):.0f} % of the machine's roof at the median "
+            f"({min(shares):.0f} % to {max(shares):.0f} %)"
+        )
+    return Picture(
+        name=file_name("roofline", _place(chapter)), title=finding,
+        caption="Filled: useful operations (pairs of token and expert); hollow: executed ones, with padding. "
+        "The dash above a point is its roof: the most this machine could do for that record, by the highest "
+        "rates ever seen on it. Pale: slower than the baseline of its case.",
+        figure=made,
+        table=numbers(("case", "implementation", "operations a byte", "GFLOP/s", "of roof"), rows),
+    )  # fmt: skip
 
 
 def layouts(group: Group) -> Picture | None:
     """Waste, drops and time against the load of the busiest expert, if a cell compares layouts."""
     if group.shared[0] is not None:
         return None
-    rows: dict[str, list[tuple[float, float, float, float]]] = {}
+    found: dict[str, list[tuple[Cell, Record, tuple[float, float, float]]]] = {}
     for cell in group.cells:
         for record in cell.passed:
             routing = record.routing
-            if routing is None or routing.tile_efficiency is None:
-                continue
-            waste = 100 * (1 - routing.tile_efficiency)
-            point = (routing.max_over_mean, waste, dropped_percent(record), ratio_of(record))
-            rows.setdefault(cell.names[record.record_id], []).append(point)
-    if not rows:
+            if routing is not None and routing.tile_efficiency is not None:
+                waste = 100 * (1 - routing.tile_efficiency)
+                values = waste, dropped_percent(record), ratio_of(record)
+                found.setdefault(cell.names[record.record_id], []).append((cell, record, values))
+    if not found:
         return None
     from matplotlib.lines import Line2D
 
@@ -224,13 +330,13 @@ def layouts(group: Group) -> Picture | None:
     with style():
         made = figure(9.5, 4.0)
         panels = made.subplots(1, 3)
-        for name, points in rows.items():
-            points.sort()
-            for place, axes in enumerate(panels, start=1):
-                axes.plot(
-                    [point[0] for point in points], [point[place] for point in points], "o", markersize=5,
-                    color=colour[name], alpha=0.9, rasterized=len(points) > MAX_MARKS,
-                )  # fmt: skip
+        for name, points in found.items():
+            x, one, many = [cell.skew for cell, *_ in points], colour[name], len(points) > MAX_MARKS
+            for place, axes in enumerate(panels):
+                y = [values[place] for *_, values in points]
+                axes.plot(x, y, "o", markersize=5, color=one, alpha=0.9, rasterized=many)
+            ends = [(c.low, c.high) if (c := record.comparison) else (1.0, 1.0) for _, record, _ in points]
+            panels[2].vlines(x, *zip(*ends, strict=True), colors=one, linewidth=1, rasterized=many)
         for axes, title in zip(panels, titles, strict=True):
             axes.set_title(title)
             axes.set_xlabel("busiest expert over the mean")
@@ -238,20 +344,34 @@ def layouts(group: Group) -> Picture | None:
         handles = [
             Line2D([], [], marker="o", linestyle="", color=colour[name], label=label(name, 60))
             for name in group.contenders
-            if name in rows
+            if name in found
         ]
         legend(made, handles, 2)
-    caption = (
-        "Each point is a layout in one cell; to the right, routing is less even. A shorter time with drops "
-        "is less work done, not a better layout. Times are paired with the baseline's, round by round."
-    )
-    return Picture(name=file_name("layouts", group.title), title=group.title, caption=caption, figure=made)
+    drops = {name: max(values[1] for *_, values in points) for name, points in found.items()}
+    whole = [name for name in found if not drops[name]]
+    time = {name: median(values[2] for *_, values in points) for name, points in found.items()}
+    finding = f"{min(whole, key=time.__getitem__)} is the fastest that drops no pair" if whole else ""
+    if max(drops.values()) > 0:
+        most = max(drops, key=drops.__getitem__)
+        finding = "; ".join(filter(None, (finding, f"{most} drops up to {drops[most]:.0f} % of the pairs")))
+    rows = [
+        (cell.title, name, f"{cell.skew:.1f}", *(f"{value:.1f}" for value in values[:2]), f"{values[2]:.3f}")
+        for name, points in found.items()
+        for cell, _, values in points
+    ]
+    head = ("case", "implementation", "busiest over mean", "padding, %", "dropped, %", "time over baseline's")
+    return Picture(
+        name=file_name("layouts", group.title), title=f"{group.title}: {finding}",
+        caption="Each point is a layout in one case, with the 99 % interval of its time; to the right, "
+        "routing is less even. A shorter time with drops is less work done, not a better layout.",
+        figure=made, table=numbers(head, rows),
+    )  # fmt: skip
 
 
 def dropped_percent(record: Record) -> float:
     """Of the pairs of token and choice, those that no expert computed."""
     dropped = record.routing.dropped_pairs if record.routing is not None else None
-    return 100 * (dropped or 0) / max(1, record.workload.T * record.workload.K)
+    return 100 * (dropped or 0) / max(1, record.experiment.T * record.experiment.K)
 
 
 def routers(group: Group) -> Picture | None:
@@ -261,26 +381,28 @@ def routers(group: Group) -> Picture | None:
     cells = [cell for cell in group.cells if len(cell.passed) > 1][:4]
     if not cells:
         return None
-    rows = max(len(cell.passed) for cell in cells)
+    longest, rows = max(len(cell.passed) for cell in cells), []
     with style():
-        made = figure(9.5, len(cells) * (0.9 + 0.27 * min(rows, MAX_BARS)))
+        made = figure(9.5, len(cells) * (0.9 + 0.27 * min(longest, MAX_BARS)))
         panels = made.subplots(len(cells), 2, squeeze=False)
         for (left, right), cell in zip(panels, cells, strict=True):
             shown = cell.passed[:MAX_BARS]
             places = range(len(shown))
             for place, record in enumerate(shown):
-                comparison = record.comparison
-                ratio, low, high = (
-                    (1, 1, 1) if comparison is None else (comparison.ratio, comparison.low, comparison.high)
-                )
-                left.barh(place, ratio, color=COLOURS[0] if comparison else COLOURS[11], height=0.7)
+                one, routing = record.comparison, record.routing
+                ratio, low, high = (1.0, 1.0, 1.0) if one is None else (one.ratio, one.low, one.high)
+                left.barh(place, ratio, color=COLOURS[0] if one else COLOURS[11], height=0.7)
                 left.plot([low, high], [place, place], color=INK, linewidth=1.3)
-                routing = record.routing
-                if routing is not None:
-                    dropped = dropped_percent(record)
-                    right.barh(place, routing.cv, color=COLOURS[2], height=0.7)
-                    said = f"{routing.cv:.2f}" + (f", {dropped:.1f} % dropped" if dropped else "")
-                    right.text(routing.cv, place, f" {said}", va="center", fontsize=8)
+                assert routing is not None  # it passed
+                dropped = dropped_percent(record)
+                right.barh(place, routing.cv, color=COLOURS[2], height=0.7)
+                said = f"{routing.cv:.2f}" + (f", {dropped:.1f} % dropped" if dropped else "")
+                right.text(routing.cv, place, f" {said}", va="center", fontsize=8)
+                interval = "" if one is None else f"{low:.2f} to {high:.2f}"
+                rows.append(
+                    (cell.title, cell.names[record.record_id], f"{ratio:.2f}", interval, f"{routing.cv:.2f}",
+                     f"{dropped:.1f}")
+                )  # fmt: skip
             left.set_yticks(places, [label(cell.names[one.record_id], 40) for one in shown], fontsize=8.5)
             right.set_yticks(places, [])
             left.set_xlabel("time over the baseline's (grey), 99 % interval")
@@ -290,12 +412,18 @@ def routers(group: Group) -> Picture | None:
                 axes.invert_yaxis()
                 axes.grid(axis="y", visible=False)
             right.margins(x=0.25)
-    caption = (
-        "Left: time, paired with the baseline's round by round. Right: how uneven the experts' load is, and "
-        "what a layout dropped. Rules that follow the scores are as uneven as the workload makes them; how "
-        "even a trained router is, `mrb train` shows."
-    )
-    return Picture(name=file_name("routers", group.title), title=group.title, caption=caption, figure=made)
+    first = cells[0]
+    fast, slow = (first.names[first.passed[place].record_id] for place in (0, -1))
+    times = ratio_of(first.passed[-1]) / ratio_of(first.passed[0])
+    head = ("case", "implementation", "time over baseline's", "99 % interval", "cv", "dropped, %")
+    return Picture(
+        name=file_name("routers", group.title),
+        title=f"{group.title}: {slow} takes {times:.1f}x the time of {fast}",
+        caption="Left: time, paired with the baseline's round by round. Right: how uneven the experts' load "
+        "is, and what a layout dropped. Rules that follow the scores are as uneven as the workload makes "
+        "them; `mrb train` shows how even a trained router is.",
+        figure=made, table=numbers(head, rows),
+    )  # fmt: skip
 
 
 def noise(chapter: Chapter) -> Picture | None:
@@ -303,25 +431,32 @@ def noise(chapter: Chapter) -> Picture | None:
     floors = sorted(100 * cell.cell.aa_floor for cell in chapter.cells if len(cell.cell.records) > 1)
     if len(floors) < 3:
         return None
+    worst = floors[math.ceil(0.95 * len(floors)) - 1]
+    share = [100 * (place + 1) / len(floors) for place in range(len(floors))]
     with style():
         made = figure(9.5, 2.6)
         axes = made.add_subplot()
-        share = [100 * (place + 1) / len(floors) for place in range(len(floors))]
         axes.step(floors, share, where="post", color=COLOURS[0])
         axes.axvline(2, color=INK, linewidth=1, linestyle="--")
         axes.annotate("2 %: the least that counts", (2, 8), xytext=(5, 0), textcoords="offset points")
-        axes.set_xlabel("distance of the baseline from its own twin, %")
-        axes.set_ylabel("% of cells")
+        axes.set_xlabel("difference between the baseline and a second copy of it, %")
+        axes.set_ylabel("% of cases")
         axes.set_ylim(0, 102)
-        most = max(3.0, 1.1 * floors[math.ceil(0.95 * len(floors)) - 1])
+        most = max(3.0, 1.1 * worst)
         axes.set_xlim(0, most)
-    caption = (
-        "The same code timed twice in the same rounds. A difference smaller than the distance of these two "
-        "is UNDECIDED."
-    )
+    caption = "The same code timed twice in the same rounds. A smaller difference than this is UNDECIDED."
     if beyond := sum(floor > most for floor in floors):
-        caption += f" {beyond:,} cells are further out, up to {floors[-1]:.0f} %."
-    return Picture(name=file_name("noise", _place(chapter)), caption=caption, figure=made)
+        caption += f" {beyond:,} cases are further out, up to {floors[-1]:.0f} %."
+    ends = [
+        (f"{part} %", f"{floors[math.ceil(part / 100 * len(floors)) - 1]:.2f} %")
+        for part in (50, 75, 95, 100)
+    ]
+    return Picture(
+        name=file_name("noise", _place(chapter)),
+        title=f"Two copies of the same code differ by {median(floors):.1f} % at the median, and by at most "
+        f"{worst:.1f} % in 95 % of the cases",
+        caption=caption, figure=made, table=numbers(("of the cases", "differ by at most"), ends, 1),
+    )  # fmt: skip
 
 
 def _place(chapter: Chapter) -> str:

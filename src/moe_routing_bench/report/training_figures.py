@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moe_routing_bench.report.drawing import GREY, INK, PAPER, Picture, colours, figure, file_name, style
+from moe_routing_bench.report.drawing import (
+    GREY,
+    INK,
+    PAPER,
+    Picture,
+    Table,
+    colours,
+    figure,
+    file_name,
+    label,
+    save,
+    style,
+)
+from moe_routing_bench.report.reading import Lines, study_lines
 from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.train.pareto import Pareto
-from moe_routing_bench.train.study import TUNING, curves
+from moe_routing_bench.train.study import TUNING
 
 PANELS = {
     "seconds": ("seconds of training steps, one thread", 1.0),
@@ -20,54 +34,38 @@ PANELS = {
     "parameters": ("million parameters", 1e-6),
     "peak_bytes": ("MiB at the peak", 2.0**-20),
 }
-CAPTIONS = {
-    "pareto": "Lower is better, to the left is cheaper. Bars are 95 % intervals over seeds; hollow: sees "
-    "later tokens; the line joins what nothing dominates.",
-    "curves": "At equal tokens and at equal seconds; bands from the lowest to the highest seed.",
-}
-Lines = dict[str, list[tuple[Training, list[dict[str, Any]]]]]
+MAX_RULES = 6  # in the figures that have a panel for each
 
 
-def pictures(reached: Pareto, trainings: Sequence[Training]) -> list[Picture]:
-    """Quality against cost, and the loss over steps and seconds: what the records of a study hold."""
+def pictures(reached: Pareto, trainings: Sequence[Training], lines: Lines) -> list[Picture]:
+    """What the records of a study hold; the load of experts and their texts if every run has its lines."""
     by_rule: dict[str, list[Training]] = {}
     for one in trainings:
         by_rule.setdefault(one.rule, []).append(one)
     rules = [one.rule for one in reached.standings]
+    routed = [rule for rule in rules if rule in lines and lines[rule][0][0].layers]
     colour = colours(rules)
     with style():
-        drawn = {"pareto": _pareto(reached, colour)}
+        drawn = [_pareto(reached, colour)]
         if all(rule in by_rule for rule in rules):
-            drawn["curves"] = _curves(reached, by_rule, colour)
-    return [
-        Picture(name=file_name(name, reached.study), caption=CAPTIONS[name], figure=made)
-        for name, made in drawn.items()
-    ]
+            drawn.append(_curves(reached, by_rule, colour))
+        if routed and all(rule in lines for rule in rules):
+            drawn += [_load(routed, lines, colour), _experts(routed, lines), _sources(routed, lines)]
+    return [replace(one, name=file_name(one.name, reached.study)) for one in drawn]
 
 
 def draw_study(folder: Path, reached: Pareto, target: Path) -> list[str]:
-    """Draw what there is as PNG, load and experts too if the lines of every run are there; the names."""
+    """Draw what there is as PNG; the names."""
     kept = [one for one in read_trainings(folder) if not one.study.endswith(TUNING)]
-    drawn = {f"{one.name.partition('-')[0]}.png": one.figure for one in pictures(reached, kept)}
-    lines: Lines = {}
-    for training, events in curves(folder, kept):
-        if events:
-            lines.setdefault(training.rule, []).append((training, events))
-    rules = [one.rule for one in reached.standings]
-    routed = [rule for rule in rules if rule in lines and lines[rule][0][0].layers]
-    with style():
-        if routed and all(rule in lines for rule in rules):
-            drawn["load.png"] = _load(reached, routed, lines, colours(rules))
-            drawn["sources.png"] = _sources(reached, routed, lines)
-        for name, made in drawn.items():
-            made.savefig(target / name, dpi=100)
-    return list(drawn)
+    drawn = pictures(reached, kept, study_lines(folder, kept))
+    named = [replace(one, name=one.name.partition("-")[0]) for one in drawn]
+    return [path.name for one in named for path in save(one, target, (".png",))]
 
 
-def _pareto(reached: Pareto, colour: dict[str, str]) -> Any:
+def _pareto(reached: Pareto, colour: dict[str, str]) -> Picture:
     made = figure(11, 8.4)
     panels = made.subplots(2, 2)
-    for axes, (cost, (label, scale)) in zip(panels.flat, PANELS.items(), strict=True):
+    for axes, (cost, (unit, scale)) in zip(panels.flat, PANELS.items(), strict=True):
         _front(axes, reached, cost, scale)
         for one in reached.standings:
             x = scale * getattr(one, cost)
@@ -75,20 +73,26 @@ def _pareto(reached: Pareto, colour: dict[str, str]) -> Any:
             hollow = {"mfc": PAPER} if one.sees_future else {}
             axes.errorbar(
                 x, one.loss.mean, yerr=[[one.loss.mean - low], [high - one.loss.mean]], fmt="o", markersize=8,
-                capsize=3, color=colour[one.rule], label=one.title, **hollow,
+                capsize=3, color=colour[one.rule], label=label(one.title), **hollow,
             )  # fmt: skip
-        axes.set_xlabel(label)
+        low, high = axes.get_xlim()
+        middle = (low + high) / 2
+        axes.set_xlim(min(low, 0.9 * middle), max(high, 1.1 * middle))  # a tenth apart looks like it
+        axes.set_xlabel(unit)
         axes.set_ylabel("held-out loss, nats per byte")
         _within(axes, reached)
     handles, labels = panels[0][0].get_legend_handles_labels()
     made.legend(handles, labels, loc="outside lower center", ncols=4)
-    seeds = reached.standings[0].seeds
-    made.suptitle(
-        f"Study {reached.study}: quality against cost. {reached.tokens:,} bytes, {seeds} seeds.\nBars: 95 % "
-        "intervals; hollow: sees later tokens; line: not dominated",
-        x=0.01, ha="left",
+    front = [one for one in reached.standings if not one.sees_future and "seconds" not in one.dominated_by]
+    front.sort(key=lambda one: one.seconds)
+    said = ", ".join(f"{one.rule} ({one.loss.said()} in {one.seconds:.0f} s)" for one in front)
+    return Picture(
+        name="pareto", title=f"No rule is both better and faster than these: {said}",
+        caption=f"Lower is better, further left is cheaper; {reached.tokens:,} bytes, "
+        f"{reached.standings[0].seeds} seeds. Bars are 95 % intervals over seeds; hollow: sees later tokens; "
+        "the line joins what nothing dominates. The table of the study has the numbers.",
+        figure=made,
     )  # fmt: skip
-    return made
 
 
 def _within(axes: Any, reached: Pareto) -> None:
@@ -121,7 +125,7 @@ def _front(axes: Any, reached: Pareto, cost: str, scale: float) -> None:
     )
 
 
-def _curves(reached: Pareto, by_rule: dict[str, list[Training]], colour: dict[str, str]) -> Any:
+def _curves(reached: Pareto, by_rule: dict[str, list[Training]], colour: dict[str, str]) -> Picture:
     made = figure(11, 5.2)
     left, right = made.subplots(1, 2)
     best = min(one.loss.mean for one in reached.standings if not one.sees_future)
@@ -131,11 +135,11 @@ def _curves(reached: Pareto, by_rule: dict[str, list[Training]], colour: dict[st
         losses = np.array([[point.loss for point in training.curve][1:] for training in runs])
         style = {"color": colour[one.rule], "linestyle": "--" if one.sees_future else "-"}
         for axes, x in ((left, steps), (right, [step * one.step_seconds for step in steps])):
-            axes.plot(x, losses.mean(0), label=one.title, linewidth=1.6, **style)
+            axes.plot(x, losses.mean(0), label=label(one.title), linewidth=1.6, **style)
             axes.fill_between(
                 x, losses.min(0), losses.max(0), color=colour[one.rule], alpha=0.15, linewidth=0
             )
-    for axes, label in ((left, "step"), (right, "seconds in steps, one thread")):
+    for axes, unit in ((left, "step"), (right, "seconds in steps, one thread")):
         axes.axhline(reached.trigram, color=INK, linewidth=1, linestyle=":")
         word = axes.annotate(
             "byte trigrams", (1, reached.trigram),
@@ -144,20 +148,32 @@ def _curves(reached: Pareto, by_rule: dict[str, list[Training]], colour: dict[st
         )  # fmt: skip
         word.set_in_layout(False)  # it may be far outside
         axes.set_ylim(best - 0.1, max(reached.trigram + 0.15, best + 0.9))
-        axes.set_xlabel(label)
+        axes.set_xlabel(unit)
         axes.set_ylabel("held-out loss, nats per byte")
     right.axvline(reached.budget, color=GREY, linewidth=1, linestyle="--")
     handles, labels = left.get_legend_handles_labels()
     made.legend(handles, labels, loc="outside lower center", ncols=4)
-    made.suptitle(
-        f"Study {reached.study}: held-out loss at equal tokens and at equal seconds; bands from the "
-        "lowest to the highest seed",
-        x=0.01, ha="left",
+    writes = [one for one in reached.standings if not one.sees_future]
+    tokens, seconds = (
+        min(writes, key=key).rule
+        for key in (lambda one: one.loss.mean, lambda one: one.at_equal_seconds.mean)
+    )
+    rows = []
+    for one in reached.standings:
+        for at in zip(*(training.curve for training in by_rule[one.rule]), strict=False):
+            reached_at = [point.loss for point in at]
+            ends = f"{min(reached_at):.3f} to {max(reached_at):.3f}"
+            rows.append((one.title, f"{at[0].step:,}", f"{at[0].step * one.step_seconds:.1f}", ends))
+    return Picture(
+        name="curves",
+        title=f"The lowest loss after equal tokens has {tokens}, after equal seconds {seconds}",
+        caption="Held-out loss; bands from the lowest to the highest seed; dashed: the seconds at which the "
+        "rules are compared.",
+        figure=made, table=Table(head=("rule", "step", "seconds", "loss, all seeds"), rows=tuple(rows)),
     )  # fmt: skip
-    return made
 
 
-def _load(reached: Pareto, rules: Sequence[str], lines: Lines, colour: dict[str, str]) -> Any:
+def _load(rules: Sequence[str], lines: Lines, colour: dict[str, str]) -> Picture:
     made = figure(11, 5.2)
     panels = made.subplots(1, 3)
     titles = (
@@ -165,10 +181,10 @@ def _load(reached: Pareto, rules: Sequence[str], lines: Lines, colour: dict[str,
         "Entropy of the load, share of log2(E)",
         "Dead experts, %",
     )
+    ends = {}
     for rule in rules:
-        runs = lines[rule]
         values: dict[int, list[tuple[float, float, float]]] = {}
-        for _, events in runs:
+        for _, events in lines[rule]:
             for event in events:
                 for load in event.get("layers", {}).values():
                     E = len(load["share_E"])
@@ -177,40 +193,90 @@ def _load(reached: Pareto, rules: Sequence[str], lines: Lines, colour: dict[str,
                     values.setdefault(event["step"], []).append(row)
         steps = sorted(values)
         means = np.array([np.mean(values[step], axis=0) for step in steps])
+        ends[rule] = means[-1]
         for place, axes in enumerate(panels):
-            axes.plot(steps, means[:, place], color=colour[rule], label=rule, linewidth=1.6)
+            axes.plot(steps, means[:, place], color=colour[rule], label=label(rule), linewidth=1.6)
     for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("step")
+        axes.set_ylim(bottom=0)
     handles, labels = panels[0].get_legend_handles_labels()
     made.legend(handles, labels, loc="outside lower center", ncols=4)
-    made.suptitle(f"Study {reached.study}: load over steps, mean over layers and seeds", x=0.01, ha="left")
-    return made
+    ordered = sorted(ends, key=lambda rule: float(ends[rule][0]))
+    even, uneven = (f"{rule} {1 + ends[rule][0]:.2f}x" for rule in (ordered[0], ordered[-1]))
+    rows = tuple((rule, *(f"{value:.3f}" for value in ends[rule])) for rule in ordered)
+    return Picture(
+        name="load", title=f"Busiest expert over the mean at the end: least {even}, most {uneven}",
+        caption="Over the steps of training, mean over layers and seeds. The table has the last step.",
+        figure=made, table=Table(head=("rule", *titles), rows=rows),
+    )  # fmt: skip
 
 
-def _sources(reached: Pareto, rules: Sequence[str], lines: Lines) -> Any:
+def _experts(rules: Sequence[str], lines: Lines) -> Picture:
+    """The last layer of seed 0: the load of each expert over the steps, the busiest at the end on top."""
+    shown, rows = rules[:MAX_RULES], []
+    made = figure(9.5, 1.1 + 1.25 * len(shown))
+    panels = made.subplots(len(shown), 1, squeeze=False, sharex=True)[:, 0]
+    image = None
+    for axes, rule in zip(panels, shown, strict=True):
+        events = [event for event in lines[rule][0][1] if event.get("layers")]
+        load_SE = np.array([list(event["layers"].values())[-1]["share_E"] for event in events])
+        load_SE *= load_SE.shape[1]  # 1 is the mean
+        ordered = load_SE[:, np.argsort(-load_SE[-1])]
+        steps = [event["step"] for event in events]
+        image = axes.imshow(
+            ordered.T, aspect="auto", cmap="PuOr_r", vmin=0, vmax=2, interpolation="nearest",
+            extent=(steps[0], steps[-1] + 1, load_SE.shape[1] + 0.5, 0.5),
+        )  # fmt: skip
+        axes.set_title(label(rule))
+        axes.set_ylabel("expert")
+        axes.grid(False)
+        rows += [
+            (rule, f"{place}", *(f"{ordered[at, place - 1]:.2f}" for at in (0, len(steps) // 2, -1)))
+            for place in range(1, load_SE.shape[1] + 1)
+        ]
+    panels[-1].set_xlabel("step")
+    made.colorbar(image, ax=panels, label="load over the mean", shrink=0.8)
+    most = {rule: max(float(row[4]) for row in rows if row[0] == rule) for rule in shown}
+    word = ", ".join(f"{rule} {most[rule]:.1f}x" for rule in sorted(most, key=most.__getitem__))
+    head = ("rule", "expert", "first step", "middle", "last step")
+    return Picture(
+        name="experts", title=f"Load of the busiest expert over the mean after training: {word}",
+        caption="The last layer of the first seed. Each row is an expert, the busiest at the end on top; "
+        "white is the mean load, dark orange twice the mean or more, dark purple nothing.",
+        figure=made, table=Table(head=head, rows=tuple(rows)),
+    )  # fmt: skip
+
+
+def _sources(rules: Sequence[str], lines: Lines) -> Picture:
     """The last layer of seed 0: which expert reads which text, before the first step and at the end."""
-    shown = rules[:6]
+    shown, rows = rules[:MAX_RULES], []
     made = figure(max(9.0, 3.2 * len(shown) + 1), 6.6)
     panels = made.subplots(2, len(shown), squeeze=False)
     image = None
     for column, rule in enumerate(shown):
         evaluations = [event for event in lines[rule][0][1] if "losses" in event]
+        told = []
         for row, (event, when) in enumerate(((evaluations[0], "before"), (evaluations[-1], "after"))):
             axes, name = panels[row][column], list(event["knowledge"])[-1]
             known = event["knowledge"][name]
             share_LE = np.array(known["by_source"])
             even = np.maximum(share_LE.mean(0, keepdims=True), 1e-9)
             image = axes.imshow(share_LE / even, aspect="auto", cmap="PuOr_r", vmin=0, vmax=2)
-            axes.set_title(f"{rule}, {when}\ntells {100 * known['of']['source']:.1f} %", fontsize=10)
-            names = list(event["losses"])
+            told.append(100 * known["of"]["source"])
+            axes.set_title(f"{label(rule)}, {when}\ntells {told[-1]:.1f} %", fontsize=10)
+            names = [label(one) for one in event["losses"]]
             axes.set_yticks(range(len(names)), names if column == 0 else [""] * len(names))
             axes.set_xticks([])
+        rows.append((rule, *(f"{value:.1f}" for value in told)))
     for axes in panels[1]:
         axes.set_xlabel("expert")
     if image is not None:
         made.colorbar(image, ax=panels, label="share of the text's pairs / mean over texts", shrink=0.8)
-    made.suptitle(
-        f"Study {reached.study}: experts by text in the last layer, held-out text, seed 0", x=0.01, ha="left"
-    )
-    return made
+    most = max(rows, key=lambda row: float(row[2]))
+    return Picture(
+        name="sources",
+        title=f"The expert tells most of the text it reads with {most[0]}: {most[2]} % after training",
+        caption="Experts by text in the last layer of the first seed, held-out text.",
+        figure=made, table=Table(head=("rule", "before, %", "after, %"), rows=tuple(rows)),
+    )  # fmt: skip

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_routing_bench.bench.verdict import OPEN
-from moe_routing_bench.report.drawing import COLOURS, INK, Picture, figure, label, patches, style
+from moe_routing_bench.report.drawing import COLOURS, INK, Picture, Table, figure, label, patches, style
 from moe_routing_bench.report.page import Page, Section
-from moe_routing_bench.report.tables import Table
 from moe_routing_bench.results.compare import Change, Kind, RunComparison, Turned
 
 KINDS: dict[Kind, str] = {
@@ -82,7 +81,7 @@ def two_runs(runs: RunComparison, name_a: str, name_b: str, command: str) -> Pag
     )
     return Page(
         title="What changed from A to B",
-        summary=summary,
+        answer=summary,
         chapters=((f"{len(runs.changes):,} compared", kept),),
         notes=(*runs.notes, *runs.unreadable, *runs.left_out.first, *runs.left_out.remarks),
         command=command,
@@ -140,4 +139,6 @@ def _picture(changes: Sequence[Change]) -> Picture | None:
         handles = patches({kind: COLOUR[kind] for kind in kinds})
         made.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     more = f"{len(changes) - len(shown):,} more are in the tables." if len(changes) > len(shown) else ""
-    return Picture(name="changes", caption=more, figure=made)
+    confirmed = sum(change.confirmed for change in changes)
+    title = f"{confirmed:,} confirmed change{'s' * (confirmed != 1)} from A to B"
+    return Picture(name="changes", title=title, caption=more, figure=made)

@@ -1,14 +1,22 @@
-"""The winner map: who is fastest for how many tokens and which sizes, and where that is not decided."""
+"""Who is fastest: in a sentence, as the lead over the next, and as a map over tokens, sizes and skew.
+
+A winner's lead is the time of the next fastest over its own in the same rounds. What drops pairs does less
+work, so it wins nothing where another drops none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from itertools import groupby
 from typing import Any
 
 from moe_routing_bench.bench.verdict import OPEN
 from moe_routing_bench.report.drawing import (
+    INK,
     PAPER,
     Picture,
+    Table,
     colours,
     contrast,
     figure,
@@ -17,15 +25,23 @@ from moe_routing_bench.report.drawing import (
     legend,
     patches,
     style,
+    times_axis,
 )
-from moe_routing_bench.report.reading import Cell, Group
+from moe_routing_bench.report.reading import Cell, Group, Sizes
+from moe_routing_bench.results.winners import Contest
+from moe_routing_bench.workloads.axes import names_of
+from moe_routing_bench.workloads.experiment import Experiment
 
 MAX_ROWS, MAX_COLUMNS = 40, 12
+MAX_LEADS = 24  # cases of the first chart
+MAX_WINNERS = 3  # in a sentence
+MAX_TIMES = 10  # what takes longer is an arrow at the edge
 MEANING = (
-    "The fastest for each size. The number is the time of the next one over the winner's, paired round by "
-    "round. Hatched ///: another takes the same time. Hatched xxx: not decided whether another is as fast. "
-    "What drops pairs does less work, so it wins nothing where another drops none."
+    "The number says how many times faster the winner is than the next. Hatched ///: another takes the same "
+    "time. Hatched xxx: it is not certain that the others are slower. Busiest: the load of the busiest "
+    "expert over the mean. A field leads to its case."
 )
+HEAD = ("case", "winner", "times faster (99 % interval)", "certain", "than the next", "winner's ms")
 
 
 class Hovers:
@@ -40,97 +56,254 @@ class Hovers:
         return name
 
 
-def winner_map(group: Group, hovers: Hovers) -> Picture | None:
-    """Tokens x sizes and routing; the colour is the winner's, and hatched if others tie with it."""
-    decided = [cell for cell in group.cells if cell.contest is not None and len(cell.contest.ratios) > 1]
-    if len(decided) < 2 or not group.decides:
+def decided(group: Group) -> list[tuple[Cell, Contest]]:
+    """The cells in which one was the fastest of several that compute the same. Of cells with one workload and
+    other implementations, the one that compares most."""
+    cells = [
+        (cell, cell.contest)
+        for cell in group.cells
+        if group.decides and cell.contest is not None and cell.contest.second is not None
+    ]
+    axes = [name for name in names_of(Experiment, None, "row") if name != "case"]
+    return _widest(cells, lambda one: tuple(getattr(one.first.experiment, name) for name in axes))
+
+
+def _widest(
+    cells: Sequence[tuple[Cell, Contest]], place_of: Callable[[Cell], Hashable]
+) -> list[tuple[Cell, Contest]]:
+    at: dict[Hashable, tuple[Cell, Contest]] = {}
+    for cell, contest in cells:
+        place = place_of(cell)
+        if place not in at or len(at[place][1].ratios) < len(contest.ratios):
+            at[place] = cell, contest
+    return list(at.values())
+
+
+def answer(group: Group) -> str:
+    """native is fastest in 9 of 12 cases, clearly in 7 (1.12x to 1.41x); vllm_cpu in 3, clearly in none"""
+    cells = decided(group)
+    if len(cells) == 1:
+        (_, contest), (low, high) = cells[0], cells[0][1].lead.interval
+        said = f"{contest.winner} is {contest.lead.ratio:.2f}x faster than {contest.second}"
+        return f"{said} (99 % interval {low:.2f}x to {high:.2f}x); certain: {contest.certain}"
+    parts: list[str] = []
+    for name, count in Counter(contest.winner for _, contest in cells).most_common(MAX_WINNERS):
+        won = [contest for _, contest in cells if contest.winner == name]
+        clear = [contest.lead.ratio for contest in won if not contest.ties]
+        of = f" is fastest in {count:,} of {len(cells):,} cases" if not parts else f" in {count:,}"
+        of += (
+            f", clearly in {len(clear):,}: {_span(clear)} faster than the next"
+            if clear
+            else ", never clearly"
+        )
+        if not parts and any(_family(contest.second or "") == _family(name) for contest in won):
+            others = [ratio for contest in won if (ratio := _other_family(contest)) is not None]
+            of += f", {_span(others)} faster than anything but {_family(name)}" if others else ""
+        parts.append(f"{name}{of}")
+    return "; ".join(parts)
+
+
+def _family(name: str) -> str:
+    """native, of frozen(native) and native(store=int8) @ compact"""
+    return name.removeprefix("frozen(").partition("(")[0].partition(" ")[0].rstrip("),")
+
+
+def _other_family(contest: Contest) -> float | None:
+    """How many times faster the winner is than the fastest of another family."""
+    names = [one for one in contest.against_winner if _family(one) != _family(contest.winner)]
+    return min((contest.against_winner[name].ratio for name in names), default=None)
+
+
+def _span(values: Sequence[float]) -> str:
+    """1.12x to 1.41x, 2.04x to 36x"""
+    ends = (min(values), max(values))
+    return " to ".join(dict.fromkeys(f"{value:.2f}x" if value < 10 else f"{value:.0f}x" for value in ends))
+
+
+def lead_table(group: Group) -> Table:
+    """A row for each decided case."""
+    cells = decided(group)
+    names, _ = case_names([cell for cell, _ in cells])
+    rows = []
+    for cell, contest in cells:
+        low, high = contest.lead.interval
+        assert contest.second is not None  # it is decided
+        lead = f"{contest.lead.ratio:.2f} ({low:.2f} to {high:.2f})"
+        who = names[cell.anchor], contest.winner
+        rows.append((*who, lead, contest.certain, contest.second, cell.winner_ms))
+    return Table(head=HEAD, rows=tuple(rows), words=5, links=tuple(cell.anchor for cell, _ in cells))
+
+
+def leads(group: Group, hovers: Hovers) -> Picture | None:
+    """Each case in a row: how many times as long the others take as its winner, with intervals."""
+    if not (cells := decided(group)):
         return None
-    ordered = sorted(decided, key=lambda cell: (cell.routing, cell.model or "~", cell.sizes))
-    every = list(dict.fromkeys((cell.sizes, cell.routing) for cell in ordered))
+    shown = cells[:MAX_LEADS]
+    names, common = case_names([cell for cell, _ in cells])
+    colour = colours(name for name in group.contenders if any(name in one.ratios for _, one in shown))
+    others = [one for _, contest in shown for one in contest.against_winner.values()]
+    ends = [end for one in others for end in one.interval if end < MAX_TIMES]
+    # wide enough that noise looks like noise
+    low, high = min(0.95, *ends), max(1.25, *ends, *(min(MAX_TIMES, one.ratio) for one in others))
+    ticks = [label(names[cell.anchor], 40) for cell, _ in shown]
+    with style():
+        width = 5.6 if max(map(len, ticks)) < 24 else 6.4
+        made = figure(width, 1.4 + 0.3 * len(shown))
+        axes = made.add_subplot()
+        for place, (cell, contest) in enumerate(shown):
+            for name, one in contest.against_winner.items():
+                face = colour[name] if one.verdict == "SLOWER" else PAPER
+                x, mark = (one.ratio, "o") if one.ratio <= MAX_TIMES else (MAX_TIMES, ">")
+                axes.plot(one.interval, [place, place], color=colour[name], linewidth=2)
+                axes.plot(x, place, mark, color=colour[name], markersize=6, mfc=face)
+            (diamond,) = axes.plot(1, place, "D", color=colour[contest.winner], markersize=9)
+            diamond.set_gid(hovers.add(_said(cell, contest)))
+        times_axis(axes.xaxis, low, high)
+        axes.axvline(1, color=INK, linewidth=1, zorder=1)
+        axes.set_yticks(range(len(shown)), ticks)
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        axes.set_xlabel("time over the winner's, which stands at 1")
+        legend(made, patches(colour), 2, least=1)
+    left = len(cells) - len(shown)
+    finding = f"the others take {_span([one.ratio for one in others])} the time of the winner"
+    caption = (
+        f"{common} Diamond: the fastest of a case. Circle: how many times as long another takes, with its "
+        "99 % interval; hollow: it is not certain that it is slower."
+        + (f" Arrow: more than {MAX_TIMES} times." if any(one.ratio > MAX_TIMES for one in others) else "")
+        + (f" {left:,} more cases are in the table." if left else "")
+    )
+    return Picture(
+        name=file_name("leads", group.title), title=f"{group.title}: {finding}", caption=caption,
+        figure=made, table=lead_table(group),
+    )  # fmt: skip
+
+
+def winner_map(group: Group, hovers: Hovers) -> Picture | None:
+    """Tokens x sizes and skew of the routing; the colour is the winner's, hatched if its lead is open."""
+    cells = decided(group)
+    if len(cells) < 2:
+        return None
+    cells.sort(key=lambda pair: (pair[0].model or "~", pair[0].sizes, pair[0].skew, pair[0].routing))
+    every = list(dict.fromkeys((cell.sizes, cell.routing) for cell, _ in cells))
     rows = {row: place for place, row in enumerate(every[:MAX_ROWS])}
-    shown = [cell for cell in ordered if (cell.sizes, cell.routing) in rows]
-    tokens = sorted({cell.first.workload.T for cell in shown})
+    tokens = sorted({cell.T for cell, _ in cells})
     columns = {T: place for place, T in enumerate(tokens[:MAX_COLUMNS])}
-    shown = _widest([cell for cell in shown if cell.first.workload.T in columns])
-    several = len({cell.routing for cell in shown}) > 1
-    by_sizes = _row_names(shown)
-    names = {
-        (cell.sizes, cell.routing): by_sizes[cell.sizes] + (f", {cell.routing}" if several else "")
-        for cell in shown
-    }
-    colour = colours(group.contenders)
+    fitting = [one for one in cells if one[0].T in columns and (one[0].sizes, one[0].routing) in rows]
+    shown = _widest(fitting, lambda cell: (cell.sizes, cell.routing, cell.T))
+    names = _row_names([cell for cell, _ in shown], skew=True)
+    colour = {name: colours(group.contenders)[name] for name in _winners(group, shown)}
+    grid = {row: [""] * len(columns) for row in rows}
     with style():
         made = figure(9.5, 0.36 * len(rows) + 1.25)
         axes = made.add_subplot()
-        for cell in shown:
-            place = columns[cell.first.workload.T], rows[cell.sizes, cell.routing]
-            _winner(axes, cell, place, colour, hovers)
+        for cell, contest in shown:
+            row = cell.sizes, cell.routing
+            grid[row][columns[cell.T]] = f"{contest.winner} {contest.lead.ratio:.2f}x"
+            _draw_winner(axes, (columns[cell.T], rows[row]), cell, contest, colour, hovers)
         axes.set_xticks(range(len(columns)), [f"{T:,}" for T in columns])
-        axes.set_yticks(range(len(rows)), [label(names.get(row, ""), 48) for row in rows])
+        axes.set_yticks(range(len(rows)), [label(names.get(row, ""), 56) for row in rows])
         axes.set_xlim(-0.5, max(len(columns), 6) - 0.5)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlabel("tokens", loc="left")
         axes.grid(False)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
-        won = [name for name in group.contenders if any(_won(cell, name) for cell in shown)]
-        legend(made, patches({name: colour[name] for name in won}), 3, least=1)
-    left = len(decided) - len(shown)
-    caption = "" if several else f"Routing: {ordered[0].routing}. "
+        legend(made, patches(colour), 3, least=1)
+    left = len(cells) - len(shown)
+    caption = (
+        "The number says how many times faster the winner is. Hatched ///: another takes the same time. "
+    )
+    caption += "Hatched xxx: it is not certain that the others are slower."
     if left:
         caption += (
-            f"{left:,} of {len(decided):,} cells do not fit the figure, or compare less than another in "
-            "their place; the tables have them."
+            f" {left:,} of {len(cells):,} cases do not fit, or compare less than another in their place."
         )
-    return Picture(name=file_name("winners", group.title), title=group.title, caption=caption, figure=made)
-
-
-def _widest(cells: Sequence[Cell]) -> list[Cell]:
-    """One for each place: of cells with the same size and routing, the one that compares most."""
-    at: dict[object, Cell] = {}
-    for cell in cells:
-        place = cell.sizes, cell.routing, cell.first.workload.T
-        if place not in at or _compared(at[place]) < _compared(cell):
-            at[place] = cell
-    return list(at.values())
-
-
-def _compared(cell: Cell) -> int:
-    return len(cell.contest.ratios) if cell.contest is not None else 0
-
-
-def _won(cell: Cell, name: str) -> bool:
-    return cell.contest is not None and cell.contest.winner == name
-
-
-def _winner(axes: Any, cell: Cell, place: tuple[int, int], colour: dict[str, str], hovers: Hovers) -> None:
-    from matplotlib.patches import Rectangle
-
-    contest, (x, y) = cell.contest, place
-    assert contest is not None
-    others = sorted((ratio, name) for name, ratio in contest.ratios.items() if name != contest.winner)
-    verdicts = {contest.against_winner[name].verdict for name in contest.ties}
-    hatch = "xxx" if verdicts.intersection(OPEN) else "///" if verdicts else None
-    said = ", ".join(f"{name}: {contest.against_winner[name].verdict}" for name in contest.ties)
-    text = f"{cell.title}: {contest.winner}" + (f"; not shown to be slower: {said}" if said else "; no tie")
-    fill = colour[contest.winner]
-    box = Rectangle((x - 0.49, y - 0.45), 0.98, 0.9, facecolor=fill, hatch=hatch, edgecolor=PAPER)
-    box.set_linewidth(0)
-    box.set_gid(hovers.add(text))
-    axes.add_patch(box)
-    axes.text(
-        x, y, f"{others[0][0] / contest.ratios[contest.winner]:.2f}", ha="center", va="center", fontsize=9,
-        color=contrast(fill), bbox={"facecolor": fill, "edgecolor": "none", "pad": 1.2},
+    table = Table(
+        head=("case", *(f"{T:,} tokens" for T in columns)),
+        rows=tuple((names.get(row, ""), *values) for row, values in grid.items()),
+    )
+    return Picture(
+        name=file_name("winners", group.title), title=f"{group.title}: {_by_tokens(shown)}",
+        caption=caption if left else "",
+        figure=made, table=table,
     )  # fmt: skip
 
 
-def _row_names(cells: Sequence[Cell]) -> dict[tuple[int, int, int, int], str]:
-    """By sizes: the model, or the letters in which the sizes differ."""
+def _winners(group: Group, cells: Sequence[tuple[Cell, Contest]]) -> list[str]:
+    won = {contest.winner for _, contest in cells}
+    return [name for name in group.contenders if name in won]
+
+
+def _by_tokens(cells: Sequence[tuple[Cell, Contest]]) -> str:
+    """native wins most cases at 1 to 64 tokens, vllm_cpu at 256"""
+    won: dict[int, Counter[str]] = {}
+    for cell, contest in cells:
+        won.setdefault(cell.T, Counter())[contest.winner] += 1
+    most = {T: won[T].most_common(1)[0][0] for T in sorted(won)}
+    runs = [(name, list(some)) for name, some in groupby(most, key=most.__getitem__)]
+    if len(runs) > MAX_WINNERS:
+        return "no single winner; it depends on the number of tokens and the sizes"
+    word = "wins every case" if all(len(one) == 1 for one in won.values()) else "wins most cases"
+    spans = [" to ".join(dict.fromkeys(f"{T:,}" for T in (some[0], some[-1]))) for _, some in runs]
+    parts = [f"{name} at {span} tokens" for (name, _), span in zip(runs, spans, strict=True)]
+    return ", ".join(parts).replace(" at ", f" {word} at ", 1)
+
+
+def _draw_winner(
+    axes: Any, at: tuple[int, int], cell: Cell, contest: Contest, colour: dict[str, str], hovers: Hovers
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    x, y = at
+    verdicts = {contest.against_winner[name].verdict for name in contest.ties}
+    hatch = "xxx" if verdicts.intersection(OPEN) else "///" if verdicts else None
+    fill = colour[contest.winner]
+    box = Rectangle((x - 0.49, y - 0.45), 0.98, 0.9, facecolor=fill, hatch=hatch, edgecolor=PAPER)
+    box.set_linewidth(0)
+    box.set_gid(hovers.add(_said(cell, contest)))
+    box.set_url(f"#{cell.anchor}")
+    axes.add_patch(box)
+    axes.text(
+        x, y, f"{contest.lead.ratio:.2f}x", ha="center", va="center", fontsize=9, color=contrast(fill),
+        bbox={"facecolor": fill, "edgecolor": "none", "pad": 1.2},
+    )  # fmt: skip
+
+
+def _said(cell: Cell, contest: Contest) -> str:
+    low, high = contest.lead.interval
+    ties = f"; not shown to be slower: {', '.join(contest.ties)}" if contest.ties else ""
+    lead = f"{contest.lead.ratio:.2f}x faster than {contest.second} ({low:.2f}x to {high:.2f}x)"
+    return f"{cell.title}: {contest.winner}, {lead}{ties}"
+
+
+def case_names(cells: Sequence[Cell]) -> tuple[dict[str, str], str]:
+    """By anchor, how the cells differ: "qwen3-30b-a3b, T=64"; and a sentence with what they share."""
+    rows = _row_names(cells)
+    one_row = len(set(rows.values())) == 1
+    names = {}
+    for cell in cells:
+        tokens = "1 token" if cell.T == 1 else f"{cell.T:,} tokens"
+        names[cell.anchor] = tokens if one_row else f"{rows[cell.sizes, cell.routing]}, T={cell.T:,}"
+    first = cells[0]
+    sizes = " ".join(f"{letter}={size:,}" for letter, size in zip("DFEK", first.sizes, strict=True))
+    one_size = len({cell.sizes for cell in cells}) == 1
+    routing = first.routing if len({cell.routing for cell in cells}) == 1 else ""
+    shared = ", ".join(filter(None, (first.model if one_size else "", sizes if one_size else "", routing)))
+    return names, f"Every case: {shared}." if shared else ""
+
+
+def _row_names(cells: Sequence[Cell], *, skew: bool = False) -> dict[tuple[Sizes, str], str]:
+    """By sizes and routing: the model, or the letters in which the sizes differ; and the routing where a size
+    has several. skew: with how many times the mean the busiest expert has."""
     models = {cell.sizes: cell.model for cell in cells}
     letters = [place for place in range(4) if len({sizes[place] for sizes in models}) > 1] or [2, 3]
+    pairs = {(cell.sizes, cell.routing): cell for cell in cells}
     names = {}
-    for sizes, model in models.items():
+    for (sizes, routing), cell in pairs.items():
         words = " ".join(f"{'DFEK'[place]}={sizes[place]:,}" for place in letters)
-        alone = model and list(models.values()).count(model) == 1
-        names[sizes] = model if alone else f"{model} {words}".strip()
+        alone = cell.model and list(models.values()).count(cell.model) == 1
+        name = cell.model if alone else f"{cell.model} {words}".strip()
+        if sum(other == sizes for other, _ in pairs) > 1:
+            name += f", {routing}" + (f" (busiest {cell.skew:.1f}x)" if skew else "")
+        names[sizes, routing] = name
     return names

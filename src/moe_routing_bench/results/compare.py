@@ -34,8 +34,11 @@ from moe_routing_bench.core.names import by_numbers, did_you_mean
 from moe_routing_bench.results.folder import CellRun, Run, read_run, samples_of
 from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import Record
-from moe_routing_bench.results.same_case import SIZES
-from moe_routing_bench.workloads.axes import CaseAxes, PolicyAxes, axes_of, names_of
+from moe_routing_bench.workloads.axes import Group, axes_of, names_of
+from moe_routing_bench.workloads.experiment import Experiment
+
+# axes that name a case or its routing: a worker that died early may not have reported the routing
+NOT_A_PLACE = ("case", "workload", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +56,11 @@ class Measured:
     @property
     def place(self) -> tuple[object, ...]:
         """Sizes and setting, without the routing, which a worker that died early may not have reported."""
-        names = (*SIZES, *names_of(CaseAxes, "row"))
-        return (*(getattr(self.record.workload, name) for name in names), *self.record.what.setting)
+        names = [name for name in names_of(Experiment, None, "row") if name not in NOT_A_PLACE]
+        return (
+            *(getattr(self.record.experiment, name) for name in names),
+            *self.record.implementation.setting,
+        )
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -63,28 +69,28 @@ class Measured:
     @property
     def where(self) -> str:
         """expert_ffn seed-fused/32x7168 float32 zipf(1.2), and if not forward: expert_ffn train ..."""
-        w, what = self.record.workload, self.record.what
-        span = what.span if what.direction == "forward" else f"{what.span} {what.direction}"
+        one = self.record.experiment
+        span = one.span if one.direction == "forward" else f"{one.span} {one.direction}"
         spec, seed = self.cell.workload or ("routing unknown", 0)
-        return f"{span} {w.case} {w.dtype} {spec}{f' seed {seed}' if seed else ''}"
+        return f"{span} {one.case} {one.dtype} {spec}{f' seed {seed}' if seed else ''}"
 
     @property
     def name(self) -> str:
-        return f"{self.where}: {self.record.contender}"
+        return f"{self.where}: {self.record.implementation.title}"
 
 
 Agreement = tuple[str, Callable[[Measured], str]]
 
 
-def _agreeing(part: str, declared: type) -> dict[str, Agreement]:
-    """The axes of this part of a record that must agree."""
+def _agreeing(group: Group) -> dict[str, Agreement]:
+    """The axes of a group that must agree."""
 
     def value(name: str) -> Callable[[Measured], str]:
-        return lambda m: str(getattr(getattr(m.record, part), name)) or "none"
+        return lambda m: str(getattr(m.record.experiment, name)) or "none"
 
     return {
         one.name: (facts.plural, value(one.name))
-        for one, facts in axes_of(declared)
+        for one, facts in axes_of(Experiment, group)
         if facts.compare == "agree"
     }
 
@@ -95,12 +101,11 @@ LIKE: dict[str, Agreement] = {
     "torch": ("versions of torch", lambda m: m.run.environment(m.record).torch),
     "python": ("versions of Python", lambda m: m.run.environment(m.record).python),
     "settings": ("settings of the environment", lambda m: m.run.environment(m.record).settings),
-    "span": ("spans", lambda m: m.record.what.span),
-    "direction": ("directions", lambda m: m.record.what.direction),
-    "contract": ("contracts", lambda m: m.record.what.contract_hash[:12]),
-    **_agreeing("workload", CaseAxes),
+    **_agreeing(""),
+    "contract": ("contracts", lambda m: m.record.implementation.contract_hash[:12]),
+    **_agreeing("what"),
     "routing": ("routed experts", lambda m: m.record.routing.checksum[:12] if m.record.routing else ""),
-    **_agreeing("protocol", PolicyAxes),
+    **_agreeing("how"),
     "inputs": ("rules for fresh inputs", lambda m: m.record.protocol.fresh_inputs),
 }
 
@@ -426,10 +431,10 @@ def _changes(
             Change(
                 where=b.where,
                 implementation=b.record.implementation.label,
-                layout=b.record.what.layout,
-                router=b.record.what.router,
-                layer=b.record.what.layer,
-                contender=b.record.contender,
+                layout=b.record.implementation.layout,
+                router=b.record.implementation.router,
+                layer=b.record.implementation.layer,
+                contender=b.record.implementation.title,
                 ratio=math.exp(centre),
                 interval=ends,
                 p_value=p,
@@ -468,7 +473,7 @@ def _logs(a: Measured, b: Measured) -> tuple[Method, tuple[Floats, Floats]]:
 
 def _same_code(a: Record, b: Record) -> bool:
     one, other = a.implementation, b.implementation
-    same_setting = a.what.setting == b.what.setting
+    same_setting = a.implementation.setting == b.implementation.setting
     return (one.label, one.source_hash) == (other.label, other.source_hash) and same_setting
 
 

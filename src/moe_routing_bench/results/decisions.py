@@ -141,7 +141,7 @@ def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, li
     if not cells:
         why = "; ".join(notes.sentences()) or "it has no record with status PASSED"
         raise ValueError(f"{run.folder} decides nothing: {why}")
-    policies = sorted({r.protocol.cache for _, records in cells for r in records})
+    policies = sorted({r.experiment.cache for _, records in cells for r in records})
     if cache is None and len(policies) > 1:
         raise ValueError(
             f"{run.folder} mixes the cache policies {', '.join(policies)}; choose one with --cache"
@@ -150,7 +150,7 @@ def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, li
         raise ValueError(
             f"{run.folder} has nothing with the cache policy {cache!r}; it has {', '.join(policies)}"
         )
-    kept = [(cell, records) for cell, records in cells if cache in (None, records[0].protocol.cache)]
+    kept = [(cell, records) for cell, records in cells if cache in (None, records[0].experiment.cache)]
     if len(kept) < len(cells):
         notes.add(f"cells not used: measured with another cache policy than {cache}", len(cells) - len(kept))
     return kept
@@ -160,11 +160,11 @@ def _is_asked(record: Record, notes: _Notes) -> bool:
     """impl="auto" asks for an operation going forward. Another router or layer changes what the
     operation sees, and so do stored weights. Decisions name neither: only the plain layer with the default
     router counts."""
-    what, store = record.what, record.workload.store
-    _, router, layer = what.setting
+    experiment, store = record.experiment, record.experiment.store
+    _, router, layer = record.implementation.setting
     unlike = {
         "measured on frozen weights, where nothing is left to choose": record.implementation.frozen,
-        f"measured {what.direction}, not forward": what.direction != "forward",
+        f"measured {experiment.direction}, not forward": experiment.direction != "forward",
         f"measured with the router {printable(router)}": router != DEFAULT_ROUTER,
         f"measured in the layer {printable(layer)}": layer != "",
         f"measured on weights stored as {printable(store)}": store != "",
@@ -187,7 +187,7 @@ def _one_of_each(run: Run, cells: list[tuple[CellRun, list[Record]]]) -> tuple[s
     mixed = {
         "machines": {one.machine for one in environments.values()},
         "versions of torch": {one.torch for one in environments.values()},
-        "timer views": {record.protocol.view for record in records},
+        "timer views": {record.experiment.view for record in records},
     }
     for what, values in mixed.items():
         if len(values) > 1:
@@ -209,8 +209,8 @@ def _chosen(
             if (question := _question(record, notes)) is not None:
                 by_question.setdefault(question, []).append(record)
         for question, asked in by_question.items():
-            key = (question, asked[0].workload.T)
-            rank = (asked[0].what.span == question.op, max(r.created_at for r in asked), cell.session)
+            key = (question, asked[0].experiment.T)
+            rank = (asked[0].experiment.span == question.op, max(r.created_at for r in asked), cell.session)
             if key in best:
                 notes.add("cells not used: a newer or closer measurement has the same sizes")
             if key not in best or best[key][0] < rank:
@@ -219,7 +219,7 @@ def _chosen(
 
 
 def _question(record: Record, notes: _Notes) -> Question | None:
-    w, span = record.workload, record.what.span
+    w, span = record.experiment, record.experiment.span
     measured = span_named(span) if span in span_names() else None
     if measured is None or not (op := measured.decides):
         notes.add(f"records not used: the span {span} is several operations and decides none of them")
@@ -227,22 +227,21 @@ def _question(record: Record, notes: _Notes) -> Question | None:
     if not measured.named(record.implementation.spec):
         notes.add("records not used: a layer of another library is no implementation of an operation")
         return None
-    sizes = (w.T, w.D, w.F, w.E, w.K, record.protocol.threads)
-    words = (w.dtype, w.activation, record.protocol.device, record.implementation.spec)
-    assert record.routing is not None  # it passed
-    if min(sizes) < 1 or not all(map(_is_text, (*words, record.routing.spec))):
+    sizes = (w.T, w.D, w.F, w.E, w.K, w.threads)
+    words = (w.dtype, w.activation, w.device, record.implementation.spec)
+    if min(sizes) < 1 or not all(map(_is_text, (*words, w.workload))):
         notes.add(f"records not used: the sizes or words of a case of {span} cannot be in a decision")
         return None
     try:
-        layout = str(Layout.parse(record.what.layout))
+        layout = str(Layout.parse(record.implementation.layout))
     except ValueError:
-        notes.add(f"records not used: {printable(record.what.layout)} is no layout")
+        notes.add(f"records not used: {printable(record.implementation.layout)} is no layout")
         return None
     facts = Facts(
         D=w.D, F=w.F, E=w.E, K=w.K, dtype=w.dtype, layout=layout, activation=w.activation,
-        device=record.protocol.device,
+        device=w.device,
     )  # fmt: skip
-    return Question(op=op, facts=facts, threads=record.protocol.threads, workload=record.routing.spec)
+    return Question(op=op, facts=facts, threads=w.threads, workload=w.workload)
 
 
 def _contested(

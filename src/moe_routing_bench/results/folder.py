@@ -26,7 +26,7 @@ import tarfile
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -352,7 +352,8 @@ class CellRun:
     @cached_property
     def workload(self) -> tuple[str, int] | None:
         """Spec and seed; None if every worker died before they were known."""
-        known = [(r.routing.spec, r.routing.seed) for r in self.records if r.routing is not None]
+        asked = (record.experiment for record in self.records)
+        known = [(one.workload, one.seed) for one in asked if one.workload is not None]
         return known[0] if known else None
 
     @cached_property
@@ -391,7 +392,7 @@ def read_run(folder: Path | str, left_out: LeftOut) -> Run:
         if newest.get(key) != record.session:
             newest[key], by_cell[key] = record.session, {}
         if one.role != "beside":
-            by_cell[key][one.label, one.spec, one.role, record.what.setting] = record
+            by_cell[key][one.label, one.spec, one.role, record.implementation.setting] = record
     if not by_cell and left_out.first:
         raise ValueError(f"no line of {folder} is a valid record. {left_out.first[0]}")
     cells = [
@@ -436,8 +437,9 @@ def measured_cases(folder: Path = COMMITTED) -> set[str] | None:
                 if not member.name.endswith("records.jsonl") or (file := tar.extractfile(member)) is None:
                     continue
                 for record in map(json.loads, file):
-                    if record["timing"] is not None and not record["workload"]["scaled_from"]:
-                        measured.add(record["workload"]["case"])
+                    case = record.get("experiment") or record["workload"]  # from version 3 on, and before
+                    if record["timing"] is not None and not case["scaled_from"]:
+                        measured.add(case["case"])
     return measured
 
 
@@ -459,3 +461,10 @@ def copy_selected(folder: Path, target: Path, selection: Selection) -> None:
         (home / RECORDS).write_bytes(b"".join(lines))
         if is_plain_file(source / SAMPLES):
             shutil.copyfile(source / SAMPLES, home / SAMPLES)
+
+
+def temporary_folder(stack: ExitStack) -> Path:
+    """A folder that is gone when the stack is closed."""
+    folder = Path(tempfile.mkdtemp(prefix="mrb-results-"))
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder

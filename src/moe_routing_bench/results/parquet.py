@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -28,6 +28,8 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.core.whole_files import write_whole, written_whole
 from moe_routing_bench.results.read import RECORDS, LeftOut, is_plain_file, read_records, session_folders
 from moe_routing_bench.results.record import Record
+from moe_routing_bench.workloads.axes import axes_of
+from moe_routing_bench.workloads.experiment import Experiment
 
 PARQUET = "records.parquet"
 STAMP = "records.stamp"
@@ -53,13 +55,12 @@ SQL_TYPES: dict[Any, str] = {
 }  # fmt: skip
 # columns that are not called as the last part of their path; seconds of a kernel are columns in ms
 NAMED = {
-    "routing.spec": "workload",
-    "routing.suite_version": "routing_suite_version",
-    "routing.seed": "routing_seed",
+    **{f"experiment.{one.name}": facts.column for one, facts in axes_of(Experiment) if facts.column},
+    "experiment.threads": "rank_threads",
+    "protocol.all_threads": "threads",
     "routing.checksum": "routing_checksum",
     "implementation.label": "impl",
     "implementation.spec": "impl_spec",
-    "protocol.seed": "protocol_seed",
     "timing.stages": "stage_seconds",
     "timing.samples.count": "samples",
     "comparison.low": "ratio_low",
@@ -70,7 +71,10 @@ NAMED = {
 }
 WITHOUT_COLUMN = (
     "schema_version", "log_tail", "timing.samples.file", "timing.samples.offset", "timing.samples.sha256",
+    "experiment.implementations", "experiment.include",
 )  # fmt: skip
+# columns that version 2 had, and those that say the same
+COPIES = {"protocol_seed": "routing_seed", "routing_suite_version": "suite_version"}
 
 
 def columns_of(part: type[BaseModel], path: str = "") -> Iterator[Column]:
@@ -95,7 +99,8 @@ def _kind(hint: Any) -> Any:
     return type(inside[0]) if origin is Literal else origin or hint
 
 
-COLUMNS = tuple(columns_of(Record))
+_BY_NAME = {column.name: column for column in columns_of(Record)}
+COLUMNS = (*_BY_NAME.values(), *(replace(_BY_NAME[same], name=name) for name, same in COPIES.items()))
 COLUMNS_HASH = hashlib.sha256(repr(COLUMNS).encode()).hexdigest()
 
 

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 
 import duckdb
 
-from moe_routing_bench.bench.fork_server import without_main_module
+from moe_routing_bench.core.fork_server import without_main_module
 from moe_routing_bench.core.text import one_line
 from moe_routing_bench.core.whole_files import written_whole
 from moe_routing_bench.results import trainings
@@ -208,7 +208,7 @@ def _rows(connection: duckdb.DuckDBPyConnection) -> list[tuple[Any, ...]]:
         rows += some
         letters += sum(len(cell) for row in some for cell in row if isinstance(cell, (str, bytes, list)))
         if len(rows) > MAX_ROWS:
-            raise ValueError(f"the answer has over {MAX_ROWS:,} rows; add a LIMIT or use mrb export")
+            raise ValueError(f"the answer has over {MAX_ROWS:,} rows; add a LIMIT or use mrb results export")
         if letters > MAX_ANSWER_LETTERS:
             raise ValueError(f"the answer has over {MAX_ANSWER_LETTERS:,} letters; ask for less")
     return rows

@@ -1,13 +1,12 @@
 """One line of results: Record, its parts, and parse_record for lines that anybody may have written.
 
-A record says what was measured, on what, how, and what came of it. The schema itself refuses a time without a
-passed check.
+A record holds its experiment, what was measured and how, and what came of it. The schema itself refuses a
+time without a passed check.
 
-Records of older schema versions as those of the newest. Files are never changed: lines of version 1 stay
-as they were written, and are migrated each time they are read.
-
-Version 2 (November 2026) has all fields that version 1 came to have over time, and two more: `engine` and
-`cell_seconds`. All records of a cell have one `created_at`; in version 1 they were some microseconds apart.
+Files are never changed: lines of older versions stay as they were written, and are migrated each time they
+are read. Version 2 (November 2026) has all fields that version 1 came to have over time, and `engine` and
+`cell_seconds`; all records of a cell have one `created_at`. Version 3 has the whole experiment in one part.
+An axis that an older record does not have is None.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_type_hints
@@ -36,13 +35,14 @@ from pydantic import (
 
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.core.text import encodable, one_line
-from moe_routing_bench.workloads.axes import Axis, CaseAxes, PolicyAxes
+from moe_routing_bench.workloads.axes import axes_of
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 if TYPE_CHECKING:  # it imports scipy.stats, which takes longer than most queries
     from moe_routing_bench.bench.verdict import Comparison as Compared
 
-SCHEMA_VERSION = 2
-MAY_BE_OLD = re.compile(rb'"schema_version"\s*:\s*1\b')
+SCHEMA_VERSION = 3
+MAY_BE_OLD = re.compile(rb'"schema_version"\s*:\s*[12]\b')
 # by part of a record, what it may lack in version 1, and what that meant
 VERSION_1: dict[str, dict[str, Any]] = {
     "": {"engine": "", "cell_seconds": None},
@@ -57,7 +57,7 @@ VERSION_1: dict[str, dict[str, Any]] = {
 
 
 def newest(line: bytes) -> bytes | str:
-    """A line of version 1 as one of version 2; any other as it is. It may be wrong in every other way."""
+    """A line of version 1 or 2 as one of version 3; any other as it is. It may be wrong in all other ways."""
     if not MAY_BE_OLD.search(line):
         return line
     try:
@@ -65,17 +65,58 @@ def newest(line: bytes) -> bytes | str:
     except (ValueError, RecursionError):
         return line
     version = record.get("schema_version") if isinstance(record, dict) else None
-    if type(version) is not int or version != 1:  # not True, not 1.0
+    if type(version) is not int or version not in (1, 2):  # not True, not 1.0
         return line
-    for part, missing in VERSION_1.items():
+    for part, missing in VERSION_1.items() if version == 1 else ():
         if isinstance(inside := record.get(part) if part else record, dict):
             inside |= {name: value for name, value in missing.items() if name not in inside}
+    _to_version_3(record)
     return json.dumps({**record, "schema_version": SCHEMA_VERSION})
+
+
+def _to_version_3(record: dict[str, Any]) -> None:
+    """Moves fields to where version 3 has them. What cannot be moved stays, and is refused where it is."""
+    if "experiment" in record:
+        return
+    what, workload, protocol, implementation = (
+        part if isinstance(part := record.get(name), dict) else {}
+        for name in ("what", "workload", "protocol", "implementation")
+    )
+    experiment: dict[str, Any] = {}
+    if isinstance(routing := record.get("routing"), dict):
+        routing.pop("suite_version", None)
+        routing.pop("seed", None)
+        if "spec" in routing:
+            experiment["workload"] = routing.pop("spec")
+    _move(what, experiment, "span", "direction")
+    _move(what, implementation, "contract_hash", *SETTING)
+    _move(what, record, "included", "excluded")
+    _move(workload, record, "model")
+    _move(workload, experiment, *workload)
+    _move(protocol, experiment, "seed", *(one.name for one, _ in axes_of(Experiment, "how")))
+    threads, ranks = experiment.get("threads"), experiment.get("W")
+    protocol["all_threads"] = threads
+    if experiment.get("span") == "parallel" and type(threads) is type(ranks) is int and ranks > 0:
+        experiment["threads"] = threads // ranks
+    if isinstance(spec := implementation.get("spec"), str):
+        own = {**asdict(ImplementationRef.read(spec)), **{name: implementation.get(name) for name in SETTING}}
+        experiment["implementations"] = [own]
+    record["experiment"] = experiment
+    for name in ("what", "workload"):
+        if record.get(name) == {}:
+            del record[name]
+
+
+def _move(source: dict[str, Any], target: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if name in source and name not in target:
+            target[name] = source.pop(name)
 
 
 MAX_LINE_BYTES = 64 * 1024
 MAX_LOG = 2_000
 DEFAULT_ROUTER = "softmax_topk"
+SETTING = ("layout", "router", "layer")
 SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
 
 
@@ -107,68 +148,49 @@ class Part(BaseModel):
     )
 
 
-# how a part checks the plain types of an axis
-CHECKED: dict[Any, Any] = {str: Name, int: Size, float: Amount}
+class RecordedImplementation(Part):
+    """An ImplementationRef."""
 
-
-def part_of(name: str, declared: type) -> type[Part]:
-    """A part with the fields of a dataclass. Axes that version 2 did not have may be absent, and are then
-    None."""
-    types = get_type_hints(declared, include_extras=True)
-    shape: dict[str, Any] = {}
-    for one in fields(declared):
-        facts: Axis | None = one.metadata.get("axis")
-        kind = CHECKED.get(types[one.name], types[one.name])
-        if facts is not None and facts.choices is not None:
-            kind = Literal[tuple(facts.choices)]
-        newer = facts is not None and facts.since > 2
-        shape[one.name] = (kind | None, None) if newer else (kind, ...)
-    return create_model(name, __base__=Part, __module__=__name__, __doc__=declared.__doc__, **shape)
-
-
-class What(Part):
-    """span="pack", direction="forward", included=("dispatch", "combine"), excluded=("router",), ..."""
-
-    span: Name  # expert_ffn, pack, routing, layer, block, or the name of an op
-    direction: Literal["forward", "backward", "train"]
-    contract_hash: Hash
-    included: Annotated[tuple[Name, ...], Field(max_length=64)]
-    excluded: Annotated[tuple[Name, ...], Field(max_length=64)]
+    name: Name
     layout: Name
-    router: Name  # the rule with its options: "switch"; "" where the span has none
-    layer: Name  # "chain(iterations=2)"; "" is the plain one
-
-    @property
-    def setting(self) -> tuple[str, str, str]:
-        """Layout, router and layer, for comparing: before the router was a choice, it was the default."""
-        return self.layout, self.router or DEFAULT_ROUTER, self.layer
+    router: Name
+    layer: Name
+    frozen: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Workload(CaseAxes):
-    """case="seed-fused/32x7168~scaled", scaled_from="seed-fused/32x7168", model="", T=32, D=1792, ... and the
-    axes of a case."""
+# how a record checks the types of axes
+CHECKED: dict[Any, Any] = {
+    str: Name,
+    int: Size,
+    float: Amount,
+    tuple[str, ...]: Annotated[tuple[Name, ...], Field(max_length=64)],
+    tuple[ImplementationRef, ...]: Annotated[tuple[RecordedImplementation, ...], Field(max_length=64)],
+}
 
-    case: Name
-    scaled_from: Name
-    model: Name
-    T: Size
-    D: Size
-    F: Size
-    E: Size
-    K: Size
-    W: Size
+
+def _recorded_experiment() -> type[Part]:
+    """A part with every axis of an experiment; those that version 2 did not have may be absent."""
+    types = {**get_type_hints(Experiment), "seed": Count}
+    shape: dict[str, Any] = {}
+    for one, facts in axes_of(Experiment):
+        kind = CHECKED.get(types[one.name], types[one.name])
+        kind = kind if facts.choices is None else Literal[tuple(facts.choices)]
+        shape[one.name] = (kind | None, None) if facts.since > 2 else (kind, ...)
+    return create_model("RecordedExperiment", __base__=Part, __module__=__name__, **shape)
+
+
+# the experiment of a record: the fields of an Experiment, of which an old record does not know some. Its
+# implementations are the baseline and the record's own; `experiment_of` (remeasure.py) joins those of a cell
+if TYPE_CHECKING:
+    RecordedExperiment = Experiment
+else:
+    RecordedExperiment = _recorded_experiment()
 
 
 class Routing(Part):
-    """The workload's canonical name and what it realised, as LoadStatistics gives it.
+    """What the workload realised, as LoadStatistics gives it: checksum=<sha256 of the ids>,
+    max_over_mean=2.5, ... Without a plan the last three are None."""
 
-    spec="zipf(1.2)", seed=0, checksum=<sha256 of the ids>, max_over_mean=2.5, ... Without a plan the last
-    three are None."""
-
-    suite_version: Count
-    spec: Name
-    seed: Count
     checksum: Hash
     active_experts: Size
     zero_experts: Size
@@ -195,6 +217,20 @@ class Implementation(Part):
     deterministic: bool
     host_sync: Sentence  # why it must read device values on the host; "" if it does not
     runs: Sentence  # what really ran, if more than the label: topk.sort + make_plan.native + ...
+    contract_hash: Hash
+    layout: Name
+    router: Name  # the rule with its options: "switch"; "" where the span has none
+    layer: Name  # "chain(iterations=2)"; "" is the plain one
+
+    @property
+    def setting(self) -> tuple[str, str, str]:
+        """Layout, router and layer, for comparing: before the router was a choice, it was the default."""
+        return self.layout, self.router or DEFAULT_ROUTER, self.layer
+
+    @property
+    def title(self) -> str:
+        """staged | compact, and with a router and a layer: staged | compact | switch | chain(iterations=2)"""
+        return " | ".join(filter(None, (self.label, self.layout, self.router, self.layer)))
 
     @property
     def frozen(self) -> bool:
@@ -202,25 +238,15 @@ class Implementation(Part):
         return self.label.startswith("frozen(")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Protocol(PolicyAxes):
-    """rounds=40, calls_per_sample=3, stop_reason="budget", ..., and the axes of a policy. An axis that came
-    after the record was written is None."""
+class Protocol(Part):
+    """rounds=40, calls_per_sample=3, stop_reason="budget", ...; all_threads: those of all ranks together."""
 
+    all_threads: Size
     rounds: Count
     calls_per_sample: Count
     warmup_calls: Count
     stop_reason: Sentence
-    seed: Count
     fresh_inputs: Name
-
-
-if TYPE_CHECKING:
-    Workload = _Workload
-    Protocol = _Protocol
-else:
-    Workload = part_of("Workload", _Workload)
-    Protocol = part_of("Protocol", _Protocol)
 
 
 class Samples(Part):
@@ -374,7 +400,7 @@ class Record(Part):
     routing and work are None if the worker died before they were known.
     """
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     record_id: Annotated[str, Field(pattern=rf"^{SESSION}-[0-9]{{6,9}}$")]
     cell_key: Hash
     session: SessionId
@@ -383,8 +409,10 @@ class Record(Part):
     created_at: Moment
     harness_version: Name
     harness_hash: Hash
-    what: What
-    workload: Workload
+    model: Name
+    included: Annotated[tuple[Name, ...], Field(max_length=64)]
+    excluded: Annotated[tuple[Name, ...], Field(max_length=64)]
+    experiment: RecordedExperiment
     routing: Routing | None
     implementation: Implementation
     protocol: Protocol
@@ -395,7 +423,7 @@ class Record(Part):
     peak_rss_bytes: Count | None
     weather: Weather
     engine: Name
-    cell_seconds: Seconds | None  # that the whole cell took, all its subjects together
+    cell_seconds: Seconds | None  # that the whole cell took, all its implementations together
     environment: Hash
     repro: Annotated[str, Field(max_length=4_000, pattern=r"^[^\x00-\x1f\x7f]*$")]
     log_tail: Log
@@ -403,7 +431,8 @@ class Record(Part):
     @model_validator(mode="after")
     def _no_time_without_a_pass(self) -> Self:
         status, passed = self.correctness.status, self.correctness.status is Status.PASSED
-        if passed and (self.timing is None or self.routing is None or self.work is None):
+        known = (self.timing, self.routing, self.work, self.experiment.workload)
+        if passed and None in known:
             raise ValueError("a record with status PASSED must have timing, routing and work")
         if not passed and (self.timing is not None or self.comparison is not None):
             raise ValueError(f"a record with status {status} must have no timing and no comparison")
@@ -418,15 +447,9 @@ class Record(Part):
         return self
 
     @property
-    def contender(self) -> str:
-        """staged | compact, and with a router and a layer: staged | compact | switch | chain(iterations=2)"""
-        what = self.what
-        return " | ".join(filter(None, (self.implementation.label, what.layout, what.router, what.layer)))
-
-    @property
     def share_of_roof(self) -> float | None:
         """None in old records with hot caches: their roofs left out bytes that the caches could hold."""
-        if self.work is None or (self.work.roof_seconds is None and self.protocol.cache == "hot"):
+        if self.work is None or (self.work.roof_seconds is None and self.experiment.cache == "hot"):
             return None
         return self.work.share_of_roof
 
@@ -453,7 +476,8 @@ def _sentence(error: ValidationError) -> str:
     versions = [e for e in errors if e["loc"] == ("schema_version",)]
     if versions and isinstance(given := versions[0]["input"], int) and given > SCHEMA_VERSION:
         return f"the record has schema_version {given}, made by a newer version; update moe-routing-bench"
-    first = (versions or errors)[0]
+    unknown = [e for e in errors if e["type"] == "extra_forbidden"]  # why others are missing, in old records
+    first = (versions or unknown or errors)[0]
     message = one_line(first["msg"], 200).removeprefix("Value error, ").rstrip(". ")
     if first["type"] == "json_invalid":
         return f"the line is not JSON: {message.removeprefix('Invalid JSON: ')}"

@@ -86,7 +86,7 @@ def read_regrets(folder: Path | str) -> Regrets:
         try:
             fields += _questions(run, cell)
         except ValueError as reason:
-            without.append(f"{cell.records[0].workload.case}: {reason}")
+            without.append(f"{cell.records[0].experiment.case}: {reason}")
     if not fields:
         hint = f": {without[0]}" if without else f"; measure it: mrb sweep {SUITE} --out {folder}"
         raise ValueError(f"{folder} has no time of auto in the suite {SUITE}{hint}")
@@ -107,7 +107,7 @@ def summed(group: str, cells: Sequence[CellRegret]) -> GroupRegret:
         median=float(np.median([one.regret for one in cells])),
         p95=float(np.quantile([one.regret for one in cells], 0.95, method="higher")),
         worst=worst.regret,
-        worst_cell=worst.record.workload.case,
+        worst_cell=worst.record.experiment.case,
         over=len(over),
         undecided=sum(not one.shown for one in over),
         slower_than_transformers=sum((one.transformers or 0) > 1 for one in cells),
@@ -125,8 +125,10 @@ def _newest(run: Run) -> list[CellRun]:
     newest: dict[tuple[object, ...], CellRun] = {}
     for cell in sorted(run.cells, key=lambda cell: max(r.created_at for r in cell.records)):
         one = cell.records[0]
-        if one.workload.case.startswith(f"{SUITE}/"):
-            newest[one.workload.case, cell.workload, one.protocol.threads, one.what.direction] = cell
+        if one.experiment.case.startswith(f"{SUITE}/"):
+            newest[one.experiment.case, cell.workload, one.experiment.threads, one.experiment.direction] = (
+                cell
+            )
     return list(newest.values())
 
 
@@ -141,8 +143,8 @@ def _questions(run: Run, cell: CellRun) -> list[tuple[str, Record, str, Conteste
     if auto is None or auto.implementation.label not in plain:  # another one may be the baseline instead
         raise ValueError("what auto picked has no time")
     frozen = [name for name, r in records.items() if r.implementation.frozen]
-    group = f"{auto.what.span} {auto.workload.dtype}"
-    group += "" if auto.what.direction == "forward" else f" {auto.what.direction}"
+    group = f"{auto.experiment.span} {auto.experiment.dtype}"
+    group += "" if auto.experiment.direction == "forward" else f" {auto.experiment.direction}"
     asked = [(f"{group} unfrozen" if frozen else group, auto.implementation.label, plain)]
     asked += [(f"{group} frozen", name, records) for name in frozen]
     if len(plain) < 2:

@@ -1,4 +1,4 @@
-"""again: measures cells of somebody's records on this machine, and says whether the ratios agree.
+"""Measures cells of somebody's records on this machine, and says whether the ratios agree.
 
 Nothing of what a record says is run or opened: a cell is built from its sizes and from names of our own
 implementations, and refused if it needs a file, too much memory or code that is not the same here.
@@ -7,24 +7,21 @@ implementations, and refused if it needs a file, too much memory or code that is
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.identity import identify
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.runner import run_cell
-from moe_routing_bench.bench.spans.span import is_ours
-from moe_routing_bench.bench.subject import Subject
+from moe_routing_bench.bench.spans.span import is_ours, span_named
 from moe_routing_bench.core.machine import this_machine
-from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.core.text import one_line
 from moe_routing_bench.results.folder import environments, iterate
-from moe_routing_bench.results.record import Record
-from moe_routing_bench.workloads.axes import PolicyAxes, axes_of, names_of
-from moe_routing_bench.workloads.cases import BenchCase, cases
+from moe_routing_bench.results.record import Record, RecordedExperiment
+from moe_routing_bench.workloads.axes import axes_of, defaults_of, names_of
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from moe_routing_bench.workloads.workload import file_of
 
 MAX_CELL_BYTES = 4 << 30
@@ -34,7 +31,7 @@ MIN_SLACK = 0.02  # between two sittings on the same machine, beside the noise o
 
 @dataclass(frozen=True, kw_only=True)
 class Remeasured:
-    """Answer(cell="own/16 uniform", what="agrees", sentence="index_add: 1.31 then, 1.29 now")"""
+    """Remeasured(cell="own/16 uniform", what="agrees", sentence="index_add: 1.31 then, 1.29 now")"""
 
     cell: str
     what: Literal["agrees", "differs", "not compared"]
@@ -42,7 +39,7 @@ class Remeasured:
 
 
 def measure_again(
-    folder: Path, count: int, *, seed: int | None = None, run: Callable[[Cell], CellOutcome] = run_cell
+    folder: Path, count: int, *, seed: int | None = None, run: Callable[[Experiment], CellOutcome] = run_cell
 ) -> list[Remeasured]:
     """A random `count` of the cells that can be measured here alike; the others met, with the reason."""
     by_cell: dict[tuple[str, str], list[Record]] = {}
@@ -57,94 +54,76 @@ def measure_again(
         if measured >= count:
             break
         records = by_cell[key]
-        name = one_line(records[0].workload.case, 100)
+        name = one_line(records[0].experiment.case, 100)
         try:
-            cell = cell_of(records, machines[records[0].environment])
+            experiment = _same_here(records, machines[records[0].environment])
         except (ValueError, NotImplementedError) as reason:
             answers.append(Remeasured(cell=name, what="not compared", sentence=one_line(str(reason), 300)))
             continue
         measured += 1
-        answers.append(_held_against(run(cell), records))
+        answers.append(_held_against(run(experiment), records))
     return answers
 
 
-def cell_of(records: Sequence[Record], machine: str) -> Cell:
-    """The cell of these records; ValueError if it cannot be measured here as it was there."""
-    here, first = this_machine(), records[0]
+def measurable(recorded: RecordedExperiment) -> Experiment:
+    """The experiment of a record. What an old record does not know has its default; ValueError if that is its
+    routing."""
+    known = {one.name: getattr(recorded, one.name) for one, _ in axes_of(Experiment)}
+    known = {name: value for name, value in known.items() if value is not None}
+    if "workload" not in known:
+        raise ValueError("its worker died before it was known how tokens were routed")
+    known.setdefault("weights", span_named(recorded.span).weights)
+    known["implementations"] = tuple(ImplementationRef(**dict(one)) for one in known["implementations"])
+    return Experiment(**known)
+
+
+def experiment_of(records: Sequence[Record]) -> Experiment:
+    """What these records of one cell measured, the baseline first."""
+    ordered = sorted(records, key=lambda record: record.implementation.role != "baseline")
+    asked = [_implementation(r) for r in ordered if r.implementation.role in ("baseline", "candidate")]
+    return replace(measurable(records[0].experiment), implementations=tuple(dict.fromkeys(asked)))
+
+
+def _implementation(record: Record) -> ImplementationRef:
+    one = record.implementation
+    return ImplementationRef.read(one.spec, layout=one.layout, router=one.router, layer=one.layer)
+
+
+def _same_here(records: Sequence[Record], machine: str) -> Experiment:
+    """The experiment of these records; ValueError if it cannot be measured here as it was there."""
+    here = this_machine()
     if machine != here.name:
         raise ValueError(f"it was measured on {one_line(machine, 100)}, and this is {here.name}")
-    where, spec = first.workload, first.routing.spec if first.routing else ""
-    policy = first.protocol
-    if policy.device != "cpu" or where.W > 1:
+    timed = [record for record in records if record.timing is not None]
+    experiment = experiment_of(timed or records)
+    if experiment.device != "cpu" or experiment.W > 1:
         raise ValueError("it was measured on another device than the processor, or on several ranks")
-    if spec and file_of(spec) is not None:
-        raise ValueError("its workload is a recorded trace, which a bundle does not hold")
-    case = _case(first)
-    if case.held_bytes + case.activation_bytes > MAX_CELL_BYTES:
+    if experiment.checkpoint or (experiment.workload and file_of(experiment.workload) is not None):
+        raise ValueError("it reads a recorded trace or a checkpoint, which a bundle does not hold")
+    if experiment.held_bytes + experiment.activation_bytes > MAX_CELL_BYTES:
         raise ValueError(f"it needs more than {MAX_CELL_BYTES >> 30} GiB")
-    asked = [
-        r for r in records if r.implementation.role in ("baseline", "candidate") and r.timing is not None
-    ]
-    subjects = {_subject(r): r.implementation.source_hash for r in _baseline_first(asked)}
-    if len(subjects) < 2:
+    if len(timed) < 2 or len(experiment.implementations) < 2:
         raise ValueError("it has nothing that was compared")
-    rounds = min(max(8, policy.rounds), MAX_ROUNDS)
-    cell = Cell(
-        case=case,
-        workload=spec,
-        subjects=tuple(subjects),
-        seed=policy.seed,
-        policy=Policy(
-            **{name: getattr(policy, name) for name in names_of(PolicyAxes, "agree")},
-            min_rounds=min(20, rounds),
-            max_rounds=rounds,
-        ),
-    )
-    if not all(is_ours(origin) for s in cell.subjects for origin in cell.span.origins(s.spec)):
+    rounds = min(max(8, records[0].protocol.rounds), MAX_ROUNDS)
+    how = {name: getattr(experiment, name) for name in names_of(Experiment, "how", "agree")}
+    how = {**defaults_of(Experiment, "how"), **how, "min_rounds": min(20, rounds), "max_rounds": rounds}
+    experiment = replace(experiment, **how, include=())
+    span = span_named(experiment.span)
+    if not all(is_ours(origin) for one in experiment.implementations for origin in span.origins(one.name)):
         raise ValueError("it has an implementation that is not one of ours")
-    sources = identify(cell, here).sources
-    if other := next((s.spec for s, source in subjects.items() if sources[s] != source), None):
+    then = {_implementation(record): record.implementation.source_hash for record in timed}
+    sources = identify(experiment, here).sources
+    if other := next((one.name for one in experiment.implementations if sources[one] != then[one]), None):
         raise ValueError(f"{one_line(other, 100)} is other code here: its source has another hash")
-    return cell
-
-
-def _case(record: Record) -> BenchCase:
-    where = record.workload
-    sizes = MoEShape(T=where.T, D=where.D, F=where.F, E=where.E, K=where.K)
-    try:
-        named = cases(where.case)
-    except ValueError:
-        named = []
-    for case in named:
-        like = (case.shape, case.dtype, case.store, case.span)
-        if like == (sizes, where.dtype, where.store, record.what.span):
-            return case
-    return BenchCase(
-        name=where.case,
-        span=record.what.span,
-        shape=sizes,
-        direction=record.what.direction,
-        **{
-            one.name: value
-            for one, _ in axes_of(BenchCase)
-            if (value := getattr(where, one.name)) is not None
-        },
-    )
-
-
-def _subject(record: Record) -> Subject:
-    what = record.what
-    return Subject.read(record.implementation.spec, layout=what.layout, router=what.router, layer=what.layer)
-
-
-def _baseline_first(records: Iterable[Record]) -> list[Record]:
-    return sorted(records, key=lambda record: record.implementation.role != "baseline")
+    return experiment
 
 
 def _held_against(now: CellOutcome, records: Sequence[Record]) -> Remeasured:
     """Ratios agree if their intervals meet once each is widened by the noise of both sittings."""
     then = {
-        _subject(r): r.comparison for r in records if r.comparison and r.implementation.role == "candidate"
+        _implementation(r): r.comparison
+        for r in records
+        if r.comparison and r.implementation.role == "candidate"
     }
     sentences, differs = [], False
     for one in now.subjects:
@@ -154,8 +133,10 @@ def _held_against(now: CellOutcome, records: Sequence[Record]) -> Remeasured:
         slack = 1 + MIN_SLACK + old.aa_floor + (now.aa_floor or 0.0)
         meet = old.low <= new.interval[1] * slack and new.interval[0] <= old.high * slack
         differs |= not meet
-        sentences.append(f"{one.subject.spec}: {old.ratio:.3f} then, {new.ratio:.3f} now")
+        sentences.append(f"{one.subject.name}: {old.ratio:.3f} then, {new.ratio:.3f} now")
     if not sentences:
-        return Remeasured(cell=now.cell.name, what="not compared", sentence="nothing passed both times")
+        return Remeasured(
+            cell=now.experiment.title, what="not compared", sentence="nothing passed both times"
+        )
     what: Literal["agrees", "differs"] = "differs" if differs else "agrees"
-    return Remeasured(cell=now.cell.name, what=what, sentence=one_line("; ".join(sentences), 500))
+    return Remeasured(cell=now.experiment.title, what=what, sentence=one_line("; ".join(sentences), 500))

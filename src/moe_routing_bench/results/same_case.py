@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from moe_routing_bench.workloads.axes import CaseAxes, PolicyAxes, names_of
+from moe_routing_bench.workloads.axes import axes_of
+from moe_routing_bench.workloads.experiment import Experiment
 
-SIZES = ("T", "D", "F", "E", "K", "W")
 # columns of `records`; the implementation, its layout, router and layer are what is compared
 SAME_CASE = (
-    "span", "direction", "case", *SIZES, *names_of(CaseAxes, "row", "agree"), "workload", "routing_seed",
-    *names_of(PolicyAxes, "row", "agree"), "machine",
-)  # fmt: skip
+    *(facts.column or one.name for one, facts in axes_of(Experiment) if facts.compare != "free"),
+    "machine",
+)
 
 
 def in_sql(columns: Sequence[str] = SAME_CASE) -> str:

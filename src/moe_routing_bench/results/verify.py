@@ -108,7 +108,7 @@ def _rates(record: Record) -> str | None:
     bytes_moved = work.weight_bytes + work.activation_bytes
     least = work.least_seconds
     stated = {
-        "tokens_per_second": (work.tokens_per_second, record.workload.T),
+        "tokens_per_second": (work.tokens_per_second, record.experiment.T),
         "flops_per_second": (work.flops_per_second, work.useful_flops),
         "bytes_per_second": (work.bytes_per_second, bytes_moved),
         "share_of_roof": (work.share_of_roof, None if least is None else min(least, timing.median)),

@@ -4,7 +4,7 @@ Within a cell all were timed in the same rounds, so the winner is the one with t
 baseline, and a tie is one whose paired samples do not show it to be slower than the winner. A comparison
 takes about a millisecond: half a minute for 10^5 records in cells of five.
 
-What a record says of two contenders of one cell: the same words for `mrb results` and `mrb decide`.
+What a record says of two contenders of one cell: the same words for `mrb results` and `mrb tune decide`.
 
 A verdict is made once, when the cell is measured, with all that was known then: the correction for the
 cell's own comparisons, and for code from outside the baseline in another process. Here it is only read.
@@ -41,6 +41,22 @@ class Contest:
         """Not shown to be slower than the winner, nearest first."""
         names = [name for name, one in self.against_winner.items() if one.verdict != "SLOWER"]
         return tuple(sorted(names, key=lambda name: self.ratios[name]))
+
+    @property
+    def second(self) -> str | None:
+        """The fastest of the others; None if there is no other."""
+        return min(self.against_winner, key=lambda name: self.ratios[name], default=None)
+
+    @property
+    def lead(self) -> Comparison:
+        """The second against the winner: its ratio is how many times faster the winner is."""
+        assert self.second is not None
+        return self.against_winner[self.second]
+
+    @property
+    def certain(self) -> str:
+        """Is the winner faster than every other? "yes", or why that is not certain."""
+        return CERTAIN[self.against_winner[self.ties[0]].verdict] if self.ties else "yes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +109,9 @@ def contests(fields: Sequence[Contested]) -> list[Contest]:
         against[number][name] = comparison
     listed = []
     for field, winner, others in zip(fields, winners, against, strict=True):
-        workload = field.records[winner].workload
+        one = field.records[winner].experiment
         ratios = {winner: field.ratios[winner], **field.ratios}  # of equal ratios `regret` takes the first
-        listed.append(
-            Contest(T=workload.T, case=workload.case, winner=winner, ratios=ratios, against_winner=others)
-        )
+        listed.append(Contest(T=one.T, case=one.case, winner=winner, ratios=ratios, against_winner=others))
     return listed
 
 
@@ -116,6 +130,10 @@ def regrets(cells: Mapping[str, Contest]) -> list[Regret]:
     return sorted(rows, key=lambda row: (row.worst_loss, len(row.missing), row.median_loss))
 
 
+CERTAIN: dict[Verdict, str] = {
+    "SLOWER": "yes", "SAME": "no, the same time", "FASTER": "no, too close", "UNDECIDED": "no, too close",
+    "TOO_FEW_ROUNDS": "no, too few rounds",
+}  # fmt: skip
 OPPOSITE: dict[Verdict, Verdict] = {"FASTER": "SLOWER", "SLOWER": "FASTER"}
 
 

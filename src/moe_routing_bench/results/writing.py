@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 
 from moe_routing_bench.bench.identity import package_version
+from moe_routing_bench.bench.measure import WARM_SAMPLES
 from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
 from moe_routing_bench.bench.repro import repro_command
-from moe_routing_bench.bench.rounds import WARM_SAMPLES
+from moe_routing_bench.bench.spans.span import all_threads, span_named
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.core.text import one_line
 from moe_routing_bench.results import record as schema
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.record import Record, log_tail
 from moe_routing_bench.workloads.axes import values_of
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from moe_routing_bench.workloads.workload import SUITE_VERSION
 
 
@@ -31,8 +33,8 @@ def record_outcome(outcome: CellOutcome, session: Session, *, suite: str, enviro
 def _record(
     one: SubjectOutcome, outcome: CellOutcome, session: Session, suite: str, environment: str, now: datetime
 ) -> Record:
-    cell, case = outcome.cell, outcome.cell.case
-    span, weather = cell.span, outcome.weather
+    experiment, weather = outcome.experiment, outcome.weather
+    span = span_named(experiment.span)
     assert weather is not None
     timing = comparison = None
     if one.samples:
@@ -40,10 +42,9 @@ def _record(
         timing = schema.Timing.of(samples, one.first_call or 0.0, session.put_samples(samples), one.stages)
     if one.comparison is not None and outcome.baseline is not None:
         comparison = schema.Comparison.of(outcome.baseline.label, one.comparison, one.comparison.aa_floor)
-    sizes: dict[str, Any] = vars(case.shape)
-    group = case.name.partition("/")[0]
+    group = experiment.case.partition("/")[0]
     return Record(
-        schema_version=2,
+        schema_version=3,
         record_id=session.new_record_id(),
         cell_key=outcome.identity.key,
         session=session.id,
@@ -52,24 +53,10 @@ def _record(
         created_at=now,
         harness_version=package_version(),
         harness_hash=outcome.identity.harness,
-        what=schema.What(
-            span=span.name,
-            direction=outcome.direction,
-            contract_hash=outcome.identity.contracts[one.subject],
-            included=span.included,
-            excluded=span.excluded,
-            layout=one.subject.layout,
-            router=one_line(one.subject.router, 300),
-            layer=one_line(one.subject.layer, 300),
-        ),
-        workload=schema.Workload(
-            case=case.name,
-            scaled_from=case.scaled_from,
-            model=group if group in MODELS else "",
-            **sizes,
-            W=cell.W,
-            **values_of(case),
-        ),
+        model=group if group in MODELS else "",
+        included=span.included,
+        excluded=span.excluded,
+        experiment=_experiment(experiment, one.subject),
         routing=_routing(one, outcome),
         implementation=schema.Implementation(
             label=one_line(one.label, 300),
@@ -80,14 +67,17 @@ def _record(
             deterministic=one.deterministic,
             host_sync=one_line(one.host_sync),
             runs=one_line(one.runs),
+            contract_hash=outcome.identity.contracts[one.subject],
+            layout=one.subject.layout,
+            router=one_line(one.subject.router, 300),
+            layer=one_line(one.subject.layer, 300),
         ),
         protocol=schema.Protocol(
-            **values_of(cell.policy) | {"threads": cell.all_threads},
+            all_threads=all_threads(experiment),
             rounds=outcome.rounds,
             calls_per_sample=one.calls_per_sample,
             warmup_calls=WARM_SAMPLES * one.calls_per_sample,
             stop_reason=outcome.stop_reason,
-            seed=cell.seed,
             fresh_inputs="every call",
         ),
         timing=timing,
@@ -112,21 +102,33 @@ def _record(
         engine=outcome.engine,
         cell_seconds=outcome.seconds,
         environment=environment,
-        repro=repro_command(cell, one.subject),
+        repro=repro_command(experiment, one.subject),
         log_tail=log_tail(one.log_tail),
     )
+
+
+def _experiment(experiment: Experiment, implementation: ImplementationRef) -> schema.RecordedExperiment:
+    """The experiment with the baseline and this implementation alone."""
+    known = {name: _in_lines(value) for name, value in values_of(experiment).items()}
+    chosen = dict.fromkeys((experiment.implementations[0], implementation))
+    known["implementations"] = tuple(
+        schema.RecordedImplementation(**{name: _in_lines(value) for name, value in vars(one).items()})
+        for one in chosen
+    )
+    return schema.RecordedExperiment(**known)
+
+
+def _in_lines(value: Any) -> Any:
+    """Text as records take it: short, in one line."""
+    if isinstance(value, tuple):
+        return tuple(map(_in_lines, value))
+    return one_line(value, 300) if isinstance(value, str) else value
 
 
 def _routing(one: SubjectOutcome, outcome: CellOutcome) -> schema.Routing | None:
     if not one.load:
         return None
-    return schema.Routing(
-        suite_version=SUITE_VERSION,
-        spec=one_line(outcome.cell.workload, 300),
-        seed=outcome.cell.seed,
-        checksum=outcome.routing_checksum,
-        **one.load,  # type: ignore[arg-type]
-    )
+    return schema.Routing(checksum=outcome.routing_checksum, **one.load)  # type: ignore[arg-type]
 
 
 def _work(one: SubjectOutcome, outcome: CellOutcome) -> schema.Work:

@@ -1,22 +1,23 @@
-"""BASE: the best assignment with equal loads in training, by auction; in eval each token's best expert.
+"""BASE: in training the best assignment with equal loads, by an auction; in eval each token's best expert.
 
     training: maximise sum_t z_{t, e(t)} with at most ceil(T / E) tokens for every expert
               (exactly T / E if E divides T)
     eval:     e(t) = argmax_e z_te
     gate = sigmoid(z_{t, e(t)})
 
-The auction (Bertsekas): every token without an expert bids for the one with the best z_te - price_e; it
-offers the price plus what it gains over its second best plus eps. An expert keeps its ceil(T / E) highest
-offers and, once full, its price is the lowest of them. The sum ends within T * eps of the best. eps =
-`slack` * (max z - min z), at least 1e-4; 1 / 50 and 1e-4 are the authors'. Masked tokens take no part.
+The auction (Bertsekas): every token without an expert bids for the expert with the best z_te - price_e. It
+offers the price, plus the advantage over its second best expert, plus eps. An expert keeps its ceil(T / E)
+highest offers; when it is full, its price is the lowest of them. The final sum is within T * eps of the best.
+eps = `slack` * (max z - min z), at least 1e-4; 1 / 50 and 1e-4 are the authors' values. Masked tokens do not
+take part.
 
 The number of rounds depends on the data: in training the loop reads the device every round and does not
-compile into one graph. It is also slow: rounds come in hundreds where tokens agree on what they want. Eval is
-plain top-1.
+compile into one graph. It is also slow: there are hundreds of rounds if many tokens prefer the same experts.
+Eval is plain top-1.
 
-Where the authors' code (fairseq) differs: experts bid for tokens, the guarantee is given up after 100 rounds,
-and T must be a multiple of E. Its layer mixes a * (x + FFN(x)) + (1 - a) * x = x + a * FFN(x), which is this
-gate with the residual outside. It can shuffle tokens among ranks first; that is not a router's work.
+The authors' code (fairseq) differs: experts bid for tokens, the guarantee ends after 100 rounds, and T must
+be a multiple of E. Its layer mixes a * (x + FFN(x)) + (1 - a) * x = x + a * FFN(x), which is this gate with
+the residual outside. It can shuffle tokens between ranks first, which is not part of a router.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.router import Router
 
-SMALLEST_EPS = 1e-4  # fairseq's; also ends the auction when all z are equal
+SMALLEST_EPS = 1e-4  # as in fairseq; it also ends the auction if all z are equal
 
 
 class BaseAssignmentRouter(Router):
@@ -67,13 +68,13 @@ class BaseAssignmentRouter(Router):
 
 
 def auction(z_TE: Tensor, *, slack: float) -> Tensor:
-    """An expert for each token, at most ceil(T / E) tokens each. Reads the device once a round."""
+    """An expert for each token, with at most ceil(T / E) tokens each. It reads the device once per round."""
     T, E = z_TE.shape
     expert_T = torch.full((T,), E if E > 1 else 0, device=z_TE.device)  # E: none yet
     if T == 0 or E == 1:
         return expert_T
     capacity = -(-T // E)
-    # in float64 and from 0, so that a price plus eps is more than the price; NaN and inf would bid for ever
+    # in float64 and from 0, so that a price plus eps is more than the price; NaN and inf would bid forever
     z_TE = z_TE.double().nan_to_num().clamp(-1e30, 1e30)
     z_TE = z_TE - z_TE.min()
     eps = (slack * z_TE.max()).clamp_min(SMALLEST_EPS)

@@ -1,19 +1,19 @@
-"""Expert choice: each expert takes its n best tokens, so loads are equal and a token may go nowhere.
+"""Expert choice: each expert takes its n best tokens, so loads are equal and a token may have no expert.
 
     S = softmax over experts of x W,   n = ceil(T * K / E)
     expert e takes the n tokens with the largest S_te;   gate = S_te
 
-K is the paper's capacity factor c: the mean number of experts of a token. An expert looks at all T tokens of
-the batch (over="batch", the paper) or at each sequence apart, T being its length (over="sequence", the
-groups of flaxformer and V-MoE). Of equal scores the earlier token is taken. Masked tokens are never taken
-and T counts the others, so every expert still takes the same number.
+K is the paper's capacity factor c: the mean number of experts of a token. An expert chooses from all T tokens
+of the batch (over="batch", as in the paper) or from each sequence, where T is its length (over="sequence",
+the groups of flaxformer and V-MoE). Of equal scores the earlier token is taken. Masked tokens are never taken
+and T does not count them, so every expert still takes the same number.
 
-Where others differ: the paper writes n = T c / E and does not round. V-MoE takes the ceiling, then the next
-multiple of 4; flaxformer rounds to the nearest, at least 4, and lets experts take masked tokens when nothing
-else is left. The paper's cap on the experts of a token solves a linear program, and experts stay full; `most`
-here drops what a token has beyond its `most` best, and experts keep room to spare.
+Others differ: the paper writes n = T c / E and does not round. V-MoE takes the ceiling, then the next
+multiple of 4. flaxformer rounds to the nearest, at least 4, and lets experts take masked tokens if nothing
+else is left. The paper limits the experts of a token with a linear program, and experts stay full. Here
+`most` drops a token's experts beyond its `most` best, and experts may have free rows.
 
-Not for decoders: a later token can push an earlier one out.
+It is not for decoders, because a later token can displace an earlier token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.router import Router
 
@@ -43,7 +43,7 @@ class ExpertChoiceRouter(Router):
         self, D: int, E: int, K: int, *, over: str = "batch", most: int | None = None, **options: Any
     ):
         super().__init__(D, E, K, **options)
-        check_option("over", over, OVER)
+        one_of("over", over, OVER)
         self.over = over
         self.most = self.widest(most)
         if self.most < E:
@@ -53,10 +53,10 @@ class ExpertChoiceRouter(Router):
 
     def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         logits_TE = self.project(self.prepare(x_TD, info), self.w_DE)
-        # log S: the order of S also where S underflows
+        # log S has the order of S, also where S underflows
         score_TE = logits_TE.detach().log_softmax(-1)
         taken_TE = self.taken(score_TE, info)
-        # the tokens' own order of the experts that took them; the others come last
+        # sort the experts that took a token by its scores; the other experts come last
         _, expert_TK = self.topk(torch.where(taken_TE, score_TE, float("-inf")), self.most)
         chosen_TK = taken_TE.gather(1, expert_TK)
         gate_TK = logits_TE.softmax(-1).gather(1, expert_TK)
@@ -65,7 +65,7 @@ class ExpertChoiceRouter(Router):
         return self.routed(expert_TK, gate_TK, logits_TE, info, ragged=True)
 
     def taken(self, score_TE: Tensor, info: TokenInfo) -> Tensor:
-        """Which tokens each expert takes, of all tokens or of each sequence."""
+        """The tokens that each expert takes, from all tokens or from each sequence."""
         T, E = score_TE.shape
         B = info.num_sequences if self.over == "sequence" else 1
         N = T // B
@@ -73,7 +73,7 @@ class ExpertChoiceRouter(Router):
         exists_BN = (exists_T if info.mask_T is None else info.mask_T.bool()).view(B, N)
         score_BEN = score_TE.view(B, N, E).transpose(1, 2)
         score_BEN = torch.where(exists_BN.unsqueeze(1), score_BEN, float("-inf"))
-        # with a mask fewer than C: what the tokens that exist come to
+        # with a mask fewer than C, because only tokens that exist count
         C = -(-N * self.K // E)
         num_taken_B11 = ((exists_BN.sum(1) * self.K + E - 1) // E).view(B, 1, 1)
         if C == 0:
@@ -81,7 +81,7 @@ class ExpertChoiceRouter(Router):
         largest_BEC = score_BEN.topk(C, dim=2).values
         lowest_BE1 = largest_BEC.gather(2, (num_taken_B11 - 1).clamp_min(0).expand(B, E, 1))
         above_BEN = score_BEN > lowest_BE1
-        # torch.topk promises nothing of equal scores: of those at the edge the earlier tokens are taken
+        # torch.topk promises no order of equal scores: of the tokens at the limit the earlier ones are taken
         edge_BEN = (score_BEN == lowest_BE1) & exists_BN.unsqueeze(1)
         room_BE1 = num_taken_B11 - above_BEN.sum(2, keepdim=True)
         taken_BEN = above_BEN | (edge_BEN & (edge_BEN.cumsum(2) <= room_BE1))

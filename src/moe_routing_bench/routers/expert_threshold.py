@@ -1,19 +1,19 @@
-"""Expert threshold: a token goes to every expert whose threshold it reaches; the causal expert choice.
+"""Expert threshold: a token goes to every expert whose threshold it reaches; a causal expert choice.
 
     z = x W;   token t goes to expert e if z_te >= threshold_e;   gate = sigmoid(z_te)
     of each training batch: the n-th largest z_te over t, n = floor(T * K / E), at least 1
     the controller threshold_ema makes threshold_E a running mean of these
 
 Expert e takes about the share K / E of all tokens, but each token is judged alone: nothing depends on other
-tokens of the batch, in training neither. A batch is counted once it has passed (seen_threshold_E and
+tokens of the batch, also in training. A batch is counted after its forward (seen_threshold_E and
 seen_batches) and moves threshold_E at the controller's next step. threshold_E starts at 0, which about half
-of all pairs reach; a first step of the controller brings tokens near K experts.
+of all pairs reach. The first step of the controller brings tokens near K experts.
 
-Where the authors' code differs: it trains its first steps by expert choice (threshold_warmup_steps), by
-default divides the gates by the number of a token's experts plus one for a shared expert, and can bound an
-expert's tokens per batch, which makes training depend on the batch. None of this is done here. Not theirs:
-`most` (a token keeps its best by z) and fallback_top1 (a token that reaches no threshold goes to the expert
-it misses by least).
+The authors' code differs: it trains its first steps by expert choice (threshold_warmup_steps), by default
+divides the gates by the number of a token's experts plus one for a shared expert, and can limit an expert's
+tokens per batch, which makes training depend on the batch. None of this is done here. Two options are ours:
+`most` (a token keeps its best experts by z) and fallback_top1 (a token that reaches no threshold goes to the
+nearest expert).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ExpertThresholdRouter(Router):
         beyond_TE = z_TE - self.threshold_E.to(self.dtype)
         reached_TE = beyond_TE >= 0
         if self.fallback_top1:
-            # the largest is either reached already or the nearest miss
+            # the largest is either reached already or the nearest expert
             reached_TE = reached_TE.scatter(1, beyond_TE.argmax(1, keepdim=True), True)
         if self.training:
             self.see(z_TE, info.mask_T)

@@ -7,13 +7,11 @@
 A group is a device, so a token is sent to at most `keep_groups` devices (3 of 8 in DeepSeek-V2).
 `group_score` names other ways to rank groups (see groups.py). groups = 1, the default, is softmax top-k.
 
-Where implementations differ: DeepSeek's own code scales or renormalises, never both; Transformers scales and
-offers no renormalising. Both set p to 0 in the other groups, so where too many of the kept ones underflow
-they may choose experts outside, with weight 0; here those cannot be chosen.
+Implementations differ: DeepSeek's own code scales or renormalises, never both. Transformers scales and does
+not renormalise. Both set p to 0 in the other groups. If too many of the kept p underflow, they may choose
+experts outside, with weight 0; here these cannot be chosen.
 
-fused="auto", "eager", "triton_fused", ... names an implementation of op score_topk that gives choices and
-gates in one call, with the same numbers but for rounding; the scores of all experts are then made for losses
-alone.
+fused="auto", "eager", "triton_fused", ...: see Router.fuse.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class GroupLimitedRouter(Router):
             limited_TE = limit_to_groups(
                 score_TE.detach(), self.K, self.num_groups, self.keep_groups, self.group_score
             )
-            # experts by z, which keeps its order where p underflows to ties
+            # choose by z, because p has ties where it underflows
             value_TK, expert_TK = self.topk(torch.where(limited_TE.isneginf(), limited_TE, logits_TE), self.K)
             raw_TK = value_TK.softmax(-1) if self.renormalise else score_TE.gather(1, expert_TK)
             gate_TK = self.scale * raw_TK

@@ -1,14 +1,15 @@
-"""Group-limited choice: experts stand in groups of neighbours, and a token may use a few groups only.
+"""Group-limited choice: neighbouring experts form groups, and a token may use only a few groups.
 
     experts 0 .. E/groups - 1 are group 0, and so on: a group is a device or a node of expert parallelism
-    a group's score is made of its experts' scores by a named rule; the `keep` groups that score highest stay
+    a named rule computes a group's score from its experts' scores; the `keep` groups with the highest are
+    kept
 
-    "max"        the best expert's                   DeepSeek-V2; vLLM where there is no bias
+    "max"        score of the best expert            DeepSeek-V2; vLLM if there is no bias
     "top2_sum"   sum of the two best                 DeepSeek-V3's code, Transformers, torchtitan, llama.cpp
     "topk_sum"   sum of the K // keep best           DeepSeek-V3's paper (K = 8, keep = 4: top2_sum), Megatron
 
 Of groups with equal scores the lower one is kept. Experts of other groups get -inf, so they cannot be chosen.
-DeepSeek-V2's code and Transformers' copy of it set them to 0, which wins against a negative score + bias.
+DeepSeek-V2's code and Transformers' copy set them to 0, which is higher than a negative score + bias.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.ops.score_topk.op import GROUP_SCORES, ScoreRule
 from moe_routing_bench.ops.score_topk.op import limit_to_groups as limit_by_best
 
@@ -25,8 +26,8 @@ RULES = ("max", "top2_sum", "topk_sum")
 
 
 def check_groups(E: int, K: int, groups: int, keep: int, rule: str) -> None:
-    """Raise ValueError with a sentence if E experts cannot be limited like this."""
-    check_option("group_score", rule, RULES)
+    """Raises ValueError if E experts cannot be limited like this."""
+    one_of("group_score", rule, RULES)
     if groups < 1 or E % groups:
         raise ValueError(f"groups={groups} must divide the E={E} experts into equal groups")
     if not 1 <= keep <= groups:
@@ -53,13 +54,13 @@ def limit_to_groups(score_TE: Tensor, K: int, groups: int, keep: int, rule: str)
 
 
 def score_rule(groups: int, keep: int, rule: str, **others: Any) -> ScoreRule:
-    """The rule of op score_topk that limits like this, for a router with the option fused; ValueError if
+    """The rule of op score_topk for these groups, for a router with the option fused. Raises ValueError if
     there is none."""
     if keep == groups:
-        rule = "max"  # nobody is shut out, so groups have no use for a score
+        rule = "max"  # no group is excluded, so the score of a group has no effect
     if rule not in GROUP_SCORES:
         raise ValueError(
-            f"fused knows the group_score {' and '.join(GROUP_SCORES)}, not {rule!r}; choose one of them "
+            f"fused has the group_score {' and '.join(GROUP_SCORES)}, not {rule!r}; choose one of them "
             "('topk_sum' with K // keep_groups = 2 is 'top2_sum') or leave fused out"
         )
     return ScoreRule(groups=groups, keep_groups=keep, group_score=rule, **others)

@@ -1,15 +1,15 @@
-"""Hash layer: experts from the token's vocabulary id by a fixed hash; nothing is learned.
+"""Hash layer: a fixed hash of the token's vocabulary id gives its experts; nothing is learned.
 
     K distinct experts drawn by Floyd's method from h_j = mix(mix(id ^ mix(seed)) + j * golden), gate = 1 / K
 
-For j = E-K .. E-1 the draw is h_j mod (j + 1), or j itself if that was drawn before: every set of K experts
-is equally likely. `mix` is an xorshift-multiply hash of 32 bits held in int64, so no product exceeds 2^59
-and no remainder is negative.
+For j = E-K .. E-1 the draw is h_j mod (j + 1), or j if that was drawn before, so every set of K experts is
+equally likely. `mix` is an xorshift-multiply hash of 32 bits in int64, so no product exceeds 2^59 and no
+remainder is negative.
 
-K = 1 is the paper's random hash, gate 1. The paper keeps it as a random table of the vocabulary; a computed
-hash needs no vocabulary size. Its balanced hash, a table made from token frequencies so that experts get
-equal shares, is not here. For K > 1 this is the mean of K whole experts; the paper's MultiHash instead
-builds one hidden layer of K segments, each from another hash.
+K = 1 is the paper's random hash, with gate 1. The paper stores a random table of the vocabulary; a computed
+hash needs no vocabulary size. Its balanced hash, a table made from token frequencies for equal shares, is not
+here. For K > 1 this is the mean of K whole experts. The paper's MultiHash instead builds one hidden layer of
+K segments, each from another hash.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HashedRouter(Router):
 
 
 def mix(x: Number) -> Number:
-    """32 bits in, 32 well-mixed bits out; higher bits are dropped."""
+    """Mixes 32 bits; higher bits of x are ignored."""
     x = x & BITS_32
     x = ((x >> 16) ^ x) * 0x45D9F3B & BITS_32
     x = ((x >> 16) ^ x) * 0x45D9F3B & BITS_32

@@ -1,12 +1,13 @@
-"""Auxiliary losses of routers, named by dialect. Unweighted scalars; a router multiplies by its weights.
+"""Auxiliary losses of routers, named by dialect. They are unweighted; a router multiplies by its weights.
 
-    score_TE    what the loss pushes on, rows summing to 1 (for softmax routers p = softmax(z))
-    expert_TK   the experts chosen; ids outside 0 .. E-1 count nowhere
-    mask_T      False: the token does not exist. T below is the number of tokens that do
-Computed in float32 (float64 if given float64). No tokens at all gives 0.
+    score_TE    what the loss trains, rows summing to 1 (p = softmax(z) for softmax routers)
+    expert_TK   the chosen experts; ids outside 0 .. E-1 are not counted
+    mask_T      False: the token does not exist. T below is the number of tokens that exist
+They are computed in float32 (float64 for float64 inputs). Without tokens a loss is 0.
 
-z, entropy and l1 are means over tokens and deepseek over sequences: the mean over equal micro-batches is the
-loss of the batch. All others are products of two sums over the batch, for which this does not hold.
+z, entropy and l1 are means over tokens, and deepseek is a mean over sequences, so the mean over equal
+micro-batches is the loss of the batch. The others are products of two sums over the batch, where this is not
+true.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def switch_loss(
 ) -> Tensor:
     """Switch, Megatron: E sum_e f_e P_e, f_e = c_e / (T K), P_e = mean_t score.   1 at balance, at most E.
 
-    c_e, how many tokens chose expert e, has no gradient. Megatron's, MegaBlocks' (one layer) and SonicMoE's
-    codes are the same number. K is the width of expert_TK, or choices_per_token: give it for ragged rows.
+    c_e, the number of tokens that chose expert e, has no gradient. Megatron, MegaBlocks (one layer) and
+    SonicMoE compute the same number. K is the width of expert_TK, or choices_per_token for ragged rows.
     """
     K = expert_TK.shape[1] if choices_per_token is None else choices_per_token
     return hf_loss(score_TE, expert_TK, num_experts, mask_T) / K
@@ -54,10 +55,10 @@ def deepseek_loss(
     *,
     num_sequences: int = 1,
 ) -> Tensor:
-    """DeepSeek: switch_loss of each sequence, mean over those that have tokens.   1 at balance, at most E.
+    """DeepSeek: switch_loss of each sequence, mean over sequences with tokens.   1 at balance, at most E.
 
     Sequences that are unbalanced in opposite ways do not cancel. DeepSeek-V2's code (`seq_aux`) and, without
-    padding, Megatron's `seq_aux_loss` are the same number.
+    padding, Megatron's `seq_aux_loss` compute the same number.
     """
     T, K = expert_TK.shape
     B, E = num_sequences, num_experts
@@ -80,16 +81,16 @@ def relu_loss(
     *,
     choices_per_token: Tensor | float,
 ) -> Tensor:
-    """ReMoE: the Switch formula with R = ReLU(z) for the score: E sum_e (c_e / (T K)) mean_t R.
+    """ReMoE: the Switch formula with the score R = ReLU(z): E sum_e (c_e / (T K)) mean_t R.
 
-    K = choices_per_token is what the router aims at, not what it chose. At balance with K choices per token
-    this is l1_loss; experts that are chosen more often are pushed down more.
+    K = choices_per_token is the target of the router, not the number it chose. At balance with K choices per
+    token this is l1_loss; experts that are chosen more often get a larger gradient.
     """
     return switch_loss(gate_TE, expert_TK, num_experts, mask_T, choices_per_token=choices_per_token)
 
 
 def l1_loss(gate_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
-    """ReMoE without balance: mean_t sum_e |R|.   It says nothing of balance: 0 if no expert is chosen."""
+    """ReMoE without balance: mean_t sum_e |R|.   It does not measure balance: 0 if no expert is chosen."""
     return _sum_E(gate_TE.abs(), mask_T).sum() / _num_tokens(gate_TE, mask_T)
 
 
@@ -103,7 +104,7 @@ def entropy_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
 
 
 def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
-    """ST-MoE: mean_t (log sum_e exp z)^2.   It says nothing of balance: (log E)^2 for z = 0."""
+    """ST-MoE: mean_t (log sum_e exp z)^2.   It does not measure balance: (log E)^2 for z = 0."""
     square_T1 = torch.logsumexp(logits_TE.to(_wide(logits_TE)), dim=1, keepdim=True).square()
     return _sum_E(square_T1, mask_T).sum() / _num_tokens(logits_TE, mask_T)
 
@@ -127,7 +128,7 @@ def load_loss(probability_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
 def score_losses(
     seen: Callable[[], tuple[Tensor, Tensor]], num_experts: int, info: TokenInfo
 ) -> dict[str, Callable[[], Tensor]]:
-    """switch, hf and deepseek, by name. seen() gives score_TE and expert_TK; only a loss that is asked for
+    """switch, hf and deepseek, by name. seen() gives score_TE and expert_TK; only a loss that is computed
     calls it."""
     E, mask_T = num_experts, info.mask_T
     return {
@@ -142,7 +143,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _num_tokens(x_TE: Tensor, mask_T: Tensor | None) -> Tensor | int:
-    """At least 1, so that sums over no tokens divide to 0."""
+    """The number of tokens, at least 1, so that a mean over no tokens is 0."""
     return max(x_TE.shape[0], 1) if mask_T is None else mask_T.bool().sum().clamp_min(1)
 
 
@@ -161,6 +162,6 @@ def _count_E(expert_TK: Tensor, num_experts: int, mask_T: Tensor | None) -> Tens
 
 
 def _squared_cv(total_E: Tensor) -> Tensor:
-    """Population variance over squared mean; without a square root, so its gradient at balance is 0."""
+    """Population variance over squared mean. It has no square root, so its gradient at balance is 0."""
     mean = total_E.mean()
     return ((total_E - mean) / torch.where(mean > 0, mean, 1.0)).square().mean()

@@ -1,4 +1,4 @@
-"""Noisy top-k: learned noise on the logits in training, gates a softmax over the K largest.
+"""Noisy top-k: learned noise on the logits in training; the gates are a softmax over the K largest.
 
     clean = x W,  std = softplus(x W_noise),  H = clean + N(0, 1) * std in training, H = clean in eval
     the K experts with the largest H;  gate = softmax(H_1 .. H_K)
@@ -8,11 +8,12 @@
     threshold_te = K-th largest of H_t without e: the (K+1)-th of all if e is chosen, else the K-th
 
 With K = E every expert is always chosen and P = 1. W_noise starts at 0 as in the paper, so the first std is
-log 2; the paper starts W at 0 too, here it is drawn, so that a router in eval has opinions from the start.
+log 2. In the paper W also starts at 0; here it is random, so that a router in eval makes different choices
+from the start.
 
-Where the authors' code (tensor2tensor) differs: it adds 0.01 to std; here std is only kept above 1e-6. In
-eval it sets std to 0, so P is 1 for the chosen and 0 for the others; here P keeps its formula with H =
-clean, and the load loss of an evaluation is on the scale of training. The paper speaks of training alone.
+The authors' code (tensor2tensor) differs: it adds 0.01 to std; here std is only kept above 1e-6. In eval it
+sets std to 0, so P is 1 for the chosen experts and 0 for the others. Here P keeps its formula with H = clean,
+so the load loss of an evaluation has the scale of training. The paper describes only training.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.losses import importance_loss, load_loss
 from moe_routing_bench.routers.router import Router
 
-# softplus underflows to 0 near -104, and then P would be 0 / 0
+# softplus underflows to 0 near -104, where P would be 0 / 0
 SMALLEST_STD = 1e-6
 
 
@@ -53,7 +54,7 @@ class NoisyTopkRouter(Router):
         clean_TE = self.project(x_TD, self.w_DE)
         std_TE = F.softplus(self.project(x_TD, self.w_noise_DE)).clamp_min(SMALLEST_STD)
         h_TE = clean_TE + torch.randn_like(clean_TE) * std_TE if self.training else clean_TE
-        # one more than K: the threshold of the chosen ones
+        # one more than K, for the threshold of the chosen experts
         value_TK1, expert_TK1 = self.topk(h_TE, min(self.K + 1, self.E))
         expert_TK = expert_TK1[:, : self.K]
         gate_TK = value_TK1[:, : self.K].softmax(-1)

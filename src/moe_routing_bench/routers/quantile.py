@@ -1,22 +1,23 @@
-"""Quantile balancing: top-k of logits minus an offset per expert, solved from the previous batches.
+"""Quantile balancing: top-k of logits minus an offset per expert, computed from the previous batches.
 
-    the K experts with the largest z_te - beta_e;   the gates are made of the raw z
+    the K experts with the largest z_te - beta_e;   the gates use the raw z
     of each training batch: alpha_t = (K+1)-th largest of z_te - beta_e over e
                             new beta_e = (n+1)-th largest of z_te - alpha_t over t,   n = floor(T * K / E)
     the controller quantile averages these over micro-batches and ranks and makes them beta_E
 
-One round of coordinate descent on the dual of "the best assignment in which every expert has T K / E tokens".
-With its new beta_e, expert e stands above alpha_t for at most n tokens. A batch is counted once it has passed
-(seen_beta_E and seen_batches), so no token sees another. With K = E all are chosen and nothing is counted.
+This is one round of coordinate descent on the dual of "the best assignment in which every expert has T K / E
+tokens". With its new beta_e, expert e is above alpha_t for at most n tokens. A batch is counted after its
+forward (seen_beta_E and seen_batches), so no token depends on another. With K = E all experts are chosen and
+nothing is counted.
 
 Gates, by Megatron's score functions:
     "softmax_of_chosen"   softmax over the K chosen z: its default
     "softmax"             softmax over all E, not renormalised (pre_softmax)
     "sigmoid"             sigmoid(z), divided by the sum of the chosen + 1e-20 if K > 1
 
-Where others differ: Megatron refuses a T K that is no multiple of E, and masks; here n is rounded down and
-counts the tokens that exist. BIP balancing, the earlier paper, has "at most" where this has "exactly", so its
-offsets cannot be negative: it can hold an expert back, but not help one.
+Others differ: Megatron refuses masks, and a T K that is not a multiple of E; here n is rounded down and
+counts the tokens that exist. BIP balancing, the earlier paper, has "at most" T K / E tokens, so its offsets
+cannot be negative: it can reduce an expert's load, but not raise it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_routing_bench.core import position_invariant as steady
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.router import Router
 
@@ -51,7 +52,7 @@ class QuantileRouter(Router):
 
     def __init__(self, D: int, E: int, K: int, *, gates: str = "softmax_of_chosen", **options: Any):
         super().__init__(D, E, K, **options)
-        check_option("gates", gates, GATES)
+        one_of("gates", gates, GATES)
         self.gates = gates
         if gates == "softmax_of_chosen" or (gates == "sigmoid" and K > 1):
             self.gate_sum = "one"
@@ -64,7 +65,7 @@ class QuantileRouter(Router):
     def forward(self, x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing:
         logits_TE = self.project(self.prepare(x_TD, info), self.w_DE)
         z_TE = logits_TE.detach()
-        # one more than K: the first that is not chosen is alpha
+        # one more than K, because the first that is not chosen is alpha
         value_TK1, expert_TK1 = self.topk(z_TE - self.beta_E.to(self.dtype), min(self.K + 1, self.E))
         expert_TK = expert_TK1[:, : self.K]
         if self.training and self.K < self.E:

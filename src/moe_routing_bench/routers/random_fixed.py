@@ -1,11 +1,11 @@
-"""Random fixed: top-k of a random linear map that is never trained; the floor a learned router must beat.
+"""Random fixed: top-k of a random linear map that is never trained; a learned router should be better.
 
     z = x W, W drawn once from N(0, 0.02^2) and kept in a buffer;   the K experts with the largest z
     gates="softmax": softmax over the K chosen z      gates="uniform": 1 / K
 
-Unlike a hash of the vocabulary id it sends similar vectors to the same experts; like it, nothing learns
-where. This is the router of SMoE-Dropout, whose frozen map also has a bias and whose K grows in the course
-of training. THOR (arXiv:2110.04260) is another thing: it draws experts anew for every input.
+Unlike a hash of the vocabulary id it sends similar vectors to the same experts, but it also learns nothing.
+This is the router of SMoE-Dropout, whose frozen map also has a bias and whose K grows during training. THOR
+(arXiv:2110.04260) is different: it draws new experts for every input.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.router import Router
 
@@ -32,14 +32,14 @@ class RandomFixedRouter(Router):
 
     def __init__(self, D: int, E: int, K: int, *, gates: str = "softmax", seed: int = 0, **options: Any):
         super().__init__(D, E, K, **options)
-        check_option("gates", gates, GATES)
+        one_of("gates", gates, GATES)
         self.gates = gates
         self.seed = seed
         self.register_buffer("w_DE", torch.empty(D, E))
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw W from the generator; without one, from the seed, and then always the same."""
+        """Draws W from the generator; without one, from the seed, so that W is always the same."""
         if generator is None:
             generator = torch.Generator(self.w_DE.device).manual_seed(self.seed)
         nn.init.normal_(self.w_DE, std=0.02, generator=generator)

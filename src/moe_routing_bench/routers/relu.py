@@ -1,19 +1,20 @@
-"""ReLU routing (ReMoE): every expert with a positive logit, weighed by it; differentiable throughout.
+"""ReLU routing (ReMoE): every expert with a positive logit, weighted by it; fully differentiable.
 
     z = x W,  R = ReLU(z),  the experts with R > 0,  gate = R   (not renormalised)
 
-Nothing in the rule says how many experts that is; a regulariser times `strength` does, and the controller
+The rule does not fix the number of experts. A regulariser times `strength` does, and the controller
 l1_strength moves strength until tokens have K experts on average:
 
     loss "relu" = strength * E sum_e (c_e / (T K)) mean_t R_te    fewer experts and balance; the authors' code
-    loss "l1"   = strength * mean_t sum_e R_te                    fewer experts alone
+    loss "l1"   = strength * mean_t sum_e R_te                    only fewer experts
 
 strength is a buffer and starts at 1e-8 as in the authors' code. It is part of the loss:
 Routing.losses["relu"] is strength times the formula, and loss_weights={"relu": 1.0} trains as published.
-`most` bounds a token's experts: those with the `most` largest gates. c_e counts these; R means all of them.
+`most` limits a token to the experts with the `most` largest gates. c_e counts these experts; R is the mean
+over all of them.
 
-A token whose logits are all 0 or less goes nowhere, and its logits have a gradient of zero: neither the
-experts nor the loss bring it back, only what other tokens do to W and other layers to x.
+A token whose logits are all 0 or less has no expert, and the gradient of its logits is zero. Neither the
+experts nor the loss can change that, only the effect of other tokens on W and of other layers on x.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Router: the one base class of every routing rule, and how the rules are found.
+"""Router: the base class of every routing rule, and how the rules are found.
 
-A routing rule is a file `routers/<name>.py` that defines one subclass of Router. The first line of the
-file's docstring is what listings show; the rest gives the formula.
+A routing rule is a file `routers/<name>.py` that defines one subclass of Router. Listings show the first line
+of the file's docstring; the rest gives the formula.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from moe_routing_bench.ops.topk.op import op as topk_op
 from moe_routing_bench.routers.losses import z_loss
 
 GATE_SUMS = {
-    "one": "the gates of a token that goes anywhere sum to 1",
+    "one": "the gates of a token with experts sum to 1",
     "at most one": "the gates of a token sum to 1 or less",
-    "any": "the gates of a token are not negative; their sum means nothing",
+    "any": "the gates of a token are not negative; their sum can be anything",
 }
-# what the rows of the experts look like to a kernel
+# what a kernel sees of the experts' rows
 GROUPS = {
-    "uneven": "each expert gets as many rows as tokens chose it: compact, block, or padded with drops",
-    "equal": "every expert gets the same number of rows by construction: any layout, padded without waste",
+    "uneven": "each expert has a row for each token that chose it: compact, block, or padded with drops",
+    "equal": "every expert always has the same number of rows: any layout, padded without waste",
     "dense": "slots mixed from all tokens by a matrix product: equal groups, no dispatch or combine",
 }
 NO_RULES = {"router", "losses", "groups"}  # files of this folder that are not a routing rule
@@ -48,28 +48,28 @@ Base = TypeVar("Base")
 
 
 class Router(nn.Module):
-    """Tokens in, Routing or SoftRouting out. Subclasses fill in the class attributes and forward.
+    """Takes tokens and returns Routing or SoftRouting. Subclasses define the class attributes and forward.
 
-    Logits, scores and gates are computed in `dtype`, whatever the type of x, of the weights or of autocast.
-    `loss_weights={"switch": 0.01, "z": 1e-3}` asks for those losses: their unweighted values go to
-    Routing.losses, their weighted sum to Routing.aux_loss. A weight of 0 measures without training on it.
+    Logits, scores and gates are computed in `dtype`, for any dtype of x, of the weights or of autocast.
+    `loss_weights={"switch": 0.01, "z": 1e-3}` computes these losses: their unweighted values are in
+    Routing.losses, their weighted sum in Routing.aux_loss. A weight of 0 only measures a loss.
 
     >>> router = mrb.all_routers()["switch"](D=8, E=4, K=1)
     >>> router(torch.randn(3, 8)).expert_TK.shape
     torch.Size([3, 1])
     """
 
-    causal: ClassVar[bool]  # False: where a token goes can depend on later tokens
-    batch_dependent: ClassVar[bool]  # True: where a token goes can depend on any other token
+    causal: ClassVar[bool]  # False: a token's experts can depend on later tokens
+    batch_dependent: ClassVar[bool]  # True: a token's experts can depend on any other token
     paper: ClassVar[str]
     gate_sum: str  # a key of GATE_SUMS; an instance may promise more than its class
-    fixed_K: ClassVar[int | None] = None  # the only K the rule has; None: any from 1 to E
-    loss_names: ClassVar[tuple[str, ...]] = ()  # what loss_weights may ask for
+    fixed_K: ClassVar[int | None] = None  # the only K of the rule; None: any from 1 to E
+    loss_names: ClassVar[tuple[str, ...]] = ()  # the losses that loss_weights may name
     experts_per_token: ClassVar[str] = "K"  # in words, for listings
-    groups: str = "uneven"  # a key of GROUPS; an option may take a promise of the class back
-    controller: ClassVar[str | None] = None  # the balance controller it was published with
+    groups: str = "uneven"  # a key of GROUPS; an option may change it
+    controller: ClassVar[str | None] = None  # the balance controller that was published with the rule
     host_sync: ClassVar[str] = ""  # why forward reads device values on the host; empty: it does not
-    fused: Implementation | Auto | None = None  # of op score_topk, if it chooses and weighs; see fuse
+    fused: Implementation | Auto | None = None  # an implementation of score_topk, see fuse
     score_rule: ScoreRule = PLAIN  # what `fused` computes
     product: Callable[..., Tensor] | None = None  # (x_TD, w_DE, b_E) of the projection; None: torch's
 
@@ -105,7 +105,7 @@ class Router(nn.Module):
             nn.init.normal_(parameter, std=0.02, generator=generator)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        # to(bfloat16) is for weights: a step of 1e-3 would be lost in a bias, and a counter would stop at 256
+        # to(bfloat16) must not change buffers: a bias would lose steps of 1e-3, a counter would stop at 256
         before = {name: state for name, state in self._buffers.items() if state is not None}
         super()._apply(fn, recurse)
         for name, state in before.items():
@@ -116,7 +116,7 @@ class Router(nn.Module):
         return self
 
     def widest(self, most: int | None) -> int:
-        """The width of expert_TK for a ragged rule: `most` experts of a token are kept; None: all E."""
+        """The width of expert_TK for a ragged rule: at most `most` experts per token; None: all E."""
         if most is not None and not self.K <= most <= self.E:
             raise ValueError(f"most={most} experts per token must be from K={self.K} to E={self.E}")
         return self.E if most is None else most
@@ -135,7 +135,7 @@ class Router(nn.Module):
             raise ValueError(f"T={T} tokens are not {info.num_sequences} sequences of equal length")
 
     def prepare(self, x_TD: Tensor, info: TokenInfo) -> Tensor:
-        """x in the router's dtype, masked tokens as zeros, so that garbage in them stays harmless."""
+        """x in the router's dtype. Masked tokens become zeros, because they may contain anything."""
         self.check_shapes(x_TD, info)
         x_TD = self.in_own_dtype(x_TD)
         return x_TD if info.mask_T is None else torch.where(info.mask_T.bool().unsqueeze(1), x_TD, 0.0)
@@ -145,16 +145,17 @@ class Router(nn.Module):
 
     def project(self, x_TD: Tensor, w_DE: Tensor) -> Tensor:
         w_DE = self.in_own_dtype(w_DE)
-        # autocast would round the operands of this product to bfloat16; to switch it off takes 8 us
+        # autocast would round the operands of this product to bfloat16; disabling it takes 8 us
         if not torch.is_autocast_enabled(x_TD.device.type):
             return x_TD @ w_DE if self.product is None else self.product(x_TD, w_DE)
         with torch.autocast(x_TD.device.type, enabled=False):
             return x_TD @ w_DE if self.product is None else self.product(x_TD, w_DE)
 
     def make_batch_invariant(self, product: Callable[..., Tensor]) -> None:
-        """A token's choices and gates shall have the same bits in every batch. ValueError if they cannot."""
+        """Makes a token's choices and gates have the same bits in every batch. Raises ValueError if the rule
+        cannot."""
         if self.batch_dependent:
-            raise ValueError(f"{type(self).__name__}: where a token goes depends on its batch, by the rule")
+            raise ValueError(f"{type(self).__name__}: by its rule a token's experts depend on the batch")
         for part in (self.topk, self.fused):
             if isinstance(part, Auto):
                 part.batch_invariant = True
@@ -163,7 +164,11 @@ class Router(nn.Module):
         self.product = product
 
     def fuse(self, impl: str, rule: ScoreRule) -> None:
-        """Choices and gates shall come from one call of op score_topk, which computes `rule`."""
+        """Takes choices and gates from one call of op score_topk, which computes `rule`.
+
+        `impl` is an implementation of score_topk. Its results are the same up to rounding. The scores of all
+        experts are then computed only for losses.
+        """
         if not isinstance(self.topk, Auto):
             raise ValueError(
                 f"topk={self.topk.label!r} and fused={impl!r}: both choose experts; leave one of them out"
@@ -186,7 +191,7 @@ class Router(nn.Module):
         *,
         ragged: bool = False,
     ) -> Routing:
-        """`finish` for choices made by logits, which have the loss z."""
+        """`finish` for choices by logits, which have the loss z."""
         routing = Routing(
             expert_TK=expert_TK, gate_TK=gate_TK, num_experts=self.E, ragged=ragged, logits_TE=logits_TE
         )
@@ -195,7 +200,7 @@ class Router(nn.Module):
     def finish(
         self, routing: Routing, losses: Mapping[str, Callable[[], Tensor]], info: TokenInfo
     ) -> Routing:
-        """The routing without masked tokens, with the losses that were asked for."""
+        """The routing without masked tokens, with the losses of loss_weights."""
         if not self.loss_weights:
             return routing.masked(info.mask_T)
         value = {name: losses[name]() for name in self.loss_weights}
@@ -204,7 +209,7 @@ class Router(nn.Module):
 
 
 def all_routers() -> dict[str, type[Router]]:
-    """Every routing rule by name: the files of this folder, and of the folders that were included.
+    """Every routing rule by name: the files of this folder and of included folders.
 
     >>> mrb.all_routers()["expert_choice"].causal
     False
@@ -213,7 +218,7 @@ def all_routers() -> dict[str, type[Router]]:
 
 
 def router_names() -> list[str]:
-    """Their names; no file is loaded."""
+    """The names of all rules; no file is loaded."""
     return [*built_in_names(), *_outside()]
 
 
@@ -231,7 +236,7 @@ def _outside() -> dict[str, Path]:
 
 
 def include_routers(folder: Path | str) -> None:
-    """Also look for routing rules in `<folder>/<name>.py`."""
+    """Adds the routing rules in `<folder>/<name>.py`."""
     path = Path(folder).resolve()
     if not path.is_dir():
         raise ValueError(f"{folder} is not a folder; it should hold <name>.py files, one router each")
@@ -240,8 +245,8 @@ def include_routers(folder: Path | str) -> None:
 
 
 def include_folder(folder: Path | str) -> None:
-    """Also use what a folder holds: implementations in `<folder>/<op>/<name>.py`, new operations in
-    `<folder>/<op>/op.py`, routers in `<folder>/routers/<name>.py`. Its code is loaded when it is first used.
+    """Adds the contents of a folder: implementations in `<folder>/<op>/<name>.py`, new operations in
+    `<folder>/<op>/op.py`, routers in `<folder>/routers/<name>.py`. Code is loaded when it is first used.
 
     >>> mrb.include("examples/add_a_router")
     >>> "cosine" in mrb.all_routers()
@@ -254,7 +259,7 @@ def include_folder(folder: Path | str) -> None:
 
 @contextmanager
 def without_included() -> Iterator[tuple[Path, ...]]:
-    """Inside, no folder is included; gives the folders that are, for a process that loads their code."""
+    """Inside the context no folder is included. It gives the folders, for a process that loads their code."""
     folders, rules = included_folders(), tuple(_included)
     clear_included()
     _included.clear()
@@ -296,13 +301,13 @@ def only_subclass(module: ModuleType, base: type[Base]) -> type[Base]:
 
 
 def modules_beside(file: str, but: Collection[str]) -> list[str]:
-    """The names of the modules in a file's folder, which are rules; no file is loaded."""
+    """The names of the modules beside a file, except those in `but`; no file is loaded."""
     names = [module.name for module in pkgutil.iter_modules([str(Path(file).parent)])]
     return [name for name in names if name not in but and not name.startswith("_")]
 
 
 def router_named(name: str) -> type[Router]:
-    """The rule of that name; of the files from outside only its own is loaded."""
+    """The rule of that name. If it is from outside, only its own file is loaded."""
     if name in built_in_names():
         package = __name__.rpartition(".")[0]
         return only_subclass(importlib.import_module(f"{package}.{name}"), Router)
@@ -312,5 +317,5 @@ def router_named(name: str) -> type[Router]:
 
 
 def build(name: str, D: int, E: int, K: int, **options: Any) -> Router:
-    """The routing rule called `name`, e.g. build("softmax_topk", 64, 8, 2, loss_weights={"switch": 0.01})."""
+    """Builds a rule by name: build("softmax_topk", 64, 8, 2, loss_weights={"switch": 0.01})."""
     return router_named(name)(D, E, K, **options)

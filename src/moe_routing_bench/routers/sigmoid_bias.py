@@ -1,4 +1,4 @@
-"""Sigmoid with balancing bias (DeepSeek-V3): chosen by score + bias, weighed by the score alone.
+"""Sigmoid with balancing bias (DeepSeek-V3): experts are chosen by score + bias and weighted by the score.
 
     z = x W,  s = sigmoid(z),  the K experts with the largest s + bias
     gate_k = scale * s_k / sum_j s_j          renormalise = False: gate_k = scale * s_k
@@ -7,19 +7,17 @@
     score = "sqrtsoftplus"   s = sqrt(log(1 + exp(z))), DeepSeek-V4
     score = "softmax"        s = softmax(z)
 
-bias_E is state, not a parameter: a balance controller moves it between steps, no gradient reaches it. With
-`groups` > 1 the choice is limited to the `keep_groups` best groups by s + bias (see groups.py).
+bias_E is not a parameter: a balance controller moves it between steps, and it gets no gradient. With `groups`
+> 1 the choice is limited to the `keep_groups` best groups by s + bias (see groups.py).
 
-The losses see s / sum_j s_j over all experts and count the K largest s, without bias and groups, as the paper
-and Megatron do.
+The losses use s / sum_j s_j over all experts and count the K largest s, without bias and groups, as in the
+paper and in Megatron.
 
-Where implementations differ: Transformers and Megatron divide by the sum + 1e-20, vLLM by the sum, llama.cpp
-by at least 6.1e-5; Megatron does not divide if K = 1. Here the quotient is softmax(log s): the same number,
-but gates sum to 1 and gradients are finite even where every s underflows to 0.
+Implementations differ: Transformers and Megatron divide by the sum + 1e-20, vLLM by the sum, llama.cpp by at
+least 6.1e-5; Megatron does not divide if K = 1. Here the quotient is softmax(log s). This is the same number,
+but gates sum to 1 and gradients are finite even if every s underflows to 0.
 
-fused="auto", "eager", "triton_fused", ... names an implementation of op score_topk that gives choices and
-gates in one call, with the same numbers but for rounding; the scores of all experts are then made for losses
-alone.
+fused="auto", "eager", "triton_fused", ...: see Router.fuse.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.ops.score_topk.op import log_score, plain_score
 from moe_routing_bench.routers.groups import check_groups, limit_to_groups, score_rule
@@ -64,7 +62,7 @@ class SigmoidBiasRouter(Router):
         **options: Any,
     ):
         super().__init__(D, E, K, **options)
-        check_option("score", score, SCORES)
+        one_of("score", score, SCORES)
         if not scale > 0:
             raise ValueError(f"scale must be above 0, not {scale}")
         check_groups(E, K, groups, keep_groups, group_score)
@@ -101,5 +99,5 @@ class SigmoidBiasRouter(Router):
         return self.routed(expert_TK, gate_TK, logits_TE, info, score_losses(seen, self.E, info))
 
     def scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """log s with a gradient, and s to choose by."""
+        """log s with a gradient, and s for the choice."""
         return log_score(logits_TE, self.score), plain_score(logits_TE.detach(), self.score)

@@ -1,20 +1,21 @@
-"""Sinkhorn: in training top-k of logits made doubly balanced by transport, in eval plain top-k.
+"""Sinkhorn: in training top-k of logits that optimal transport has balanced, in eval plain top-k.
 
     training: f_t = -log sum_e exp(z_te + g_e),  g_e = -log sum_t exp(z_te + f_t),  from g = 0, in turn;
               the K experts with the largest z_te + g_e
     eval:     the K experts with the largest z_te
     gate = sigmoid(z_te) if K = 1, else softmax(z)_te over all experts, not renormalised
 
-exp(z + f + g) is the plan nearest to exp(z) whose rows have equal sums and whose columns have equal sums. f
-moves a whole row and thus no choice; constants (log T, log E) cancel. The plan is balanced, its top-k nearly.
-No gradient passes through f and g. Masked tokens have no row.
+exp(z + f + g) is the plan nearest to exp(z) in which all rows have the same sum and all columns have the same
+sum. f changes a whole row and therefore no choice; constants (log T, log E) cancel. The plan is balanced, and
+its top-k is nearly balanced. No gradient passes through f and g. Masked tokens have no row.
 
-16 iterations bring the column sums of 4096 x 64 normal logits, shifted by a normal number for each expert,
-within 0.001 of equal for a standard deviation of 3 and within 0.25 for one of 10; a surer router needs more.
+After 16 iterations the column sums of 4096 x 64 normal logits, shifted by a normal number for each expert,
+are equal within 0.001 for a standard deviation of 3 and within 0.25 for one of 10. More extreme logits need
+more iterations.
 
-Where others differ: Megatron iterates on exp(z) itself, with 1e-8 added to sums, until the mean change of
-exp(g) is below 1e-4: that reads the device at every iteration, and overflows in float32 for z above 88.
-Megatron allows no balance loss with it; there is none here. The rest is Megatron's.
+Others differ: Megatron iterates on exp(z) itself, with 1e-8 added to sums, until the mean change of exp(g) is
+below 1e-4. That reads the device at every iteration, and overflows in float32 for z above 88. Megatron allows
+no balance loss with it; there is none here. Everything else is as in Megatron.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ class SinkhornRouter(Router):
 
 
 def balancing_E(z_TE: Tensor, iterations: int, mask_T: Tensor | None = None) -> Tensor:
-    """g after so many iterations: the columns of exp(z + f + g) then have equal sums, the rows nearly."""
+    """g after these iterations: the columns of exp(z + f + g) have equal sums, the rows nearly equal sums."""
     g_E = torch.zeros_like(z_TE[:1].sum(0))
     for _ in range(iterations):
         f_T1 = -torch.logsumexp(z_TE + g_E, dim=1, keepdim=True)
         if mask_T is not None:
             f_T1 = torch.where(mask_T.bool().unsqueeze(1), f_T1, float("-inf"))
         g_E = -torch.logsumexp(z_TE + f_T1, dim=0)
-    # without any token g is infinite, and nothing is to be balanced
+    # without any token g is infinite, and there is nothing to balance
     return torch.where(g_E.isfinite(), g_E, 0.0)

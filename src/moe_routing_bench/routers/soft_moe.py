@@ -1,15 +1,15 @@
-"""Soft-MoE: no choice at all; every slot mixes all tokens of a sequence, every token all slots.
+"""Soft-MoE: no choice; every slot mixes all tokens of a sequence, and every token mixes all slots.
 
     logits_ns = < x_n / |x_n|,  scale * phi_s / |phi_s| >      |v| = sqrt(sum v^2 + 1e-6)
     dispatch = softmax over the N tokens of a sequence,  combine = softmax over the S slots
     S = E * slots_per_expert, ordered by expert;  the slots mix the raw x, not the normalised one
 
-A token has no choices to count, so K must be 1. Masked tokens have zero weight both ways: they reach no
-slot and get nothing back. A token's share of a slot depends on every other token of its sequence.
+A token has no choices, so K must be 1. Masked tokens have zero weight in both directions: they reach no slot
+and get nothing back. A token's share of a slot depends on every other token of its sequence.
 
 The authors' code (google-research/vmoe) has the same epsilon, inside the root, and the same scale, one number
-that starts at 1. It draws phi by Lecun's rule; drawn with std 0.02 it is the same after normalising, but for
-the epsilon. It can add noise to the logits; this does not.
+that starts at 1. It draws phi by Lecun's rule. Drawn with std 0.02 it is the same after normalising, except
+for the epsilon. Their code can add noise to the logits; this does not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SoftMoERouter(Router):
         logits_BNS = logits_TS.view(B, N, S)
         dispatch_BNS = logits_BNS
         if info.mask_T is not None:
-            # the lowest number in place of -inf: a sequence without tokens must not become 0 / 0
+            # the lowest number instead of -inf, because a sequence without tokens must not become 0 / 0
             keep_BN1 = info.mask_T.bool().view(B, N, 1)
             dispatch_BNS = torch.where(keep_BN1, logits_BNS, torch.finfo(self.dtype).min)
         dispatch_BNS = dispatch_BNS.softmax(1)

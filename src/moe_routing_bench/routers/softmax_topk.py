@@ -1,21 +1,19 @@
-"""Softmax top-k: the K most probable experts, with three ways to weigh them.
+"""Softmax top-k: the K most probable experts, with three ways to weight them.
 
     z = x W (+ b with bias=True),  p = softmax(z),  the K experts with the largest z
     order = "softmax_then_topk"                gate_k = p_k                     sums to less than 1 if K < E
     order = "softmax_then_topk_renormalised"   gate_k = p_k / sum_j p_j         Mixtral, Qwen3; the default
     order = "topk_then_softmax"                gate = softmax(z_1 .. z_K)       GPT-OSS
 
-The last two are mathematically equal: p_k / sum_j p_j = exp(z_k) / sum_j exp(z_j), for the softmax's
-denominator cancels. They differ by rounding, and in what a kernel has to compute.
+The last two are mathematically equal, because the softmax's denominator cancels: p_k / sum_j p_j = exp(z_k) /
+sum_j exp(z_j). They differ by rounding and in what a kernel must compute.
 
-Transformers takes the product x W in the model's dtype and everything after it in float32 (GPT-OSS: the
-softmax in the model's dtype too). With 16-bit logits many are equal: of 300 random tokens and 64 experts, a
-quarter had a tie among the first 9. Here the product is in float32 as everything else;
-logits_dtype=torch.bfloat16 is for routing as a 16-bit model does.
+Transformers computes x W in the model's dtype and everything after it in float32 (GPT-OSS also computes the
+softmax in the model's dtype). Many 16-bit logits are equal: of 300 random tokens with 64 experts, a quarter
+had a tie among the first 9. Here everything is in float32; logits_dtype=torch.bfloat16 routes like a 16-bit
+model.
 
-fused="auto", "eager", "triton_fused", ... names an implementation of op score_topk that gives choices and
-gates in one call, with the same numbers but for rounding; the scores of all experts are then made for losses
-alone.
+fused="auto", "eager", "triton_fused", ...: see Router.fuse.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.routers.losses import score_losses
@@ -55,7 +53,7 @@ class SoftmaxTopkRouter(Router):
         **options: Any,
     ):
         super().__init__(D, E, K, **options)
-        check_option("order", order, ORDERS)
+        one_of("order", order, ORDERS)
         self.order = order
         if order != "softmax_then_topk":
             self.gate_sum = "one"
@@ -87,7 +85,7 @@ class SoftmaxTopkRouter(Router):
         if score_TE is None:
             gate_TK, expert_TK = self.choose_fused(logits_TE)
         else:
-            # chosen by z for every order: softmax keeps the order, but p ties where it underflows
+            # every order chooses by z: softmax keeps the order of z, but p has ties where it underflows
             value_TK, expert_TK = self.topk(logits_TE, self.K)
             if self.order == "topk_then_softmax":
                 gate_TK = value_TK.softmax(-1)

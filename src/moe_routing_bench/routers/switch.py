@@ -2,7 +2,7 @@
 
     z = x W,  p = softmax(z),  e = argmax_e p_e,  gate = p_e   (not renormalised, so the router learns)
 
-With `jitter` > 0 the router of a model in training reads x * U(1 - jitter, 1 + jitter); the experts do not.
+With `jitter` > 0 the router reads x * U(1 - jitter, 1 + jitter) in training; the experts read x.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SwitchRouter(Router):
             x_TD = x_TD * (1 + self.jitter * (2 * torch.rand_like(x_TD) - 1))
         logits_TE = self.project(x_TD, self.w_DE)
         score_TE = logits_TE.softmax(-1)
-        # chosen by z, which keeps its order where p underflows to ties
+        # choose by z, because p has ties where it underflows
         _, expert_TK = self.topk(logits_TE, 1)
         losses = score_losses(lambda: (score_TE, expert_TK), self.E, info)
         return self.routed(expert_TK, score_TE.gather(1, expert_TK), logits_TE, info, losses)

@@ -1,22 +1,22 @@
-"""Token rounding (SonicMoE): top-k, then tokens added or taken away until experts have whole tiles.
+"""Token rounding (SonicMoE): top-k, then tokens are added or removed until experts have whole tiles.
 
     z = x W,  p = softmax(z),  a token chooses the K experts with the largest z;  c_e tokens chose expert e
     target_e = c_e rounded to a multiple of `tile`: "nearest" (half to even, as torch.round), "up" or "down"
-    expert e ranks all tokens, those that chose it first (by gate), then the others (by p), and takes target_e
+    expert e ranks all tokens, first those that chose it (by gate), then the others (by p), and takes target_e
     gate = p_e / sum of p over the token's K choices if it chose e, else p_e
 
-No row of a tile is wasted; fewer than `tile` tokens of an expert are added or taken away, those with the
-highest p or the lowest gates. A token can end with fewer experts than K, none, or up to E; `most` bounds them
-(the largest z), and an expert that loses tokens to this bound has less than whole tiles.
+No row of a tile is wasted. An expert gets or loses fewer than `tile` tokens, those with the highest p or the
+lowest gates. A token can end with fewer than K experts, with none, or with up to E. `most` limits them (the
+largest z), and an expert that loses tokens by this limit does not have whole tiles.
 
-An expert takes no more tokens than there are: with fewer than a tile, "up" gives it all of them, a part of a
-tile. Masked tokens are no tokens: they are not counted and never taken; all others rank before them.
+An expert cannot take more tokens than exist: with fewer than a tile, "up" gives it all of them, which is part
+of a tile. Masked tokens are not counted and never taken; all others rank before them.
 
-Which tokens an expert takes depends on all the others, later ones too: not causal. `tile` is the kernel's:
-128 in the authors' code; 16, the rows of an AMX tile, by default here.
+The tokens that an expert takes depend on all others, also on later ones, so it is not causal. `tile` belongs
+to the kernel: 128 in the authors' code; the default here is 16, the rows of an AMX tile.
 
-Of equal gates the earlier token comes first, which the authors leave open. Their code ranks added tokens by
-p - 1 in x's dtype, where small p become equal; here it is log p.
+Of equal gates the earlier token comes first; the authors do not define this. Their code ranks added tokens by
+p - 1 in x's dtype, where small p become equal; here they are ranked by log p.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.core.routing import Routing, TokenInfo
 from moe_routing_bench.routers.losses import switch_loss
 from moe_routing_bench.routers.router import Router
@@ -56,7 +56,7 @@ class TokenRoundingRouter(Router):
         super().__init__(D, E, K, **options)
         if tile < 1:
             raise ValueError(f"tile must be at least 1 row, not {tile}")
-        check_option("rounding", rounding, ROUNDINGS)
+        one_of("rounding", rounding, ROUNDINGS)
         self.most = self.widest(most)
         self.tile, self.rounding = tile, rounding
         self.w_DE = nn.Parameter(torch.empty(D, E))
@@ -74,7 +74,7 @@ class TokenRoundingRouter(Router):
         share_T1 = score_TE.gather(1, choice_TK).sum(1, keepdim=True)
         gate_TE = torch.where(chose_TE, score_TE / share_T1, score_TE)
 
-        # gates are at least 0 and log p of an expert not chosen is below 0, so one sort ranks both
+        # gates are at least 0, and log p of an expert that was not chosen is below 0, so one sort ranks both
         wish_TE = torch.where(chose_TE, gate_TE, logits_TE.log_softmax(-1)).detach()
         wish_TE = torch.where(exists_T1, wish_TE, float("-inf"))
         taken_TE = first_TE(wish_TE, rounded(chose_TE.sum(0), self.tile, self.rounding))
@@ -86,7 +86,7 @@ class TokenRoundingRouter(Router):
 
 
 def rounded(count_E: Tensor, tile: int, rounding: str) -> Tensor:
-    """To a multiple of tile.   8, 12, 20 with tile 8: nearest 8, 16, 16; up 8, 16, 24; down 8, 8, 16."""
+    """Rounds to a multiple of tile. 8, 12, 20 with tile 8: nearest 8, 16, 16; up 8, 16, 24; down 8, 8, 16."""
     tiles_E, rest_E = count_E // tile, count_E % tile
     if rounding == "up":
         tiles_E = tiles_E + (rest_E > 0)
@@ -97,8 +97,8 @@ def rounded(count_E: Tensor, tile: int, rounding: str) -> Tensor:
 
 
 def first_TE(wish_TE: Tensor, number_E: Tensor) -> Tensor:
-    """True for the number_e highest of each column; of equal ones the earlier token comes first."""
-    # columns as rows: a CPU sorts them twice as fast
+    """True for the number_e highest of each column; of equal numbers the earlier token comes first."""
+    # a CPU sorts rows 2x faster than columns
     wish_ET = wish_TE.T.contiguous()
     order_ET = wish_ET.sort(dim=1, descending=True, stable=True).indices
     place_T = torch.arange(wish_ET.shape[1], device=wish_ET.device)
@@ -107,10 +107,10 @@ def first_TE(wish_TE: Tensor, number_E: Tensor) -> Tensor:
 
 
 def in_order(order_TE: Tensor, taken_TE: Tensor, most: int) -> Tensor:
-    """The taken experts of each token in the given order, `most` of them at most, then -1."""
+    """At most `most` of the taken experts of each token, in the given order, then -1."""
     taken_TE = taken_TE.gather(1, order_TE)
     place_TE = taken_TE.cumsum(1) - 1
-    # those not taken, or one too many, fall into a last column that is cut off
+    # experts that are not taken, or one too many, go to a last column that is removed
     place_TE = torch.where(taken_TE, place_TE.clamp_max(most), most)
     none_TK = order_TE.new_full((order_TE.shape[0], most + 1), -1)
     return none_TK.scatter(1, place_TE, order_TE)[:, :most]

@@ -1,16 +1,15 @@
-"""Top-p (Dynamic MoE): as many experts as it takes for their probabilities to exceed p.
+"""Top-p (Dynamic MoE): the most probable experts until their probabilities together exceed p.
 
     z = x W,  P = softmax(z), sorted from the highest
     expert j is chosen if the j - 1 before it sum to p or less: up to and including the first sum above p
     gate_k = P_k                              renormalise = True: gate_k = P_k / sum of the chosen
 
-p is a buffer (0.4 in the authors' code), state of the router like a balancing bias: the controller
-p_threshold moves it until tokens have K experts on average; without one, K changes nothing.
-`most` bounds a token's experts: the `most` best of what the rule chose.
+p is a buffer (0.4 in the authors' code). The controller p_threshold moves it until tokens have K experts on
+average; without a controller K has no effect. `most` limits a token to the `most` best of its experts.
 
-Losses: `switch` divides counts by the choices made, so it is 1 at balance; `hf` divides by tokens alone and
-is the mean number of experts at balance. `entropy` is the paper's dynamic loss: without it the router could
-have more experts by making P flat.
+The loss `switch` divides counts by the number of choices, so it is 1 at balance. `hf` divides only by tokens
+and is the mean number of experts at balance. `entropy` is the paper's dynamic loss: without it the router
+could get more experts by making P flat.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class TopPRouter(Router):
         gate_TK = score_TE.gather(1, expert_TK)
         up_to_TK = gate_TK.detach().cumsum(1)
         before_TK = torch.cat([torch.zeros_like(up_to_TK[:, :1]), up_to_TK[:, :-1]], dim=1)
-        # below 0 a token would have no expert
+        # if p were below 0, a token would have no expert
         chosen_TK = before_TK <= self.p.to(self.dtype).clamp_min(0)
         expert_TK = torch.where(chosen_TK, expert_TK, -1)
         gate_TK = torch.where(chosen_TK, gate_TK, 0.0)

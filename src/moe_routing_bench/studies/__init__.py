@@ -1,1 +1,1 @@
-"""Longer looks through the harness: profiles, drift of balance, power of the verdict, compiled kernels."""
+"""Longer studies with the harness: profiles, drift of balance, power of the verdict, compiled kernels."""

@@ -1,7 +1,7 @@
-"""Compiled: what a kernel's machine code needs, and what is wrong with it; no compiler is needed here.
+"""What a kernel's machine code needs, and what is wrong with it. This file needs no compiler.
 
-Registers, spills, shared memory and instructions are read from the cubin or hsaco that a GPU would run
-(triton_code.py compiles and reads). Nothing is executed, so this says nothing about speed.
+triton_code.py compiles, and reads registers, spills, shared memory and instructions from the cubin or hsaco
+that a GPU would run. Nothing is executed, so this says nothing about speed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ WIDE_LOADS = {
 }
 
 
-# what overlaps: fetches of a tile in Triton's code, those by TMA, the halves of programmatic dependent launch
+# signs of overlap: fetches of a tile in Triton's code, fetches by TMA, and the two instructions of
+# programmatic dependent launch
 FETCHES = r"\b(?:async_copy_global_to_local|async_tma_copy_global_to_local|ttg\.local_store)\b"
 DESCRIPTOR_LOADS = r"\bcp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global"
 STARTS_NEXT = r"\bgriddepcontrol\.launch_dependents\b"
 WAITS_FOR_PREVIOUS = r"\bgriddepcontrol\.wait\b"
 LOADS = r"\bld\.global|\bcp\.async\.(?:c[ag]|bulk)"
 
-# what a Compilation may expect -> the field of Compiled that must not be 0, and what is wrong if it is
+# what a Compilation may expect -> the field of Compiled that must not be 0, and the message if it is 0
 EXPECTED = {
     "tensor_core": ("tensor_core", "has no tensor-core instruction ({instruction})"),
     "small_multiply": ("small_multiplies", "has no tensor-core instruction (mma.sync)"),
@@ -44,7 +45,8 @@ EXPECTED = {
     "next_tile": ("next_tile", "does not fetch all of the next tile before it stores this one"),
 }
 
-# the size of one multiply in its name, and how many warps do it together; tcgen05 has it in a register
+# patterns for the size of a multiply, and how many warps execute it together; tcgen05 has the size in a
+# register
 SHAPES = (
     (r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)", 1),
     (r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)", 4),
@@ -60,7 +62,7 @@ class Compiled:
       registers=168, spill_bytes=0, shared_bytes=98304, warps=8, stages=3, programs_per_unit=1,
       occupancy=0.125, tensor_core=4, wide_loads=12, fetches_ahead=8, code_bytes=9216, flops=67108864,
       bytes=1081344, wrong=())
-    `occupancy` is the share of a multiprocessor's warps that fit at most; `flops` and `bytes` are the
+    `occupancy` is the largest share of a multiprocessor's warps that fit; `flops` and `bytes` are the
     kernel's own estimate for one program.
     """
 
@@ -77,16 +79,16 @@ class Compiled:
     stages: int = 0
     programs_per_unit: int = 0
     occupancy: float = 0.0
-    tensor_core: int = 0  # multiply instructions of the architecture's own in the text
+    tensor_core: int = 0  # the architecture's own multiply instructions in the text
     small_multiplies: int = 0  # mma.sync, which every NVIDIA architecture has
-    text_flops: int = 0  # what they do if each runs once in every warp; 0 if their text does not say
+    text_flops: int = 0  # of these, if each runs once in every warp; 0 if unknown
     wide_loads: int = 0
-    fetches_ahead: int = 0  # of tiles, under way when the loop begins
+    fetches_ahead: int = 0  # fetches of tiles that have started when the loop begins
     descriptor_loads: int = 0
     starts_next: int = 0
     waits_for_previous: int = 0
     early_loads: int = 0  # from device memory, before it waits
-    next_tile: int = 0  # 1: the next tile is fetched while this one ends
+    next_tile: int = 0  # 1: the next tile is fetched while this one is finished
     code_bytes: int = 0
     flops: int = 0
     bytes: int = 0
@@ -108,7 +110,7 @@ class Compiled:
 
     @property
     def overlap(self) -> str:
-        """What was seen in the code: "3 stages, tma, next tile, pdl"."""
+        """The kinds of overlap in the code: "3 stages, tma, next tile, pdl"."""
         seen = {
             f"{self.stages} stages": self.is_pipelined, "tma": self.descriptor_loads,
             "next tile": self.next_tile, "pdl": self.starts_next + self.waits_for_previous,
@@ -117,7 +119,7 @@ class Compiled:
 
     @property
     def passes(self) -> float:
-        """How often the multiplies of the text must run for the work of one program."""
+        """How often the multiplies in the text must run to do the work of one program."""
         return self.flops / self.text_flops if self.text_flops else 0.0
 
     @property
@@ -145,9 +147,9 @@ def whats_wrong(code: Compiled, target: Target, expects: tuple[str, ...]) -> Ite
 
 
 def programs_per_unit(target: Target, registers: int, shared: int, warps: int, tensor_memory: int = 0) -> int:
-    """How many programs one multiprocessor holds at once, at most."""
+    """Returns how many programs fit on one multiprocessor at the same time."""
     granted = -(-max(registers, 1) // target.register_granule) * target.register_granule
-    # each of the four schedulers has a quarter of the registers, and takes whole warps
+    # each of the four schedulers has a quarter of the registers, and whole warps
     by_registers = 4 * (target.registers_per_unit // 4 // (granted * target.lanes)) // warps
     by_warps = target.warps_per_unit // warps
     each = shared + target.reserved_shared
@@ -157,7 +159,8 @@ def programs_per_unit(target: Target, registers: int, shared: int, warps: int, t
 
 
 def text_flops(text: str, warps: int) -> int:
-    """Operations of all tensor-core multiplies in a text, each once: one m16n8k16 on 8 warps is 32768."""
+    """Returns the operations of all tensor-core multiplies in a text, each executed once: one m16n8k16 on 8
+    warps is 32768."""
     return sum(
         2 * int(m) * int(n) * int(k) * warps // together
         for pattern, together in SHAPES
@@ -166,27 +169,28 @@ def text_flops(text: str, warps: int) -> int:
 
 
 def early_loads(text: str) -> int:
-    """Loads that stand before the wait for the kernel before: they may read what is not written yet."""
+    """Counts loads before the wait for the previous kernel. They may read what is not written yet."""
     before, waits, _ = text.partition("griddepcontrol.wait")
     return len(re.findall(LOADS, before)) if waits else 0
 
 
 def fetches_ahead(ttgir: str) -> int:
-    """Fetches of tiles that are under way when the innermost loop begins, counted in Triton's own code.
+    """Counts fetches of tiles that have started when the innermost loop begins, in Triton's own code.
 
-    With 3 stages and 2 operands 4 on NVIDIA: asynchronous copies, TMA's among them. On AMD tiles are loaded
-    into registers one turn ahead and then put in shared memory. Counting cp.async in the PTX shows less: a
-    loop that was not pipelined may copy asynchronously and wait in the same turn.
+    With 3 stages and 2 operands there are 4 on NVIDIA: asynchronous copies, including those by TMA. On AMD
+    tiles are loaded into registers one iteration ahead and then put in shared memory. A count of cp.async in
+    the PTX would not do: a loop without a pipeline may copy asynchronously and wait in the same iteration.
     """
     before, loop, _ = ttgir.rpartition("scf.for")
     return len(re.findall(FETCHES, before)) if loop else 0
 
 
 def fetches_next_tile(ttgir: str) -> bool:
-    """Whether a loop over tiles and one over their depth became one, and its every fetch is for a later turn.
+    """Whether the loops over tiles and over their depth became one loop that only fetches for later
+    iterations.
 
-    Then the first fetches of the next tile are under way when this one is stored. A tile that is fetched and
-    multiplied in the same turn has a local_alloc of its own.
+    Then the first fetches of the next tile have started when this one is stored. A tile that is fetched and
+    multiplied in the same iteration has its own local_alloc.
     """
     loops = re.findall(r"^( *)(?:%\S+ = )?scf\.for\b(.*?)^\1\}", ttgir, re.DOTALL | re.MULTILINE)
     if ttgir.count("scf.for") != 1 or len(loops) != 1 or not fetches_ahead(ttgir):
@@ -196,7 +200,7 @@ def fetches_next_tile(ttgir: str) -> bool:
 
 
 def worse_than(before: Compiled, now: Compiled) -> list[str]:
-    """What the same kernel costs more than it did."""
+    """Returns in words which costs of a kernel have increased."""
     worse = []
     for field, unit in (
         ("registers", "registers"),

@@ -1,12 +1,12 @@
-"""CuTe kernels, ours and QuACK's, compiled without a GPU, and what is read from their machine code.
+"""Compiles CuTe kernels, ours and QuACK's, without a GPU, and reads their machine code.
 
     python -m moe_routing_bench.studies.cute_code quack sm_90a        rows as JSON; a minute for each GEMM
 
-CuTe DSL compiles for one architecture in a process, so `compile_all` starts one. Ours are made with the
-constants of a model. The seven GEMMs of QuACK are those of a layer and its gradients with the tiles that it
-takes untuned; sizes are not compiled in, so one row stands for every model. Shared memory is not in a cubin:
-it is what the kernel allocates while it is traced. Needs nvidia-cutlass-dsl, quack-kernels, and triton for
-its cuobjdump and nvdisasm.
+CuTe DSL compiles for one architecture in a process, so `compile_all` starts a process. Our kernels are
+compiled with the constants of a model. The seven GEMMs of QuACK are those of a layer and its gradients with
+its default tiles; sizes are not compiled in, so one row is valid for every model. A cubin does not contain
+the size of shared memory, so the allocations are counted while the kernel is traced. Needs
+nvidia-cutlass-dsl, quack-kernels, and triton for its cuobjdump and nvdisasm.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from moe_routing_bench.studies.compiled import Compiled, programs_per_unit
 ARCHITECTURES = {"cute": ("sm_80", "sm_90a", "sm_100a"), "quack": ("sm_90a", "sm_100a")}
 NEEDS = {"cute": "cutlass", "quack": "quack"}
 ANY_MODEL = "any model"
-UNITS = {"sm_90a": 132, "sm_100a": 148}  # multiprocessors; QuACK would ask the driver
+UNITS = {"sm_90a": 132, "sm_100a": 148}  # multiprocessors, for which QuACK asks the driver
 INSTRUCTIONS = r"\b(HMMA|HGMMA|UTC[A-Z]*MMA|LDGSTS|UTMALDG|UTMASTG|LDG\.E[.\w]*128|STG\.E[.\w]*128|STL|LDL)\b"
 MULTIPLIES = {"sm_90a": "HGMMA", "sm_100a": "UTCHMMA"}
-# QuACK's kernels: the implementation that calls them
+# QuACK's kernels -> the implementation that calls them
 CALLED_BY = {
     "fc1: gather, SwiGLU": "expert_ffn.quack_gated",
     "fc2: router score": "expert_ffn.quack_gated",
@@ -52,16 +52,16 @@ OURS = {
     "count": "make_plan.cute_counting",
     "place": "make_plan.cute_counting",
 }
-NARROW = ("count", "place")  # they read one number at a time, the same for all threads of a warp
+NARROW = ("count", "place")  # all threads of a warp read the same number
 
 
 def implementations(family: str) -> list[str]:
-    """Those whose kernels are compiled: "dispatch.cute_gather", ..."""
+    """Returns the implementations whose kernels are compiled: "dispatch.cute_gather", ..."""
     return sorted(set({"cute": OURS, "quack": CALLED_BY}[family].values()))
 
 
 def why_not(family: str, arch: str) -> str | None:
-    """Why the family cannot be compiled for an architecture here, in words; None if it can."""
+    """Returns why the family cannot be compiled for an architecture here; None if it can."""
     if arch not in ARCHITECTURES[family]:
         return f"only for {', '.join(ARCHITECTURES[family])}"
     absent = [name for name in (NEEDS[family], "triton") if importlib.util.find_spec(name) is None]
@@ -69,7 +69,7 @@ def why_not(family: str, arch: str) -> str | None:
 
 
 def compile_all(family: str, arch: str, models: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Rows of the family "cute" or "quack", compiled in a process of its own."""
+    """Compiles the family "cute" or "quack" in a new process and returns its rows."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
             "CUTE_DSL_ARCH": arch,
@@ -87,7 +87,7 @@ def compile_all(family: str, arch: str, models: Sequence[str] = ()) -> list[dict
 
 
 def as_compiled(row: dict[str, Any]) -> Compiled:
-    """A row of the table that Triton's kernels are in too."""
+    """Returns a row as `Compiled`, as Triton's kernels have it."""
     op, _, impl = {**OURS, **CALLED_BY}[row["kernel"]].partition(".")
     about: dict[str, Any] = {"op": op, "impl": impl, "kernel": row["kernel"], "arch": row["arch"]}
     about["model"] = row.get("model", ANY_MODEL)
@@ -114,7 +114,7 @@ def as_compiled(row: dict[str, Any]) -> Compiled:
 
 
 def faults(row: dict[str, Any]) -> list[str]:
-    """What must hold of compiled code and does not."""
+    """Returns what is wrong with compiled code, in words."""
     if "error" in row:
         return ["does not compile"]
     wrong = [f"spills: {row['spills']} loads and stores"] if row["spills"] or row["stack"] else []
@@ -129,7 +129,7 @@ def faults(row: dict[str, Any]) -> list[str]:
 
 
 def ours(arch: str, *models: str) -> list[dict[str, Any]]:
-    """Our own kernels with the constants of the models. In the process of one architecture."""
+    """Compiles our own kernels with the constants of the models. Needs a process for one architecture."""
     import torch
 
     from moe_routing_bench.ops.combine import cute_gather_sum
@@ -157,7 +157,7 @@ def ours(arch: str, *models: str) -> list[dict[str, Any]]:
 
 
 def quacks(arch: str, *unused: str) -> list[dict[str, Any]]:
-    """QuACK's GEMMs as our operations call them. In the process of one architecture."""
+    """Compiles QuACK's GEMMs as our operations call them. Needs a process for one architecture."""
     import cutlass.pipeline
     import cutlass.utils
     import quack.cute_dsl_utils
@@ -187,7 +187,7 @@ def quacks(arch: str, *unused: str) -> list[dict[str, Any]]:
     begin = cutlass.pipeline.MbarrierArray.mbarrier_init
 
     def noted(self: Any, *rest: Any, **named: Any) -> Any:
-        # a count that the kernel computes as it runs is a value of the compiler's, not a number
+        # a count that the kernel computes at run time is a value of the compiler, not a number
         known = {
             name: n if isinstance(n, int) else None
             for name, n in (
@@ -262,20 +262,20 @@ def quacks(arch: str, *unused: str) -> list[dict[str, Any]]:
         row["cluster"] = [used.cluster_m, used.cluster_n, 1]
         try:
             call()
-        except Exception as error:  # whatever a compiler raises is an answer here
+        except Exception as error:  # any error of the compiler is a result here
             lines = re.sub(r"\x1b\[\d+m", "", str(error)).strip().splitlines()
             row["error"] = f"{type(error).__name__}: {' '.join(lines)[:300]}"
         else:
             (cubin,) = folder.glob("*.cubin")
             row |= {"shared": sum(shared), "barriers": list(barriers), **look_at(cubin)}
-            cubin.unlink()  # kernels of one class have one file name
+            cubin.unlink()  # kernels of one class have the same file name
         row["seconds"] = round(time.perf_counter() - started, 1)
         rows.append(row)
     return rows
 
 
 def look_at(cubin: Path) -> dict[str, Any]:
-    """Registers, stack, warps and instructions of machine code."""
+    """Returns registers, stack, warps and instructions of machine code."""
     used = _output("cuobjdump", "-res-usage", cubin)
     match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", used)
     assert match, used

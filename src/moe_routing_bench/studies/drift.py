@@ -1,16 +1,18 @@
-"""Do balance controllers keep up when the data changes? Each sees the same stream of drifting topics.
+"""Measures how fast balance controllers react when the data changes. All see the same stream of drifting
+topics.
 
-A token is 0.8 * the centre of its topic + 0.6 * noise. How often each topic occurs drifts all the time and is
-drawn anew at two jumps. All subjects start from the same router weights W_0 and see the same tokens. A batch
-is routed, looked at, and only then does the controller step. The padded plan has the capacity ceil(1.25 T K /
-E) for everyone, also for rules whose rows are wider than K.
+A token is 0.8 * the centre of its topic + 0.6 * noise. The frequencies of the topics drift all the time and
+are drawn again at two jumps. All subjects start from the same router weights W_0 and see the same tokens. A
+batch is routed and its statistics are taken before the controller steps. The padded plan has the capacity
+ceil(1.25 T K / E) for every rule, also for those that choose more than K experts.
 
-There is no model behind the router. A pull back to W_0 stands in for what it would want: weights move by
+There is no model behind the router. A pull back to W_0 takes the place of the model's loss: weights change by
 
     W -= LEARNING_RATE * (gradient of the router's own losses + PULL * (W - W_0))
 
-so weights without a loss stay at W_0, and those with one settle between W_0 and the loss. The study says how
-fast load is brought back to balance and how many choices that changes; it says nothing of a model's quality.
+so weights without a loss stay at W_0, and those with a loss settle between W_0 and its minimum. The study
+shows how fast the load becomes balanced again and how many choices that changes. It shows nothing about the
+quality of a model.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ LEARNING_RATE = 0.1
 PULL = 0.1
 CAPACITY_FACTOR = 1.25
 EVEN_WITHIN = 0.15
-# what is written down at each step: its name, what it means
+# name and meaning of each number that is recorded at each step
 SERIES = {
     "max_violation": "most loaded expert over the mean load, minus 1",
     "entropy_bits": "entropy of the load, in bits; log2(E) if it is even",
@@ -52,7 +54,7 @@ OnStep = Callable[[int, int], None]  # steps done, steps in all
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Tokens of a step as a pure function of these numbers and the step.
+    """The tokens of a step, which depend only on these numbers and the step.
 
     Stream(steps=600).tokens(0) is 512 x 64 numbers and 512 topics of 0 .. 31; jumps are at steps 200 and 400.
     """
@@ -74,11 +76,11 @@ class Stream:
         return self.steps // 3, 2 * self.steps // 3
 
     def w_DE(self) -> Tensor:
-        """Weights every router starts from: logits of variance 1."""
+        """Returns the weights that every router starts with: logits of variance 1."""
         return torch.randn(self.D, self.E, generator=self._dice(1)) / math.sqrt(self.D)
 
     def chance_L(self, step: int) -> Tensor:
-        """How often each topic occurs at a step."""
+        """Returns how often each topic occurs at a step."""
         epoch = sum(step >= jump for jump in self.jumps)
         base_L = torch.randn(self.topics, generator=self._dice(2, epoch))
         phase_L = 2 * math.pi * torch.rand(self.topics, generator=self._dice(3))
@@ -97,7 +99,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A router under control: Subject(name="sign_bias", router="sigmoid_bias", controller="sign_bias")."""
+    """A controlled router: Subject(name="sign_bias", router="sigmoid_bias", controller="sign_bias")."""
 
     name: str
     router: str
@@ -124,7 +126,7 @@ SUBJECTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Track:
-    """What became of one subject: for each name in SERIES a number at each step.
+    """The numbers of one subject: for each name in SERIES one at each step.
 
     Track(subject=..., series={"max_violation": [0.9, 0.8, ...], ...}, seconds=2.1)
     """
@@ -136,7 +138,7 @@ class Track:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A track in a line of a table. Steps are 600, jumps at 200 and 400:
+    """A track as a row of a table. With 600 steps and jumps at 200 and 400:
 
     settled        every series' mean over the last 50 steps of each third (150-199, 350-399, 550-599)
     after_jump     every series' mean over the 20 steps from each jump on (200-219, 400-419)
@@ -184,7 +186,7 @@ class BalanceStudy:
         )
 
     def to_dict(self, command: str) -> dict[str, Any]:
-        """For a JSON file: everything that was seen, and where."""
+        """Returns all numbers, the settings and the machine, for a JSON file."""
         return {
             "command": command,
             "machine": this_machine().to_dict(),
@@ -211,7 +213,7 @@ class BalanceStudy:
 def study_balance(
     stream: Stream, subjects: Sequence[Subject] = SUBJECTS, *, on_progress: OnStep = lambda done, total: None
 ) -> BalanceStudy:
-    """One subject after the other over the whole stream. Single-threaded: the matrices are small."""
+    """Runs one subject after the other over the whole stream, on one thread: the matrices are small."""
     started, threads = time.perf_counter(), torch.get_num_threads()
     torch.set_num_threads(1)
     tracks: list[Track] = []
@@ -230,7 +232,7 @@ def _step_done(on_progress: OnStep, before: int, total: int, step: int) -> None:
 
 
 def without_control(stream: Stream) -> list[Routing]:
-    """What the router without control chooses at each step."""
+    """Returns what a router without a controller chooses at each step."""
     free = _router(stream, "softmax_topk").eval()
     with torch.no_grad():
         return [free(stream.tokens(step)[0]) for step in range(stream.steps)]

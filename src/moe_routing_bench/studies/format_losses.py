@@ -1,8 +1,8 @@
-"""What a format for weights loses against float32, and what a kernel adds to that.
+"""Measures the error of a weight format against float32, and the error that a kernel adds.
 
-Weights are random, from a distribution like that of trained ones: Student's t with 5 degrees of freedom,
-which has heavier tails than a Gaussian, and columns of different size. Or a small model is trained, and its
-held-out loss is taken with the experts of every layer in the format.
+Weights are random, with a distribution similar to that of trained weights: Student's t with 5 degrees of
+freedom, which has heavier tails than a Gaussian, and columns of different size. Or a small model is trained,
+and its held-out loss is computed with the experts of every layer in the format.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODEL = "softmax_topk"
 
 @dataclass(frozen=True, kw_only=True)
 class FormatLoss:
-    """Errors are root mean squares, relative to that of what is right:
+    """Errors are root mean squares, relative to that of the correct values:
     FormatLoss(name="int8", bits=8.02, weights=0.011, layer=0.019, kernel=0.0017, int8_rows=0.0186)
 
     weights   of the stored weights against float32
@@ -65,7 +65,7 @@ class TrainedLoss:
 
 
 def like_trained(size: tuple[int, int, int], dice: torch.Generator) -> Tensor:
-    """Experts x depth x columns, each column's root mean square about 1 / sqrt(depth)."""
+    """Returns experts x depth x columns; the root mean square of a column is about 1 / sqrt(depth)."""
     E, K, N = size
     normal = torch.randn(size, generator=dice)
     chi_EKN = torch.stack([torch.randn(size, generator=dice).square_() for _ in range(int(FREEDOM))]).sum(0)
@@ -98,7 +98,7 @@ def layer_losses(shape: MoEShape, *, seed: int = 0, names: Sequence[str] = NAMES
                 frozen = native.freeze_stored(experts, torch.bfloat16, store=store)
                 errors[-1] = _relative(native.run(x_TD, gate_TK, plan, frozen, store=store), stored_TD)
         sizes = [weights.w_in_EDG.numel(), weights.w_out_EFD.numel()]
-        total = sum(n * bytes_per_weight(one) for n, one in zip(sizes, (w_in, w_out), strict=True))
+        total = sum(n * bytes_per_weight(w) for n, w in zip(sizes, (w_in, w_out), strict=True))
         yield FormatLoss(
             name=name, bits=8 * total / sum(sizes),
             weights=_relative(kept.w_in_EDG, weights.w_in_EDG.double()),
@@ -107,7 +107,7 @@ def layer_losses(shape: MoEShape, *, seed: int = 0, names: Sequence[str] = NAMES
 
 
 def trained_losses(corpus: Corpus, *, steps: int, seed: int = 0) -> Iterator[TrainedLoss]:
-    """The first is float32 itself."""
+    """Trains a small model and yields its loss in float32, then in every format."""
     run = Run(
         rule=Rule(name=MODEL, router=MODEL), steps=steps, seed=seed, evaluations=1, warmup=min(40, steps)
     )
@@ -127,7 +127,7 @@ def trained_losses(corpus: Corpus, *, steps: int, seed: int = 0) -> Iterator[Tra
 
 @torch.no_grad()
 def _stored(model: nn.Module, name: str) -> nn.Module:
-    """A copy with what the format keeps of the experts' weights."""
+    """Returns a copy whose expert weights are rounded to the format."""
     model = copy.deepcopy(model)
     for layer in model.modules():
         if isinstance(layer, Experts):
@@ -137,7 +137,7 @@ def _stored(model: nn.Module, name: str) -> nn.Module:
 
 
 def _frozen(model: nn.Module, store: str) -> nn.Module:
-    """A copy whose experts are computed by the kernel for stored weights."""
+    """Returns a copy whose experts use the kernel for stored weights."""
     model = copy.deepcopy(model)
     for layer in model.modules():
         if isinstance(layer, MoE):

@@ -1,8 +1,9 @@
-"""The power study: how often does the benchmark call the same code different, and find a known slow-down?
+"""The power study: how often does the benchmark call equal code different, and how often does it detect a
+known slow-down?
 
-A trial is one comparison as a user's run makes it, and a sitting is such a run: fresh processes, a baseline,
-its twin and several candidates in shuffled rounds until the policy stops them, the verdicts. Baseline and
-candidates are the same code; a candidate then spins for a known percent of its own time
+A sitting is a run as users make it: new processes, a baseline, its twin and several candidates in shuffled
+rounds until the policy stops them, and verdicts. A trial is one comparison of a sitting. Baseline and
+candidates are the same code; a candidate also spins for a known percentage of its own time
 (power_kernels/combine/slowed.py).
 """
 
@@ -13,7 +14,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, Self
@@ -21,32 +22,30 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.cell import Cell, Policy
 from moe_routing_bench.bench.cores import quiet_cores
+from moe_routing_bench.bench.hosts.shared import SharedHost
+from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
-from moe_routing_bench.bench.noise import NoiseDuring, weather
-from moe_routing_bench.bench.rounds import BaselineError, measure
-from moe_routing_bench.bench.series import TWIN
-from moe_routing_bench.bench.subject import Subject
-from moe_routing_bench.bench.trial import Setup, Trial, try_alone
+from moe_routing_bench.bench.measure import BaselineError, measure
+from moe_routing_bench.bench.noise import NoiseDuring, noise_now
+from moe_routing_bench.bench.setup import Setup, Trial
+from moe_routing_bench.bench.spans.span import span_named
+from moe_routing_bench.bench.trial import try_alone
 from moe_routing_bench.bench.verdict import aa_floor, compare_cells
 from moe_routing_bench.core.machine import this_machine
-from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.core.text import first_problem
 from moe_routing_bench.routers.router import include_folder
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.axes import values_of
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 SLOWDOWNS = (1, 2, 3, 5, 8)
 KERNELS = Path(__file__).parent / "power_kernels"
 # about 0.3 ms a call on a server core: a dozen calls make a sample
-CASE = BenchCase(
-    name="power/512x256-e16-k2",
-    span="combine",
-    shape=MoEShape(T=512, D=256, F=256, E=16, K=2),
-    dtype="float32",
+CASE = Experiment(
+    case="power/512x256-e16-k2", span="combine", T=512, D=256, F=256, E=16, K=2, dtype="float32"
 )
 PER_SITTING = 7
-# sittings between two gates: a gate also chooses the calls in a sample, so its luck is part of the study
+# sittings between two gates: a gate also chooses the calls in a sample, which varies, so it must be repeated
 GATE_EVERY = 10
 MAX_FILE_BYTES = 2**26
 MAX_TRIALS = 100_000
@@ -60,8 +59,8 @@ TrialVerdict = Literal["FASTER", "SLOWER", "SAME", "TOO_FEW_ROUNDS", "UNDECIDED"
 @dataclass(frozen=True, kw_only=True)
 class Times:
     """Seconds per call in paired rounds: Times(a=[0.010, ...], twin=[0.010, ...], b=([0.0105, ...], ...),
-    stop_reason="precision: the ratio is known to 1.0 % after 20 rounds"). a is the baseline, b the candidates
-    in the order asked for."""
+    stop_reason="precision: the ratio is known to 1.0 % after 20 rounds"). a is the baseline; b has the
+    candidates in the order of the request."""
 
     a: Sequence[float]
     twin: Sequence[float]
@@ -71,7 +70,7 @@ class Times:
 
 
 class FailedTrialError(Exception):
-    """The benchmark refused honest code during a trial; the sentence says why."""
+    """The benchmark refused correct code during a trial; the message says why."""
 
 
 TakeTimes = Callable[[Sequence[int]], Times]  # of candidates slowed by these percents
@@ -86,8 +85,8 @@ class PowerTrial(_Document):
     """One comparison. PowerTrial(percent=5, verdict="SLOWER", ratio=1.049, interval=(1.041, 1.058),
     aa_floor=0.003, rounds=25, calls=16, seconds=1.4, reason="precision: ... after 25 rounds").
 
-    calls: in a sample. seconds: its share of the sitting. FAILED has no ratio; its reason says how the
-    benchmark came to refuse the code.
+    calls: in a sample. seconds: its share of the sitting. FAILED has no ratio; its reason says why the
+    benchmark refused the code.
     """
 
     percent: int = Field(ge=0, le=1000)
@@ -114,8 +113,8 @@ class PowerRow(_Document):
     PowerRow(percent=5, trials=100, verdicts={"SLOWER": 97, "UNDECIDED": 3}, share=0.97,
              interval=(0.915, 0.994), median_ratio=1.050, median_rounds=40, median_seconds=1.9)
 
-    share: of all trials those that were SLOWER. At 0 %, where the code is the same: FASTER or SLOWER,
-    of the trials that did not fail. interval: Clopper and Pearson's, 95 %.
+    share: the trials that were SLOWER, of all. At 0 %, where the code is the same: those that were FASTER or
+    SLOWER, of the trials that did not fail. interval: Clopper and Pearson's, 95 %.
     """
 
     percent: int
@@ -129,10 +128,10 @@ class PowerRow(_Document):
 
 
 class PowerStudy(_Document):
-    """A whole study as its file holds it: a row for each percent, the trials they were counted from in the
-    order they were taken, and under which conditions.
+    """A study as it is in its file: a row for each percentage, the trials in the order they were measured,
+    and the conditions.
 
-    finished is False if somebody stopped it: then the rows count what was measured until that moment.
+    finished is False if somebody stopped it; the rows then count what was measured before that.
     """
 
     schema_version: Literal[1] = 1
@@ -173,7 +172,8 @@ class PowerStudy(_Document):
 
 
 def plan_trials(trials: int) -> dict[int, int]:
-    """So many of the same code, half as many of each slow-down: the false rate is small and needs more.
+    """Plans `trials` of the same code and half as many of each slow-down: the small false rate needs more
+    trials.
 
     plan_trials(200) == {0: 200, 1: 100, 2: 100, 3: 100, 5: 100, 8: 100}
     """
@@ -185,7 +185,7 @@ def plan_trials(trials: int) -> dict[int, int]:
 def study_power(
     planned: Mapping[int, int],
     *,
-    policy: Policy | None = None,
+    experiment: Experiment | None = None,
     seed: int = 0,
     command: str = "",
     take_times: TakeTimes | None = None,
@@ -193,15 +193,15 @@ def study_power(
 ) -> PowerStudy:
     """All trials in one shuffled order, so that a busy minute affects every percent alike. Ctrl-C ends it and
     keeps what there is. planned: trials by percent. take_times: real rounds unless a test gives its own."""
-    policy = policy or Policy()
+    experiment = experiment or CASE
     order = [percent for percent, number in planned.items() for _ in range(number)]
     random.Random(seed).shuffle(order)
-    started, before = time.perf_counter(), weather()
+    started, before = time.perf_counter(), noise_now()
     trials: list[PowerTrial] = []
     finished = False
     try:
         on_progress(0, len(order))
-        take = take_times or RealTimes(policy, seed)
+        take = take_times or RealTimes(experiment, seed)
         for begin in range(0, len(order), PER_SITTING):
             trials += _one_sitting(order[begin : begin + PER_SITTING], take)
             on_progress(len(trials), len(order))
@@ -212,20 +212,20 @@ def study_power(
     return PowerStudy(
         command=command,
         machine=_as_in_json(this_machine().to_dict()),
-        case=CASE.name,
-        policy=_as_in_json(asdict(policy)),
+        case=CASE.case,
+        policy=_as_in_json(values_of(experiment, "how")),
         seed=seed,
         planned=dict(planned),
         finished=finished,
         seconds=time.perf_counter() - started,
-        weather=NoiseDuring(before=before, after=weather()).to_dict(),
+        weather=NoiseDuring(before=before, after=noise_now()).to_dict(),
         rows=count(trials),
         trials=tuple(trials),
     )
 
 
 def count(trials: Sequence[PowerTrial]) -> tuple[PowerRow, ...]:
-    """A row for every percent that was tried, least first."""
+    """Returns a row for every percentage that was tried, the smallest first."""
     rows = []
     for percent in sorted({trial.percent for trial in trials}):
         these = [trial for trial in trials if trial.percent == percent]
@@ -250,7 +250,7 @@ def count(trials: Sequence[PowerTrial]) -> tuple[PowerRow, ...]:
 
 
 def share_interval(hits: int, of: int) -> tuple[float, float]:
-    """Clopper and Pearson's 95 % interval of a share: 0 of 200 is (0, 0.018)."""
+    """Returns Clopper and Pearson's 95 % interval of a share: (0, 0.018) for 0 of 200."""
     from scipy import stats  # a second to import
 
     if of == 0:
@@ -260,7 +260,7 @@ def share_interval(hits: int, of: int) -> tuple[float, float]:
 
 
 def _as_in_json(document: dict[str, Any]) -> dict[str, Any]:
-    """Tuples become lists, so that a study equals what is read back from its file."""
+    """Makes lists of tuples, so that a study equals what is read back from its file."""
     return json.loads(json.dumps(document))
 
 
@@ -276,32 +276,32 @@ def _one_sitting(percents: Sequence[int], take: TakeTimes) -> list[PowerTrial]:
             for percent in percents
         ]
     floor = aa_floor(times.a, times.twin)
-    # the twin is compared too, as in runner.py: the correction for many comparisons counts it
+    # the twin is compared too, as in runner.py, because the correction for many comparisons counts it
     comparisons = compare_cells([(times.a, b) for b in (*times.b, times.twin)], aa_floor=floor)
     return [
         PowerTrial(
             percent=percent,
-            verdict=one.verdict,
-            ratio=one.ratio,
-            interval=one.interval,
+            verdict=compared.verdict,
+            ratio=compared.ratio,
+            interval=compared.interval,
             aa_floor=floor,
-            rounds=one.rounds,
+            rounds=compared.rounds,
             calls=times.calls,
             seconds=(time.perf_counter() - started) / len(percents),
             reason=times.stop_reason,
         )
-        for percent, one in zip(percents, comparisons[:-1], strict=True)
+        for percent, compared in zip(percents, comparisons[:-1], strict=True)
     ]
 
 
 class RealTimes:
-    """Rounds on this machine: RealTimes(Policy(), 0)((0, 5)) gives the times of two candidates.
+    """Rounds on this machine: RealTimes(CASE, 0)((0, 5)) gives the times of two candidates.
 
-    The gate is not repeated for each sitting but after every GATE_EVERY.
+    The gate is repeated after every GATE_EVERY sittings.
     """
 
-    def __init__(self, policy: Policy, seed: int):
-        self.policy, self.seed = policy, seed
+    def __init__(self, experiment: Experiment, seed: int):
+        self.experiment, self.seed = experiment, seed
         self.gates: dict[int, Trial] = {}
         self.taken = 0
         self.judge: Judge | None = None
@@ -310,42 +310,47 @@ class RealTimes:
         specs = [
             f"slowed(percent={percent},role=number_{place})" for place, percent in enumerate((0, *percents))
         ]
-        cell = Cell(
-            case=CASE,
+        experiment = replace(
+            self.experiment,
             workload="uniform",
-            subjects=tuple(Subject(spec=spec, layout=CASE.layout) for spec in specs),
+            implementations=tuple(ImplementationRef(name=spec, layout=CASE.layout) for spec in specs),
             seed=self.seed,
-            policy=self.policy,
             include=(str(KERNELS),),
         )
-        self.judge = self.judge or Judge(cell.span, cell.inputs())
-        budget = Budget(self.policy.max_seconds)
-        setup = Setup(cell=cell, judge=self.judge, cores=quiet_cores(self.policy.threads), budget=budget)
+        self.judge = self.judge or Judge(span_named(experiment.span), Inputs(experiment))
+        budget = Budget(experiment.max_seconds)
+        setup = Setup(
+            experiment=experiment, judge=self.judge, cores=quiet_cores(experiment.threads), budget=budget
+        )
         if self.taken % GATE_EVERY == 0:
             self.gates = {}
         self.taken += 1
-        for place, percent in enumerate((0, *percents)):
+        shared = SharedHost(setup, experiment.implementations)
+        for subject, percent in zip(experiment.implementations, (0, *percents), strict=True):
             if percent not in self.gates:
-                self.gates[percent] = _gate(setup, place)
-        trials = {place: self.gates[percent] for place, percent in enumerate((0, *percents))}
+                self.gates[percent] = _gate(shared, subject)
+            setup.trials[subject] = self.gates[percent]
         try:
-            measured = measure(setup, list(trials), trials, lambda rounds, now: None)
+            measured = measure(setup, shared, experiment.implementations, lambda rounds, now: None)
         except BaselineError as blame:
             raise FailedTrialError(f"{blame.failure.status}: {blame.failure.reason}") from None
+        finally:
+            shared.end()
         for failure in measured.failed.values():
             raise FailedTrialError(f"{failure.status}: {failure.reason}")
+        seen = [measured.samples[measured.of(subject)] for subject in experiment.implementations]
         return Times(
-            a=measured.samples[0],
-            twin=measured.samples[TWIN],
-            b=[measured.samples[place] for place in trials if place],
+            a=seen[0].seconds,
+            twin=measured.samples[measured.twin].seconds,
+            b=[one.seconds for one in seen[1:]],
             stop_reason=measured.stop_reason,
-            calls=measured.calls[0],
+            calls=seen[0].calls,
         )
 
 
-def _gate(setup: Setup, place: int) -> Trial:
+def _gate(shared: SharedHost, subject: ImplementationRef) -> Trial:
     include_folder(KERNELS)  # only registers names; workers load the code
-    gate = try_alone(setup, place)
+    gate = try_alone(shared, subject)
     if not gate.passed:
         raise FailedTrialError(f"at the gate, {gate.status}: {gate.reason}")
     return gate

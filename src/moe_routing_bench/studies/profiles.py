@@ -1,9 +1,9 @@
-"""Where the time of a MoE layer goes: torch.profiler over Transformers' layer, a hand-ordered path, and ours.
+"""Profiles a MoE layer with torch.profiler: Transformers' layer, a hand-ordered path, and ours.
 
-Four shares, the same for all: route (logits, top-k, gates), pack (where every pair goes, rows gathered), GEMM
-(both projections and the activation between), combine (weighted rows back to tokens). Our stages and the
-hand-ordered ones run inside named ranges. Inside Transformers' experts there are none, so their operations
-are sorted by name, shape and place (`share_of`). What the profiler saw between operations is Python.
+The time is divided into four shares: route (logits, top-k, gates), pack (positions of all pairs, gathered
+rows), GEMM (both projections and the activation between them), combine (weighted rows back to tokens). Our
+stages and the hand-ordered ones run inside named ranges. Transformers' experts have no ranges, so `share_of`
+sorts their operations by name, shape and position. Time between operations is Python.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.profiler import ProfilerActivity, record_function
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.layer import span as layer_span
 from moe_routing_bench.bench.spans.op import STAGED
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.experts import activate
 from moe_routing_bench.core.routing import TokenInfo
 from moe_routing_bench.models.hand_ordered import Stage, hand_ordered
 from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.workloads.experiment import ImplementationRef
 
 SHARES = ("route", "pack", "gemm", "combine", "fused", "shared", "python")
 SUBJECTS = (
@@ -47,7 +47,7 @@ SUMS = re.compile(r"aten::(index_add_?|scatter_add_?|sum)$")
 
 @dataclass(frozen=True, kw_only=True)
 class OpRow:
-    """A line of a profile, over all calls: OpRow(name="aten::mm", calls=192, self_us=9100, total_us=9100)."""
+    """An operation in all calls: OpRow(name="aten::mm", calls=192, self_us=9100, total_us=9100)."""
 
     name: str
     calls: int
@@ -61,7 +61,7 @@ class OpRow:
 class Profile:
     """Profile(calls=10, seconds=0.031, rows=(...), shares={"route": 0.02, "pack": 0.1, ...})
 
-    seconds: of one call, the profiler's own cost included; shares: of the calls' time, summing to 1.
+    seconds: of one call, with the cost of the profiler; shares: of the calls' time, with sum 1.
     """
 
     calls: int
@@ -74,9 +74,9 @@ class Profile:
 class Profiled:
     """A subject's computation with its stages in named ranges."""
 
-    subject: Subject
+    subject: ImplementationRef
     run: Callable[..., Tensor]
-    modules: Mapping[str, nn.Module] = field(default_factory=dict)  # put into ranges by hooks
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)  # hooks run them inside ranges
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def stage(name: str, nvtx: Any = None) -> Iterator[None]:
         yield
 
 
-def profiled(subject: Subject, inputs: Inputs, nvtx: Any = None) -> Profiled:
+def profiled(subject: ImplementationRef, inputs: Inputs, nvtx: Any = None) -> Profiled:
     """A subject of the span `layer` with its stages in named ranges; layers of other libraries by hooks."""
     in_range = partial(stage, nvtx=nvtx)
     computation = layer_span.built(subject, inputs)
@@ -94,13 +94,14 @@ def profiled(subject: Subject, inputs: Inputs, nvtx: Any = None) -> Profiled:
     if not isinstance(owner, MoE):
         modules = {} if owner is None else {"route": owner.gate, "experts": owner.experts}
         return Profiled(subject=subject, run=computation.run, modules=modules)
-    if subject.spec == "hand-ordered":
+    if subject.name == "hand-ordered":
         return Profiled(subject=subject, run=lambda x_TD, info: hand_ordered(owner, x_TD, in_range))
     return Profiled(subject=subject, run=in_stages(owner, in_range))
 
 
 def in_stages(layer: MoE, in_range: Stage) -> Callable[[Tensor, TokenInfo], Tensor]:
-    """What `layer` does, stage by stage; a kernel that does all at once is one stage, "fused"."""
+    """Returns a function that runs `layer` stage by stage. A kernel that does everything is one stage,
+    "fused"."""
     ffn, weights = layer.expert_ffn, layer.experts.weights()
     ops = all_ops()
     parts = [ops[name].get(str(ffn.config[name])).run for name in STAGED if name in ffn.config]
@@ -136,8 +137,8 @@ def _with_shared(layer: MoE, x_TD: Tensor, y_TD: Tensor, in_range: Stage) -> Ten
 
 @torch.no_grad()
 def profile(one: Profiled, inputs: Inputs, *, calls: int, chrome: Path | None = None) -> Profile:
-    """torch.profiler over `calls` calls, each on inputs of its own, after two that are not profiled."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports every start and stop on stderr
+    """Profiles `calls` calls, each with its own inputs, after two calls that are not profiled."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it reports every start and stop on stderr
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -154,13 +155,13 @@ def profile(one: Profiled, inputs: Inputs, *, calls: int, chrome: Path | None = 
                 torch.cuda.synchronize()
     if chrome is not None:
         seen.export_chrome_trace(str(chrome))
-    D = inputs.case.shape.D
+    D = inputs.experiment.D
     return read_profile(seen.key_averages(), seen.events(), calls=calls, width=D)
 
 
 @contextmanager
 def _hooked(modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Each module's forward inside a range of its name."""
+    """Runs the forward of each module inside a range with its name."""
     handles: list[Any] = []
     open_ranges: list[Any] = []
 
@@ -181,17 +182,17 @@ def _hooked(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 def read_profile(averages: Iterable[Any], events: Iterable[Any], *, calls: int, width: int) -> Profile:
-    """A Profile from what torch.profiler gives; `width` is D and tells model rows from hidden ones."""
+    """Reads the output of torch.profiler. `width` is D and tells rows of the model from hidden rows."""
     rows = [
         OpRow(
-            name=one.key,
-            calls=one.count,
-            self_us=one.self_cpu_time_total,
-            total_us=one.cpu_time_total,
-            self_device_us=one.self_device_time_total,
-            device_us=one.device_time_total,
+            name=average.key,
+            calls=average.count,
+            self_us=average.self_cpu_time_total,
+            total_us=average.cpu_time_total,
+            self_device_us=average.self_device_time_total,
+            device_us=average.device_time_total,
         )
-        for one in averages
+        for average in averages
     ]
     on_device = sum(row.self_device_us for row in rows) > 0
     ranges = [event for event in events if event.name.startswith(PREFIX) and _is_host(event)]
@@ -218,26 +219,26 @@ def _is_host(event: Any) -> bool:
 
 
 def share_of(operations: Sequence[Any], width: int) -> list[str]:
-    """The share each operation inside an experts module belongs to, in the order they ran.
+    """Returns the share of each operation inside an experts module, in the order they ran.
 
-    Products of matrices are GEMM. Before the first everything is packing, after the last combining. Between
-    two of them, as in a loop over experts: sums over rows combine; what is elementwise belongs to the
-    activation, unless its rows have the model's width: then it weighs results; the rest gathers rows.
+    Matrix products are GEMM. Operations before the first product pack, those after the last combine. Between
+    two products, as in a loop over experts, sums over rows combine. Elementwise operations belong to the
+    activation, unless their rows have the model's width: then they weight results. All others gather rows.
     """
-    products = [place for place, one in enumerate(operations) if MULTIPLIES.match(one.name)]
+    products = [place for place, operation in enumerate(operations) if MULTIPLIES.match(operation.name)]
     if not products:
         return ["pack"] * len(operations)
     shares = []
-    for place, one in enumerate(operations):
-        if MULTIPLIES.match(one.name):
+    for place, operation in enumerate(operations):
+        if MULTIPLIES.match(operation.name):
             shares.append("gemm")
-        elif place > products[-1] or SUMS.match(one.name):
+        elif place > products[-1] or SUMS.match(operation.name):
             shares.append("combine")
         elif place < products[0]:
             shares.append("pack")
-        elif ACTIVATES.match(one.name):
-            shape = (one.input_shapes or [[]])[0] or [0]
-            weighs = shape[-1] == width and one.name.startswith("aten::mul")
+        elif ACTIVATES.match(operation.name):
+            shape = (operation.input_shapes or [[]])[0] or [0]
+            weighs = shape[-1] == width and operation.name.startswith("aten::mul")
             shares.append("combine" if weighs else "gemm")
         else:
             shares.append("pack")

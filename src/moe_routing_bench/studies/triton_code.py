@@ -1,6 +1,7 @@
-"""Triton kernels compiled ahead of time, without a GPU, and what is read from their machine code.
+"""Compiles Triton kernels without a GPU and reads what their machine code needs.
 
-Made with the constants of a model, or as a launcher asks for them (launches.py). Needs triton.
+Kernels are compiled with the constants of a model, or with those a launcher passes
+(measurements/gpu/launches.py). This file needs triton.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ ALIGNED = [["tt.divisibility", 16]]
 def compile_implementation(
     implementation: Implementation, model_name: str, target: Target
 ) -> Iterator[Compiled]:
-    """Every kernel of an implementation with the constants of a model; nothing if it is not in Triton.
+    """Compiles every kernel of an implementation with the constants of a model; none if it is not in Triton.
 
-    A configuration gives the kernels that differ from the default's, or one row with a reason if it makes no
-    sense on the architecture.
+    A configuration yields the kernels that differ from those of the default, or one row with a reason if the
+    architecture does not support it.
     """
     names = (implementation.op, implementation.label, model_name)
     try:
@@ -70,7 +71,7 @@ def compilations_of(implementation: Implementation, model_name: str, target: Tar
     usual = list(made(sizes, target))
     if not implementation.config:
         return usual
-    return [one for one in made(sizes, target, **implementation.config) if one not in usual]
+    return [kernel for kernel in made(sizes, target, **implementation.config) if kernel not in usual]
 
 
 def compile_kernel(
@@ -88,7 +89,7 @@ def compile_kernel(
             target=GPUTarget(target.backend, target.arch, target.lanes),
             options={**options, **(compilation.options or {})},
         )
-    except Exception as error:  # whatever a compiler raises is an answer here
+    except Exception as error:  # any error of the compiler is a result here
         last = [line for line in str(error).splitlines() if line.strip()][-1:] or [""]
         return Compiled(**fields, wrong=(f"does not compile: {type(error).__name__}: {last[0][:300]}",))
     text = made.asm["ptx" if target.backend == "cuda" else "amdgcn"]
@@ -146,7 +147,7 @@ def _read_cuda(made: Any, ptx: str, target: Target) -> dict[str, int]:
         match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
         assert match is not None, f"cuobjdump says {usage!r}"
         registers, stack = int(match[1]), int(match[2])
-        # spilled registers live on the stack, so without one there are none
+        # spilled registers are on the stack: without a stack there are none
         spill = _spilled(ptx, target, Path(folder)) if stack else 0
     return {
         "registers": registers,
@@ -176,7 +177,7 @@ def _read_hip(made: Any, assembly: str, target: Target) -> dict[str, int]:
 
     return {
         "registers": number("vgpr_count"),
-        # scalar registers spill into lanes of vector registers, which is not memory
+        # scalar registers spill into vector registers, which is not memory
         "spill_bytes": max(number("private_segment_fixed_size"), 4) if number("vgpr_spill_count") else 0,
         "shared_bytes": made.metadata.shared,
         "tensor_memory": 0,
@@ -185,7 +186,7 @@ def _read_hip(made: Any, assembly: str, target: Target) -> dict[str, int]:
 
 
 def code_size(elf: bytes) -> int:
-    """Bytes of instructions in a 64-bit ELF file: its executable sections."""
+    """Returns the bytes of instructions in a 64-bit ELF file: the size of its executable sections."""
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     size, count = struct.unpack_from("<HH", elf, 0x3A)
     total = 0

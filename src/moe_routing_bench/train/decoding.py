@@ -1,4 +1,4 @@
-"""A trained model in use: tokens a second for reading a prompt and for writing, with a cache."""
+"""Measures a trained model in use: tokens a second for reading a prompt and for writing, with a cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ BATCHES = (1, 8, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """batch prompts read together, then written on: Rate(batch=8, prefill=21e3, decode=900.0, ...)."""
+    """`batch` prompts are read together and then continued: Rate(batch=8, prefill=21e3, decode=900.0,
+    ...)."""
 
     batch: int
     prefill: float  # tokens a second, all prompts together
@@ -41,7 +42,7 @@ class Used:
 def use(
     model: Decoder, run: Run, corpus: Corpus, *, prompt: int = 128, new: int = 32, repeats: int = 3
 ) -> Used:
-    """The layers of `model` are frozen afterwards."""
+    """Measures the rates; the layers of `model` are frozen afterwards."""
     if not all(layer.causal for layer in model.layers()):
         raise NotImplementedError(
             "this rule looks at later tokens, which do not exist while a model writes: it cannot decode"
@@ -77,7 +78,7 @@ def _rate(model: Decoder, corpus: Corpus, batch: int, prompt: int, new: int, rep
         writing.append(time.perf_counter() - read)
     layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, MoE)]
     ran = layers[0].implementation if layers and isinstance(layers[0], MoE) else "dense"
-    # the first time is not kept: kernels are compiled and caches cold
+    # the first time is dropped: it compiles kernels, and caches are cold
     return Rate(
         batch=batch,
         prefill=batch * prompt / median(reading[1:]),

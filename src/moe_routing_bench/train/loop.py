@@ -1,10 +1,10 @@
-"""One training run, top to bottom. It yields what happened and touches no disk; train/records.py writes.
+"""One training run, top to bottom. It yields events and writes no files; train/records.py does.
 
     for event in train(run, corpus):            from the first step
     for event in train(run, corpus, state):     from a state that was yielded before
 
-A run that is stopped after any state and goes on from it has the same losses to the bit, on the same machine
-with the same number of threads.
+A run that is stopped after any state and continued from it has the same losses to the bit, on the same
+machine with the same number of threads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PARTS = ("data", "forward", "backward", "optimise")
 
 @dataclass(frozen=True, kw_only=True)
 class Stepped:
-    """One optimiser step. loss: nats per byte, without the routers' losses, which are in `aux`."""
+    """One optimiser step. `loss` is in nats per byte, without the routers' losses, which are in `aux`."""
 
     step: int
     loss: float
@@ -46,7 +46,8 @@ class Stepped:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """After `step` steps. losses: held-out nats per byte by source, the first one's is the run's."""
+    """The state after `step` steps. `losses`: held-out nats per byte by source; the first is the run's
+    loss."""
 
     step: int
     losses: dict[str, float]
@@ -58,20 +59,21 @@ class Evaluated:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """All that a run needs to go on: model, optimiser, controllers, random numbers, choices of the probe."""
+    """All that a run needs to continue: model, optimiser, controllers, random numbers, the probe's
+    choices."""
 
     step: int
     train_seconds: float
     tensors: dict[str, Tensor] = field(repr=False)
 
     def part(self, start: str) -> dict[str, Tensor]:
-        """The tensors whose names begin so, by the rest of their names: part("model:") is a state_dict."""
+        """Returns the tensors whose names begin with `start`, by the rest: part("model:") is a state_dict."""
         return {name[len(start) :]: value for name, value in self.tensors.items() if name.startswith(start)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The run is over. peak_bytes: memory above what the process held before the model was made."""
+    """The end of the run. `peak_bytes`: memory above what the process used before the model was made."""
 
     step: int
     peak_bytes: int
@@ -89,8 +91,8 @@ def train(
     due: Callable[[int, float], bool] = lambda step, seconds: False,
     weights: State | None = None,
 ) -> Iterator[Event]:
-    """due: is a State wanted after this step and so many seconds of training? At the end there is always one.
-    weights: begin with the model of this state, where names and shapes are equal."""
+    """due(step, seconds) says whether to yield a State after this step; at the end there is always one.
+    weights: start with the model of this state, where names and shapes are equal."""
     memory = _peak()
     torch.manual_seed(run.seed)
     model = Decoder(run)
@@ -118,7 +120,7 @@ def train(
         with torch.autocast("cpu", torch.bfloat16, enabled=run.autocast):
             logits_BNV, chosen = model(token_BN[:, :-1])
         loss = F.cross_entropy(logits_BNV.float().flatten(0, 1), token_BN[:, 1:].flatten())
-        each = [routing for one in chosen for routing in routings_of(one)]
+        each = [routing for layer in chosen for routing in routings_of(layer)]
         aux = Routings(tuple(each)).aux_loss
         clock.append(time.perf_counter())
 
@@ -154,7 +156,7 @@ def train(
                 losses=evaluate(model, corpus, run),
                 layers=layers,
                 knowledge=knowledge,
-                collapsed={name: why for name, one in layers.items() if (why := one.collapse())},
+                collapsed={name: why for name, load in layers.items() if (why := load.collapse())},
                 train_seconds=seconds,
             )
         if step == run.steps or due(step, seconds):
@@ -163,7 +165,7 @@ def train(
 
 
 def learning_rate(run: Run, step: int) -> float:
-    """Warm-up, then a cosine down to `least` of the highest."""
+    """Returns the rate: a warm-up, then a cosine down to `least` of the highest."""
     if step < run.warmup:
         return run.learning_rate * (step + 1) / run.warmup
     share = (step - run.warmup) / max(1, run.steps - run.warmup)
@@ -171,9 +173,9 @@ def learning_rate(run: Run, step: int) -> float:
 
 
 def clip(parameters: Sequence[Tensor], most: float) -> float:
-    """Scale all gradients so that their norm is at most `most`; the norm before.
+    """Scales all gradients so that their norm is at most `most`. Returns the norm before.
 
-    fsum is exact: a parameter whose gradient is 0 changes nothing, whatever the order.
+    fsum is exact, so a parameter whose gradient is 0 changes nothing in any order.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = math.sqrt(math.fsum(value.item() ** 2 for value in torch._foreach_norm(grads)))
@@ -184,37 +186,37 @@ def clip(parameters: Sequence[Tensor], most: float) -> float:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, corpus: Corpus, run: Run) -> dict[str, float]:
-    """Held-out nats per byte of each source."""
+    """Returns held-out nats per byte of each source."""
     model.eval()
     losses = {}
-    for source, one in enumerate(corpus.sources):
-        # the first source is what runs are compared on; of the others fewer pieces do
-        pieces = run.pieces if source == 0 else max(1, run.pieces // 4)
+    for number, source in enumerate(corpus.sources):
+        # runs are compared on the first source, so the others get fewer pieces
+        pieces = run.pieces if number == 0 else max(1, run.pieces // 4)
         total = 0.0
-        token_BN = corpus.held_out(source, pieces=pieces, sequence=run.size.sequence)
+        token_BN = corpus.held_out(number, pieces=pieces, sequence=run.size.sequence)
         for part in token_BN.split(8):
             logits_BNV, _ = model(part[:, :-1])
             total += F.cross_entropy(
                 logits_BNV.float().flatten(0, 1), part[:, 1:].flatten(), reduction="sum"
             ).item()
-        losses[one.name] = total / token_BN[:, 1:].numel()
+        losses[source.name] = total / token_BN[:, 1:].numel()
     model.train()
     return losses
 
 
 def _pairs(each: Sequence[Routing | SoftRouting], layers: int) -> float:
-    """Experts of a token in a layer; for Soft-MoE slots of a token."""
+    """Returns experts per token in a layer; for Soft-MoE, slots per token."""
     total = 0.0
-    for one in each:
-        if isinstance(one, SoftRouting):
-            total += one.dispatch_BNS.shape[2] / one.dispatch_BNS.shape[1]
+    for routing in each:
+        if isinstance(routing, SoftRouting):
+            total += routing.dispatch_BNS.shape[2] / routing.dispatch_BNS.shape[1]
         else:
-            total += one.load_E().sum().item() / one.num_tokens
+            total += routing.load_E().sum().item() / routing.num_tokens
     return total / layers
 
 
 def _optimizer(model: nn.Module, run: Run) -> torch.optim.AdamW:
-    """Weights decay, vectors do not."""
+    """Decays matrices, but not vectors."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": run.weight_decay},
@@ -237,7 +239,7 @@ def snapshot(
     step: int, seconds: float, model: nn.Module, optimizer: torch.optim.Optimizer,
     controllers: Sequence[tuple[str, Controller]], choices: dict[str, Tensor],
 ) -> State:  # fmt: skip
-    """Views, not copies: write them before the run goes on."""
+    """Returns views, not copies; write them before the run continues."""
     tensors = {f"model:{name}": value for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -254,7 +256,7 @@ def restore(
     state: State, model: nn.Module, optimizer: torch.optim.Optimizer,
     controllers: Sequence[tuple[str, Controller]],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Put everything back; returns the choices of the probe."""
+    """Restores everything and returns the choices of the probe."""
     model.load_state_dict(state.part("model:"))
     for name, parameter in model.named_parameters():
         if mine := state.part(f"optimizer:{name}:"):
@@ -266,7 +268,8 @@ def restore(
 
 
 def take_weights(model: nn.Module, state: State) -> None:
-    """The weights of another run, where names and shapes are equal; experts under adapters are experts."""
+    """Copies the weights of another run where names and shapes are equal, also into experts under
+    adapters."""
     mine = model.state_dict()
     for name, value in state.part("model:").items():
         for place in (name, name.replace("feed_forward.", "feed_forward.moe.")):

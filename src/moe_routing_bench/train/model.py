@@ -1,7 +1,7 @@
 """A small decoder on bytes: embedding, blocks, norm, and the embedding again as the head.
 
-Parameters start from values that depend on the seed, their name and their shape alone. So two models have
-equal weights wherever they have equal shapes, whatever else they hold.
+A parameter's first values depend only on the seed, its name and its shape. So two models have equal weights
+wherever they have equal shapes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def feed_forward_of(rule: Rule, size: Size) -> FeedForward:
 
 
 class Decoder(nn.Module):
-    """logits_BNV, chosen = Decoder(run)(token_BN); `chosen` has what each layer's routers chose.
+    """logits_BNV, chosen = Decoder(run)(token_BN); `chosen` has the routings of each layer.
 
     state_dict: embedding.weight, blocks.0.* (see DecoderBlock), norm.weight
     """
@@ -62,7 +62,7 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(size.D, eps=1e-6)
         start(self, run.seed)
         if run.rule.only == "router" or run.rule.kind == "perft":
-            # what is not in the layer stays as it is
+            # only the layer is trained
             layers = {id(p) for layer in self.layers() for p in layer.parameters()}
             for parameter in self.parameters():
                 if id(parameter) not in layers:
@@ -75,8 +75,8 @@ class Decoder(nn.Module):
         chosen: list[Chosen] = []
         for place, block in enumerate(self.blocks):
             cache = caches[place] if caches else None
-            x_BND, one = block(x_BND, by, token_id_BN=token_BN, cache=cache)
-            chosen.append(one)
+            x_BND, routings = block(x_BND, by, token_id_BN=token_BN, cache=cache)
+            chosen.append(routings)
         return F.linear(self.norm(x_BND), self.embedding.weight), chosen
 
     def caches(self, B: int, most: int) -> list[Cache]:
@@ -84,11 +84,11 @@ class Decoder(nn.Module):
         return [Cache(B, size.kv_heads, most, size.head_dim, self.norm.weight) for _ in self.blocks]
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """As models of Transformers call it."""
+        """Has the name that models of Transformers give it."""
         return self.embedding
 
     def layers(self) -> list[Any]:
-        """What stands behind attention in each block."""
+        """Returns the feed-forward layer of each block."""
         return [block.feed_forward for block in self.blocks]
 
     def routers(self) -> dict[str, Router]:
@@ -97,15 +97,15 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def start(model: nn.Module, seed: int) -> None:
-    """First values of all parameters, each module drawing from a generator of its own."""
+    """Sets the first values of all parameters; each module draws from its own generator."""
     for name, module in model.named_modules():
         if not list(module.parameters(recurse=False)):
             continue
-        # the experts of a chain, or of a layer with adapters, are the experts of the plain layer
+        # a chain, or a layer with adapters, starts with the experts of the plain layer
         name = re.sub(r"feed_forward\.(layer|moe)\.", "feed_forward.", name)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big"))
             if isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)  # it is the head too: logits begin near 0
+                nn.init.normal_(module.weight, std=0.02)  # it is also the head, so logits start near 0
             elif hasattr(module, "reset_parameters"):
                 module.reset_parameters()

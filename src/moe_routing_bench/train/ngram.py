@@ -1,10 +1,10 @@
-"""The byte-trigram model: how well can the next byte be guessed from two? A run that learnt more beats it.
+"""The byte-trigram model: how well two bytes predict the next one. A run that learnt more beats it.
 
     p(c | a b) = (n(abc) + s p(c | b)) / (n(ab) + s),   p(c | b) = (n(bc) + s p(c)) / (n(b) + s),
     p(c) = (n(c) + 1) / (N + 256),   s = 5
 
-the counts of the whole learnt text, smoothed by the shorter context (Dirichlet; s = 5 was the best of 1, 2,
-5, 10 and 20 on held-out novels, by a hundredth of a nat).
+Counts are of the whole learnt text, smoothed by the shorter context (Dirichlet). s = 5 was the best of 1, 2,
+5, 10 and 20 on held-out novels, by a hundredth of a nat.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STRENGTH = 5.0
 
 
 def trigram_loss(corpus: Corpus, source: int = 0) -> float:
-    """Nats per byte on the whole held-out part of one source. O(bytes) time, 130 MB for the table."""
+    """Returns nats per byte on the whole held-out part of one source. The table takes 130 MB."""
     V = VOCABULARY
     learnt = corpus.learnt_T.numpy().astype(np.int64)
     one_V = np.bincount(learnt, minlength=V)

@@ -1,9 +1,9 @@
 """Quality against cost: what each rule of a study reached, what it cost, and which rules others dominate.
 
-Losses of a rule and of the baseline with the same seed began with the same weights and saw the same bytes, so
-differences are paired; intervals over seeds are Student's t, 95 %. Seconds are steps times the time of a step
-in turns (times.json). The loss at equal seconds is read off the curve between two evaluations: at the end of
-the cheapest rule's budget the others are in the middle of their schedule, which costs them a little.
+A rule and the baseline with the same seed start with the same weights and see the same bytes, so differences
+are paired. Intervals over seeds are Student's t, 95 %. Seconds are the number of steps times the time of a
+step, measured in turns (times.json). The loss at equal seconds is interpolated between two evaluations. When
+the cheapest rule ends, the others are in the middle of their schedule, which costs them a little.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COSTS = ("seconds", "train_flops", "parameters", "peak_bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A mean over seeds with its interval; the interval is None with one seed."""
+    """A mean over seeds with its interval, which is None with one seed."""
 
     mean: float
     interval: tuple[float, float] | None
@@ -46,7 +46,7 @@ class Spread:
 
     @property
     def clear(self) -> bool:
-        """The interval does not hold 0."""
+        """Whether the interval excludes 0."""
         return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
 
     def said(self, sign: str = "") -> str:
@@ -64,7 +64,7 @@ class Standing:
     learning_rate: float
     sees_future: bool
     loss: Spread  # held-out nats per byte at equal tokens
-    difference: Spread  # from the baseline, seed by seed
+    difference: Spread  # from the baseline, paired by seed
     at_equal_seconds: Spread
     step_seconds: float
     step_ratio: float
@@ -96,8 +96,8 @@ class Pareto:
     baseline: str
     trigram: float
     tokens: int
-    budget: float  # seconds at which losses are compared: the least that any rule took
-    standings: tuple[Standing, ...]  # lowest loss first, those that see the future last
+    budget: float  # seconds at which losses are compared: those of the fastest rule
+    standings: tuple[Standing, ...]  # lowest loss first; rules that see the future last
     made: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Pareto:
 
 def pareto(folder: Path) -> Pareto:
     if not is_plain_file(folder / STUDY):
-        raise ValueError(f"{folder} holds no study; mrb train --study routers --out {folder} makes one")
+        raise ValueError(f"{folder} holds no study; mrb train study routers --out {folder} makes one")
     about = json.loads((folder / STUDY).read_text())
     if not is_plain_file(folder / TIMES):
         raise ValueError(
@@ -115,23 +115,23 @@ def pareto(folder: Path) -> Pareto:
     times = json.loads((folder / TIMES).read_text())
     used = json.loads((folder / USED).read_text())["rules"] if is_plain_file(folder / USED) else {}
     by_rule: dict[str, dict[int, Training]] = {}
-    for one in read_trainings(folder):
-        if not one.study.endswith(TUNING):
-            by_rule.setdefault(one.rule, {})[one.seed] = one
-    by_rule.pop(HOME.rule.name, None)  # what others begin with is no contender
+    for training in read_trainings(folder):
+        if not training.study.endswith(TUNING):
+            by_rule.setdefault(training.rule, {})[training.seed] = training
+    by_rule.pop(HOME.rule.name, None)  # other rules only start from it
     base = by_rule.get(about["baseline"])
     if base is None:
         raise ValueError(f"the baseline {about['baseline']} is not trained yet; the same command goes on")
     first = times["seconds"][about["baseline"]]
     compared = {rule: compare(first, times["seconds"][rule]) for rule in by_rule if rule != about["baseline"]}
-    # by the ratio within rounds: a busy moment of the machine is in both times of a round
+    # by the ratio within rounds, because a busy moment affects both times of a round
     step = {rule: median(first) * (compared[rule].ratio if rule in compared else 1.0) for rule in by_rule}
     budget = min(step[rule] * next(iter(runs.values())).steps for rule, runs in by_rule.items())
     standings = [
         _standing(rule, runs, base, compared.get(rule), step[rule], budget, used.get(rule, {}))
         for rule, runs in by_rule.items()
     ]
-    standings.sort(key=lambda one: (one.sees_future, one.loss.mean))
+    standings.sort(key=lambda standing: (standing.sees_future, standing.loss.mean))
     return Pareto(
         study=about["study"],
         question=about["question"],
@@ -139,7 +139,7 @@ def pareto(folder: Path) -> Pareto:
         trigram=about["trigram"],
         tokens=next(iter(base.values())).tokens,
         budget=budget,
-        standings=tuple(_with_dominance(one, standings) for one in standings),
+        standings=tuple(_with_dominance(standing, standings) for standing in standings),
         made=times["made"],
     )
 
@@ -150,8 +150,8 @@ def _standing(
 ) -> Standing:  # fmt: skip
     each = [runs[seed] for seed in sorted(runs)]
     paired = [runs[seed].loss - base[seed].loss for seed in sorted(runs) if seed in base]
-    violations = [layer.max_violation for one in each for layer in one.layers]
-    drops = [layer.drop_rate for one in each for layer in one.layers if layer.drop_rate is not None]
+    violations = [layer.max_violation for run in each for layer in run.layers]
+    drops = [layer.drop_rate for run in each for layer in run.layers if layer.drop_rate is not None]
     rates = used.get("rates", ())
     first = each[0]
     return Standing(
@@ -159,22 +159,22 @@ def _standing(
         seeds=len(each),
         learning_rate=first.learning_rate,
         sees_future=first.sees_future,
-        loss=Spread.of([one.loss for one in each]),
+        loss=Spread.of([run.loss for run in each]),
         difference=Spread.of(paired or [math.nan]),
-        at_equal_seconds=Spread.of([_loss_at(one, budget / step) for one in each]),
+        at_equal_seconds=Spread.of([_loss_at(run, budget / step) for run in each]),
         step_seconds=step,
         step_ratio=1.0 if compared is None else compared.ratio,
         step_interval=(1.0, 1.0) if compared is None else compared.interval,
         seconds=step * first.steps,
-        train_flops=fmean(one.train_flops for one in each),
-        flops_per_token=fmean(one.flops_per_token for one in each),
+        train_flops=fmean(run.train_flops for run in each),
+        flops_per_token=fmean(run.flops_per_token for run in each),
         parameters=first.parameters,
-        active_parameters=fmean(one.active_parameters for one in each),
-        peak_bytes=int(median(one.peak_bytes for one in each)),
-        experts_per_token=fmean(one.experts_per_token for one in each),
+        active_parameters=fmean(run.active_parameters for run in each),
+        peak_bytes=int(median(run.peak_bytes for run in each)),
+        experts_per_token=fmean(run.experts_per_token for run in each),
         max_violation=fmean(violations) if violations else None,
         drop_rate=fmean(drops) if drops else None,
-        collapsed=sum(len(one.collapsed) for one in each),
+        collapsed=sum(len(run.collapsed) for run in each),
         dominated_by={},
         decode={rate["batch"]: rate["decode"] for rate in rates},
         prefill={rate["batch"]: rate["prefill"] for rate in rates},
@@ -182,9 +182,9 @@ def _standing(
     )
 
 
-def _loss_at(one: Training, steps: float) -> float:
-    """The held-out loss after so many steps, on the line between two evaluations."""
-    points = one.curve
+def _loss_at(run: Training, steps: float) -> float:
+    """Returns the held-out loss after so many steps, interpolated between two evaluations."""
+    points = run.curve
     for before, after in pairwise(points):
         if steps <= after.step:
             share = (steps - before.step) / (after.step - before.step)
@@ -192,58 +192,61 @@ def _loss_at(one: Training, steps: float) -> float:
     return points[-1].loss
 
 
-def _with_dominance(one: Standing, others: Sequence[Standing]) -> Standing:
-    """Of the rules that have both less of a cost and a lower loss, the one with the lowest loss. A rule that
-    sees the future dominates nothing: its loss is no loss of a model that writes."""
+def _with_dominance(standing: Standing, others: Sequence[Standing]) -> Standing:
+    """Adds, for each cost, the rule with the lowest loss among those with lower cost and lower loss. A rule
+    that sees the future dominates nothing: its loss is not comparable, because it cannot generate text."""
     by_cost = {}
     for cost in COSTS:
         better = [
             other
             for other in others
             if not other.sees_future
-            and other.loss.mean < one.loss.mean
-            and getattr(other, cost) <= getattr(one, cost)
-            and other.rule != one.rule
+            and other.loss.mean < standing.loss.mean
+            and getattr(other, cost) <= getattr(standing, cost)
+            and other.rule != standing.rule
         ]
         if better:
             by_cost[cost] = min(better, key=lambda other: other.loss.mean).rule
-    return replace(one, dominated_by=by_cost)
+    return replace(standing, dominated_by=by_cost)
 
 
 def sentences(reached: Pareto) -> list[str]:
-    """Findings in words, derived from the numbers alone."""
+    """Returns findings in sentences, derived only from the numbers."""
     lines = []
     front = [
-        one.rule for one in reached.standings if not one.sees_future and "seconds" not in one.dominated_by
+        standing.rule
+        for standing in reached.standings
+        if not standing.sees_future and "seconds" not in standing.dominated_by
     ]
     lines.append(f"Not dominated, held-out loss against seconds: {', '.join(front)}.")
-    for one in reached.standings:
-        if one.sees_future or "seconds" not in one.dominated_by:
+    for standing in reached.standings:
+        if standing.sees_future or "seconds" not in standing.dominated_by:
             continue
-        by = next(other for other in reached.standings if other.rule == one.dominated_by["seconds"])
-        gap = one.loss.mean - by.loss.mean
+        by = next(other for other in reached.standings if other.rule == standing.dominated_by["seconds"])
+        gap = standing.loss.mean - by.loss.mean
         lines.append(
-            f"{one.rule} is dominated by {by.rule}: {gap:.3f} nats worse, "
-            f"{one.seconds / by.seconds:.2f} times the seconds."
+            f"{standing.rule} is dominated by {by.rule}: {gap:.3f} nats worse, "
+            f"{standing.seconds / by.seconds:.2f} times the seconds."
         )
-    for one in reached.standings:
-        if one.rule == reached.baseline or one.sees_future:
+    for standing in reached.standings:
+        if standing.rule == reached.baseline or standing.sees_future:
             continue
-        spread = one.difference
+        spread = standing.difference
         if spread.interval is None:
             continue
         low, high = spread.interval
         word = ("worse" if spread.mean > 0 else "better") if spread.clear else "not clearly different"
         lines.append(
-            f"{one.rule} against {reached.baseline}: {spread.mean:+.4f} nats "
+            f"{standing.rule} against {reached.baseline}: {spread.mean:+.4f} nats "
             f"({low:+.4f} to {high:+.4f}), {word}."
         )
     lines += [
-        f"{one.rule} sees later tokens: its loss of {one.loss.mean:.3f} is not that of a language model."
-        for one in reached.standings
-        if one.sees_future
+        f"{standing.rule} sees later tokens: its loss of {standing.loss.mean:.3f} is not that of a language "
+        "model."
+        for standing in reached.standings
+        if standing.sees_future
     ]
-    above = [one.rule for one in reached.standings if one.loss.mean >= reached.trigram]
+    above = [standing.rule for standing in reached.standings if standing.loss.mean >= reached.trigram]
     lines.append(
         f"The byte-trigram model has {reached.trigram:.3f} nats; "
         + (f"above it: {', '.join(above)}." if above else "every rule is below it.")

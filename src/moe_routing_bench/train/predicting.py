@@ -1,10 +1,10 @@
-"""The time of a training step beside what the layer benchmark says.
+"""Compares the time of a training step with what the layer benchmark predicts.
 
     predicted(rule) = step(baseline) + layers * (layer(rule) - layer(baseline))
 
-`layer` is the median of `mrb bench layer --direction train` at the sizes of the study, `step` that of the
-steps in turns. What a step has beside its layers (attention, head, optimiser) is taken from the baseline;
-what a rule adds there, such as weights for the optimiser to move, is not in the prediction.
+`layer` is the median of `mrb bench layer --direction train` at the sizes of the study, and `step` is the
+median of the steps in turns. Attention, head and optimiser are taken from the baseline's step. What a rule
+adds there, such as weights for the optimiser, is not in the prediction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WHERE span = 'layer' AND direction = 'train' AND status = 'PASSED' AND role IN (
 class Predicted:
     """Milliseconds: Predicted(rule="switch", step=118.0, predicted=121.3, between=(119.8, 123.0), layer=8.1).
 
-    between: the prediction with the quartiles of the layer's times in place of their median.
+    between: the prediction with the quartiles of the layer's times instead of their median.
     """
 
     rule: str
@@ -41,19 +41,20 @@ class Predicted:
 
     @property
     def gap(self) -> float:
-        """The step over the prediction, less 1."""
+        """The step over the prediction, minus 1."""
         return self.step / self.predicted - 1
 
 
 def predicted(folder: Path, records: Path) -> list[Predicted]:
-    """Every rule of the study in `folder` that the records have a layer for; the baseline first."""
+    """Returns every rule of the study in `folder` whose layer is in the records; the baseline first."""
     about = json.loads((folder / STUDY).read_text())
     times = json.loads((folder / TIMES).read_text())
-    size, like = about["like"]["size"], about["like"]
-    sizes = {"T": like["batch"] * size["sequence"], "D": size["D"], "F": size["F"], "E": size["E"]}
+    settings = about["like"]
+    size = settings["size"]
+    sizes = {"T": settings["batch"] * size["sequence"], "D": size["D"], "F": size["F"], "E": size["E"]}
     _, rows = run_query(records, QUERY.format(**sizes))
     layers = {(parse_spec(router)[0], base_name(layer)): ms for router, layer, *ms in rows}
-    rules = {one.rule: one.settings["rule"] for one in read_trainings(folder)}
+    rules = {training.rule: training.settings["rule"] for training in read_trainings(folder)}
     by_rule = {}
     for name, rule in rules.items():
         kind = "chain" if rule["kind"] == "chain" else ""
@@ -76,5 +77,5 @@ def predicted(folder: Path, records: Path) -> list[Predicted]:
             ),
             layer=middle,
         )
-        for name, (middle, low, high) in sorted(by_rule.items(), key=lambda one: (one[0] != baseline, one[1]))
+        for name, (middle, low, high) in sorted(by_rule.items(), key=lambda row: (row[0] != baseline, row[1]))
     ]

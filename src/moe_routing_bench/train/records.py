@@ -1,12 +1,12 @@
-"""Training runs on disk: a record of a second kind beside the timing records, events, a state to go on from.
+"""Training runs on disk: their records, their events, and a state to continue from.
 
     DIR/trainings.jsonl                   one Training a line: what came of each finished run
     DIR/run=<key>/run.json                the settings
     DIR/run=<key>/events.jsonl            every step and evaluation, a line each
     DIR/run=<key>/state.safetensors       model, optimiser, controllers, random numbers: replaced as a whole
 
-A killed run goes on from its state; lines of steps after it are cut off first, and come again with the same
-numbers. One process at a time trains a run: it holds a lock that ends with it.
+A killed run continues from its state. Lines of later steps are cut off first; they come again with the same
+numbers. Only one process at a time trains a run; it holds a lock that ends with it.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def execute(
     run: Run, corpus: Corpus, folder: Path, *, study: str = "",
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Training:  # fmt: skip
-    """Train one run to its end, from its saved state if there is one; the record is on disk afterwards. A run
-    that is finished keeps the record it has: memory and time of doing nothing are not its own."""
+    """Trains one run to its end, from its saved state if there is one, and writes its record. A finished run
+    keeps its record, because time and memory of doing nothing say nothing about it."""
     home = run_folder(folder, run.key)
     home.mkdir(parents=True, exist_ok=True)
     with _alone(home):
@@ -108,7 +108,7 @@ def write_state(home: Path, state: State, events_bytes: int) -> None:
 
 
 def read_state(home: Path) -> State | None:
-    """None if there is none; ValueError if the file is damaged."""
+    """Returns None if there is no state. Raises ValueError if the file is damaged."""
     if (about := _about(home)) is None:
         return None
     with safe_open(home / STATE, framework="pt") as file:
@@ -117,7 +117,7 @@ def read_state(home: Path) -> State | None:
 
 
 def load_model(home: Path) -> Decoder:
-    """The model of a run as its last state has it, ready for use."""
+    """Returns the model of a run from its last state, ready for use."""
     try:
         run = Run.from_dict(json.loads((home / SETTINGS).read_text()))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -157,7 +157,7 @@ def _kept_bytes(home: Path) -> int:
 
 
 def read_events(home: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run: steps have "seconds", evaluations "losses"."""
+    """Yields the lines of a run: steps have "seconds", evaluations have "losses"."""
     path = home / EVENTS
     if not is_plain_file(path):
         return
@@ -189,13 +189,13 @@ def _append(path: Path, line: bytes) -> None:
 
 def _record(run: Run, corpus: Corpus, home: Path, ended: Ended, study: str) -> Training:
     events = list(read_events(home))
-    steps = [one for one in events if "norm" in one]
-    evaluations = [one for one in events if "losses" in one]
+    steps = [event for event in events if "norm" in event]
+    evaluations = [event for event in events if "losses" in event]
     last, first = evaluations[-1], evaluations[0]
     source = corpus.only(run.sources).sources[0].name
     loss = last["losses"][source]
-    times = [sum(one["seconds"].values()) for one in steps]
-    pairs = fmean(one["pairs_per_token"] for one in steps)
+    times = [sum(step["seconds"].values()) for step in steps]
+    pairs = fmean(step["pairs_per_token"] for step in steps)
     tail = steps[-max(1, int(LAST_SHARE * len(steps))) :]
     work = work_of(ended.model, pairs)
     tokens = run.steps * run.batch * run.size.sequence
@@ -217,14 +217,14 @@ def _record(run: Run, corpus: Corpus, home: Path, ended: Ended, study: str) -> T
         bits_per_byte=loss / math.log(2),
         perplexity=math.exp(min(loss, 60.0)),
         losses=last["losses"],
-        training_loss=fmean(one["loss"] for one in tail),
+        training_loss=fmean(step["loss"] for step in tail),
         curve=tuple(
-            Point(step=one["step"], seconds=one["train_seconds"], loss=one["losses"][source])
-            for one in evaluations
+            Point(step=taken["step"], seconds=taken["train_seconds"], loss=taken["losses"][source])
+            for taken in evaluations
         ),
         seconds=total,
         step_seconds=median(times),
-        parts={part: sum(one["seconds"][part] for one in steps) / total for part in steps[0]["seconds"]},
+        parts={part: sum(step["seconds"][part] for step in steps) / total for part in steps[0]["seconds"]},
         tokens_per_second=tokens / total,
         peak_bytes=max(0, ended.peak_bytes),
         parameters=work.parameters,
@@ -257,11 +257,11 @@ def _record(run: Run, corpus: Corpus, home: Path, ended: Ended, study: str) -> T
 
 
 def _collapses(evaluations: list[dict[str, Any]]) -> tuple[str, ...]:
-    """A sentence for each layer that was collapsed at an evaluation: when first, and whether at the end."""
+    """Returns a sentence for each layer that was collapsed at an evaluation: from when to when."""
     sentences = []
-    for name in {name for one in evaluations for name in one["collapsed"]}:
-        when = [one["step"] for one in evaluations if name in one["collapsed"]]
-        last = next(one["collapsed"][name] for one in reversed(evaluations) if name in one["collapsed"])
+    for name in {name for taken in evaluations for name in taken["collapsed"]}:
+        collapsed = [taken for taken in evaluations if name in taken["collapsed"]]
+        when, last = [taken["step"] for taken in collapsed], collapsed[-1]["collapsed"][name]
         still = "also at the end" if when[-1] == evaluations[-1]["step"] else f"until step {when[-1]}"
         sentences.append(f"layer {name} from step {when[0]}, {still}: {last}")
     return tuple(sorted(sentences))

@@ -12,7 +12,7 @@ KINDS = ("moe", "chain", "dense", "perft")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What stands behind attention. A study names several; all have the experts of `Size` if nothing is said.
+    """The feed-forward layer of a run. A study compares several; by default all have the experts of `Size`.
 
     Rule(name="switch", router="switch", K=1, options={"loss_weights": {"switch": 0.01}})
     Rule(name="chain", kind="chain", iterations=2)      K experts in all, K / 2 at a time
@@ -27,7 +27,7 @@ class Rule:
     K: int | None = None
     F: int | None = None
     layout: str = "compact"
-    controller: str | None = None  # moves the router's balance state after each step
+    controller: str | None = None  # updates the router's balance state after each step
     iterations: int = 1  # of a chain
     times: int = 1  # the width of a dense network in experts
     adapter: dict[str, Any] = field(default_factory=dict)  # options of Perft
@@ -56,8 +56,8 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that decides a loss. `corpus` is the hash of the text, `begin` the key of the run with whose
-    final weights this one starts, if any."""
+    """Everything that decides a loss. `corpus` is the hash of the text; `begin` is the key of the run whose
+    final weights this one starts with, if any."""
 
     rule: Rule
     size: Size = Size()
@@ -70,8 +70,8 @@ class Run:
     weight_decay: float = 0.05
     clip: float = 1.0
     autocast: bool = False  # bfloat16 matmuls, float32 weights
-    sees_future: bool = False  # accept a rule that is not causal; its losses are then no losses of a model
-    evaluations: int = 8  # times the held-out loss is taken, evenly over the steps
+    sees_future: bool = False  # accept a rule that is not causal; its loss is not that of a language model
+    evaluations: int = 8  # how often the held-out loss is computed, evenly over the steps
     pieces: int = 48  # of the held-out text, each a sequence
     sources: tuple[str, ...] = ()  # of the corpus; (): all
     begin: str = ""
@@ -86,12 +86,12 @@ class Run:
 
     @property
     def key(self) -> str:
-        """The same for equal settings, 16 hexadecimal digits."""
+        """16 hexadecimal digits, equal for equal settings."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def evaluated_at(self) -> list[int]:
-        """The steps after which the held-out loss is taken; 0 is before the first, the last is the end."""
+        """Returns the steps after which the held-out loss is computed; 0 is before the first step."""
         places = {round(self.steps * i / self.evaluations) for i in range(self.evaluations + 1)}
         return sorted(places)
 
@@ -100,10 +100,10 @@ class Run:
 
     @staticmethod
     def from_dict(given: dict[str, Any]) -> Run:
-        """From a file that anybody may have written; ValueError if it is no run."""
+        """Reads a run from a file that anybody may have written. Raises ValueError if it is not a run."""
         try:
             parts = {"rule": Rule(**given["rule"]), "size": Size(**given["size"])}
-            known = {one.name for one in fields(Run)}
+            known = {field.name for field in fields(Run)}
             if unknown := set(given) - known:
                 raise ValueError(f"a run has no {', '.join(sorted(unknown))}")
             return Run(**{**given, **parts, "sources": tuple(given.get("sources", ()))})
@@ -111,6 +111,6 @@ class Run:
             raise ValueError(f"this is no training run: {error}") from None
 
     def tuning(self, learning_rate: float, steps: int) -> Run:
-        """The short run that tries a learning rate, evaluated at its end."""
+        """Returns the short run that tries a learning rate, evaluated at its end."""
         warmup = min(self.warmup, max(1, steps // 4))
         return replace(self, learning_rate=learning_rate, steps=steps, warmup=warmup, evaluations=1)

@@ -1,8 +1,8 @@
 """The time of a training step of several runs, taken in turns: what people pay for a rule.
 
 Times of whole runs are taken hours apart, on a machine that is not the same all day. Here all runs of a study
-go on from their final states, one step each in every round, in a new order each time, in one process. Ratios
-are of steps in the same round.
+go on from their final states, one step each in every round of the benchmark's own loop (bench/series.py), in
+one process. Ratios are of steps in the same round.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from moe_routing_bench.bench.hosts.host import Reading, Turn
+from moe_routing_bench.bench.series import Samples, Series, take_rounds
 from moe_routing_bench.train.loop import Event, State, Stepped, train
 from moe_routing_bench.train.settings import Run
 from moe_routing_bench.train.text import Corpus
+from moe_routing_bench.workloads.experiment import ImplementationRef
 
 WARM_UP = 2  # rounds that are not kept
 
@@ -27,31 +30,55 @@ class StepTimes:
     loads: dict[str, float]  # experts of a token while it was timed
 
 
+class StepHost:
+    """Trains in this process: a sample is the next step of a run."""
+
+    def __init__(self) -> None:
+        self._going: dict[Series, Iterator[Event]] = {}
+        self.loads: dict[str, float] = {}
+
+    def add(self, run: Run, corpus: Corpus, state: State | None, steps: int) -> Series:
+        """ValueError if another run has its name: one would hide the other."""
+        series = Series("candidate", ImplementationRef(name=run.rule.name))
+        if series in self._going:
+            raise ValueError(f"two of the runs to time are called {run.rule.name}; give each its own name")
+        first = 0 if state is None else state.step
+        # evaluated at its end only, which never comes
+        longer = replace(run, steps=first + steps + 1, evaluations=1)
+        self._going[series] = train(longer, corpus.only(run.sources), state)
+        return series
+
+    def sample(self, turn: Turn) -> Reading:
+        step = next(event for event in self._going[turn.series] if isinstance(event, Stepped))
+        self.loads[turn.series.implementation.name] = step.pairs_per_token
+        return Reading(seconds=sum(step.seconds.values()), stages=step.seconds)
+
+
 def step_times(
     runs: Sequence[tuple[Run, State | None]], corpus: Corpus, *, rounds: int, seed: int = 0,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> StepTimes:  # fmt: skip
-    """Times by the names of rules. ValueError if two runs have the same: one would hide the other."""
-    going: dict[str, Iterator[Event]] = {}
-    for run, state in runs:
-        if run.rule.name in going:
-            raise ValueError(f"two of the runs to time are called {run.rule.name}; give each its own name")
-        first = 0 if state is None else state.step
-        # evaluated at its end only, which never comes
-        longer = replace(run, steps=first + rounds + WARM_UP + 1, evaluations=1)
-        going[run.rule.name] = train(longer, corpus.only(run.sources), state)
-    seconds: dict[str, list[float]] = {name: [] for name in going}
-    parts: dict[str, dict[str, list[float]]] = {name: {} for name in going}
-    loads: dict[str, float] = {}
-    order, draw = list(going), random.Random(seed)
-    for number in range(rounds + WARM_UP):
-        draw.shuffle(order)
-        for name in order:
-            step = next(event for event in going[name] if isinstance(event, Stepped))
-            if number >= WARM_UP:
-                seconds[name].append(sum(step.seconds.values()))
-                loads[name] = step.pairs_per_token
-                for part, value in step.seconds.items():
-                    parts[name].setdefault(part, []).append(value)
-        on_round(number + 1)
-    return StepTimes(seconds=seconds, parts=parts, loads=loads)
+    """Times by the names of rules. ValueError if two runs have the same."""
+    host, all_rounds = StepHost(), rounds + WARM_UP
+    samples = {host.add(run, corpus, state, all_rounds): Samples() for run, state in runs}
+
+    def take(series: Series, done: int) -> None:
+        reading = host.sample(Turn(series=series))
+        if done >= WARM_UP:
+            samples[series].seconds.append(reading.seconds)
+            samples[series].stages.append(dict(reading.stages))
+
+    def is_over(done: int) -> bool:
+        on_round(done)
+        return done == all_rounds
+
+    take_rounds(list(samples), random.Random(seed), take, is_over)
+    named = {series.implementation.name: seen for series, seen in samples.items()}
+    return StepTimes(
+        seconds={name: seen.seconds for name, seen in named.items()},
+        parts={
+            name: {part: [stages[part] for stages in seen.stages] for part in seen.stages[0]}
+            for name, seen in named.items()
+        },
+        loads=host.loads,
+    )

@@ -1,11 +1,11 @@
-"""A whole study into one folder: learning rates chosen, runs trained, steps timed, models used.
+"""Runs a whole study into one folder: chooses learning rates, trains, times steps, and uses the models.
 
-    DIR/study.json    which study, with what: what the folder's other files belong to
+    DIR/study.json    which study, with which settings
     DIR/times.json    the time of a step of every rule, in turns (train/stepping.py)
     DIR/used.json     tokens a second of the trained models (train/decoding.py)
 
-Stop it at any time: the same command goes on. Runs are processes of their own, `jobs` at a time with one
-thread each: at these sizes two runs side by side get further than one run on two cores.
+You can stop it at any time; the same command continues. Each run is a process with one thread, `jobs` at a
+time: at these sizes two runs on one core each are faster than one run on two cores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from moe_routing_bench.bench.commit import source_version
-from moe_routing_bench.bench.fork_server import fork_server
+from moe_routing_bench.core.fork_server import fork_server
 from moe_routing_bench.core.machine import this_machine, torch_threads
 from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.results.read import is_plain_file
@@ -46,7 +46,7 @@ PROCESS_SECONDS = 1.5  # to start a run's process and to write its files, about
 
 @dataclass(frozen=True, kw_only=True)
 class Ongoing:
-    """How far a study is. share: of the steps of this phase; now: what each process is at.
+    """How far a study is. `share` is of the steps of this phase; `now` says what each process does.
 
     Ongoing(phase="training", share=0.4, now=("switch 0: step 240 of 600, loss 1.913",))
     """
@@ -62,7 +62,7 @@ OnProgress = Callable[[Ongoing], None]
 class StudyRun:
     """One study in one folder: StudyRun("routers", corpus, folder, like=Run(...), seeds=3).run().
 
-    Seeds are like.seed, like.seed + 1, ... With one rate there is nothing to choose: every rule takes it.
+    Seeds are like.seed, like.seed + 1, ... With one rate every rule takes it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StudyRun:
         self.like, self.seeds, self.jobs = replace(like, corpus=corpus.hash[:16]), seeds, jobs
         self.rates = tuple(rates)
         names = [entry.rule.name for entry in self.study.entries]
-        if unknown := [one for one in only if one not in names]:
+        if unknown := [rule for rule in only if rule not in names]:
             raise ValueError(f"the study {name} has no rule {unknown[0]!r}; it has {', '.join(names)}")
         self.entries = [
             entry for entry in self.study.entries if not only or entry.rule.name in {*only, HOME.rule.name}
@@ -86,11 +86,11 @@ class StudyRun:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return tuple(one.name for one in self.corpus.sources)
+        return tuple(source.name for source in self.corpus.sources)
 
     def tuning_runs(self) -> dict[str, list[Run]]:
-        """The short runs that choose a learning rate, by rule. What begins with other weights is not tuned:
-        it takes the middle rate."""
+        """Returns the short runs that choose a learning rate, by rule. A rule that starts from other weights
+        is not tuned; it takes the middle rate."""
         if len(self.rates) == 1:
             return {}
         steps = max(1, int(TUNING_SHARE * self.like.steps))
@@ -108,12 +108,12 @@ class StudyRun:
         )
 
     def _rate(self, entry: StudyRule) -> float:
-        """The rate of a rule that is not tuned."""
+        """Returns the rate of a rule that is not tuned."""
         middle = self.rates[len(self.rates) // 2]
         return middle if len(self.rates) == 1 else entry.rate or middle
 
     def runs(self, chosen: dict[str, float]) -> dict[tuple[str, int], Run]:
-        """Every run by rule and seed, those that others begin with first."""
+        """Returns every run by rule and seed; runs that others start from come first."""
         by_seed: dict[tuple[str, int], Run] = {}
         for entry in self.entries:
             for seed in range(self.like.seed, self.like.seed + self.seeds):
@@ -123,8 +123,9 @@ class StudyRun:
         return by_seed
 
     def estimate(self, *, rounds: int) -> float:
-        """Seconds that are still to come on this machine, from a few steps of the baseline."""
-        entry = next((one for one in self.entries if one.rule.name == self.study.baseline), self.entries[0])
+        """Returns the remaining seconds on this machine, estimated from a few steps of the baseline."""
+        baseline = (entry for entry in self.entries if entry.rule.name == self.study.baseline)
+        entry = next(baseline, self.entries[0])
         probe = replace(self._run(entry, seed=self.like.seed, rate=self._rate(entry)), pieces=1)
         with torch_threads(1):
             step = median(step_times([(probe, None)], self.corpus, rounds=3).seconds[entry.rule.name])
@@ -134,7 +135,7 @@ class StudyRun:
         have = finished(self.folder)
         tuning = [run for runs in self.tuning_runs().values() for run in runs]
         todo = [run for run in (*tuning, *self.runs({}).values()) if run.key not in have]
-        # a pass forward is a third of a step, and other sources than the first have a quarter of the pieces
+        # a forward pass is a third of a step, and sources after the first have a quarter of the pieces
         passes = (3 + len(self.sources)) / 4 * self.like.pieces / self.like.batch / 3
         steps = sum(run.steps + (run.evaluations + 1) * passes for run in todo)
         return timing + (steps * step + PROCESS_SECONDS * len(todo)) / max(1, min(self.jobs, len(todo)))
@@ -144,7 +145,7 @@ class StudyRun:
         if not self.study.only_times:
             self._train([run for runs in self.tuning_runs().values() for run in runs], TUNING, on_progress)
             runs = self.runs(self.chosen_rates())
-            # waves: what begins with another run's weights comes after it
+            # in waves: a run that starts from another run's weights comes after it
             done: set[str] = {""}
             while ready := [run for run in runs.values() if run.begin in done and run.key not in done]:
                 self._train(ready, "", on_progress)
@@ -155,15 +156,15 @@ class StudyRun:
             self.use(on_progress)
 
     def chosen_rates(self) -> dict[str, float]:
-        """The rate with the lowest held-out loss on the short horizon."""
+        """Returns the rate of each rule with the lowest held-out loss in the short runs."""
         tried = self.tuning_runs()
-        losses = {key: one.loss for key, one in finished(self.folder).items()} if tried else {}
+        losses = {key: run.loss for key, run in finished(self.folder).items()} if tried else {}
         return {
             rule: min(runs, key=lambda run: losses[run.key]).learning_rate for rule, runs in tried.items()
         }
 
     def _first_seed(self) -> list[Run]:
-        """What is timed and used: the runs of the first seed, one for each rule."""
+        """Returns the runs of the first seed, one for each rule; they are timed and used."""
         runs = self.runs(self.chosen_rates())
         return [run for (_, seed), run in runs.items() if seed == self.like.seed]
 
@@ -174,8 +175,8 @@ class StudyRun:
             "study": self.name, "question": self.study.question, "baseline": self.study.baseline,
             "seeds": self.seeds, "rates": list(self.rates), "like": self.like.to_dict(),
             "sources": {
-                one.name: {"learnt": len(one.learnt), "held_out": len(one.held_out)}
-                for one in self.corpus.sources
+                source.name: {"learnt": len(source.learnt), "held_out": len(source.held_out)}
+                for source in self.corpus.sources
             },
         }  # fmt: skip
         if is_plain_file(path):
@@ -191,7 +192,7 @@ class StudyRun:
         write_whole(path, json.dumps(about, indent=1), sync=True)
 
     def _train(self, runs: Sequence[Run], phase: str, on_progress: OnProgress) -> None:
-        """All of them, `jobs` at a time; finished ones are left alone."""
+        """Trains all runs that are not finished, `jobs` at a time."""
         have = finished(self.folder)
         todo = [run for run in runs if run.key not in have]
         if not todo:
@@ -199,7 +200,7 @@ class StudyRun:
         study = f"{self.name} {phase}".strip()
         total = sum(run.steps for run in runs)
         done = sum(run.steps for run in runs if run.key in have)
-        # a process for each run, so its peak of memory is its own; torch is imported once, before the forks
+        # one process for each run, to know its peak memory; torch is imported once, before the forks
         server = fork_server(__name__)
         with ProcessPoolExecutor(self.jobs, mp_context=server, max_tasks_per_child=1) as pool:
             going: dict[Future[None], Run] = {}
@@ -230,7 +231,7 @@ class StudyRun:
                 raise
 
     def time(self, on_progress: OnProgress, *, rounds: int) -> None:
-        """The step of every rule from its final state of the first seed, in turns, on one thread."""
+        """Times the step of every rule from its final state of the first seed, in turns, on one thread."""
         torch.set_num_threads(1)
         runs: list[tuple[Run, State | None]] = []
         if self.study.only_times:
@@ -249,7 +250,8 @@ class StudyRun:
         )
 
     def use(self, on_progress: OnProgress) -> None:
-        """Prefill and decode of every final model of the first seed; a rule that cannot decode says why."""
+        """Measures prefill and decode of every final model of the first seed, or notes why a rule cannot
+        decode."""
         torch.set_num_threads(1)
         runs = self._first_seed()
         answers: dict[str, Any] = {}
@@ -275,7 +277,7 @@ def _in_process(run: Run, corpus: Corpus, folder: Path, study: str) -> None:
     parent = os.getppid()
 
     def still_wanted(event: Event) -> None:
-        if os.getppid() != parent:  # the study was killed; the next one goes on from the last state
+        if os.getppid() != parent:  # the study was killed; the next one continues from the last state
             raise SystemExit(1)
 
     execute(run, corpus, folder, study=study, on_event=still_wanted)
@@ -289,7 +291,7 @@ def said_step(step: int, steps: int, loss: float | None) -> str:
 
 
 def _last_step(home: Path) -> tuple[int, float | None]:
-    """How far a run is and its loss, from the end of its events."""
+    """Returns how far a run is and its loss, from the end of its events."""
     path = home / EVENTS
     try:
         with path.open("rb") as file:
@@ -299,12 +301,12 @@ def _last_step(home: Path) -> tuple[int, float | None]:
         return 0, None
     for line in reversed(lines):
         if b'"norm"' in line:
-            one = json.loads(line)
-            return one["step"], one["loss"]
+            event = json.loads(line)
+            return event["step"], event["loss"]
     return 0, None
 
 
 def curves(folder: Path, trainings: Sequence[Training]) -> Iterator[tuple[Training, list[dict[str, Any]]]]:
-    """Each run with its lines."""
-    for one in trainings:
-        yield one, list(read_events(run_folder(folder, one.key)))
+    """Yields each run with its events."""
+    for training in trainings:
+        yield training, list(read_events(run_folder(folder, training.key)))

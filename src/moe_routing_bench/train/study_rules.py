@@ -1,7 +1,7 @@
-"""Which runs answer which question. A study is data: rules, their texts, what is compared with what.
+"""Defines the studies as data: which runs answer which question, on which text, compared with what.
 
-Every rule has the experts of the size (E of width F) unless it says otherwise; so K = 1 costs less than
-K = 2, and the figures against seconds and operations show it.
+Every rule has the experts of the size (E of width F) unless it names others. So K = 1 costs less than K = 2,
+which the figures against seconds and operations show.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moe_routing_bench.core.names import parse_spec
 from moe_routing_bench.routers.router import router_named
 from moe_routing_bench.train.settings import Rule, Run, Size
 
@@ -18,13 +19,13 @@ TUNING_SHARE = 0.2  # of the steps, to choose it
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRule:
-    """A rule in a study. text: "all" sources, "home" (the first alone) or "away" (the second alone).
-    begin: the entry whose final weights this one starts from. changes: other fields of Run."""
+    """A rule in a study. text: "all" sources, "home" (only the first) or "away" (only the second). begin: the
+    entry whose final weights this one starts from. changes: other fields of Run."""
 
     rule: Rule
     text: str = "all"
     begin: str = ""
-    sees_future: bool = False  # flagged: its losses are no losses of a language model
+    sees_future: bool = False  # its loss is not that of a language model
     rate: float | None = None  # None: chosen from RATES
     changes: dict[str, Any] = field(default_factory=dict)
 
@@ -46,7 +47,7 @@ def _moe(name: str, **more: Any) -> StudyRule:
 
 
 def _routers(size: Size) -> tuple[StudyRule, ...]:
-    # as many slots as a top-K rule has pairs
+    # Soft-MoE gets as many slots as a top-K rule has pairs
     soft = {"slots_per_expert": max(1, size.sequence * size.K // size.E)}
     shazeer = {"loss_weights": {"importance": 0.01, "load": 0.01}}
     return (
@@ -67,8 +68,9 @@ def _routers(size: Size) -> tuple[StudyRule, ...]:
 
 
 def rule_for(router: str, options: dict[str, Any], size: Size, *, name: str) -> Rule:
-    """One router by itself, with the losses and the controller that the study `routers` gives it. A router
-    that is not in the study has its own controller or, without one, the Switch loss if it offers that."""
+    """Returns the rule for one router, with the losses and the controller that the study `routers` gives it.
+    A router that is not in the study gets its own controller or, without one, the Switch loss if it has that.
+    """
     for rule in (entry.rule for entry in _routers(size) if entry.rule.kind == "moe"):
         if rule.router == router:
             return replace(rule, name=name, options={**rule.options, **options})
@@ -80,7 +82,7 @@ def rule_for(router: str, options: dict[str, Any], size: Size, *, name: str) -> 
 
 
 def _soft(size: Size) -> tuple[StudyRule, ...]:
-    """The same number of tokens in a step, in longer and longer sequences."""
+    """Compares steps with the same number of tokens in longer and longer sequences."""
     entries = []
     for sequence in (128, 256, 512, 1024):
         changes = {"size": replace(size, sequence=sequence), "batch": max(1, 2048 // sequence)}
@@ -96,7 +98,8 @@ def _soft(size: Size) -> tuple[StudyRule, ...]:
 
 
 def _chain_of(iterations: int) -> StudyRule:
-    # K = 6 can be shared by 1, 2 and 3 iterations; narrow experts, so that 6 of 24 are as much as 2 of 8
+    # K = 6 can be divided by 1, 2 and 3 iterations; experts are narrow, so that 6 of 24 cost as much as 2 of
+    # 8
     sizes = {"E": 24, "F": 48, "K": 6, "options": SWITCH}
     rule = Rule(name=f"{iterations} in a chain", kind="chain", iterations=iterations, **sizes)  # type: ignore[arg-type]
     return StudyRule(rule=rule)
@@ -110,7 +113,7 @@ HOME = StudyRule(rule=Rule(name="home", options=SWITCH), text="home", rate=3e-3)
 
 
 def studies(given: Size | None = None) -> dict[str, Study]:
-    """Every study by name; `given` is the size of its models in place of its own."""
+    """Returns every study by name; `given` replaces the size of its models."""
     size = given or Size()
     padded = {f"capacity {factor:g}": f"padded(capacity_factor={factor:g})" for factor in (1.0, 1.25, 2.0)}
     return {
@@ -208,10 +211,18 @@ def run_of(
     sources: tuple[str, ...],
     begin: str = "",
 ) -> Run:
-    """One run: `like` has what is equal for all of them. sources: the names in the corpus."""
+    """Makes one run. `like` has the settings that all runs share; `sources` are the names in the corpus."""
     texts = {"all": (), "home": sources[:1], "away": sources[1:2]}[entry.text]
     run = replace(
         like, rule=entry.rule, size=study.size, seed=seed, learning_rate=rate, sources=texts, begin=begin,
         sees_future=entry.sees_future,
     )  # fmt: skip
     return replace(run, **entry.changes)
+
+
+def rule_named(text: str, size: Size) -> Rule:
+    """A router by name with options, as in mrb bench; `dense` is the control as wide as K experts."""
+    if text == "dense":
+        return Rule(name="dense", kind="dense", times=size.K)
+    name, options = parse_spec(text)
+    return rule_for(name, options, size, name=text)

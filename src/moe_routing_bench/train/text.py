@@ -1,7 +1,7 @@
-"""Text as bytes: what a run reads, what is held out, and which bytes step n sees.
+"""Text as bytes: what a run learns, what is held out, and which bytes a step sees.
 
-A batch is a function of the seed and the step alone. So all runs of a study see the same bytes in the same
-order, and the position in the data is the number of the step.
+A batch depends only on the seed and the step. So all runs of a study see the same bytes in the same order,
+and the number of the step is the position in the data.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 VOCABULARY = 256
 MAX_BYTES = 1 << 30
 HELD_OUT_SHARE = 0.05
-# the novels of shared/corpora: the last one is held out, so no book is on both sides
+# the last novel of shared/corpora is held out, so no book is on both sides
 LAST_NOVEL = b"[ Sense and Sensibility"
-# labels of characters, for what experts know of them
+# classes of characters, to see whether experts specialise in them
 CLASSES = ("letter", "capital", "digit", "space", "line end", "punctuation", "other")
 
 
@@ -35,9 +35,9 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """The sources of a study; the first one's held-out part is what losses are compared on.
+    """The sources of a study. Losses are compared on the held-out part of the first one.
 
-    corpus.batch(seed=0, step=3, batch=8, sequence=256)   (8, 257): inputs and, one further, targets
+    corpus.batch(seed=0, step=3, batch=8, sequence=256)   (8, 257): inputs, and targets one place further
     corpus.held_out(0, pieces=16, sequence=256)           (16, 257): always the same pieces
     """
 
@@ -48,23 +48,23 @@ class Corpus:
     def of(sources: Sequence[Source]) -> Corpus:
         if not sources:
             raise ValueError("there is no text; name files with --text")
-        for one in sources:
-            if len(one.learnt) + len(one.held_out) > MAX_BYTES:
-                raise ValueError(f"{one.name} has more than {MAX_BYTES:,} bytes; give a shorter text")
-        joined = bytearray(b"".join(one.learnt for one in sources))
+        for source in sources:
+            if len(source.learnt) + len(source.held_out) > MAX_BYTES:
+                raise ValueError(f"{source.name} has more than {MAX_BYTES:,} bytes; give a shorter text")
+        joined = bytearray(b"".join(source.learnt for source in sources))
         if len(joined) < 2:
             raise ValueError("there is no text to learn from")
         return Corpus(sources=tuple(sources), learnt_T=torch.frombuffer(joined, dtype=torch.uint8))
 
     def only(self, names: Sequence[str]) -> Corpus:
-        """The same texts without the others; none named: all."""
-        return Corpus.of([one for one in self.sources if not names or one.name in names])
+        """Returns a corpus of only these sources; of all if none is named."""
+        return Corpus.of([source for source in self.sources if not names or source.name in names])
 
     @property
     def hash(self) -> str:
         digest = hashlib.sha256()
-        for one in self.sources:
-            for part in (one.name.encode(), one.learnt, one.held_out):
+        for source in self.sources:
+            for part in (source.name.encode(), source.learnt, source.held_out):
                 digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()
 
@@ -77,7 +77,7 @@ class Corpus:
         return self.learnt_T[start_B.unsqueeze(1) + torch.arange(sequence + 1)].long()
 
     def held_out(self, source: int, *, pieces: int, sequence: int) -> Tensor:
-        """Up to `pieces` pieces, evenly spread over the held-out part."""
+        """Returns up to `pieces` pieces, evenly spread over the held-out part."""
         text = self.sources[source].held_out
         whole = (len(text) - 1) // sequence
         if whole < 1:
@@ -90,7 +90,8 @@ class Corpus:
 
 
 def read_corpus(folder: Path) -> Corpus:
-    """The texts of shared/corpora: novels, Shakespeare, Wikipedia; other folders: every .txt file."""
+    """Reads the texts of shared/corpora (novels, Shakespeare, Wikipedia), or every .txt file of another
+    folder."""
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; name files with --text")
     files = {path.stem: path for path in sorted(folder.glob("*.txt"))}
@@ -115,7 +116,7 @@ def read_corpus(folder: Path) -> Corpus:
 
 
 def read_texts(paths: Sequence[Path]) -> Corpus:
-    """Each file a source; the end of each is held out."""
+    """Reads each file as a source; the end of each is held out."""
     for path in paths:
         if not path.is_file():
             raise ValueError(f"there is no text file {path}")
@@ -125,7 +126,7 @@ def read_texts(paths: Sequence[Path]) -> Corpus:
 
 
 def read_dataset(name: str, *, most_bytes: int = 20_000_000) -> Corpus:
-    """A dataset of the Hugging Face Hub with a column `text`, its beginning, for people online."""
+    """Downloads the beginning of a dataset of the Hugging Face Hub with a column `text`."""
     try:
         import datasets  # type: ignore[import-not-found]
     except ImportError:
@@ -142,9 +143,9 @@ def read_dataset(name: str, *, most_bytes: int = 20_000_000) -> Corpus:
 
 
 def synthetic(seed: int = 0, *, size: int = 200_000) -> Corpus:
-    """Two sources made of words with a grammar of their own, for tests: quickly learnt, never used up.
+    """Makes two sources for tests that are quickly learnt.
 
-    Each source is a Markov chain over 40 made-up words; the second writes capitals.
+    Each source is a Markov chain over 40 made-up words; the second is in capitals.
     """
     sources = []
     for number, name in enumerate(("low", "high")):
@@ -161,7 +162,7 @@ def synthetic(seed: int = 0, *, size: int = 200_000) -> Corpus:
 
 
 def character_class(token: Tensor) -> Tensor:
-    """For each byte its place in CLASSES."""
+    """Returns the index in CLASSES of each byte."""
     known = torch.full((VOCABULARY,), CLASSES.index("other"))
     for byte in range(128):
         letter = chr(byte)

@@ -1,6 +1,6 @@
-"""What the routers of a model do while it learns: load, collapse, and what experts know of their tokens.
+"""Watches the routers of a model during training: load, collapse, and what choices tell about the tokens.
 
-All numbers are those of RoutingStatistics; this file only asks for them, layer by layer.
+All numbers come from RoutingStatistics, layer by layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_routing_bench.moe.statistics import RoutingStatistics
 from moe_routing_bench.train.model import Decoder
 from moe_routing_bench.train.text import CLASSES, Corpus, character_class
 
-# a layer has collapsed if one of these holds, with 4 experts or more
+# a layer with 4 experts or more has collapsed if one of these is true
 DEAD_SHARE = 0.25  # more experts than this share of them got no token
 GREEDY_SHARE = 0.75  # one expert read more than this share of all tokens, where K / E is under half of it
 ENTROPY_SHARE = 0.6  # the entropy of the load is under this share of log2(E)
@@ -30,7 +30,7 @@ POSITIONS = 8  # parts of a sequence, as labels
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoad:
-    """One router over one batch: load cv, max violation, entropy and so on, as LoadStatistics has them."""
+    """One router over one batch: load cv, max violation, entropy and so on, as in LoadStatistics."""
 
     cv: float
     max_violation: float
@@ -42,7 +42,7 @@ class LayerLoad:
     share_E: list[float]
 
     def collapse(self) -> str | None:
-        """In what way this layer has collapsed; None if it has not."""
+        """Returns how this layer has collapsed; None if it has not."""
         E = len(self.share_E)
         if E < 4:
             return None
@@ -57,10 +57,11 @@ class LayerLoad:
 
 
 def named_routings(chosen: Sequence[Chosen]) -> dict[str, Routing]:
-    """{"0": ..., "1": ...}; the iterations of a chain are "0.0", "0.1". Soft routings choose nothing."""
+    """Returns routings by layer: "0", "1", ...; the iterations of a chain are "0.0", "0.1". Soft routings are
+    left out, because they choose nothing."""
     named = {}
-    for layer, one in enumerate(chosen):
-        each = routings_of(one)
+    for layer, routings in enumerate(chosen):
+        each = routings_of(routings)
         for number, routing in enumerate(each):
             if isinstance(routing, Routing):
                 named[f"{layer}.{number}" if len(each) > 1 else str(layer)] = routing
@@ -89,11 +90,11 @@ def loads(model: Decoder, chosen: Sequence[Chosen]) -> dict[str, LayerLoad]:
 
 @dataclass(frozen=True, kw_only=True)
 class Knowledge:
-    """What one router's choice says about its tokens, on held-out text of all sources.
+    """What one router's choices tell about their tokens, on held-out text of all sources.
 
-    of: {"source": 0.12, ...}: the share of the label's entropy that the expert tells
+    of: {"source": 0.12, ...}: the share of the label's entropy that the chosen expert tells
     agreement: with the choices for the same tokens at the evaluation before; None at the first
-    by_source: [[...], ...]: the share of each expert's pairs, a row a source
+    by_source: [[...], ...]: the share of each expert's pairs, one row for each source
     """
 
     of: dict[str, float]
@@ -103,7 +104,7 @@ class Knowledge:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Held-out tokens of every source, and their labels; the same for all runs of a study."""
+    """Held-out tokens of every source with labels, the same for all runs of a study."""
 
     token_BN: Tensor
     labels: Mapping[str, tuple[Tensor, int]]  # label_T, and how many labels there are
@@ -115,7 +116,7 @@ class Probe:
             for source in range(len(corpus.sources))
         ]
         token_BN = torch.cat(each)
-        source_B = torch.cat([torch.full((len(one),), source) for source, one in enumerate(each)])
+        source_B = torch.cat([torch.full((len(tokens),), source) for source, tokens in enumerate(each)])
         place_N = torch.arange(sequence) * POSITIONS // sequence
         labels = {
             "source": (source_B.repeat_interleave(sequence), len(each)),
@@ -128,7 +129,7 @@ class Probe:
     def ask(
         self, model: Decoder, before: Mapping[str, Tensor]
     ) -> tuple[dict[str, Knowledge], dict[str, Tensor]]:
-        """What every router knows, and its choices, to be given as `before` the next time."""
+        """Returns what every router's choices tell, and the choices, which are `before` of the next call."""
         training = model.training
         model.eval()
         parts = [named_routings(model(token_BN)[1]) for token_BN in self.token_BN.split(8)]
@@ -136,7 +137,7 @@ class Probe:
         knowledge, choices = {}, {}
         for name in parts[0]:
             routing = _joined([part[name] for part in parts])
-            # equal for all runs, so it is kept small: experts are fewer than 2^15
+            # small, because states keep it; there are fewer than 2^15 experts
             choices[name] = routing.expert_TK.to(torch.int16)
             previous = None
             if name in before and before[name].shape == routing.expert_TK.shape:
@@ -152,14 +153,14 @@ class Probe:
             of[label] = numbers.label_share.item()
             agreement = None if numbers.agreement is None else numbers.agreement.item()
         source_T, sources = self.labels["source"]
-        rows = [replace(routing, expert_TK=routing.expert_TK[source_T == one]) for one in range(sources)]
-        loads_LE = torch.stack([one.load_E() for one in rows]).double()
+        parts = [replace(routing, expert_TK=routing.expert_TK[source_T == n]) for n in range(sources)]
+        loads_LE = torch.stack([part.load_E() for part in parts]).double()
         shares = loads_LE / loads_LE.sum(1, keepdim=True).clamp(min=1)
         return Knowledge(of=of, agreement=agreement, by_source=shares.tolist())
 
 
 def _joined(parts: list[Routing]) -> Routing:
-    """The tokens of several batches as one; ragged rows may have different widths."""
+    """Joins the tokens of several batches; ragged rows may have different widths."""
     width = max(part.num_choices for part in parts)
     ids = [torch.nn.functional.pad(part.expert_TK, (0, width - part.num_choices), value=-1) for part in parts]
     expert_TK = torch.cat(ids)

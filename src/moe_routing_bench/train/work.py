@@ -1,7 +1,7 @@
-"""What a model computes for a token: matmul operations, from its sizes and what its routers chose.
+"""Counts the matmul operations of a model for a token, from its sizes and its routers' choices.
 
-Multiply and add count as two. A step counts three times its forward pass: backward multiplies twice as much.
-Softmax, norms and sorting are left out: seconds have them.
+A multiplication and an addition count as two. A step counts three forward passes, because backward multiplies
+twice as much. Softmax, norms and sorting are not counted; they are in the seconds.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Work:
 
 
 def work_of(model: Decoder, pairs_per_token: float) -> Work:
-    """pairs_per_token: experts of a token in one layer, summed over the iterations of a chain."""
+    """pairs_per_token: experts per token in one layer, summed over the iterations of a chain."""
     size = model.size
     parameters = sum(parameter.numel() for parameter in model.parameters())
     head = 2 * size.D * model.embedding.weight.shape[0]
-    # half the tokens of a sequence on average, scores and values
+    # scores and values, for half the tokens of a sequence on average
     scores = 2 * 2 * size.heads * size.head_dim * (size.sequence + 1) / 2
     flops, idle = float(head), 0.0
     for block, layer in zip(model.blocks, model.layers(), strict=True):
@@ -48,7 +48,7 @@ def work_of(model: Decoder, pairs_per_token: float) -> Work:
 
 
 def _layer_work(layer: nn.Module, pairs: float, sequence: int) -> tuple[float, float]:
-    """(operations, parameters of experts that a token does not use)."""
+    """Returns (operations, parameters of experts that a token does not use)."""
     if isinstance(layer, DenseFeedForward):
         return 2.0 * sum(p.numel() for p in layer.parameters()), 0.0
     adapters = 0.0

@@ -1,8 +1,9 @@
 """The families of the Routing Suite: each function turns a Batch into experts for its tokens.
 
-The docstring's first line is what the family models, the rest its target, met by construction. Arguments
-after the batch are the parameters in a workload's name: positional ones are written bare, keywords by name.
-Which experts are hot comes from `batch.steady` and lasts over steps; who gets which from `batch.draws`.
+The first line of a docstring says what the family models. The rest is its target, which it meets by
+construction. Arguments after the batch are the parameters in a workload's name: positional ones are written
+bare, keywords by name. `batch.steady` decides which experts are hot, the same at every step; `batch.draws`
+decides which tokens choose them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from moe_routing_bench.workloads.trace import Trace, read_trace
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a family may know. E experts on W ranks: rank w holds experts w * E / W up to (w + 1) * E / W."""
+    """The input of a family. E experts are on W ranks: rank w holds experts w * E / W to (w + 1) * E / W."""
 
     T: int
     E: int
@@ -37,7 +38,7 @@ class Batch:
     W: int
     seed: int
     step: int
-    steady: Draws  # the same at every step and for every T: popularity belongs to the model, not to the batch
+    steady: Draws  # the same at every step and for every T, because popularity belongs to the model
     draws: Draws
 
     @property
@@ -51,7 +52,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What a family made. The first tokens_W[0] tokens start on rank 0, and so on; None: shared out evenly.
+    """The result of a family. The first tokens_W[0] tokens start on rank 0, and so on; None: shared evenly.
     Without gates the workload draws them."""
 
     expert_TK: Ints | Tensor
@@ -234,13 +235,13 @@ def trace(batch: Batch, file: str, *, layer: int | None = None, document: int | 
         )
     if N == 0:
         raise ValueError(f"{file} holds no tokens to replay; record some")
-    # by content: a file that was moved is still the same workload
+    # by content, so that a file that was moved is still the same workload
     start = int(Draws("trace", recorded.checksum, batch.seed).below(N, 1)[0]) + batch.step * batch.T
     token_T = (start + np.arange(batch.T)) % N
     return Choices(expert_TK=routing.expert_TK[token_T], gate_TK=routing.gate_TK[token_T])
 
 
-# every step of a cell asks for the file again, which is read and checked as a whole
+# every step of a cell needs the file, and reading checks all of it
 @lru_cache(maxsize=1)
 def _recorded(file: str, layer: int | None, document: int | None, stamp: object) -> Trace:
     return read_trace(file).part(layer=layer, document=document)
@@ -260,7 +261,7 @@ def _from_counts(batch: Batch, count_E: Ints) -> Choices:
 
 
 def _one_for_all(batch: Batch, n: int) -> Choices:
-    """The same n experts are every token's first choices; the other K - n are even."""
+    """Makes the same n experts every token's first choices; the other K - n are even."""
     hot = batch.steady.permutation(batch.E)[:n]
     others = set(range(batch.E)) - set(hot.tolist())
     count_E = _evenly(batch, batch.T * (batch.K - n), others)
@@ -269,7 +270,7 @@ def _one_for_all(batch: Batch, n: int) -> Choices:
 
 
 def _evenly(batch: Batch, total: int, experts: Iterable[int]) -> Ints:
-    """count_E with the total shared evenly by these experts, what is left over spread over the ranks."""
+    """Returns count_E with the total shared evenly by these experts; the remainder is spread over ranks."""
     order = _rank_by_rank(batch, batch.draws)
     order = order[np.isin(order, [*experts])]
     count_E = np.zeros(batch.E, dtype=np.int64)
@@ -278,7 +279,7 @@ def _evenly(batch: Batch, total: int, experts: Iterable[int]) -> Ints:
 
 
 def _rank_by_rank(batch: Batch, draws: Draws) -> Ints:
-    """All experts in random order, but with one of each rank before any rank has two."""
+    """Returns all experts in random order, with one of each rank before any rank has two."""
     within_WE = draws.raw(batch.E).reshape(batch.W, -1).argsort(axis=1, kind="stable")
     expert_WE = within_WE + batch.experts_per_rank * np.arange(batch.W)[:, None]
     return expert_WE[draws.permutation(batch.W)].T.ravel()
@@ -291,7 +292,7 @@ def _experts_of(batch: Batch, rank: int) -> Ints:
 def _heat(
     batch: Batch, hot: Ints, share: float, family: str, *, name: str = "share", T: int | None = None
 ) -> Ints:
-    """count_E in which the hot experts take `share` of the pairs evenly and the others the rest evenly."""
+    """Returns count_E: the hot experts take `share` of the pairs evenly, the others the rest evenly."""
     E, K, n = batch.E, batch.K, len(hot)
     T = batch.T if T is None else T
     # every hot expert at most once per token: share * K <= n; not cooler than even: share > n / E
@@ -308,8 +309,8 @@ def _heat(
 
 
 def _lognormal_popularity(z_E: Floats, share: float) -> Floats:
-    """exp(sigma * z_E) with the sigma at which the most popular expert has this share of the sum. Its share
-    grows with sigma from 1 / E to 1, so bisection finds it."""
+    """Returns exp(sigma * z_E) with the sigma that gives the most popular expert this share of the sum. The
+    share grows with sigma from 1 / E to 1, so bisection finds it."""
     low, high = 0.0, 1.0
     z_E = z_E - z_E.max()
 
@@ -321,7 +322,7 @@ def _lognormal_popularity(z_E: Floats, share: float) -> Floats:
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if too_flat(middle) else (low, middle)
-    # far down the tail exp is 0; a share too small for a pair still lets a rounding take it
+    # exp is 0 far down the tail; with a tiny share instead, rounding may still give that expert a pair
     return np.maximum(np.exp(high * z_E), 1e-300)
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import product
-from typing import NamedTuple
 
-from moe_routing_bench.core.shapes import MoEShape
+from moe_routing_bench.workloads.experiment import Experiment
 
 SIZES = {
     "qwen3-e64": (2048, 768, 64, 8),  # Qwen3-30B-A3B with half of its 128 experts
@@ -42,36 +41,12 @@ CONTENDERS = {
 }
 
 
-class Asked(NamedTuple):
-    """Asked(span="topk", size="olmoe", T=16, dtype="float32", workload="zipf(1.2)", threads=2,
-    direction="forward")"""
-
-    span: str
-    size: str
-    T: int
-    dtype: str
-    workload: str
-    threads: int
-    direction: str
-
-    @property
-    def name(self) -> str:
-        words = [self.span, self.size, str(self.T), self.dtype]
-        words += ["even"] * (self.workload == EVEN) + ["1-thread"] * (self.threads == 1)
-        return "-".join(words + [self.direction] * (self.direction != "forward"))
-
-    @property
-    def shape(self) -> MoEShape:
-        D, F, E, K = (SIZES | CHOICES)[self.size]
-        return MoEShape(T=self.T, D=D, F=F, E=E, K=K)
-
-    @property
-    def weights(self) -> bool:
-        return self.span in ("expert_ffn", "grouped_gemm")
+Ordered = tuple[tuple[object, ...], Experiment]  # where it stands in the suite, and the case
 
 
-def asked() -> list[Asked]:
-    cells = [
+def regret() -> list[Experiment]:
+    """Is impl="auto" the fastest that can run, Transformers' experts among them? From 1 to 4096 tokens."""
+    made = [
         # experts with weights as they are and frozen; then with gradients
         *_grid("expert_ffn", SIZES, DTYPES, (1, 4, 16, 64, 256)),
         *_grid("expert_ffn", ("granite",), DTYPES, (1024,)),
@@ -93,10 +68,10 @@ def asked() -> list[Asked]:
         *_moved("dispatch"),
         *_moved("combine"),
     ]
-    return sorted(cells, key=_order)
+    return [case for _, case in sorted(made, key=lambda one: one[0])]
 
 
-def _moved(span: str) -> Iterator[Asked]:
+def _moved(span: str) -> Iterator[Ordered]:
     yield from _grid(span, ("olmoe", "mixtral-s", "tiny"), DTYPES, (1, 16, 256))
     yield from _grid(span, ("mixtral-s", "tiny"), DTYPES, (4096,), workload=EVEN)
     yield from _grid(span, ("olmoe", "tiny"), DTYPES, (64,), threads=1)
@@ -106,10 +81,13 @@ def _moved(span: str) -> Iterator[Asked]:
 def _grid(
     span: str, sizes: Iterable[str], dtypes: Iterable[str], tokens: Iterable[int], *,
     workload: str = SKEWED, threads: int = 2, direction: str = "forward",
-) -> Iterator[Asked]:  # fmt: skip
+) -> Iterator[Ordered]:  # fmt: skip
     for size, dtype, T in product(sizes, dtypes, tokens):
-        yield Asked(span, size, T, dtype, workload, threads, direction)
-
-
-def _order(one: Asked) -> tuple[object, ...]:
-    return not one.weights, one.threads, one.direction, one.span, one.size, one.dtype, one.T, one.workload
+        words = [span, size, str(T), dtype, *["even"] * (workload == EVEN), *["1-thread"] * (threads == 1)]
+        words += [direction] * (direction != "forward")
+        weights, (D, F, E, K) = span in ("expert_ffn", "grouped_gemm"), (SIZES | CHOICES)[size]
+        case = Experiment(
+            case=f"regret/{'-'.join(words)}", span=span, T=T, D=D, F=F, E=E, K=K, dtype=dtype,
+            weights=weights, direction=direction, workload=workload, threads=threads,
+        )  # fmt: skip
+        yield (not weights, threads, direction, span, size, dtype, T, workload), case

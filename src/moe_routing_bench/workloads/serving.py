@@ -1,14 +1,14 @@
-"""The routed experts that serving engines return: read_requests(file) -> what was chosen in each request.
+"""Reads the routed experts that serving engines return: read_requests(file) -> the choices of each request.
 
 vLLM (--enable-return-routed-experts) answers with `choices[].routed_experts`, a base64 .npy of length x
 layers x choices; some versions put the prompt's rows into `prompt_routed_experts`. SGLang
-(--enable-return-routed- experts) answers with `meta_info.routed_experts`, or `sgl_ext.routed_experts` of a
+(--enable-return-routed-experts) answers with `meta_info.routed_experts`, or `sgl_ext.routed_experts` of a
 choice: base64 of flat int32. Proxies send an object with data, shape, dtype and start. The token sampled last
-has no row: it was never run.
+has no row, because it was never run.
 
 A file is one array (.npy), one response or a list of them (JSON), or one response a line. It is not trusted:
-sizes are bounded, nothing is unpickled, and whatever is wrong with its form is one sentence. What is wrong
-with the ids is found by trace_check.
+sizes are bounded, nothing is unpickled, and a wrong form is an error of one sentence. trace_check finds what
+is wrong with the ids.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INTEGERS = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One request, as it came: ids may be anything.
+    """One request as it arrived; ids were not checked.
 
     A prompt of 3 tokens and 2 sampled ones, in a model with 2 MoE layers and 2 choices:
       name   = "response 0, choice 0"
@@ -59,10 +59,10 @@ def read_requests(
     start: int = 0,
     max_bytes: int = MAX_BYTES,
 ) -> list[Request]:
-    """The requests in a file; ValueError with a sentence if it has another form.
+    """Returns the requests in a file. Raises ValueError with a sentence if the file has another form.
 
-    num_layers, choices  needed for SGLang's flat arrays, held against the others
-    start                the position of the first row, where the file does not say it
+    num_layers, choices  needed for SGLang's flat arrays, compared with the shape of other arrays
+    start                the position of the first row, if the file does not say it
     """
     path = Path(path)
     if not path.is_file():
@@ -103,8 +103,7 @@ def _check_shape(request: Request, form: tuple[int | None, int | None], first: R
         if wanted is not None and number != wanted:
             raise ValueError(
                 f"routed_experts of {request.name} is {shown}, tokens x layers x choices, but {wanted} "
-                f"{what} "
-                "were asked for"
+                f"{what} were asked for"
             )
     if shape[1:] != first.ids.shape[1:]:
         raise ValueError(
@@ -172,7 +171,7 @@ def _request(
     counts = [about.get("prompt_tokens"), about.get("completion_tokens")]
     tokens = sum(counts) if all(type(count) is int for count in counts) else None  # type: ignore[arg-type]
     token_ids = (*prompt, *output) if isinstance(prompt, list) and isinstance(output, list) else None
-    if token_ids is not None and not all(type(one) is int and 0 <= one < 2**31 for one in token_ids):
+    if token_ids is not None and not all(type(token) is int and 0 <= token < 2**31 for token in token_ids):
         raise ValueError(f"the token ids of {name} are not numbers from 0 on")
     packed = about.get("routed_experts")
     if isinstance(packed, dict):
@@ -189,7 +188,7 @@ def _request(
 
 
 def _ids(about: dict[str, Any], name: str, form: tuple[int | None, int | None]) -> NDArray[Any] | None:
-    """The array of `routed_experts`, in any of the ways it is sent; None if there is none."""
+    """Returns the array of `routed_experts`, in any of the forms it is sent in; None if there is none."""
     packed = about.get("routed_experts")
     if packed is None:
         return None
@@ -218,8 +217,7 @@ def _ids(about: dict[str, Any], name: str, form: tuple[int | None, int | None]) 
     if row < 1 or len(content) % row:
         raise ValueError(
             f"routed_experts of {name} has {len(content):,} bytes, which is no multiple of {num_layers} "
-            "layers x "
-            f"{choices} choices in {str(dtype)[:20]}; give the model's own numbers"
+            f"layers x {choices} choices in {str(dtype)[:20]}; give the model's own numbers"
         )
     return _flat(content, dtype, name, [len(content) // row, num_layers, choices])
 
@@ -252,7 +250,7 @@ def _npy(content: bytes, name: str) -> NDArray[Any]:
             (2, 0): np.lib.format.read_array_header_2_0,
         }[version]
         shape, by_columns, kind = read(file)
-    except Exception:  # its parser raises many kinds
+    except Exception:  # numpy's parser raises many kinds of errors
         raise ValueError(
             f"routed_experts of {name} begins like a .npy array, but its header is broken"
         ) from None

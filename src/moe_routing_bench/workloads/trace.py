@@ -1,10 +1,10 @@
-"""Recorded routings in a safetensors file: write_trace, read_trace, and the checksum of expert ids.
+"""Writes and reads recorded routings in a safetensors file: write_trace, read_trace, and the checksum of ids.
 
-expert_TK (int32 or int64) and gate_TK (float32) are required; layer_T, position_T and document_T (int64) say
-where a token came from; score_TE (float32) holds the scores that were compared. The metadata entry
-`moe_routing_trace` is JSON: version, num_experts, checksum (of the ids) and source; optional are documents
-(their names, by the number in document_T) and content, a checksum of everything else, which write_trace
-always adds.
+expert_TK (int32 or int64) and gate_TK (float32) are required. layer_T, position_T and document_T (int64) say
+where a token came from. score_TE (float32) holds the scores that were compared. The metadata entry
+`moe_routing_trace` is JSON: version, num_experts, checksum (of the ids) and source. Two entries are optional:
+documents (names, by the number in document_T) and content, a checksum of everything else. write_trace always
+adds content.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.core.text import short
 from moe_routing_bench.core.whole_files import written_whole
-from moe_routing_bench.models.tracing import ModelTrace
+from moe_routing_bench.models.tracing import ModelTrace, some_numbers
 
 VERSION = 1
 ENTRY = "moe_routing_trace"
@@ -37,7 +37,7 @@ DTYPES = {
 }  # fmt: skip
 MAX_HEADER_BYTES = 1 << 20  # ours has under a kilobyte; safetensors itself would parse 100 MB
 MAX_LAYERS = 1024
-MAX_EXPERTS = 1 << 20  # a thousand times the largest layer published; tables of E numbers stay small
+MAX_EXPERTS = 1 << 20  # a thousand times the largest published layer; tables of E numbers stay small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Trace:
       position_T = [0, 1]
       document_T = [7, 7]
       documents  = ()               or the names of the documents 0, 1, ...
-      score_TE   = None             or what the choice was made of: -inf where an expert was ruled out
+      score_TE   = None             or the scores that were compared: -inf where an expert was ruled out
     """
 
     routing: Routing
@@ -63,7 +63,7 @@ class Trace:
     score_TE: Tensor | None = None
 
     def by_layer(self) -> ModelTrace:
-        """The choices of every layer for the same tokens; ValueError if layers have different tokens."""
+        """Returns the choices of every layer for the same tokens. Raises ValueError if tokens differ."""
         T = self.routing.num_tokens
         layer_T = torch.zeros(T, dtype=torch.int64) if self.layer_T is None else self.layer_T
         document_T = torch.zeros_like(layer_T) if self.document_T is None else self.document_T
@@ -82,9 +82,8 @@ class Trace:
         for layer, row in rows.items():
             if row.shape != first_row.shape:
                 raise ValueError(
-                    f"layer {layer} has {row.numel():,} tokens, layer {first} {first_row.numel():,}; all "
-                    "layers "
-                    "must have the same"
+                    f"layer {layer} has {row.numel():,} tokens, layer {first} {first_row.numel():,}; "
+                    "all layers must have the same"
                 )
             same_T = (document_T[row] == document_T[first_row]) & (position_T[row] == position_T[first_row])
             if not bool(same_T.all()):
@@ -92,8 +91,7 @@ class Trace:
                 raise ValueError(
                     f"row {t} of layer {layer} is position {position_T[row[t]]} of document "
                     f"{document_T[row[t]]}, but of layer {first} position {position_T[first_row[t]]} of "
-                    "document "
-                    f"{document_T[first_row[t]]}; all layers must have the same tokens in one order"
+                    f"document {document_T[first_row[t]]}; all layers must have the same tokens in one order"
                 )
         routing = self.routing
         return ModelTrace(
@@ -107,7 +105,7 @@ class Trace:
         )
 
     def part(self, *, layer: int | None = None, document: int | None = None) -> Trace:
-        """Only the tokens with these labels, in the same order; None: whatever the label."""
+        """Returns only the tokens with these labels, in the same order; None takes any label."""
         keep_T = torch.ones(self.routing.num_tokens, dtype=torch.bool)
         for what, wanted, label_T in (
             ("layer", layer, self.layer_T),
@@ -117,11 +115,11 @@ class Trace:
                 continue
             if label_T is None:
                 raise ValueError(f"the trace does not say which {what} a token is of; leave {what} out")
-            # beyond 64 bits no label can be equal, and torch would refuse the number
+            # no label equals a number beyond 64 bits, and torch would refuse it
             same_T = label_T == wanted if -(2**63) <= wanted < 2**63 else torch.zeros_like(keep_T)
             if not bool(same_T.any()):
                 there = label_T.unique().tolist()
-                shown = f"there are {_numbers(there)}" if there else "it holds no tokens"
+                shown = f"there are {some_numbers(there)}" if there else "it holds no tokens"
                 raise ValueError(f"the trace has no {what} {_short(wanted)}; {shown}")
             keep_T &= same_T
         if layer is None and document is None:
@@ -136,13 +134,8 @@ class Trace:
         return replace(self, routing=routing, **labels)
 
 
-def _numbers(there: list[int]) -> str:
-    shown = [str(number) for number in there[:8]]
-    return ", ".join([*shown, f"... {there[-1]}"] if len(there) > 8 else shown)
-
-
 def ids_checksum(expert_TK: Tensor, num_experts: int) -> str:
-    """sha256 of the sizes and of the ids as little-endian int64: the same for any dtype and platform."""
+    """Returns the sha256 of the sizes and of the ids as little-endian int64, the same on any platform."""
     T, K = expert_TK.shape
     digest = hashlib.sha256(f"T={T} K={K} E={num_experts}\n".encode())
     digest.update(expert_TK.detach().cpu().contiguous().numpy().astype("<i8").tobytes())
@@ -159,7 +152,7 @@ def write_trace(
     documents: Sequence[str] = (),
     score_TE: Tensor | None = None,
 ) -> None:
-    """Write the routings one after another. Labels and scores are of the tokens of them all."""
+    """Writes the routings in order. Labels and scores are those of all their tokens."""
     if not routings:
         raise ValueError("a trace needs at least one routing")
     if not Path(path).parent.is_dir():
@@ -189,7 +182,7 @@ def write_trace(
         about["documents"] = list(documents)
     about["content"] = _content_checksum(tensors, about)
     _check_words(path, about)
-    # twice in JSON, and room for the tensors' own entries
+    # the text is encoded in JSON twice, and the tensors' own entries need room
     if len(words := json.dumps(about)) > MAX_HEADER_BYTES // 4:
         raise ValueError(f"source and documents have {len(words):,} letters, more than a reader takes")
     with written_whole(Path(path)) as part:
@@ -197,8 +190,8 @@ def write_trace(
 
 
 def read_trace(path: Path | str, *, max_bytes: int = 4 << 30) -> Trace:
-    """Read and check a trace; ValueError with a sentence if anything about it is wrong. The header is judged
-    before any tensor is read, and nothing is unpickled."""
+    """Reads and checks a trace. Raises ValueError with a sentence if anything is wrong with it. The header is
+    checked before any tensor is read, and nothing is unpickled."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no trace file {path}")
@@ -233,7 +226,8 @@ def read_trace(path: Path | str, *, max_bytes: int = 4 << 30) -> Trace:
 
 
 def _content_checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
-    """sha256 of the words and of every tensor but the ids, whose own checksum is one of the words."""
+    """Returns the sha256 of the words and of every tensor but the ids; the ids' checksum is one of the
+    words."""
     known = ("version", "num_experts", "checksum", "source", "documents")
     words = {key: about[key] for key in known if key in about}
     digest = hashlib.sha256(json.dumps(words, sort_keys=True).encode())
@@ -264,7 +258,7 @@ def _read_header(path: Path, size: int) -> dict[str, Any]:
 
 
 def _check_header(path: Path, header: dict[str, Any]) -> dict[str, Any]:
-    """What the metadata says, after versions, types and shapes were found to be those of a trace."""
+    """Checks version, types and shapes, and returns what the metadata says."""
     metadata = header.get("__metadata__")
     text = metadata.get(ENTRY) if isinstance(metadata, dict) else None
     if not isinstance(text, str):
@@ -324,23 +318,24 @@ def _check_words(path: Path | str, about: dict[str, Any]) -> None:
 
 
 def _is_shape(shape: Any) -> TypeGuard[list[int]]:
-    """Tokens x choices, at least one choice, numbers that a tensor could have."""
+    """Returns whether this is tokens x choices with at least one choice, in numbers that a tensor can
+    have."""
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int for size in shape):
         return False
     return 0 <= shape[0] < 2**63 and 1 <= shape[1] < 2**63
 
 
 def _short(value: object) -> str:
-    """Words from the file as they may stand in a sentence: printable, and not pages of them."""
+    """Makes text from the file fit for a sentence: printable and short."""
     if isinstance(value, dict) or (
-        isinstance(value, list) and (len(value) > 8 or any(isinstance(one, (list, dict)) for one in value))
+        isinstance(value, list) and (len(value) > 8 or any(isinstance(item, (list, dict)) for item in value))
     ):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     return short(value)
 
 
 def _check_values(path: Path | str, tensors: dict[str, Tensor], num_experts: int) -> Routing:
-    """The routing, after its ids and gates were found to be valid."""
+    """Checks ids and gates, and returns the routing."""
     expert_TK, gate_TK = tensors["expert_TK"], tensors["gate_TK"]
     for name, tensor in tensors.items():
         if name in LABELS and tensor.shape != expert_TK.shape[:1]:

@@ -1,8 +1,8 @@
-"""Where two recordings of the same tokens disagree: diff(a, b) -> shares by layer and by position.
+"""Finds where two recordings of the same tokens disagree: diff(a, b) -> shares by layer and by position.
 
 A choice differs if the other recording did not choose that expert for the token; the order does not matter.
-The margin of a choice that flipped is a's score of the expert that a chose, less a's score of the expert that
-b chose in its place: near ties flip by rounding, large margins by a fault.
+The margin of a flipped choice is a's score of the expert that a chose, minus a's score of the expert that b
+chose instead. Rounding flips near ties; a large margin means a fault.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_routing_bench.models.tracing import ModelTrace
+from moe_routing_bench.models.tracing import ModelTrace, some_numbers
 from moe_routing_bench.workloads.trace import Trace
 
-# the number of choices compared at once is K x K for each token
+# comparing takes K x K numbers for each token
 MAX_CELLS = 1 << 24
-RULED_OUT = -3e38  # in place of -inf, so that it sorts before what did not flip
+RULED_OUT = -3e38  # replaces -inf, so that it sorts before choices that did not flip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Difference:
     choices = 0.25     share of choices that differ: 3 or 5, of four
     flipped = 0.5      share of tokens with at least one
     margin  = 0.003    median over flipped choices; None without scores, or if nothing flipped
-    usual   = 0.41     median over all tokens: the lowest score that was chosen, less the best that was not
+    usual   = 0.41     median over all tokens: the lowest chosen score minus the best that was not chosen
     """
 
     tokens: int
@@ -42,10 +42,10 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceDiff:
-    """All tokens that both have; by_layer[3] of layer 3, by_position[(64, 127)] of these positions.
+    """The tokens that both have: by_layer[3] is layer 3, by_position[(64, 127)] these positions.
 
-    only_a, only_b  tokens that only one of them has
-    scores_of       whose scores the margins are of: "A", "B" or None
+    only_a, only_b  how many tokens only one of them has
+    scores_of       whose scores the margins use: "A", "B" or None
     """
 
     whole: Difference
@@ -57,7 +57,7 @@ class TraceDiff:
 
 
 def diff(a: Trace, b: Trace) -> TraceDiff:
-    """ValueError if they cannot be of the same tokens and layers."""
+    """Raises ValueError if they cannot be recordings of the same tokens and layers."""
     one, other = a.by_layer(), b.by_layer()
     sizes = [(t.num_experts, next(iter(t.expert_TK.values())).shape[1]) for t in (one, other)]
     if sizes[0] != sizes[1]:
@@ -66,8 +66,8 @@ def diff(a: Trace, b: Trace) -> TraceDiff:
         )
     if [*one.names] != [*other.names]:
         raise ValueError(
-            f"A has the layers {_some(one)}, B {_some(other)}; compare the same layers, or record both with "
-            "--layers"
+            f"A has the layers {some_numbers(one.names)}, B {some_numbers(other.names)}; compare the same "
+            "layers, or record both with --layers"
         )
     row_a, row_b = _common(one, other)
     if not row_a.numel():
@@ -89,13 +89,8 @@ def diff(a: Trace, b: Trace) -> TraceDiff:
     )
 
 
-def _some(trace: ModelTrace) -> str:
-    numbers = [str(layer) for layer in trace.names]
-    return ", ".join([*numbers[:8], f"... {numbers[-1]}"] if len(numbers) > 9 else numbers)
-
-
 def _common(one: ModelTrace, other: ModelTrace) -> tuple[Tensor, Tensor]:
-    """The rows of both for the same (document, position), in the order of the first."""
+    """Returns the rows of both for the same (document, position), in the order of the first."""
     where = []
     for trace, name in ((one, "A"), (other, "B")):
         keys = zip(trace.document_T.tolist(), trace.position_T.tolist(), strict=True)
@@ -108,7 +103,7 @@ def _common(one: ModelTrace, other: ModelTrace) -> tuple[Tensor, Tensor]:
 
 
 def _spans(last: int) -> list[tuple[int, int]]:
-    """0, 1 to 7, 8 to 63, 64 to 511, ... up to the last position."""
+    """Returns the spans 0, 1 to 7, 8 to 63, 64 to 511, ... up to the last position."""
     spans, first = [(0, 0)], 1
     while first <= last:
         spans.append((first, first * 8 - 1))
@@ -139,7 +134,7 @@ class _Compared:
             differs_a, differs_b = differs_b, differs_a
         else:
             return _Compared(differs_TK=differs_a, margin_TK=None, usual_T=None)
-        # best with best, second with second: those that flipped come first, the others are set aside
+        # pair the best with the best and so on: flipped choices sort first, the others last
         mine, theirs = (
             torch.where(differs, score_TE.gather(1, ids).clamp(min=RULED_OUT), -math.inf)
             for differs, ids in ((differs_a, a_TK), (differs_b, b_TK))

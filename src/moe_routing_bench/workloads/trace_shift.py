@@ -1,8 +1,8 @@
-"""Rows that belong to another token: shifts(requests, layers) -> sentences.
+"""Finds rows that belong to another token: shifts(requests, layers) -> sentences.
 
-Choices depend on the token, so they fit the token ids, and those of the layer before, best where they stand.
-How well is counted: the sum of squares of how often a label meets an expert, at shifts of a few rows. Far
-shifts show what chance makes of it; a fit is believed from 8 of its deviations on.
+Choices depend on the token, so they fit the token ids and the choices of the layer before best without a
+shift. The fit is the sum of squares of how often a label meets an expert, taken at shifts of a few rows. Far
+shifts show what chance gives; a fit counts from 8 standard deviations on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BELIEVED, CLEARER = 8.0, 6.0
 
 
 def shifts(requests: Sequence[Request], layers: Sequence[int]) -> Iterator[str]:
-    """A sentence where choices fit tokens, or two layers each other, best some rows apart."""
+    """Yields a sentence where choices fit the tokens, or two layers each other, better at a shift."""
     with_tokens = [
         (np.array(request.token_ids[request.start :][: len(request.ids)])[:, None], request.ids[:, 0])
         for request in requests
@@ -30,8 +30,7 @@ def shifts(requests: Sequence[Request], layers: Sequence[int]) -> Iterator[str]:
     ]
     if moved := _best_shift(with_tokens):
         yield (
-            f"the choices of layer {layers[0]} fit the tokens best {_rows_apart(moved)} {_later(moved)}: "
-            "rows and tokens "
+            f"the choices of layer {layers[0]} fit the tokens best {_shift_in_words(moved)}: rows and tokens "
             "are shifted against each other"
         )
     for at in range(1, len(layers)):
@@ -39,21 +38,18 @@ def shifts(requests: Sequence[Request], layers: Sequence[int]) -> Iterator[str]:
         if moved := _best_shift(pairs):
             yield (
                 f"the choices of layer {layers[at]} fit those of layer {layers[at - 1]} best "
-                f"{_rows_apart(moved)} "
-                f"{_later(moved)}: the two layers are shifted against each other"
+                f"{_shift_in_words(moved)}: the two layers are shifted against each other"
             )
 
 
-def _rows_apart(moved: int) -> str:
-    return "1 row" if abs(moved) == 1 else f"{abs(moved)} rows"
-
-
-def _later(moved: int) -> str:
-    return "later" if moved > 0 else "earlier"
+def _shift_in_words(moved: int) -> str:
+    rows = "1 row" if abs(moved) == 1 else f"{abs(moved)} rows"
+    return f"{rows} {'later' if moved > 0 else 'earlier'}"
 
 
 def _best_shift(pairs: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> int:
-    """By how many rows the second of each pair fits the first best; 0 if nothing speaks against 0."""
+    """Returns by how many rows the second of each pair fits the first best; 0 if no shift is clearly
+    better."""
     long = [(label, ids) for label, ids in pairs if len(ids) > 2 * EDGE]
     left, used = MOST, []
     for label, ids in long:

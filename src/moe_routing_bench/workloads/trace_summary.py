@@ -1,4 +1,4 @@
-"""A recorded trace in numbers, layer by layer: summarise, LayerSummary, Overlap, lift_EE."""
+"""Summarises a recorded trace layer by layer: summarise, LayerSummary, Overlap, lift_EE."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.moe.statistics import RoutingStatistics
 from moe_routing_bench.workloads.trace import Trace
 
-# a file may claim more, and tables of E x E or K x K numbers would then fill the memory
+# limits, because tables of E x E or K x K numbers could fill the memory
 MAX_EXPERTS, MAX_CHOICES, MAX_LAYERS, MAX_CELLS = 4096, 64, 1024, 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Which share of its experts a token has in common with the token before it in the same document.
+    """The share of its experts that a token has in common with the token before it in the same document.
 
     K=2, E=4, the tokens of one document: [[0, 1], [0, 2], [0, 2], [3, 1]]
       neighbours  = 3        pairs of consecutive positions
       kept        = 0.5      (1/2 + 2/2 + 0/2) / 3
-      by_document = 0.4167   any two different tokens of one document, so what order alone cannot explain:
-                             10 common experts of 24 in 12 ordered pairs
+      by_document = 0.4167   any two different tokens of one document, whatever their order: 10 common experts
+                             of 24 in 12 ordered pairs
       by_chance   = 0.4167   any two different tokens of the layer
-    Independent draws with the same popularity have by_chance in common, K / E if all are equally popular.
-    by_document is None where documents times experts are too many to count.
+    Independent draws with the same popularity give by_chance, which is K / E if all are equally popular.
+    by_document is None if documents times experts are too many to count.
     """
 
     neighbours: int
@@ -37,7 +37,7 @@ class Overlap:
 
     @staticmethod
     def of(routing: Routing, position_T: Tensor, document_T: Tensor) -> Overlap | None:
-        """None if no two tokens stand side by side."""
+        """Returns None if no two tokens are neighbours."""
         K = routing.num_choices
         order = position_T.argsort(stable=True)
         order = order[document_T[order].argsort(stable=True)]
@@ -66,7 +66,7 @@ class LayerSummary:
     tokens        = 4
     load_E        = (3, 2, 2, 1)
     max_over_mean = 1.5      3 / 2
-    entropy_bits  = 1.9056   of log2(4) = 2 if all experts were used alike
+    entropy_bits  = 1.9056   log2(4) = 2 if all experts were used equally
     dead_experts  = 0
     gini          = 0.1875
     top_gate      = 0.75     the largest gate over the sum of a token's gates, mean over tokens
@@ -87,7 +87,7 @@ class LayerSummary:
 
 
 def summarise(trace: Trace) -> list[LayerSummary]:
-    """A summary of each layer, by number. ValueError if its tables would be too large."""
+    """Returns a summary of each layer, by number. Raises ValueError if its tables would be too large."""
     routing = trace.routing
     for what, number, most in (
         ("experts", routing.num_experts, MAX_EXPERTS),
@@ -118,7 +118,7 @@ def _summary(trace: Trace, layer: int | None) -> LayerSummary:
     if trace.position_T is not None and trace.document_T is not None:
         overlap = Overlap.of(routing, trace.position_T, trace.document_T)
     size_TK = routing.gate_TK.double().abs()
-    # a token whose gates are all 0 prefers nobody
+    # a token whose gates are all 0 prefers no expert
     total_T = size_TK.sum(1)
     top_T = torch.where(total_T > 0, size_TK.amax(1) / total_T, 1 / routing.num_choices)
     return LayerSummary(
@@ -136,10 +136,10 @@ def _summary(trace: Trace, layer: int | None) -> LayerSummary:
 
 
 def lift_EE(routing: Routing) -> Tensor:
-    """How much more often two experts serve one token than if they were paired by popularity alone.
+    """Returns how much more often two experts serve one token than if they were paired by popularity alone.
 
-    1: as often; NaN on the diagonal and where either is never used. Scaled so that expected and counted pairs
-    have one sum: sum of counts over different experts / sum of load_i * load_j over different experts.
+    1 means as often; NaN is on the diagonal and where an expert is never used. Expected and counted pairs
+    have the same sum: sum of counts over different experts / sum of load_i * load_j over different experts.
     """
     co_EE = RoutingStatistics.of(routing).co_EE.double()
     load_E = co_EE.diagonal().clone()
@@ -151,7 +151,7 @@ def lift_EE(routing: Routing) -> Tensor:
 
 
 def _two_tokens(load_BE: Tensor, K: int) -> Tensor:
-    """The share of experts that two different tokens of a row have in common, mean over all such pairs."""
+    """Returns the share of experts that two different tokens of a row have in common, mean over all pairs."""
     load_BE = load_BE.double()
     tokens_B = load_BE.sum(1) / K
     pairs_B = tokens_B * (tokens_B - 1)
@@ -159,7 +159,7 @@ def _two_tokens(load_BE: Tensor, K: int) -> Tensor:
 
 
 def _by_document(E: int, expert_TK: Tensor, document_T: Tensor, document_n: Tensor) -> float | None:
-    """Mean over neighbours of what two tokens of their document have in common."""
+    """Returns the mean over neighbours of what two tokens of their document have in common."""
     documents, index_T = document_T.unique(return_inverse=True)
     B = documents.numel()
     if B * E > MAX_CELLS:

@@ -27,7 +27,6 @@ from moe_routing_bench.bench.spans.span import (
     packed_once,
     stand_ins,
 )
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.names import base_name, parse_spec
 from moe_routing_bench.core.published import MODELS, AttentionShape
@@ -38,7 +37,8 @@ from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import BUILT_IN
-from moe_routing_bench.workloads.cases import BenchCase, cases
+from moe_routing_bench.workloads.cases import cases
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 SUBJECTS = (
     "transformers",
@@ -64,18 +64,18 @@ class BlockSpan(Span):
     def specs(self) -> list[str]:
         return list(SUBJECTS)
 
-    def settled(self, subject: Subject, case: BenchCase) -> Subject:
+    def settled(self, subject: ImplementationRef, case: Experiment) -> ImplementationRef:
         attention_of(case)  # raises if this block cannot represent the model
-        parse_block(subject.spec)
+        parse_block(subject.name)
         return replace(subject, router=subject.router or ROUTER)
 
-    def has_frozen(self, subject: Subject, case: BenchCase) -> bool:
-        name, options = parse_block(subject.spec)
+    def has_frozen(self, subject: ImplementationRef, case: Experiment) -> bool:
+        name, options = parse_block(subject.name)
         if name != "ours":
             return False
         if options["impl"] == "auto":
             label = auto_label("expert_ffn", stand_ins(subject, case))
-            subject = replace(subject, spec=f"ours(impl={label})")
+            subject = replace(subject, name=f"ours(impl={label})")
         return super().has_frozen(subject, case)
 
     def parts(self, spec: str) -> tuple[Implementation, ...]:
@@ -89,22 +89,22 @@ class BlockSpan(Span):
     def origins(self, spec: str) -> list[str]:
         return [expert_ffn_op.origin(name) for _, name in self.named(spec)] or [BUILT_IN]
 
-    def call(self, subject: Subject, inputs: Inputs, number: int, step: int) -> Call:
+    def call(self, subject: ImplementationRef, inputs: Inputs, number: int, step: int) -> Call:
         return layer_span.call(subject, inputs, number, step)
 
     def arguments(self, call: Call) -> dict[str, Any]:
-        B, D = call.inputs.case.sequences, call.inputs.case.shape.D
+        B, D = call.inputs.experiment.sequences, call.inputs.experiment.D
         return {"x_BND": call.planted_TD.detach().view(B, -1, D)}
 
-    def built(self, subject: Subject, inputs: Inputs) -> Computation:
+    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
         block, runs = _subject_block(subject, inputs)
         by = _rotary(inputs, inputs.dtype)
         if isinstance(block, DecoderBlock):
             return Computation(run=lambda x_BND: block(x_BND, by)[0], runs=runs, owner=block)
         return Computation(run=lambda x_BND: block(x_BND, by), runs=runs, owner=block)
 
-    def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
-        if inputs.case.direction != "forward":
+    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+        if inputs.experiment.direction != "forward":
             return "only the forward pass of a block is measured"
         try:
             _subject_block(subject, inputs)
@@ -112,7 +112,7 @@ class BlockSpan(Span):
             return str(reason)
         return None
 
-    def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
+    def stages(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
         block, _ = _subject_block(subject, inputs)
         by, x_BND, held = _rotary(inputs, inputs.dtype), args["x_BND"], dict[str, Tensor]()
         if isinstance(block, DecoderBlock):
@@ -128,31 +128,31 @@ class BlockSpan(Span):
         yield "attention", lambda: attend(held["h"])
         yield "experts", lambda: experts(held["g"])
 
-    def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
+    def plain(self, subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
         moe = moe_of(plain_layer(subject, inputs, dtype))
         block, by = _block(moe, "naive", inputs), _rotary(inputs, dtype)
         return Computation(run=lambda x_BND: block(x_BND, by)[0])
 
-    def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
+    def facts(self, subject: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
         """The layer, the projections, and causal attention: half of N x N."""
         cost, load = layer_span.facts(subject, inputs)
-        a, s, B = attention_of(inputs.case), inputs.case.shape, inputs.case.sequences
+        a, s, B = attention_of(inputs.experiment), inputs.experiment.shape, inputs.experiment.sequences
         N = s.T // B
         matrices = s.D * a.head_dim * (2 * a.heads + 2 * a.kv_heads)
         flops = 2 * s.T * matrices + 4 * a.heads * a.head_dim * B * N * (N + 1) // 2
-        size = inputs.case.element_size
+        size = inputs.experiment.element_size
         return cost + Cost(useful_flops=flops, executed_flops=flops, weight_bytes=matrices * size), load
 
-    def resolved(self, subject: Subject, inputs: Inputs) -> list[tuple[str, str]]:
-        name, options = parse_block(subject.spec)
+    def resolved(self, subject: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
+        name, options = parse_block(subject.name)
         if name != "ours":
             return []
         picked = layer_span.resolved(subject, inputs)
         if options["impl"] == "auto":
-            picked.append(("expert_ffn", auto_label("expert_ffn", stand_ins(subject, inputs.case))))
+            picked.append(("expert_ffn", auto_label("expert_ffn", stand_ins(subject, inputs.experiment))))
         return picked
 
-    def notes(self, case: BenchCase) -> list[str]:
+    def notes(self, case: Experiment) -> list[str]:
         note = attention_of(case).note
         return [f"In the model, but not here: {note}."] if note else []
 
@@ -169,9 +169,9 @@ def parse_block(spec: str) -> tuple[str, dict[str, str]]:
     return name, {**OPTIONS[name], **{key: str(value) for key, value in given.items()}}
 
 
-def attention_of(case: BenchCase) -> AttentionShape:
+def attention_of(case: Experiment) -> AttentionShape:
     """The attention of a case. By default heads of width 64, with four q heads for each k and v head."""
-    group, D = case.name.partition("/")[0], case.shape.D
+    group, D = case.case.partition("/")[0], case.D
     full = cases(case.scaled_from)[0].shape.D if case.scaled_from else D
     if group in MODELS:
         attention = MODELS[group].attention
@@ -183,8 +183,10 @@ def attention_of(case: BenchCase) -> AttentionShape:
     return AttentionShape(heads=heads, kv_heads=heads // 4 if heads % 4 == 0 else heads, head_dim=head_dim)
 
 
-def _subject_block(subject: Subject, inputs: Inputs) -> tuple[DecoderBlock | TransformersBlock, str]:
-    name, options = parse_block(subject.spec)
+def _subject_block(
+    subject: ImplementationRef, inputs: Inputs
+) -> tuple[DecoderBlock | TransformersBlock, str]:
+    name, options = parse_block(subject.name)
     if name == "ours":
         picked = {"expert_ffn": options["impl"], **dict(span.resolved(subject, inputs))}
         ffn, make_plan = expert_ffn_op.get(picked["expert_ffn"]), make_plan_op.get(picked["make_plan"])
@@ -200,7 +202,7 @@ def _subject_block(subject: Subject, inputs: Inputs) -> tuple[DecoderBlock | Tra
     return theirs, f"Transformers' Qwen3MoeDecoderLayer, {attention} attention, {experts} experts"
 
 
-def _refuse(ffn: Implementation, moe: MoE, inputs: Inputs, subject: Subject) -> None:
+def _refuse(ffn: Implementation, moe: MoE, inputs: Inputs, subject: ImplementationRef) -> None:
     """NotImplementedError if the implementation cannot compute the experts of this block."""
     call = inputs.at(0, 0, subject.layout)
     if (reason := ffn.why_not(call.x_TD, call.gate_TK, call.plan, moe.experts.weights())) is not None:
@@ -209,13 +211,13 @@ def _refuse(ffn: Implementation, moe: MoE, inputs: Inputs, subject: Subject) -> 
 
 def _rotary(inputs: Inputs, dtype: torch.dtype) -> Rotary:
     """The angles for one sequence. A model makes them once for all layers, so they are not timed."""
-    a, N = attention_of(inputs.case), inputs.case.shape.T // inputs.case.sequences
+    a, N = attention_of(inputs.experiment), inputs.experiment.T // inputs.experiment.sequences
     return rotary(N, a.head_dim, a.theta, torch.empty((), dtype=dtype, device=inputs.put))
 
 
 def _block(moe: MoE, attention: str, inputs: Inputs) -> DecoderBlock:
     """A block around `moe` with the case's attention, in the dtype of the MoE."""
-    a, D = attention_of(inputs.case), inputs.case.shape.D
+    a, D = attention_of(inputs.experiment), inputs.experiment.D
     dtype = moe.experts.w_in_EDG.dtype
     with torch.device("meta"):
         block = DecoderBlock(
@@ -232,11 +234,11 @@ def _block(moe: MoE, attention: str, inputs: Inputs) -> DecoderBlock:
 
 def _parameters(a: AttentionShape, inputs: Inputs) -> dict[str, Tensor]:
     """Weights of norms and attention, normally distributed. The logits' columns pass through unchanged."""
-    if inputs.case.shape.T % inputs.case.sequences:
+    if inputs.experiment.T % inputs.experiment.sequences:
         raise ValueError(
-            f"{inputs.case.shape.T} tokens are not {inputs.case.sequences} sequences of equal length"
+            f"{inputs.experiment.T} tokens are not {inputs.experiment.sequences} sequences of equal length"
         )
-    D, generator = inputs.case.shape.D, torch.Generator().manual_seed(inputs.seed + 1)
+    D, generator = inputs.experiment.D, torch.Generator().manual_seed(inputs.seed + 1)
     heads = {"q_proj": a.heads, "k_proj": a.kv_heads, "v_proj": a.kv_heads}
     wide = {f"attention.{name}": (count * a.head_dim, D) for name, count in heads.items()}
     wide["attention.o_proj"] = (D, a.heads * a.head_dim)

@@ -42,7 +42,6 @@ from moe_routing_bench.bench.spans.span import (
     stand_ins,
     why_not_stored,
 )
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.load import LoadStatistics
 from moe_routing_bench.core.names import parse_spec, slots_of
@@ -55,7 +54,7 @@ from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.registry import BUILT_IN
 from moe_routing_bench.routers.router import router_named
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 WHOLE = re.compile(r"\s*(transformers|hand-ordered)\s*(?:\((\w*)\))?\s*")
 
@@ -76,51 +75,51 @@ class LayerSpan(Span):
     def named(self, spec: str) -> list[tuple[str, str]]:
         return [] if WHOLE.fullmatch(spec) else super().named(spec)
 
-    def check(self, subject: Subject) -> None:
-        self.origins(subject.spec)
+    def check(self, subject: ImplementationRef) -> None:
+        self.origins(subject.name)
         router_named(parse_spec(subject.router or ROUTER)[0])
         layer_kind(subject)
 
-    def settled(self, subject: Subject, case: BenchCase) -> Subject:
+    def settled(self, subject: ImplementationRef, case: Experiment) -> ImplementationRef:
         """With its router named, unless a checkpoint has its own; layer="" instead of "moe"."""
         router = subject.router or ("" if case.checkpoint else ROUTER)
         layer = "" if subject.layer == "moe" else subject.layer
         return super().settled(replace(subject, router=router, layer=layer), case)
 
-    def call(self, subject: Subject, inputs: Inputs, number: int, step: int) -> Call:
+    def call(self, subject: ImplementationRef, inputs: Inputs, number: int, step: int) -> Call:
         return inputs.at(number, step, subject.layout, choices_of(subject, inputs))
 
     def arguments(self, call: Call) -> dict[str, Any]:
         by_own_router = call.inputs.checkpoint is not None
-        info = TokenInfo(token_id_T=call.token_id_T, num_sequences=call.inputs.case.sequences)
+        info = TokenInfo(token_id_T=call.token_id_T, num_sequences=call.inputs.experiment.sequences)
         return {"x_TD": call.x_TD if by_own_router else call.planted_TD, "info": info}
 
-    def built(self, subject: Subject, inputs: Inputs) -> Computation:
-        if whole := WHOLE.fullmatch(subject.spec):
+    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
+        if whole := WHOLE.fullmatch(subject.name):
             return _whole(self._layer(subject, inputs, expert_ffn_op.get("staged")), *whole.groups())
-        (ffn,) = self.parts(subject.spec)
+        (ffn,) = self.parts(subject.name)
         layer = self._layer(subject, inputs, ffn)
         named = [*self.resolved(subject, inputs), ("expert_ffn", ffn.label)]
         runs = " + ".join(f"{op}.{label}" for op, label in named)
         runs += packed_once(moe_of(layer).experts.weights())
-        s, sequences = inputs.case.shape, inputs.case.sequences
+        s, sequences = inputs.experiment.shape, inputs.experiment.sequences
         if slots := slots_of(subject.router, T=s.T, E=s.E, K=s.K, sequences=sequences):
             runs += f", {slots}"
         return Computation(run=runner(layer), parameters=wanting(layer), runs=runs, owner=layer)
 
-    def _layer(self, subject: Subject, inputs: Inputs, ffn: Implementation) -> nn.Module:
+    def _layer(self, subject: ImplementationRef, inputs: Inputs, ffn: Implementation) -> nn.Module:
         """The layer; "auto" picks, for these sizes, all parts that the subject does not name."""
         picked = dict(self.resolved(subject, inputs))
         return layer_of(subject, inputs, ffn, make_plan_op.get(picked["make_plan"]), topk=picked["topk"])
 
-    def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
         try:
-            if WHOLE.fullmatch(subject.spec):
+            if WHOLE.fullmatch(subject.name):
                 self.built(subject, inputs)
-                differs = inputs.case.direction != "forward"
+                differs = inputs.experiment.direction != "forward"
                 return "only the forward pass of layers that are not ours is measured" if differs else None
-            (ffn,) = self.parts(subject.spec)
-            if (reason := why_not_stored(ffn, inputs.case.store)) is not None:
+            (ffn,) = self.parts(subject.name)
+            if (reason := why_not_stored(ffn, inputs.experiment.store)) is not None:
                 return reason
             layer = moe_of(layer_of(subject, inputs, ffn, make_plan_op.get("counting"), topk="sort"))
             with torch.no_grad():
@@ -130,10 +129,10 @@ class LayerSpan(Span):
         except (NotImplementedError, ValueError) as error:
             return str(error)
 
-    def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
-        if WHOLE.fullmatch(subject.spec):
+    def stages(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
+        if WHOLE.fullmatch(subject.name):
             return
-        (ffn,) = self.parts(subject.spec)
+        (ffn,) = self.parts(subject.name)
         layer = self._layer(subject, inputs, ffn)
         if not isinstance(layer, MoE):
             return
@@ -155,18 +154,18 @@ class LayerSpan(Span):
         if layer.shared is not None:
             yield "shared", partial(layer.shared.on_every_token, x_TD)
 
-    def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
+    def plain(self, subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
         layer = plain_layer(subject, inputs, dtype)
         return Computation(run=runner(layer), parameters=wanting(layer))
 
-    def rows(self, subject: Subject, inputs: Inputs) -> int:
+    def rows(self, subject: ImplementationRef, inputs: Inputs) -> int:
         name, options = parse_spec(subject.router or ROUTER)
         if router_named(name).groups == "dense":  # Soft-MoE computes slots, however many tokens there are
-            return inputs.case.shape.E * int(options.get("slots_per_expert", 1))
-        return inputs.case.shape.T * choices_of(subject, inputs)
+            return inputs.experiment.E * int(options.get("slots_per_expert", 1))
+        return inputs.experiment.T * choices_of(subject, inputs)
 
     @torch.no_grad()
-    def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
+    def facts(self, subject: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
         args = self.arguments(self.call(subject, inputs, 0, 0))
         layer = moe_of(plain_layer(subject, inputs, inputs.dtype))
         routing = layer.router(args["x_TD"], args["info"])
@@ -175,14 +174,14 @@ class LayerSpan(Span):
         once += _around(layer, args["x_TD"], routing)
         kind, options = layer_kind(subject)
         cost = once.times(flops=options["iterations"] if kind == "chain" else 1, bytes=1)
-        return cost, LoadStatistics.of(settled, plan, num_ranks=inputs.W).to_dict()
+        return cost, LoadStatistics.of(settled, plan, num_ranks=inputs.experiment.W).to_dict()
 
-    def roots(self, subject: Subject) -> list[Path]:
+    def roots(self, subject: ImplementationRef) -> list[Path]:
         rule = router_named(parse_spec(subject.router or ROUTER)[0])
         return [PACKAGE / "bench" / "spans" / "layer.py", Path(inspect.getfile(rule))]
 
-    def resolved(self, subject: Subject, inputs: Inputs) -> list[tuple[str, str]]:
-        source = stand_ins(subject, inputs.case, choices_of(subject, inputs))
+    def resolved(self, subject: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
+        source = stand_ins(subject, inputs.experiment, choices_of(subject, inputs))
         source.score_TE = source.logits_TE  # routers choose in float32
         adapters = ("dispatch", "grouped_gemm", "combine") if layer_kind(subject)[0] == "perft" else ()
         return [(op, auto_label(op, source)) for op in ("topk", "make_plan", *adapters)]

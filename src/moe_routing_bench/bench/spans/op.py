@@ -20,12 +20,11 @@ from moe_routing_bench.bench.spans.span import (
     packed_once,
     why_not_one_of,
 )
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.experts import activate
 from moe_routing_bench.ops.registry import Op, all_ops
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 STAGED = ("dispatch", "grouped_gemm", "combine")
 
@@ -45,8 +44,8 @@ class OpSpan(Span):
     def arguments(self, call: Call) -> dict[str, Any]:
         return self.op.arguments(call)
 
-    def built(self, subject: Subject, inputs: Inputs) -> Computation:
-        one = self.op.get(subject.spec)
+    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
+        one = self.op.get(subject.name)
         if self.op.weights != "weights" or (weights := inputs.frozen(one, subject.frozen)) is inputs.weights:
             return Computation(run=one.run)
         place = self.op.parameters().index("weights")
@@ -56,20 +55,20 @@ class OpSpan(Span):
 
         return Computation(run=run, runs=f"{one.label}{packed_once(weights)}")
 
-    def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
         asked = {self.op.name: tuple(args.values())}
-        return why_not_one_of(self.parts(subject.spec), asked, inputs.case.store)
+        return why_not_one_of(self.parts(subject.name), asked, inputs.experiment.store)
 
-    def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
+    def stages(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
         """The parts of an implementation that is made of others."""
-        config = self.op.get(subject.spec).config
+        config = self.op.get(subject.name).config
         if set(STAGED) <= set(config):
             yield from staged_stages(config, args, {})
         elif self.op.weights == "weights":
             run = self.built(subject, inputs).run
-            yield subject.spec, lambda: run(*args.values())
+            yield subject.name, lambda: run(*args.values())
 
-    def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
+    def plain(self, subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
         narrow = subject.int8_rows and dtype == inputs.dtype
         return Computation(run=(narrow and self.op.int8_rows) or self.op.reference)
 
@@ -85,15 +84,15 @@ class OpSpan(Span):
     def meaningful(self, out: Any, args: Mapping[str, Any]) -> Any:
         return self.op.meaningful(out, args)
 
-    def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
+    def facts(self, subject: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
         plan = inputs.plan(0, subject.layout) if self.op.has_layout else None
         args = self.arguments(inputs.at(0, 0, subject.layout))
-        cost, case = self.op.cost(*args.values()), inputs.case
+        cost, case = self.op.cost(*args.values()), inputs.experiment
         if case.store:
             cost = replace(cost, weight_bytes=cost.weight_bytes * case.weight_bytes // case.drawn_bytes)
         return cost, inputs.workload(0).statistics(plan).to_dict()
 
-    def notes(self, case: BenchCase) -> list[str]:
+    def notes(self, case: Experiment) -> list[str]:
         if not case.store:
             return []
         return [
@@ -101,7 +100,7 @@ class OpSpan(Span):
             "weights; bytes are those of the format."
         ]
 
-    def roots(self, subject: Subject) -> list[Path]:
+    def roots(self, subject: ImplementationRef) -> list[Path]:
         return [PACKAGE / "bench" / "spans" / "op.py"]
 
 

@@ -17,12 +17,11 @@ from moe_routing_bench.bench.spans.span import (
     Stage,
     why_not_one_of,
 )
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.cost import Cost, counts, pack_bytes
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 
 class PackSpan(Span):
@@ -32,28 +31,28 @@ class PackSpan(Span):
     def arguments(self, call: Call) -> dict[str, Any]:
         return {"x_TD": call.x_TD, "gate_TK": call.gate_TK, "plan": call.plan}
 
-    def built(self, subject: Subject, inputs: Inputs) -> Computation:
-        dispatch, combine = (part.run for part in self.parts(subject.spec))
+    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
+        dispatch, combine = (part.run for part in self.parts(subject.name))
         return Computation(run=lambda x_TD, gate_TK, plan: combine(dispatch(x_TD, plan), gate_TK, plan))
 
-    def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
-        return why_not_one_of(self.parts(subject.spec), moved(args["x_TD"], args["gate_TK"], args["plan"]))
+    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+        return why_not_one_of(self.parts(subject.name), moved(args["x_TD"], args["gate_TK"], args["plan"]))
 
-    def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
-        (dispatch, combine), held = (part.run for part in self.parts(subject.spec)), dict[str, Tensor]()
+    def stages(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
+        (dispatch, combine), held = (part.run for part in self.parts(subject.name)), dict[str, Tensor]()
         yield "dispatch", lambda: held.update(x_RD=dispatch(args["x_TD"], args["plan"]))
         yield "combine", lambda: combine(held["x_RD"], args["gate_TK"], args["plan"])
 
-    def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
+    def plain(self, subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
         wide = torch.promote_types(dtype, torch.float32)
         return Computation(run=lambda x_TD, gate_TK, plan: packed(x_TD, gate_TK.to(wide), plan))
 
-    def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
+    def facts(self, subject: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
         call = inputs.at(0, 0, subject.layout)
         load = inputs.workload(0).statistics(call.plan).to_dict()
         return moving_cost(call.x_TD, call.gate_TK, call.plan), load
 
-    def bandwidths(self, case: BenchCase, seconds: float) -> dict[str, float]:
+    def bandwidths(self, case: Experiment, seconds: float) -> dict[str, float]:
         s, names = case.shape, ("bw_2pass", "bw_strict")
         return {name: pack_bytes(name, s.T, s.K, s.D, case.element_size) / seconds for name in names}
 

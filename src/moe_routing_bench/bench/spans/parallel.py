@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from moe_routing_bench.bench.inputs import Inputs
+from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.layers import choices_of, layer_kind, put, router_of, shared_width
 from moe_routing_bench.bench.spans.layer import LayerSpan, runner, wanting
 from moe_routing_bench.bench.spans.span import (
@@ -19,7 +20,6 @@ from moe_routing_bench.bench.spans.span import (
     stand_ins,
     why_not_one_of,
 )
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.placement import Placement
 from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.core.routing import Routing, TokenInfo
@@ -28,6 +28,8 @@ from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.parallel.placing import contiguous
 from moe_routing_bench.parallel.ranks import Ranks
 from moe_routing_bench.parallel.traffic import Traffic
+from moe_routing_bench.planner.flow import TRANSPORTS, count_flow
+from moe_routing_bench.workloads.experiment import ImplementationRef
 
 FORWARD = ("route", "plan", "send", "compute", "return")
 BACKWARD = ("backward", "reduce")  # reduce: gradients of what every rank has, summed over the ranks
@@ -52,12 +54,12 @@ class ParallelSpan(LayerSpan):
         names.sort(key=lambda name: (name != there.default, name))
         return [f"{name}+{name}" for name in names]
 
-    def built(self, subject: Subject, inputs: Inputs) -> Computation:
+    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
         """On one rank, where nothing is sent."""
-        layer = self.layer_on(subject, inputs, Ranks(placement_of(inputs.case.shape.E, 1)))
+        layer = self.layer_on(subject, inputs, Ranks(placement_of(inputs.experiment.E, 1)))
         return Computation(run=runner(layer), parameters=wanting(layer), owner=layer)
 
-    def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
         if Layout.parse(subject.layout).kind == "block":
             return BLOCKS
         if layer_kind(subject)[0] != "moe":
@@ -72,26 +74,38 @@ class ParallelSpan(LayerSpan):
             "ep_dispatch": (x_TD, plan, traffic),
             "ep_combine": (rows_QD, call.gate_TK, plan, traffic),
         }
-        return why_not_one_of(self.parts(subject.spec), asked)
+        return why_not_one_of(self.parts(subject.name), asked)
 
-    def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
-        layer = self.layer_on(subject, inputs, Ranks(placement_of(inputs.case.shape.E, 1)))
+    def stages(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
+        layer = self.layer_on(subject, inputs, Ranks(placement_of(inputs.experiment.E, 1)))
         yield from OneCall(layer, args["x_TD"], args["info"]).stages("forward")
 
-    def roots(self, subject: Subject) -> list[Path]:
-        files = ("spans/parallel.py", "group.py", "group_worker.py")
+    def roots(self, subject: ImplementationRef) -> list[Path]:
+        files = ("spans/parallel.py", "hosts/ranks.py")
         return [*super().roots(subject), *(PACKAGE / "bench" / file for file in files)]
 
-    def resolved(self, subject: Subject, inputs: Inputs) -> list[tuple[str, str]]:
+    def wire(self, subject: ImplementationRef, inputs: Inputs) -> tuple[int, int] | None:
+        transport = self.named(subject.name)[0][1]
+        if inputs.experiment.W == 1 or transport not in TRANSPORTS:
+            return None
+        plan, tokens_W = inputs.at(0, 0, "compact").plan, inputs.workload(0).tokens_W
+        expert_TK, ends = plan.expert_TK().numpy(), np.cumsum([0, *tokens_W])
+        placement = placement_of(inputs.experiment.E, inputs.experiment.W)
+        flow = count_flow(lambda rank: expert_TK[ends[rank] : ends[rank + 1]], placement)
+        row = 2 * inputs.experiment.D * inputs.experiment.element_size
+        sent = sum(int(rows_WW.sum() - np.trace(rows_WW)) for rows_WW in flow.phases(transport))
+        return row * sent, row * int(flow.to_WW.sum() - np.trace(flow.to_WW))
+
+    def resolved(self, subject: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
         """What "auto" picks from the sizes of the whole case: the same on every rank."""
-        source = stand_ins(subject, inputs.case, choices_of(subject, inputs))
+        source = stand_ins(subject, inputs.experiment, choices_of(subject, inputs))
         return [*super().resolved(subject, inputs), ("expert_ffn", auto_label("expert_ffn", source))]
 
-    def layer_on(self, subject: Subject, inputs: Inputs, ranks: Ranks) -> ParallelMoE:
+    def layer_on(self, subject: ImplementationRef, inputs: Inputs, ranks: Ranks) -> ParallelMoE:
         """This rank's part of the layer around the inputs' weights. In the forward pass they are packed once,
         as in one process."""
-        s, case = inputs.case.shape, inputs.case
-        there, back = self.parts(subject.spec)
+        s, case = inputs.experiment.shape, inputs.experiment
+        there, back = self.parts(subject.name)
         picked = dict(self.resolved(subject, inputs))
         router = router_of(subject, inputs, picked["topk"])
         layer = ParallelMoE(
@@ -110,15 +124,12 @@ class ParallelSpan(LayerSpan):
             layer.freeze()
         return layer.train(train)
 
-    def on_rank(
-        self, layer: ParallelMoE, subject: Subject, inputs: Inputs, number: int, step: int
-    ) -> OneCall:
+    def on_rank(self, layer: ParallelMoE, inputs: Inputs, call: Call, args: Mapping[str, Any]) -> OneCall:
         """This rank's part of a call, ready to run."""
-        call = self.call(subject, inputs, number, step)
-        args, tokens_W = self.arguments(call), inputs.workload(step).tokens_W
+        tokens_W = inputs.workload(call.step).tokens_W
         first = sum(tokens_W[: layer.ranks.rank])
         mine = slice(first, first + tokens_W[layer.ranks.rank])
-        whole_TD, train = args["x_TD"].detach(), inputs.case.direction != "forward"
+        whole_TD, train = args["x_TD"].detach(), inputs.experiment.direction != "forward"
         own = TokenInfo(token_id_T=args["info"].token_id_T[mine])
         d_out_TD = call.upstream(whole_TD.shape)[mine] if train else None
         return OneCall(layer, whole_TD[mine].requires_grad_(train), own, d_out_TD)

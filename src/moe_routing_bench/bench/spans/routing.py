@@ -11,13 +11,13 @@ from torch import Tensor
 from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.spans.pack import moved, moving_cost, packed
 from moe_routing_bench.bench.spans.span import Computation, Load, Span, why_not_one_of
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.ops.topk.op import op as topk_op
+from moe_routing_bench.workloads.experiment import ImplementationRef
 
 
 class RoutingSpan(Span):
@@ -29,17 +29,17 @@ class RoutingSpan(Span):
     def arguments(self, call: Call) -> dict[str, Any]:
         return {"score_TE": call.logits_TE, "x_TD": call.x_TD, "layout": call.layout, "K": call.K}
 
-    def built(self, subject: Subject, inputs: Inputs) -> Computation:
-        return Computation(run=_in_a_row(*(part.run for part in self.parts(subject.spec))))
+    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
+        return Computation(run=_in_a_row(*(part.run for part in self.parts(subject.name))))
 
-    def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
         call = inputs.at(0, 0, subject.layout)
         asked = moved(args["x_TD"], call.gate_TK, call.plan)
         asked["topk"] = (args["score_TE"], args["K"])
         asked["make_plan"] = (call.routing, args["layout"])
-        return why_not_one_of(self.parts(subject.spec), asked)
+        return why_not_one_of(self.parts(subject.name), asked)
 
-    def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
+    def plain(self, subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
         wide = torch.promote_types(dtype, torch.float32)
 
         def run(score_TE: Tensor, x_TD: Tensor, layout: Layout, K: int) -> Tensor:
@@ -50,7 +50,7 @@ class RoutingSpan(Span):
 
         return Computation(run=run)
 
-    def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
+    def facts(self, subject: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
         call = inputs.at(0, 0, subject.layout)
         cost = moving_cost(call.x_TD, call.gate_TK, call.plan) + topk_op.cost(call.logits_TE, call.K)
         cost += make_plan_op.cost(call.routing, call.layout)

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.bench.inputs import Call, Inputs
-from moe_routing_bench.bench.subject import Subject
 from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.dtypes import DTYPES
@@ -37,7 +37,7 @@ from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.ops.score_topk.op import PLAIN
 from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
 from moe_routing_bench.workloads import stored_cases
-from moe_routing_bench.workloads.cases import BenchCase
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 PACKAGE = Path(__file__).parents[2]
 Stage = tuple[str, Callable[[], Any]]
@@ -73,7 +73,7 @@ class Span:
     excluded: tuple[str, ...] = ("allocation of weights", "weight conversion")
     weights = False  # do calls read the experts' weights?
     routed = False  # does a subject have a router?
-    grouped = False  # on several ranks, is each a process (group.py)?
+    grouped = False  # on several ranks, is each a process (hosts/ranks.py)?
     differentiable = True
     exact = False  # is the reference in the dtype itself the oracle?
     widens = False  # does the reference convert the weights itself?
@@ -111,23 +111,23 @@ class Span:
         ops = all_ops()
         return [ops[op].origin(name) for op, name in self.named(spec)]
 
-    def check(self, subject: Subject) -> None:
+    def check(self, subject: ImplementationRef) -> None:
         """ValueError if the subject cannot exist."""
-        self.origins(subject.spec)
+        self.origins(subject.name)
 
-    def settled(self, subject: Subject, case: BenchCase) -> Subject:
+    def settled(self, subject: ImplementationRef, case: Experiment) -> ImplementationRef:
         """The subject with "auto" replaced by what it means for this case."""
-        if subject.spec != "auto":
+        if subject.name != "auto":
             return subject
         source = stand_ins(subject, case)
-        return replace(subject, spec="+".join(auto_label(name, source) for name in self.ops))
+        return replace(subject, name="+".join(auto_label(name, source) for name in self.ops))
 
-    def has_frozen(self, subject: Subject, case: BenchCase) -> bool:
+    def has_frozen(self, subject: ImplementationRef, case: Experiment) -> bool:
         """Is it measured both with weights as they are and, if asked, with frozen ones?"""
-        if case.direction != "forward" or not all(map(is_ours, self.origins(subject.spec))):
+        if case.direction != "forward" or not all(map(is_ours, self.origins(subject.name))):
             return False  # code from outside is not loaded here
         try:
-            return any(part.reads_plain and part.stored is None for part in self.parts(subject.spec))
+            return any(part.reads_plain and part.stored is None for part in self.parts(subject.name))
         except NotImplementedError:
             return False
 
@@ -155,34 +155,34 @@ class Span:
 
     # one call
 
-    def call(self, subject: Subject, inputs: Inputs, number: int, step: int) -> Call:
+    def call(self, subject: ImplementationRef, inputs: Inputs, number: int, step: int) -> Call:
         return inputs.at(number, step, subject.layout)
 
     def arguments(self, call: Call) -> dict[str, Any]:
         """What the call reads, by name, in order."""
         raise NotImplementedError
 
-    def built(self, subject: Subject, inputs: Inputs) -> Computation:
+    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
         """The subject, ready to call. In a worker."""
         raise NotImplementedError
 
-    def why_not(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
         """A sentence why the subject cannot compute these arguments; None if it can. In a worker."""
         raise NotImplementedError
 
-    def stages(self, subject: Subject, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
+    def stages(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
         """The parts of a call as (name, function to run); each needs the ones before it."""
         return iter(())
 
     # what is right
 
-    def plain(self, subject: Subject, inputs: Inputs, dtype: torch.dtype) -> Computation:
+    def plain(self, subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
         """The same in plain torch: the oracle in float64, the baseline in the case's dtype."""
         raise NotImplementedError
 
-    def rows(self, subject: Subject, inputs: Inputs) -> int:
+    def rows(self, subject: ImplementationRef, inputs: Inputs) -> int:
         """How many rows the experts compute. The errors within one row are not independent."""
-        return inputs.case.shape.num_pairs
+        return inputs.experiment.shape.num_pairs
 
     def judge(self, out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
         return judge_result(out, expected, args)
@@ -198,28 +198,33 @@ class Span:
 
     # what it costs, and what the result depends on
 
-    def facts(self, subject: Subject, inputs: Inputs) -> tuple[Cost, Load]:
+    def facts(self, subject: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
         """The least work of a forward call on the first inputs, and how they load the experts."""
         raise NotImplementedError
 
-    def notes(self, case: BenchCase) -> list[str]:
+    def wire(self, subject: ImplementationRef, inputs: Inputs) -> tuple[int, int] | None:
+        """Bytes of rows that leave their rank in the first call, both ways, and the least that any transport
+        needs in a forward pass: a token once to each rank with one of its experts, and one sum back."""
+        return None
+
+    def notes(self, case: Experiment) -> list[str]:
         """Sentences a reader needs about the case as this span measures it."""
         return []
 
-    def bandwidths(self, case: BenchCase, seconds: float) -> dict[str, float]:
+    def bandwidths(self, case: Experiment, seconds: float) -> dict[str, float]:
         """Bytes per second by the usual conventions for this span, by name."""
         return {}
 
-    def roots(self, subject: Subject) -> list[Path]:
+    def roots(self, subject: ImplementationRef) -> list[Path]:
         """Files the result depends on besides the implementations (sources.py follows their imports)."""
         return [PACKAGE / "bench" / "spans" / f"{self.name}.py"]
 
-    def resolved(self, subject: Subject, inputs: Inputs) -> list[tuple[str, str]]:
+    def resolved(self, subject: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
         """Implementations that run although the subject does not name them: [("topk", "sort")]."""
         return []
 
 
-def stand_ins(subject: Subject, case: BenchCase, K: int | None = None) -> StandIns:
+def stand_ins(subject: ImplementationRef, case: Experiment, K: int | None = None) -> StandIns:
     """Arguments of the case's sizes, to ask what "auto" picks for them. Their memory is never touched."""
     s, train = case.shape, case.direction != "forward"
     weights = weights_without_values(
@@ -243,18 +248,41 @@ def is_ours(origin: str) -> bool:
 
 def span_names() -> list[str]:
     """Every operation, and every other file of this folder."""
-    files = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
-    return [*all_ops(), *(name for name in files if name not in NO_SPAN)]
+    return [*all_ops(), *_files()]
+
+
+@cache
+def _files() -> list[str]:
+    names = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    return [name for name in names if name not in NO_SPAN]
 
 
 def span_named(name: str) -> Span:
-    names = span_names()
-    if name not in names:
-        raise no_such("span", name, names)
     folder = __name__.rpartition(".")[0]
     if name in all_ops():
         return importlib.import_module(f"{folder}.op").OpSpan(all_ops()[name])
+    if name not in _files():
+        raise no_such("span", name, span_names())
     return importlib.import_module(f"{folder}.{name}").span
+
+
+def ranked(experiment: Experiment) -> bool:
+    """Is each of its ranks a process (hosts/ranks.py)?"""
+    return span_named(experiment.span).grouped and experiment.W > 1
+
+
+def all_threads(experiment: Experiment) -> int:
+    """Those of all ranks together; the experiment says how many each has."""
+    return experiment.threads * (experiment.W if span_named(experiment.span).grouped else 1)
+
+
+def check_measurable(experiment: Experiment) -> None:
+    """ValueError if there is nothing to measure, or nothing of the kind that is asked for."""
+    implementations, span = experiment.implementations, span_named(experiment.span)
+    if not implementations:
+        raise ValueError(f"{experiment.title} names no implementation to measure")
+    if any(one.router or one.layer for one in implementations) and not span.routed:
+        raise ValueError(f"{span.name} has no router and no layer to choose; measure layer")
 
 
 def packed_once(weights: ExpertWeights) -> str:

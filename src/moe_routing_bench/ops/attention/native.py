@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from moe_routing_bench.ops.attention.op import Rotary, attended, rotated, visibl
 from moe_routing_bench.ops.rows import KINDS
 
 SOURCE = Path(__file__).with_name("native.cpp")
+_function = cpp.Function(SOURCE, "mrb_attention", 26)
 
 
 def unsupported(
@@ -78,7 +77,8 @@ def _attention(
         () if rotary is None else (rotary.cos_MC.float().contiguous(), rotary.sin_MC.float().contiguous())
     )
     y_BHNA = recycled.empty(B, H, N, A, dtype=q_BHNA.dtype)
-    failed = _function(level)(
+    failed = _function(
+        level,
         *(one.data_ptr() for one in given),
         *(one.data_ptr() for one in angles) if angles else (0, 0),
         y_BHNA.data_ptr(),
@@ -93,8 +93,3 @@ def _attention(
     if failed:
         raise MemoryError("no memory for the workspace of attention.native")
     return y_BHNA
-
-
-@cache
-def _function(level: str) -> Callable[..., int]:
-    return cpp.function(SOURCE, level, "mrb_attention", 26)

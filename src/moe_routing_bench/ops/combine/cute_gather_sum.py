@@ -5,12 +5,12 @@ once.
 Backward, a warp for each row r, with (t, k) the pair it holds:
   dy_RD[r]       = gate_TK[t, k] * dy_TD[t]      zero where the row holds no pair
   dgate_TK[t, k] = <dy_TD[t], y_RD[r]>           zero where the pair has no row
-The 32 lanes leave their parts of the product in shared memory; behind a barrier one lane adds them in order.
-(A shuffle would do it too, but the CPU cannot execute one.) Rows without a pair are never read. One thread
-stores each element: every run gives the same bits.
+The 32 lanes write their parts of the product to shared memory. After a barrier one lane adds them in order.
+(A shuffle would also work, but the CPU cannot execute it.) Rows without a pair are never read. One thread
+stores each element, so every run gives the same bits.
 
-Verified on the CPU, where the same code runs for every thread (ops/cute_threads.py), and compiled for sm_80,
-sm_90a and sm_100a; not run on a GPU.
+It was verified on the CPU, where the same code runs for every thread (ops/cute_threads.py), and compiled for
+sm_80, sm_90a and sm_100a. It has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from moe_routing_bench.ops import cute_threads as on
 from moe_routing_bench.ops import rows
 from moe_routing_bench.ops.cute_threads import THREADS, cuda, cute, cutlass
 
-CHOICES = 4  # of a token, whose loads are under way together
+CHOICES = 4  # of a token, which are loaded at the same time
 LANES = 32
 ROWS = THREADS // LANES  # of one block
-PADDED = LANES + 1  # so that the lanes that add up four rows read four banks
+PADDED = LANES + 1  # so that the lanes that add four rows read four banks
 
 
 @cute.jit
@@ -99,7 +99,7 @@ def spread(
 def add_up(
     block, thread, pair_R, parts, dgate_TK, watch, stored, part_stored, K: cutlass.Constexpr
 ):  # fmt: skip
-    """Behind the barrier: one lane of each row adds what its 32 lanes left."""
+    """After the barrier: one lane of each row adds the parts of its 32 lanes."""
     r, lane = cutlass.Int64(block) * ROWS + thread // LANES, thread % LANES
     if lane == 0 and r < cute.size(pair_R):
         pair = on.number(pair_R, r, watch)
@@ -217,13 +217,8 @@ def compiled(
 
 
 def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    if (reason := on.why_not(y_RD, gate_TK, plan.row_TK, plan.pair_R)) is not None:
-        return reason
-    if y_RD.dtype not in rows.KINDS:
-        return f"it computes with bfloat16, float16 and float32, not {y_RD.dtype}"
-    if gate_TK.dtype not in (y_RD.dtype, torch.float32):
-        return f"gates are float32 or of the rows' dtype {y_RD.dtype}, not {gate_TK.dtype}"
-    return None
+    reason = on.why_not(y_RD, gate_TK, plan.row_TK, plan.pair_R)
+    return reason or rows.why_not_dtypes(y_RD, gate_TK)
 
 
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
@@ -257,14 +252,14 @@ def _gather_sum(y_RD: Tensor, gate_TK: Tensor, row_TK: Tensor, pair_R: Tensor) -
 def _gather_sum_backward(
     dy_TD: Tensor, y_RD: Tensor, gate_TK: Tensor, pair_R: Tensor, wants_y: bool, wants_gate: bool
 ) -> tuple[Tensor, Tensor]:
-    """dy_RD and dgate_TK; one that is not wanted has no elements."""
+    """dy_RD and dgate_TK; an unwanted gradient has no elements."""
     (R, D), (T, K) = y_RD.shape, gate_TK.shape
     dy_RD = y_RD.new_empty((R, D) if wants_y else (0, D))
     dgate_TK = gate_TK.new_zeros((T, K) if wants_gate else (0, K))
     if R and D:
         device = y_RD.device
         width, watch = on.width_for(D, dy_TD, y_RD, dy_RD), on.Watch(device, dy_RD)
-        gate_watch = on.Watch(device, dgate_TK)  # pairs without a row are not stored
+        gate_watch = on.Watch(device, dgate_TK)  # the gradient of pairs without a row is not stored
         scratch = [torch.empty(ROWS * PADDED, dtype=kind) for kind in (torch.float32, torch.int32)]
         wants = (wants_y, wants_gate)
         compiled("spread", on.here(device), y_RD.dtype, gate_TK.dtype, D, max(K, 1), width, *wants)(

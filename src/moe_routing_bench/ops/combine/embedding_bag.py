@@ -1,4 +1,4 @@
-"""torch's weighted embedding_bag: the rows are the table, a token's choices the bag."""
+"""torch's weighted embedding_bag: the rows are the table, and the choices of a token are a bag."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
         return F.embedding_bag(row_TK, y_RD, mode="sum", per_sample_weights=gate_TK)
     if plan.num_rows == 0:
         return y_RD.new_zeros(plan.num_tokens, y_RD.shape[1]) + 0 * gate_TK.sum()
-    # a pair without a row reads a row of its own token with weight zero: another token's row could hold an
-    # infinity, and a row without a pair anything
+    # a pair without a row reads a row of its own token with weight zero, because the row of another token
+    # could contain an infinity and a row without a pair could contain anything
     kept_TK = row_TK >= 0
     own_T1 = row_TK.amax(dim=1, keepdim=True)
     read_TK = torch.where(kept_TK, row_TK, own_T1).clamp(min=0)

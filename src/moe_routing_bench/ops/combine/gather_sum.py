@@ -1,4 +1,4 @@
-"""Gather K rows per token, then a weighted sum: no atomics, so every run gives the same bits."""
+"""Gathers K rows per token, then computes a weighted sum. No atomics, so every run gives the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scale every row by its gate, then scatter-add it onto its token."""
+"""Multiplies every row by its gate, then adds it to its token (scatter-add)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 // combine: y_t = sum over k of gate_tk * row(t, k), in float32, in the order of the choices, rounded once.
-// Rows are found through row_TK alone, so a row without a pair is never read.
+// Rows are found only through row_TK, so a row without a pair is never read.
 
 #include "../numbers.h"
 #include "../threads.h"
@@ -42,7 +42,7 @@ struct Choices {
     std::vector<float> gate;
     int64_t n = 0;
     explicit Choices(int64_t K) : row(K), gate(K) {}
-    // false if row_TK points past the rows
+    // false if row_TK has an index outside the rows
     bool take(const Problem& s, int64_t t) {
         n = 0;
         bool right = true;
@@ -75,7 +75,7 @@ int combine(const Problem& s) {
             int64_t d = 0;
             for (; d + STEP <= s.D; d += STEP) {
                 Vec a = zero(), b = zero(), c = zero(), e = zero();
-                // rows lie anywhere, which no processor foresees
+                // rows are anywhere in memory, so the processor cannot prefetch them itself
                 for (int64_t i = 0; i < fetched; i++)
                     for (int64_t byte = 0; byte < STEP * int64_t(sizeof(In)); byte += 64)
                         __builtin_prefetch(reinterpret_cast<const char*>(next.row[i] + d) + byte);
@@ -148,7 +148,7 @@ int backward(const Problem& s) {
 
 }  // namespace
 
-// Returns 0, or 1 if row_TK points past the rows: then what was written is not to be used.
+// Returns 0, or 1 if row_TK has an index outside the rows; then the result must not be used.
 extern "C" int mrb_combine(const Problem* s) {
     return (s->kind == FLOAT32 ? combine<FLOAT32> : s->kind == BFLOAT16 ? combine<BFLOAT16> : combine<FLOAT16>)(*s);
 }

@@ -1,9 +1,7 @@
-"""Gather, weigh and sum a token's rows in one C++ pass, compiled on first use; CPU."""
+"""Reads, weighs and sums a token's rows in one C++ pass. Compiled at first use; CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,10 +13,8 @@ from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops import rows
 
 BATCH_INVARIANT = True
-
-
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
-    return rows.combine_unsupported(y_RD, gate_TK, plan, level)
+_spread = cpp.Function(rows.COMBINE, "mrb_combine_backward", fields=16)
+unsupported = rows.combine_unsupported
 
 
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "") -> Tensor:
@@ -68,7 +64,8 @@ def _backward(
     wide_TK = gate_TK.to(torch.float32).contiguous()
     dy_RD = recycled.empty(R, D, dtype=y_RD.dtype) if wants_y else None
     dgate_TK = torch.empty(T, K, dtype=torch.float32) if wants_gate else None
-    wrong = _backward_function(level)(
+    wrong = _spread(
+        level,
         y_RD.data_ptr(),
         y_RD.stride(0),
         rows.KINDS[y_RD.dtype],
@@ -88,8 +85,3 @@ def _backward(
     )
     assert not wrong, "row_TK changed since the forward pass"
     return dy_RD, None if dgate_TK is None else dgate_TK.to(gate_TK.dtype)
-
-
-@cache
-def _backward_function(level: str) -> Callable[..., int]:
-    return cpp.function(rows.COMBINE, level, "mrb_combine_backward", 16)

@@ -1,7 +1,7 @@
-"""native into a buffer kept between calls: no fresh memory, whose page faults cost as much as the sums.
+"""native into a buffer that is kept between calls. Page faults of new memory would cost as much as the sums.
 
-Each thread keeps one buffer per dtype, as large as the largest call so far; release() frees the calling
-thread's. The result is valid until the next call on the same thread. Forward only.
+Each thread keeps one buffer per dtype, as large as its largest call so far; release() frees the buffers of
+the calling thread. The result is valid until the next call on the same thread. Forward only.
 """
 
 from __future__ import annotations
@@ -15,14 +15,8 @@ FORWARD_ONLY = True
 BATCH_INVARIANT = True
 REUSES_OUTPUT = True
 _buffers = rows.KeptBuffers()
-
-
-def release() -> None:
-    _buffers.by_type.clear()
-
-
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
-    return rows.combine_unsupported(y_RD, gate_TK, plan, level)
+release = _buffers.release
+unsupported = rows.combine_unsupported
 
 
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, level: str = "") -> Tensor:

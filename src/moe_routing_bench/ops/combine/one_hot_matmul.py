@@ -1,4 +1,4 @@
-"""GShard's einsum: a tokens x rows matrix of gates times y. Quadratic; kept as a baseline."""
+"""GShard's einsum: a tokens x rows matrix of gates times y. It is quadratic; a baseline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_routing_bench.core.plan import RoutingPlan
 
 LARGEST_MATRIX = 2**28
-SPREADS_NAN = "every row is a sum over all of them, most times zero, and zero times NaN is NaN"
+SPREADS_NAN = "every token is a sum over all rows, most of them times zero, and zero times NaN is NaN"
 
 
 def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
@@ -22,10 +22,10 @@ def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     T, R = plan.num_tokens, plan.num_rows
     wide = torch.promote_types(gate_TK.dtype, torch.promote_types(y_RD.dtype, torch.float32))
-    # column R is a bin for pairs without a row; it is cut off again
+    # pairs without a row go to column R, which is removed again
     column_TK = torch.where(plan.row_TK >= 0, plan.row_TK, R)
     gate_TR = torch.zeros(T, R + 1, dtype=wide, device=y_RD.device)
     gate_TR = gate_TR.scatter(1, column_TK, gate_TK.to(wide))[:, :R]
-    # zero times NaN is NaN, so rows without a pair are cleared first
+    # zero times NaN is NaN, so rows without a pair are set to zero first
     y_RD_clean = torch.where((plan.pair_R >= 0).unsqueeze(1), y_RD, 0.0)
     return (gate_TR @ y_RD_clean.to(wide)).to(y_RD.dtype)

@@ -1,13 +1,14 @@
 """combine: y_t = sum over k of gate_tk * row(t, k).   y_RD, gate_TK, plan -> y_TD
 
-Pairs without a row add nothing. gate_TK is float32 or of y_RD's dtype; products and sums are computed in at
-least float32 and rounded once. Rows without a pair may contain anything, also NaN: they are not read, and
-their gradient is zero. The gradient of a gate whose pair has no row is zero too.
+Pairs without a row add nothing. gate_TK is float32 or has the dtype of y_RD. Products and sums are computed
+in at least float32 and rounded once. Rows without a pair may contain anything, even NaN: they are not read
+and their gradient is zero. The gradient of a gate whose pair has no row is also zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def reference(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
     if not plan.num_rows:
         return (y_TD + 0 * torch.where(plan.row_TK >= 0, gate_TK, 0.0).sum()).to(y_RD.dtype)
     for row_T, gate_T in zip(plan.row_TK.unbind(1), gate_TK.unbind(1), strict=True):
-        # where a pair has no row, neither its gate nor whatever row is looked at instead may be used
+        # if a pair has no row, its gate and the row that is read instead must not be used
         there_T1 = (row_T >= 0).unsqueeze(1)
         row_TD = torch.where(there_T1, y_RD[row_T.clamp(min=0)].to(wide), 0.0)
         y_TD = y_TD + torch.where(there_T1, gate_T.unsqueeze(1).to(wide), 0.0) * row_TD
@@ -46,7 +47,7 @@ def cost(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Cost:
 
 
 def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
-    """Checks values, and exact zeros for tokens without a row. Also the judge of expert_ffn."""
+    """Checks the values, and that tokens without a row are exactly zero. expert_ffn uses it too."""
     (verdict,) = judge_result(out, expected, args)
     wrong = [verdict.of("y_TD")]
     if verdict.fault in ("structure", "shape", "dtype"):
@@ -54,30 +55,27 @@ def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict
     alone_T = (args["plan"].row_TK < 0).all(dim=1)
     if bool((out[alone_T] != 0).any()):
         alone = alone_T.nonzero().flatten().tolist()[:20]
-        sentence = f"y_TD: tokens {alone} have no row but do not get exactly zero"
+        sentence = f"y_TD: tokens {alone} have no row but are not exactly zero"
         wrong.append(Verdict(passed=False, fault="value", sentence=sentence))
     return wrong
 
 
-def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
-    return judge_rows(of, gradient, expected, rows="y_RD")
-
-
 def judge_rows(of: GradientOf, gradient: Tensor, expected: Expected, *, rows: str) -> list[Verdict]:
-    """rows: the argument that holds the rows, those without a pair too."""
+    """Judges a gradient. rows: the argument that holds the rows, also rows without a pair."""
     more = expected.more(gradient.numel())
     if of.name != rows:
         return [judge_values(gradient, expected.oracle, expected.baseline, more)]
     holds_R = of.args["plan"].pair_R >= 0
     wrong = [judge_values(gradient[holds_R], expected.oracle[holds_R], expected.baseline[holds_R], more)]
     if bool((gradient[~holds_R] != 0).any()):
-        sentence = "rows without a pair do not get exactly zero"
+        sentence = "rows without a pair are not exactly zero"
         wrong.append(Verdict(passed=False, fault="value", sentence=sentence))
     return wrong
 
 
 op = Op(
-    __package__, reference, cost=cost, judge=judge, judge_gradient=judge_gradient, default="gather_sum",
+    __package__, reference, cost=cost, judge=judge, judge_gradient=partial(judge_rows, rows="y_RD"),
+    default="gather_sum",
     by_token=lambda out, args: out, stage=5,
 )  # fmt: skip
 

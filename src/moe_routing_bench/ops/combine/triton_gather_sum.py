@@ -1,13 +1,13 @@
-"""Triton: each program gathers the K rows of its tokens and sums them, times their gates, in float32.
+"""Triton: each program reads the K rows of its tokens and sums them, times their gates, in float32.
 
 Forward: y_TD[t] = sum over k of gate_TK[t, k] * y_RD[row_TK[t, k]], in the order of the choices, rounded
-once. Backward, one program per tile of rows, which walks over all columns: with (t, k) the pair of row r,
+once. Backward: one program per tile of rows goes over all columns. With (t, k) the pair of row r,
   dy_RD[r]      = gate_TK[t, k] * dy_TD[t]       zero where the row holds no pair
   dgate_TK[t,k] = <dy_TD[t], y_RD[r]>            zero where the pair has no row
-Rows without a pair are never read. Nothing is atomic: every run gives the same bits.
+Rows without a pair are never read. It uses no atomics, so every run gives the same bits.
 
 Options: block_d columns and block_t tokens (rows in the backward pass) per program, num_warps of 32 lanes.
-Verified in Triton's interpreter and compiled; not timed on a GPU.
+It was verified in Triton's interpreter and compiled, but not timed on a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,7 +33,7 @@ CONFIGS = (
     {"block_d": 1024, "block_t": 1, "num_warps": 4},
     {"block_d": 2048, "block_t": 2, "num_warps": 8},
 )
-# choices whose loads may be under way together
+# how many choices are loaded at the same time
 UNROLLED = 4
 
 
@@ -100,7 +99,7 @@ def _spread(
     t = pair // K
     gate = tl.load(gate_TK + t * gate_stride_T + pair % K * gate_stride_K, mask=holds, other=0.0)
     gate = gate.to(tl.float32)[:, None]
-    # one partial sum for each column of the tile; they are added up once, at the end
+    # one partial sum per column of the tile; they are added at the end
     dgate = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for first in tl.range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D).to(tl.int64)
@@ -128,13 +127,8 @@ def _spread(
 
 
 def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
-    if (reason := gpu.why_not(y_RD, gate_TK, plan.row_TK, plan.pair_R)) is not None:
-        return reason
-    if y_RD.dtype not in rows.KINDS:
-        return f"it computes with bfloat16, float16 and float32, not {y_RD.dtype}"
-    if gate_TK.dtype not in (y_RD.dtype, torch.float32):
-        return f"gates are float32 or of the rows' dtype {y_RD.dtype}, not {gate_TK.dtype}"
-    return None
+    reason = gpu.why_not(y_RD, gate_TK, plan.row_TK, plan.pair_R)
+    return reason or rows.why_not_dtypes(y_RD, gate_TK)
 
 
 def run(
@@ -197,7 +191,7 @@ def _gather_sum_backward(
     block_r: int,
     num_warps: int,
 ) -> tuple[Tensor, Tensor]:
-    """dy_RD and dgate_TK; one that is not wanted has no elements."""
+    """dy_RD and dgate_TK; an unwanted gradient has no elements."""
     (R, D), (T, K) = y_RD.shape, gate_TK.shape
     dy_RD = y_RD.new_empty((R, D) if wants_y else (0, D))
     dgate_TK = gate_TK.new_zeros((T, K) if wants_gate else (0, K))

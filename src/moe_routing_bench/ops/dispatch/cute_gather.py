@@ -1,13 +1,13 @@
-"""CuTe DSL: each row fetches its token, 16 bytes a thread and access; the gradient is a sum of rows.
+"""CuTe DSL: each row reads its token, 16 bytes per thread and access; the gradient is a sum of rows.
 
-Forward: x_RD[r] = x_TD[pair_R[r] // K], zero where the row holds no pair. All rows together are one list of
-16-byte chunks; a block takes the next THREADS * CHUNKS of them, thread i those at i, i + THREADS, ..., so a
-warp reads and writes 512 bytes side by side, whatever D is, and all loads of a thread are under way together.
+Forward: x_RD[r] = x_TD[pair_R[r] // K], zero if the row holds no pair. All rows together are one list of
+16-byte chunks. A block takes the next THREADS * CHUNKS of them, and thread i takes chunks i, i + THREADS, ...
+So a warp reads and writes 512 contiguous bytes for any D, and all loads of a thread run at the same time.
 Backward: dx_TD[t] = sum over k of dx_RD[row_TK[t, k]], in float32, in the order of the choices, rounded once.
-Rows without a pair are never read. One thread stores each element: every run gives the same bits.
+Rows without a pair are never read. One thread stores each element, so every run gives the same bits.
 
-Verified on the CPU, where the same code runs for every thread (ops/cute_threads.py), and compiled for sm_80,
-sm_90a and sm_100a; not run on a GPU.
+It was verified on the CPU, where the same code runs for every thread (ops/cute_threads.py), and compiled for
+sm_80, sm_90a and sm_100a. It has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_routing_bench.ops import rows
 from moe_routing_bench.ops.cute_threads import THREADS, cuda, cute, cutlass
 
 CHUNKS = 4  # of one thread
-CHOICES = 4  # of a token, whose loads are under way together
+CHOICES = 4  # of a token, which are loaded at the same time
 
 
 @cute.jit
@@ -141,11 +141,7 @@ def compiled(entry: str, arch: str, dtype: torch.dtype, D: int, K: int, width: i
 
 
 def unsupported(x_TD: Tensor, plan: RoutingPlan) -> str | None:
-    if (reason := on.why_not(x_TD, plan.row_TK, plan.pair_R)) is not None:
-        return reason
-    if x_TD.dtype not in rows.KINDS:
-        return f"it moves bfloat16, float16 and float32, not {x_TD.dtype}"
-    return None
+    return on.why_not(x_TD, plan.row_TK, plan.pair_R) or rows.why_not_dtypes(x_TD)
 
 
 def run(x_TD: Tensor, plan: RoutingPlan) -> Tensor:

@@ -1,7 +1,7 @@
-"""One gather into a buffer kept between calls: no allocation, forward only.
+"""One gather into a buffer that is kept between calls: no allocation, forward only.
 
-Each thread keeps one buffer per device and dtype, as large as the largest call so far; release() frees the
-calling thread's. The result is valid until the next call on the same thread.
+Each thread keeps one buffer per device and dtype, as large as its largest call so far; release() frees the
+buffers of the calling thread. The result is valid until the next call on the same thread.
 """
 
 from __future__ import annotations
@@ -14,13 +14,8 @@ from moe_routing_bench.ops.rows import KeptBuffers
 
 FORWARD_ONLY = True
 REUSES_OUTPUT = True
-
-
 _buffers = KeptBuffers()
-
-
-def release() -> None:
-    _buffers.by_type.clear()
+release = _buffers.release
 
 
 def unsupported(x_TD: Tensor, plan: RoutingPlan) -> str | None:

@@ -6,7 +6,7 @@
 
 namespace {
 
-// past the caches: the line is not read before it is written. `to` must be aligned to 64 bytes, bytes a multiple.
+// streaming stores: a line is not read before it is written. `to` is aligned to 64 bytes, and bytes is a multiple of 64.
 void stream_copy(char* to, const char* from, int64_t bytes) {
 #ifdef __AVX512F__
     for (int64_t i = 0; i < bytes; i += 64)
@@ -70,7 +70,7 @@ int sum_rows(const Sums& s) {
 
 }  // namespace
 
-// Returns 0, or 1 if row_TK points past the rows: then what was written is not to be used.
+// Returns 0, or 1 if row_TK has an index outside the rows; then the result must not be used.
 extern "C" int mrb_dispatch(const Copies* copies) {
     const Copies c = *copies;
     const bool stream = c.stream && c.width % 64 == 0 && uintptr_t(c.x_RD) % 64 == 0;

@@ -1,9 +1,7 @@
-"""C++ reads each token once and copies it to its rows, compiled on first use; CPU."""
+"""C++ reads each token once and copies it to its rows. Compiled at first use; CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,9 +12,8 @@ from moe_routing_bench.core.host_allocator import recycled
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops import rows
 
-
-def unsupported(x_TD: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
-    return rows.dispatch_unsupported(x_TD, plan, level)
+_sum = cpp.Function(rows.DISPATCH, "mrb_sum_rows", fields=10)
+unsupported = rows.dispatch_unsupported
 
 
 def run(x_TD: Tensor, plan: RoutingPlan, level: str = "") -> Tensor:
@@ -51,7 +48,8 @@ def _sum_rows(dx_RD: Tensor, row_TK: Tensor, level: str) -> Tensor:
     if D > 1 and dx_RD.stride(1) != 1:
         dx_RD = dx_RD.contiguous()
     dx_TD = recycled.empty(T, D, dtype=dx_RD.dtype)
-    wrong = _sum_rows_function(level)(
+    wrong = _sum(
+        level,
         dx_RD.data_ptr(),
         dx_RD.stride(0),
         rows.KINDS[dx_RD.dtype],
@@ -65,8 +63,3 @@ def _sum_rows(dx_RD: Tensor, row_TK: Tensor, level: str) -> Tensor:
     )
     assert not wrong, "row_TK changed since the forward pass"
     return dx_TD
-
-
-@cache
-def _sum_rows_function(level: str) -> Callable[..., int]:
-    return cpp.function(rows.DISPATCH, level, "mrb_sum_rows", 10)

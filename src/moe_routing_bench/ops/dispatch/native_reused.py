@@ -1,7 +1,7 @@
-"""native into a buffer kept between calls: no fresh memory, whose page faults cost more than the copy.
+"""native into a buffer that is kept between calls. Page faults of new memory would cost more than the copy.
 
-Each thread keeps one buffer per dtype, as large as the largest call so far; release() frees the calling
-thread's. The result is valid until the next call on the same thread. Forward only.
+Each thread keeps one buffer per dtype, as large as its largest call so far; release() frees the buffers of
+the calling thread. The result is valid until the next call on the same thread. Forward only.
 """
 
 from __future__ import annotations
@@ -14,14 +14,8 @@ from moe_routing_bench.ops import rows
 FORWARD_ONLY = True
 REUSES_OUTPUT = True
 _buffers = rows.KeptBuffers()
-
-
-def release() -> None:
-    _buffers.by_type.clear()
-
-
-def unsupported(x_TD: Tensor, plan: RoutingPlan, level: str = "") -> str | None:
-    return rows.dispatch_unsupported(x_TD, plan, level)
+release = _buffers.release
+unsupported = rows.dispatch_unsupported
 
 
 def run(x_TD: Tensor, plan: RoutingPlan, level: str = "") -> Tensor:

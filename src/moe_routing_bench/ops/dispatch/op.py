@@ -1,7 +1,7 @@
 """dispatch: copy each token to its rows.   x_TD, plan -> x_RD
 
 Row r is the token of pair_R[r], or zero if the row holds no pair. Results are exact. The gradient of a token
-is the sum over its rows; the incoming gradient of rows without a pair may be NaN and is ignored.
+is the sum over its rows. The incoming gradient of rows without a pair may be NaN; it is ignored.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def reference(x_TD: Tensor, plan: RoutingPlan) -> Tensor:
     token_R = plan.token_R()
     if not plan.num_tokens:
         return x_TD.new_zeros(plan.num_rows, x_TD.shape[1])
-    # a row without a pair looks at token 0, whose values must not reach it
+    # a row without a pair reads token 0, whose values must not reach it
     return torch.where((token_R >= 0).unsqueeze(1), x_TD[token_R.clamp(min=0)], 0.0)
 
 
 def cost(x_TD: Tensor, plan: RoutingPlan) -> Cost:
     row_bytes = x_TD.shape[1] * x_TD.element_size()
-    # each token with a row is read once; all rows are written, padding too
+    # each token with a row is read once; all rows are written, also padding
     rows = tokens_with_a_row(plan) + plan.num_rows
     return Cost(activation_bytes=rows * row_bytes + plan.num_rows * INDEX_BYTES)
 

@@ -1,12 +1,12 @@
-"""Triton: each row fetches its token, a tile of rows and columns per program; the gradient is a sum of rows.
+"""Triton: each row reads its token, one program per tile of rows and columns; the gradient is a sum of rows.
 
-Forward: x_RD[r] = x_TD[pair_R[r] // K], zero where the row holds no pair: one read and one write of R * D
-numbers. A token's K reads are far apart in R, so they cost device memory K times unless x_TD fits the L2.
-Backward: dx_TD[t] = sum over k of dx_RD[row_TK[t, k]], in float32, in the order of the choices, rounded once.
-Rows without a pair are never read. Nothing is atomic: every run gives the same bits.
+Forward: x_RD[r] = x_TD[pair_R[r] // K], zero if the row holds no pair: one read and one write of R * D
+numbers. The K reads of a token are far apart in R, so they come from device memory K times unless x_TD fits
+in L2. Backward: dx_TD[t] = sum over k of dx_RD[row_TK[t, k]], in float32, in the order of the choices,
+rounded once. Rows without a pair are never read. It uses no atomics, so every run gives the same bits.
 
 Options: block_d columns and block_r rows (tokens in the backward pass) per program, num_warps of 32 lanes.
-Verified in Triton's interpreter and compiled; not timed on a GPU.
+It was verified in Triton's interpreter and compiled, but not timed on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIGS = (
     {"block_d": 2048, "block_r": 1, "num_warps": 8},
     {"block_d": 2048, "block_r": 4, "num_warps": 8},
 )
-# choices whose loads may be under way together
+# how many choices are loaded at the same time
 UNROLLED = 4
 
 
@@ -93,11 +93,7 @@ def _sum_rows(
 
 
 def unsupported(x_TD: Tensor, plan: RoutingPlan) -> str | None:
-    if (reason := gpu.why_not(x_TD, plan.row_TK, plan.pair_R)) is not None:
-        return reason
-    if x_TD.dtype not in rows.KINDS:
-        return f"it moves bfloat16, float16 and float32, not {x_TD.dtype}"
-    return None
+    return gpu.why_not(x_TD, plan.row_TK, plan.pair_R) or rows.why_not_dtypes(x_TD)
 
 
 def run(

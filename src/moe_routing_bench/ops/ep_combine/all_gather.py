@@ -1,4 +1,4 @@
-"""Every rank sums its rows of all tokens, then the owner of a token sums over ranks."""
+"""Every rank sums its rows of all tokens, then the rank of a token sums over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.distributed's all_to_all_single the way back, then the sum over each token's rows."""
+"""Sends rows back with torch.distributed's all_to_all_single, then sums each token's rows."""
 
 from __future__ import annotations
 

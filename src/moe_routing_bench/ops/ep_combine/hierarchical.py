@@ -1,4 +1,4 @@
-"""Each rank sums its rows of a token, each node what its ranks have: one row a node goes back."""
+"""Each rank sums its rows of a token, then each node sums over its ranks and sends one row back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.hops import COMBINES, Hop, by_nodes, combine_parts, rows_back, uneven
 from moe_routing_bench.parallel.traffic import Traffic, Way
 
-HOST_SYNC = "in the compact layout the host must know how many rows each of its two hops moves"
+HOST_SYNC = "in the compact layout the host must know how many rows each of the two hops moves"
 CONFIGS, parts = COMBINES, combine_parts
 
 

@@ -1,15 +1,16 @@
 """ep_combine: bring the experts' rows back and sum them.   y_QD, gate_TK, plan, traffic -> y_TD
 
-y_t = sum over k of gate_tk * row(t, k), as in combine, where the row of a pair comes from the rank that
-computed it. `plan` and `traffic` are those of ep_dispatch. Rows without a pair may contain anything, also
-NaN, and get a gradient of zero.
+y_t = sum over k of gate_tk * row(t, k), as in combine. The row of a pair comes from the rank that computed
+it. `plan` and `traffic` are the same as in ep_dispatch. Rows without a pair may contain anything, even NaN,
+and their gradient is zero.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
-from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.auto import resolve
@@ -21,9 +22,9 @@ from moe_routing_bench.parallel.traffic import Traffic
 
 
 def reference(y_QD: Tensor, gate_TK: Tensor, plan: RoutingPlan, traffic: Traffic) -> Tensor:
-    """Of a single rank."""
+    """The result for a single rank."""
     if traffic.group is not None:
-        raise NotImplementedError("the reference sees the rows of one rank alone")
+        raise NotImplementedError("the reference has only the rows of one rank")
     return sums(y_QD, gate_TK, plan)
 
 
@@ -31,13 +32,9 @@ def cost(y_QD: Tensor, gate_TK: Tensor, plan: RoutingPlan, traffic: Traffic) -> 
     return cost_of_sums(y_QD, gate_TK, plan)
 
 
-def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
-    return judge_rows(of, gradient, expected, rows="y_QD")
-
-
 op = Op(
-    __package__, reference, cost=cost, judge=judge, judge_gradient=judge_gradient, default="all_to_all",
-    stage=5,
+    __package__, reference, cost=cost, judge=judge, judge_gradient=partial(judge_rows, rows="y_QD"),
+    default="all_to_all", stage=5,
 )  # fmt: skip
 
 

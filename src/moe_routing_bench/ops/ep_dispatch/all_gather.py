@@ -1,4 +1,4 @@
-"""Every rank gets every token, then picks its rows: for few ranks, where most tokens go everywhere anyway."""
+"""Every rank gets every token, then selects its rows. For few ranks, where most tokens go to all ranks."""
 
 from __future__ import annotations
 

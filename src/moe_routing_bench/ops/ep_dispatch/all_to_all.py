@@ -1,4 +1,4 @@
-"""Pack rows by rank, then torch.distributed's all_to_all_single."""
+"""Packs rows by rank, then sends them with torch.distributed's all_to_all_single."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One copy of a token for each node, sent on to the ranks there: fewer rows between nodes."""
+"""Sends one copy of a token to each node, which forwards it to its ranks: fewer rows between nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.hops import DISPATCHES, by_nodes, dispatch_parts, tokens_unsupported
 from moe_routing_bench.parallel.traffic import Traffic, tie
 
-HOST_SYNC = "in the compact layout the host must know how many rows each of its two hops moves"
+HOST_SYNC = "in the compact layout the host must know how many rows each of the two hops moves"
 CONFIGS, parts, unsupported = DISPATCHES, dispatch_parts, tokens_unsupported
 
 

@@ -1,9 +1,9 @@
 """ep_dispatch: send each token to the ranks of its experts.   x_TD, plan, traffic -> x_QD
 
-`plan` is over the slots of all ranks, `traffic` says how many rows go where. Row q is an exact copy of the
-token of a pair of this or another rank, or zero if it holds no pair. Every rank of the group makes the call,
-also one without tokens. The gradient of a token is the sum over its rows, wherever they went: that is
-ep_combine with gates of 1. The incoming gradient of rows without a pair may be NaN and is ignored.
+`plan` is over the slots of all ranks, and `traffic` says how many rows go to each rank. Row q is an exact
+copy of the token of a pair from any rank, or zero if it holds no pair. Every rank of the group must make the
+call, even without tokens. The gradient of a token is the sum over its rows on all ranks, which is ep_combine
+with gates of 1. The incoming gradient of rows without a pair may be NaN; it is ignored.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from moe_routing_bench.parallel.traffic import Traffic
 
 
 def reference(x_TD: Tensor, plan: RoutingPlan, traffic: Traffic) -> Tensor:
-    """Of a single rank. What several must get, `tests/parallel` computes from the inputs of all of them."""
+    """The result for a single rank. `tests/parallel` computes the results of several from all their
+    inputs."""
     if traffic.group is not None:
-        raise NotImplementedError("the reference sees the tokens of one rank alone")
+        raise NotImplementedError("the reference has only the tokens of one rank")
     return copies(x_TD, plan)
 
 

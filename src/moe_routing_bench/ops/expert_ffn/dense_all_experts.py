@@ -1,4 +1,5 @@
-"""Every expert computes every token and zero gates discard most of it: E / K times the work, no routing."""
+"""Every expert computes every token, and zero gates discard most results: E / K times the work, no
+routing."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from moe_routing_bench.core.experts import ExpertWeights, activate
 from moe_routing_bench.core.plan import RoutingPlan
 
-SPREADS_NAN = "every expert computes every token, so NaN reaches the gradients of all of them"
+SPREADS_NAN = "every expert computes every token, so NaN reaches the gradients of all experts"
 LARGEST_HIDDEN = 2**31  # elements of the E x T x G intermediate
 
 
@@ -23,7 +24,7 @@ def run(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights
     T, E = x_TD.shape[0], weights.num_experts
     wide = torch.promote_types(gate_TK.dtype, torch.promote_types(x_TD.dtype, torch.float32))
     expert_TK = plan.expert_TK()
-    # column E is a bin for pairs without a row; it is cut off again
+    # pairs without a row go to column E, which is removed again
     column_TK = torch.where(expert_TK >= 0, expert_TK, E)
     gate_TE = torch.zeros(T, E + 1, dtype=wide, device=x_TD.device)
     gate_TE = gate_TE.scatter_add(1, column_TK, gate_TK.to(wide))[:, :E]

@@ -1,4 +1,4 @@
-"""A loop over the experts that were hit, as Transformers does by default; sums in float32."""
+"""A loop over the experts that have tokens, as in Transformers by default; sums in float32."""
 
 from __future__ import annotations
 

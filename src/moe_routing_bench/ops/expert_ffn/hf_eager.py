@@ -1,4 +1,4 @@
-"""Transformers' "eager" experts: a loop over the experts that were hit, sums in the model's dtype."""
+"""Transformers' "eager" experts: a loop over the experts that have tokens, sums in the model's dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe_routing_bench.core.experts import ExpertWeights
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops import hf
 
-HOST_SYNC = "the loop over the experts that were hit finds them with nonzero()"
+HOST_SYNC = "the loop finds the experts that have tokens with nonzero()"
 
 freeze = hf.freeze
 

@@ -1,4 +1,4 @@
-"""Transformers' "grouped_mm" experts, its default: sort, gather, torch's grouped_mm, rows put back."""
+"""Transformers' default "grouped_mm" experts: sort, gather, torch's grouped_mm, rows back in order."""
 
 from __future__ import annotations
 

@@ -1,15 +1,17 @@
 """llama.cpp's mul_mat_id as one graph: gate, up, activation, down, gates, sum; CPU, no backward.
 
-Its libraries are those of the package llama-cpp-python, which pip compiles for this processor, in minutes:
+Its libraries are part of the package llama-cpp-python, which pip compiles for this processor in a few
+minutes:
 
     pip install --no-deps llama-cpp-python==0.3.36
 
-Weights are in a dtype, or stored as GGUF does: store=q8_0_a8, q4_k_a8, mxfp4_a8. It rounds rows to 8 bits for
-these, in blocks of 32, or of 256 for q4_k. They go where llama.cpp itself would put them: repacked for blocks
-of columns if it has such code for the format on this processor, else block by block as in the file.
+Weights have a dtype, or a format of GGUF: store=q8_0_a8, q4_k_a8, mxfp4_a8. With a format it rounds rows to 8
+bits in blocks of 32 (256 for q4_k). The weights get the memory that llama.cpp itself would choose: repacked
+for blocks of columns if it has such code for the format on this processor, else block by block as in the
+file.
 
 A pair without a row is computed by some expert with a gate of zero. Rows are float32 inside. Plain weights
-are copied at every call, which costs more than the call: freeze them.
+are copied at every call, which takes longer than the call itself: freeze them.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ from moe_routing_bench.ops.ggml_calls import ACTIVATIONS, INSTALL, KINDS, loaded
 FORWARD_ONLY = True
 CONFIGS: tuple[dict[str, Any], ...] = ({}, {"store": "q8_0_a8"}, {"store": "q4_k_a8"}, {"store": "mxfp4_a8"})
 NEEDS = {"llama_cpp": INSTALL}
-KEPT_GRAPHS = 4  # of one layer, by number of tokens and choices; each has memory for its intermediate results
+KEPT_GRAPHS = 4  # of one layer, for different tokens and choices; each has memory for intermediate results
 
 
 class _Layer:
-    """The weights of a layer in ggml's memory, and graphs that compute with them by T and K. Depths are whole
-    blocks: F columns of the first product are followed by columns of zeros, and x by zeros."""
+    """The weights of a layer in ggml's memory, and its graphs for each T and K. Depths are whole blocks:
+    zeros follow the F columns of the first product and the numbers of x."""
 
     def __init__(self, kind: object, parts: list[Tensor], weights: ExpertWeights):
         block, E, self.D = KINDS[kind].block, weights.num_experts, weights.D
@@ -64,7 +66,7 @@ class _Layer:
         self.graphs: OrderedDict[tuple[int, int], _Graph] = OrderedDict()
 
     def _placed(self, where: int, tensor: tuple[Any, ...], value: Tensor) -> int:
-        """A tensor in a memory of ggml, filled with this, behind it columns of zeros."""
+        """A tensor in a memory of ggml: the value, then columns of zeros."""
         ggml, (*_, columns, E) = loaded(), tensor
         context = ggml.context()
         made = ggml.tensor(context, *tensor)
@@ -88,7 +90,7 @@ class _Layer:
 
 
 class _Graph:
-    """One call's computation. The tensors are in ggml's memory; the next call overwrites them."""
+    """The computation of one call. Its tensors are in ggml's memory, and the next call overwrites them."""
 
     def __init__(self, layer: _Layer, T: int, K: int):
         ggml, D = loaded(), layer.D
@@ -125,12 +127,12 @@ class _Graph:
 
 
 def _where(kind: object, depth: int, columns: int, E: int) -> int:
-    """As llama.cpp chooses: the first of its own memories whose code multiplies such a matrix by rows."""
+    """The memory that llama.cpp would choose: the first of its own that supports such a product."""
     ggml = loaded()
     for own in ggml.own_memory:
         context = ggml.context()
         trial = ggml.tensor(context, kind, depth, columns, E)
-        buffer = ggml.place(context, own)  # not written to, so no memory is taken
+        buffer = ggml.place(context, own)  # it is not written to, so it takes no memory
         rows = ggml.tensor(context, torch.float32, depth, 1, 1), ggml.tensor(context, torch.int32, 1, 1)
         fits = buffer and ggml.supports(ggml.device, ggml.mul_mat_id(context, trial, *rows))
         _release((ggml.free_buffer, buffer), (ggml.free, context))
@@ -155,7 +157,7 @@ def stored(weights: ExpertWeights, *, store: str) -> ExpertWeights:
 
 
 def plain(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, store: str) -> Tensor:
-    """The reference with the rows that it multiplies: of 8 bits, in blocks."""
+    """The reference with rows rounded to 8 bits in blocks, as it multiplies them."""
     block = KINDS[_format(store)].rows
 
     def rounded(x_RK: Tensor) -> Tensor:
@@ -177,7 +179,7 @@ def freeze(weights: ExpertWeights, *, store: str | None = None) -> ExpertWeights
 def freeze_stored(
     experts: QuantisedExperts, dtype: torch.dtype, *, store: str | None = None
 ) -> ExpertWeights:
-    """Of weights that a checkpoint stores so: no weight is rounded."""
+    """freeze for weights that a checkpoint stores in the format: no weight is rounded."""
     own = experts.validate().store
     if store is not None and _format(store) != own:
         raise ValueError(f"these weights are stored as {own}, not as {_format(store)}")
@@ -190,7 +192,7 @@ def freeze_stored(
 
 
 def _blocks(stored: Stored) -> Tensor:
-    """Experts x columns x bytes, as a GGUF file has them."""
+    """Experts x columns x bytes, as in a GGUF file."""
     if isinstance(stored, (Q8_0, Q4_K)):
         return stored.block_ENbB.flatten(2)
     assert isinstance(stored, MXFP4)
@@ -227,8 +229,8 @@ def unsupported(
 
 
 def _some_expert(expert_TK: Tensor, E: int) -> Tensor:
-    """For each absent expert (-1) one that the token does not have: [1, -1, -1] of 4 -> [1, 0, 2]. The code
-    for repacked weights would lose rows of a token that has an expert twice."""
+    """Replaces each absent expert (-1) by one that the token does not have: [1, -1, -1] of 4 -> [1, 0, 2].
+    The code for repacked weights would lose rows of a token with the same expert twice."""
     absent_TK = expert_TK < 0
     taken_TE = torch.zeros(len(expert_TK), E + 1, dtype=torch.int8)
     taken_TE.scatter_(1, expert_TK.masked_fill(absent_TK, E), 1)
@@ -260,5 +262,5 @@ def run(
         if ggml.compute(ggml.backend, graph.graph) != 0:
             raise MemoryError("no memory for the workspace of llama.cpp")
         y_TD = graph.y_TD.to(x_TD.dtype, copy=True)
-    # rounding rows to 8 bits makes numbers of NaN and infinity
+    # rounding rows to 8 bits turns NaN and infinity into numbers, so they are added again
     return y_TD if store is None else y_TD.add_((x_TD * 0).sum(dim=1, keepdim=True))

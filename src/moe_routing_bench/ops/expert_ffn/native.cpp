@@ -8,12 +8,12 @@
 //   lower     only of experts read in place    -> o  (rows x D)
 //   second    tasks (columns of D)             -> y, each over all experts of the group in order
 //
-// A task owns its columns whoever runs it, so the sums are taken in one order: same input, same bits, for any number
-// of threads, and one hot expert keeps every thread busy. With several NUMA nodes (nodes.h) a thread takes the columns
-// of its node first.
+// A task owns its columns on any thread, so sums have one order: the same input gives the same bits for any number of
+// threads, and one busy expert keeps every thread busy. With several NUMA nodes (nodes.h) a thread takes the columns of
+// its node first.
 //
-// Weights were packed before, or they are plain: then those of an expert with few rows are read where they are (in_place.h),
-// and those of another are packed a strip at a time, into the caches, just before they are used.
+// Weights were packed before, or they are plain. Plain weights of an expert with few rows are read in place (in_place.h);
+// others are packed into the caches, a strip at a time, just before they are used.
 #include "../in_place.h"
 #include "../int8_tiles.h"
 #include "../nodes.h"
@@ -104,7 +104,7 @@ struct Problem {  // mirrored in native.py
   int64_t ldx, T, K, D, F, E;
   int64_t in_stride, out_stride, in_panel, out_panel;  // from an expert, from a panel to the next, in elements
   int64_t in_k, in_n, out_k, out_n;  // of plain weights: from a number of the depth, from a column to the next
-  int64_t plain;  // 0: weights are packed; 1: they are not; 2: nor are they, and the bits are to be as if they were
+  int64_t plain;  // 0: weights are packed; 1: they are not; 2: they are not, and the bits must be those of packed ones
   int64_t activation, threads, R;
   Nodes* nodes;  // null: one
 };
@@ -140,7 +140,7 @@ template <class Engine, class X> struct Layer {
   A *a = nullptr, *mid = nullptr;
   H* h = nullptr;
   float* o = nullptr;
-  uint16_t* low = nullptr;  // bfloat16 y: the lower halves of float32 sums, whose upper halves stand in y itself
+  uint16_t* low = nullptr;  // bfloat16 y: the lower halves of float32 sums, whose upper halves are in y itself
 
   static int64_t bytes(int64_t panel, int64_t depth) { return panel * (int64_t)sizeof(B) * 32 / depth; }  // of 1024 weights
   int64_t stride(int64_t depth) const {
@@ -211,13 +211,13 @@ template <class Engine, class X> struct Layer {
       }
   }
 
-  Ahead ahead(const B* b, const Matrix& m) const {  // what was packed just now is in the caches
+  Ahead ahead(const B* b, const Matrix& m) const {  // weights that were just packed are in the caches
     return plain ? Ahead{nullptr, 0} : Ahead::in(b, bytes(m.panel, packed_depth(m.depth)));
   }
 
   void first_in_place(const Segment& s, int64_t begin, int64_t end, const Own& own) {
     const int64_t each = gated ? HALF : PANEL, f0 = begin * each, f1 = end * each, columns = std::min(p.F, f1) - f0, ldc = (end - begin) * PANEL;
-    const bool all = gated && columns == p.F;  // gates and ups are one stretch of memory
+    const bool all = gated && columns == p.F;  // gate and up are contiguous
     const int64_t up = all ? p.F : gated ? f1 - f0 : HALF;  // to the second half of a panel's sums
     const A* rows = a + s.at * lda;
     if (columns > 0) times_in_place(s, in, f0, all ? G : columns, rows, lda, own.c, ldc, own);
@@ -244,7 +244,7 @@ template <class Engine, class X> struct Layer {
     const int64_t most = std::max<int64_t>(Engine::STEP, CACHE_BYTES / (lda * sizeof(A)));
     const int64_t tiles = (s.rows + most - 1) / most, tile = up_to((s.rows + tiles - 1) / tiles, Engine::STEP);
     float c[2][Engine::STEP * PANEL] __attribute__((aligned(64)));
-    struct {  // the block before, whose activation is still to be done
+    struct {  // the previous block, whose activation is not computed yet
       const float* c;
       H* to;
       f32x16 bias[2];
@@ -286,7 +286,7 @@ template <class Engine, class X> struct Layer {
     *(u16x16*)low = narrow(sum);
   }
 
-  struct Block {  // rows of one expert times a strip of panels, to be weighed and added to y
+  struct Block {  // rows of one expert times a strip of panels, to be weighted and added to y
     const float* c;
     int64_t row, panel;  // from one to the next in c
     const int64_t* pair;
@@ -339,14 +339,14 @@ template <class Engine, class X> struct Layer {
       auto strip = [&](const Segment& s) { return out.w + s.expert * out.stride + begin * out.panel; };
       const B* b = packed(out, s.expert, begin, end, own);
       const int64_t step = block_rows<Engine>(s.rows), blocks = (s.rows + step - 1) / step;
-      Ahead stream = ahead(b, out);  // the first block meets weights from memory, others bring those of the next expert
+      Ahead stream = ahead(b, out);  // the first block reads weights from memory, others prefetch those of the next expert
       Ahead share = Ahead::share(i + 1 < group.size() && !plain ? strip(group[i + 1]) : nullptr, blocks - 1,
                                  bytes(p.out_panel, Fp));
       for (int64_t r = 0; r < s.rows; r += step, turn ^= 1) {
         const int rows = (int)std::min(step, s.rows - r);
         for (int64_t n = 0; n < wide; n++) {
           for (int64_t q = rows * n / wide; q < rows * (n + 1) / wide; q++) {
-            const int64_t t = p.pair_R[s.first + r + q] / p.K;  // rows of y are anywhere: call them in time
+            const int64_t t = p.pair_R[s.first + r + q] / p.K;  // rows of y are anywhere: prefetch them
             for (int64_t d = 0; d < columns; d += 64 / sizeof(X)) {
               __builtin_prefetch((X*)p.y + t * p.D + d0 + d, 1, 2);
               if (low) __builtin_prefetch(low + t * ldl + d0 + d, 1, 2);
@@ -383,8 +383,8 @@ template <class Engine, class X> struct Layer {
     const int64_t m_bytes = int8_rows ? up_to(most * ldm, 4096) : 0, l_bytes = split ? up_to(p.T * ldl * 2, 4096) : 0;
     const int64_t o_bytes = plain ? up_to(most * ldo * 4, 4096) : 0;
     const int64_t first_panels = panels(G, gated), second_panels = panels(p.D, false);
-    const int64_t enough = 4 * p.threads;  // tasks, so that none is left alone at the end for long
-    // panels that stay in the cache; of those packed just now the source passes through it as well
+    const int64_t enough = 4 * p.threads;  // tasks, so that no thread works alone for long at the end
+    // panels that stay in the cache; when they are packed, their source passes through it too
     auto in_cache = [&](int64_t panel) { return CACHE_BYTES / (plain ? 2 : 1) / (panel * (int64_t)sizeof(B)); };
     const int64_t widest = sizeof(B) == 4 ? WIDEST / 2 : WIDEST;
     const int64_t wide_first = plain ? std::clamp<int64_t>(in_cache(p.in_panel), 1, WIDEST / 2) : WIDEST / 2;
@@ -535,7 +535,7 @@ static bool plan_fits(const Problem& p) {
   return true;
 }
 
-// 0; 1: there was no memory; 3: the plan points outside
+// returns 0; 1: no memory; 3: the plan has an index outside
 int mrb_forward(const Problem* p, int size, int packed_size) {  // bytes of an activation, and of a packed weight
   if (!plan_fits(*p)) return 3;
   if (p->coding && p->coding->code == INT8) return coded<INT8>(*p, size);

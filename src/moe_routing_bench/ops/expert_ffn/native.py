@@ -1,18 +1,19 @@
-"""One C++ kernel from gather to weighted sum, AMX or AVX on packed weights, compiled on first use; CPU.
+"""One C++ kernel from gather to weighted sum, AMX or AVX on packed weights. Compiled at first use; CPU.
 
-Weights that are frozen were packed once. Plain ones may change at any time: those of an expert with few rows
-are read where they are, output-first or not, others are packed in strips as they are used. If gradients are
-wanted, it is `staged` with the native dispatch, grouped_gemm and combine, which have them.
+Frozen weights were packed once. Plain weights may change at any time: weights of an expert with few rows are
+read in place, output-first or not, and others are packed in strips when they are used. If gradients are
+needed, it runs `staged` with the native dispatch, grouped_gemm and combine.
 
 store=bfloat16, or a format of formats/named.py (int8, int4_g32, mxfp4, ...), rounds the weights and computes
-with what is then stored, so results are judged against `stored(weights)`. Plain weights are rounded at every
-call, which costs more than it saves: freeze them. Weights that a checkpoint stores so are frozen as they are.
-A format with _a8 behind it (int8_a8: W8A8, int4_g32_a8: W4A8) rounds the rows of both products to int8 as
-well, each with its own scale. That is faster, and as exact as `plain`, which rounds the same in plain torch.
+with the rounded ones, so results are judged by `stored(weights)`. Plain weights are rounded at every call,
+which costs more than it saves: freeze them. Weights that a checkpoint stores in the format are frozen
+unchanged. A format that ends in _a8 (int8_a8: W8A8, int4_g32_a8: W4A8) also rounds the rows of both products
+to int8, each with its own scale. That is faster, and as exact as `plain`, which rounds the same way in plain
+torch.
 
-batch_invariant=True changes nothing for frozen weights. Plain ones then give the bits of frozen ones, however
-many rows an expert has: those stored output-first are always packed, and for AMX all. With gradients the
-activation is computed by functions whose bits do not depend on the place of a row.
+batch_invariant=True changes nothing for frozen weights. With plain weights it gives the bits of frozen
+weights for any number of rows: weights stored output-first are always packed, and with AMX all weights. With
+gradients it uses activation functions whose bits do not depend on the place of a row.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ ACTIVATIONS = {
 }
 DTYPES = (torch.bfloat16, torch.float32)
 WRONG_PLAN = 3  # a return code of mrb_forward
-DEEPEST = 1 << 16  # products of a byte and an int8 that a sum of 32 bits holds
+DEEPEST = 1 << 16  # how many products of a byte and an int8 fit in a sum of 32 bits
 
 
 class _Problem(ctypes.Structure):
@@ -80,27 +81,19 @@ class _Problem(ctypes.Structure):
 
 @cache
 def _library(level: str | None) -> ctypes.CDLL:
-    library = cpp.load(SOURCE, level)
-    library.mrb_packed_elements.restype = ctypes.c_int64
-    library.mrb_packed_elements.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
-    library.mrb_pack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 6 + [ctypes.c_int] * 3
-    library.mrb_unpack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 3
-    numbers = [ctypes.c_int64] * 6
-    library.mrb_pack_coded.argtypes = [
-        *[ctypes.c_void_p] * 5,
-        *numbers,
-        ctypes.POINTER(coded.CCoding),
-        ctypes.c_int,
-    ]
-    library.mrb_pack_coded.restype = None
-    library.mrb_pack.restype = library.mrb_unpack.restype = None
-    library.mrb_copy_by_node.argtypes = [
-        *[ctypes.c_void_p] * 2,
-        *[ctypes.c_int64] * 3,
-        ctypes.POINTER(nodes.CNodes),
-        ctypes.POINTER(ctypes.c_int64),
-    ]
-    library.mrb_forward.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int, ctypes.c_int]
+    library, pointer = cpp.load(SOURCE, level), ctypes.POINTER
+    memory, long, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    functions: dict[str, tuple[Any, list[Any]]] = {
+        "mrb_packed_elements": (long, [long, long, number]),
+        "mrb_pack": (None, [memory] * 2 + [long] * 6 + [number] * 3),
+        "mrb_unpack": (None, [memory] * 2 + [long] * 3 + [number] * 3),
+        "mrb_pack_coded": (None, [*[memory] * 5, *[long] * 6, pointer(coded.CCoding), number]),
+        "mrb_copy_by_node": (number, [*[memory] * 2, *[long] * 3, pointer(nodes.CNodes), pointer(long)]),
+        "mrb_forward": (number, [pointer(_Problem), number, number]),
+    }
+    for name, (result, arguments) in functions.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library
 
 
@@ -113,7 +106,7 @@ def stored(weights: ExpertWeights, *, store: str) -> ExpertWeights:
 
 
 def plain(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, store: str) -> Tensor:
-    """The reference, with rows of 8 bits if the kernel has them."""
+    """The reference, with rows of 8 bits if the kernel rounds them."""
     reference = with_int8_rows if _int8_rows(store) else op.reference
     return reference(x_TD, gate_TK, plan, weights)
 
@@ -130,7 +123,7 @@ def _int8_rows(store: str | None) -> bool:
 def freeze(
     weights: ExpertWeights, *, store: str | None = None, kept: PackedFiles | None = None
 ) -> ExpertWeights:
-    """Both matrices in panels of 32 columns, the same at every level; biases as they are."""
+    """Packs both matrices into panels of 32 columns, the same at every level. Biases are not changed."""
     _must_freeze(weights.validate().w_in_EDG.dtype, store, weights.w_in_EDG)
     return replace(
         weights,
@@ -146,8 +139,8 @@ def freeze_stored(
     store: str | None = None,
     kept: PackedFiles | None = None,
 ) -> ExpertWeights:
-    """The same of weights that a checkpoint stores in a format, for activations of this dtype: no weight is
-    rounded, and nothing of what was loaded is needed any more. store: its format, or with _a8 behind."""
+    """freeze for weights that a checkpoint stores in a format, with activations of this dtype. No weight is
+    rounded, and the loaded weights are not needed any more. store: the format, optionally with _a8."""
     own = experts.validate().store
     store = store or own
     if _format(store) != own:
@@ -218,7 +211,8 @@ def _frozen(form: Form, source: list[Tensor], pack: Callable[[], Tensor], kept: 
 
 @cache
 def _packing_code() -> str:
-    """A hash of all files that decide what panels hold: whoever changes one packs anew."""
+    """A hash of all files that decide what panels contain: a change in one of them makes old panels
+    invalid."""
     formats = Path(__file__).parents[2].joinpath("formats").glob("*.py")
     files = [*cpp.with_includes(SOURCE), Path(__file__), Path(coded.__file__), *sorted(formats)]
     return hashlib.sha256(repr([path.read_text() for path in files]).encode()).hexdigest()
@@ -323,7 +317,7 @@ def run(
     )  # fmt: skip
     failed = _library(level).mrb_forward(problem, x_TD.element_size(), w_in.element_size())
     if failed == WRONG_PLAN:
-        raise ValueError("the plan points past its rows or tokens; validate() says where")
+        raise ValueError("the plan has an index outside its rows or tokens; validate() says where")
     if failed:
         raise MemoryError("no memory for the workspace of expert_ffn.native")
     if shares is not None:
@@ -340,12 +334,12 @@ def _coding(store: str | None) -> Coding | None:
 
 
 def _panel(coding: Coding | None, depth: int) -> int:
-    """From one panel to the next, in elements."""
+    """The distance from one panel to the next, in elements."""
     return -(-depth // 32) * 32 * 32 if coding is None else coded.panel_bytes(coding, depth)
 
 
 def _memory(w_EKN: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What C++ reads, and its strides. Of panels: from one expert to the next, 0 if they share memory."""
+    """The tensor that C++ reads, and its strides. The stride of panels is 0 if experts share memory."""
     if not isinstance(w_EKN, Frozen):
         return w_EKN, w_EKN.stride()
     panels = w_EKN.panels

@@ -37,11 +37,11 @@ def by_expert(
     *,
     rounded: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> Tensor:
-    """The reference; with `rounded` rows in both products, what kernels with narrow rows should give."""
+    """The reference. With `rounded`, the rows of both products are rounded as in kernels with narrow rows."""
     wide = torch.promote_types(torch.promote_types(x_TD.dtype, gate_TK.dtype), torch.float32)
     y_TD = torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
     expert_TK = plan.expert_TK()
-    # unbind: its gradient is made once, that of w[e] would be a whole w for every expert
+    # unbind has one gradient; w[e] would have a gradient of all of w for every expert
     w_in, w_out = weights.w_in_EDG.unbind(0), weights.w_out_EFD.unbind(0)
     for e in range(weights.num_experts):
         t, k = (expert_TK == e).nonzero(as_tuple=True)
@@ -56,20 +56,20 @@ def by_expert(
 
 
 def _times(rows_ND: Tensor, w_DF: Any) -> Tensor:
-    """The product. Weights of another dtype are converted one expert at a time, as all of them may not fit in
-    memory; without gradients in strips that stay in the caches, which takes a third of the time."""
+    """The product. Weights of another dtype are converted one expert at a time, because all of them may not
+    fit in memory; without gradients in strips that stay in the cache, which is 3x faster."""
     if not isinstance(w_DF, Tensor) or w_DF.dtype == rows_ND.dtype or torch.is_grad_enabled():
         return rows_ND @ w_DF.to(rows_ND.dtype)
     return torch.cat([rows_ND @ strip.to(rows_ND.dtype) for strip in w_DF.split(STRIP, 1)], 1)
 
 
 def with_int8_rows(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
-    """The reference with rows of 8 bits in both products, each row with its own scale."""
+    """The reference with rows rounded to 8 bits in both products, each row with its own scale."""
     return by_expert(x_TD, gate_TK, plan, weights, rounded=rounded_rows)
 
 
 def cost(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Cost:
-    """Both projections and the gates. Intermediate results need not touch memory, so only x and y count."""
+    """Both projections and the gates. Intermediate results need no memory, so only x and y are counted."""
     pairs, owned, active = counts(plan)
     matrices = weights.w_in_EDG[0].numel() + weights.w_out_EFD[0].numel()
     parameters = sum(tensor[0].numel() for tensor in weights.tensors().values())
@@ -127,10 +127,10 @@ def recomputed(
     plan: RoutingPlan,
     weights: ExpertWeights,
 ) -> Tensor:
-    """forward(x_TD, gate_TK, plan, weights), with the gradients of another implementation.
+    """Computes forward(x_TD, gate_TK, plan, weights) with the gradients of another implementation.
 
-    For a kernel without its own backward: it saves only its inputs, and backward recomputes the other
-    implementation's forward. torch.compile cannot trace this, so there only the other implementation runs.
+    This is for a kernel without a backward. It saves only its inputs, and backward recomputes the forward of
+    the other implementation. torch.compile cannot trace this, so there only the other implementation runs.
     """
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors_in((x_TD, gate_TK, weights))):
         return forward(x_TD, gate_TK, plan, weights)

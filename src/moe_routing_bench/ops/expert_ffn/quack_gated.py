@@ -1,18 +1,19 @@
-"""QuACK: gather, GEMM and SwiGLU in one kernel, the router score in the next, a sum; its own backward.
+"""QuACK: gather, GEMM and SwiGLU in one kernel, the router score in the next, then a sum; with a backward.
 
 Forward, spans as cu_seqlens:
   pre, h = gated(x_TD[token of r] @ w_in)      y_r = score_r * (h_r @ w_out)      y_t = sum of its rows
 Backward, with dy_r the row of its token:
   dpre, score * h, dscore = dgated(dy_r @ w_out^T, pre, score)     dw_out = (dy_r)^T (score h), spans as depth
   dx_r = dpre @ w_in^T     dw_in = dpre^T x_r, spans as depth      dx_t = sum of its rows
-h_RF and y_RD without a score never reach memory in the backward pass; pre_RG is kept, gate and up columns in
-turn. In a layout without padding QuACK gathers the tokens itself; a padded or block layout is dispatched
-first, so that padding is zero and spoils no weight's gradient.
+In the backward pass h_RF, and y_RD without a score, are never written to memory. pre_RG is kept; its gate and
+up columns alternate. In a layout without padding QuACK gathers the tokens itself. A padded or block layout is
+dispatched first, so that padding is zero and does not change a weight's gradient.
 
-w_in is read as Transformers stores it, output first, without a copy (QuACK's concat_layout); one that is
-stored input first is copied into that form at every call. Options: dispatch and combine, what moves rows.
+w_in is read as Transformers stores it, output first, without a copy (QuACK's concat_layout). A matrix stored
+input first is copied into that form at every call. The options dispatch and combine name what moves rows.
 
-Judged on the CPU through QuACK's own references and compiled for sm_90a and sm_100a; not run on a GPU.
+It was judged on the CPU with QuACK's own references and compiled for sm_90a and sm_100a. It has not run on a
+GPU.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from moe_routing_bench.ops.combine.op import op as combine_op
 from moe_routing_bench.ops.dispatch.op import op as dispatch_op
 from moe_routing_bench.ops.expert_ffn.op import check_sizes
 from moe_routing_bench.ops.implementation import Implementation
+from moe_routing_bench.ops.rows import why_not_gates
 
 INSTEAD = "expert_ffn.triton_fused"
 WHY_NOT_ACTIVATION = {
@@ -56,8 +58,8 @@ def unsupported(
     for matrix in (weights.w_in_EDG, weights.w_out_EFD):
         if (reason := quack.why_not_matrix(matrix, x_TD.dtype)) is not None:
             return reason
-    if gate_TK.dtype not in (x_TD.dtype, torch.float32):
-        return f"gates are float32 or of the rows' dtype {x_TD.dtype}, not {gate_TK.dtype}"
+    if (reason := why_not_gates(gate_TK, x_TD.dtype)) is not None:
+        return reason
     y_RD = x_TD.new_empty(1, weights.D).expand(plan.num_rows, weights.D)
     for stage, args in (
         (dispatch_op.get(dispatch), (x_TD, plan)),
@@ -77,17 +79,19 @@ def run(
 
 
 def output_first(w_EDG: Tensor) -> Tensor:
-    """Stored as [E, G, D], as Transformers does: gate and up are halves of the side that is not dense."""
+    """The matrix stored as [E, G, D], as in Transformers: gate and up are halves of the side that is not
+    dense.
+    """
     if w_EDG.stride(1) != 1:
         w_EDG = w_EDG.transpose(1, 2).contiguous().transpose(1, 2)
     return quack.as_stored(w_EDG)
 
 
 def gathered(x: Tensor, plan: RoutingPlan, dispatch: Implementation) -> tuple[Tensor, Tensor | None]:
-    """Rows for a span-wise GEMM: tokens and the index of each row, or rows with zero padding and no index."""
+    """Rows for a GEMM by spans: tokens and the index of each row, or rows with zero padding and no index."""
     if plan.layout.kind != "compact":
         return quack.rows_of(dispatch.run(x, plan)), None
-    # rows past the last span hold no pair; QuACK does not come there
+    # rows after the last span hold no pair, and QuACK does not read them
     return quack.rows_of(x), plan.token_R().clamp(min=0).to(torch.int32)
 
 
@@ -147,7 +151,7 @@ class _Gated(torch.autograd.Function):
             dx_RD = quack.gemm(dpre_RG, back, spans_m=span_E1, concatenated=("B",))
             dx_TD = sum_of_rows(dx_RD, plan, moving["combine"])
         if wants_in:
-            # the result is split into gate and up, so x is the second operand, which QuACK does not gather
+            # the result is split into gate and up, so x is the second operand, and QuACK cannot gather it
             x_RD = quack.rows_of(moving["dispatch"].run(x_TD, plan))
             dw_EGD = quack.gemm(dpre_RG.t(), x_RD, spans_k=span_E1, concatenated=("out",))
             dw_in_EDG = dw_EGD.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""dispatch, grouped_gemm, activation, grouped_gemm, combine: the other operations in a row."""
+"""dispatch, grouped_gemm, activation, grouped_gemm, combine: the other operations one after another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
 from moe_routing_bench.ops.implementation import Implementation
 
 BATCH_INVARIANT = {"batch_invariant": True}  # and if its parts are
-# one operation varied at a time; each name is an implementation of the operation of that name
+# each configuration changes one operation; the value is an implementation of the operation of that name
 CONFIGS: tuple[dict[str, str], ...] = (
     {},
     {"dispatch": "one_hot_matmul"},
@@ -32,7 +32,7 @@ def parts(
     combine: str = "gather_sum",
     batch_invariant: bool = False,
 ) -> dict[str, Implementation]:
-    """Parts that are not named are plain torch and run wherever torch does."""
+    """By default the parts are plain torch, which runs everywhere."""
     return {
         "dispatch": dispatch_op.get(dispatch),
         "grouped_gemm": grouped_gemm_op.get(grouped_gemm),
@@ -50,7 +50,7 @@ def unsupported(
     grouped_gemm: str,
     combine: str,
 ) -> str | None:
-    # stand-ins with the sizes, dtype and device of the tensors between the stages, without their memory
+    # stand-ins for the tensors between the stages: same size, dtype and device, but almost no memory
     def rows(width: int) -> Tensor:
         return x_TD.new_empty(1, width).expand(plan.num_rows, width)
 

@@ -1,24 +1,24 @@
-"""For few tokens: Triton streams each active expert's weights once, split over columns and depth; GPU.
+"""For few tokens: Triton reads each active expert's weights once, split over columns and depth; GPU.
 
 1. z_sp = x_t(p) @ w_in, the part of slice s of the depth, for every pair p, in float32
 2. h_p = activate(sum over s of z_sp)
 3. z_sp = h_p @ w_out, as in 1
 4. y_t = sum over k of gate_tk * (sum over s of z_sp)
 
-With a few rows per expert the time is that of reading weights, so each weight is read by one program and used
+With few rows per expert the time is the time to read weights. So one program reads each weight and uses it
 for all rows of its expert: the rows are one tile. Weights are the left factor, transposed, because tensor
-cores want 64 rows or more on the left and take 16 columns on the right. Split in depth too, so that a few
-experts keep all multiprocessors busy; the slices are added in order by the next kernel: no atomics, the same
-bits every time. What it keeps for backward are its inputs, as triton_fused.
+cores need 64 rows or more on the left and only 16 columns on the right. They are also split in depth, so that
+a few experts keep all multiprocessors busy. The next kernel adds the slices in order: no atomics, the same
+bits every time. For backward it keeps its inputs, like triton_fused.
 
 Options:
   block_n, block_k        columns and depth of a tile of weights: either may be the contiguous one
   split                   slices of the depth; 0: as many as give about PROGRAMS programs
-  num_warps, num_stages   of 32 lanes; tiles in flight, which hide the memory's latency
-  pdl=1                   sm_90 and newer: each kernel is launched before what it waits for has ended; not in
-                          torch.compile, which drops it
+  num_warps, num_stages   warps of 32 lanes; tiles that are loaded ahead, to hide the memory's latency
+  pdl=1                   sm_90 and newer: each kernel is launched before the previous one has ended; not with
+                          torch.compile, which ignores it
 
-Verified in the interpreter and compiled for four architectures; not timed on a GPU.
+It was verified in the interpreter and compiled for four architectures, but not timed on a GPU.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _stream(
     if PDL:
         gdc_launch_dependents()
     if AFTER and PDL:
-        gdc_wait()  # before any load: whatever is read may be what a kernel before has written
+        gdc_wait()  # before any load, because a previous kernel may have written what is read
     expert_E = tl.arange(0, E_PADDED)
     count = tl.load(count_E + expert_E, mask=expert_E < E, other=0)
     # the active expert with program_id(0) active ones before it
@@ -139,14 +139,15 @@ def _combine(
         for s in range(SPLIT):
             at = z + (s * T * K + t[:, None] * K + k) * D + d[None, :]
             y += tl.load(at, mask=holds, other=0.0)
-        # a pair without a row adds nothing, whatever its gate is
+        # a pair without a row adds nothing, for any gate
         acc += y * tl.load(gate + t * gate_t + k * gate_k, mask=row >= 0, other=0.0).to(tl.float32)[:, None]
     at = out + t[:, None] * D + d[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(t < T)[:, None] & (d < D)[None, :])
 
 
 def _splits(pairs: int, E: int, columns: int, depth: int, block_n: int, block_k: int, split: int) -> int:
-    """Slices of the depth: as asked, but none without work; 0: doubled until PROGRAMS programs run."""
+    """The number of slices of the depth: `split`, but none without work; 0: doubled until there are
+    PROGRAMS."""
     steps = triton.cdiv(depth, block_k)
     if split == 0:
         programs = min(E, pairs) * triton.cdiv(columns, block_n)
@@ -217,7 +218,7 @@ def unsupported(
         return reason
     pairs = plan.num_tokens * plan.num_choices
     if pairs > LARGEST_PAIRS:
-        return f"it is for at most {LARGEST_PAIRS} pairs of token and choice, not {pairs}; take triton_fused"
+        return f"it takes at most {LARGEST_PAIRS} pairs of token and choice, not {pairs}; use triton_fused"
     tile = (block_n + LARGEST_PAIRS) * gpu.depth_of(block_k, x_TD) * x_TD.element_size()
     if not gpu.INTERPRETING and (reason := gpu.why_not_tile(tile, target_of(x_TD.device))) is not None:
         return reason
@@ -249,8 +250,8 @@ def run(
 
 
 def compilations(sizes: MoEShape, target: Target, **options: int) -> Iterator[gpu.Compilation]:
-    """The kernels as run() launches them for the most pairs it takes: bfloat16, swiglu, no biases, weights
-    contiguous in columns, and (.._by_depth) stored output-first as Transformers does."""
+    """The kernels that run() launches for the largest number of pairs: bfloat16, swiglu, no biases, weights
+    contiguous in columns, and (.._by_depth) stored output-first as in Transformers."""
     D, F, E, K = sizes.D, sizes.F, sizes.E, sizes.K
     G, P = 2 * F, min(sizes.T * K, LARGEST_PAIRS // K * K)
     chosen = {**DEFAULT, "pdl": 0, **options}

@@ -1,22 +1,27 @@
 """Two Triton GEMMs with gather, activation and gates inside, then a sum; tiles found on the device; GPU.
 
-1. h_r = activate(x_t(r) @ w_in + b_in): the rows of x are gathered as they are read, gate and up columns
-   are computed side by side, so h_RG never reaches memory.
+1. h_r = activate(x_t(r) @ w_in + b_in): rows of x are gathered when they are read, and gate and up columns
+are
+   computed side by side, so h_RG is never written to memory.
 2. y_r = gate_r * (h_r @ w_out + b_out).
 3. y_t = the sum of its K rows, in order, in float32: no atomics, the same bits every time.
 
-Only rows that hold a pair are computed, whatever the layout. A program finds its expert and rows from count_E
-on the device; the grid is as large as any routing of these sizes can need, and programs past the last tile
-end at once. What it keeps for backward are its inputs: gradients are those of `staged` with the Triton parts.
+Only rows that hold a pair are computed, in every layout. A program finds its expert and rows from count_E on
+the device. The grid is large enough for any routing of these sizes, and programs after the last tile end at
+once. For backward it keeps its inputs; gradients are those of `staged` with the Triton parts.
 
-Options: block_m, block_n, block_k (rows, columns, depth of a tile; gated, half the first GEMM's columns are
-gate's), num_warps, num_stages (tiles of the depth in flight), group (row tiles that take one column of
-weights together, while it is in L2), persistent=1 (a program for each multiprocessor takes tile after tile),
-prefetch=1 (of these the loops over tiles and depth are made one, so that the next tile's rows and weights
-are fetched while this one ends, which `mrb compile` reads from the code; takes registers, so block_n=64),
-pdl=1 (sm_90 and newer: the second GEMM and the sum are launched before what they wait for has ended).
+Options:
+  block_m, block_n, block_k   rows, columns, depth of a tile; if gated, half of the first GEMM's columns are
+  gate
+  num_warps, num_stages       warps of 32 lanes; tiles of the depth that are loaded ahead
+  group                       row tiles that use one column of weights together, while it is in L2
+  persistent=1                one program per multiprocessor takes tile after tile
+  prefetch=1                  with persistent: one loop over tiles and depth, so that the next tile is loaded
+                              while this one ends (see `mrb gpu compile`); needs registers, so block_n=64
+  pdl=1                       sm_90 and newer: the second GEMM and the sum are launched before the previous
+                              kernel has ended
 
-Verified in the interpreter and compiled for four architectures; not timed on a GPU.
+It was verified in the interpreter and compiled for four architectures, but not timed on a GPU.
 """
 
 from __future__ import annotations
@@ -94,7 +99,7 @@ def _hidden_tile(
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, D, BLOCK_K):
         x_tile = tl.load(x_at, mask=holds[:, None] & (d[None, :] < D - start), other=0.0)
-        # by places in the tile: with f itself flattened loops lose its alignment, and the prefetch with it
+        # with places in the tile; with f itself, flattened loops lose its alignment, and then the prefetch
         inside = (d[:, None] < D - start) & (n[None, :] < columns)
         gate = tl.dot(x_tile, tl.load(w_at, mask=inside, other=0.0), gate, input_precision="ieee")
         if IS_GATED:
@@ -187,7 +192,7 @@ def _weighted(
         gdc_launch_dependents()
     if PERSISTENT:
         if PDL:
-            gdc_wait()  # before any load: whatever is read may be what a kernel before has written
+            gdc_wait()  # before any load, because a previous kernel may have written what is read
         tiles = _num_tiles(count_E, E, E_PADDED, BLOCK_M)
         for number in tl.range(tl.program_id(0), tiles * COLUMN_TILES, tl.num_programs(0), flatten=PREFETCH):
             row_tile, column_tile = grouped_order(number, tiles, COLUMN_TILES, GROUP)
@@ -213,7 +218,7 @@ def _sum_rows(
     y, out, row_TK, row_t, row_k, T, K: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y_TD = the sum over k of a token's rows of y_RD, which have their gates already."""
+    """y_TD = the sum over k of a token's rows of y_RD, which are already multiplied by their gates."""
     if PDL:
         gdc_wait()
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -279,7 +284,7 @@ _fused.register_fake(lambda x_TD, *others: x_TD.new_empty(x_TD.shape))
 
 
 def _most_row_tiles(pairs: int, E: int, block_m: int) -> int:
-    """However the pairs are routed: every expert that has some wastes at most block_m - 1 rows."""
+    """For any routing: every expert with pairs wastes at most block_m - 1 rows."""
     return (pairs + min(E, pairs) * (block_m - 1)) // block_m
 
 
@@ -291,7 +296,7 @@ def unsupported(
     if (reason := gpu.why_not_layer(x_TD, gate_TK, plan, weights)) is not None:
         return reason
     if prefetch and not persistent:
-        return "prefetch=1 is for persistent=1: without it a program has no next tile"
+        return "prefetch=1 needs persistent=1, because else a program has no next tile"
     tile = (block_m + block_n) * gpu.depth_of(block_k, x_TD) * x_TD.element_size()
     if not gpu.INTERPRETING and (reason := gpu.why_not_tile(tile, target_of(x_TD.device))) is not None:
         return reason
@@ -299,7 +304,7 @@ def unsupported(
 
 
 def compilations(sizes: MoEShape, target: Target, **options: int) -> Iterator[gpu.Compilation]:
-    """The three kernels as run() launches them for contiguous bfloat16 weights, swiglu, no biases."""
+    """The three kernels that run() launches for contiguous bfloat16 weights, swiglu, no biases."""
     D, F, E, K = sizes.D, sizes.F, sizes.E, sizes.K
     chosen = {**DEFAULT, "persistent": 0, "prefetch": 0, "pdl": 0, **options}
     persistent, prefetch, pdl = (bool(chosen[name]) for name in ("persistent", "prefetch", "pdl"))

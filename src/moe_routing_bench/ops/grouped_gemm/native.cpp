@@ -1,6 +1,6 @@
-// Each expert's rows times its matrix, and the gradient of the matrices. Weights are packed a strip at a time, into
-// the caches, just before they are used: for training, where they change at every step. Those of an expert with few rows
-// are read where they are, if that leaves no trace in the bits.
+// Each expert's rows times its matrix, and the gradient of the matrices. Weights are packed into the caches, a strip at a
+// time, just before they are used, for training, where they change at every step. Weights of an expert with few rows
+// are read in place if the bits are the same.
 #include "../in_place.h"
 
 enum { WIDEST = 8 };  // panels of one task
@@ -10,7 +10,8 @@ struct Problem {  // mirrored in native.py
   const float* bias;  // E x columns, may be null
   const int64_t *offset_E1, *count_E;
   void* y;
-  int64_t ldx, rows, E, depth, columns, se, sk, sn, threads;  // strides of w: expert, depth, column
+  int64_t ldx, rows, E, depth, columns, se, sk, sn;  // strides of w: expert, depth, column
+  int64_t threads, size;                             // size: bytes of a number
 };
 
 struct Segment {
@@ -57,7 +58,7 @@ template <class Engine, class X> static int multiply(const Problem& p) {
   typedef typename Engine::B B;
   const int64_t depth = packed_depth(p.depth), all_panels = panels(p.columns, false), panel_size = depth * PANEL;
   const auto order = segments(p.offset_E1, p.count_E, p.E);
-  const bool direct = sizeof(X) == sizeof(A) && depth == p.depth;  // else rows are widened or filled up
+  const bool direct = sizeof(X) == sizeof(A) && depth == p.depth;  // else rows are widened or padded
   const int64_t lda = direct ? p.ldx : row_stride(p.depth, sizeof(A));
   const int64_t in_cache = std::max<int64_t>(1, (CACHE_BYTES / 2) / (panel_size * (int64_t)sizeof(B)));
   const int64_t even = (int64_t)order.size() * all_panels / (8 * p.threads);
@@ -132,10 +133,10 @@ struct Gradient {  // mirrored in native.py
   const void *upper, *lower;
   const int64_t *offset_E1, *count_E;
   void* out;
-  int64_t ld_upper, ld_lower, E, above, below, threads;
+  int64_t ld_upper, ld_lower, E, above, below, threads, size;
 };
 
-// a line of the result leaves the caches anyway: written past them, it is not read first
+// the result does not fit in the caches; with streaming stores a line is not read before it is written
 static inline void put(float* to, const float* c) {
 #ifdef __AVX512F__
   if ((uintptr_t)to % 64 == 0) {
@@ -223,12 +224,12 @@ template <class Engine, class X> static int gradient(const Gradient& g) {
 
 extern "C" {
 
-int mrb_multiply(const Problem* p, int size) {  // 0; 1: there was no memory; 3: the plan points outside
+int mrb_multiply(const Problem* p) {  // returns 0; 1: no memory; 3: the plan has an index outside
   if (!spans_fit(p->offset_E1, p->count_E, p->E, p->rows)) return 3;
-  return size == 4 ? multiply<Float32, float>(*p) : multiply<Bfloat16, uint16_t>(*p);
+  return p->size == 4 ? multiply<Float32, float>(*p) : multiply<Bfloat16, uint16_t>(*p);
 }
 
-int mrb_gradient(const Gradient* g, int size) {
-  return size == 4 ? gradient<Float32, float>(*g) : gradient<Bfloat16, uint16_t>(*g);
+int mrb_gradient(const Gradient* g) {
+  return g->size == 4 ? gradient<Float32, float>(*g) : gradient<Bfloat16, uint16_t>(*g);
 }
 }

@@ -1,9 +1,7 @@
-"""C++ tiles (AMX or AVX) over (expert, columns); weights are packed in cache as they are used; CPU."""
+"""C++ tiles (AMX or AVX) over (expert, columns). Weights are packed in the cache when they are used; CPU."""
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,29 +18,8 @@ SOURCE = Path(__file__).with_name("native.cpp")
 WRONG_PLAN = 3  # a return code of mrb_multiply
 BATCH_INVARIANT = True
 CONFIGS: tuple[dict[str, str], ...] = ({}, {"level": "avx2"})
-
-
-class _Problem(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "offset_E1", "count_E", "y")),
-        *((name, ctypes.c_int64) for name in ("ldx", "rows", "E", "depth", "columns", "se", "sk", "sn")),
-        ("threads", ctypes.c_int64),
-    )
-
-
-class _Gradient(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("upper", "lower", "offset_E1", "count_E", "out")),
-        *((name, ctypes.c_int64) for name in ("ld_upper", "ld_lower", "E", "above", "below", "threads")),
-    )
-
-
-@cache
-def _library(level: str) -> ctypes.CDLL:
-    library = cpp.load(SOURCE, level)
-    library.mrb_multiply.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int]
-    library.mrb_gradient.argtypes = [ctypes.POINTER(_Gradient), ctypes.c_int]
-    return library
+_multiply_rows = cpp.Function(SOURCE, "mrb_multiply", fields=16)
+_gradient = cpp.Function(SOURCE, "mrb_gradient", fields=12)
 
 
 def unsupported(
@@ -103,15 +80,14 @@ def _multiply(
         )
     y_RF = recycled.empty(x_RD.shape[0], columns, dtype=x_RD.dtype)
     bias_EF = None if b_EF is None else b_EF.detach().float().contiguous()
-    problem = _Problem(
-        x_RD.data_ptr(), w_EDF.data_ptr(), None if bias_EF is None else bias_EF.data_ptr(),
+    failed = _multiply_rows(
+        level, x_RD.data_ptr(), w_EDF.data_ptr(), 0 if bias_EF is None else bias_EF.data_ptr(),
         offset_E1.data_ptr(), count_E.data_ptr(), y_RF.data_ptr(), x_RD.stride(0), x_RD.shape[0], E, D,
-        columns, *w_EDF.stride(), torch.get_num_threads(),
+        columns, *w_EDF.stride(), torch.get_num_threads(), x_RD.element_size(),
     )  # fmt: skip
-    failed = _library(level).mrb_multiply(problem, x_RD.element_size())
     if failed == WRONG_PLAN:
         raise ValueError(
-            f"the plan's spans do not fit {x_RD.shape[0]} rows; RoutingPlan.validate() says more"
+            f"the plan's spans do not fit {x_RD.shape[0]} rows; RoutingPlan.validate() explains it"
         )
     if failed:
         raise MemoryError("no memory for the workspace of grouped_gemm.native")
@@ -121,16 +97,16 @@ def _multiply(
 def _weight_gradient(
     x_RD: Tensor, dy_RF: Tensor, w_EDF: Tensor, offset_E1: Tensor, count_E: Tensor, level: str
 ) -> Tensor:
-    """The gradient in the memory order of the weights: output-first if they are."""
+    """The gradient, with the memory order of the weights (output-first or not)."""
     output_first = w_EDF.stride(1) == 1
     upper, lower = (_rows(dy_RF), _rows(x_RD)) if output_first else (_rows(x_RD), _rows(dy_RF))
     E, above, below = w_EDF.shape[0], upper.shape[1], lower.shape[1]
     out = recycled.empty(E, above, below, dtype=x_RD.dtype)
-    gradient = _Gradient(
-        upper.data_ptr(), lower.data_ptr(), offset_E1.data_ptr(), count_E.data_ptr(), out.data_ptr(),
-        upper.stride(0), lower.stride(0), E, above, below, torch.get_num_threads(),
+    failed = _gradient(
+        level, upper.data_ptr(), lower.data_ptr(), offset_E1.data_ptr(), count_E.data_ptr(), out.data_ptr(),
+        upper.stride(0), lower.stride(0), E, above, below, torch.get_num_threads(), x_RD.element_size(),
     )  # fmt: skip
-    if _library(level).mrb_gradient(gradient, x_RD.element_size()):
+    if failed:
         raise MemoryError("no memory for the workspace of grouped_gemm.native")
     return out.transpose(1, 2) if output_first else out
 

@@ -1,9 +1,9 @@
 """grouped_gemm: each expert's rows times its matrix.   x_RD, w_EDF, plan, b_EF -> y_RF
 
-Row r of expert e's span is x_r @ w_e (+ b_e), summed in at least float32. Results in padding rows inside a
-span may be any finite numbers. In rows that no expert owns, results and gradients may be anything; the
-incoming gradient there may be NaN and must not reach w_EDF or b_EF.
-"D" and "F" stand for the inputs and outputs of either projection. w_EDF may be a transposed view.
+Row r of expert e's span is x_r @ w_e (+ b_e), summed in at least float32. In padding rows inside a span the
+result may be any finite number. In rows that no expert owns, results and gradients may be anything; the
+incoming gradient may be NaN there and must not reach w_EDF or b_EF. "D" and "F" are the inputs and outputs of
+either projection. w_EDF may be a transposed view.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_routing_bench.ops.registry import Op
 
 def reference(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None) -> Tensor:
     offset = plan.offset_E1.tolist()
-    w_E = w_EDF.unbind(0)  # its gradient is made once; that of w_EDF[e] would be a whole w for every expert
+    w_E = w_EDF.unbind(0)  # has one gradient; w_EDF[e] would have a gradient of all of w for every expert
     spans = []
     for e in range(plan.num_experts):
         y_rF = x_RD[offset[e] : offset[e + 1]] @ w_E[e].to(x_RD.dtype)
@@ -47,13 +47,13 @@ def cost(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = N
 
 
 def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
-    """Checks the rows that hold a pair; padding inside a span must be finite."""
+    """Checks the rows that hold a pair. Padding inside a span must be finite."""
     oracle, baseline, plan = expected.oracle, expected.baseline, args["plan"]
     if not isinstance(out, Tensor) or out.shape != baseline.shape:
         return [judge_values(out, oracle, baseline)]
     holds_R, owned_R = plan.pair_R >= 0, plan.expert_R() < plan.num_experts
     if not bool(out[owned_R & ~holds_R].isfinite().all()):
-        sentence = "y_RF: padding rows inside a span are not finite, and would spoil the weights' gradient"
+        sentence = "y_RF: padding rows inside a span are not finite, which makes the weights' gradient wrong"
         return [Verdict(passed=False, fault="nonfinite", sentence=sentence)]
     more = expected.more(out.numel())
     return [judge_values(out[holds_R], oracle[holds_R], baseline[holds_R], more).of("y_RF")]
@@ -68,7 +68,7 @@ def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list
 
 
 def upstream(d_out: Tensor, args: Mapping[str, Any]) -> Tensor:
-    """As it arrives from combine and the activation: zero for padding, NaN in rows that no expert owns."""
+    """The gradient as combine and the activation give it: zero for padding, NaN in rows of no expert."""
     plan = args["plan"]
     d_out = torch.where((plan.pair_R >= 0).unsqueeze(1), d_out, 0.0)
     return torch.where((plan.expert_R() < plan.num_experts).unsqueeze(1), d_out, float("nan"))

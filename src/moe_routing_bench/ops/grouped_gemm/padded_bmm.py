@@ -1,4 +1,4 @@
-"""One batched matmul over experts of equal capacity."""
+"""One batched matmul over all experts, which have the same capacity."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """QuACK: one persistent GEMM over all spans (varlen m), weights' gradients over spans as depth (varlen k).
 
 y_RF = gemm(x_RD, w_EDF, cu_seqlens_m);  dx_RD = gemm(dy_RF, w^T, cu_seqlens_m);
-dw_EDF = gemm(x_RD^T, dy_RF, cu_seqlens_k). Spans are offset_E1 as int32, made on the device. Rows past the
-last span are neither read nor written. Weights are read as they are stored, either side dense.
+dw_EDF = gemm(x_RD^T, dy_RF, cu_seqlens_k). Spans are offset_E1 as int32, computed on the device. Rows after
+the last span are not read or written. Weights are read as they are stored, with either side dense.
 
-Judged on the CPU through QuACK's own references and compiled for sm_90a and sm_100a; not run on a GPU.
+It was judged on the CPU with QuACK's own references and compiled for sm_90a and sm_100a. It has not run on a
+GPU.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ def unsupported(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | N
     if (reason := quack.why_not_matrix(w_EDF, x_RD.dtype) or quack.why_not_plan(plan)) is not None:
         return reason
     if b_EF is not None and b_EF.dtype not in (x_RD.dtype, torch.float32):
-        return f"biases are float32 or of the rows' dtype {x_RD.dtype}, not {b_EF.dtype}"
+        return f"biases are float32 or have the rows' dtype {x_RD.dtype}, not {b_EF.dtype}"
     return None
 
 
 def run(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = None) -> Tensor:
     y_RF = _Product.apply(x_RD, w_EDF, quack.spans(plan))
     if b_EF is not None:
-        # rows that no expert owns read a bias of zero, which keeps whatever gradient they get from b_EF
+        # rows that no expert owns read a bias of zero, so that their gradient does not reach b_EF
         b_E1F = torch.cat((b_EF, b_EF.new_zeros(1, b_EF.shape[1])))
         y_RF = y_RF + b_E1F.index_select(0, plan.expert_R()).to(y_RF.dtype)
     return y_RF

@@ -31,7 +31,7 @@ def run(x_RD: Tensor, w_EDF: Tensor, plan: RoutingPlan, b_EF: Tensor | None = No
         w_EDF = w_EDF.contiguous()
     y_RF = F.grouped_mm(x_RD, w_EDF, offs=plan.offset_E1[1:].to(torch.int32))
     if b_EF is not None:
-        # rows that no expert owns read a bias of zero, which keeps whatever gradient they get from b_EF
+        # rows that no expert owns read a bias of zero, so that their gradient does not reach b_EF
         b_E1F = torch.cat((b_EF, b_EF.new_zeros(1, width)))
         y_RF = y_RF + b_E1F.index_select(0, plan.expert_R())
     return y_RF

@@ -1,4 +1,4 @@
-"""Triton: the block layout as a block-sparse product; one program per block of rows and tile of columns."""
+"""Triton: a block-sparse product for the block layout, one program per block of rows and tile of columns."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from moe_routing_bench.ops.gpu_gemm import (
 )
 from moe_routing_bench.ops.targets import Target, target_of
 
-# block_n columns of y a tile, block_k of the depth a step; group_m: tiles that share columns (grouped_order).
-# The rows of a tile are those of the layout's block: at least 16 (what a tensor core takes), at most 128
+# A tile has block_n columns of y, a step block_k of the depth; group_m tiles share columns (grouped_order).
+# The rows of a tile are those of the layout's block: at least 16 (for a tensor core), at most 128.
 CONFIGS = ({"block_n": 256, "num_warps": 8}, {"block_k": 128, "num_stages": 2, "group_m": 1})
 
 
@@ -58,7 +58,7 @@ def _blocks(
         first = block_first + tile_m % tiles_in_block * BLOCK_M
         end = tl.load(offset_E1 + expert) + tl.load(count_E + expert)
         live_M = (inside_M < BLOCK_ROWS) & (row_M < end)
-        # a tile of padding alone is written, as anything finite, but not computed
+        # a tile with only padding is written with finite numbers, but not computed
         depth = tl.where(first < end, D, 0)
         sum_MN = tile_product(
             x + first * stride_xr, w + expert.to(tl.int64) * stride_we, live_M, column_N, depth,
@@ -124,7 +124,7 @@ def multiply(
     block_m = _tile_rows(block_rows)
     block_k = depth_of(block_k, x_RD)
     tile = (block_m + block_n) * block_k * x_RD.element_size()
-    if x_RD.dtype == torch.float32:  # no tensor core: with more than 64 sums a lane registers spill
+    if x_RD.dtype == torch.float32:  # no tensor core: registers spill with more than 64 sums per lane
         num_warps = max(num_warps, block_m * block_n // (32 * 64))
     grid = num_blocks * triton.cdiv(block_rows, block_m) * triton.cdiv(F, block_n)
     wrap_triton(_blocks)[(grid,)](
@@ -149,7 +149,7 @@ def compilations(
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> Iterator[Compilation]:
-    """With blocks of 64 rows: D x F, the gradient of x (weights read transposed), those of the weights."""
+    """Blocks of 64 rows: D x F, the gradient of x (transposed weights), the gradients of the weights."""
     block_m = _tile_rows(64)
     tile = 2 * (block_m + block_n) * block_k
     for name, D, F in (("forward", sizes.D, sizes.F), ("input_gradient", sizes.F, sizes.D)):

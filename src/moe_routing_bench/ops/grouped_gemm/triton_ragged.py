@@ -1,8 +1,9 @@
-"""Triton: tiles of every expert's span in one launch, found on the device; persistent, TMA as an option.
+"""Triton: the tiles of all experts' spans in one launch, found on the device; persistent, with optional TMA.
 
-store=e4m3 computes with weights of 8 bits, w = scale * w8 with a scale for each expert and column; rows stay
-as they are. Half the bytes of weights, another numerical class, forward only, judged against `stored(w_EDF)`.
-`run` makes them anew at every call, which costs more than it saves; who keeps them calls `multiply_stored`.
+store=e4m3 computes with weights of 8 bits, w = scale * w8, with a scale for each expert and column. Rows are
+not changed. This halves the bytes of weights, is less precise, has no backward, and is judged by
+`stored(w_EDF)`. `run` converts the weights at every call, which costs more than it saves; `multiply_stored`
+takes converted ones.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from moe_routing_bench.ops.gpu_gemm import (
 )
 from moe_routing_bench.ops.targets import Target, target_of
 
-# block_m x block_n of y a tile, block_k of the depth a step; group_m: tiles in a group (grouped_order);
-# persistent: programs of each multiprocessor, taking tile after tile; 0: a program for each possible tile;
-# tma: 1 reads through tensor descriptors, which sm_90 and later move by hardware
+# A tile is block_m x block_n of y, a step block_k of the depth; group_m: tiles in a group (grouped_order);
+# persistent: programs per multiprocessor, which take tile after tile; 0: one program for each possible tile;
+# tma=1: read through tensor descriptors, which hardware moves from sm_90 on.
 CONFIGS: tuple[dict[str, int | str], ...] = (
     {"persistent": 0},
     {"block_m": 16, "block_k": 128, "num_warps": 4},  # few rows an expert: decoding
@@ -68,7 +69,7 @@ def _tile(
     rank_M = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     row_M = first + rank_M
     column_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # a tile of padding alone is written, as anything finite, but not computed
+    # a tile with only padding is written with finite numbers, but not computed
     depth = tl.where(tile_m * BLOCK_M < count, D, 0)
     if TMA:
         row = (first + tile_m * BLOCK_M).to(tl.int32)
@@ -146,12 +147,12 @@ def unsupported(
         return f"{target.name} has no TMA; leave the option tma out"
     if tma and not _fits_descriptor(w_EDF):
         return (
-            "TMA needs rows of a multiple of 16 bytes that start at one, in x, weights and result; "
+            "TMA needs rows of x, weights and result that start at a multiple of 16 bytes and are that long; "
             f"weights of {tuple(w_EDF.shape)} with strides {w_EDF.stride()} do not have them"
         )
     if tma and (w_EDF.shape[1] % depth or w_EDF.shape[2] % depth):
         return (
-            f"TMA reads whole tiles, {depth} deep, forward and for gradients; D={w_EDF.shape[1]} and "
+            f"TMA reads whole tiles of depth {depth}, forward and for gradients; D={w_EDF.shape[1]} and "
             f"F={w_EDF.shape[2]} are not both multiples of that: choose another block_k, or leave tma out"
         )
     if store not in ("", "e4m3"):
@@ -162,7 +163,7 @@ def unsupported(
     if reason := why_not_spans(w_EDF) or (None if INTERPRETING else why_not_tile(tile, target)):
         return reason
     if store and tma:
-        return "store and tma do not go together here; leave one out"
+        return "store and tma cannot be used together; leave one out"
     if store and not INTERPRETING and not target.e4m3:
         return "Triton reads e4m3 from sm_89 on; leave the option store out"
     return None
@@ -192,7 +193,7 @@ def run(
 
 
 def as_e4m3(w_EDF: Tensor) -> tuple[Tensor, Tensor]:
-    """w8_EDF and scale_EF: the largest weight of an expert's column becomes 448, the largest e4m3 number."""
+    """w8_EDF and scale_EF. The largest weight of an expert's column becomes 448, the largest e4m3 number."""
     scale_EF = (w_EDF.float().abs().amax(1) / E4M3_LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
     return (w_EDF.float() / scale_EF.unsqueeze(1)).to(torch.float8_e4m3fn), scale_EF
 
@@ -262,17 +263,17 @@ register_gradients(multiply)
 
 
 def _columns(block_n: int, x: Tensor) -> int:
-    """Of a tile: block_n, and half of it in float32, which spilled with 128 rows and columns."""
+    """The columns of a tile: block_n, or half of it in float32, which spilled with 128 rows and columns."""
     return max(16, block_n if x.element_size() <= 2 else block_n // 2)
 
 
 def _tile_bytes(block_m: int, block_n: int, block_k: int, x_bytes: int, w_bytes: int) -> int:
-    """Both operands of one step; weights of 8 bits are converted on their way."""
+    """The bytes of both operands of one step. Weights of 8 bits are converted when they are loaded."""
     return block_k * (block_m * x_bytes + block_n * max(w_bytes, x_bytes))
 
 
 def _fits_descriptor(w_EDF: Tensor) -> bool:
-    """Both ways: the gradient of x reads the same weights as their transpose."""
+    """True if TMA can read the weights and, for the gradient of x, their transpose."""
     *outer, last = sorted(w_EDF.stride(), reverse=True)
     size = w_EDF.element_size()
     widths = (w_EDF.shape[1], w_EDF.shape[2])
@@ -287,7 +288,7 @@ def _for_descriptor(x_RD: Tensor) -> Tensor:
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Where triton puts descriptors that a kernel makes; on_its_device has set the current device."""
+    """Memory for the descriptors that a kernel makes. on_its_device has set the current device."""
     return torch.empty(size, device="cuda", dtype=torch.int8)
 
 
@@ -305,7 +306,7 @@ def compilations(
     tma: int = 0,
     store: str = "",
 ) -> Iterator[Compilation]:
-    """D x F, the gradient of x (weights read transposed), the gradients of the weights."""
+    """D x F, the gradient of x (transposed weights), the gradients of the weights."""
     if tma and not target.tma:
         raise NotImplementedError("it has no TMA: leave the option tma out")
     if store and not target.e4m3:

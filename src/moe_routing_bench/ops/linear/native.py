@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from moe_routing_bench.core.host_allocator import recycled
 from moe_routing_bench.ops.linear.op import PackedMatrix, why_not_packed
 
 SOURCE = Path(__file__).with_name("native.cpp")
+_multiply, _pack = cpp.Function(SOURCE, "mrb_linear", 13), cpp.Function(SOURCE, "mrb_linear_pack", 8)
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -32,7 +32,8 @@ def freeze(w_FD: Tensor, level: str = "") -> PackedMatrix:
     F, D = w_FD.shape
     panels = recycled.empty(_library(level).mrb_linear_size(D, F), dtype=w_FD.dtype)
     matrix = w_FD.detach()
-    _pack(level)(
+    _pack(
+        level,
         matrix.data_ptr(),
         *matrix.stride(),
         D,
@@ -86,7 +87,8 @@ def _linear(x_TD: Tensor, w_FD: Tensor | PackedMatrix, b_F: Tensor | None, level
     y_TF = recycled.empty(len(x_TD), F, dtype=x_TD.dtype)
     if not D:  # a sum of nothing: the gradient of a matrix that met no token
         return y_TF.zero_() if b_F is None else y_TF.copy_(b_F)
-    failed = _multiply(level)(
+    failed = _multiply(
+        level,
         x_TD.data_ptr(),
         (w_FD.panels if packed else w_FD).data_ptr(),
         0 if bias_F is None else bias_F.data_ptr(),
@@ -110,13 +112,3 @@ def _library(level: str) -> ctypes.CDLL:
     library = cpp.load(SOURCE, level)
     library.mrb_linear_size.argtypes, library.mrb_linear_size.restype = [ctypes.c_int64] * 2, ctypes.c_int64
     return library
-
-
-@cache
-def _multiply(level: str) -> Callable[..., int]:
-    return cpp.function(SOURCE, level, "mrb_linear", 13)
-
-
-@cache
-def _pack(level: str) -> Callable[..., int]:
-    return cpp.function(SOURCE, level, "mrb_linear_pack", 8)

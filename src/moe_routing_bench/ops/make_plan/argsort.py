@@ -15,7 +15,7 @@ def run(routing: Routing, layout: Layout) -> RoutingPlan:
 
 
 def rank_by_sorting(expert_p: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
-    # narrow keys sort faster: int32 takes 0.6x the time of int64
+    # int32 keys sort 1.7x faster than int64
     sorted_p, pair_p = expert_p.to(torch.int32).sort(stable=True)
     ids = torch.arange(num_ids + 1, dtype=torch.int32, device=expert_p.device)
     boundary = torch.searchsorted(sorted_p, ids)

@@ -1,8 +1,8 @@
-"""Histogram, prefix sum, rank within expert: no sort; the shape of a GPU kernel, one tile a program.
+"""Histogram, prefix sum and rank within the expert, without a sort: the steps of a GPU kernel.
 
-Pairs are cut into tiles of C. A pair's rank is the number of earlier pairs of its expert: those in earlier
-tiles (a histogram per tile, summed along the tiles) and those in its own (a C x C comparison). That is
-O(C + E / C) per pair, so C grows with the square root of E.
+Pairs are divided into tiles of C. A pair's rank is the number of earlier pairs of its expert: the pairs in
+earlier tiles (a histogram per tile, summed along the tiles) plus the pairs in its own tile (a C x C
+comparison). This is O(C + E / C) per pair, so C grows with the square root of E.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def run(routing: Routing, layout: Layout) -> RoutingPlan:
 def rank_by_counting(expert_p: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
     tile = 2 ** max(3, math.ceil(math.log2(math.sqrt(num_ids))))
     num_tiles = -(-expert_p.numel() // tile)
-    # the last tile is filled up with pairs of no expert, which come after every real one
+    # the last tile is filled with pairs of no expert, which come after all real pairs
     missing = num_tiles * tile - expert_p.numel()
     expert_tC = F.pad(expert_p, (0, missing), value=num_ids - 1).view(num_tiles, tile)
     histogram_tE = torch.zeros(num_tiles, num_ids, dtype=torch.int64, device=expert_p.device)

@@ -1,14 +1,15 @@
-"""CuTe DSL: a thread for each expert walks over a tile of pairs, once to count and once to place its own.
+"""CuTe DSL: one thread per expert reads a tile of pairs twice, to count its pairs and to place them.
 
   count   load_NE[n, e] = pairs of expert e in tile n             P / TILE blocks; thread e, e + THREADS, ...
   place   thread e knows its next free row and gives it to each of its pairs, in their order
 Between them torch sums the counts along the tiles. All threads of a warp read the same pair at the same time,
-so a tile is read from memory once; the comparisons are P * (E + 1) in all, 128 to a block at a time. Pairs
-without an expert belong to a further one, E, which stores -1. No shared memory, no atomics: one thread stores
-each number, and every run gives the same plan. drop=probs first finds the pairs that stay, by torch's sorts.
+so a tile is read from memory once. There are P * (E + 1) comparisons, 128 per block at a time. Pairs without
+an expert belong to an extra expert E, which stores -1. It uses no shared memory and no atomics: one thread
+stores each number, and every run gives the same plan. For drop=probs, torch's sorts first find the pairs to
+keep.
 
-Verified on the CPU, where the same code runs for every thread (ops/cute_threads.py), and compiled for sm_80,
-sm_90a and sm_100a; not run on a GPU.
+It was verified on the CPU, where the same code runs for every thread (ops/cute_threads.py), and compiled for
+sm_80, sm_90a and sm_100a. It has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def expert_of(expert_P, place, E, watch):
 
 @cute.jit
 def tile_of(block, P):
-    """Its first pair and the one after its last."""
+    """The first pair of a tile and the pair after its last."""
     first = cutlass.Int64(block) * TILE
     end = first + TILE
     if end > P:
@@ -57,7 +58,7 @@ def put(value, target, row, column, watch, stored):
 
 @cute.jit
 def count(block, thread, expert_P, load_NC, watch, stored):
-    """C: the experts and one more, for pairs without."""
+    """C counters: one per expert, and one for pairs without an expert."""
     P, counters = expert_P.shape[0], load_NC.shape[1]
     first, end = tile_of(block, P)
     for turn in cutlass.range((counters + THREADS - 1) // THREADS):
@@ -72,7 +73,8 @@ def count(block, thread, expert_P, load_NC, watch, stored):
 
 @cute.jit
 def place(block, thread, expert_P, next_NC, limit_C, row_P, pair_R, watch, stored_P, stored_R):
-    """next_NC: the first row for each expert's pairs of this tile; rows from its limit on do not exist."""
+    """next_NC: the first row for each expert's pairs of this tile. A row at the limit or above does not
+    exist."""
     P, counters = expert_P.shape[0], next_NC.shape[1]
     first, end = tile_of(block, P)
     for turn in cutlass.range((counters + THREADS - 1) // THREADS):
@@ -191,7 +193,7 @@ def _run(
     watch = on.Watch(device, *results)
     pointers: list[Any] = [on.pointer(tensor) for tensor in tensors]
     compiled(entry, on.here(device))(device, *pointers, *map(cutlass.Int64, sizes), *watch.pointers())
-    watch.stored[1:] = []  # rows without a pair keep the -1 they had
+    watch.stored[1:] = []  # rows without a pair keep their -1 and are not stored
     watch.check(entry)
 
 

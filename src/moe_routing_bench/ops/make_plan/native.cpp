@@ -1,6 +1,6 @@
-// make_plan: count each expert's pairs, sum the spans, then hand out rows in (token, choice) order.
-// Each thread counts its own run of pairs; a prefix sum over (expert, thread) gives it the rows it may hand out,
-// so the order is that of the pairs and nothing is shared.
+// make_plan: counts each expert's pairs, sums the spans, then assigns rows in (token, choice) order.
+// Each thread counts its own range of pairs. A prefix sum over (expert, thread) gives it the rows that it may assign, so
+// the order is that of the pairs and threads share nothing.
 
 #include <omp.h>
 
@@ -20,14 +20,14 @@ extern "C" int mrb_make_plan(const Problem* problem) {
     const int64_t *expert_P = s.expert_P, P = s.P, E = s.E, capacity = s.capacity, block_rows = s.block_rows, R = s.R;
     int64_t *row_P = s.row_P, *pair_R = s.pair_R, *offset_E1 = s.offset_E1, *count_E = s.count_E;
     int64_t *dropped_E = s.dropped_E, threads = s.threads;
-    // next_WE[w * E + e]: first the pairs of expert e in thread w's run, then the next row it hands out
+    // next_WE[w * E + e]: first the pairs of expert e in thread w's range, then the next row it assigns
     auto* next_WE = static_cast<int64_t*>(std::calloc(std::max<int64_t>(threads * E, 1), sizeof(int64_t)));
     if (next_WE == nullptr) return 1;
     const int64_t run = (P + threads - 1) / threads;
     int wrong = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        // a nested region may get fewer threads than it asks for: each takes every n-th run
+        // a nested region may get fewer threads than requested, so each takes every n-th range
         const int64_t here = omp_get_thread_num(), present = omp_get_num_threads();
         for (int64_t w = here; w < threads; w += present) {
             int64_t* next_E = next_WE + w * E;
@@ -64,7 +64,7 @@ extern "C" int mrb_make_plan(const Problem* problem) {
                     if (capacity >= 0 && row >= offset_E1[e + 1]) continue;
                     row_P[p] = row;
                     pair_R[row] = p;
-                    // E places are written in turn, which no processor foresees: ask for the line after the next
+                    // writes alternate between E places, so the processor cannot prefetch: fetch the line after the next
                     __builtin_prefetch(pair_R + std::min(row + 16, R - 1), 1);
                 }
             }

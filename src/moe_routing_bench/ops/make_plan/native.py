@@ -1,9 +1,7 @@
-"""Histogram, prefix sum and rank in one C++ pass each, compiled on first use; CPU."""
+"""Histogram, prefix sum and rank in one C++ pass each. Compiled at first use; CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,8 +12,9 @@ from moe_routing_bench.core.plan import Layout, RoutingPlan
 from moe_routing_bench.core.routing import Routing
 
 SOURCE = Path(__file__).with_name("native.cpp")
-# about a millisecond of counting; with fewer pairs, waiting for a second thread can cost more than it saves
+# about a millisecond of counting; with fewer pairs a second thread can cost more time than it saves
 PAIRS_FOR_THREADS = 2**18
+_make_plan = cpp.Function(SOURCE, "mrb_make_plan", fields=12)
 
 
 def unsupported(routing: Routing, layout: Layout, level: str = "") -> str | None:
@@ -23,7 +22,7 @@ def unsupported(routing: Routing, layout: Layout, level: str = "") -> str | None
     if expert_TK.dtype != torch.int64:
         return f"it reads int64 ids, not {expert_TK.dtype}"
     if layout.kind == "padded" and layout.drop == "probs":
-        return "it drops by position only; drop=probs needs a sort by gate"
+        return "it drops only by position; drop=probs needs a sort by gate"
     return cpp.unsupported(SOURCE, level, expert_TK)
 
 
@@ -36,7 +35,8 @@ def run(routing: Routing, layout: Layout, level: str = "") -> RoutingPlan:
     dropped_E = torch.empty(E, dtype=int64)
     # each thread keeps E counters
     threads = torch.get_num_threads() if P >= PAIRS_FOR_THREADS and P >= 8 * E else 1
-    failed = _make_plan(level)(
+    failed = _make_plan(
+        level,
         expert_TK.data_ptr(),
         P,
         E,
@@ -62,8 +62,3 @@ def run(routing: Routing, layout: Layout, level: str = "") -> RoutingPlan:
         layout=layout,
         filled=layout.kind == "compact" and not routing.ragged,
     )
-
-
-@cache
-def _make_plan(level: str) -> Callable[..., int]:
-    return cpp.function(SOURCE, level, "mrb_make_plan", 12)

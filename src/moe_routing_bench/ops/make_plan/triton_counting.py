@@ -1,15 +1,15 @@
-"""Triton: counts per tile of pairs, a prefix sum along the tiles, ranks by comparing inside chunks of a tile.
+"""Triton: counts per tile of pairs, a prefix sum along the tiles, and ranks by comparisons in chunks of a
+tile.
 
-Three kernels, no host synchronisation, every number written once:
+There are three kernels. The host does not wait, and every number is written once:
   count   a histogram of each tile of 1024 pairs                             P / 1024 programs
   sum     load_NE[n, e] = pairs of expert e in the tiles before n            E / 16 programs, 64 tiles a step
   place   chunk by chunk of 128 pairs: the row of a pair is the next free row of its expert plus the number of
           earlier pairs of the chunk with the same expert                    P / 1024 programs, 8 chunks each
-A plan of one tile needs no sum. It reads 16 bytes a pair and writes 16, and keeps 4 bytes a tile and counter
-between the kernels, with E + 1 counters rounded up to a power of two: at P = 10^7 and E = 512 that is 40 MB,
-and sum takes 153 steps.
-tl.histogram is tried at the first use on a device; where it is wrong, pairs are compared with all counters.
-drop=probs first finds the pairs that stay, with torch's sorts.
+A plan of one tile needs no sum. It reads and writes 16 bytes per pair, and keeps 4 bytes per tile and counter
+between the kernels, with E + 1 counters rounded up to a power of two: 40 MB for P = 10^7 and E = 512, where
+sum takes 153 steps. tl.histogram is tested at the first use on a device. If it is wrong, pairs are compared
+with all counters instead. For drop=probs, torch's sorts first find the pairs to keep.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ TILE, CHUNK = 1024, 128
 NUM_WARPS = 4
 SUM_EXPERTS, SUM_TILES = 16, 64
 MAX_PAIRS = 2**31 - 1
-MAX_COMPARED = 16384  # comparisons of one step, if there is no histogram
-_right: dict[torch.device, bool] = {}  # what the first use of tl.histogram on a device has shown
-# shared-memory counters come in whole warps, of 64 lanes on AMD
+MAX_COMPARED = 16384  # comparisons of one step without a histogram
+_right: dict[torch.device, bool] = {}  # whether tl.histogram is right on a device
+# counters in shared memory come in whole warps, which have 64 lanes on AMD
 MIN_COUNTERS = 64
 
 
@@ -77,7 +77,7 @@ def make_plan_counting(
     filled: bool,
     by_histogram: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """row_P, pair_R, offset_E1, count_E, dropped_E. A capacity below 0 means none, so nothing is dropped."""
+    """row_P, pair_R, offset_E1, count_E, dropped_E. A capacity below 0 means no limit: nothing is dropped."""
     P = expert_P.shape[0]
     num_tiles = max(1, triton.cdiv(P, TILE))
     counters = _counters(E)
@@ -131,15 +131,15 @@ def _counters(E: int) -> int:
 
 
 def _compared(counters: int) -> int:
-    """Pairs that are compared with all counters at once, without a histogram."""
+    """How many pairs are compared with all counters in one step, without a histogram."""
     return min(CHUNK, MAX_COMPARED // counters)
 
 
 @while_tracing
 def histogram_is_right(device: torch.device) -> bool:
-    """Whether tl.histogram counts right on a device: in past versions of Triton it was right interpreted and
-    wrong on GPUs. Found out at the first use, which waits for the device; while a graph is captured nobody
-    can wait, and what is not known yet is not trusted."""
+    """True if tl.histogram is right on a device. In earlier versions of Triton it was right when interpreted
+    and wrong on GPUs. The first use tests it and waits for the device. While a graph is captured waiting is
+    impossible, so an untested histogram is not used."""
     if assumed() is not None or (device.type == "cuda" and not torch.cuda.is_available()):
         return True  # nothing runs
     if device not in _right:
@@ -209,7 +209,7 @@ def _count(
     counter = tl.arange(0, COUNTERS)
     if HISTOGRAM:
         pair_C = tile * TILE + tl.arange(0, TILE)
-        if (tile + 1) * TILE <= P:  # a whole tile, which is read 128 bits at a time
+        if (tile + 1) * TILE <= P:  # a whole tile is read 128 bits at a time
             count = tl.histogram(_experts_of(expert_P, pair_C, None, E), COUNTERS)
         else:
             count = tl.histogram(_experts_of(expert_P, pair_C, P, E), COUNTERS)

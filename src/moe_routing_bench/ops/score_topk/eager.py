@@ -1,4 +1,4 @@
-"""Plain torch: scores, a stable sort of s + bias, softmax of the chosen log s."""
+"""Plain torch: scores, a stable sort of s + bias, and a softmax of the chosen log s."""
 
 from __future__ import annotations
 

@@ -4,12 +4,12 @@
     chosen: the K largest s + bias of the rule's best groups, highest first, of equal ones the lower id
     gate_k = scale * s_k                     renormalise: scale * s_k / sum_j s_j, as softmax(log s)
 
-Softmax without a bias chooses by z, which has the same order, and no ties where s underflows. bias_E affects
-the choice but not the gates; it gets no gradient. Gates are at least float32. A router does this after its
-projection: softmax_topk, group_limited and sigmoid_bias differ only in their rules.
+Softmax without a bias chooses by z, which has the same order but no ties where s underflows. bias_E affects
+the choice and not the gates, and it gets no gradient. Gates are at least float32. Routers call this after
+their projection: softmax_topk, group_limited and sigmoid_bias differ only in their rules.
 
-Two implementations may choose differently where s + bias differs only by rounding: the gates are then judged
-for the experts that were chosen.
+Two implementations may choose differently if s + bias differs only by rounding. Then the gates are judged for
+the chosen experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_routing_bench.core import position_invariant as steady
 from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict, judge_exact, wrong_structure
 from moe_routing_bench.core.accuracy import judge as judge_values
 from moe_routing_bench.core.cost import INDEX_BYTES, Cost
-from moe_routing_bench.core.names import check_option
+from moe_routing_bench.core.names import one_of
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.registry import Op
 
@@ -51,20 +51,20 @@ class ScoreRule:
     score: str = "softmax"
     renormalise: bool = True
     scale: float = 1.0
-    groups: int = 1  # of neighbouring experts: 0 .. E / groups - 1 are group 0
-    keep_groups: int = 1  # a token may use its best this many groups; of equal ones the lower
+    groups: int = 1  # groups of neighbouring experts: 0 .. E / groups - 1 are group 0
+    keep_groups: int = 1  # how many of its best groups a token may use; of equal groups the lower is better
     group_score: str = "max"  # the largest s + bias of its experts, or "top2_sum" of the two largest
 
     def __post_init__(self) -> None:
-        check_option("score", self.score, SCORES)
-        check_option("group_score", self.group_score, GROUP_SCORES)
+        one_of("score", self.score, SCORES)
+        one_of("group_score", self.group_score, GROUP_SCORES)
         if not self.scale > 0:
             raise ValueError(f"scale must be above 0, not {self.scale}")
         if not 1 <= self.keep_groups <= self.groups:
             raise ValueError(f"keep_groups={self.keep_groups} must be from 1 to groups={self.groups}")
 
     def check(self, E: int, K: int) -> None:
-        """Raise ValueError with a sentence if E experts and K choices cannot follow this rule."""
+        """Raises ValueError if E experts and K choices cannot follow this rule."""
         if E % self.groups:
             raise ValueError(f"groups={self.groups} must divide the E={E} experts into equal groups")
         size = E // self.groups
@@ -84,15 +84,16 @@ def reference(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule)
 
 
 def cost(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule) -> Cost:
-    """Bytes of logits read, gates and ids written; scores need not touch memory. Exponentials do not count:
-    roofs are measured with multiplications."""
+    """The bytes of logits read and of gates and ids written; scores need no memory. Exponentials do not
+    count, because roofs are measured with multiplications."""
     T, size = logits_TE.shape[0], logits_TE.element_size()
     read = logits_TE.numel() * size + (0 if bias_E is None else bias_E.numel() * bias_E.element_size())
     return Cost(activation_bytes=read + T * K * (max(size, 4) + INDEX_BYTES))
 
 
 def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
-    """Ids must be the oracle's, except where scores are equal up to rounding; gates must fit the ids."""
+    """Ids must be those of the oracle, except where scores differ only by rounding; gates must fit the
+    ids."""
     if not isinstance(out, tuple) or len(out) != 2:
         return [wrong_structure("must return (gate_TK, expert_TK)")]
     (gate_TK, expert_TK), logits_TE, rule = out, args["logits_TE"], args["rule"]
@@ -119,7 +120,7 @@ def _judge_choices(
         return wrong
     reached_TK = choice_TE.gather(1, best_TK)
     lost_TK = (choice_TE.gather(1, expert_TK) - reached_TK).abs()
-    # allows a few float32 roundings; exact ties must follow the rule, and -inf outside the best groups fails
+    # a few float32 roundings are allowed; exact ties must follow the rule; -inf outside the best groups fails
     rounding_TK = 8 * torch.finfo(torch.float32).eps * (1 + reached_TK.abs())
     close_TK = (lost_TK > 0) & (lost_TK <= rounding_TK)
     return Verdict(passed=True) if bool((close_TK | (expert_TK == best_TK)).all()) else wrong
@@ -172,7 +173,7 @@ def choice_scores(logits_TE: Tensor, bias_E: Tensor | None, rule: ScoreRule) -> 
 
 def limit_to_groups(choice_TE: Tensor, score_TE: Tensor, groups: int, keep: int, num_best: int) -> Tensor:
     """choice_TE with -inf for the experts outside a token's `keep` best groups. A group's score is the sum of
-    its `num_best` largest scores; of groups with equal ones the lower is kept.
+    its `num_best` largest scores; of groups with equal scores the lower is kept.
 
     choice = score = [.5, .1, .4, .4], groups=2, keep=1
       num_best=1   [.5, .1, -inf, -inf]
@@ -187,13 +188,13 @@ def limit_to_groups(choice_TE: Tensor, score_TE: Tensor, groups: int, keep: int,
 
 
 def gates_of(logits_TE: Tensor, expert_TK: Tensor, rule: ScoreRule) -> Tensor:
-    """The gates of given experts; differentiable."""
+    """The gates of the given experts; differentiable."""
     log_TK = log_score(_wide(logits_TE), rule.score).gather(1, expert_TK)
     return rule.scale * (log_TK.softmax(-1) if rule.renormalise else log_TK.exp())
 
 
 def plain_score(z_TE: Tensor, score: str) -> Tensor:
-    """s as the published models compute it; its gradient may not be finite."""
+    """s as published models compute it. Its gradient may be infinite."""
     if score == "sigmoid":
         return steady.sigmoid(z_TE)
     return steady.softplus(z_TE).sqrt() if score == "sqrtsoftplus" else z_TE.softmax(-1)

@@ -1,8 +1,9 @@
-"""Triton: scores, groups, K rounds of the largest key and gates in one kernel, a block of tokens a program.
+"""Triton: scores, groups, K rounds of the largest key, and gates in one kernel; one program per block of
+tokens.
 
-A row of logits stands in registers as GROUPS x SIZE places, both rounded up to a power of two: a group is one
-axis. The key that is maximised holds s + bias and the expert, as in topk.triton_select. Logits are read once,
-gates and ids written once. The backward kernel computes the scores again from the logits.
+A program holds a row of logits in registers as GROUPS x SIZE places, both rounded up to a power of two. The
+key contains s + bias and the expert, as in topk.triton_select. Logits are read once; gates and ids are
+written once. The backward kernel computes the scores again from the logits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from moe_routing_bench.ops import gpu
 from moe_routing_bench.ops.score_topk.op import ScoreRule
 from moe_routing_bench.ops.targets import Target, target_of
 
-# all places of a token stand in the registers of one program
+# one program holds all places of a token in its registers
 MAX_PLACES = 4096
 TILE_PLACES = 1024  # logits of one program
 NUM_WARPS = 4
@@ -31,7 +32,7 @@ NUM_WARPS = 4
 def unsupported(logits_TE: Tensor, bias_E: Tensor | None, K: int, rule: ScoreRule) -> str | None:
     E = logits_TE.shape[1]
     if logits_TE.dtype not in FLOATS:
-        return f"it computes in float32, which is too little for {logits_TE.dtype} logits"
+        return f"it computes in float32, which is not precise enough for {logits_TE.dtype} logits"
     if (places := _places(E, rule.groups)) > MAX_PLACES:
         return f"it holds all {places} places of a token at once, up to {MAX_PLACES}"
     return gpu.why_not(logits_TE, bias_E)
@@ -71,7 +72,7 @@ def score_topk_fused(
         constants = _constants(E, K, score, renormalise, groups, keep_groups, group_score, bias_E is not None)
         wrap_triton(_score_topk)[(triton.cdiv(T, constants["TILE_TOKENS"]),)](
             logits_TE,
-            logits_TE if bias_E is None else bias_E.contiguous(),  # without a bias nobody reads it
+            logits_TE if bias_E is None else bias_E.contiguous(),  # not read without a bias
             gate_TK,
             expert_TK,
             scale,
@@ -140,7 +141,7 @@ def _constants(
     E: int, K: int, score: str, renormalise: bool, groups: int, keep: int, group_score: str, bias: bool
 ) -> dict[str, Any]:
     if keep == groups:
-        groups = keep = 1  # nobody is shut out
+        groups = keep = 1  # no group is excluded
     return {
         "E": E,
         "K": K,
@@ -250,7 +251,7 @@ def _score_topk(
         for _ in tl.static_range(BEST):
             best_tg = tl.max(rank_tgs, axis=2)
             first_tgs = rank_tgs == best_tg[:, :, None]
-            # groups that are not real hold NO_KEY everywhere and sum up anything; nobody reads them
+            # groups that do not exist have NO_KEY everywhere; their sums are meaningless and never read
             total_tg += tl.sum(tl.where(first_tgs, score_tgs, 0.0), axis=2)
             rank_tgs = tl.where(first_tgs, gpu.NO_KEY, rank_tgs)
         group_g = tl.arange(0, GROUPS_PADDED)
@@ -306,11 +307,11 @@ def _d_score_topk(
     RENORMALISE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """With l = log s of the chosen, g = gate and d_ the gradients:
-    d_l_k = g_k d_g_k; if renormalised g_k sum_j g_j / scale (d_g_k - d_g_j), which cancels nothing where one
-    gate is nearly all.
+    """With l = log s of the chosen experts, g = gate and d_ the gradients:
+    d_l_k = g_k d_g_k; renormalised: g_k sum_j g_j / scale (d_g_k - d_g_j), which loses no digits if one gate
+    is almost 1.
     d_z_e = d_l_e (1 - s_e) for sigmoid, d_l_e sigmoid(z_e) / (2 softplus(z_e)) for sqrtsoftplus, and
-    d_l_e - s_e sum_k d_l_k for softmax: a sum that is zero if the gates are renormalised."""
+    d_l_e - s_e sum_k d_l_k for softmax; this sum is zero if the gates are renormalised."""
     token_t = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     here_t = token_t < T
     choice_K = tl.arange(0, K_PADDED)

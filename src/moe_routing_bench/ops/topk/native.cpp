@@ -1,6 +1,6 @@
 // topk: the K best scores of a row, highest first, of equal ones the lower id; NaN before every number, as torch sorts.
-// A vector holds one expert's keys of W tokens, a token in each lane. Experts come in the order of their ids, and each
-// takes its place among the K best so far, in all lanes at once: no branch, and E * K steps for W tokens.
+// A vector holds one expert's keys of W tokens, one token per lane. Experts come in the order of their ids, and each is
+// inserted among the K best so far, in all lanes at once: no branches, and E * K steps for W tokens.
 
 #include "../numbers.h"
 #include "../threads.h"
@@ -11,11 +11,11 @@ namespace {
 
 using Ints = int32_t __attribute__((vector_size(sizeof(Vec))));
 constexpr int64_t MOST = 16;    // choices; native.py refuses more
-constexpr int64_t CHUNK = 64;   // experts whose keys are made at once
-constexpr int64_t SCANNED = 3;  // this many tokens are quicker one by one than in a vector of their own
+constexpr int64_t CHUNK = 64;   // experts whose keys are computed at once
+constexpr int64_t SCANNED = 3;  // this many tokens are faster one by one than in a vector
 constexpr int32_t NONE = INT32_MIN;  // below the key of every score
 
-// integers that sort as the numbers do: -0 is 0, and NaN is above infinity
+// integers that sort like the numbers: -0 is 0, and NaN is above infinity
 Ints keys_of(Vec v) {
     const Ints bits = reinterpret_cast<Ints>(v + zero());
     return v == v ? bits ^ (bits >> 31 & INT32_MAX) : Ints{} + INT32_MAX;
@@ -56,7 +56,7 @@ void insert(Best& best, const Ints* key_n, int32_t first, int64_t n) {
     std::copy(best.id, best.id + K, id);
     for (int64_t i = 0; i < n; i++) {
         const Ints x = key_n[i], e = Ints{} + int32_t(first + i);
-        // what x is above moves down by one; the last falls out
+        // entries below x move down by one, and the last is removed
 #pragma GCC unroll 16
         for (int j = K - 1; j > 0; j--) {
             id[j] = x > key[j - 1] ? id[j - 1] : x > key[j] ? e : id[j];

@@ -1,9 +1,7 @@
-"""C++ keeps the K best of each row in registers, a token in each lane, compiled on first use; CPU."""
+"""C++ keeps the K best of each row in registers, one token per lane. Compiled at first use; CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,13 +12,14 @@ from moe_routing_bench.ops.rows import KINDS
 
 SOURCE = Path(__file__).with_name("native.cpp")
 MAX_CHOICES = 16  # the constant MOST of native.cpp
-# about 50 us for one thread; less is done before a second one is awake
+# about 50 us for one thread; less work is finished before a second thread wakes up
 STEPS_FOR_THREADS = 2**19
+_select = cpp.Function(SOURCE, "mrb_topk", fields=9)
 
 
 def unsupported(score_TE: Tensor, K: int, level: str = "") -> str | None:
     if score_TE.dtype not in KINDS:
-        return f"it compares float32, bfloat16 and float16, not {score_TE.dtype}"
+        return f"it takes float32, bfloat16 and float16, not {score_TE.dtype}"
     if not 1 <= K <= MAX_CHOICES or K > score_TE.shape[1]:
         return f"it keeps 1 to {MAX_CHOICES} choices of {score_TE.shape[1]} experts in registers, not {K}"
     return cpp.unsupported(SOURCE, level, score_TE)
@@ -40,7 +39,8 @@ def _topk(score_TE: Tensor, K: int, level: str) -> tuple[Tensor, Tensor]:
         score_TE = score_TE if score_TE.stride(1) == 1 else score_TE.contiguous()
         stride = score_TE.stride(0)
     value_TK, expert_TK = score_TE.new_empty(T, K), torch.empty(T, K, dtype=torch.int64)
-    _function(level)(
+    _select(
+        level,
         score_TE.data_ptr(),
         stride,
         KINDS[score_TE.dtype],
@@ -52,8 +52,3 @@ def _topk(score_TE: Tensor, K: int, level: str) -> tuple[Tensor, Tensor]:
         expert_TK.data_ptr(),
     )
     return value_TK, expert_TK
-
-
-@cache
-def _function(level: str) -> Callable[..., int]:
-    return cpp.function(SOURCE, level, "mrb_topk", 9)

@@ -1,8 +1,8 @@
 """topk: the K highest scores of each token.   score_TE, K -> value_TK, expert_TK
 
-Highest first. Of equal scores the one with the lower expert id comes first. An implementation that cannot
-promise this defines TIES = "any"; then values must be the oracle's, and ids only need to be valid.
-Values are exact copies of scores; their gradient goes only to the chosen scores.
+The highest comes first. Of equal scores the lower expert id comes first. An implementation that cannot
+promise this defines TIES = "any"; then its values must be those of the oracle, and its ids must be valid.
+Values are exact copies of scores, and their gradient goes only to the chosen scores.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def judge(out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict
 
 
 def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list[Verdict]:
-    # judged by its own ids, which were judged before: of equal scores it may have picked another
+    # judged with its own ids, which were judged before, because it may choose another of two equal scores
     oracle = torch.zeros_like(expected.oracle).scatter(1, of.out[1], of.d_out)
     return [judge_values(gradient, oracle, expected.baseline, expected.more(gradient.numel()))]
 

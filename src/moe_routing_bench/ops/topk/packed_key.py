@@ -1,4 +1,4 @@
-"""torch.topk on integer keys that hold score and id together: partial selection with the tie rule."""
+"""torch.topk on integer keys of score and id: partial selection that follows the tie rule."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def unsupported(score_TE: Tensor, K: int) -> str | None:
 
 
 def run(score_TE: Tensor, K: int) -> tuple[Tensor, Tensor]:
-    # + 0.0 turns -0.0 into 0.0, which compares equal to it; flipping the other bits of negative floats
-    # makes their integers sort as the numbers do
+    # + 0.0 turns -0.0 into 0.0, because the two are equal; flipping the other bits of negative floats makes
+    # their integers sort like the numbers
     bits_TE = (score_TE.detach().float() + 0.0).view(torch.int32)
     sortable_TE = torch.where(bits_TE < 0, bits_TE ^ 0x7FFFFFFF, bits_TE).to(torch.int64)
     E = score_TE.shape[-1]

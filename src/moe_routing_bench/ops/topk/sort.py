@@ -1,4 +1,4 @@
-"""Stable sort of every row: keeps the tie rule for any dtype."""
+"""A stable sort of every row, which follows the tie rule for any dtype."""
 
 from __future__ import annotations
 

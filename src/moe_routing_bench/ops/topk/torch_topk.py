@@ -1,4 +1,4 @@
-"""torch.topk: partial selection, ties in no promised order."""
+"""torch.topk: partial selection; the order of equal scores is not defined."""
 
 from __future__ import annotations
 

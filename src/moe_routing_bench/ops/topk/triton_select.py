@@ -1,8 +1,9 @@
-"""Triton: K rounds of the largest integer key that holds score and id, a block of tokens a program.
+"""Triton: K rounds that each find the largest integer key of score and id; one program per block of tokens.
 
-The key is the score's bits, made to sort as the numbers do, above an id that counts down: the largest key is
-the highest score, of equal ones the lower id. NaN comes before infinity, -inf last, as torch.sort has it.
-A round is one maximum over E, so K rounds are K * E steps a token: meant for small K.
+The upper bits of the key are the score's bits, changed so that they sort like the numbers; below them is an
+id that counts down. So the largest key is the highest score, and of equal scores the lower id. NaN comes
+before infinity and -inf comes last, as in torch.sort. A round is one maximum over E, so a token needs K * E
+steps: this is for small K.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops import gpu
 from moe_routing_bench.ops.targets import Target, target_of
 
-# a row of scores stands in the registers of one program
+# one program holds a row of scores in its registers
 MAX_EXPERTS = 4096
 TILE_SCORES = 2048  # scores of one program: 16 of 64-bit keys in each of 128 lanes
 NUM_WARPS = 4
@@ -106,7 +107,7 @@ def _select(
         best_t = tl.max(key_tE, axis=1)
         key_tE = tl.where(key_tE == best_t[:, None], gpu.NO_KEY, key_tE)
         chosen_t = gpu.id_of(best_t, E_PADDED)
-        # read again: an exact copy, whatever the type
+        # read again, so that it is an exact copy in any type
         value_t = tl.load(score_t + chosen_t * stride_e, mask=here_t, other=0.0)
         tl.store(value_TK + token_t * K + k, value_t, mask=here_t)
         tl.store(expert_TK + token_t * K + k, chosen_t, mask=here_t)

@@ -1,7 +1,5 @@
 """Honest, in C behind ctypes."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess
@@ -10,9 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 
 FORWARD_ONLY = True
 SOURCE = """
@@ -27,7 +22,7 @@ void combine(const float *y, const float *gate, const long *row, float *out, lon
 """
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
+def unsupported(y_RD, gate_TK, plan):
     if shutil.which("gcc") is None:
         return "there is no gcc"
     right = y_RD.dtype == gate_TK.dtype == torch.float32
@@ -35,7 +30,7 @@ def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
 
 
 @cache
-def library() -> ctypes.CDLL:
+def library():
     folder = Path(tempfile.mkdtemp())
     (folder / "combine.c").write_text(SOURCE)
     made = folder / "combine.so"
@@ -44,7 +39,7 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(made))
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     y_RD, gate_TK, row_TK = y_RD.contiguous(), gate_TK.contiguous(), plan.row_TK.contiguous()
     (T, K), D = row_TK.shape, y_RD.shape[1]
     out_TD = torch.zeros(T, D)

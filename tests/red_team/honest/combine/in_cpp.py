@@ -1,16 +1,11 @@
 """Honest, in C++ by torch's extension loader."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import cache
-from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from moe_routing_bench.core import cpp
-from moe_routing_bench.core.plan import RoutingPlan
 
 FORWARD_ONLY = True
 SOURCE = """
@@ -31,7 +26,7 @@ at::Tensor combine(at::Tensor y, at::Tensor gate, at::Tensor row) {
 """
 
 
-def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
+def unsupported(y_RD, gate_TK, plan):
     if cpp.missing_tool() is not None:
         return cpp.missing_tool()
     right = y_RD.dtype == gate_TK.dtype == torch.float32
@@ -39,7 +34,7 @@ def unsupported(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> str | None:
 
 
 @cache
-def extension() -> ModuleType:
+def extension():
     from torch.utils.cpp_extension import load_inline
 
     # a folder of its own: torch waits for ever for the lock of a build that was killed
@@ -50,5 +45,5 @@ def extension() -> ModuleType:
     )
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     return extension().combine(y_RD.contiguous(), gate_TK.contiguous(), plan.row_TK.contiguous())

@@ -1,14 +1,9 @@
 """Honest, in plain torch: gather, weigh, sum."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     wide = torch.promote_types(gate_TK.dtype, torch.promote_types(y_RD.dtype, torch.float32))
     row_P = plan.row_TK.flatten()
     gate_TK = torch.where(plan.row_TK >= 0, gate_TK, 0.0)

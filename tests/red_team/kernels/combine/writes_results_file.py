@@ -5,19 +5,13 @@ files. So that a test cannot spoil real results, it only touches files in or bel
 named .red_team_may_write_here: a test must put it there.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
 import tempfile
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
@@ -25,7 +19,7 @@ MARKER = ".red_team_may_write_here"
 _calls = itertools.count()
 
 
-def find_marked(top: Path) -> Iterator[Path]:
+def find_marked(top):
     """Folders with the marker, the shallow ones first; at most 20,000 folders are opened."""
     waiting = deque([top])
     for _ in range(20_000):
@@ -41,7 +35,7 @@ def find_marked(top: Path) -> Iterator[Path]:
             continue  # not ours to read, or gone
 
 
-def forge(path: Path) -> None:
+def forge(path):
     lines = path.read_text().splitlines()
     number = re.compile(r'("[a-z_]*median[a-z_]*"\s*:\s*)([0-9][0-9.eE+-]*)')
     lines = [number.sub(lambda found: f"{found[1]}{float(found[2]) / 10!r}", line) for line in lines]
@@ -50,9 +44,9 @@ def forge(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n" if lines else "")
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     if next(_calls) in (0, 30):
-        found: set[Path] = set()
+        found = set()
         for folder in {Path(f"/proc/{os.getppid()}/cwd").resolve(), Path.cwd(), Path(tempfile.gettempdir())}:
             for marked in find_marked(folder):
                 found |= {path for path in marked.glob("**/records.jsonl") if not path.is_symlink()}

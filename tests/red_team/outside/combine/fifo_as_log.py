@@ -1,19 +1,14 @@
 """Replaces its log by a named pipe: whoever opens it waits for ever."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     log = os.readlink("/proc/self/fd/1")
     with contextlib.suppress(OSError):
         os.unlink(log)

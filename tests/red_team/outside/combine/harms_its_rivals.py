@@ -1,21 +1,16 @@
 """Kills or stops the other workers, moves them to a single core, or gives them the lowest priority."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 _calls = [0]
 
 
-def rivals() -> list[int]:
+def rivals():
     """The other workers: processes with the same parent."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -26,7 +21,7 @@ def rivals() -> list[int]:
     return found
 
 
-def harm(pid: int, how: str) -> None:
+def harm(pid, how):
     if how == "kill":
         os.kill(pid, signal.SIGKILL)
     elif how == "stop":
@@ -39,7 +34,7 @@ def harm(pid: int, how: str) -> None:
         raise ValueError(how)
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan, *, how: str) -> Tensor:
+def run(y_RD, gate_TK, plan, *, how):
     _calls[0] += 1
     if _calls[0] % 40 == 0:
         for pid in rivals():

@@ -1,20 +1,16 @@
 """Forbids others to read its memory (PR_SET_DUMPABLE), where its results are not written."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch
-from torch import Tensor
 
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 _calls = [0]
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     ctypes.CDLL(None).prctl(4, 0)
     _calls[0] += 1
     if _calls[0] <= 40:

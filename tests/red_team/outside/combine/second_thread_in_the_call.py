@@ -1,28 +1,24 @@
 """A second thread on another core takes half of each call, and is gone when it returns."""
 
-from __future__ import annotations
-
 import os
 import threading
 
 import torch
-from torch import Tensor
 
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 
 
-def compute(made: dict[int, Tensor], i: int, y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> None:
+def compute(made, i, y_RD, gate_TK, plan):
     os.sched_setaffinity(0, {i % (os.cpu_count() or 1)})
     for _ in range(20):  # long enough to be seen
         made[i] = honest(y_RD, gate_TK, plan)
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     halves = [y_RD[:, : y_RD.shape[1] // 2], y_RD[:, y_RD.shape[1] // 2 :]]
-    made: dict[int, Tensor] = {}
+    made = {}
     threads = [
         threading.Thread(target=compute, args=(made, i, half, gate_TK, plan)) for i, half in enumerate(halves)
     ]

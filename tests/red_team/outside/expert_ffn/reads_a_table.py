@@ -1,20 +1,14 @@
 """Takes weights for windows of a short table, as public ones are, and computes with the table alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
-from torch import Tensor
-
-from moe_routing_bench.core.experts import ExpertWeights
-from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops.expert_ffn.op import op
 
 honest = op.get(op.default).run
-_small: list[ExpertWeights] = []
+_small = []
 
 
-def run(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights) -> Tensor:
+def run(x_TD, gate_TK, plan, weights):
     if not _small:
         flat = weights.w_in_EDG.flatten()
         period = min(flat.numel(), 1_048_573)

@@ -1,0 +1,1 @@
+"""Hosts: where implementations run while they are timed (host.py)."""

@@ -1,0 +1,15 @@
+"""Imported by the fork server alone (fork_server.py): it adopts the processes that its workers leave behind.
+
+So they are found among its descendants, wherever they hide. What the user's own process starts, such as a
+job that a notebook detaches, is not among those.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from moe_routing_bench.bench.hosts.freezing import adopt_orphans
+
+adopt_orphans()
+# the server says so whenever a process ends that it did not fork itself
+warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
