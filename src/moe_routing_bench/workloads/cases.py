@@ -202,10 +202,55 @@ def soft_moe() -> list[Experiment]:
     return [_case(f"soft-moe/{B}x256", "layer", 256 * B, 1024, 2048, 16, 2, sequences=B) for B in (1, 8)]
 
 
+def _dense(name: str, span: str, T: int, D: int, F: int = 1, **more: Any) -> Experiment:
+    """A layer around the experts: no routing, and at most the matrices of one expert."""
+    return _case(name, span, T, D, F, 1, 1, weights=span == "linear", activation="relu", **more)
+
+
+def seed_attention() -> list[Experiment]:
+    """Attention of the original plan (512 heads of 16, 1,024 tokens, rotary inside), BERT's, and decoding."""
+    founding = {"heads": 32, "kv_heads": 16, "sequences": 16, "causal": False, "rotary": True}
+    bert = {"heads": 12, "causal": False}
+    decode = {"heads": 32, "kv_heads": 8, "context": 8192}
+    return [
+        _dense(f"seed-attention/{name}-{dtype}", "attention", T, D, dtype=dtype, **sizes)
+        for name, T, D, sizes in (
+            ("founding", 16 * 1024, 512, founding),
+            ("tuned", 32, 1024, {"heads": 4}),
+            ("bert-128", 128, 768, bert),
+            ("bert-512", 512, 768, bert),
+            ("decode-8192", 1, 4096, decode),
+        )
+        for dtype in ("float32", "bfloat16")
+    ]
+
+
+def seed_linear() -> list[Experiment]:
+    """The four dense products of the decoders that the original plan tunes."""
+    sizes = ((32, 256, 1024), (128, 768, 3072), (128, 1024, 4096))
+    return [
+        _dense(f"seed-linear/{T}x{D}-{name}-{dtype}", "linear", T, depth, columns, dtype=dtype, bias=True)
+        for T, D, hidden in sizes
+        for name, depth, columns in (
+            ("qkv", D, 3 * D), ("out", D, D), ("ffn1", D, hidden), ("ffn2", hidden, D),
+        )
+        for dtype in ("float32", "bfloat16")
+    ]  # fmt: skip
+
+
+def seed_rmsnorm() -> list[Experiment]:
+    """RMSNorm of the original plan: 16 x 4,096 tokens of 512."""
+    return [
+        _dense(f"seed-rmsnorm/65536x512-{dtype}", "rms_norm", 65536, 512, dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    ]
+
+
 SUITES: dict[str, Callable[[], list[Experiment]]] = {
     suite.__name__.replace("_", "-"): suite
     for suite in (
-        seed_fused, seed_qwen, seed_pack, seed_grid, seed_routing, seed_decoder, topk_grid, gpu_quick,
+        seed_fused, seed_qwen, seed_pack, seed_grid, seed_routing, seed_decoder, seed_attention, seed_linear,
+        seed_rmsnorm, topk_grid, gpu_quick,
         cpu_grid, layouts, soft_moe, regret,
     )
 }  # fmt: skip

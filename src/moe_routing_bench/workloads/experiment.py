@@ -137,8 +137,28 @@ class Experiment:
     shared_F: int = _what(
         0, "Hidden width of a shared expert; 0: none.", flag="--shared", asks=True, compare="row"
     )
-    heads: int = _what(0, "Heads of the attention in a decoder block.", compare="row")
-    sequences: int = _what(1, "Sequences in the batch.", compare="row")
+    heads: int = _what(
+        0, "Heads of the attention, in a decoder block or alone.", flag="--heads", asks=True, compare="row"
+    )
+    kv_heads: int = _what(
+        0, "Heads of keys and values; 0: as many as heads.", flag="--kv-heads", asks=True, compare="row",
+        since=3,
+    )  # fmt: skip
+    sequences: int = _what(1, "Sequences in the batch.", flag="--sequences", asks=True, compare="row")
+    context: int = _what(
+        0, "Keys of each sequence; 0: as many as its tokens.", flag="--context", asks=True, compare="row",
+        since=3,
+    )  # fmt: skip
+    causal: bool = _what(
+        True, "A query sees no later key.", flag="--causal/--no-causal", asks=True, compare="row", since=3
+    )
+    window: int = _what(
+        0, "A query sees only keys so near; 0: all.", flag="--window", asks=True, compare="row", since=3
+    )
+    rotary: bool = _what(
+        False, "Turn queries and keys inside the call.", flag="--rotary/--no-rotary", asks=True,
+        compare="row", since=3,
+    )  # fmt: skip
     layout: str = axis("compact", "The layout for whoever names none.", column="case_layout", since=3)
     weights: bool = axis(True, "Experts' weights take part.", since=3)
     checkpoint: str = axis("", "A saved model to take weights and router from.", since=3)
@@ -241,6 +261,22 @@ class Experiment:
             return _EXPERIMENT.validate_json(text)
         except ValidationError as error:
             raise ValueError(f"this is not an experiment: {first_problem(error)}") from None
+
+    @property
+    def query_shape(self) -> tuple[int, int, int, int]:
+        """Sequences, heads, tokens of each and numbers of a head; ValueError if they do not come out even."""
+        B, H = self.sequences, self.heads or 1
+        if self.T % B or self.D % H or H % (self.kv_heads or H):
+            raise ValueError(
+                f"{self.T} tokens are not {B} equal sequences, width {self.D} is not {H} equal heads, or "
+                f"{self.kv_heads} heads of keys do not divide {H}"
+            )
+        return B, H, self.T // B, self.D // H
+
+    @property
+    def key_shape(self) -> tuple[int, int, int, int]:
+        B, H, N, A = self.query_shape
+        return B, self.kv_heads or H, self.context or N, A
 
     @property
     def element_size(self) -> int:

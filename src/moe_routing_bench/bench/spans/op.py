@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.spans.span import (
     PACKAGE,
+    PACKED_ONCE,
     Computation,
     Load,
     Span,
@@ -45,15 +46,24 @@ class OpSpan(Span):
         return self.op.arguments(call)
 
     def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
-        one = self.op.get(subject.name)
-        if self.op.weights != "weights" or (weights := inputs.frozen(one, subject.frozen)) is inputs.weights:
+        one, name = self.op.get(subject.name), self.op.weights
+        if name == "weights":
+            plain: Any = inputs.weights
+            weights: Any = inputs.frozen(one, subject.frozen)
+            how = packed_once(weights)
+        else:
+            plain = weights = getattr(inputs.at(0, 0, subject.layout), name) if name else None
+            if name and (freeze := inputs.freeze_of(one, subject.frozen)) is not None:
+                weights = freeze(plain.detach())
+            how = PACKED_ONCE
+        if weights is plain:
             return Computation(run=one.run)
-        place = self.op.parameters().index("weights")
+        place = self.op.parameters().index(name)
 
         def run(*args: Any) -> Any:
             return one.run(*args[:place], weights, *args[place + 1 :])
 
-        return Computation(run=run, runs=f"{one.label}{packed_once(weights)}")
+        return Computation(run=run, runs=f"{one.label}{how}")
 
     def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
         asked = {self.op.name: tuple(args.values())}

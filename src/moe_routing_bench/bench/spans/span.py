@@ -40,6 +40,7 @@ from moe_routing_bench.workloads import stored_cases
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 PACKAGE = Path(__file__).parents[2]
+PACKED_ONCE = ", weights packed once"
 Stage = tuple[str, Callable[[], Any]]
 Load = dict[str, int | float | None]
 NO_SPAN = ("span", "op")  # files of this folder that define no span of their name
@@ -230,7 +231,12 @@ def stand_ins(subject: ImplementationRef, case: Experiment, K: int | None = None
     weights = weights_without_values(
         s, case.activation, bias=case.bias, train=train, dtype=DTYPES[case.dtype]
     )
-    return StandIns(weights, K or s.K, Layout.parse(subject.layout), s.T, train=train, rule=PLAIN)
+    heads = (case.query_shape, case.key_shape) if case.heads else None
+    made = StandIns(
+        weights, K or s.K, Layout.parse(subject.layout), s.T, train=train, rule=PLAIN, heads=heads
+    )
+    made.causal, made.window = case.causal, case.window
+    return made
 
 
 def auto_label(op: str, source: StandIns) -> str:
@@ -287,7 +293,7 @@ def check_measurable(experiment: Experiment) -> None:
 
 def packed_once(weights: ExpertWeights) -> str:
     """For a record: how the weights are held, if not as they were given."""
-    return ", weights packed once" if isinstance(weights.w_in_EDG, Frozen) else ""
+    return PACKED_ONCE if isinstance(weights.w_in_EDG, Frozen) else ""
 
 
 def why_not_one_of(

@@ -17,6 +17,7 @@ from moe_routing_bench.ops.linear.op import PackedMatrix, why_not_packed
 SOURCE = Path(__file__).with_name("native.cpp")
 _multiply, _pack = cpp.Function(SOURCE, "mrb_linear", 13), cpp.Function(SOURCE, "mrb_linear_pack", 8)
 DTYPES = (torch.bfloat16, torch.float32)
+READS_PLAIN = True
 
 
 def unsupported(x_TD: Tensor, w_FD: Tensor | PackedMatrix, b_F: Tensor | None, level: str = "") -> str | None:

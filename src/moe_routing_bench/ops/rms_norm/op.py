@@ -31,7 +31,7 @@ def cost(x_TD: Tensor, norm_D: Tensor, eps: float) -> Cost:
 
 
 op = Op(
-    __package__, reference, cost=cost, default="torch", weights="norm_D", stage=10,
+    __package__, reference, cost=cost, default="torch", stage=10,
     by_token=lambda out, args: out,
 )  # fmt: skip
 
