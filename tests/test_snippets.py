@@ -25,6 +25,7 @@ from documents import Command, Python, commands, file_named, pythons
 from engine_routes import routes, saved, sglang, text, vllm
 from many_runs import WITH_SOURCE
 from moe_routing_bench.cli import command_of, today
+from moe_routing_bench.core.paths import default_results
 from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.workloads.trace import write_trace
 from repository import ROOT
@@ -88,12 +89,14 @@ ALL = commands()
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # commands that name no folder read what `mrb bench` saved
+    make_run(default_results(), {"staged": 1.0, "native": 0.5}, environment=WITH_SOURCE)
     return furnish(tmp_path_factory.mktemp("documents"))
 
 
 def furnish(folder: Path) -> Path:
     """Puts everything that the commands name into a folder."""
-    for name in ("results", "before", "after", "part1", "part2", "part3", "part4", "gpu"):
+    for name in ("results", "before", "after", "fleet", "part1", "part2", "part3", "part4", "gpu"):
         make_run(folder / name, {"staged": 1.0, "native": 0.5}, seed=len(name), environment=WITH_SOURCE)
     for name in ("routers", "layers"):
         shutil.copytree(ROOT / "measurements" / "training" / name, folder / name)

@@ -188,7 +188,7 @@ def test_tma_reads_whole_tiles_or_says_no() -> None:
     for D, F, ok in ((64, 32, True), (48, 32, False), (64, 16, False)):
         x_RD, w_EDF, _ = problem(plan, D, F)
         reason = op.get("triton_ragged(tma=1,block_k=128)").why_not(x_RD, w_EDF, plan)
-        assert (reason is None) if ok else "32 deep" in reason  # float32: a quarter
+        assert (reason is None) if ok else "depth 32" in reason  # float32: a quarter
     x_RD, w_EDF, _ = problem(plan, 48, 32)
     assert op.get("triton_ragged(tma=1)").why_not(x_RD, w_EDF, plan) is None
 

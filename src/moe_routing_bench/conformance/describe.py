@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 
-from moe_routing_bench.conformance.outside import ROUTERS, IsolatedError, Outside, OutsideFile, Shown, answers
+from moe_routing_bench.conformance.outside import (
+    ROUTERS,
+    Answer,
+    IsolatedError,
+    Outside,
+    OutsideFile,
+    Shown,
+    answers,
+)
 from moe_routing_bench.ops.catalog import Listing, find, find_all
 from moe_routing_bench.ops.preference import machine_of, preferences
 from moe_routing_bench.ops.registry import BUILT_IN, Op, get_op
@@ -29,7 +36,7 @@ LAYOUTS = {
 }
 
 
-def described(file: OutsideFile, outside: Outside, row: type[BaseModel]) -> dict[str, Any]:
+def described(file: OutsideFile, outside: Outside, row: type[Answer]) -> dict[str, Any]:
     """What a file from outside says of itself, asked in a process of its own."""
     try:
         (answer,) = answers(describe_file, str(file.path), include=outside.folders, answer=row)
@@ -38,7 +45,7 @@ def described(file: OutsideFile, outside: Outside, row: type[BaseModel]) -> dict
     return {**answer.model_dump(), "origin": file.origin}
 
 
-def broken_row(row: type[BaseModel], file: OutsideFile, reason: str) -> dict[str, Any]:
+def broken_row(row: type[Answer], file: OutsideFile, reason: str) -> dict[str, Any]:
     return {**dict.fromkeys(row.model_fields), "state": "broken", "reason": reason, "origin": file.origin}
 
 
@@ -54,10 +61,9 @@ def describe_file(path: str) -> Iterator[dict[str, Any]]:
         yield describe(get_op(op), find(get_op(op), name))
 
 
-class ImplementationRow(BaseModel):
+class ImplementationRow(Answer):
     """What describe says."""
 
-    model_config = ConfigDict(extra="forbid")
     state: Literal["ready", "absent", "broken"]
     reason: Shown | None
     origin: Shown
@@ -73,10 +79,9 @@ class ImplementationRow(BaseModel):
     ties: Shown | None
 
 
-class OpRow(BaseModel):
+class OpRow(Answer):
     """What describe_op says."""
 
-    model_config = ConfigDict(extra="forbid")
     state: Literal["ready", "broken"]
     reason: Shown | None
     origin: Shown
@@ -87,10 +92,9 @@ class OpRow(BaseModel):
     implementations: dict[str, Any]
 
 
-class RouterRow(BaseModel):
+class RouterRow(Answer):
     """What describe_router says."""
 
-    model_config = ConfigDict(extra="forbid")
     state: Literal["ready", "broken"]
     reason: Shown | None
     summary: Shown

@@ -7,11 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_routing_bench.conformance.outside import IsolatedError, Outside, Shown, answers
+from moe_routing_bench.conformance.outside import Answer, IsolatedError, Outside, Shown, answers
 from moe_routing_bench.core.dtypes import DTYPES, name_of
 from moe_routing_bench.core.experts import ExpertWeights
 from moe_routing_bench.core.machine import this_machine
@@ -51,10 +50,9 @@ def explained_isolated(asked: dict[str, Any], impl: str, outside: Outside) -> tu
     return document, died or any(one["answer"] == "broken" for one in rows)
 
 
-class ImplementationAnswer(BaseModel):
+class ImplementationAnswer(Answer):
     """What _answer says."""
 
-    model_config = ConfigDict(extra="forbid")
     implementation: Shown
     spec: Shown
     origin: Shown
@@ -62,10 +60,9 @@ class ImplementationAnswer(BaseModel):
     reason: Shown | None
 
 
-class Explanation(BaseModel):
+class Explanation(Answer):
     """What explained says."""
 
-    model_config = ConfigDict(extra="forbid")
     op: Shown
     summary: Shown
     arguments: dict[Shown, Shown]

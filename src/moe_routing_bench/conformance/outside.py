@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from moe_routing_bench.core.fork_server import fork_server, without_main_module
 from moe_routing_bench.core.names import MistakeError
@@ -41,11 +41,17 @@ SECONDS = 60.0  # between two answers
 MEMORY_BYTES = 8 << 30  # on top of what the process has when it starts
 MAX_ANSWER_BYTES = 1 << 20
 LOG_LETTERS = 300
-A = TypeVar("A", bound=BaseModel)
-
-
 # text that reaches a terminal
 Shown = Annotated[str, Field(max_length=4_000), AfterValidator(lambda text: printable(text))]
+
+
+class Answer(BaseModel):
+    """One line of an answer from that process: nothing but the fields of its kind."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+A = TypeVar("A", bound=Answer)
 
 
 class IsolatedError(Exception):

@@ -14,12 +14,20 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from moe_routing_bench.conformance.cases import CASES, KitCell, layouts_for
 from moe_routing_bench.conformance.check import Outcome, cells_of, check, matches
 from moe_routing_bench.conformance.describe import OpRow, described
-from moe_routing_bench.conformance.outside import ROUTERS, IsolatedError, Outside, OutsideFile, Shown, answers
+from moe_routing_bench.conformance.outside import (
+    ROUTERS,
+    Answer,
+    IsolatedError,
+    Outside,
+    OutsideFile,
+    Shown,
+    answers,
+)
 from moe_routing_bench.conformance.router_checks import check_router
 from moe_routing_bench.core.names import (
     MistakeError,
@@ -35,29 +43,26 @@ from moe_routing_bench.routers.router import router_names
 NO_DTYPE = "any"
 
 
-class CaseOutcome(BaseModel):
+class CaseOutcome(Answer):
     """One case of one implementation. Code from outside says `begun` first, so that we know where it died."""
 
-    model_config = ConfigDict(extra="forbid")
     case: Shown
     layout: Shown
     dtype: Shown
     status: Literal["begun", "passed", "failed", "unsupported"]
-    sentences: list[Shown] = []
+    sentences: list[Shown] = Field(default_factory=list)
     could_say_invariant: bool | None = None
 
 
-class SpecFound(BaseModel):
+class SpecFound(Answer):
     """One implementation in a file from outside, or one configuration of it. reason: why it is broken."""
 
-    model_config = ConfigDict(extra="forbid")
     spec: Shown
     reason: Shown | None
     cells: int
 
 
-class RouterChecked(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class RouterChecked(Answer):
     sentences: list[Shown]
 
 
@@ -282,10 +287,9 @@ MARKS = {"passed": ".", "failed": "X", "unsupported": "-"}
 LAYOUT_OF = {"padded": "padded(capacity_factor=8)", "compact": "compact", "block": "block(16)"}
 
 
-class TokensOutcome(BaseModel):
+class TokensOutcome(Answer):
     """All dtypes and layouts at one number of tokens. `begun` comes first, to know where code died."""
 
-    model_config = ConfigDict(extra="forbid")
     T: int
     status: Literal["begun", "passed", "failed", "unsupported"]
     sentence: Shown = ""

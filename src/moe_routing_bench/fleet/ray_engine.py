@@ -62,8 +62,7 @@ class RayExecutor:
                 sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise ValueError(f"there is no Ray cluster at {address}: {sentence}") from None
         # the same options for both, so that a key is computed under the settings a cell is measured with;
-        # tasks
-        # with parcels get a new process, which takes seconds to start
+        # tasks with parcels get a new process, which takes seconds to start
         options = {"num_cpus": 0, "max_retries": RETRIES, "retry_exceptions": False}
         self._keys, self._measure = (ray.remote(**options)(work) for work in (_keys, measured_here))
         self._keys_sent, self._measure_sent = (

@@ -11,8 +11,7 @@ the device. The grid is large enough for any routing of these sizes, and program
 once. For backward it keeps its inputs; gradients are those of `staged` with the Triton parts.
 
 Options:
-  block_m, block_n, block_k   rows, columns, depth of a tile; if gated, half of the first GEMM's columns are
-  gate
+  block_m, block_n, block_k   rows, columns, depth of a tile; if gated, half of the first columns are gate
   num_warps, num_stages       warps of 32 lanes; tiles of the depth that are loaded ahead
   group                       row tiles that use one column of weights together, while it is in L2
   persistent=1                one program per multiprocessor takes tile after tile
