@@ -14,7 +14,13 @@ from typing import Any
 
 from moe_routing_bench.core.names import did_you_mean
 from moe_routing_bench.core.published import MODELS, model
-from moe_routing_bench.workloads.experiment import FEWER_TOKENS, MAX_ACTIVATION_BYTES, MAX_FLOPS, Experiment
+from moe_routing_bench.workloads.experiment import (
+    ATTENTION,
+    FEWER_TOKENS,
+    MAX_ACTIVATION_BYTES,
+    MAX_FLOPS,
+    Experiment,
+)
 from moe_routing_bench.workloads.regret_cases import regret
 
 # of the cases of a published model
@@ -39,6 +45,9 @@ def scaled(case: Experiment) -> Experiment:
     while not twin.fits_a_laptop:
         s = twin.shape
         too_much_work = twin.flops > MAX_FLOPS or twin.activation_bytes > MAX_ACTIVATION_BYTES
+        if twin.span == ATTENTION:
+            twin = _half(twin)
+            continue
         if too_much_work and s.T > 128:
             smaller = replace(s, T=s.T // 2)
         elif min(s.D, s.F) > 128:
@@ -51,6 +60,14 @@ def scaled(case: Experiment) -> Experiment:
             smaller = replace(s, T=s.T // 2)
         twin = replace(twin, **vars(smaller), shared_F=twin.shared_F * smaller.F // s.F)
     return case if twin == case else replace(twin, case=f"{case.case}~scaled", scaled_from=case.case)
+
+
+def _half(case: Experiment) -> Experiment:
+    """With half of its tokens. Attention has fewer sequences, and shorter ones only if there is one."""
+    if case.span != ATTENTION or case.sequences == 1:
+        return replace(case, T=case.T // 2, context=case.context // 2)
+    B = case.sequences // 2
+    return replace(case, T=case.T // case.sequences * B, sequences=B)
 
 
 def fitted(case: Experiment, *, memory_bytes: int, most_flops: float = MINUTE_FLOPS) -> Experiment:
@@ -69,7 +86,7 @@ def fitted(case: Experiment, *, memory_bytes: int, most_flops: float = MINUTE_FL
         smaller.flops * (3 if train else 1) > most_flops
         or (20 if train else 4) * smaller.held_bytes + 8 * smaller.activation_bytes > 0.8 * memory_bytes
     ):
-        smaller = replace(smaller, T=smaller.T // 2)
+        smaller = _half(smaller)
     name = f"{case.case}~{smaller.T}{FEWER_TOKENS}"
     return case if smaller == case else replace(smaller, case=name, scaled_from=case.case)
 
