@@ -144,10 +144,10 @@ def seed_routing() -> list[Experiment]:
     ]
 
 
-def seed_decoder() -> list[Experiment]:
-    """Decoder blocks, attention included, batches and widths of the original plan; E and K are ours."""
+def seed_moe_block() -> list[Experiment]:
+    """Decoder blocks with experts, attention included, batches and widths of the original plan; E, K ours."""
     return [
-        _case(f"seed-decoder/{B}x{N}", "block", B * N, 2048, 4096, 8, 2, heads=32, sequences=B)
+        _case(f"seed-moe-block/{B}x{N}", "block", B * N, 2048, 4096, 8, 2, heads=32, sequences=B)
         for B, N in product((1, 4, 8), (64, 128))
     ]
 
@@ -219,25 +219,42 @@ def soft_moe() -> list[Experiment]:
     return [_case(f"soft-moe/{B}x256", "layer", 256 * B, 1024, 2048, 16, 2, sequences=B) for B in (1, 8)]
 
 
+# from even to collapsed
+SKEWS = (
+    "balanced", "uniform", "zipf(0.3)", "zipf(0.6)", "zipf(0.9)", "zipf(1.2)", "zipf(1.6)",
+    "lognormal(maxvio=1)", "lognormal(maxvio=2)", "one_expert",
+)  # fmt: skip
+
+
+def seed_balance() -> list[Experiment]:
+    """Uneven load against time, Table D of the original plan: ten routings, 8 and 64 experts, sizes ours."""
+    return [
+        _case(f"seed-balance/e{E}-{workload}", "layer", T, 512, 1024, E, K, workload=workload)
+        for (T, E, K), workload in product(((1024, 8, 2), (256, 64, 8)), SKEWS)
+    ]
+
+
 def _dense(name: str, span: str, T: int, D: int, F: int = 1, **more: Any) -> Experiment:
     """A layer around the experts: no routing, and at most the matrices of one expert."""
     return _case(name, span, T, D, F, 1, 1, weights=span == "linear", activation="relu", **more)
 
 
 def seed_attention() -> list[Experiment]:
-    """Attention of the original plan (512 heads of 16, 1,024 tokens, rotary inside), BERT's, and decoding."""
+    """Attention: 512 heads of 16, 1,024 tokens, rotary inside, forward and backward; BERT; decoding."""
     founding = {"heads": 32, "kv_heads": 16, "sequences": 16, "causal": False, "rotary": True}
-    bert = {"heads": 12, "causal": False}
-    decode = {"heads": 32, "kv_heads": 8, "context": 8192}
+    bert, decode = {"heads": 12, "causal": False}, {"heads": 32, "kv_heads": 8}
+    sizes: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
+        ("founding", 16 * 1024, 512, founding),
+        ("founding-backward", 16 * 1024, 512, {**founding, "direction": "backward"}),
+        ("tuned", 32, 1024, {"heads": 4}),
+        ("bert-128", 128, 768, bert),
+        ("bert-512", 512, 768, bert),
+        ("decode-1024", 1, 4096, {**decode, "context": 1024}),
+        ("decode-8192", 1, 4096, {**decode, "context": 8192}),
+    )
     return [
-        _dense(f"seed-attention/{name}-{dtype}", "attention", T, D, dtype=dtype, **sizes)
-        for name, T, D, sizes in (
-            ("founding", 16 * 1024, 512, founding),
-            ("tuned", 32, 1024, {"heads": 4}),
-            ("bert-128", 128, 768, bert),
-            ("bert-512", 512, 768, bert),
-            ("decode-8192", 1, 4096, decode),
-        )
+        _dense(f"seed-attention/{name}-{dtype}", "attention", T, D, dtype=dtype, **more)
+        for name, T, D, more in sizes
         for dtype in ("float32", "bfloat16")
     ]
 
@@ -266,9 +283,8 @@ def seed_rmsnorm() -> list[Experiment]:
 SUITES: dict[str, Callable[[], list[Experiment]]] = {
     suite.__name__.replace("_", "-"): suite
     for suite in (
-        seed_fused, seed_qwen, seed_pack, seed_grid, seed_routing, seed_decoder, seed_attention, seed_linear,
-        seed_rmsnorm, topk_grid, gpu_quick,
-        cpu_grid, layouts, soft_moe, regret,
+        seed_fused, seed_qwen, seed_pack, seed_grid, seed_routing, seed_moe_block, seed_attention,
+        seed_linear, seed_rmsnorm, seed_balance, topk_grid, gpu_quick, cpu_grid, layouts, soft_moe, regret,
     )
 }  # fmt: skip
 
