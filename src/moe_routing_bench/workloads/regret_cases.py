@@ -107,8 +107,8 @@ def _dense(
     span: str, name: str, dtype: str, T: int, D: int, F: int, *, weights: bool = False, **more: Any
 ) -> Ordered:
     case = Experiment(
-        case=f"regret/{span}-{name}-{dtype}", span=span, T=T, D=D, F=F, E=1, K=1, dtype=dtype, weights=weights,
-        activation="relu", threads=2, **more,
+        case=f"regret/{span}-{name}-{dtype}", span=span, T=T, D=D, F=F, E=1, K=1, dtype=dtype,
+        weights=weights, activation="relu", threads=2, **more,
     )  # fmt: skip
     return (True, 2, case.direction, span, name, dtype, T, ""), case
 

@@ -1,4 +1,4 @@
-"""plain, compiled by torch.compile on the first call of a kind; forward only."""
+"""plain, compiled by torch.compile on the first call with a dtype; forward only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ _compiled = torch.compile(reference, dynamic=True, fullgraph=True, options={"com
 
 
 def unsupported(x_TD: Tensor, norm_D: Tensor, eps: float) -> str | None:
+    if min(x_TD.shape) < 2 or not x_TD.is_contiguous():  # each would be a program of its own
+        return "it is compiled for two tokens or more, side by side in memory"
     return cpp.why_not() if x_TD.is_cpu else None
 
 
 def run(x_TD: Tensor, norm_D: Tensor, eps: float) -> Tensor:
-    return _compiled(x_TD, norm_D, eps)
+    with torch.no_grad():
+        return _compiled(x_TD.detach(), norm_D.detach(), eps)
