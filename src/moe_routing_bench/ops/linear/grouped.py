@@ -13,7 +13,9 @@ from moe_routing_bench.ops.linear.op import PackedMatrix, why_not_packed
 def unsupported(x_TD: Tensor, w_FD: Tensor | PackedMatrix, b_F: Tensor | None) -> str | None:
     if isinstance(w_FD, PackedMatrix):
         return why_not_packed(w_FD, "grouped")
-    return native.unsupported(x_TD, _one(w_FD.t()), _plan(len(x_TD)), _one(b_F))
+    if not x_TD.is_cpu:
+        return f"it runs on the CPU, not on {x_TD.device}"
+    return native.unsupported(x_TD, w_FD.detach().t().unsqueeze(0), _plan(0), b_F)
 
 
 def run(x_TD: Tensor, w_FD: Tensor, b_F: Tensor | None) -> Tensor:
