@@ -27,6 +27,7 @@ FLOORS = [
     ["ops.hf", "ops.rows", "ops.coded", "ops.nodes"],
     ["ops.gpu", "ops.gpu_gemm", "ops.cute_threads", "ops.quack_calls", "ops.ggml_calls"],
     ["ops.topk", "ops.score_topk", "ops.make_plan", "ops.dispatch", "ops.grouped_gemm", "ops.combine"],
+    ["ops.rms_norm", "ops.attention", "ops.linear"],
     ["ops.hops", "ops.ep_dispatch", "ops.ep_combine"],
     ["ops.expert_ffn"],
     ["routers"],

@@ -26,6 +26,7 @@ from moe_routing_bench.core.plan import Layout, RoutingPlan
 from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.models.checkpoint import CheckpointLayer, read_layer
+from moe_routing_bench.ops.attention.op import Rotary
 from moe_routing_bench.ops.implementation import Implementation, tensors_in
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
@@ -324,6 +325,58 @@ class Call:
     @property
     def b_EF(self) -> Tensor | None:
         return self.inputs.weights.b_in_EG
+
+    # of the layers around the experts
+
+    @property
+    def norm_D(self) -> Tensor:
+        scale_D = self._normal(self._shape.D, place=29, dtype=torch.float32)
+        return self._put((1 + 0.1 * scale_D).to(self.inputs.dtype))
+
+    @property
+    def eps(self) -> float:
+        return 1e-6
+
+    @property
+    def w_FD(self) -> Tensor:
+        """The second matrix of the first expert: F outputs of D inputs side by side, as in nn.Linear."""
+        return self.inputs.weights.w_out_EFD[0]
+
+    @property
+    def b_F(self) -> Tensor | None:
+        b_EG = self.inputs.weights.b_in_EG
+        return None if b_EG is None else b_EG[0, : self._shape.F]
+
+    @property
+    def q_BHNA(self) -> Tensor:
+        return self._heads(self.inputs.experiment.query_shape, 0)
+
+    @property
+    def k_BJMA(self) -> Tensor:
+        return self._heads(self.inputs.experiment.key_shape, 37)
+
+    @property
+    def v_BJMA(self) -> Tensor:
+        return self._heads(self.inputs.experiment.key_shape, 41)
+
+    def _heads(self, shape: tuple[int, ...], place: int) -> Tensor:
+        return self._put(self._normal(*shape, place=self.number * STRIDE + place))
+
+    @property
+    def causal(self) -> bool:
+        return self.inputs.experiment.causal
+
+    @property
+    def window(self) -> int:
+        return self.inputs.experiment.window
+
+    @property
+    def rotary(self) -> Rotary | None:
+        if not self.inputs.experiment.rotary:
+            return None
+        _, _, M, A = self.inputs.experiment.key_shape
+        angle_MC = torch.arange(M).unsqueeze(1) * 1e4 ** -(torch.arange(A // 2) * 2 / A)
+        return placed(Rotary(cos_MC=angle_MC.cos(), sin_MC=angle_MC.sin()), self.inputs.put)
 
     def upstream(self, shape: torch.Size) -> Tensor:
         """The upstream gradient for a result of this shape."""

@@ -48,6 +48,8 @@ OURS = __name__.partition(".")[0]
 GROUP = f"{OURS}.implementations"
 BUILT_IN = "built in"
 NO_IMPLEMENTATIONS = {"op", "preferences"}  # files of an op's folder that are not implementations
+# parameters of an operation of an MoE layer; the others are those of the layers around it
+ROUTED = frozenset({"score_TE", "logits_TE", "gate_TK", "routing", "plan", "traffic"})
 # functions and constants of a file that become fields of its Implementation
 HOOKS = ("run", "unsupported", "stored", "plain", "freeze", "freeze_stored")
 FLAGS = ("FORWARD_ONLY", "HOST_SYNC", "SPREADS_NAN", "DETERMINISTIC", "REUSES_OUTPUT", "READS_PLAIN")
@@ -172,6 +174,11 @@ class Op:
     def has_layout(self) -> bool:
         """True if it takes a plan or a layout."""
         return not {"plan", "layout"}.isdisjoint(self.parameters())
+
+    @property
+    def routed(self) -> bool:
+        """Does it see what a router chose, or the scores it chooses by?"""
+        return not ROUTED.isdisjoint(self.parameters())
 
     def arguments(self, source: object) -> dict[str, Any]:
         """Its arguments by name, read from attributes of `source`: a case of the kit, a call of the benchmark

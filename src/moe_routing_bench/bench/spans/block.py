@@ -60,7 +60,7 @@ class BlockSpan(Span):
     included = ("norms", "attention", "router projection", "topk", "make_plan", "expert_ffn", "residuals")
     excluded = (*Span.excluded, "rotary angles")
     weights = routed = True
-    case = "seed-decoder"
+    case = "seed-moe-block"
 
     def all_names(self) -> list[str]:
         return list(IMPLEMENTATIONS)

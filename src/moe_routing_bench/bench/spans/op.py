@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.spans.span import (
     PACKAGE,
+    PACKED_ONCE,
     Computation,
     Load,
     Span,
@@ -24,7 +25,7 @@ from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.experts import activate
 from moe_routing_bench.ops.registry import Op, all_ops
-from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
+from moe_routing_bench.workloads.experiment import ATTENTION, Experiment, ImplementationRef
 
 STAGED = ("dispatch", "grouped_gemm", "combine")
 
@@ -45,18 +46,24 @@ class OpSpan(Span):
         return self.op.arguments(call)
 
     def built(self, implementation: ImplementationRef, inputs: Inputs) -> Computation:
-        one = self.op.get(implementation.name)
-        if (
-            self.op.weights != "weights"
-            or (weights := inputs.frozen(one, implementation.frozen)) is inputs.weights
-        ):
+        one, name = self.op.get(implementation.name), self.op.weights
+        if name == "weights":
+            plain: Any = inputs.weights
+            weights: Any = inputs.frozen(one, implementation.frozen)
+            how = packed_once(weights)
+        else:
+            plain = weights = getattr(inputs.at(0, 0, implementation.layout), name) if name else None
+            if name and (freeze := inputs.freeze_of(one, implementation.frozen)) is not None:
+                weights = freeze(plain.detach())
+            how = PACKED_ONCE
+        if weights is plain:
             return Computation(run=one.run)
-        place = self.op.parameters().index("weights")
+        place = self.op.parameters().index(name)
 
         def run(*args: Any) -> Any:
             return one.run(*args[:place], weights, *args[place + 1 :])
 
-        return Computation(run=run, runs=f"{one.label}{packed_once(weights)}")
+        return Computation(run=run, runs=f"{one.label}{how}")
 
     def why_not(
         self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
@@ -98,6 +105,22 @@ class OpSpan(Span):
         if case.store:
             cost = replace(cost, weight_bytes=cost.weight_bytes * case.weight_bytes // case.drawn_bytes)
         return cost, inputs.workload(0).statistics(plan).to_dict()
+
+    def sizes(self, case: Experiment) -> list[str]:
+        """An operation that sees no routing has the letters of its arguments."""
+        if self.op.routed or self.op.weights == "weights":
+            return super().sizes(case)
+        sizes = {letter: getattr(case, letter) for letter in "TDF"}
+        if self.name != ATTENTION:
+            letters = dict.fromkeys("".join(name.partition("_")[2] for name in self.op.parameters()))
+            return [" ".join(f"{letter}={sizes[letter]}" for letter in letters)]
+        (B, H, N, A), (_, J, M, _) = case.query_shape, case.key_shape
+        masks = ["causal" if case.causal else "no mask", f"window {case.window}" * bool(case.window)]
+        return [
+            f"B={B} H={H} J={J} N={N} M={M} A={A}",
+            *filter(None, masks),
+            *["rotary inside"] * case.rotary,
+        ]
 
     def notes(self, case: Experiment) -> list[str]:
         if not case.store:

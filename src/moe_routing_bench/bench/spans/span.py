@@ -37,9 +37,10 @@ from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.ops.score_topk.op import PLAIN
 from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
 from moe_routing_bench.workloads import stored_cases
-from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
+from moe_routing_bench.workloads.experiment import ATTENTION, Experiment, ImplementationRef
 
 PACKAGE = Path(__file__).parents[2]
+PACKED_ONCE = ", weights packed once"
 Stage = tuple[str, Callable[[], Any]]
 Load = dict[str, int | float | None]
 NO_SPAN = ("span", "op")  # files of this folder that define no span of their name
@@ -213,6 +214,11 @@ class Span:
         and one sum back."""
         return None
 
+    def sizes(self, case: Experiment) -> list[str]:
+        """What a reader must know of the case, in words for one line: its sizes, its routing."""
+        s = case.shape
+        return [f"T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}", case.workload or "own router"]
+
     def notes(self, case: Experiment) -> list[str]:
         """Sentences a reader needs about the case as this span measures it."""
         return []
@@ -237,7 +243,12 @@ def stand_ins(implementation: ImplementationRef, case: Experiment, K: int | None
     weights = weights_without_values(
         s, case.activation, bias=case.bias, train=train, dtype=DTYPES[case.dtype]
     )
-    return StandIns(weights, K or s.K, Layout.parse(implementation.layout), s.T, train=train, rule=PLAIN)
+    heads = (case.query_shape, case.key_shape) if case.span == ATTENTION else None
+    made = StandIns(
+        weights, K or s.K, Layout.parse(implementation.layout), s.T, train=train, rule=PLAIN, heads=heads
+    )
+    made.causal, made.window = case.causal, case.window
+    return made
 
 
 def auto_label(op: str, source: StandIns) -> str:
@@ -294,7 +305,7 @@ def check_measurable(experiment: Experiment) -> None:
 
 def packed_once(weights: ExpertWeights) -> str:
     """For a record: how the weights are held, if not as they were given."""
-    return ", weights packed once" if isinstance(weights.w_in_EDG, Frozen) else ""
+    return PACKED_ONCE if isinstance(weights.w_in_EDG, Frozen) else ""
 
 
 def why_not_one_of(
