@@ -36,7 +36,7 @@ from moe_routing_bench.models.checkpoint import read_layer
 from moe_routing_bench.ops.auto import invariant_names
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.workloads.axes import Axis, Group, axes_of, defaults_of, explained
-from moe_routing_bench.workloads.cases import cases, fitted, model_cases, stored_as
+from moe_routing_bench.workloads.cases import cases, fitted, model_cases
 from moe_routing_bench.workloads.experiment import (
     ATTENTION,
     DIRECTIONS,

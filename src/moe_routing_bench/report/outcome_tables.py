@@ -201,8 +201,8 @@ def _share(one: ImplementationOutcome) -> str:
 
 
 def _rates(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> dict[str, list[str]]:
-    """Returns the columns of rates: bytes by both conventions if the span packs, operations if it has weights or
-    more of them than bytes."""
+    """Returns the columns of rates: bytes by both conventions if the span packs, operations if it has weights
+    or more of them than bytes."""
     rates = [outcome.rates(one) for one in ranked]
     fields = {"tokens/s": "tokens_per_second"}
     if rates[0].bw_2pass is not None:
