@@ -302,6 +302,8 @@ def test_results_without_a_gpu_or_the_default_tile_are_refused(tmp_path: Path) -
         assert refused("tune", "export", folder, "--to", "vllm", "-o", tmp_path / "out")
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
 def test_tiles_are_compiled(tmp_path: Path) -> None:
     pytest.importorskip("triton.language")
     large = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "num_stages": 4}

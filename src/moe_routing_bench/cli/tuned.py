@@ -20,7 +20,7 @@ from rich.text import Text
 from moe_routing_bench.cli.options import Json, fail, pick, reading, show_json
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.core.whole_files import write_whole
-from moe_routing_bench.report.console import show, spinner
+from moe_routing_bench.report.console import show
 from moe_routing_bench.report.overview import table_of
 from moe_routing_bench.studies.tuned_audit import KINDS, Audit, audit
 from moe_routing_bench.studies.tuned_export import (
@@ -67,7 +67,7 @@ def check_command(
     error: a file that no loader asks for or can read, or a tile that cannot run.
     """
     wanted = None if project is None else _project(project)
-    with spinner("reading") as doing, reading():
+    with reading() as doing:
         compiler = None if compile_tiles is None else _compiler(compile_tiles, doing)
         found = audit(paths, wanted, compiler, doing)
     document = _document(found, compiler)

@@ -109,7 +109,7 @@ def _cut_out(source: str) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     if not all(hasattr(module, name) for name in VLLM_FUNCTIONS):
-        raise NotImplementedError(f"this vLLM has no {' or '.join(VLLM_FUNCTIONS)} in {VLLM_FILE}")
+        raise ValueError(f"this vLLM has no {' or '.join(VLLM_FUNCTIONS)} in {VLLM_FILE}")
     return module
 
 
