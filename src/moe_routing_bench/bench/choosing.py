@@ -359,7 +359,7 @@ def fitted_once(chosen: Sequence[Experiment]) -> list[Experiment]:
     room = psutil.virtual_memory().available
     for case in chosen:
         twin = fitted(case, memory_bytes=room)
-        nameless = replace(twin, case="", scaled_from="", **({} if twin.heads else {"sequences": 1}))
+        nameless = replace(twin, case="", scaled_from="", sequences=twin.sequences if twin.heads else 1)
         kept.setdefault(nameless if twin.scaled_from else twin, twin)
     return list(kept.values())
 
