@@ -68,7 +68,7 @@ def test_compare_shows_a_table_and_a_summary(
     rows = [line.split() for line in text.splitlines() if "| compact" in line]
     assert [row[4] for row in rows] == ["eager_loop", "staged"]  # least ratio first
     assert "SLOWER" in rows[1] and "1 SLOWER" in text and "of 2 ratios 1.0" in text
-    assert "not interleaved" in text and "1 by times" in text
+    assert "not interleaved" in text and "by times alone: 1" in text
     document = mrb_json("results", "compare", a, b)
     assert document["counts"]["SLOWER"] == 1 and document["compared"] == 2
     assert document["changes"][1]["method"] == "ratio to baseline"

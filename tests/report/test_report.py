@@ -320,7 +320,7 @@ def test_a_broken_study_is_a_sentence(tmp_path: Path) -> None:
     shutil.copytree(MEASUREMENTS / "training" / "chain", tmp_path / "s")
     (tmp_path / "s" / "times.json").write_text('{"seconds": 3}')
     (study,) = material_of(tmp_path / "s").studies
-    assert study.pareto is None and "do not fit together" in study.why
+    assert study.pareto is None and "do not match" in study.why
 
 
 def test_what_is_missing_names_its_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
