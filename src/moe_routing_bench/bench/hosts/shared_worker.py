@@ -124,9 +124,7 @@ class _Worker:
         spec = self.experiment.implementations[subject].name
         parts = self.span.parts(spec)
         return {
-            "label": self.experiment.implementations[subject].called(
-                "+".join(part.label for part in parts) or spec
-            ),
+            "label": self.experiment.implementations[subject].called(self.span.label(spec)),
             "origin": "; ".join(sorted({part.origin for part in parts})) or BUILT_IN,
             "deterministic": all(part.deterministic for part in parts),
             "reuses_output": any(part.reuses_output for part in parts[-1:]),
