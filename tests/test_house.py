@@ -26,6 +26,7 @@ FLOORS = [
     ["ops.decisions", "ops.preference", "ops.stand_ins", "ops.auto", "ops.catalog"],
     ["ops.hf", "ops.rows", "ops.coded", "ops.nodes"],
     ["ops.gpu", "ops.gpu_gemm", "ops.cute_threads", "ops.quack_calls", "ops.ggml_calls"],
+    ["ops.rms_norm", "ops.attention", "ops.linear"],
     ["ops.topk", "ops.score_topk", "ops.make_plan", "ops.dispatch", "ops.grouped_gemm", "ops.combine"],
     ["ops.hops", "ops.ep_dispatch", "ops.ep_combine"],
     ["ops.expert_ffn"],

@@ -35,8 +35,8 @@ def test_every_model_has_an_attention_and_its_twin_too(model: str) -> None:
     assert twin.heads // twin.kv_heads == full.heads // full.kv_heads and twin.heads <= full.heads
 
 
-def test_the_seed_decoder_has_the_heads_it_declares() -> None:
-    (case,) = cases("seed-decoder/4x64")
+def test_the_seed_block_has_the_heads_it_declares() -> None:
+    (case,) = cases("seed-moe-block/4x64")
     assert (attention_of(case).heads, attention_of(case).head_dim) == (32, 64)
     twin = attention_of(scaled(case))
     assert (twin.heads, twin.head_dim) == (16, 64) and scaled(case).sequences == 4

@@ -29,6 +29,7 @@ from moe_routing_bench.bench.spans.span import (
 )
 from moe_routing_bench.core.names import ArgumentError, split_words
 from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.formats.named import INT8_ROWS
 from moe_routing_bench.models.checkpoint import read_layer
@@ -36,7 +37,14 @@ from moe_routing_bench.ops.auto import invariant_names
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.workloads.axes import Axis, Group, axes_of, defaults_of, explained
 from moe_routing_bench.workloads.cases import cases, fitted, model_cases, stored_as
-from moe_routing_bench.workloads.experiment import DIRECTIONS, VIEWS, WORKLOAD, Experiment, ImplementationRef
+from moe_routing_bench.workloads.experiment import (
+    ATTENTION,
+    DIRECTIONS,
+    VIEWS,
+    WORKLOAD,
+    Experiment,
+    ImplementationRef,
+)
 from moe_routing_bench.workloads.regret_cases import CONTENDERS
 from moe_routing_bench.workloads.workload import check_name
 
@@ -249,7 +257,7 @@ def chosen_cases(
     elif sizes.case:
         chosen = cases(sizes.case)
     elif sizes.model:
-        chosen = _of_model(sizes.model, given, tokens)
+        chosen = _of_model(span, sizes.model, given, tokens)
     elif span.case and not given:
         chosen = cases(span.case)
     else:
@@ -295,11 +303,15 @@ def _own(shape: dict[str, int]) -> Experiment:
     return Experiment(case=f"own/{s.T}x{s.D}x{s.F}-e{s.E}-k{s.K}", span="", **vars(s))
 
 
-def _of_model(name: str, given: dict[str, list[int]], tokens: Sequence[int]) -> list[Experiment]:
+def _of_model(span: Span, name: str, given: dict[str, list[int]], tokens: Sequence[int]) -> list[Experiment]:
     tokens = given.pop("T", tokens)
     if given:
         raise ArgumentError(f"{{model}} {name} fixes all sizes but {{tokens}}", "model", "tokens")
-    return model_cases(name, tokens)
+    chosen = model_cases(name, tokens)
+    if span.name != ATTENTION:
+        return chosen
+    a = MODELS[name].attention
+    return [replace(one, D=a.heads * a.head_dim, heads=a.heads, kv_heads=a.kv_heads) for one in chosen]
 
 
 def _of_checkpoint(span: Span, sizes: SizeOptions, tokens: Sequence[int]) -> list[Experiment]:
@@ -339,7 +351,7 @@ def fitted_once(chosen: Sequence[Experiment]) -> list[Experiment]:
     room = psutil.virtual_memory().available
     for case in chosen:
         twin = fitted(case, memory_bytes=room)
-        nameless = replace(twin, case="", scaled_from="", sequences=1)
+        nameless = replace(twin, case="", scaled_from="", **({} if twin.heads else {"sequences": 1}))
         kept.setdefault(nameless if twin.scaled_from else twin, twin)
     return list(kept.values())
 

@@ -40,10 +40,11 @@ def _sizes(case: Experiment) -> list[str]:
         return ["--checkpoint", case.checkpoint, "--layer", str(case.checkpoint_layer), "--tokens", str(s.T)]
     name = _unstored(case.scaled_from if case.fewer_tokens else case.case, case.store)
     if (known := _known(name)) is not None:
-        words = option_words(case, "what", beside=values_of(known))
+        beside = values_of(known)
         if known.shape == s:
-            return ["--case", name, "--full", *words]
+            return ["--case", name, "--full", *option_words(case, "what", beside=beside)]
         if case.fewer_tokens:
+            words = option_words(case, "what", beside=beside | {"sequences": case.sequences})
             model = name.partition("/")[0]
             few = ["--model", model, "--tokens", str(s.T)] if model in MODELS else ["--case", name]
             return [*few, *words]

@@ -85,7 +85,8 @@ def suite_table(rows: list[dict[str, Any]]) -> Table:
     table = two_columns(first_width=26)
     for row in rows:
         measured = "measured: not known here" if row["measured"] is None else f"measured: {row['measured']}"
-        numbers = f"{row['cells']} cells, {measured}, about {row['minutes']:g} minutes"
+        source = row["document"] or "our own sizes"
+        numbers = f"{source}; {row['cells']} cells, {measured}, about {row['minutes']:g} minutes"
         lines = [Text(row["purpose"]), Text(numbers, "dim")]
         table.add_row(Text(f"  {row['name']}", "bold"), Text("\n").join(lines))
     return table

@@ -19,7 +19,8 @@ BYTES_FOR_THREADS = 2**17
 # results of this size do not fit in the caches; streaming stores avoid reading each line first
 BYTES_TO_STREAM = 2**23
 DISPATCH, COMBINE, RMS_NORM = (
-    Path(__file__).parent / name / "native.cpp" for name in ("dispatch", "combine", "rms_norm")
+    Path(__file__).parent / name
+    for name in ("dispatch/native.cpp", "combine/native.cpp", "rms_norm/native.cpp")
 )
 _dispatch, _combine = cpp.Function(DISPATCH, "mrb_dispatch", 11), cpp.Function(COMBINE, "mrb_combine", 11)
 _rms_norm = cpp.Function(RMS_NORM, "mrb_rms_norm", 10)

@@ -76,6 +76,5 @@ class StandIns:
         self.w_FD = weights.w_out_EFD[0]
         self.b_F = None if weights.b_in_EG is None else weights.b_in_EG[0, : weights.F]
         self.causal, self.window, self.rotary = True, 0, None
-        if heads is not None:
-            queries, keys = heads
-            self.q_BHNA, self.k_BJMA, self.v_BJMA = (row(w_in.dtype, *size) for size in (queries, keys, keys))
+        queries, keys = heads or ((1, 1, T, D), (1, 1, T, D))
+        self.q_BHNA, self.k_BJMA, self.v_BJMA = (row(w_in.dtype, *size) for size in (queries, keys, keys))

@@ -47,10 +47,10 @@ FACTS: dict[str, Callable[[CellOutcome, SubjectOutcome], str]] = {
 
 
 def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | None = None) -> None:
-    experiment, s = outcome.experiment, outcome.experiment.shape
+    experiment = outcome.experiment
     span = experiment.span if outcome.direction == "forward" else f"{experiment.span} {outcome.direction}"
-    sizes = f"T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}"
-    words = (span, sizes, experiment.dtype, _stored(outcome), experiment.workload or "own router")
+    sizes, *more = span_named(experiment.span).sizes(experiment)
+    words = (span, sizes, experiment.dtype, _stored(outcome), *more)
     show("", heading(experiment.case, ", ".join(filter(None, words))))
     ranked = sorted((o for o in outcome.subjects if o.samples), key=_ratio)
     if ranked:
@@ -204,14 +204,15 @@ def _share(one: SubjectOutcome) -> str:
 
 
 def _rates(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
-    """The rates worth a column: bytes by both conventions if the span packs, operations if it has weights."""
+    """The rates worth a column: bytes by both conventions if the span packs, operations if it has weights or
+    more of them than bytes."""
     rates = [outcome.rates(one) for one in ranked]
     fields = {"tokens/s": "tokens_per_second"}
     if rates[0].bw_2pass is not None:
         fields |= {"bw_2pass\nGB/s": "bw_2pass", "bw_strict\nGB/s": "bw_strict"}
     elif rates[0].bytes_per_second is not None:
         fields["GB/s"] = "bytes_per_second"
-    if ranked[0].cost.weight_bytes:
+    if (cost := ranked[0].cost).weight_bytes or cost.useful_flops > cost.activation_bytes:
         fields["TFLOP/s"] = "flops_per_second"
     units = {"tokens/s": 1.0, "TFLOP/s": 1e12}
     columns = {}

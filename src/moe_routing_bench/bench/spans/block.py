@@ -59,7 +59,7 @@ class BlockSpan(Span):
     included = ("norms", "attention", "router projection", "topk", "make_plan", "expert_ffn", "residuals")
     excluded = (*Span.excluded, "rotary angles")
     weights = routed = in_stages = True
-    case = "seed-decoder"
+    case = "seed-moe-block"
 
     def specs(self) -> list[str]:
         return list(SUBJECTS)

@@ -25,7 +25,7 @@ from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.experts import activate
 from moe_routing_bench.ops.registry import Op, all_ops
-from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
+from moe_routing_bench.workloads.experiment import ATTENTION, Experiment, ImplementationRef
 
 STAGED = ("dispatch", "grouped_gemm", "combine")
 
@@ -101,6 +101,22 @@ class OpSpan(Span):
         if case.store:
             cost = replace(cost, weight_bytes=cost.weight_bytes * case.weight_bytes // case.drawn_bytes)
         return cost, inputs.workload(0).statistics(plan).to_dict()
+
+    def sizes(self, case: Experiment) -> list[str]:
+        """An operation that sees no routing has the letters of its arguments."""
+        if self.op.routed or self.op.weights == "weights":
+            return super().sizes(case)
+        sizes = {letter: getattr(case, letter) for letter in "TDF"}
+        if self.name != ATTENTION:
+            letters = dict.fromkeys("".join(name.partition("_")[2] for name in self.op.parameters()))
+            return [" ".join(f"{letter}={sizes[letter]}" for letter in letters)]
+        (B, H, N, A), (_, J, M, _) = case.query_shape, case.key_shape
+        masks = ["causal" if case.causal else "no mask", f"window {case.window}" * bool(case.window)]
+        return [
+            f"B={B} H={H} J={J} N={N} M={M} A={A}",
+            *filter(None, masks),
+            *["rotary inside"] * case.rotary,
+        ]
 
     def notes(self, case: Experiment) -> list[str]:
         if not case.store:

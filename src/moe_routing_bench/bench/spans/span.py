@@ -37,7 +37,7 @@ from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.ops.score_topk.op import PLAIN
 from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
 from moe_routing_bench.workloads import stored_cases
-from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
+from moe_routing_bench.workloads.experiment import ATTENTION, Experiment, ImplementationRef
 
 PACKAGE = Path(__file__).parents[2]
 PACKED_ONCE = ", weights packed once"
@@ -213,6 +213,11 @@ class Span:
         needs in a forward pass: a token once to each rank with one of its experts, and one sum back."""
         return None
 
+    def sizes(self, case: Experiment) -> list[str]:
+        """What a reader must know of the case, in words for one line: its sizes, its routing."""
+        s = case.shape
+        return [f"T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}", case.workload or "own router"]
+
     def notes(self, case: Experiment) -> list[str]:
         """Sentences a reader needs about the case as this span measures it."""
         return []
@@ -236,7 +241,7 @@ def stand_ins(subject: ImplementationRef, case: Experiment, K: int | None = None
     weights = weights_without_values(
         s, case.activation, bias=case.bias, train=train, dtype=DTYPES[case.dtype]
     )
-    heads = (case.query_shape, case.key_shape) if case.heads else None
+    heads = (case.query_shape, case.key_shape) if case.span == ATTENTION else None
     made = StandIns(
         weights, K or s.K, Layout.parse(subject.layout), s.T, train=train, rule=PLAIN, heads=heads
     )
