@@ -115,6 +115,7 @@ def _move(source: dict[str, Any], target: dict[str, Any], *names: str) -> None:
 
 MAX_LINE_BYTES = 64 * 1024
 MAX_LOG = 2_000
+MAX_OPERATIONS = 32
 DEFAULT_ROUTER = "softmax_topk"
 SETTING = ("layout", "router", "layer")
 SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
@@ -307,6 +308,16 @@ class Timing(Part):
         return self
 
 
+class Operation(Part):
+    """bench.outcome.Operation"""
+
+    calls: Amount
+    self_seconds: Seconds
+    seconds: Seconds
+    device_seconds: Seconds
+    memory_bytes: Annotated[float, Field(ge=-1e30, le=1e30)]
+
+
 class Comparison(Part):
     """Against the baseline of the same cell: ratio=1.05, low=1.035, high=1.059, verdict="SLOWER", ..."""
 
@@ -427,6 +438,8 @@ class Record(Part):
     environment: Hash
     repro: Annotated[str, Field(max_length=4_000, pattern=r"^[^\x00-\x1f\x7f]*$")]
     log_tail: Log
+    # the longest operations, by name; empty if it was not profiled
+    profile: Annotated[dict[Name, Operation], Field(max_length=MAX_OPERATIONS)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _no_time_without_a_pass(self) -> Self:
