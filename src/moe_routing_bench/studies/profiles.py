@@ -1,9 +1,9 @@
 """Profiles a MoE layer with torch.profiler (Transformers' layer, a hand-ordered path, ours), or another span.
 
 The time of a layer is divided into four shares: route (logits, top-k, gates), pack (positions of all pairs,
-gathered rows), GEMM (both projections and the activation between them), combine (weighted rows back to tokens). Our
-stages and the hand-ordered ones run inside named ranges. Transformers' experts have no ranges, so `share_of`
-sorts their operations by name, shape and position. Time between operations is Python.
+gathered rows), GEMM (both projections and the activation between them), combine (weighted rows back to
+tokens). Our stages and the hand-ordered ones run inside named ranges. Transformers' experts have no ranges,
+so `share_of` sorts their operations by name, shape and position. Time between operations is Python.
 """
 
 from __future__ import annotations
