@@ -28,8 +28,8 @@ from moe_routing_bench.ops.targets import Target, target_of
 
 FORWARD_ONLY = True
 MAX_WIDTH = 256  # of a head: a tile of it lies in registers
-BLOCK_R, BLOCK_M, NUM_WARPS, NUM_STAGES = 64, 64, 4, 2
-CONFIGS = ({"block_r": 16, "block_m": 128, "splits": 8}, {"block_r": 128, "block_m": 64, "num_warps": 8})
+BLOCK_R, BLOCK_M, NUM_WARPS = 64, 64, 8
+CONFIGS = ({"block_r": 16, "block_m": 128, "splits": 8}, {"block_r": 128, "block_m": 32})
 NO_PART = tl.constexpr(float("-inf"))
 
 
@@ -42,7 +42,7 @@ def _turned(x, place, partner, mask, cos, sin, angle, a, C: tl.constexpr):
     return (x.to(tl.float32) * tl.load(cos + angle, mask=mask, other=0.0) + other * turn).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["N", "M", "J", "window", "scale"])
+@triton.jit(do_not_specialize=["X", "N", "M", "J", "window", "scale"])
 def _attend(
     q_BHNA,
     k_BJMA,
@@ -86,12 +86,12 @@ def _attend(
     bj = (tl.program_id(0) // tiles // SPLITS).to(tl.int64)
     b, j = bj // J, bj % J
     r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-    h, n = j * GROUP + r // N, (r % N).to(tl.int64)
-    a = tl.arange(0, BLOCK_A).to(tl.int64)
+    h, n = j * GROUP + r // N, r % N
+    a = tl.arange(0, BLOCK_A)
     position = M - N + n
     partner = tl.where(a < C, a + C, a - C)
     here = (r < GROUP * N)[:, None] & (a < A)[None, :]
-    q_row = q_BHNA + (b * stride_qb + h * stride_qh + n * stride_qn)[:, None]
+    q_row = q_BHNA + (b * stride_qb + h * stride_qh + n.to(tl.int64) * stride_qn)[:, None]
     q = tl.load(q_row + (a * stride_qa)[None, :], mask=here, other=0.0)
     if ROTARY:
         angle = (position * C)[:, None] + (a % C)[None, :]
@@ -111,14 +111,17 @@ def _attend(
     most = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_R,), tl.float32)
     y = tl.zeros((BLOCK_R, BLOCK_A), tl.float32)
+    row, far = tl.arange(0, BLOCK_M), bj * 0  # of 64 bits
     for start in tl.range(begin, end, BLOCK_M):
-        m = start + tl.arange(0, BLOCK_M)
+        m = start + row
         inside = (m < end)[:, None] & (a < A)[None, :]
-        k_row = k_BJMA + (b * stride_kb + j * stride_kj + m * stride_km)[:, None]
+        # 64 bits to the tile and 32 inside it: twice as many would not fit the registers
+        k_row = k_BJMA + (b * stride_kb + j * stride_kj + (far + start) * stride_km)
+        k_row += (row * stride_km)[:, None]
         k = tl.load(k_row + (a * stride_ka)[None, :], mask=inside, other=0.0)
         if ROTARY:
-            angle = (m * C)[:, None] + (a % C)[None, :]
-            k = _turned(k, k_row, (partner * stride_ka)[None, :], inside, cos_MC, sin_MC, angle, a, C)
+            of_key = (m * C)[:, None] + (a % C)[None, :]
+            k = _turned(k, k_row, (partner * stride_ka)[None, :], inside, cos_MC, sin_MC, of_key, a, C)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = (m < end)[None, :]
         if CAUSAL:
@@ -130,13 +133,14 @@ def _attend(
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp(score - base[:, None])
         before = tl.exp(most - base)
-        v_row = v_BJMA + (b * stride_vb + j * stride_vj + m * stride_vm)[:, None]
+        v_row = v_BJMA + (b * stride_vb + j * stride_vj + (far + start) * stride_vm)
+        v_row += (row * stride_vm)[:, None]
         v = tl.load(v_row + (a * stride_va)[None, :], mask=inside, other=0.0)
         y = y * before[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         total = total * before + tl.sum(weight, 1)
         most = higher
     y = y / tl.where(total == 0.0, 1.0, total)[:, None]
-    x = split * X + b * J * GROUP * N + h * N + n
+    x = split.to(tl.int64) * X + (b * J * GROUP + h) * N + n
     tl.store(y_SXA + (x * A)[:, None] + a[None, :], y.to(y_SXA.dtype.element_ty), mask=here)
     if SPLITS > 1:
         log = tl.where(total == 0.0, NO_PART, most + tl.log(tl.where(total == 0.0, 1.0, total)))
@@ -179,6 +183,8 @@ def unsupported(
         return f"it computes float32, bfloat16 or float16 throughout, not {q_BHNA.dtype} with {k_BJMA.dtype}"
     if q_BHNA.shape[3] > MAX_WIDTH:
         return f"a head of {q_BHNA.shape[3]} numbers is wider than its tile of {MAX_WIDTH}"
+    if max(q_BHNA.stride(3), *k_BJMA.stride()[2:], *v_BJMA.stride()[2:]) * MAX_WIDTH >= 2**31:
+        return "a tile spans 2^31 elements or more, and offsets inside it have 32 bits"
     return gpu.why_not(q_BHNA, k_BJMA, v_BJMA)
 
 
@@ -191,7 +197,7 @@ def run(
     if rotary is not None:
         angles = [one.float().contiguous() for one in (rotary.cos_MC, rotary.sin_MC)]
     (B, _, N, _), (_, J, M, _) = q_BHNA.shape, k_BJMA.shape
-    tile = _tile(block_r, block_m, q_BHNA, J)
+    tile = _tile(block_r, block_m, q_BHNA, J, rotary is not None)
     tiles = max(1, B * J * triton.cdiv(q_BHNA.shape[1] // max(J, 1) * N, tile["BLOCK_R"]))
     if not splits:
         splits = triton.cdiv(gpu.multiprocessors(q_BHNA.device), tiles)
@@ -199,10 +205,11 @@ def run(
     return _flash(q_BHNA, k_BJMA, v_BJMA, *angles, causal, window, block_r, block_m, splits, num_warps)
 
 
-def _tile(block_r: int, block_m: int, q_BHNA: Tensor, J: int) -> dict[str, int]:
-    """The sides of a tile; of float32 a quarter of the rows and keys, which are multiplied from registers."""
+def _tile(block_r: int, block_m: int, q_BHNA: Tensor, J: int, rotary: bool) -> dict[str, int]:
+    """The sides of a tile. Of float32 it has a quarter of the rows and keys, which are multiplied from
+    registers; of keys that are turned it has half, for the same reason."""
     H, N, A = q_BHNA.shape[1:]
-    wide = q_BHNA.element_size() > 2
+    wide, block_m = q_BHNA.element_size() > 2, block_m // 2 if rotary else block_m
     rows = min(block_r // 4 if wide else block_r, triton.next_power_of_2(max(1, H // max(J, 1) * N)))
     return {
         "BLOCK_R": max(16, rows),
@@ -224,7 +231,7 @@ def _flash(
         return y_BHNA
     if not M:
         return y_BHNA.zero_()
-    tile = _tile(block_r, block_m, q_BHNA, J)
+    tile = _tile(block_r, block_m, q_BHNA, J, cos_MC is not None)
     part_SXA, log_SX = y_BHNA, y_BHNA
     if splits > 1:
         part_SXA = q_BHNA.new_empty(splits, X, A, dtype=torch.float32)
@@ -250,7 +257,7 @@ def _flash(
         *v_BJMA.stride(),
         **_constants(A, H // J, causal, bool(window), cos_MC is not None, splits),
         **tile,
-        **target.launch(num_warps=num_warps, num_stages=NUM_STAGES, tile=_tile_bytes(tile, q_BHNA)),
+        **target.launch(**_launch(tile, num_warps, cos_MC is not None, q_BHNA.element_size())),
     )
     if splits > 1:
         rows = max(1, 1024 // tile["BLOCK_A"])
@@ -263,7 +270,7 @@ def _flash(
             SPLITS=splits,
             BLOCK_X=rows,
             BLOCK_A=tile["BLOCK_A"],
-            **target.moving(NUM_WARPS),
+            **target.moving(4),
         )
     return y_BHNA
 
@@ -276,9 +283,13 @@ def _(
     return q_BHNA.new_empty(q_BHNA.shape)
 
 
-def _tile_bytes(tile: dict[str, int], q_BHNA: Tensor) -> int:
-    """Of keys and values."""
-    return 2 * tile["BLOCK_M"] * tile["BLOCK_A"] * q_BHNA.element_size()
+def _launch(tile: dict[str, int], num_warps: int, rotary: bool, size: int) -> dict[str, int]:
+    """Keys that are turned are not fetched ahead: they go through registers, which are all in use."""
+    return {
+        "num_warps": num_warps if tile["BLOCK_R"] >= 64 else min(4, num_warps),
+        "num_stages": 1 if rotary else 2,
+        "tile": 2 * tile["BLOCK_M"] * tile["BLOCK_A"] * size,
+    }
 
 
 def _constants(A: int, group: int, causal: bool, windowed: bool, rotary: bool, splits: int) -> dict[str, Any]:
@@ -299,11 +310,15 @@ def compilations(
     }
     common = {"cos_MC": "*fp32", "sin_MC": "*fp32", "X": "i32", "N": "i32", "M": "i32", "J": "i32"}
     common |= {"window": "i32", "scale": "fp32", **strides}
-    for name, rows, parts, rotary in (("prompt", block_r, 1, True), ("decode", 16, splits or 8, False)):
-        tile = {"BLOCK_R": rows, "BLOCK_M": block_m, "BLOCK_A": A}
-        launched = target.compiled(
-            rows=rows, num_warps=num_warps, num_stages=NUM_STAGES, tile=2 * block_m * A * 2
-        )
+    kinds = (
+        ("prompt", block_r, 1, False),
+        ("prompt_rotary", block_r, 1, True),
+        ("decode", 16, splits or 8, False),
+    )
+    for name, rows, parts, rotary in kinds:
+        keys = block_m // 2 if rotary else block_m
+        tile = {"BLOCK_R": rows, "BLOCK_M": keys, "BLOCK_A": A}
+        launched = target.compiled(rows=rows, **_launch(tile, num_warps, rotary, 2))
         yield gpu.Compilation(
             name=name,
             kernel=_attend,
@@ -312,8 +327,8 @@ def compilations(
                 "y_SXA": "*bf16" if parts == 1 else "*fp32", "log_SX": "*fp32", **common,
             },
             constexprs={**_constants(A, group, True, False, rotary, parts), **tile},
-            flops=4 * rows * block_m * A,
-            bytes=2 * block_m * A * 2,
+            flops=4 * rows * keys * A,
+            bytes=2 * keys * A * 2,
             **launched,
         )  # fmt: skip
     yield gpu.Compilation(
@@ -321,6 +336,6 @@ def compilations(
         kernel=_join,
         signature={"part_SXA": "*fp32", "log_SX": "*fp32", "y_XA": "*bf16", "X": "i32"},
         constexprs={"A": A, "SPLITS": splits or 8, "BLOCK_X": 1024 // A, "BLOCK_A": A},
-        **target.moving(NUM_WARPS),
+        **target.moving(4),
         expects=("vector_load",),
     )
